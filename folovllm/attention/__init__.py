@@ -1,0 +1,1 @@
+"""Attention: the operations, and the backends that compute them."""

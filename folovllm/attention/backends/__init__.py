@@ -1,0 +1,1 @@
+"""Attention backends, registered lazily by name."""

@@ -1,0 +1,73 @@
+"""The contract between the model and whatever computes attention (strategy pattern)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from folovllm.worker.input_batch import ForwardBatch
+
+
+class BackendUnavailable(ValueError):
+    """A backend cannot run here; the message says what is missing and what to do."""
+
+
+@dataclass(slots=True, frozen=True)
+class AttentionConfig:
+    """What a backend needs to know before any weight is loaded."""
+
+    num_heads: int  # Hq on this rank
+    num_kv_heads: int  # Hkv on this rank
+    head_dim: int  # D
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int | None  # B; None: not chosen yet, any that the backend supports will do
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+    @property
+    def scale(self) -> float:
+        """The factor on the scores, 1 / sqrt(D)."""
+        return float(self.head_dim**-0.5)
+
+
+class AttentionBackend(ABC):
+    """Writes new K/V into the cache and attends over it; one instance serves all layers of a model.
+
+    `forward` reads the cache only: a step stores first. A backend with `supports_cuda_graph` reads device tensors and
+    the batch's upper bounds and never the `_host` lists; it calls neither `.item()` nor `.tolist()`.
+    """
+
+    name: ClassVar[str]
+    supported_block_sizes: ClassVar[tuple[int, ...] | None] = None  # None: any; else multiples of one of these
+    supports_cuda_graph: ClassVar[bool] = False
+
+    def __init__(self, config: AttentionConfig) -> None:
+        self.config = config
+
+    @classmethod
+    def check_available(cls, config: AttentionConfig) -> None:
+        """Raise `BackendUnavailable` where this backend cannot run: device, dtype, head_dim, block size, package."""
+
+    @classmethod
+    def supports_block_size(cls, block_size: int) -> bool:
+        """Whether pages of `block_size` tokens work."""
+        sizes = cls.supported_block_sizes
+        return sizes is None or any(block_size % size == 0 for size in sizes)
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Prepare once a step what all layers share. Device work only, so that it can be captured."""
+
+    @abstractmethod
+    def store(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write `key` and `value` [T, Hkv, D] to their slots in `kv_cache` [2, N, B, Hkv, D]; slot -1 is skipped."""
+
+    @abstractmethod
+    def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Causal attention of `query` [T, Hq, D] over each sequence's own cached K/V; returns [T, Hq, D]."""

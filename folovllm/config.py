@@ -1,0 +1,149 @@
+"""`EngineConfig`: every choice of the engine in one validated dataclass, and the six milestones as presets of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+DEFAULT_MODEL = "stories-5m"  # embedded in the package
+DEFAULT_MAX_MODEL_LEN = 4096
+
+# A milestone is a preset over the same classes, never another code path of its own.
+PRESETS: dict[str, dict[str, Any]] = {
+    "m1": {"model_impl": "hf", "kv_cache": "growing", "max_num_seqs": 1},
+    "m2": {"kv_cache": "slots", "attention_backend": "torch_naive", "max_num_seqs": 16},
+    "m3": {"kv_cache": "paged", "attention_backend": "torch_paged"},
+}
+LATEST = "m3"
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+MODEL_IMPLS = ("hf", "native")
+KV_CACHES = ("growing", "slots", "paged")
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineConfig:
+    """What to run and how; each field is also a keyword of `LLM` and a flag of the command line.
+
+    Attributes:
+        model: a local directory, a hub id, or one of the names "stories-5m" (embedded) and "smollm2" (downloaded).
+        tokenizer: the same for the tokenizer; None takes the model's.
+        milestone: the preset that fills what is left open; None takes the latest.
+        model_impl: "hf" runs transformers' model, "native" ours.
+        kv_cache: "growing" (one request at a time, cache by concatenation), "slots" (a contiguous slot of
+            `max_model_len` tokens per sequence) or "paged".
+        dtype: "auto" is float32 on CPU and the checkpoint's own on a GPU.
+        device: "cuda", "cpu" or None for CUDA where there is one.
+        seed: of the engine's own draws (requests without a seed, random weights).
+        max_model_len: longest prompt plus answer, in tokens; None is the smaller of the model's and 4,096.
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: most tokens in one step; None fits at least one whole prompt.
+        block_size: tokens a page holds; None is the smallest from 16 up that the attention backend accepts.
+        num_kv_blocks: pages of the KV cache, instead of measuring how many fit.
+        gpu_memory_utilization: share of the card's memory that the engine may fill.
+        kv_cache_memory: bytes of KV cache on CPU.
+        attention_backend: a name, "auto", or "prefill,decode".
+        scheduling: "fcfs" (first come, first served) or "priority" (smaller first).
+        enforce_eager: no CUDA graphs.
+        tensor_parallel_size: GPUs that share each layer.
+        trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
+        random_weights: make weights up instead of loading them (for timing a geometry).
+
+    Raises:
+        ValueError: a value is out of range or two do not fit together; the sentence says what does.
+    """
+
+    model: str = DEFAULT_MODEL
+    tokenizer: str | None = None
+    milestone: str | None = None
+    model_impl: str | None = None
+    kv_cache: str | None = None
+    dtype: str = "auto"
+    device: str | None = None
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    num_kv_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory: int = 1 << 30
+    attention_backend: str | None = None
+    scheduling: str = "fcfs"
+    enforce_eager: bool = False
+    tensor_parallel_size: int = 1
+    trust_remote_code: bool = False
+    random_weights: bool = False
+
+    def __post_init__(self) -> None:
+        preset = PRESETS.get(self.milestone or LATEST)
+        if preset is None:
+            raise ValueError(f"unknown milestone {self.milestone!r}: choose one of {', '.join(PRESETS)}")
+        defaults = {"model_impl": "native", "kv_cache": "paged", "max_num_seqs": 256, "attention_backend": "auto"}
+        for name, value in {**defaults, **preset}.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        self._validate()
+
+    @classmethod
+    def for_milestone(cls, milestone: str, **overrides: Any) -> EngineConfig:
+        """The preset of one milestone, with single choices changed."""
+        return cls(milestone=milestone, **overrides)
+
+    def _validate(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("model_impl", self.model_impl, MODEL_IMPLS)
+        _one_of("kv_cache", self.kv_cache, KV_CACHES)
+        _one_of("scheduling", self.scheduling, ("fcfs", "priority"))
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
+        if self.kv_cache_memory < 1:
+            raise ValueError(f"kv_cache_memory must be a positive number of bytes, not {self.kv_cache_memory}")
+        if self.tensor_parallel_size != 1:
+            raise ValueError("tensor_parallel_size must be 1: several GPUs are not supported yet")
+        self._validate_combinations()
+
+    def _validate_combinations(self) -> None:
+        if self.model_impl == "hf" and self.kv_cache != "growing":
+            raise ValueError('model_impl="hf" keeps its own growing cache: use milestone="m1", or model_impl="native"')
+        if self.kv_cache == "growing" and self.max_num_seqs != 1:
+            raise ValueError('kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, or use "m2"')
+        if self.random_weights and self.model_impl == "hf":
+            raise ValueError('random_weights needs model_impl="native"')
+
+    def resolve_max_model_len(self, model_limit: int) -> int:
+        """The context in tokens, given the model's own limit."""
+        if self.max_model_len is None:
+            return min(model_limit, DEFAULT_MAX_MODEL_LEN)
+        if self.max_model_len > model_limit:
+            raise ValueError(
+                f"max_model_len {self.max_model_len} exceeds the model's context of {model_limit} tokens: lower it"
+            )
+        return self.max_model_len
+
+    def resolve_max_num_batched_tokens(self, max_model_len: int) -> int:
+        """The token budget of a step. A prompt is computed in one step, so the longest must fit."""
+        budget = self.max_num_batched_tokens
+        if budget is None:
+            return max(max_model_len, 8192)
+        if budget < max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens {budget} is below max_model_len {max_model_len}, so the longest prompt could "
+                "never be computed in one step: raise it, or lower max_model_len"
+            )
+        return budget
+
+
+def config_field_names() -> list[str]:
+    """Names of all fields, for command lines and compatibility layers."""
+    return [f.name for f in fields(EngineConfig)]
+
+
+
+def _one_of(name: str, value: str | None, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")

@@ -1,0 +1,1 @@
+"""How a scheduled step reaches the device or devices."""

@@ -1,0 +1,1 @@
+"""Model architectures, and the way from a checkpoint to a module."""

@@ -1,0 +1,95 @@
+"""How a request wants its tokens drawn, and when it wants to stop."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """Sampling and stopping rules of one request, validated when they are made.
+
+    Filters act in the order temperature, min_p, top_k, top_p. Penalties come first of all, on the raw logits.
+
+    Attributes:
+        n: how many independent answers to draw for the prompt.
+        temperature: 0 takes the most likely token (greedy); 1 samples from the model's own distribution.
+        top_k: keep the k most likely tokens; -1 or 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches `top_p`.
+        min_p: drop tokens less likely than `min_p` times the most likely one.
+        seed: the same seed gives the same text, whatever runs beside it; None draws one.
+        max_tokens: generate at most this many tokens; None fills the context.
+        min_tokens: no end-of-text or stop before this many tokens.
+        stop: strings that end the text (and are cut off it unless `include_stop_str_in_output`).
+        stop_token_ids: token ids that end the text beside the model's own end-of-text ids.
+        ignore_eos: go on past the model's end-of-text ids.
+        logprobs: return the log-probabilities of the chosen and of this many most likely tokens.
+        repetition_penalty: > 1 makes every token seen in prompt or answer less likely (multiplicative).
+        presence_penalty: subtracted once from each token that the answer already holds.
+        frequency_penalty: subtracted once per occurrence in the answer.
+        skip_special_tokens: leave tokens such as `<|im_end|>` out of the text.
+
+    Raises:
+        ValueError: a value is outside its range; the sentence names it and says what works.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 256
+    min_tokens: int = 0
+    stop: list[str] | str = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop)
+        self._validate_draw()
+        self._validate_stop()
+
+    def _validate_draw(self) -> None:
+        _require(self.n >= 1, f"n must be at least 1, not {self.n}")
+        finite = math.isfinite(self.temperature) and self.temperature >= 0
+        _require(finite, f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
+        _require(self.top_k >= -1, f"top_k must be -1 or 0 (keep all) or at least 1, not {self.top_k}")
+        _require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1 (keep all), not {self.top_p}")
+        _require(0 <= self.min_p <= 1, f"min_p must be between 0 (off) and 1, not {self.min_p}")
+        in_range = self.seed is None or 0 <= self.seed < 2**63
+        _require(in_range, f"seed must be between 0 and 2**63 - 1, not {self.seed}")
+        _require(self.repetition_penalty > 0, f"repetition_penalty must be positive, not {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(math.isfinite(getattr(self, name)), f"{name} must be a finite number")
+
+    def _validate_stop(self) -> None:
+        unlimited = self.max_tokens is None
+        _require(unlimited or self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")  # type: ignore[operator]
+        _require(self.min_tokens >= 0, f"min_tokens must be 0 or more, not {self.min_tokens}")
+        fits = unlimited or self.min_tokens <= self.max_tokens  # type: ignore[operator]
+        _require(fits, f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        _require(all(self.stop), "a stop string must not be empty")
+        _require(self.logprobs is None or self.logprobs >= 0, f"logprobs must be 0 or more, not {self.logprobs}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken instead of a drawn one."""
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the draw depends on the tokens so far."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
