@@ -1,0 +1,21 @@
+"""For every test: Triton interpreted where no GPU is, one torch thread, hypothesis without deadlines."""
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("folovllm", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("folovllm")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not CUDA:
+        pytest.skip("needs a CUDA GPU")
+    if item.get_closest_marker("multi_gpu") and torch.cuda.device_count() < 2:
+        pytest.skip(f"needs several CUDA GPUs, there are {torch.cuda.device_count()}")
