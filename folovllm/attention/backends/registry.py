@@ -1,0 +1,34 @@
+"""Attention backends by name. Nothing is imported before it is asked for: FoloVLLM alone needs no Triton and no GPU."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from folovllm.attention.backends.abstract import AttentionBackend, BackendUnavailable
+
+BACKENDS: dict[str, str] = {
+    "torch_cat": "folovllm.attention.backends.torch_cat:TorchCatBackend",
+    "torch_naive": "folovllm.attention.backends.torch_naive:TorchNaiveBackend",
+    "torch_paged": "folovllm.attention.backends.torch_paged:TorchPagedBackend",
+    "triton": "folovllm.attention.backends.triton:TritonBackend",
+    "flash_attn": "folovllm.attention.backends.flash_attn:FlashAttentionBackend",
+}
+
+
+def get_backend(name: str) -> type[AttentionBackend]:
+    """The class behind a name; its `check_available` then says whether it runs here.
+
+    Raises:
+        ValueError: no backend of that name; the message lists those there are.
+        BackendUnavailable: a package that it is built on is not installed.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"unknown attention_backend {name!r}: choose one of {', '.join(BACKENDS)}")
+    module, _, symbol = BACKENDS[name].partition(":")
+    try:
+        backend: type[AttentionBackend] = getattr(import_module(module), symbol)
+    except ModuleNotFoundError as error:
+        raise BackendUnavailable(
+            f"attention_backend {name!r} needs the package {error.name!r}: install it, or choose another backend"
+        ) from error
+    return backend

@@ -1,0 +1,32 @@
+"""One request at a time over a cache that grows by concatenation: the simplest cache there is."""
+
+from __future__ import annotations
+
+import torch
+
+from folovllm.attention.backends.abstract import AttentionBackend
+from folovllm.attention.ops import create_causal_mask, naive_attention
+from folovllm.cache.growing_cache import GrowingKVCache
+from folovllm.worker.input_batch import ForwardBatch
+
+
+class TorchCatBackend(AttentionBackend):
+    """The batch is one sequence; each layer's `kv_cache` is a `GrowingKVCache` and not a tensor.
+
+    There are no slots: new tokens go behind the cached ones, so `slot_mapping` and `block_tables` are not looked at.
+    """
+
+    name = "torch_cat"
+
+    def store(  # type: ignore[override]  # a cache that grows cannot be one tensor
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: GrowingKVCache, slot_mapping: torch.Tensor
+    ) -> None:
+        """Append `key` and `value` [T, Hkv, D]."""
+        kv_cache.append(key, value)
+
+    def forward(  # type: ignore[override]
+        self, query: torch.Tensor, kv_cache: GrowingKVCache, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Causal attention of the new tokens [T, Hq, D] over all that is cached, themselves included."""
+        mask = create_causal_mask(len(query), len(kv_cache), query.device)  # [T, n]
+        return naive_attention(query, kv_cache.key, kv_cache.value, self.config.scale, mask)

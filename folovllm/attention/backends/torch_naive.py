@@ -1,0 +1,47 @@
+"""One sequence after the other in plain torch: slow, obvious, and the oracle for every other backend."""
+
+from __future__ import annotations
+
+import torch
+
+from folovllm.attention.backends.abstract import AttentionBackend
+from folovllm.attention.ops import create_causal_mask, naive_attention, reshape_and_cache_kv
+from folovllm.worker.input_batch import ForwardBatch
+
+
+class TorchNaiveBackend(AttentionBackend):
+    """Gathers each sequence's K/V from its blocks, then attends as the textbook does. Any block size.
+
+    With one block per sequence, as long as the context, this is a contiguous slot cache.
+    """
+
+    name = "torch_naive"
+
+    def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Write `key` and `value` [T, Hkv, D] to their slots; slot -1 is skipped."""
+        reshape_and_cache_kv(key, value, kv_cache, slot_mapping)
+
+    def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Causal attention, sequence by sequence over the ragged batch: [T, Hq, D] -> [T, Hq, D]."""
+        queries = torch.split(query, batch.query_lens_host)  # S times [n, Hq, D]
+        outputs = []
+        for new, table, seq_len in zip(queries, batch.block_tables, batch.seq_lens_host, strict=True):
+            key, value = gather_kv(kv_cache, table, seq_len)
+            mask = None if len(new) == 1 else create_causal_mask(len(new), seq_len, query.device)
+            outputs.append(naive_attention(new, key, value, self.config.scale, mask))
+        return torch.cat(outputs)
+
+
+def gather_kv(
+    kv_cache: torch.Tensor,  # [2, N, B, Hkv, D]
+    block_table: torch.Tensor,  # [max_blocks] int
+    seq_len: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one sequence in token order, copied out of its blocks: two [seq_len, Hkv, D].
+
+    Position p lies at offset `p % B` of the table's block number `p // B`. Entries beyond the sequence are never read.
+    """
+    position = torch.arange(seq_len, device=kv_cache.device)
+    block_size = kv_cache.shape[2]
+    key, value = kv_cache[:, block_table[position // block_size], position % block_size]
+    return key, value

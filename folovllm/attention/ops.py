@@ -1,0 +1,70 @@
+"""Attention in plain torch, the yardstick for every kernel, and the two ways to put K/V into a cache."""
+
+from __future__ import annotations
+
+import torch
+
+
+def create_causal_mask(num_new: int, num_total: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """Who may look at whom: True where a new token may attend to a cached or new one.
+
+    The `num_new` queries are the *last* tokens of `num_total`: query i sits at position `num_total - num_new + i` and
+    sees every position up to and including its own. With nothing cached this is the usual lower triangle; one new token
+    sees everything.
+
+    Returns:
+        bool, [num_new, num_total].
+    """
+    query_position = torch.arange(num_total - num_new, num_total, device=device)
+    key_position = torch.arange(num_total, device=device)
+    return query_position[:, None] >= key_position[None, :]
+
+
+def naive_attention(
+    query: torch.Tensor,  # [Tq, Hq, D]
+    key: torch.Tensor,  # [Tk, Hkv, D]
+    value: torch.Tensor,  # [Tk, Hkv, D]
+    scale: float,
+    mask: torch.Tensor | None = None,  # [Tq, Tk] bool, True: may attend; None: everything
+) -> torch.Tensor:
+    """softmax(scale * Q K^T) V of one sequence, every score written out ("Attention Is All You Need", section 3.2.1).
+
+    Grouped queries (GQA): Hq is a multiple G of Hkv, and query heads h*G .. h*G+G-1 share KV head h. Scores that the
+    mask forbids count as -inf. The softmax is taken in float32 whatever the dtype of the inputs (a sum of thousands of
+    bfloat16 terms would be off in the second digit) and its result returns to their dtype. A row in which nothing is
+    allowed gives NaN.
+
+    Returns:
+        [Tq, Hq, D], in the dtype of `value`.
+    """
+    query = query.reshape(len(query), key.shape[1], -1, query.shape[2])  # [Tq, Hkv, G, D]
+    scores = torch.einsum("qhgd,khd->hgqk", query, key) * scale  # [Hkv, G, Tq, Tk]
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
+    return torch.einsum("hgqk,khd->qhgd", weights, value).flatten(1, 2)  # [Tq, Hq, D]
+
+
+def append_kv(cached: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The cache of one sequence, longer by its new tokens: [2, n, Hkv, D] and two [T, Hkv, D] -> [2, n + T, Hkv, D].
+
+    The result is a new tensor, so everything that was cached is copied at every step.
+    """
+    return torch.cat((cached, torch.stack((key, value))), dim=1)
+
+
+def reshape_and_cache_kv(
+    key: torch.Tensor,  # [T, Hkv, D]
+    value: torch.Tensor,  # [T, Hkv, D]
+    kv_cache: torch.Tensor,  # [2, N, B, Hkv, D], any strides
+    slot_mapping: torch.Tensor,  # [T] int64
+) -> None:
+    """Write token t's K/V to slot `slot_mapping[t]`, which is offset `slot % B` of block `slot // B`.
+
+    Nothing else in the cache changes. Slot -1 means "nowhere": as an index it would overwrite the cache's last slot.
+    """
+    wanted = slot_mapping >= 0
+    slot, block_size = slot_mapping[wanted], kv_cache.shape[2]
+    block, offset = slot // block_size, slot % block_size
+    kv_cache[0, block, offset] = key[wanted]
+    kv_cache[1, block, offset] = value[wanted]

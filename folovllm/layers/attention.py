@@ -1,0 +1,27 @@
+"""The layer between a model and whatever computes attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from folovllm.attention.backends.abstract import AttentionBackend
+    from folovllm.worker.input_batch import ForwardBatch
+
+
+class Attention(nn.Module):
+    """Holds one layer's KV cache and the backend. Both are bound after the model is built and its size is known."""
+
+    backend: AttentionBackend
+    kv_cache: torch.Tensor  # [2, N, B, Hkv, D], or what the backend keeps instead
+
+    def store(self, key: torch.Tensor, value: torch.Tensor, batch: ForwardBatch) -> None:
+        """Cache the K/V of the new tokens, two [T, Hkv, D]."""
+        self.backend.store(key, value, self.kv_cache, batch.slot_mapping)
+
+    def forward(self, query: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, Hq, D] -> [T, Hq, D]: every new token over its own sequence so far. Reads what `store` has written."""
+        return self.backend.forward(query, self.kv_cache, batch)

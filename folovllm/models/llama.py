@@ -1,0 +1,171 @@
+"""Llama, and the frame that the other families fill in: only their attention differs.
+
+Everything runs on a ragged batch: `T` tokens of all sequences end to end, `[T, H]`, with no padding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.attention import Attention
+from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from folovllm.layers.layernorm import RMSNorm
+from folovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_frequencies
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from folovllm.worker.input_batch import ForwardBatch
+
+
+def head_dim_of(config: PretrainedConfig) -> int:
+    """D: as the config says, else the hidden size shared among the heads."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def context_limit(config: PretrainedConfig) -> int:
+    """The longest context, in tokens, for which full attention is what the model was trained with.
+
+    Layers with a sliding window see everything as long as the context fits into the window, so the window is the limit.
+    """
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    limit: int = config.max_position_embeddings
+    return min(limit, window) if window is not None and slides else limit
+
+
+class LlamaAttention(nn.Module):
+    """Projections, position, cache, attention, projection."""
+
+    def __init__(self, config: PretrainedConfig, rope: RotaryEmbedding) -> None:
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        self.head_dim = head_dim_of(config)
+        qkv_bias, output_bias = self.biases(config)
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim, bias=qkv_bias
+        )
+        self.o_proj = RowParallelLinear(self.num_heads * self.head_dim, config.hidden_size, bias=output_bias)
+        self.rope = rope
+        self.attn = Attention()
+
+    @staticmethod
+    def biases(config: PretrainedConfig) -> tuple[bool, bool]:
+        """Whether the input projections have a bias, and whether the output projection has one."""
+        bias = getattr(config, "attention_bias", False)
+        return bias, bias
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, H] -> [T, H]."""
+        query = self.prepare(self.qkv_proj(x), batch)  # [T, Hq, D]
+        return self.o_proj(self.attn(query, batch).flatten(1))
+
+    def prepare(self, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Rotate queries and keys, cache keys and values: [T, (Hq + 2 Hkv) D] -> the queries, [T, Hq, D].
+
+        The one step here that a fused kernel may replace.
+        """
+        query, key, value = self.split_heads(qkv)
+        query, key = self.rope(batch.positions, query, key)
+        self.attn.store(key, value, batch)
+        return query
+
+    def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[T, (Hq + 2 Hkv) D] -> views [T, Hq, D], [T, Hkv, D], [T, Hkv, D]."""
+        heads = qkv.view(len(qkv), -1, self.head_dim)  # [T, Hq + 2 Hkv, D]
+        return torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+
+
+class LlamaMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), with gate and up in one matrix product."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        if config.hidden_act != "silu":
+            raise ValueError(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' is")
+        bias = getattr(config, "mlp_bias", False)
+        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [config.intermediate_size] * 2, bias)
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, bias)
+        self.act_fn = SiluAndMul()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H]."""
+        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+
+
+class LlamaDecoderLayer(nn.Module):
+    """Attention and MLP, each on a normalised copy of the residual stream and added back to it.
+
+    An addition waits for the norm that follows it, so that one kernel can do both: what travels from layer to layer is
+    the last block's output and the stream it has yet to be added to.
+    """
+
+    def __init__(self, config: PretrainedConfig, attention: LlamaAttention) -> None:
+        super().__init__()
+        self.self_attn = attention
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two [T, H] -> two [T, H]; `residual` is None in the first layer only."""
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm(x, residual)
+        x, residual = self.post_attention_layernorm(self.self_attn(x, batch), residual)
+        return self.mlp(x), residual
+
+
+class LlamaModel(nn.Module):
+    """Embedding, layers, final norm. All layers share one table of angles."""
+
+    def __init__(self, config: PretrainedConfig, attention_class: type[LlamaAttention]) -> None:
+        super().__init__()
+        rope = RotaryEmbedding(rope_frequencies(config, head_dim_of(config)), context_limit(config))
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, attention_class(config, rope)) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """The batch's tokens -> their last hidden states, [T, H]."""
+        x, residual = self.embed_tokens(batch.input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        x, _ = self.norm(x, residual)
+        return x
+
+
+class LlamaForCausalLM(nn.Module):
+    """The model with its head. A family is a subclass that names another attention class."""
+
+    attention_class: ClassVar[type[LlamaAttention]] = LlamaAttention
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {  # our module: the checkpoint's, in the order of its rows
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        self.model = LlamaModel(config, self.attention_class)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """The hidden states of all new tokens, [T, H]; their K/V are in the caches afterwards."""
+        return self.model(batch)
+
+    def compute_logits(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, H] -> [S, V]: for each sequence's last new token alone, in the dtype of the model."""
+        return self.lm_head(hidden[batch.logits_indices])

@@ -1,0 +1,113 @@
+"""Checkpoints into models: safetensors only, one tensor at a time, every name accounted for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from folovllm.layers.linear import MergedColumnParallelLinear
+
+if TYPE_CHECKING:
+    from folovllm.models.llama import LlamaForCausalLM
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
+
+
+def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True) -> None:
+    """Fill `model` from the checkpoint in folder `path`, straight into its (merged) parameters.
+
+    Each tensor is read from the memory-mapped file and copied where it belongs, converted to the parameter's dtype on
+    the way, so the weights are never in memory twice.
+
+    Raises:
+        ValueError: no safetensors here, a damaged file, or a weight that is missing, left over or of another shape
+            (the message names it).
+    """
+    destinations = checkpoint_destinations(model)
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    with tqdm(total=len(destinations), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
+        for name, tensor in read_tensors(checkpoint_files(path)):
+            if name.endswith(IGNORED_SUFFIX) or (tied and name == "lm_head.weight"):
+                continue
+            copy_weight(name, tensor, destinations)
+            progress.update()
+    if destinations:
+        raise ValueError(f"the checkpoint in {path} lacks {_some(destinations)}")
+
+
+def checkpoint_destinations(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+    """Where each of the checkpoint's tensors goes: its name -> a view of (a part of) one of our parameters.
+
+    A merged parameter appears once for each of its parts, under the names that the checkpoint has for them.
+    """
+    destinations: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        module_name, _, kind = name.rpartition(".")
+        parent, _, leaf = module_name.rpartition(".")
+        parts = model.packed_modules_mapping.get(leaf)
+        if parts is None:
+            destinations[name] = parameter.data
+            continue
+        module = cast(MergedColumnParallelLinear, model.get_submodule(module_name))
+        rows = torch.split(parameter.data, module.output_sizes)
+        destinations |= {f"{parent}.{part}.{kind}": view for part, view in zip(parts, rows, strict=True)}
+    return destinations
+
+
+def copy_weight(name: str, tensor: torch.Tensor, destinations: dict[str, torch.Tensor]) -> None:
+    """Copy one tensor of the checkpoint to its destination and cross that off."""
+    destination = destinations.pop(name, None)
+    if destination is None:
+        raise ValueError(f"the checkpoint holds {name!r}, for which the model has no place (or had it twice)")
+    if destination.shape != tensor.shape:
+        raise ValueError(f"{name!r} has shape {list(tensor.shape)}, the model expects {list(destination.shape)}")
+    destination.copy_(tensor)
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """The files that make up the checkpoint: those its index names, else the single one."""
+    index = path / INDEX
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
+    files = [path / name for name in sorted(names)]
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise ValueError(
+            f"no {', '.join(absent)} in {path}: only safetensors are loaded, never pickles (.bin, .pt), which can run "
+            "code. If the checkpoint has no safetensors, convert it with transformers' save_pretrained"
+        )
+    return files
+
+
+def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied."""
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118  # a handle is no dict
+                    yield name, handle.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged or incomplete ({error}): download it again") from error
+
+
+def init_random_weights(model: LlamaForCausalLM, seed: int) -> None:
+    """Weights made up on the model's own device: N(0, 0.02) everywhere, ones in the norms. For timing a geometry."""
+    generator: torch.Generator | None = None
+    for name, parameter in model.named_parameters():
+        if generator is None:
+            generator = torch.Generator(parameter.device).manual_seed(seed)
+        if name.endswith("norm.weight"):
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(0.0, 0.02, generator=generator)
+
+
+def _some(names: dict[str, torch.Tensor]) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
