@@ -1,4 +1,5 @@
 """Minimal for now: `--mine` and the markers."""
+
 import os
 
 import pytest

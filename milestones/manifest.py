@@ -1,0 +1,181 @@
+"""What the course consists of: `milestone.toml` read into dataclasses, with errors that name the file. Format: README.md."""
+
+import ast
+import importlib.util
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "folovllm"
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A function or method of the engine."""
+
+    module: str
+    name: str  # qualified: BlockManager.allocate
+
+    @property
+    def path(self) -> Path:
+        return Path(*self.module.split(".")).with_suffix(".py")
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Exercise:
+    id: str
+    title: str
+    symbols: tuple[Symbol, ...]
+    difficulty: int
+    lines: int
+    needs: tuple[str, ...]
+    tests: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.id} {', '.join(symbol.name for symbol in self.symbols)}"
+
+
+@dataclass(frozen=True, slots=True)
+class WrongAnswer:
+    """A plausible bug: `source` defines some of the exercise's symbols, `why` says what is wrong with them."""
+
+    exercise: Exercise
+    file: Path
+    why: str
+    source: str
+
+    @property
+    def id(self) -> str:
+        return self.file.stem
+
+
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    id: str
+    title: str
+    summary: str
+    preset: str
+    minutes: int
+    exercises: tuple[Exercise, ...]
+    folder: Path
+    notebook: str = ""
+    chapter: str = ""
+
+
+@dataclass(frozen=True)
+class Course:
+    """The milestones in order, the package that they teach, and the folder in which `mine/` stands."""
+
+    root: Path
+
+    @classmethod
+    def here(cls, folder: Path | None = None) -> "Course":
+        """The course of the nearest checkout at or above `folder`, else the one that this tool belongs to."""
+        folder = (folder or Path.cwd()).resolve()
+        for root in (folder, *folder.parents):
+            if (root / "milestones").is_dir() and (root / PACKAGE).is_dir():
+                return cls(root)
+        return cls(Path(__file__).resolve().parent.parent)
+
+    @cached_property
+    def milestones(self) -> tuple[Milestone, ...]:
+        files = (self.root / "milestones").glob("m*/milestone.toml")
+        found = tuple(sorted((_milestone(file) for file in files), key=lambda m: int(m.id[1:])))
+        symbols = [symbol for m in found for e in m.exercises for symbol in e.symbols]
+        if twice := {str(s) for s in symbols if symbols.count(s) > 1}:
+            raise ValueError(f"in two exercises: {', '.join(sorted(twice))}")
+        return found
+
+    @property
+    def exercises(self) -> tuple[Exercise, ...]:
+        return tuple(e for m in self.milestones for e in m.exercises)
+
+    @property
+    def package(self) -> Path:
+        """The folder of the reference, without importing it."""
+        if (self.root / PACKAGE).is_dir():
+            return self.root / PACKAGE
+        spec = importlib.util.find_spec(PACKAGE)
+        assert spec and spec.submodule_search_locations, f"{PACKAGE} is not installed"
+        return Path(spec.submodule_search_locations[0])
+
+    def milestone(self, id: str) -> Milestone:
+        for milestone in self.milestones:
+            if milestone.id == id:
+                return milestone
+        raise ValueError(f"no milestone {id!r}: there are {', '.join(m.id for m in self.milestones) or 'none'}")
+
+    def exercise(self, id: str) -> Exercise:
+        for exercise in self.exercises:
+            if exercise.id == id:
+                return exercise
+        raise ValueError(f"no exercise {id!r}: `python -m milestones status` lists them")
+
+    def onwards(self, id: str) -> tuple[Exercise, ...]:
+        """The exercises of a milestone and of all later ones."""
+        return tuple(e for m in self.milestones if int(m.id[1:]) >= int(id[1:]) for e in m.exercises)
+
+    def needed(self, exercise: Exercise) -> tuple[Exercise, ...]:
+        """The exercise and all that it needs, directly or not."""
+        found: dict[str, Exercise] = {}
+        queue = [exercise.id]
+        while queue:
+            if (id := queue.pop()) not in found:
+                found[id] = self.exercise(id)
+                queue += found[id].needs
+        return tuple(found.values())
+
+    def source(self, path: Path) -> str:
+        """The reference's text; `path` begins with the package's name."""
+        return (self.package.parent / path).read_text(encoding="utf-8")
+
+    def hints(self, exercise: Exercise) -> list[tuple[str, str]]:
+        """(heading, text) of each rung, in order."""
+        folder = self.milestone(exercise.id.partition(".")[0]).folder
+        text = (folder / "hints" / f"{exercise.id}.md").read_text(encoding="utf-8")
+        rungs = re.split(r"^## +", text, flags=re.M)[1:]
+        return [(heading.strip(), body.strip()) for heading, _, body in (rung.partition("\n") for rung in rungs)]
+
+    def wrong_answers(self, exercise: Exercise) -> list[WrongAnswer]:
+        folder = self.milestone(exercise.id.partition(".")[0]).folder / "wrong"
+        texts = {file: file.read_text(encoding="utf-8") for file in sorted(folder.glob(f"{exercise.id}_*.py"))}
+        return [WrongAnswer(exercise, f, ast.get_docstring(ast.parse(t)) or "", t) for f, t in texts.items()]
+
+
+def _milestone(file: Path) -> Milestone:
+    data = tomllib.loads(file.read_text(encoding="utf-8"))
+    raw = data.pop("exercise", [])
+    try:
+        exercises = tuple(_exercise(entry) for entry in raw)
+        milestone = Milestone(**data, exercises=exercises, folder=file.parent)
+        _check(milestone)
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from error
+    return milestone
+
+
+def _exercise(entry: dict[str, Any]) -> Exercise:
+    symbols = tuple(Symbol(*text.split(":")) for text in entry.pop("symbols"))
+    return Exercise(symbols=symbols, needs=tuple(entry.pop("needs")), tests=tuple(entry.pop("tests")), **entry)
+
+
+def _check(milestone: Milestone) -> None:
+    ids = [e.id for e in milestone.exercises]
+    if not milestone.folder.name.startswith(f"{milestone.id}_"):
+        raise ValueError(f"the folder of {milestone.id} is called {milestone.folder.name}")
+    if ids != [f"{milestone.id}.{n + 1}" for n in range(len(ids))]:
+        raise ValueError(f"exercises are numbered {milestone.id}.1 onwards, not {ids}")
+    for exercise in milestone.exercises:
+        if stranger := set(exercise.needs) - set(ids):
+            raise ValueError(f"{exercise.id} needs {stranger}, which {milestone.id} does not have")
+        if not exercise.symbols or not exercise.tests or exercise.difficulty not in (1, 2, 3):
+            raise ValueError(f"{exercise.id}: symbols and tests are not empty, difficulty is 1 to 3")
+        names = [symbol.name for symbol in exercise.symbols]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{exercise.id}: two symbols of one name, which a wrong answer could not tell apart")

@@ -1,0 +1,8 @@
+"""A package as small as can be, for tests of the course's tool; `_overlay.py` beside it is the engine's own."""
+
+import os as _os
+
+if _os.environ.get("FOLOVLLM_MINE"):
+    from folovllm import _overlay
+
+    _overlay.install()
