@@ -1,0 +1,92 @@
+"""Two backends behind one face: "flash_attn,triton" prefills with the first and decodes with the second."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig
+from folovllm.worker.input_batch import ForwardBatch
+
+
+def decodes_of(batch: ForwardBatch) -> ForwardBatch:
+    """The leading sequences of `batch`, those with one new token; slices, no copies."""
+    n = batch.num_decodes
+    return replace(
+        batch, input_ids=batch.input_ids[:n], positions=batch.positions[:n], slot_mapping=batch.slot_mapping[:n],
+        query_start_loc=batch.query_start_loc[: n + 1], seq_lens=batch.seq_lens[:n], block_tables=batch.block_tables[:n],
+        logits_indices=batch.logits_indices[:n], num_seqs=n, max_query_len=1,
+        query_lens_host=batch.query_lens_host[:n], seq_lens_host=batch.seq_lens_host[:n],
+    )  # fmt: skip
+
+
+def prefills_of(batch: ForwardBatch) -> ForwardBatch:
+    """The sequences of `batch` after the decodes, as a batch of its own whose tokens count from 0."""
+    n = batch.num_decodes
+    return replace(
+        batch, input_ids=batch.input_ids[n:], positions=batch.positions[n:], slot_mapping=batch.slot_mapping[n:],
+        query_start_loc=batch.query_start_loc[n:] - n, seq_lens=batch.seq_lens[n:], block_tables=batch.block_tables[n:],
+        logits_indices=batch.logits_indices[n:] - n, num_seqs=batch.num_seqs - n, num_decodes=0,
+        query_lens_host=batch.query_lens_host[n:], seq_lens_host=batch.seq_lens_host[n:],
+    )  # fmt: skip
+
+
+class CompositeBackend(AttentionBackend):
+    """Splits each batch after its decodes. Made by `compose`, which fills in the two classes."""
+
+    prefill_class: type[AttentionBackend]
+    decode_class: type[AttentionBackend]
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__(config)
+        self.prefill, self.decode = self.prefill_class(config), self.decode_class(config)
+        self._prefills: ForwardBatch | None = None  # the parts of the planned step; None: there is none
+        self._decodes: ForwardBatch | None = None
+
+    @classmethod
+    def check_available(cls, config: AttentionConfig) -> None:
+        """Raise `BackendUnavailable` where either of the two does."""
+        cls.prefill_class.check_available(config)
+        cls.decode_class.check_available(config)
+
+    @classmethod
+    def supports_block_size(cls, block_size: int) -> bool:
+        """Whether both read pages of `block_size` tokens."""
+        return cls.prefill_class.supports_block_size(block_size) and cls.decode_class.supports_block_size(block_size)
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Cut the batch in two and let each backend plan its part."""
+        self._decodes = decodes_of(batch) if batch.num_decodes else None
+        self._prefills = prefills_of(batch) if batch.num_seqs > batch.num_decodes else None
+        if self._decodes is not None:
+            self.decode.plan(self._decodes)
+        if self._prefills is not None:
+            self.prefill.plan(self._prefills)
+
+    def store(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write `key` and `value` [T, Hkv, D] to their slots; both read the same layout."""
+        self.decode.store(key, value, kv_cache, slot_mapping)
+
+    def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, Hq, D] -> [T, Hq, D], of the batch that was planned; only a mixed one costs a copy."""
+        n, parts = batch.num_decodes, []
+        if self._decodes is not None:
+            parts.append(self.decode.forward(query[:n], kv_cache, self._decodes))
+        if self._prefills is not None:
+            parts.append(self.prefill.forward(query[n:], kv_cache, self._prefills))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def compose(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> type[AttentionBackend]:
+    """The class that prefills with `prefill` and decodes with `decode`."""
+    attributes = {
+        "name": f"{prefill.name},{decode.name}",
+        "prefill_class": prefill,
+        "decode_class": decode,
+        "supports_cuda_graph": decode.supports_cuda_graph,  # graphs hold decodes only
+        "__doc__": f"Prefill by {prefill.name}, decode by {decode.name}.",
+    }
+    return type("CompositeBackend", (CompositeBackend,), attributes)

@@ -1,0 +1,73 @@
+"""Attention by the package flash-attn (Dao, 2023), version 2: the yardstick for our own kernels."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
+from folovllm.kernels.store import store_kvcache
+from folovllm.worker.input_batch import ForwardBatch
+
+
+class FlashAttentionBackend(AttentionBackend):
+    """`flash_attn_with_kvcache` for decodes, which splits long sequences, `flash_attn_varlen_func` for the others."""
+
+    name = "flash_attn"
+    supported_block_sizes = (256,)
+    supports_cuda_graph = True
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__(config)
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        self._prefill, self._decode = flash_attn_varlen_func, flash_attn_with_kvcache
+        self._query_starts = self._key_starts = torch.empty(0)  # [prefills + 1] int32 each, of the planned step
+
+    @classmethod
+    def check_available(cls, config: AttentionConfig) -> None:
+        """Raise `BackendUnavailable` without a GPU of compute capability 8.0, the package, or what it demands."""
+        name = 'attention_backend "flash_attn"'
+        if config.device.type != "cuda":
+            raise BackendUnavailable(f'{name} needs a CUDA GPU: choose "torch_paged"')
+        if torch.cuda.get_device_capability(config.device) < (8, 0):
+            raise BackendUnavailable(f'{name} needs compute capability 8.0 (Ampere) or later: choose "triton"')
+        if find_spec("flash_attn") is None:
+            raise BackendUnavailable(f'{name} needs a package: pip install flash-attn, or choose "triton"')
+        if config.dtype not in (torch.float16, torch.bfloat16):
+            raise BackendUnavailable(f"{name} needs float16 or bfloat16, not {config.dtype}")
+        if config.head_dim % 8 or config.head_dim > 256:
+            raise BackendUnavailable(f"{name} needs a head_dim of 8 to 256 in steps of 8, not {config.head_dim}")
+        if config.block_size is not None and not cls.supports_block_size(config.block_size):
+            raise BackendUnavailable(f"{name} needs a block_size that is a multiple of 256, not {config.block_size}")
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Where each prefill's queries and keys start; every decode before them is one query."""
+        first = batch.num_decodes
+        self._query_starts = batch.query_start_loc[first:] - first
+        lens = batch.seq_lens[first : batch.num_seqs].cumsum(0, dtype=torch.int32)
+        self._key_starts = torch.nn.functional.pad(lens, (1, 0))
+
+    def store(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write `key` and `value` [T, Hkv, D] to their slots; slot -1 is skipped."""
+        store_kvcache(key, value, kv_cache, slot_mapping)
+
+    def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, Hq, D] -> [T, Hq, D]; the two results of a mixed batch are concatenated."""
+        k_cache, v_cache = kv_cache.unbind(0)
+        n, scale, parts = batch.num_decodes, self.config.scale, []
+        if n:
+            parts.append(self._decode(
+                query[:n, None], k_cache, v_cache, cache_seqlens=batch.seq_lens[:n], block_table=batch.block_tables[:n],
+                softmax_scale=scale, causal=True,
+            )[:, 0])  # fmt: skip
+        if batch.num_seqs > n:
+            parts.append(self._prefill(
+                query[n:], k_cache, v_cache, cu_seqlens_q=self._query_starts, cu_seqlens_k=self._key_starts,
+                max_seqlen_q=batch.max_query_len, max_seqlen_k=batch.max_seq_len,
+                block_table=batch.block_tables[n : batch.num_seqs], softmax_scale=scale, causal=True,
+            ))  # fmt: skip
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

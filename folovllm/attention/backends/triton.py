@@ -1,0 +1,79 @@
+"""Attention by this project's own kernels: FlashAttention-2 style prefill, split-KV decode."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
+from folovllm.kernels.decode import SplitKVDecode
+from folovllm.kernels.prefill import prefill
+from folovllm.kernels.store import store_kvcache
+from folovllm.worker.input_batch import ForwardBatch
+
+
+def interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on the CPU. It decides when Triton is first imported."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+class TritonBackend(AttentionBackend):
+    """Decodes, which come first in a batch, go to one kernel and the other sequences to the other. Any block size."""
+
+    name = "triton"
+    supports_cuda_graph = True
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__(config)
+        if config.block_size is None:
+            raise ValueError("the triton backend is built for one block size: resolve it first")
+        self._decode = SplitKVDecode(
+            config.max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim, config.block_size, config.device
+        )
+
+    @classmethod
+    def check_available(cls, config: AttentionConfig) -> None:
+        """Raise `BackendUnavailable` without a GPU or the interpreter, for a dtype or a head_dim the kernels lack."""
+        if config.device.type != "cuda" and not interpreted():
+            raise BackendUnavailable(
+                'attention_backend "triton" needs a CUDA GPU, or the interpreter: set TRITON_INTERPRET=1 before Python '
+                'starts, or choose "torch_paged"'
+            )
+        if config.dtype == torch.bfloat16:
+            _check_bfloat16(config.device)
+        if config.head_dim < 16 or config.head_dim & (config.head_dim - 1):
+            raise BackendUnavailable(
+                f'attention_backend "triton" needs a head_dim that is a power of two from 16 up, not {config.head_dim}: '
+                'choose "torch_paged"'
+            )
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """List the decodes' work, which is the same in all layers."""
+        if batch.num_decodes:
+            self._decode.plan(batch.seq_lens, batch.num_decodes)
+
+    def store(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write `key` and `value` [T, Hkv, D] to their slots; slot -1 is skipped."""
+        store_kvcache(key, value, kv_cache, slot_mapping)
+
+    def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Both kernels write their rows of one result: [T, Hq, D] -> [T, Hq, D]."""
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        scale = self.config.scale
+        if batch.num_decodes:
+            self._decode(query, kv_cache, batch.block_tables, scale, out)
+        if batch.num_seqs > batch.num_decodes:
+            prefill(
+                query, kv_cache, batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.max_query_len, scale,
+                out, first_seq=batch.num_decodes,
+            )  # fmt: skip
+        return out
+
+
+def _check_bfloat16(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise BackendUnavailable("Triton's interpreter computes bfloat16 wrongly: choose float32 or float16")
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        raise BackendUnavailable("this GPU has no bfloat16 (compute capability below 8.0): choose float16")

@@ -1,0 +1,249 @@
+"""`SplitKVDecode`: attention of one new token a sequence over paged K/V, as fast as the memory can be read.
+
+Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023): a sequence's keys are cut into chunks that different programs read,
+and the partial results are merged by log-sum-exp. Here the chunks of all sequences form one work list:
+
+1. `plan_kernel`, once a step: chooses the chunk's length and lists the (sequence, chunk) items, on the device;
+2. `decode_kernel`, once a layer: a fixed number of programs work through the list, whatever the lengths are, so one
+   captured graph serves every step. Long and short sequences balance, because a program that is done takes the next
+   item. Whoever finishes a sequence's last chunk merges its partial results: no second kernel.
+
+The query heads that share a KV head are rows of one matrix product, so K/V is read once for all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
+
+ITEM = tl.constexpr(4)  # int32s of a work item: sequence, chunk, tokens of the sequence, its first partial result
+
+
+@triton.jit(do_not_specialize=["num_seqs", "min_chunk", "max_chunks"], do_not_specialize_on_alignment=["len_ptr"])
+def plan_kernel(
+    len_ptr, item_ptr, header_ptr, num_seqs, min_chunk, max_chunks,
+    HKV: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """List one sequence's work items; one program a sequence, and the first writes header = [items, chunk length].
+
+    Full chunks come first, then the last, partial ones from long to short: the shortest work ends the list. A sequence
+    of length 0 (padding) gets one empty item, which writes its zeros. SEQS is a power of two, at least `num_seqs`.
+    """
+    seq, i = tl.program_id(0), tl.arange(0, SEQS)
+    lens = tl.load(len_ptr + i, mask=i < num_seqs, other=0)  # [SEQS]
+    chunk = tl.maximum(min_chunk, tl.cdiv(tl.sum(lens), max_chunks))
+    chunk = tl.cdiv(tl.maximum(chunk, tl.cdiv(tl.max(lens), 64)), TILE) * TILE  # at most 64 partials to merge
+    full, rest = lens // chunk, lens % chunk
+    has_tail = ((rest > 0) | (lens == 0)) & (i < num_seqs)
+    num_full = tl.sum(full)
+    if seq == 0:
+        tl.store(header_ptr, (num_full + tl.sum(has_tail.to(tl.int32))) * HKV)
+        tl.store(header_ptr + 1, chunk)
+
+    my_len = tl.load(len_ptr + seq)
+    my_full, my_rest = my_len // chunk, my_len % chunk
+    first_partial = tl.sum(tl.where(i < seq, full + has_tail.to(tl.int32), 0))
+    first_item = tl.sum(tl.where(i < seq, full, 0))
+    for c0 in range(0, my_full, STEP):
+        c = c0 + tl.arange(0, STEP)
+        _store_item(item_ptr, first_item + c, seq, c, my_len, first_partial, c < my_full)
+    if (my_rest > 0) | (my_len == 0):
+        longer = has_tail & ((rest > my_rest) | ((rest == my_rest) & (i < seq)))
+        _store_item(item_ptr, num_full + tl.sum(longer.to(tl.int32)), seq, my_full, my_len, first_partial, True)
+
+
+@triton.jit
+def _store_item(item_ptr, item, seq, chunk, length, first_partial, mask):
+    item_ptr += item * ITEM
+    tl.store(item_ptr, seq, mask=mask)
+    tl.store(item_ptr + 1, chunk, mask=mask)
+    tl.store(item_ptr + 2, length, mask=mask)
+    tl.store(item_ptr + 3, first_partial, mask=mask)
+
+
+@triton.jit
+def decode_split(
+    q, k_ptr, v_ptr, table_ptr, first, last, scale, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr,
+    B: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Attention of `q` [M, D] over one chunk, the keys `first` to `last` of one KV head; `first` is a multiple of TILE.
+
+    Returns the state of the online softmax: row_max [M], row_sum [M], acc [M, D]. An empty chunk leaves it as it starts.
+    """
+    row_max = tl.full([M], LOWEST, tl.float32)
+    row_sum = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    dims = tl.arange(0, D)
+    blocks = block_ids(table_ptr, first, last, B, TILE)
+    for token in range(first, last, TILE):
+        offsets = tile_offsets(blocks, token, B, TILE, STRIDE_BLOCK, STRIDE_TOKEN)[:, None] + dims[None, :]  # [TILE, D]
+        # A tile ahead: were K/V to wait for this load, half of the pipeline's buffers would go to the ids.
+        blocks = block_ids(table_ptr, token + TILE, last, B, TILE)
+        inside = token + tl.arange(0, TILE) < last
+        k = tl.load(k_ptr + offsets, mask=inside[:, None], other=0.0)
+        v = tl.load(v_ptr + offsets, mask=inside[:, None], other=0.0)
+        row_max, row_sum, acc = online_softmax_tile(q, k, v, inside[None, :], row_max, row_sum, acc, scale)
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def merge_partials(
+    max_ptr, sum_ptr, acc_ptr, first_row, num_chunks, stride, GROUP: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr
+):
+    """Merge the partial results of `num_chunks` chunks by log-sum-exp; returns (row_sum [GROUP], acc [GROUP, D]).
+
+    Chunk c's rows start at row `first_row + c * stride`: max and sum are [rows], acc is [rows, D], float32. Each chunk
+    was summed relative to its own maximum; exp2(its maximum - the largest) brings all to one scale. STEP chunks a turn.
+    Reads go past the L1 cache, which may hold what lay there before other programs wrote.
+    """
+    g, dims = tl.arange(0, GROUP), tl.arange(0, D)
+    row_max = tl.full([GROUP], LOWEST, tl.float32)
+    row_sum = tl.zeros([GROUP], tl.float32)
+    acc = tl.zeros([GROUP, D], tl.float32)
+    for c0 in range(0, num_chunks, STEP):
+        c = c0 + tl.arange(0, STEP)
+        rows = first_row + c[:, None] * stride + g[None, :]  # [STEP, GROUP]
+        valid = (c < num_chunks)[:, None] & (g >= 0)[None, :]
+        part_max = tl.load(max_ptr + rows, mask=valid, other=LOWEST, cache_modifier=".cg")
+        part_sum = tl.load(sum_ptr + rows, mask=valid, other=0.0, cache_modifier=".cg")
+        part_acc = tl.load(acc_ptr + rows[:, :, None].to(tl.int64) * D + dims[None, None, :],
+                           mask=valid[:, :, None], other=0.0, cache_modifier=".cg")  # fmt: skip
+        new_max = tl.maximum(row_max, tl.max(part_max, 0))
+        shrink, weight = tl.exp2(row_max - new_max), tl.exp2(part_max - new_max[None, :])
+        row_sum = row_sum * shrink + tl.sum(part_sum * weight, 0)
+        acc = acc * shrink[:, None] + tl.sum(part_acc * weight[:, :, None], 0)
+        row_max = new_max
+    return row_sum, acc
+
+
+@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["table_ptr"])
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, item_ptr, header_ptr, queue_ptr, done_ptr, max_ptr, sum_ptr, acc_ptr,
+    stride_q, stride_table, scale,
+    STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
+    B: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    TILE: tl.constexpr, M: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Work through the plan's items, KV head by KV head. G query heads share one; GROUP and M round that up.
+
+    queue = [items taken, programs gone] and done [S * Hkv] are zero before and after every launch.
+    """
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    num_items, chunk = tl.load(header_ptr), tl.load(header_ptr + 1)
+    g, dims = tl.arange(0, M), tl.arange(0, D)
+    real = g < G
+    work = program
+    while work < num_items:
+        following = num_items
+        if num_items > num_programs:  # else everyone has one item and no queue is needed
+            following = num_programs + tl.atomic_add(queue_ptr, 1, sem="relaxed")
+        item, head = item_ptr + work // HKV * ITEM, work % HKV
+        seq, c, seq_len, first_partial = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+        num_chunks = tl.cdiv(seq_len, chunk)
+        rows = seq.to(tl.int64) * stride_q + head * G * D
+        q = tl.load(q_ptr + rows + g[:, None] * D + dims[None, :], mask=real[:, None], other=0.0)  # [M, D]
+        row_max, row_sum, acc = decode_split(
+            q, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table_ptr + seq.to(tl.int64) * stride_table,
+            c * chunk, tl.minimum(seq_len, (c + 1) * chunk), scale, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, M, D)  # fmt: skip
+        out_row = (seq * HKV + head) * G
+        if num_chunks <= 1:
+            out = normalize(row_sum, acc).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + (out_row + g)[:, None] * D + dims[None, :], out, mask=real[:, None])
+        else:
+            part = ((first_partial + c) * HKV + head) * GROUP
+            kept = g < GROUP
+            tl.store(max_ptr + part + g, row_max, mask=kept)
+            tl.store(sum_ptr + part + g, row_sum, mask=kept)
+            tl.store(acc_ptr + (part + g)[:, None].to(tl.int64) * D + dims[None, :], acc, mask=kept[:, None])
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            if tl.atomic_add(done_ptr + seq * HKV + head, 1, sem="acq_rel") == num_chunks - 1:
+                tl.store(done_ptr + seq * HKV + head, 0)
+                total, merged = merge_partials(max_ptr, sum_ptr, acc_ptr, (first_partial * HKV + head) * GROUP,
+                                               num_chunks, HKV * GROUP, GROUP, D, STEP)  # fmt: skip
+                gg = tl.arange(0, GROUP)
+                merged = normalize(total, merged).to(out_ptr.dtype.element_ty)
+                tl.store(out_ptr + (out_row + gg)[:, None] * D + dims[None, :], merged, mask=(gg < G)[:, None])
+        work = following
+    if num_items > num_programs and tl.atomic_add(queue_ptr + 1, 1, sem="acq_rel") == num_programs - 1:
+        tl.store(queue_ptr, 0)  # the last to leave winds the queue back
+        tl.store(queue_ptr + 1, 0)
+
+
+@dataclass(slots=True, frozen=True)
+class DecodeConfig:
+    """Tile size, warps, pipeline depth, programs on each multiprocessor, shortest chunk, most full chunks a program."""
+
+    tile: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    min_chunk: int = 128
+    items_per_program: int = 8
+
+
+def decode_config(block_size: int) -> DecodeConfig:
+    """Small tiles and many programs: enough reads in flight is all that counts. A tile within one page needs one id."""
+    return DecodeConfig(16, 1, 3, 8) if block_size % 32 else DecodeConfig(32, 2, 3, 6)
+
+
+class SplitKVDecode:
+    """Buffers and launches of the split-KV decode for up to `max_num_seqs` sequences.
+
+    `plan` runs once a step and a call once a layer; both are device work alone and may be captured in a graph. Calls
+    must follow one another on one stream, since they share the buffers.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
+        device: torch.device, config: DecodeConfig | None = None, num_programs: int | None = None,
+    ) -> None:  # fmt: skip
+        self.config = config or decode_config(block_size)
+        self.num_heads, self.num_kv_heads, self.head_dim, self.block_size = num_heads, num_kv_heads, head_dim, block_size
+        if num_programs is None:
+            on_gpu = device.type == "cuda"  # the interpreter runs programs one after another: two will do
+            sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
+            num_programs = sms * self.config.programs_per_sm or 2
+        self.num_programs = num_programs
+        self.seqs = triton.next_power_of_2(max_num_seqs)
+        self.group = triton.next_power_of_2(num_heads // num_kv_heads)
+        # Chunks grow with the batch's tokens, so this many partial results are enough for any lengths.
+        self.max_chunks = max(1, self.config.items_per_program * self.num_programs // num_kv_heads)
+        items = self.max_chunks + max_num_seqs
+        rows = items * num_kv_heads * self.group
+        self.items = torch.zeros(items, ITEM.value, dtype=torch.int32, device=device)
+        self.header = torch.zeros(2, dtype=torch.int32, device=device)
+        self.queue = torch.zeros(2, dtype=torch.int32, device=device)
+        self.done = torch.zeros(max_num_seqs * num_kv_heads, dtype=torch.int32, device=device)
+        self.part_max, self.part_sum = torch.empty(2, rows, dtype=torch.float32, device=device)
+        self.part_acc = torch.empty(rows, head_dim, dtype=torch.float32, device=device)
+
+    def plan(self, seq_lens: torch.Tensor, num_seqs: int) -> None:
+        """List the work of the first `num_seqs` sequences of `seq_lens` [S] int32."""
+        plan_kernel[(num_seqs,)](
+            seq_lens, self.items, self.header, num_seqs, self.config.min_chunk, self.max_chunks,
+            HKV=self.num_kv_heads, TILE=self.config.tile, SEQS=self.seqs, STEP=32,
+        )  # fmt: skip
+
+    def __call__(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, block_tables: torch.Tensor, scale: float, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of the planned sequences' tokens, the first rows of `query` [T, Hq, D], into those of `out`.
+
+        `kv_cache` [2, N, B, Hkv, D] may be strided, D contiguous; `out` is contiguous. A row of length 0 gets zeros.
+        """
+        k_cache, v_cache = kv_cache.unbind(0)
+        stride_block, stride_token, stride_head, _ = k_cache.stride()
+        decode_kernel[(self.num_programs,)](
+            query, k_cache, v_cache, out, block_tables, self.items, self.header, self.queue, self.done,
+            self.part_max, self.part_sum, self.part_acc, query.stride(0), block_tables.stride(0), scale * LOG2_E,
+            STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head,
+            B=self.block_size, HKV=self.num_kv_heads, G=self.num_heads // self.num_kv_heads, GROUP=self.group,
+            D=self.head_dim, TILE=self.config.tile, M=max(16, self.group), STEP=8,
+            num_warps=self.config.num_warps, num_stages=self.config.num_stages,
+        )  # fmt: skip
+        return out

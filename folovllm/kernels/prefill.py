@@ -1,0 +1,155 @@
+"""`prefill`: attention of many new tokens a sequence over paged K/V, scores never leaving the chip.
+
+FlashAttention-2 (Dao, 2023, algorithm 1): a program owns TILE_M queries of one head and walks the keys tile by tile.
+It reads K/V from the cache only, so a whole prompt, a chunk of one and the rest after a cached prefix are one case:
+the last `query_len` of `seq_len` tokens are new, and new token i stands at position seq_len - query_len + i.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
+
+
+@triton.jit
+def prefill_loop(
+    q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, first, last, scale,
+    MASKED: tl.constexpr, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr,
+    B: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys `first` to `last` into the state of queries `q` [M, D] that stand at `positions` [M].
+
+    `first` is a multiple of TILE. With MASKED a query sees the keys up to its own position, and `last` may fall inside
+    a tile; without, the caller promises that all queries see all these keys, and that they fill their tiles.
+    """
+    dims = tl.arange(0, D)
+    blocks = block_ids(table_ptr, first, last, B, TILE)
+    for token in range(first, last, TILE):
+        offsets = tile_offsets(blocks, token, B, TILE, STRIDE_BLOCK, STRIDE_TOKEN)[:, None] + dims[None, :]  # [TILE, D]
+        # A tile ahead: were K/V to wait for this load, the compiler could not overlap them with the arithmetic.
+        blocks = block_ids(table_ptr, token + TILE, last, B, TILE)
+        keys = token + tl.arange(0, TILE)
+        if MASKED:
+            k = tl.load(k_ptr + offsets, mask=(keys < last)[:, None], other=0.0)
+            v = tl.load(v_ptr + offsets, mask=(keys < last)[:, None], other=0.0)
+            visible = (keys[None, :] <= positions[:, None]) & (keys < last)[None, :]
+        else:
+            k = tl.load(k_ptr + offsets)
+            v = tl.load(v_ptr + offsets)
+            visible = True
+        row_max, row_sum, acc = online_softmax_tile(q, k, v, visible, row_max, row_sum, acc, scale)
+    return row_max, row_sum, acc
+
+
+@triton.jit(
+    do_not_specialize=["stride_table", "first_seq"],
+    do_not_specialize_on_alignment=["table_ptr", "start_ptr", "len_ptr"],
+)
+def prefill_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, start_ptr, len_ptr, stride_q, stride_out, stride_table, first_seq, scale,
+    STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
+    B: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """TILE_M queries of one head of one sequence; grid (Hq, tiles of the longest query, sequences)."""
+    head, seq = tl.program_id(0), first_seq + tl.program_id(2)
+    start = tl.load(start_ptr + seq)
+    query_len = tl.load(start_ptr + seq + 1) - start
+    seq_len = tl.load(len_ptr + seq)
+    # The last tile has the most keys: with the longest work first, no program is left alone at the end.
+    row0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE_M
+    if row0 >= query_len:
+        return
+    rows = row0 + tl.arange(0, TILE_M)
+    dims = tl.arange(0, D)
+    inside = (rows < query_len)[:, None]
+    token = (start + rows).to(tl.int64)[:, None]
+    q = tl.load(q_ptr + token * stride_q + head * D + dims[None, :], mask=inside, other=0.0)  # [TILE_M, D]
+    positions = seq_len - query_len + rows  # [TILE_M]
+    k_ptr += head // G * STRIDE_HEAD
+    v_ptr += head // G * STRIDE_HEAD
+    table_ptr += seq.to(tl.int64) * stride_table
+
+    row_max = tl.full([TILE_M], LOWEST, tl.float32)
+    row_sum = tl.zeros([TILE_M], tl.float32)
+    acc = tl.zeros([TILE_M, D], tl.float32)
+    full = (seq_len - query_len + row0 + 1) // TILE_N * TILE_N  # keys in whole tiles that the first query sees too
+    last = tl.minimum(seq_len, seq_len - query_len + row0 + TILE_M)  # no query of this tile sees further
+    row_max, row_sum, acc = prefill_loop(q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, 0, full, scale,
+                                         False, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
+    row_max, row_sum, acc = prefill_loop(q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, full, last,
+                                         scale, True, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
+    out = normalize(row_sum, acc).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * stride_out + head * D + dims[None, :], out, mask=inside)
+
+
+@dataclass(slots=True, frozen=True)
+class PrefillConfig:
+    """Tile sizes and what the compiler may spend on them."""
+
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
+
+
+def prefill_config(head_dim: int, itemsize: int, capability: tuple[int, int] | None) -> PrefillConfig:
+    """The tiles for a card: the queries and `num_stages` tiles of K and V must fit its shared memory.
+
+    `capability` None is the interpreter, where a program costs more than the work in it.
+    """
+    if capability is None:
+        return PrefillConfig(32, 32, 4, 1)
+    if itemsize > 2 or head_dim > 128:
+        return PrefillConfig(64, 32, 4, 2) if itemsize <= 2 or head_dim <= 128 else PrefillConfig(16, 16, 4, 1)
+    if capability >= (9, 0):
+        return PrefillConfig(128, 64, 8, 3)
+    return PrefillConfig(128, 64, 8, 2) if capability >= (8, 0) else PrefillConfig(64, 32, 4, 1)
+
+
+def prefill(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    out: torch.Tensor | None = None,
+    first_seq: int = 0,
+    config: PrefillConfig | None = None,
+) -> torch.Tensor:
+    """Causal attention of a ragged batch of queries over their sequences' pages, GQA included.
+
+    Args:
+        query: [T, Hq, D]; each token's heads contiguous.
+        kv_cache: [2, N, B, Hkv, D], any strides but D contiguous; holds the new tokens' K/V already.
+        query_start_loc: [S+1] int32, where each sequence's new tokens start in `query`.
+        seq_lens: [S] int32, all tokens, new ones included.
+        block_tables: [S, max_blocks] int32.
+        max_query_len: at least the longest query; a larger value costs empty programs only.
+        out: [T, Hq, D] to write to; rows of sequences before `first_seq` stay as they are.
+        first_seq: the first sequence to compute (those before it are decodes).
+    """
+    out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+    num_seqs = seq_lens.shape[0] - first_seq
+    if num_seqs <= 0 or max_query_len <= 0:
+        return out
+    (_, _, block_size, num_kv_heads, head_dim), num_heads = kv_cache.shape, query.shape[1]
+    if config is None:
+        capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else None
+        config = prefill_config(head_dim, query.element_size(), capability)
+    k_cache, v_cache = kv_cache.unbind(0)
+    stride_block, stride_token, stride_head, _ = k_cache.stride()
+    prefill_kernel[(num_heads, triton.cdiv(max_query_len, config.tile_m), num_seqs)](
+        query, k_cache, v_cache, out, block_tables, query_start_loc, seq_lens,
+        query.stride(0), out.stride(0), block_tables.stride(0), first_seq, scale * LOG2_E,
+        STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head,
+        B=block_size, G=num_heads // num_kv_heads, D=head_dim, TILE_M=config.tile_m, TILE_N=config.tile_n,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out

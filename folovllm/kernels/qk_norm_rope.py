@@ -1,0 +1,100 @@
+"""`qk_norm_rope_store`: what happens between the QKV projection and attention, in one pass over memory.
+
+Qwen3 normalises every query and key head, RoPE turns them (Su et al., 2021), and keys and values go to the cache. As
+separate steps that is three reads and writes of Q and K; here each is read once, and K and V land in their pages.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _norm_rope(
+    x_ptr, weight_ptr, cos, sin, offsets, mask, eps, NORM: tl.constexpr, HALF: tl.constexpr
+):  # the two halves of each head: [heads, D/2]
+    dtype = x_ptr.dtype.element_ty
+    first = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + offsets + HALF, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
+        i = tl.arange(0, HALF)[None, :]
+        first = ((first * inverse).to(dtype) * tl.load(weight_ptr + i)).to(tl.float32)
+        second = ((second * inverse).to(dtype) * tl.load(weight_ptr + HALF + i)).to(tl.float32)
+    return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
+
+
+@triton.jit(do_not_specialize_on_alignment=["position_ptr", "slot_ptr"])
+def qk_norm_rope_store_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, position_ptr, slot_ptr,
+    k_cache_ptr, v_cache_ptr, stride_q, stride_k, stride_v, eps,
+    STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr, B: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, QS: tl.constexpr, KVS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """One token: its query heads to `out`, its key and value heads to their slot, or nowhere if that is -1.
+
+    QS and KVS are the powers of two from HQ and HKV up.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    HALF: tl.constexpr = D // 2
+    i = tl.arange(0, HALF)[None, :]
+    angles = cos_sin_ptr + tl.load(position_ptr + token).to(tl.int64) * D
+    cos, sin = tl.load(angles + i), tl.load(angles + HALF + i)  # [1, D/2] float32
+    head = tl.arange(0, QS)[:, None]
+    first, second = _norm_rope(
+        q_ptr + token * stride_q, q_weight_ptr, cos, sin, head * D + i, head < HQ, eps, NORM, HALF)  # fmt: skip
+    out = out_ptr + token * HQ * D + head * D + i
+    tl.store(out, first, mask=head < HQ)
+    tl.store(out + HALF, second, mask=head < HQ)
+
+    slot = tl.load(slot_ptr + token).to(tl.int64)
+    head = tl.arange(0, KVS)[:, None]
+    keep = (head < HKV) & (slot >= 0)
+    target = slot // B * STRIDE_BLOCK + slot % B * STRIDE_TOKEN + head * STRIDE_HEAD
+    first, second = _norm_rope(
+        k_ptr + token * stride_k, k_weight_ptr, cos, sin, head * D + i, head < HKV, eps, NORM, HALF)  # fmt: skip
+    tl.store(k_cache_ptr + target + i, first, mask=keep)
+    tl.store(k_cache_ptr + target + HALF + i, second, mask=keep)
+    whole = tl.arange(0, D)[None, :]
+    value = tl.load(v_ptr + token * stride_v + head * D + whole, mask=keep, other=0.0)
+    tl.store(v_cache_ptr + target + whole, value, mask=keep)
+
+
+def qk_norm_rope_store(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Normalise (with both weights given) and rotate Q and K, and store K and V; returns the rotated Q [T, Hq, D].
+
+    Args:
+        query: [T, Hq, D], `key` and `value` [T, Hkv, D]: slices of one projection will do, a token's heads contiguous.
+        positions: [T], each below max_position: nothing on the device checks that.
+        cos_sin_cache: [max_position, D] float32, D/2 cosines, then D/2 sines (`RotaryEmbedding`).
+        kv_cache: [2, N, B, Hkv, D], any strides but D contiguous.
+        slot_mapping: [T]; -1 stores nothing.
+        q_weight: [D], `k_weight` [D]: RMSNorm's, with `eps`; None for a model without QK-norm.
+    """
+    (num_tokens, num_heads, head_dim), num_kv_heads = query.shape, key.shape[1]
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if num_tokens == 0:
+        return out
+    k_cache, v_cache = kv_cache.unbind(0)
+    stride_block, stride_token, stride_head, _ = k_cache.stride()
+    qk_norm_rope_store_kernel[(num_tokens,)](
+        query, key, value, out, query if q_weight is None else q_weight, key if k_weight is None else k_weight,
+        cos_sin_cache, positions, slot_mapping, k_cache, v_cache, query.stride(0), key.stride(0), value.stride(0), eps,
+        STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head, B=kv_cache.shape[2],
+        HQ=num_heads, HKV=num_kv_heads, D=head_dim, QS=triton.next_power_of_2(num_heads),
+        KVS=triton.next_power_of_2(num_kv_heads), NORM=q_weight is not None and k_weight is not None,
+    )  # fmt: skip
+    return out
