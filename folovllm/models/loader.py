@@ -31,15 +31,19 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True) -> No
             (the message names it).
     """
     destinations = checkpoint_destinations(model)
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    embedding = model.model.embed_tokens.weight
+    tied, copied_head = model.lm_head.weight is embedding, None
     with tqdm(total=len(destinations), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
         for name, tensor in read_tensors(checkpoint_files(path)):
-            if name.endswith(IGNORED_SUFFIX) or (tied and name == "lm_head.weight"):
-                continue
-            copy_weight(name, tensor, destinations)
-            progress.update()
+            if tied and name == "lm_head.weight":
+                copied_head = tensor
+            elif not name.endswith(IGNORED_SUFFIX):
+                copy_weight(name, tensor, destinations)
+                progress.update()
     if destinations:
         raise ValueError(f"the checkpoint in {path} lacks {_some(destinations)}")
+    if copied_head is not None and not _same(copied_head, embedding):
+        raise ValueError(f"{path} holds a 'lm_head.weight' of its own: set tie_word_embeddings to false in its config")
 
 
 def checkpoint_destinations(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
@@ -106,6 +110,12 @@ def init_random_weights(model: LlamaForCausalLM, seed: int) -> None:
             parameter.data.fill_(1.0)
         else:
             parameter.data.normal_(0.0, 0.02, generator=generator)
+
+
+def _same(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether two [V, H] hold the same, compared in pieces so that neither is copied whole."""
+    pieces = zip(tensor.split(4096), parameter.split(4096), strict=False)
+    return tensor.shape == parameter.shape and all(torch.equal(a.to(b), b) for a, b in pieces)
 
 
 def _some(names: dict[str, torch.Tensor]) -> str:
