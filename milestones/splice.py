@@ -78,6 +78,14 @@ def graft(into: str, name: str, origin: str) -> str:
     return replace(into, name, target.head, find(origin, name).body_at(target.indent + "    "))
 
 
+def transplant(into: str, name: str, origin: str) -> str:
+    """`into` with the whole function of `origin`, decorators and all. `SyntaxError` if the result is none of Python's."""
+    old, new, lines = find(into, name), find(origin, name), into.split("\n")
+    lines[old.start : old.end] = origin.split("\n")[new.start : new.end]
+    ast.parse(text := "\n".join(lines))
+    return text
+
+
 def same_body(one: str, other: str, name: str) -> bool:
     return find(one, name).body_at("") == find(other, name).body_at("")
 

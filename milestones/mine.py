@@ -1,0 +1,240 @@
+"""The learner's folder: what enters it, what leaves it, and that nothing written there is lost.
+
+`mine/folovllm/...` copies of the reference with bodies cut out; `.base/` the reference that each copy was made from;
+`.backup/` what a command was about to change; `.course.json` what was started, what was blanked, hints used.
+"""
+
+import json
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from milestones import splice
+from milestones.manifest import Course, Exercise, Symbol, WrongAnswer
+
+
+@dataclass(slots=True)
+class State:
+    started: list[str] = field(default_factory=list)
+    blanked: list[str] = field(default_factory=list)  # symbols that were cut out once: never again by `start`
+    hints: dict[str, int] = field(default_factory=dict)  # exercise: rungs shown
+
+
+@dataclass(frozen=True, slots=True)
+class Mine:
+    course: Course
+    folder: Path
+
+    @classmethod
+    def of(cls, course: Course) -> "Mine":
+        """In the checkout, or in the working directory where the course is installed without one."""
+        checkout = (course.root / "pyproject.toml").is_file()
+        return cls(course, (course.root if checkout else Path.cwd()) / "mine")
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        file = self.folder / ".course.json"
+        return State(**json.loads(file.read_text())) if file.is_file() else State()
+
+    def save(self, state: State) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / ".course.json").write_text(json.dumps(asdict(state), indent=1))
+
+    def read(self, path: Path) -> str | None:
+        file = self.folder / path
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+
+    def written(self, exercise: Exercise) -> bool:
+        """True once no symbol of the exercise is a stub here; a file that is not here counts as the reference, written."""
+        return not any(self.is_blank(symbol, exercise) for symbol in exercise.symbols)
+
+    def is_blank(self, symbol: Symbol, exercise: Exercise) -> bool:
+        """A file that does not parse is looked at as text: a learner in the middle of a line has not written it yet."""
+        text = self.read(symbol.path)
+        return text is not None and splice.stub_text(exercise.id, symbol.name) in text
+
+    def line(self, symbol: Symbol) -> str:
+        """`path:line` of a symbol as the learner has it."""
+        file = self.folder / symbol.path
+        try:
+            return f"{file}:{splice.find(file.read_text(encoding='utf-8'), symbol.name).line}"
+        except (LookupError, SyntaxError, FileNotFoundError):
+            return str(file)
+
+    # -- commands --------------------------------------------------------------------------------------------------
+
+    def start(self, id: str) -> list[str]:
+        """Bring in the files of a milestone. What was written, or cut out before, is not touched. Says what it did."""
+        milestone, state, done = self.course.milestone(id), self.state, []
+        for path in _by_file(milestone.exercises):
+            onwards = _by_file(self.course.onwards(id))[path]
+            stubs, reference, text = _names(onwards, path), self.course.source(path), self.read(path)
+            if text is None:
+                self._write(path, splice.blank(reference, stubs), base=reference)
+                done.append(f"{path}: new, {len(stubs)} bodies to write")
+            else:
+                stubs = {n: e for n, e in stubs.items() if self._untouched(path, n, text, reference, state)}
+                if stubs:
+                    self._backup(path)
+                    self._write(path, splice.blank(text, stubs))
+                done.append(f"{path}: there already, {', '.join(stubs) + ' cut out' if stubs else 'left as it is'}")
+            cut = {str(s) for e in onwards for s in e.symbols if s.path == path and s.name in stubs}
+            state.blanked = sorted({*state.blanked, *cut})
+        state.started = sorted({*state.started, id})
+        self.save(state)
+        return done + self._copy_notebook(milestone.notebook)
+
+    def reset(self, exercise: Exercise) -> Path:
+        """Cut the exercise out again; what was written goes to the returned backup folder."""
+        names = {symbol.name: exercise.id for symbol in exercise.symbols}
+        return self._put(exercise, lambda s: splice.blank(self._base(s.path), {s.name: names[s.name]}))
+
+    def paste(self, exercise: Exercise) -> Path:
+        """Put the reference's answer in; what was there goes to the returned backup folder."""
+        return self._put(exercise, lambda s: self._base(s.path))
+
+    def update(self) -> list[str]:
+        """Fresh reference around the learner's bodies, and around all else that was changed. Says what it did."""
+        done = []
+        for path in sorted(p.relative_to(self.folder / ".base") for p in (self.folder / ".base").rglob("*.py")):
+            text, base = self.read(path), self._base(path)
+            if not (self.course.package.parent / path).is_file():
+                done.append(f"{path}: the reference no longer has it; yours is kept")
+            elif text is not None and (fresh := self.course.source(path)) != base:
+                done.append(f"{path}: {self._update(path, text, base, fresh)}")
+        return done
+
+    # -- how -------------------------------------------------------------------------------------------------------
+
+    def _update(self, path: Path, text: str, base: str, fresh: str) -> str:
+        try:
+            old, new = base, fresh
+            for exercise in _by_file(self.course.exercises)[path]:
+                for name in (s.name for s in exercise.symbols if s.path == path):
+                    if name in dict(splice.functions(base)):
+                        old, new = splice.graft(old, name, text), splice.graft(new, name, text)
+                    elif exercise.id.partition(".")[0] >= min(self.state.started):
+                        new = splice.blank(new, {name: exercise.id})  # an exercise since
+            merged = new if text == old else _merge(text, old, new)
+        except (LookupError, SyntaxError) as error:
+            return f"not updated, {error}; mend it and update again"
+        if merged is None:
+            self._write(path.with_suffix(".py.new"), new)
+            return (
+                "not updated, you and the reference changed the same lines; theirs with your bodies is in the .new file"
+            )
+        self._backup(path)
+        self._write(path, merged, base=fresh)
+        return "updated"
+
+    def _untouched(self, path: Path, name: str, text: str, reference: str, state: State) -> bool:
+        if str(Symbol(".".join(path.with_suffix("").parts), name)) in state.blanked:
+            return False
+        try:
+            return any(splice.same_body(text, source, name) for source in (self._base(path), reference))
+        except (LookupError, SyntaxError):
+            return False
+
+    def _put(self, exercise: Exercise, origin: Callable[[Symbol], str]) -> Path:
+        """Replace the exercise's functions, whole, by those of `origin`; all files are checked before one is written."""
+        texts: dict[Path, str] = {}
+        for symbol in exercise.symbols:
+            text = texts.get(symbol.path) or self.read(symbol.path)
+            if text is None:
+                raise ValueError(f"{symbol.path} is not in {self.folder}: start {exercise.id.partition('.')[0]} first")
+            try:
+                texts[symbol.path] = splice.transplant(text, symbol.name, origin(symbol))
+            except (LookupError, SyntaxError) as error:
+                raise ValueError(f"{self.folder / symbol.path}: {error}. Mend that first") from error
+        folder = self._backup(*texts)
+        for path, text in texts.items():
+            self._write(path, text)
+        return folder
+
+    def _base(self, path: Path) -> str:
+        base = self.folder / ".base" / path
+        return base.read_text(encoding="utf-8") if base.is_file() else self.course.source(path)
+
+    def _write(self, path: Path, text: str, base: str | None = None) -> None:
+        for file, content in ((self.folder / path, text), (self.folder / ".base" / path, base)):
+            if content is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(content, encoding="utf-8")
+
+    def _backup(self, *paths: Path) -> Path:
+        folder = self.folder / ".backup" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+        for path in paths:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes((self.folder / path).read_bytes())
+        return folder
+
+    def _copy_notebook(self, notebook: str) -> list[str]:
+        source, copy = self.course.root / notebook, self.folder / Path(notebook).name
+        if not notebook or not source.is_file() or copy.exists():
+            return []
+        cells = json.loads(source.read_text(encoding="utf-8"))
+        for cell in cells["cells"]:
+            if cell["cell_type"] == "code":
+                cell |= {"outputs": [], "execution_count": None}
+        copy.write_text(json.dumps(cells, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        return [f"{copy.name}: copied, without its outputs"]
+
+
+def mutated(reference: str, symbol: Symbol, answer: WrongAnswer) -> str:
+    """The reference with the body that a wrong answer has for the symbol, where it has one."""
+    if symbol.name not in dict(splice.functions(answer.source)):
+        return reference
+    return splice.graft(reference, symbol.name, answer.source)
+
+
+def write_variant(
+    course: Course,
+    folder: Path,
+    blanked: Iterable[Exercise] = (),
+    wrong: Iterable[WrongAnswer] = (),
+    whole: bool = False,
+) -> Path:
+    """A `mine/` for machines: the reference but for these blanks and wrong answers. `whole` brings all exercises' files."""
+    blanked, wrong = list(blanked), list(wrong)
+    touched = course.exercises if whole else [*blanked, *(w.exercise for w in wrong)]
+    for path, exercises in _by_file(touched).items():
+        text = course.source(path)
+        for answer in wrong:
+            for symbol in (s for s in answer.exercise.symbols if s.path == path):
+                text = mutated(text, symbol, answer)
+        text = splice.blank(text, _names((e for e in exercises if e in blanked), path))
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+    return folder
+
+
+def _by_file(exercises: Iterable[Exercise]) -> dict[Path, list[Exercise]]:
+    files: dict[Path, list[Exercise]] = defaultdict(list)
+    for exercise in exercises:
+        for path in dict.fromkeys(symbol.path for symbol in exercise.symbols):
+            files[path].append(exercise)
+    return files
+
+
+def _names(exercises: Iterable[Exercise], path: Path) -> dict[str, str]:
+    """Qualified name: exercise, of the symbols in one file."""
+    return {symbol.name: exercise.id for exercise in exercises for symbol in exercise.symbols if symbol.path == path}
+
+
+def _merge(yours: str, base: str, theirs: str) -> str | None:
+    """Both changes together, or None where they touch the same lines, or where git is not installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("yours", "base", "theirs")]
+        for file, text in zip(files, (yours, base, theirs), strict=True):
+            file.write_text(text, encoding="utf-8")
+        try:
+            done = subprocess.run(["git", "merge-file", "-p", *map(str, files)], capture_output=True, cwd=folder)
+        except FileNotFoundError:
+            return None
+    return done.stdout.decode() if done.returncode == 0 else None
