@@ -48,6 +48,7 @@ class EngineConfig:
         tensor_parallel_size: GPUs that share each layer.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
+        use_tqdm: show progress while loading.
 
     Raises:
         ValueError: a value is out of range or two do not fit together; the sentence says what does.
@@ -74,6 +75,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     trust_remote_code: bool = False
     random_weights: bool = False
+    use_tqdm: bool = True
 
     def __post_init__(self) -> None:
         preset = PRESETS.get(self.milestone or LATEST)
@@ -141,7 +143,6 @@ class EngineConfig:
 def config_field_names() -> list[str]:
     """Names of all fields, for command lines and compatibility layers."""
     return [f.name for f in fields(EngineConfig)]
-
 
 
 def _one_of(name: str, value: str | None, known: tuple[str, ...]) -> None:

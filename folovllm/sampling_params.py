@@ -42,7 +42,7 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = 256
     min_tokens: int = 0
-    stop: list[str] | str = field(default_factory=list)
+    stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -53,7 +53,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop)
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]  # type: ignore[unreachable]  # a single string is taken, though not promised
         self._validate_draw()
         self._validate_stop()
 

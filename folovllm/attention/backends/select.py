@@ -1,0 +1,48 @@
+"""Which attention backend runs, and with pages of how many tokens."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
+from folovllm.attention.backends.registry import get_backend
+
+logger = logging.getLogger("folovllm")
+
+SMALLEST_BLOCK = 16
+LARGEST_BLOCK = 256
+AUTO_ORDER = {"cuda": ("torch_paged",), "cpu": ("torch_paged",)}
+
+
+def choose_backend(name: str, config: AttentionConfig) -> tuple[str, int]:
+    """The backend's name and the block size, both checked before any weight is loaded.
+
+    Raises:
+        BackendUnavailable: it cannot run here. ValueError: there is no such backend.
+    """
+    if name != "auto":
+        return name, _checked(get_backend(name), config)
+    reasons = []
+    for candidate in AUTO_ORDER[config.device.type]:
+        try:
+            block_size = _checked(get_backend(candidate), config)
+        except BackendUnavailable as error:
+            reasons.append(f"{candidate}: {error}")
+            continue
+        logger.info("attention backend %s%s", candidate, f" ({'; '.join(reasons)})" if reasons else "")
+        return candidate, block_size
+    raise BackendUnavailable(f"no attention backend can run here: {'; '.join(reasons)}")
+
+
+def _checked(backend: type[AttentionBackend], config: AttentionConfig) -> int:
+    """The block size to use, if the backend can run with it."""
+    sizes = (SMALLEST_BLOCK << i for i in range(LARGEST_BLOCK // SMALLEST_BLOCK))
+    size = config.block_size or next(s for s in sizes if backend.supports_block_size(s))
+    if not backend.supports_block_size(size):
+        raise BackendUnavailable(
+            f"{backend.name} needs pages of a multiple of {backend.supported_block_sizes} tokens, not {size}: "
+            "leave block_size open, or choose another backend"
+        )
+    backend.check_available(replace(config, block_size=size))
+    return size

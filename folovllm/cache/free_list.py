@@ -1,0 +1,59 @@
+"""Blocks that nobody holds, least recently freed first, each removable from the middle in O(1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One page of the KV cache.
+
+    `ref_count` sequences hold it. `hash` and `token_ids` name its contents once it is full and published for reuse
+    (prefix caching); they stay until the block is taken for something else.
+    """
+
+    block_id: int
+    ref_count: int = 0
+    hash: int | None = None
+    token_ids: tuple[int, ...] = ()
+    _previous: Block | None = field(default=None, repr=False)  # neighbours in the free list
+    _next: Block | None = field(default=None, repr=False)
+
+
+class FreeList:
+    """A doubly linked list through the blocks themselves: no search, no allocation."""
+
+    def __init__(self, blocks: list[Block]) -> None:
+        self._ends = Block(-1)  # a sentinel between the last and the first: no end is a special case
+        self._ends._previous = self._ends._next = self._ends
+        self._length = 0
+        for block in blocks:
+            self.append(block)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, block: Block) -> None:
+        """Add the most recently freed block."""
+        last = self._ends._previous
+        assert last is not None
+        block._previous, block._next = last, self._ends
+        last._next = self._ends._previous = block
+        self._length += 1
+
+    def remove(self, block: Block) -> None:
+        """Take a block out, wherever it is."""
+        before, after = block._previous, block._next
+        assert before is not None and after is not None
+        before._next, after._previous = after, before
+        block._previous = block._next = None
+        self._length -= 1
+
+    def popleft(self) -> Block:
+        """Take the least recently freed block. Raises IndexError if there is none."""
+        block = self._ends._next
+        if block is None or block is self._ends:
+            raise IndexError("no free block")
+        self.remove(block)
+        return block

@@ -1,0 +1,46 @@
+"""What the scheduler asks of whoever hands out the KV cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import numpy.typing as npt
+
+from folovllm.request import Sequence
+
+
+class KVCacheManager(ABC):
+    """Owns `num_blocks` blocks of `block_size` tokens, and the block table of each sequence that holds some.
+
+    Invariant: a block belongs to a sequence from `reserve` to `free`, and the table covers every token that is
+    computed or scheduled.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+
+    def match(self, seq: Sequence) -> None:
+        """Let a waiting sequence adopt what is cached of its tokens already. Nothing, unless prefixes are cached."""
+
+    @abstractmethod
+    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+        """Make room for the next tokens of `seq`; False (and nothing taken) if there is none."""
+
+    def publish(self, seq: Sequence) -> None:
+        """Hear that the K/V of all computed tokens of `seq` is written. Nothing, unless prefixes are cached."""
+
+    @abstractmethod
+    def free(self, seq: Sequence) -> None:
+        """Take back all that `seq` holds; without effect if it holds nothing."""
+
+    @property
+    @abstractmethod
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+
+    @staticmethod
+    @abstractmethod
+    def slots(block_table: list[int], block_size: int, start: int, end: int) -> npt.NDArray[np.int64]:
+        """Where the K/V of tokens `start` to `end` goes: block * block_size + offset, [end - start]."""

@@ -1,0 +1,48 @@
+"""The contiguous KV cache: a slot of `max_model_len` tokens for every sequence, used or not."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from folovllm.cache.manager import KVCacheManager
+from folovllm.request import Sequence
+
+
+class SlotManager(KVCacheManager):
+    """Gives each sequence one slot, long enough for any; so `num_blocks` slots bound the batch.
+
+    Simple, and wasteful: a sequence of 10 tokens holds as much memory as one of `max_model_len`.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self._free = list(reversed(range(num_blocks)))  # the end is the next one to go
+
+    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+        """Give `seq` a slot, `seq.block_table = [slot]`, if it has none.
+
+        A sequence that has its slot has room for all tokens it will ever have: True, and nothing changes. Else a free
+        slot is taken from the end of `self._free`; False, with nothing changed, if there is none.
+        """
+        if not seq.block_table:
+            if not self._free:
+                return False
+            seq.block_table.append(self._free.pop())
+        return True
+
+    def free(self, seq: Sequence) -> None:
+        """Take the slot back."""
+        self._free.extend(seq.block_table)
+        seq.block_table.clear()
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._free)
+
+    @staticmethod
+    def slots(block_table: list[int], block_size: int, start: int, end: int) -> npt.NDArray[np.int64]:
+        """A run of consecutive places in the sequence's one slot."""
+        first = block_table[0] * block_size
+        return np.arange(first + start, first + end)

@@ -1,0 +1,73 @@
+"""Token ids to text, a token at a time, never showing half a character."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders show for bytes that are no character (yet)
+
+
+class IncrementalDetokenizer:
+    """The text of one growing answer.
+
+    A token's text depends on its neighbours (a space that joins, bytes that make up one character), so a token cannot
+    be decoded alone, and decoding everything anew at each step would cost a time quadratic in the length. A short
+    window is enough: tokens before `_shown` have their text out already, tokens from `_context` on are decoded again
+    beside the new ones, and what that adds is the new text.
+
+    Invariant: `text` holds the decoded tokens before `_shown`; `_context <= _shown <= len(token_ids)`.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self.text = ""
+        self.token_ids: list[int] = []
+        self._decode = decode  # the tokenizer's, for a list of ids
+        self._context = 0
+        self._shown = 0
+        self._searched = 0  # characters in which no stop string begins
+
+    def append(self, token_id: int) -> None:
+        """Add a token; its text is decoded when it is asked for."""
+        self.token_ids.append(token_id)
+
+    def advance(self) -> str:
+        """Decode what was appended and return the text it adds; "" while a character is incomplete.
+
+        The window from `_context` is decoded twice: up to `_shown`, and to the end. If the longer text ends in a
+        replacement character the last bytes are not a whole character yet: nothing moves. Else what the longer text
+        has beyond the shorter one is new, `_context` moves to the old `_shown`, and `_shown` to the end.
+        """
+        before = self._decode(self.token_ids[self._context : self._shown])
+        after = self._decode(self.token_ids[self._context :])
+        if len(after) <= len(before) or after.endswith(_REPLACEMENT):
+            return ""
+        self._context, self._shown = self._shown, len(self.token_ids)
+        delta = after[len(before) :]
+        self.text += delta
+        return delta
+
+    def flush(self) -> str:
+        """At the end of an answer: decode what is left, incomplete characters as replacement characters."""
+        self.advance()
+        before = self._decode(self.token_ids[self._context : self._shown])
+        rest = self._decode(self.token_ids[self._context :])[len(before) :]
+        self._context = self._shown = len(self.token_ids)
+        self.text += rest
+        return rest
+
+    def find_stop(self, stop: list[str], include: bool = False) -> str | None:
+        """The stop string that occurs first in the text, which is then cut before (or, with `include`, after) it."""
+        self.advance()
+        hits = [(at, s) for s in stop if (at := self.text.find(s, self._searched)) >= 0]
+        if not hits:
+            self._searched = max(0, len(self.text) - max(map(len, stop)) + 1)
+            return None
+        at, found = min(hits)
+        self.text = self.text[: at + len(found) if include else at]
+        self._context = self._shown = len(self.token_ids)  # nothing comes after the cut
+        return found
+
+    def skip_search(self) -> None:
+        """Never find a stop string that begins in the text so far."""
+        self.advance()
+        self._searched = len(self.text)

@@ -1,0 +1,96 @@
+"""From what a user passes to a `Sequence`, or to an error before any work starts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as SequenceOf
+from functools import partial
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from folovllm.engine.detokenizer import IncrementalDetokenizer
+from folovllm.engine.setup import EngineSetup
+from folovllm.models.files import eos_token_ids
+from folovllm.request import Sequence
+from folovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | SequenceOf[int]
+
+
+class InputProcessor:
+    """Tokenizes, validates, and splits a request of `n` answers into `n` sequences."""
+
+    def __init__(self, setup: EngineSetup, tokenizer: PreTrainedTokenizerBase, max_tokens_in_cache: int) -> None:
+        self._setup = setup
+        self._tokenizer = tokenizer
+        self._capacity = max_tokens_in_cache
+        self._eos = eos_token_ids(setup.path, setup.hf_config, tokenizer)
+        self._seeds = random.Random(setup.config.seed)  # for requests that bring none
+
+    def process(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> list[Sequence]:
+        """The sequences of one request.
+
+        Raises:
+            ValueError: the prompt is empty, too long for the context or the cache, or holds an id outside 0..V-1.
+        """
+        token_ids = self._tokenize(prompt)
+        self._validate(token_ids, params)
+        room = self._setup.max_model_len - len(token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        self._check_capacity(len(token_ids) + max_tokens)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        decode = partial(
+            self._tokenizer.decode,
+            skip_special_tokens=params.skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        return [
+            Sequence(
+                request_id=request_id,
+                prompt_token_ids=token_ids,
+                params=params,
+                max_tokens=max_tokens,
+                seed=child_seed(seed, index),
+                detokenizer=IncrementalDetokenizer(decode),
+                eos_token_ids=self._eos,
+                index=index,
+                priority=priority,
+            )
+            for index in range(params.n)
+        ]
+
+    def _tokenize(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self._tokenizer.encode(prompt))
+        return [int(token_id) for token_id in prompt]
+
+    def _validate(self, token_ids: list[int], params: SamplingParams) -> None:
+        if not token_ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        limit, vocab_size = self._setup.max_model_len, self._setup.vocab_size
+        if len(token_ids) >= limit:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens, and the context of {limit} leaves no room for an answer: "
+                "shorten it, or raise max_model_len"
+            )
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            bad = next(t for t in token_ids if not 0 <= t < vocab_size)
+            raise ValueError(f"token id {bad} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
+        if any(not 0 <= t < vocab_size for t in params.stop_token_ids):
+            raise ValueError(f"stop_token_ids must lie between 0 and {vocab_size - 1}")
+
+    def _check_capacity(self, num_tokens: int) -> None:
+        if num_tokens > self._capacity:
+            raise ValueError(
+                f"the request may need {num_tokens} tokens of KV cache, and there is room for {self._capacity}: "
+                "lower max_tokens, or give the cache more memory (num_kv_blocks, kv_cache_memory)"
+            )
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of the `index`-th answer; the first keeps the request's own."""
+    return seed if index == 0 else xxhash.xxh64_intdigest(f"{seed}/{index}".encode()) >> 1

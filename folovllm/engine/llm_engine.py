@@ -1,0 +1,195 @@
+"""The engine: requests go in, each step computes some of their tokens, and what is new comes out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from folovllm.cache import kv_cache_manager
+from folovllm.config import EngineConfig
+from folovllm.engine.input_processor import InputProcessor, Prompt
+from folovllm.engine.metrics import EngineStats, StepStats
+from folovllm.engine.output_processor import RequestState
+from folovllm.engine.scheduler import (
+    Scheduler,
+    SchedulerLike,
+    SchedulerOutput,
+    SerialScheduler,
+    preempt,
+    wait,
+    whole_prompt,
+)
+from folovllm.engine.setup import EngineSetup, set_up
+from folovllm.executor.gpu_executor import GPUExecutor
+from folovllm.models.files import load_tokenizer
+from folovllm.outputs import RequestOutput, TokenLogprob
+from folovllm.request import Sequence
+from folovllm.sample.sampler import SamplerOutput
+from folovllm.sampling_params import SamplingParams
+
+
+class LLMEngine:
+    """Serves requests step by step; `LLM` wraps it for offline use.
+
+    Not for several threads. After an exception inside `step` the engine's state is undefined: make a new one.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.setup = set_up(config)
+        self.tokenizer = load_tokenizer(self.setup.path, config)
+        self.executor = GPUExecutor(self.setup)
+        self.scheduler = make_scheduler(self.setup, self.executor.num_kv_blocks)
+        capacity = self.executor.num_kv_blocks * self.setup.block_size or self.setup.max_model_len
+        self._processor = InputProcessor(self.setup, self.tokenizer, capacity)
+        self._requests: dict[str, RequestState] = {}
+        self.last_stats: StepStats | None = None
+        self.history: list[StepStats] | None = None  # set it to [] to keep every step's snapshot
+        self._num_steps = 0
+        self._num_preemptions = 0
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        stream: bool = True,
+    ) -> None:
+        """Queue a request; it takes part from the next step on.
+
+        Args:
+            priority: smaller is served first, with `scheduling="priority"`.
+            stream: report each token as it comes; False reports the finished request alone.
+
+        Raises:
+            ValueError: the id is in use, or the request can never be served. Nothing else is disturbed.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
+        params = SamplingParams() if params is None else params
+        seqs = self._processor.process(request_id, prompt, params, priority)
+        text = prompt if isinstance(prompt, str) else None
+        self._requests[request_id] = RequestState(request_id, text, seqs, stream, time.monotonic())
+        for seq in seqs:
+            self.scheduler.add(seq)
+
+    def abort_request(self, request_id: str) -> RequestOutput:
+        """End a request at once and return what it has so far, with finish_reason "abort".
+
+        Raises:
+            ValueError: no such request is being served.
+        """
+        state = self._requests.pop(request_id, None)
+        if state is None:
+            raise ValueError(f"there is no request {request_id!r} to abort: it has finished, or never was")
+        for seq in state.seqs:
+            if not seq.status.is_finished:
+                self.scheduler.abort(seq)
+        state.note_progress(time.monotonic())
+        return state.output()
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has work."""
+        return bool(self._requests)
+
+    def step(self) -> list[RequestOutput]:
+        """Schedule, compute, draw, and hand out what is new. Without work it returns an empty list."""
+        start = time.monotonic()
+        output = self.scheduler.schedule()
+        if not output.scheduled:
+            return []
+        result = self.executor.execute_model(output)
+        updated = self.scheduler.postprocess(output, result.token_ids)
+        self._keep_logprobs(output, result)
+        now = time.monotonic()
+        self._record(output, start, now)
+        return self._outputs(updated, now)
+
+    def close(self) -> None:
+        """End what is being served and give the model's memory back."""
+        for request_id in list(self._requests):
+            self.abort_request(request_id)
+        self.executor.shutdown()
+
+    def stats(self) -> EngineStats:
+        """Requests and KV cache as they are now."""
+        num_blocks, num_used = self.executor.num_kv_blocks, self._num_used_blocks()
+        bytes_per_token = self.setup.kv_bytes_per_token
+        bytes_per_block = self.setup.block_size * bytes_per_token
+        stored = sum(seq.num_computed_tokens for seq in self.scheduler.running)
+        return EngineStats(
+            waiting=len(self.scheduler.waiting),
+            running=len(self.scheduler.running),
+            steps=self._num_steps,
+            preemptions=self._num_preemptions,
+            kv_blocks_total=num_blocks,
+            kv_blocks_used=num_used,
+            kv_tokens_stored=stored,
+            kv_bytes_total=num_blocks * bytes_per_block,
+            kv_bytes_reserved=num_used * bytes_per_block,
+            kv_bytes_used=stored * bytes_per_token,
+        )
+
+    def _outputs(self, updated: Iterable[Sequence], now: float) -> list[RequestOutput]:
+        """One output for each request that has something to report."""
+        outputs = []
+        for request_id in dict.fromkeys(seq.request_id for seq in updated):
+            state = self._requests[request_id]
+            state.note_progress(now)
+            if state.finished:
+                del self._requests[request_id]
+            if state.finished or state.stream:
+                outputs.append(state.output())
+        return outputs
+
+    def _keep_logprobs(self, output: SchedulerOutput, result: SamplerOutput) -> None:
+        """Add text to the log-probabilities that requests asked for."""
+        for item, logprobs in zip(output.scheduled, result.logprobs, strict=True):
+            if item.draws and logprobs is not None:
+                row = [TokenLogprob(id_, value, self.tokenizer.decode([id_])) for id_, value in logprobs]
+                item.seq.logprobs.append(row)
+
+    def _num_used_blocks(self) -> int:
+        scheduler = self.scheduler
+        return scheduler.kv.num_blocks - scheduler.kv.num_free if isinstance(scheduler, Scheduler) else 0
+
+    def _record(self, output: SchedulerOutput, start: float, now: float) -> None:
+        """Note what the step did."""
+        self._num_preemptions += len(output.preempted)
+        decodes = sum(1 for item in output.scheduled if item.num_new_tokens == 1 and item.seq.num_output_tokens > 1)
+        shares = (
+            ()
+            if self.history is None
+            else tuple((i.seq.request_id, i.seq.index, i.start, i.num_new_tokens) for i in output.scheduled)
+        )
+        self.last_stats = StepStats(
+            index=self._num_steps,
+            start=start,
+            seconds=now - start,
+            waiting=len(self.scheduler.waiting),
+            running=len(output.scheduled),
+            num_prefill_tokens=output.num_tokens - decodes,
+            num_decode_tokens=decodes,
+            preempted=len(output.preempted),
+            kv_blocks_used=self._num_used_blocks(),
+            shares=shares,
+        )
+        self._num_steps += 1
+        if self.history is not None:
+            self.history.append(self.last_stats)
+
+
+def make_scheduler(setup: EngineSetup, num_kv_blocks: int) -> SchedulerLike:
+    """The scheduler that the configuration asks for, with its two steps chosen."""
+    config = setup.config
+    if config.kv_cache == "growing":
+        return SerialScheduler()
+    return Scheduler(
+        kv=kv_cache_manager(str(config.kv_cache))(num_kv_blocks, setup.block_size),
+        max_num_seqs=setup.max_num_seqs,
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+        tokens_of_step=whole_prompt,
+        make_room=wait if config.kv_cache == "slots" else preempt,
+        by_priority=config.scheduling == "priority",
+    )

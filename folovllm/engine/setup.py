@@ -1,0 +1,126 @@
+"""What is decided before a weight is loaded: files, device, dtype, context, attention backend."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from folovllm.attention.backends.abstract import AttentionConfig
+from folovllm.attention.backends.select import choose_backend
+from folovllm.config import EngineConfig
+from folovllm.models.files import load_hf_config, resolve_model
+from folovllm.models.llama import context_limit, head_dim_of
+
+logger = logging.getLogger("folovllm")
+
+
+@dataclass(slots=True, frozen=True)
+class EngineSetup:
+    """An `EngineConfig` that met a model and a machine: nothing is left open."""
+
+    config: EngineConfig
+    path: Path
+    hf_config: Any
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    attention: AttentionConfig
+    backend: str  # name of the attention backend; "" where Hugging Face attends
+    block_size: int  # tokens a page, or a slot, holds
+
+    @property
+    def num_layers(self) -> int:
+        """L: decoder layers."""
+        return int(self.hf_config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """V: rows of the embedding, the bound of all token ids."""
+        return int(self.hf_config.vocab_size)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V that one token takes over all layers."""
+        a = self.attention
+        return 2 * self.num_layers * a.num_kv_heads * a.head_dim * self.dtype.itemsize
+
+
+def set_up(config: EngineConfig) -> EngineSetup:
+    """Decide what `config` left open. Raises ValueError before any work where something cannot be had."""
+    path = resolve_model(config.model)
+    hf_config = load_hf_config(path, config)
+    device = choose_device(config.device)
+    max_model_len = config.resolve_max_model_len(context_limit(hf_config))
+    budget = config.resolve_max_num_batched_tokens(max_model_len)
+    dtype = choose_dtype(config.dtype, device, hf_config)
+    assert config.max_num_seqs is not None and config.kv_cache is not None
+    wanted_block_size = max_model_len if config.kv_cache == "slots" else config.block_size
+    attention = AttentionConfig(
+        num_heads=hf_config.num_attention_heads,
+        num_kv_heads=getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads,
+        head_dim=head_dim_of(hf_config),
+        dtype=dtype,
+        device=device,
+        block_size=wanted_block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
+    )
+    backend, block_size = _choose_attention(config, attention)
+    if config.max_model_len is None:
+        logger.info("max_model_len is %d (the model's own limit: %d)", max_model_len, context_limit(hf_config))
+    return EngineSetup(
+        config,
+        path,
+        hf_config,
+        device,
+        dtype,
+        max_model_len,
+        config.max_num_seqs,
+        budget,
+        attention,
+        backend,
+        block_size,
+    )
+
+
+def _choose_attention(config: EngineConfig, attention: AttentionConfig) -> tuple[str, int]:
+    """The backend's name and the tokens of a page."""
+    if config.kv_cache == "growing":
+        return ("" if config.model_impl == "hf" else "torch_cat"), attention.max_model_len
+    return choose_backend(config.attention_backend or "auto", attention)
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device asked for, or CUDA where there is one, else the CPU."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {name!r}: choose cuda or cpu") from error
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"device {name!r} is not supported: choose cuda or cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda' was asked for, but PyTorch sees no CUDA GPU here: use device='cpu'")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device, hf_config: Any) -> torch.dtype:
+    """The dtype asked for; "auto" is float32 on CPU and the checkpoint's own on a GPU."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    if device.type == "cpu":
+        return torch.float32
+    own = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
+    if isinstance(own, str):
+        own = getattr(torch, own)
+    if own is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16
+    return own or torch.bfloat16

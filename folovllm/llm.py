@@ -1,0 +1,148 @@
+"""`LLM`: the engine for offline use. Prompts in, answers out, in order."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, cast
+
+from tqdm import tqdm
+
+from folovllm.config import EngineConfig
+from folovllm.engine.input_processor import Prompt
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.outputs import RequestOutput
+from folovllm.sampling_params import SamplingParams
+
+Message = Mapping[str, str]  # {"role": "user", "content": "..."}
+
+
+class LLM:
+    """A model that answers prompts.
+
+    Args:
+        model: the embedded one if left out; see `EngineConfig`, whose fields are all keywords here.
+
+    Raises:
+        ValueError: something cannot be had here; raised before any weight is loaded where that is possible.
+    """
+
+    def __init__(self, model: str | None = None, **overrides: Any) -> None:
+        if model is not None:
+            overrides["model"] = model
+        self.engine = LLMEngine(EngineConfig(**overrides))
+        self._ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer prompts; results come in their order.
+
+        Args:
+            prompts: a string, a list of token ids, or a list of either.
+            sampling_params: one for all, or one for each prompt.
+            use_tqdm: show progress with the speed of prefill and decode.
+
+        Raises:
+            ValueError: a prompt cannot be served; raised before any work starts.
+        """
+        items = as_prompt_list(prompts)
+        return self._run(items, spread_params(sampling_params, len(items)), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several: lists of {"role", "content"}, put through the model's chat template."""
+        if not messages:
+            raise ValueError("the conversation is empty: give at least one message")
+        several = not isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Sequence[Message]]", messages if several else [messages])
+        prompts = [self.render_chat(conversation, **template_options) for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def render_chat(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ValueError("the model has no chat template: use generate with a plain prompt")
+        text = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, **template_options
+        )
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _run(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        ids = [f"generate-{next(self._ids)}" for _ in prompts]
+        pending: list[str] = []
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            for request_id, prompt, p in zip(ids, prompts, params, strict=True):
+                self.engine.add_request(request_id, prompt, p, stream=False)
+                pending.append(request_id)
+            with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+                for output in self._steps(bar):
+                    outputs[output.request_id] = output
+        finally:  # an error or Ctrl-C leaves no request behind
+            for request_id in set(pending) - set(outputs):
+                self.engine.abort_request(request_id)
+        return [outputs[request_id] for request_id in ids]
+
+    def _steps(self, bar: Any) -> Iterable[RequestOutput]:
+        """Finished requests as they come; the bar shows tokens a second of prefill and of decode."""
+        speeds = {"prefill": (0, 0.0), "decode": (0, 0.0)}
+        shown = 0.0
+        while self.engine.has_unfinished_requests():
+            finished = self.engine.step()
+            step = self.engine.last_stats
+            if not bar.disable and step is not None:
+                kind, n = (
+                    ("prefill", step.num_prefill_tokens) if step.num_prefill_tokens else ("decode", step.num_tokens)
+                )
+                speeds[kind] = (speeds[kind][0] + n, speeds[kind][1] + step.seconds)
+                if (now := time.monotonic()) - shown > 0.1:
+                    shown = now
+                    bar.set_postfix({k: f"{n / s:.0f} tok/s" for k, (n, s) in speeds.items() if s}, refresh=True)
+            bar.update(len(finished))
+            yield from finished
+
+    def close(self) -> None:
+        """Give everything back; the object is of no use afterwards."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many as a list; a flat list of numbers is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) > 0 and all(isinstance(item, int) for item in prompts):
+        return [cast("Sequence[int]", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def spread_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """One `SamplingParams` for each of `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one for all, or one for each")
+    return list(params)

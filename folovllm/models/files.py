@@ -1,0 +1,75 @@
+"""From the name of a model to its files: a folder, its configuration, its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from folovllm.config import EngineConfig
+
+ASSETS = Path(__file__).parent.parent / "assets"
+
+
+def resolve_model(name: str) -> Path:
+    """The folder that holds a model: embedded, converted, local, or fetched from the Hugging Face hub.
+
+    Raises:
+        ValueError: there is no such folder and the hub cannot give it.
+    """
+    if (ASSETS / name / "config.json").is_file():
+        return ASSETS / name
+    if name == "smollm2":
+        from folovllm.models.smollm2 import smollm2_dir
+
+        return smollm2_dir()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{path} has no config.json: it is not a model in Hugging Face format")
+        return path
+    return _from_hub(name)
+
+
+def _from_hub(name: str) -> Path:
+    """Download (or find in the hub's cache) the safetensors, configuration and tokenizer of a hub id."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except HFValidationError as error:
+        raise ValueError(f"no model folder at {name!r}, and it is not a hub id such as Qwen/Qwen3-0.6B") from error
+    except Exception as error:  # offline, unknown, gated: the hub's own sentence says which
+        raise ValueError(f"no model folder at {name!r}, and the Hugging Face hub did not give it: {error}") from error
+
+
+def load_hf_config(path: Path, config: EngineConfig) -> Any:
+    """The model's `PretrainedConfig`. Raises ValueError where it cannot be read."""
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot read the configuration in {path}: {error}") from error
+
+
+def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder. Raises ValueError where there is none."""
+    where = resolve_model(config.tokenizer) if config.tokenizer else path
+    if not any((where / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ValueError(f"{where} has no tokenizer (tokenizer.json): name one with tokenizer=...")
+    return AutoTokenizer.from_pretrained(where, trust_remote_code=config.trust_remote_code)
+
+
+def eos_token_ids(path: Path, hf_config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """All ids that end a text: the generation config's, else the model config's, and the tokenizer's."""
+    declared: Any = None
+    if (path / "generation_config.json").is_file():
+        declared = GenerationConfig.from_pretrained(path).eos_token_id
+    if declared is None:
+        declared = getattr(hf_config, "eos_token_id", None)
+    ids = {declared} if isinstance(declared, int) else set(declared or ())
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(ids)

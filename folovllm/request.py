@@ -1,0 +1,120 @@
+"""A sequence: one prompt with one growing answer, the unit that is scheduled and cached."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from folovllm.outputs import TokenLogprob
+from folovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from folovllm.engine.detokenizer import IncrementalDetokenizer
+
+TokenIds = npt.NDArray[np.int32]
+_arrivals = itertools.count()
+
+
+class SequenceStatus(Enum):
+    """WAITING -> RUNNING -> one of FINISHED_*; preemption leads back from RUNNING to WAITING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH = "length"
+    FINISHED_ABORTED = "abort"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will happen to the sequence."""
+        return self not in (SequenceStatus.WAITING, SequenceStatus.RUNNING)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Sequence:
+    """Tokens of a prompt and its answer, and how many of them are in the KV cache.
+
+    There is no prefill mode: of `num_tokens` tokens, `num_computed_tokens` are computed or scheduled to be, and a step
+    computes some of the rest. A step that reaches the last token yields the next one.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int  # of the answer; never beyond the context
+    seed: int
+    detokenizer: IncrementalDetokenizer
+    eos_token_ids: frozenset[int] = frozenset()
+    index: int = 0  # among the `n` answers to one prompt
+    priority: int = 0  # smaller first, where the scheduler heeds it
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # found in the prefix cache at the first admission
+    stop_reason: str | int | None = None
+    logprobs: list[list[TokenLogprob]] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)  # pages in order, or the one slot
+    arrival: int = field(default_factory=_arrivals.__next__)  # a number, not a time: earlier is smaller
+    num_tokens: int = field(init=False)
+    _token_ids: TokenIds = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt_token_ids)
+        self._token_ids = np.empty(self.num_tokens + self.max_tokens, np.int32)
+        self._token_ids[: self.num_tokens] = self.prompt_token_ids
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Prompt and answer, `[num_tokens]`: a view that costs nothing."""
+        return self._token_ids[: self.num_tokens]
+
+    @property
+    def output_token_ids(self) -> TokenIds:
+        """The answer so far."""
+        return self._token_ids[self.num_prompt_tokens : self.num_tokens]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """What a step may compute: 1 while decoding, more during prefill and after preemption."""
+        return self.num_tokens - self.num_computed_tokens
+
+    def append_token(self, token_id: int) -> None:
+        """Add a token to the answer."""
+        self._token_ids[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+    def start(self) -> None:
+        """WAITING -> RUNNING: the sequence was admitted."""
+        self._expect(SequenceStatus.WAITING)
+        self.status = SequenceStatus.RUNNING
+
+    def requeue(self) -> None:
+        """RUNNING -> WAITING: its K/V is gone, its tokens stay; all of them will be computed again."""
+        self._expect(SequenceStatus.RUNNING)
+        self.status = SequenceStatus.WAITING
+        self.num_computed_tokens = 0
+
+    def finish(self, status: SequenceStatus) -> None:
+        """WAITING or RUNNING -> FINISHED_*; a finished sequence stays as it is."""
+        if not status.is_finished:
+            raise ValueError(f"{status} does not end a sequence")
+        if not self.status.is_finished:
+            self.status = status
+
+    def _expect(self, status: SequenceStatus) -> None:
+        if self.status is not status:
+            raise ValueError(f"request {self.request_id} is {self.status.name}, not {status.name}")

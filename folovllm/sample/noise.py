@@ -1,0 +1,58 @@
+"""The engine's one source of randomness: a function of (seed, position, token id), and of nothing else.
+
+Because no state is kept, a request draws the same tokens alone or in a batch, before and after preemption, at every
+milestone and on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox_4x32_10(counter: list[torch.Tensor], key: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Philox-4x32 with ten rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+
+    Args:
+        counter: four int64 tensors of one (broadcast) shape that hold 32-bit words.
+        key: two int64 tensors likewise.
+
+    Returns:
+        Four int64 tensors of random 32-bit words.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # 64-bit products; wrapping keeps all their bits
+        c0, c1 = (p1 >> 32 & _MASK) ^ c1 ^ k0, p1 & _MASK
+        c2, c3 = (p0 >> 32 & _MASK) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = k0 + _WEYL[0] & _MASK, k1 + _WEYL[1] & _MASK
+    return [c0, c1, c2, c3]
+
+
+def uniform(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Uniform numbers in the open interval (0, 1), one for each token id of each row.
+
+    Token id `v` takes output `v % 4` of the block with counter (v // 4, position, 0, 0) under the key (low and high
+    word of the seed). 23 bits and a half keep both ends open in float32.
+
+    Args:
+        seeds: [S] int64. positions: [S] int64, index of the token to draw in its sequence.
+
+    Returns:
+        [S, V] float32.
+    """
+    block = torch.arange(-(-vocab_size // 4), device=seeds.device)[None, :]  # [1, V/4]
+    seeds, positions = seeds[:, None], positions[:, None]
+    zero = torch.zeros_like(block)
+    words = philox_4x32_10([block, positions, zero, zero], [seeds & _MASK, seeds >> 32 & _MASK])
+    bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]  # [S, V]
+    return ((bits >> 9).float() + 0.5) * 2.0**-23
+
+
+def gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Standard Gumbel noise [S, V]: argmax(log p + noise) is a draw from p (Gumbel-max; Maddison et al. 2014)."""
+    return -torch.log(-torch.log(uniform(seeds, positions, vocab_size)))

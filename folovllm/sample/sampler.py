@@ -1,0 +1,108 @@
+"""The draw of the next token of every row: penalties, temperature, filters, noise, argmax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from folovllm.request import Sequence
+from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering, apply_top_p_filtering
+from folovllm.sample.noise import gumbel
+from folovllm.sample.penalties import apply_penalties, forbid_stop_tokens
+
+Logprobs = list[tuple[int, float]]  # the chosen token first, then the most likely
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """Per-row parameters of a draw; None where no row uses the filter, so that it costs nothing."""
+
+    temperature: torch.Tensor  # [S] float32; 0 is greedy
+    seeds: torch.Tensor  # [S] int64
+    positions: torch.Tensor  # [S] int64, index of the token to draw in its sequence
+    all_greedy: bool
+    min_p: torch.Tensor | None  # [S]
+    top_k: torch.Tensor | None  # [S]
+    top_p: torch.Tensor | None  # [S]
+    seqs: list[Sequence]  # for what depends on the tokens so far
+
+    @classmethod
+    def from_sequences(cls, seqs: list[Sequence], device: torch.device) -> SamplingBatch:
+        """Gather the parameters of the rows' requests."""
+        params = [seq.params for seq in seqs]
+
+        def row(values: list[float] | list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+        return cls(
+            temperature=row([p.temperature for p in params]),
+            seeds=row([seq.seed for seq in seqs], torch.int64),
+            positions=row([seq.num_tokens for seq in seqs], torch.int64),
+            all_greedy=all(p.greedy for p in params),
+            min_p=row([p.min_p for p in params]) if any(p.min_p > 0 for p in params) else None,
+            top_k=row([p.top_k for p in params], torch.int64) if any(p.top_k > 0 for p in params) else None,
+            top_p=row([p.top_p for p in params]) if any(p.top_p < 1 for p in params) else None,
+            seqs=seqs,
+        )
+
+
+@dataclass(slots=True)
+class SamplerOutput:
+    """What a step drew, in the order of its rows."""
+
+    token_ids: list[int]  # [S]
+    logprobs: list[Logprobs | None]  # [S]; None where the request did not ask
+
+
+class Sampler:
+    """Logits `[S, V]` to one token a row. Keeps no state: the noise is a function of (seed, position, token id)."""
+
+    def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
+        """Draw a token for each row of `logits` [S, V]."""
+        raw = logits.float()
+        adjusted = forbid_stop_tokens(apply_penalties(raw, batch.seqs), batch.seqs)
+        tokens = self.draw(self.filter(adjusted, batch), batch).tolist()
+        return SamplerOutput(tokens, self._logprobs(raw, tokens, batch.seqs))
+
+    def filter(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """Temperature, then min_p, top_k and top_p. Greedy rows keep their scale; no filter drops their maximum."""
+        if batch.all_greedy:
+            return logits
+        logits = logits / torch.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
+        if batch.min_p is not None:
+            logits = apply_min_p_filtering(logits, batch.min_p)
+        if batch.top_k is not None:
+            logits = apply_top_k_filtering(logits, batch.top_k)
+        if batch.top_p is not None:
+            logits = apply_top_p_filtering(logits, batch.top_p)
+        return logits
+
+    def draw(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """The next token of every row by the Gumbel-max trick.
+
+        argmax(logits + noise) is a draw from softmax(logits) if the noise is `gumbel(seeds, positions, V)`: no softmax,
+        no cumulative sum. Rows with temperature 0 add no noise, so the argmax is the greedy choice; if all rows are
+        greedy no noise is made at all. Ties go to the lowest id, as argmax does.
+
+        Args:
+            logits: [S, V], filtered: what must not be drawn is -inf.
+
+        Returns:
+            [S] int64.
+        """
+        if batch.all_greedy:
+            return logits.argmax(-1)
+        noise = gumbel(batch.seeds, batch.positions, logits.shape[-1])  # [S, V]
+        return (logits + noise * (batch.temperature > 0)[:, None]).argmax(-1)
+
+    def _logprobs(self, raw: torch.Tensor, tokens: list[int], seqs: list[Sequence]) -> list[Logprobs | None]:
+        """The most likely tokens under the model's own distribution, for the rows that asked."""
+        rows: list[Logprobs | None] = [None] * len(seqs)
+        for i, seq in enumerate(seqs):
+            if (k := seq.params.logprobs) is not None:
+                logprobs = raw[i].log_softmax(-1)
+                values, ids = logprobs.topk(min(k, logprobs.numel()))
+                top = list(zip(ids.tolist(), values.tolist(), strict=True))
+                rows[i] = [(tokens[i], float(logprobs[tokens[i]])), *top]
+        return rows

@@ -1,0 +1,59 @@
+"""Hugging Face's model, one sequence at a time, each with `past_key_values` of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
+from folovllm.engine.setup import EngineSetup
+from folovllm.request import Sequence
+from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
+
+
+class HFModelRunner:
+    """Runs a step through `AutoModelForCausalLM`. A sequence's cache lives as long as the sequence does."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup = setup
+        self._sampler = Sampler()
+        self._caches: WeakKeyDictionary[Sequence, Any] = WeakKeyDictionary()
+        self.model: Any = None
+
+    def load_model(self) -> None:
+        """Load the weights, from safetensors only: a pickle could run code."""
+        setup = self._setup
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                setup.path,
+                config=setup.hf_config,
+                dtype=setup.dtype,
+                use_safetensors=True,
+                trust_remote_code=setup.config.trust_remote_code,
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            raise ValueError(f"cannot load the model in {setup.path}: {error}") from error
+        self.model = model.to(setup.device).eval()
+
+    def initialize_kv_cache(self) -> int:
+        """Nothing to allocate: caches grow with their sequences."""
+        return 0
+
+    def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
+        """Compute the scheduled tokens, sequence by sequence, and draw the next ones."""
+        logits = torch.cat([self._forward(item) for item in output.scheduled])  # [S, V]
+        seqs = [item.seq for item in output.scheduled]
+        return self._sampler(logits, SamplingBatch.from_sequences(seqs, logits.device))
+
+    def _forward(self, item: ScheduledSequence) -> torch.Tensor:
+        """Logits [1, V] after the item's last token."""
+        cache = self._caches.setdefault(item.seq, DynamicCache(config=self._setup.hf_config))
+        ids = item.seq.token_ids[item.start : item.start + item.num_new_tokens]
+        input_ids = torch.from_numpy(ids).long()[None].to(self._setup.device)  # [1, T]
+        result = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits: torch.Tensor = result.logits[:, -1]
+        return logits

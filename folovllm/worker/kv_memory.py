@@ -1,0 +1,53 @@
+"""How many blocks of KV cache fit into the memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from folovllm.engine.setup import EngineSetup
+
+logger = logging.getLogger("folovllm")
+
+
+def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None]) -> int:
+    """Blocks to allocate: as asked for, else as many as the memory holds and `max_num_seqs` sequences can use.
+
+    Args:
+        profile: runs the largest step there can be; on a GPU its peak memory is left free.
+
+    Raises:
+        ValueError: not even one sequence of `max_model_len` fits; the sentence says what would.
+    """
+    blocks_per_seq = -(-setup.max_model_len // setup.block_size)
+    bytes_per_block = setup.block_size * setup.kv_bytes_per_token
+    num_blocks = setup.config.num_kv_blocks
+    if num_blocks is None:
+        memory = _free_gpu_memory(setup, profile) if setup.device.type == "cuda" else setup.config.kv_cache_memory
+        num_blocks = min(memory // bytes_per_block, setup.max_num_seqs * blocks_per_seq)
+    if num_blocks < blocks_per_seq:
+        fits = max(0, num_blocks) * setup.block_size
+        raise ValueError(
+            f"the KV cache has room for {fits} tokens, less than one sequence of max_model_len {setup.max_model_len}: "
+            f"lower max_model_len to {fits} or less, or raise kv_cache_memory (CPU), gpu_memory_utilization (GPU) or "
+            f"num_kv_blocks (at least {blocks_per_seq}; a block of {setup.block_size} tokens takes {bytes_per_block:,} bytes)"
+        )
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, setup.block_size, num_blocks * bytes_per_block / 2**30
+    )
+    return num_blocks
+
+
+def _free_gpu_memory(setup: EngineSetup, profile: Callable[[], None]) -> int:
+    """Bytes for the cache: the share of the card that may be used, less what is used, less the peak of a step."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(setup.device)
+    before = torch.cuda.memory_allocated(setup.device)
+    profile()
+    torch.cuda.synchronize(setup.device)
+    peak = torch.cuda.max_memory_allocated(setup.device) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(setup.device)
+    return int(total * setup.config.gpu_memory_utilization - (total - free) - peak)
