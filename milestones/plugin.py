@@ -1,21 +1,143 @@
-"""Minimal for now: `--mine` and the markers."""
+"""pytest's side of the course: `--mine`, a marker from each folder, and a report in terms of exercises.
 
+Loaded by `-p milestones.plugin`, before anything imports folovllm. `--mine` sets `FOLOVLLM_MINE`, so that children have
+it too; a test during which a module of `mine/` came from elsewhere is an error, for it tested something else.
+"""
+
+import json
 import os
+import re
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from milestones.manifest import Course, Exercise
+from milestones.mine import Mine
 
-def pytest_addoption(parser):
-    parser.addoption("--mine", action="store_true", help="test your code in mine/ instead of the reference")
+EXERCISE = "exercise"  # the user property of a report that carries an exercise's id
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("course")
+    group.addoption("--mine", action="store_true", help="test what you wrote in mine/, not the reference")
+    group.addoption("--course-report", metavar="FILE", help="write {test: [outcome, exercise]} to FILE, as JSON")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests(early_config, parser, args):
-    if early_config.known_args_namespace.mine:
-        os.environ.setdefault("FOLOVLLM_MINE", "mine")
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    if not (early_config.known_args_namespace.mine or os.environ.get("FOLOVLLM_MINE")):
+        return
+    course = Course.here(early_config.rootpath)
+    folder = Path(os.environ.setdefault("FOLOVLLM_MINE", str(Mine.of(course).folder))).absolute()
+    os.environ["FOLOVLLM_MINE"] = str(folder)  # children may run elsewhere
+    if not folder.is_dir():
+        raise pytest.UsageError(f"there is no {folder}: create it with `python -m milestones start m1`")
 
 
-def pytest_itemcollected(item):
-    folder = item.path.parent.name
-    if folder == "course" or (folder[:1] == "m" and folder[1:].isdigit()):
-        item.add_marker(folder)
+def pytest_configure(config: pytest.Config) -> None:
+    course = Course.here(config.rootpath)
+    config.pluginmanager.register(Report(config, course), "course-report")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """tests/m3/... has the marker m3, tests/course/... the marker course."""
+    for folder in (
+        item.path.relative_to(item.config.rootpath).parts if item.path.is_relative_to(item.config.rootpath) else ()
+    ):
+        if re.fullmatch(r"m\d+|course", folder):
+            item.add_marker(folder)
+
+
+def exercise_in(error: BaseException | None, known: set[str]) -> str | None:
+    """The id of the unwritten exercise that an exception, or one that it comes from, names. Kernels' errors come wrapped."""
+    seen: set[int] = set()
+    queue = [error]
+    while queue:
+        error = queue.pop()
+        if error is None or id(error) in seen:
+            continue
+        seen.add(id(error))
+        for found in re.finditer(r"\b(m\d+\.\d+): \w", str(error)):
+            if found[1] in known:
+                return found[1]
+        queue += [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
+    return None
+
+
+class Report:
+    """Watches one session. Where there is no `mine/` in play, it only names exercises in failures."""
+
+    def __init__(self, config: pytest.Config, course: Course) -> None:
+        self.course, self.config = course, config
+        folder = os.environ.get("FOLOVLLM_MINE")
+        self.mine = Mine(course, Path(folder)) if folder else None
+        self.known = {e.id for e in course.exercises} if self.mine else set()
+        self.outcomes: dict[str, tuple[str, str | None]] = {}
+
+    def pytest_report_header(self) -> str:
+        if not self.mine:
+            return "testing: the reference"
+        parts = []
+        for milestone in (m for m in self.course.milestones if m.id in self.mine.state.started):
+            done = sum(map(self.mine.written, milestone.exercises))
+            parts.append(f"{done} of {len(milestone.exercises)} {milestone.id} exercises written")
+        return f"testing: {self.mine.folder} ({', '.join(parts) or 'no milestone started'})"
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        if self.mine:
+            from folovllm._overlay import strays
+
+            if found := list(strays(self.mine.folder)):
+                pytest.fail(
+                    f"this was not your code: {', '.join(f'{m} came from {f}' for m, f in found)}", pytrace=False
+                )
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+        report = yield
+        id = exercise_in(call.excinfo.value, self.known) if call.excinfo else None
+        if id and self.mine:
+            report.user_properties.append((EXERCISE, id))
+            report.longrepr = f"{self.course.exercise(id)} is not written yet: {self._where(self.course.exercise(id))}"
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            id = next((str(value) for name, value in report.user_properties if name == EXERCISE), None)
+            self.outcomes[report.nodeid] = (report.outcome, id)
+
+    def pytest_sessionfinish(self) -> None:
+        file = self.config.getoption("course_report")
+        if file and not hasattr(self.config, "workerinput"):
+            Path(file).write_text(json.dumps(self.outcomes))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        rows = list(self._rows()) if self.mine else []
+        if rows:
+            terminalreporter.section("your exercises")
+            for row in rows:
+                terminalreporter.write_line(row)
+
+    def _rows(self) -> Iterator[str]:
+        """Per exercise that did not pass: its id and symbols, what is the matter, where, and the command for a hint."""
+        unwritten = {id for _, id in self.outcomes.values() if id}
+        failed = {node for node, (outcome, id) in self.outcomes.items() if outcome == "failed" and not id}
+        for exercise in self.course.exercises:
+            broken = any(covers(test, node) for test in exercise.tests for node in failed)
+            if exercise.id in unwritten or broken:
+                state = "not written" if exercise.id in unwritten else "failing"
+                yield f"{exercise}  {state}  {self._where(exercise)}  python -m milestones hint {exercise.id}"
+
+    def _where(self, exercise: Exercise) -> str:
+        """The first symbol of the exercise that is still a stub, else its first, as `mine/...:line`."""
+        assert self.mine
+        symbol = next((s for s in exercise.symbols if self.mine.is_blank(s, exercise)), exercise.symbols[0])
+        return os.path.relpath(self.mine.line(symbol))
+
+
+def covers(test: str, node: str) -> bool:
+    """Whether a node id lies under a manifest's entry, which may name a file, a class or a function without parameters."""
+    return node == test or node.startswith((f"{test}::", f"{test}[", f"{test}/"))
