@@ -1,0 +1,59 @@
+"""Attention over a paged cache in plain torch: copy a sequence's pages together, then attend with PyTorch's kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from folovllm.attention.backends.abstract import AttentionBackend
+from folovllm.attention.ops import create_causal_mask, reshape_and_cache_kv
+from folovllm.worker.input_batch import ForwardBatch
+
+
+class TorchPagedBackend(AttentionBackend):
+    """Pages of any size, on any device. Each step copies all pages that it reads: what kernels later avoid."""
+
+    name = "torch_paged"
+
+    def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Write `key` and `value` [T, Hkv, D] to their slots; slot -1 is skipped."""
+        reshape_and_cache_kv(key, value, kv_cache, slot_mapping)
+
+    def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Causal attention, sequence by sequence over the ragged batch: [T, Hq, D] -> [T, Hq, D]."""
+        queries = torch.split(query, batch.query_lens_host)  # S times [n, Hq, D]
+        outputs = [
+            attend(new, *gather_pages(kv_cache, table, seq_len), self.config.scale)
+            for new, table, seq_len in zip(queries, batch.block_tables, batch.seq_lens_host, strict=True)
+        ]
+        return torch.cat(outputs)
+
+
+def gather_pages(
+    kv_cache: torch.Tensor,  # [2, N, B, Hkv, D]
+    block_table: torch.Tensor,  # [max_blocks] int32
+    seq_len: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one sequence in token order: two [seq_len, Hkv, D].
+
+    The sequence's first ceil(seq_len / B) pages, in the order of its block table, one behind the other; the places of
+    the last page that hold no token of it are cut off. Entries of the table beyond those pages mean nothing.
+    """
+    block_size = kv_cache.shape[2]
+    pages = block_table[: -(-seq_len // block_size)]
+    key, value = kv_cache[:, pages].flatten(1, 2)[:, :seq_len]  # [2, pages, B, Hkv, D] -> [2, seq_len, Hkv, D]
+    return key, value
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of the last tokens of a sequence, [n, Hq, D], over all of it, two [seq_len, Hkv, D]."""
+    mask = None if len(query) == 1 else create_causal_mask(len(query), len(key), query.device)
+    output = scaled_dot_product_attention(
+        query.transpose(0, 1)[None],  # [1, Hq, n, D]
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return output[0].transpose(0, 1)  # [n, Hq, D]
