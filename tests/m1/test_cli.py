@@ -1,0 +1,404 @@
+"""The command line: flags, prompts, output, errors, the chat. Most of it runs on a stand-in for `LLM`, without torch."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+
+from folovllm.chat import Chat, interrupts
+from folovllm.cli import main
+from folovllm.config import EngineConfig
+from folovllm.flags import described_fields, pick
+from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from folovllm.sampling_params import SamplingParams
+
+
+@dataclass
+class FakeStats:
+    index: int
+    waiting: int = 0
+    running: int = 1
+    num_tokens: int = 7
+    seconds: float = 0.0125
+    kv_blocks_used: int = 3
+
+
+class FakeEngine:
+    """Answers every request with its words, reversed, one a step."""
+
+    def __init__(self) -> None:
+        self.words: dict[str, list[str]] = {}
+        self.said: dict[str, str] = {}
+        self.steps = 0
+        self.aborted: list[str] = []
+        self.on_step: Any = lambda: None
+        self.last_stats: FakeStats | None = None
+
+    def add_request(self, request_id: str, prompt: Any, params: SamplingParams, stream: bool = True) -> None:
+        if prompt == "too long":
+            raise ValueError("the prompt is longer than the context")
+        self.words[request_id] = prompt.split()[::-1]
+        self.said[request_id] = ""
+        self.stream = stream
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.words)
+
+    def step(self) -> list[RequestOutput]:
+        self.last_stats = FakeStats(self.steps)
+        self.steps += 1
+        outputs = []
+        for request_id, words in list(self.words.items()):
+            delta = words.pop(0) + " "
+            self.said[request_id] += delta
+            if not words:
+                del self.words[request_id]
+            if self.stream or not words:
+                outputs.append(output(request_id, self.said[request_id], delta, finished=not words))
+        self.on_step()
+        return outputs
+
+    def abort_request(self, request_id: str) -> RequestOutput:
+        del self.words[request_id]
+        self.aborted.append(request_id)
+        return output(request_id, self.said[request_id], "", finished=True)
+
+
+def output(request_id: str, text: str, delta: str = "", finished: bool = True) -> RequestOutput:
+    metrics = RequestMetrics(10.0, 10.5, 12.5, num_prompt_tokens=3, num_generated_tokens=5)
+    answer = CompletionOutput(0, text, [1, 2], finish_reason="stop", delta_text=delta)
+    return RequestOutput(request_id, "Say [/bold]:", [7, 8], [answer], finished, metrics)
+
+
+class FakeLLM:
+    made: ClassVar[list[FakeLLM]] = []
+
+    def __init__(self, **config: Any) -> None:
+        self.config, self.engine = config, FakeEngine()
+        FakeLLM.made.append(self)
+
+    def generate(self, prompts: list[str], params: SamplingParams, use_tqdm: bool) -> list[RequestOutput]:
+        self.prompts, self.params = prompts, params
+        return [output(str(i), f" {prompt.upper()}") for i, prompt in enumerate(prompts)]
+
+    def render_chat(self, messages: list[dict[str, str]]) -> str:
+        return messages[-1]["content"]
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeLLM]]:
+    module = ModuleType("folovllm.llm")
+    module.LLM = FakeLLM  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "folovllm.llm", module)
+    monkeypatch.delenv("FOLOVLLM_MINE", raising=False)
+    FakeLLM.made = []
+    yield FakeLLM
+
+
+def run(*arguments: str) -> int:
+    """The exit code of a command."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    return int(stop.value.code or 0)
+
+
+def type_in(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+class TestFlags:
+    @pytest.mark.parametrize("kind", [EngineConfig, SamplingParams])
+    def test_every_field_has_a_sentence(self, kind: type) -> None:
+        assert [field.name for field, sentence in described_fields(kind) if not sentence] == []
+
+    @pytest.mark.parametrize("command", ["generate", "chat"])
+    def test_every_field_is_a_flag(
+        self, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "200")
+        assert run(command, "--help") == 0
+        text = capsys.readouterr().out
+        names = [f.name for kind in (EngineConfig, SamplingParams) for f in fields(kind)]
+        assert [name for name in names if f"--{name.replace('_', '-')} " not in text.replace("/", " ")] == []
+
+    def test_flags_reach_engine_and_request(self, llm: type[FakeLLM]) -> None:
+        flags = ["--milestone", "m2", "--max-num-seqs", "3", "--temperature", "0", "--top-k", "5", "--ignore-eos"]
+        stops = ["--stop", "a", "--stop", "b", "--stop-token-ids", "4", "--no-skip-special-tokens", "--max-tokens", "9"]
+        assert run("generate", "hi", *flags, *stops) == 0
+        (made,) = llm.made
+        assert made.config == {"milestone": "m2", "max_num_seqs": 3}
+        assert made.params == SamplingParams(
+            temperature=0, top_k=5, ignore_eos=True, stop=["a", "b"], stop_token_ids=[4], skip_special_tokens=False, max_tokens=9
+        )  # fmt: skip
+
+    def test_seed_is_the_engines_and_the_requests(self, llm: type[FakeLLM]) -> None:
+        run("generate", "hi", "--seed", "5")
+        assert (llm.made[0].config, llm.made[0].params.seed) == ({"seed": 5}, 5)
+
+    def test_what_is_not_given_is_left_to_the_dataclass(self) -> None:
+        assert pick({"n": None, "stop": [], "top_k": 0, "model": "x"}, SamplingParams) == {"top_k": 0}
+
+
+class TestPrompts:
+    def test_from_the_arguments(self, llm: type[FakeLLM]) -> None:
+        run("generate", "one", "two")
+        assert llm.made[0].prompts == ["one", "two"]
+
+    def test_from_a_file_without_its_empty_lines(self, llm: type[FakeLLM], tmp_path: Path) -> None:
+        (tmp_path / "prompts.txt").write_text("naïve one\n\n two\n", encoding="utf-8")
+        run("generate", "--file", str(tmp_path / "prompts.txt"))
+        assert llm.made[0].prompts == ["naïve one", " two"]
+
+    @pytest.mark.parametrize("flags", [[], ["--file", "-"]])
+    def test_from_stdin(self, flags: list[str]) -> None:
+        stop = "cli.read_prompts = lambda *given: sys.exit(str(read(*given)))"
+        code = (
+            f"import sys; from folovllm import cli; read = cli.read_prompts; {stop}; cli.main(['generate', *{flags}])"
+        )
+        done = subprocess.run([sys.executable, "-c", code], input="one\ntwo\n", capture_output=True, text=True)
+        assert done.stderr == "['one', 'two']\n"
+
+    @pytest.mark.parametrize("text", ["", "\n \n"])
+    def test_none_at_all(
+        self, llm: type[FakeLLM], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        type_in(text, monkeypatch)
+        assert run("generate") == 2
+        assert "no prompt" in capsys.readouterr().err and not llm.made
+
+    def test_not_from_two_places(self, llm: type[FakeLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "prompts.txt").write_text("x")
+        assert run("generate", "hi", "--file", str(tmp_path / "prompts.txt")) == 2
+        assert "not both" in capsys.readouterr().err
+
+
+class TestOutput:
+    def test_text_on_stdout_times_on_stderr(self, llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+        run("generate", "hi")
+        out, err = capsys.readouterr()
+        assert out == "Say [/bold]: HI\n"  # markup in a text is text
+        assert err == "5 tokens · TTFT 500.0 ms · TPOT 500.0 ms · 2.0 tokens/s\n"
+
+    def test_json_is_one_object_a_line(self, llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+        run("generate", "one", "zwölf", "--json")
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [line["outputs"][0]["text"] for line in lines] == [" ONE", " ZWÖLF"]
+        assert lines[0]["outputs"][0]["finish_reason"] == "stop" and "delta_text" not in lines[0]["outputs"][0]
+        assert lines[0]["metrics"] == {
+            "ttft": 0.5, "tpot": 0.5, "latency": 2.5, "tokens_per_second": 2.0, "num_prompt_tokens": 3, "num_generated_tokens": 5
+        }  # fmt: skip
+
+    def test_show_steps_prints_a_line_a_step(self, llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+        run("generate", "a b c", "d", "--show-steps", "--json")
+        out, err = capsys.readouterr()
+        steps = err.splitlines()
+        assert [line.split()[:2] for line in steps] == [["step", "0"], ["step", "1"], ["step", "2"]]
+        assert steps[0].split()[2:] == [
+            "waiting",
+            "0",
+            "running",
+            "1",
+            "tokens",
+            "7",
+            "12.50",
+            "ms",
+            "KV",
+            "blocks",
+            "3",
+        ]
+        assert [json.loads(line)["outputs"][0]["text"] for line in out.splitlines()] == ["c b a ", "d "]
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            (["--top-p", "3"], "top_p must be above 0"),
+            (["--temperature", "nan"], "temperature must be 0"),
+            (["--milestone", "m99"], "unknown milestone 'm99'"),
+            (["--max-tokens", "0"], "max_tokens must be at least 1"),
+        ],
+    )
+    def test_a_bad_value_is_one_line_before_any_model(
+        self, llm: type[FakeLLM], flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run("generate", "hi", *flags) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and words in error and error.count("\n") == 1
+        assert not llm.made
+
+    def test_an_unknown_flag(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run("generate", "hi", "--nonsense") == 2
+        assert "--nonsense" in capsys.readouterr().err
+
+    def test_an_unknown_download(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run("download", "gpt-5") == 2
+        assert "smollm2" in capsys.readouterr().err
+
+    def test_a_bug_is_not_mistaken_for_a_users_error(self, llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(self: FakeLLM, *_: Any, **__: Any) -> None:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(FakeLLM, "generate", broken)
+        with pytest.raises(RuntimeError, match="a bug"):
+            main(["generate", "hi"])
+
+
+class TestChat:
+    def chat(self) -> Chat:
+        return Chat(FakeLLM(), SamplingParams(), system="Be brief.")  # type: ignore[arg-type]
+
+    def test_it_streams_and_keeps_the_history(self, llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        chat = self.chat()
+        chat.answer("how are you")
+        chat.answer("and now")
+        assert capsys.readouterr().out == "you are how \nnow and \n"
+        assert [m["role"] for m in chat.messages] == ["system", "user", "assistant", "user", "assistant"]
+        assert [m["content"] for m in chat.messages[3:]] == ["and now", "now and "]
+
+    def test_reset_keeps_the_system_message_only(
+        self, llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        type_in("hi there\n\n/reset\n", monkeypatch)
+        chat = self.chat()
+        chat.run()  # and Ctrl-D, the end of the input, leaves
+        assert chat.messages == [{"role": "system", "content": "Be brief."}]
+        assert capsys.readouterr().out == "there hi \n"
+
+    def test_a_refused_question_leaves_the_conversation_as_it_was(
+        self, llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        type_in("hi\ntoo long\nstill here\n", monkeypatch)
+        chat = self.chat()
+        chat.run()
+        out, err = capsys.readouterr()
+        assert out == "hi \nhere still \n" and "longer than the context" in err
+        assert [m["content"] for m in chat.messages if m["role"] == "user"] == ["hi", "still here"]
+
+    def test_ctrl_c_stops_the_answer_and_not_the_program(self, llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        chat = self.chat()
+        engine: FakeEngine = chat.llm.engine  # type: ignore[assignment]
+        engine.on_step = lambda: engine.steps == 2 and os.kill(os.getpid(), signal.SIGINT)
+        assert chat.answer("one two three four") == "four three "
+        assert engine.aborted == ["chat-1"] and not engine.has_unfinished_requests()
+        assert chat.answer("all good") == "good all "  # the next one works
+        assert len(chat.messages) == 5
+
+    def test_ctrl_c_in_the_last_step_is_too_late_to_abort(self, llm: Any) -> None:
+        chat = self.chat()
+        engine: FakeEngine = chat.llm.engine  # type: ignore[assignment]
+        engine.on_step = lambda: os.kill(os.getpid(), signal.SIGINT)
+        assert chat.answer("one") == "one " and engine.aborted == []
+
+    def test_ctrl_c_at_the_prompt_leaves_the_program_running(
+        self, llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        typed = iter([KeyboardInterrupt, "hi", EOFError])
+
+        def read(_: str) -> str:
+            line = next(typed)
+            if isinstance(line, str):
+                return line
+            raise line
+
+        monkeypatch.setattr("builtins.input", read)
+        self.chat().run()
+        out, err = capsys.readouterr()
+        assert out == "hi \n" and "Ctrl-D leaves" in err
+
+    def test_the_signal_handler_is_put_back(self) -> None:
+        before = signal.getsignal(signal.SIGINT)
+        with pytest.raises(ZeroDivisionError), interrupts():
+            _ = 1 / 0
+        assert signal.getsignal(signal.SIGINT) is before
+
+    def test_one_answer_only(self, llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run("chat", "--n", "2") == 2
+        assert "one answer" in capsys.readouterr().err
+
+
+class TestMine:
+    """`--mine` in a process of its own: it must act before anything else is imported."""
+
+    SHOW = "import sys; from folovllm.cli import main\ntry: main({arguments})\nfinally: print(sys.modules['folovllm.outputs'].__file__)"
+
+    @pytest.fixture
+    def workplace(self, tmp_path: Path) -> Path:
+        package = tmp_path / "mine" / "folovllm"
+        package.mkdir(parents=True)
+        (package / "llm.py").write_text(
+            "import json\nimport folovllm.outputs\nclass LLM:\n"
+            "    def __init__(self, **config): raise ValueError('mine ' + json.dumps(config))\n"
+        )
+        (package / "outputs.py").write_text("")
+        return tmp_path
+
+    def start(self, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "FOLOVLLM_MINE"}
+        command = [sys.executable, "-c", self.SHOW.format(arguments=list(arguments))]
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+    @pytest.mark.parametrize("arguments", [("--mine", "generate", "hi"), ("generate", "hi", "--mine")])
+    def test_the_learners_files_are_run(self, workplace: Path, arguments: tuple[str, ...]) -> None:
+        done = self.start(workplace, *arguments)
+        assert done.returncode == 2 and "error: mine {}" in done.stderr
+        assert done.stdout.strip() == str(workplace / "mine" / "folovllm" / "outputs.py")
+
+    def test_the_traceback_shows_where_ones_own_code_raised(self, workplace: Path) -> None:
+        assert "mine/folovllm/llm.py" in self.start(workplace, "--mine", "generate", "hi").stderr
+
+    def test_the_preset_is_that_of_the_highest_started_milestone(self, workplace: Path) -> None:
+        (workplace / "mine" / ".course.json").write_text('{"started": ["m2", "m1"]}')
+        assert 'mine {"milestone": "m2"}' in self.start(workplace, "--mine", "generate", "hi").stderr
+        asked = self.start(workplace, "--mine", "generate", "hi", "--milestone", "m1")
+        assert 'mine {"milestone": "m1"}' in asked.stderr
+
+    def test_without_mine_it_says_how_to_start(self, tmp_path: Path) -> None:
+        command = [
+            sys.executable,
+            "-c",
+            "import folovllm._overlay as o; o.__file__ = '/x/y/z'\nfrom folovllm.cli import main; main(['--mine'])",
+        ]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 2 and "milestones start m1" in done.stderr
+
+
+class TestTheProgram:
+    @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["generate", "x", "--top-p", "3"]])
+    def test_torch_is_not_loaded_until_a_model_is(self, arguments: list[str]) -> None:
+        code = f"import sys; from folovllm.cli import main\ntry: main({arguments})\nexcept SystemExit: print('torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+    def test_python_dash_m(self) -> None:
+        done = subprocess.run([sys.executable, "-m", "folovllm", "--version"], capture_output=True, text=True)
+        assert done.stdout == "folovllm 0.1.0\n"
+
+    @pytest.mark.parametrize("milestone", ["m1", "m2", "m3"])
+    def test_from_a_prompt_to_a_text_with_a_real_engine(
+        self, milestone: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from tests.helpers import tiny_checkpoint
+
+        model = str(tiny_checkpoint())
+        flags = ["--model", model, "--milestone", milestone, "--temperature", "0", "--max-tokens", "4", "--json"]
+        assert run("generate", "Hello", "you", *flags, "--show-steps") == 0
+        out, err = capsys.readouterr()
+        answers = [json.loads(line) for line in out.splitlines()]
+        assert [(a["prompt"], len(a["outputs"][0]["token_ids"])) for a in answers] == [("Hello", 4), ("you", 4)]
+        assert sum("step " in line and "waiting" in line for line in err.splitlines()) == (
+            8 if milestone == "m1" else 4
+        )
+        type_in("Hello\n", monkeypatch)
+        assert run("chat", "--model", model, "--milestone", milestone, "--max-tokens", "3") == 0
