@@ -1,0 +1,57 @@
+# Every target works on a fresh clone: it makes .venv, installs what it needs (versions: constraints.txt), and does its work.
+# A second run skips the installation.
+
+PYTHON ?= python3
+MODEL  ?= $(if $(wildcard folovllm/assets/stories-5m/config.json),stories-5m,smollm2)
+PROMPT ?= Once upon a time
+
+BIN     := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+
+.PHONY: help demo test ci notebooks docs lab clean
+
+help:
+	@echo "make demo       a text from a real model, with its speed"
+	@echo "make test       ruff, mypy --strict, pytest"
+	@echo "make ci         test, the course's own tests, notebooks, docs"
+	@echo "make notebooks  run the notebooks' sources and write the notebooks"
+	@echo "make docs       build the book into site/"
+	@echo "make lab        open the notebooks in JupyterLab"
+
+demo: .venv/.engine
+	@if [ $(MODEL) = smollm2 ]; then $(BIN)/folovllm download smollm2; fi
+	$(BIN)/folovllm generate "$(PROMPT)" --model $(MODEL) --temperature 0.7 --top-p 0.9 --seed 1 --max-tokens 120
+
+test: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(PYTEST) --ignore tests/course
+
+ci: test docs .venv/.notebooks
+	$(PYTEST) tests/course
+	$(if $(wildcard milestones/notebooks.py),$(BIN)/python -m milestones.notebooks --check)
+
+notebooks: .venv/.notebooks
+	$(BIN)/python -m milestones.notebooks
+
+docs: .venv/.docs
+	$(BIN)/mkdocs build --strict --quiet
+
+lab: .venv/.notebooks
+	$(BIN)/jupyter lab notebooks
+
+clean:
+	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache
+
+# torch first and by its exact version: a range would let pip look at, and fetch, builds of several gigabytes.
+.venv/.engine: pyproject.toml constraints.txt
+	@echo "Installing into .venv: a minute or two the first time"
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(INSTALL) torch==2.13.0
+	$(INSTALL) -e .
+	@touch $@
+
+.venv/.dev .venv/.notebooks .venv/.docs: .venv/.%: .venv/.engine
+	$(INSTALL) -e ".[$*]"
+	@touch $@
