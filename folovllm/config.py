@@ -13,8 +13,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "m1": {"model_impl": "hf", "kv_cache": "growing", "max_num_seqs": 1},
     "m2": {"kv_cache": "slots", "attention_backend": "torch_naive", "max_num_seqs": 16},
     "m3": {"kv_cache": "paged", "attention_backend": "torch_paged"},
+    "m4": {"kv_cache": "paged"},
+    "m5": {"kv_cache": "paged", "enable_prefix_caching": True, "enable_chunked_prefill": True},
 }
-LATEST = "m3"
+LATEST = "m5"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODEL_IMPLS = ("hf", "native")
@@ -44,6 +46,9 @@ class EngineConfig:
         kv_cache_memory: bytes of KV cache on CPU.
         attention_backend: a name, "auto", or "prefill,decode".
         scheduling: "fcfs" (first come, first served) or "priority" (smaller first).
+        enable_prefix_caching: find the K/V of prefixes that were computed before.
+        enable_chunked_prefill: compute long prompts over several steps, beside the decodes of others.
+        long_prefill_token_threshold: most tokens of one prompt in one step; 0 sets no bound.
         enforce_eager: no CUDA graphs.
         tensor_parallel_size: GPUs that share each layer.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
@@ -71,6 +76,9 @@ class EngineConfig:
     kv_cache_memory: int = 1 << 30
     attention_backend: str | None = None
     scheduling: str = "fcfs"
+    enable_prefix_caching: bool | None = None
+    enable_chunked_prefill: bool | None = None
+    long_prefill_token_threshold: int = 0
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
     trust_remote_code: bool = False
@@ -81,7 +89,13 @@ class EngineConfig:
         preset = PRESETS.get(self.milestone or LATEST)
         if preset is None:
             raise ValueError(f"unknown milestone {self.milestone!r}: choose one of {', '.join(PRESETS)}")
-        defaults = {"model_impl": "native", "kv_cache": "paged", "max_num_seqs": 256, "attention_backend": "auto"}
+        defaults = {
+            "model_impl": "native",
+            "max_num_seqs": 256,
+            "attention_backend": "auto",
+            "enable_prefix_caching": False,
+            "enable_chunked_prefill": False,
+        }
         for name, value in {**defaults, **preset}.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -103,6 +117,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
+        if self.long_prefill_token_threshold < 0:
+            raise ValueError("long_prefill_token_threshold must be 0 (no bound) or a number of tokens")
         if self.kv_cache_memory < 1:
             raise ValueError(f"kv_cache_memory must be a positive number of bytes, not {self.kv_cache_memory}")
         if self.tensor_parallel_size != 1:
@@ -114,6 +130,10 @@ class EngineConfig:
             raise ValueError('model_impl="hf" keeps its own growing cache: use milestone="m1", or model_impl="native"')
         if self.kv_cache == "growing" and self.max_num_seqs != 1:
             raise ValueError('kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, or use "m2"')
+        if self.enable_prefix_caching and self.kv_cache != "paged":
+            raise ValueError('enable_prefix_caching needs pages: kv_cache="paged", as from milestone m3 on')
+        if self.enable_chunked_prefill and self.kv_cache == "growing":
+            raise ValueError("enable_chunked_prefill needs batches: take milestone m2 or later")
         if self.random_weights and self.model_impl == "hf":
             raise ValueError('random_weights needs model_impl="native"')
 
@@ -128,14 +148,14 @@ class EngineConfig:
         return self.max_model_len
 
     def resolve_max_num_batched_tokens(self, max_model_len: int) -> int:
-        """The token budget of a step. A prompt is computed in one step, so the longest must fit."""
+        """The token budget of a step. Unless prompts come in chunks, the longest must fit."""
         budget = self.max_num_batched_tokens
         if budget is None:
-            return max(max_model_len, 8192)
-        if budget < max_model_len:
+            return 8192 if self.enable_chunked_prefill else max(max_model_len, 8192)
+        if budget < max_model_len and not self.enable_chunked_prefill:
             raise ValueError(
                 f"max_num_batched_tokens {budget} is below max_model_len {max_model_len}, so the longest prompt could "
-                "never be computed in one step: raise it, or lower max_model_len"
+                "never be computed in one step: raise it, lower max_model_len, or set enable_chunked_prefill"
             )
         return budget
 

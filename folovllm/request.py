@@ -58,6 +58,9 @@ class Sequence:
     stop_reason: str | int | None = None
     logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)  # pages in order, or the one slot
+    cache_salt: str | None = None  # prefixes are shared only between equal salts
+    page_hashes: list[int] = field(default_factory=list)  # of the full pages, as far as anybody asked
+    page_serials: list[int] = field(default_factory=list)  # of the pages that are published, while they are held
     arrival: int = field(default_factory=_arrivals.__next__)  # a number, not a time: earlier is smaller
     num_tokens: int = field(init=False)
     _token_ids: TokenIds = field(init=False, repr=False)

@@ -54,8 +54,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]  # type: ignore[unreachable]  # a single string is taken, though not promised
+        stop: object = self.stop
+        if isinstance(stop, str):  # one string is taken too, though not promised
+            self.stop = [stop]
         self._validate_draw()
         self._validate_stop()
 

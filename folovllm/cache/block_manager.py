@@ -39,8 +39,8 @@ class BlockManager(KVCacheManager):
 
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Whether a waiting sequence can be admitted, with the watermark left over if others hold pages."""
-        nobody_runs = len(self._free) == self.num_blocks
-        spare = 0 if nobody_runs else self._watermark
+        others_hold_pages = self.num_blocks - len(self._free) > len(seq.block_table)
+        spare = self._watermark if others_hold_pages else 0
         return self._num_missing(seq, num_new_tokens) + spare <= len(self._free)
 
     def allocate(self, seq: Sequence, num_new_tokens: int) -> None:

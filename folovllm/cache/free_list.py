@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 class Block:
     """One page of the KV cache.
 
-    `ref_count` sequences hold it. `hash` and `token_ids` name its contents once it is full and published for reuse
-    (prefix caching); they stay until the block is taken for something else.
+    `ref_count` sequences hold it. The other fields name its contents once it is full and published for reuse (prefix
+    caching), and stay until the block is taken for something else: `hash`, the bytes of its int32 `token_ids`, the
+    `serial` number of the publication, and that of the page before it.
     """
 
     block_id: int
     ref_count: int = 0
     hash: int | None = None
-    token_ids: tuple[int, ...] = ()
+    token_ids: bytes = b""
+    serial: int = 0
+    parent: int = 0
     _previous: Block | None = field(default=None, repr=False)  # neighbours in the free list
     _next: Block | None = field(default=None, repr=False)
 

@@ -31,7 +31,9 @@ class InputProcessor:
         self._eos = eos_token_ids(setup.path, setup.hf_config, tokenizer)
         self._seeds = random.Random(setup.config.seed)  # for requests that bring none
 
-    def process(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> list[Sequence]:
+    def process(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
+    ) -> list[Sequence]:
         """The sequences of one request.
 
         Raises:
@@ -59,6 +61,7 @@ class InputProcessor:
                 eos_token_ids=self._eos,
                 index=index,
                 priority=priority,
+                cache_salt=cache_salt,
             )
             for index in range(params.n)
         ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from functools import partial
 
 from folovllm.cache import kv_cache_manager
+from folovllm.cache.prefix_cache import PrefixCacheStats, PrefixCachingBlockManager
 from folovllm.config import EngineConfig
 from folovllm.engine.input_processor import InputProcessor, Prompt
 from folovllm.engine.metrics import EngineStats, StepStats
@@ -15,6 +17,7 @@ from folovllm.engine.scheduler import (
     SchedulerLike,
     SchedulerOutput,
     SerialScheduler,
+    chunk,
     preempt,
     wait,
     whole_prompt,
@@ -54,12 +57,14 @@ class LLMEngine:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
         stream: bool = True,
     ) -> None:
         """Queue a request; it takes part from the next step on.
 
         Args:
             priority: smaller is served first, with `scheduling="priority"`.
+            cache_salt: prefixes in the cache are shared only between requests of equal salts.
             stream: report each token as it comes; False reports the finished request alone.
 
         Raises:
@@ -68,7 +73,7 @@ class LLMEngine:
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         params = SamplingParams() if params is None else params
-        seqs = self._processor.process(request_id, prompt, params, priority)
+        seqs = self._processor.process(request_id, prompt, params, priority, cache_salt)
         text = prompt if isinstance(prompt, str) else None
         self._requests[request_id] = RequestState(request_id, text, seqs, stream, time.monotonic())
         for seq in seqs:
@@ -131,6 +136,20 @@ class LLMEngine:
             kv_bytes_used=stored * bytes_per_token,
         )
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, as after a change of the weights. Raises ValueError where there is no cache."""
+        self._prefix_caching_manager().prefix_cache.reset()
+
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """Hits and evictions so far. Raises ValueError where there is no cache."""
+        return self._prefix_caching_manager().prefix_cache.stats
+
+    def _prefix_caching_manager(self) -> PrefixCachingBlockManager:
+        kv = self.scheduler.kv if isinstance(self.scheduler, Scheduler) else None
+        if not isinstance(kv, PrefixCachingBlockManager):
+            raise ValueError("there is no prefix cache: set enable_prefix_caching=True, or take milestone m5")
+        return kv
+
     def _outputs(self, updated: Iterable[Sequence], now: float) -> list[RequestOutput]:
         """One output for each request that has something to report."""
         outputs = []
@@ -185,11 +204,12 @@ def make_scheduler(setup: EngineSetup, num_kv_blocks: int) -> SchedulerLike:
     config = setup.config
     if config.kv_cache == "growing":
         return SerialScheduler()
+    tokens_of_step = partial(chunk, threshold=config.long_prefill_token_threshold)
     return Scheduler(
-        kv=kv_cache_manager(str(config.kv_cache))(num_kv_blocks, setup.block_size),
+        kv=kv_cache_manager(str(config.kv_cache), bool(config.enable_prefix_caching))(num_kv_blocks, setup.block_size),
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
-        tokens_of_step=whole_prompt,
+        tokens_of_step=tokens_of_step if config.enable_chunked_prefill else whole_prompt,
         make_room=wait if config.kv_cache == "slots" else preempt,
         by_priority=config.scheduling == "priority",
     )

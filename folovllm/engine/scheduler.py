@@ -232,6 +232,16 @@ def whole_prompt(seq: Sequence, budget: int) -> int:
     return seq.num_uncomputed_tokens if seq.num_uncomputed_tokens <= budget else 0
 
 
+def chunk(seq: Sequence, budget: int, threshold: int = 0) -> int:
+    """As many uncomputed tokens of `seq` as the budget has left, and no more than `threshold` if that is not 0.
+
+    So a long prompt is computed over several steps, beside the decodes of others (chunked prefill; Sarathi-Serve,
+    Agrawal et al., OSDI 2024).
+    """
+    n = min(seq.num_uncomputed_tokens, budget)
+    return min(n, threshold) if threshold else n
+
+
 def wait(scheduler: Scheduler, candidates: list[Sequence]) -> Sequence | None:
     """No room: nobody gives way. A slot, once given, has room for all of a sequence, so this stays a formality."""
     return None

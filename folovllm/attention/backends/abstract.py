@@ -63,9 +63,7 @@ class AttentionBackend(ABC):
         """Prepare once a step what all layers share. Device work only, so that it can be captured."""
 
     @abstractmethod
-    def store(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
+    def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write `key` and `value` [T, Hkv, D] to their slots in `kv_cache` [2, N, B, Hkv, D]; slot -1 is skipped."""
 
     @abstractmethod

@@ -1,0 +1,208 @@
+"""Prefix caching: pages keep their K/V after they are freed, named by a chain of hashes, and are found again.
+
+The K/V of a token depends on all tokens before it. So a full page is named by a hash of its own tokens *and* of the
+page before it, which makes equal names mean equal prefixes (vLLM's automatic prefix caching).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import xxhash
+
+from folovllm.cache.block_manager import BlockManager
+from folovllm.cache.free_list import Block
+from folovllm.request import Sequence, SequenceStatus, TokenIds
+
+ROOT = 0  # the parent of every first page
+
+
+def compute_hash(token_ids: TokenIds, prefix: int) -> int:
+    """The name of a full page: xxh64 of the name of the page before it and of its own tokens.
+
+    Args:
+        token_ids: the page's tokens, [B] int32.
+        prefix: the hash of the page before it; for a first page, that of the tenant's salt, or 0.
+
+    Returns:
+        64 bits, unsigned: `xxhash.xxh64` over the 8 bytes of `prefix` (little endian) followed by the tokens' bytes.
+    """
+    digest = xxhash.xxh64(prefix.to_bytes(8, "little"))
+    digest.update(token_ids.tobytes())
+    return digest.intdigest()
+
+
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """Counted at admission, so that a request which waits is not counted at each step."""
+
+    requests: int = 0
+    requests_hit: int = 0
+    tokens: int = 0  # asked for
+    tokens_hit: int = 0  # found
+    evictions: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the admitted tokens that were not computed again."""
+        return self.tokens_hit / self.tokens if self.tokens else 0.0
+
+
+class PrefixCache:
+    """Full pages by their hash.
+
+    A 64-bit hash can collide, and a page served by mistake would be silently wrong text. So a hit must also have the
+    same tokens and the same parent. Parents are compared by serial number: each publication gets a new one, so a page
+    can only follow the very page after which it was computed (or one of the same name, tokens and parent).
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._by_hash: dict[int, Block] = {}
+        self._serials = itertools.count(ROOT + 1)
+        self.stats = PrefixCacheStats()
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    def longest_cached_prefix(self, seq: Sequence) -> list[Block]:
+        """The cached pages with which `seq` may begin, in order.
+
+        Page by page from the start (`self._hash(seq, i)`, `self._tokens(seq, i)`): a page of that hash must be there
+        (`self._by_hash`), with the same tokens, and its `parent` must be the `serial` of the page before it, `ROOT` for
+        the first. The first miss ends the search: what comes after it depends on tokens that are not cached.
+
+        At least one token is left to compute, even if all are cached: its logits give the next token. So only the first
+        (num_tokens - 1) // B pages count.
+        """
+        found: list[Block] = []
+        parent = ROOT
+        for i in range((seq.num_tokens - 1) // self._block_size):
+            block = self._by_hash.get(self._hash(seq, i))
+            if block is None or block.parent != parent or block.token_ids != self._tokens(seq, i):
+                break
+            found.append(block)
+            parent = block.serial
+        return found
+
+    def publish(self, seq: Sequence, blocks: list[Block]) -> None:
+        """Name the full, computed pages of `seq` that have no name yet, so that others can find them.
+
+        Args:
+            blocks: the pages of `seq` in order, of which those from `len(seq.page_serials)` on are new; all full.
+
+        For page i with hash h, its parent being page i - 1's serial (`seq.page_serials[-1]`, or `ROOT`):
+
+        - nobody, or a page with another parent, is named h: name this page (`self._name`; the other is forgotten);
+        - a page with the same parent and tokens is named h: a twin, computed at the same time. Its serial counts for
+          what follows; this page stays nameless, for a running sequence is never moved to other pages;
+        - same parent, other tokens: a collision. This page and all after it stay unpublished.
+
+        Every page that gets or shares a name adds its serial to `seq.page_serials`.
+        """
+        for i in range(len(seq.page_serials), len(blocks)):
+            parent = seq.page_serials[-1] if i else ROOT
+            named = self._by_hash.get(self._hash(seq, i))
+            if named is None or named.parent != parent:
+                named = self._name(blocks[i], seq, i, parent)
+            elif named.token_ids != self._tokens(seq, i):
+                return
+            seq.page_serials.append(named.serial)
+
+    def evict(self, block: Block) -> None:
+        """Forget what a page holds, for it is about to hold something else; without effect if it has no name."""
+        if block.hash is not None:
+            del self._by_hash[block.hash]
+            block.hash, block.token_ids, block.serial, block.parent = None, b"", 0, 0
+            self.stats.evictions += 1
+
+    def reset(self) -> None:
+        """Forget everything, as after a change of the weights."""
+        for block in list(self._by_hash.values()):
+            self.evict(block)
+        self.stats = PrefixCacheStats()
+
+    def _name(self, block: Block, seq: Sequence, i: int, parent: int) -> Block:
+        """Give `block` the name of page i of `seq`; whoever had it loses it."""
+        hash_ = self._hash(seq, i)
+        if (other := self._by_hash.get(hash_)) is not None:
+            self.evict(other)
+        block.hash, block.token_ids = hash_, self._tokens(seq, i)
+        block.serial, block.parent = next(self._serials), parent
+        self._by_hash[hash_] = block
+        return block
+
+    def _tokens(self, seq: Sequence, i: int) -> bytes:
+        return seq.token_ids[i * self._block_size : (i + 1) * self._block_size].tobytes()
+
+    def _hash(self, seq: Sequence, i: int) -> int:
+        """The hash of page i, computed once and kept with the sequence: its tokens never change."""
+        hashes, size = seq.page_hashes, self._block_size
+        while len(hashes) <= i:
+            n = len(hashes)
+            prefix = hashes[-1] if n else _salt_hash(seq.cache_salt)
+            hashes.append(compute_hash(seq.token_ids[n * size : (n + 1) * size], prefix))
+        return hashes[i]
+
+
+def _salt_hash(salt: str | None) -> int:
+    return 0 if salt is None else xxhash.xxh64_intdigest(salt.encode())
+
+
+class PrefixCachingBlockManager(BlockManager):
+    """A `BlockManager` whose freed pages can be found again until they are needed for something else.
+
+    The free list is then the queue for eviction: least recently freed first, a sequence's tail before its beginning.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.prefix_cache = PrefixCache(block_size)
+
+    def match(self, seq: Sequence) -> None:
+        """Let a waiting sequence begin with what is cached of it."""
+        for block in self.prefix_cache.longest_cached_prefix(seq):
+            self.adopt(block)
+            seq.block_table.append(block.block_id)
+            seq.page_serials.append(block.serial)
+        seq.num_computed_tokens = len(seq.block_table) * self.block_size
+        if seq.num_output_tokens == 0:
+            seq.num_cached_tokens = seq.num_computed_tokens
+
+    def adopt(self, block: Block) -> None:
+        """Hold a cached page: one more reference, and out of the free list if nobody else held it."""
+        if block.ref_count == 0:
+            self._free.remove(block)
+        block.ref_count += 1
+
+    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+        """As without a cache; admissions are counted."""
+        admission = seq.status is SequenceStatus.WAITING
+        reserved = super().reserve(seq, num_new_tokens)
+        if admission and reserved:
+            stats, hit = self.prefix_cache.stats, seq.num_computed_tokens
+            stats.requests += 1
+            stats.requests_hit += hit > 0
+            stats.tokens += seq.num_tokens
+            stats.tokens_hit += hit
+        return reserved
+
+    def publish(self, seq: Sequence) -> None:
+        """Name the pages that were filled: their K/V is written, and whoever finds them reads in a later step."""
+        num_full = min(seq.num_computed_tokens, seq.num_tokens) // self.block_size
+        if num_full > len(seq.page_serials):
+            self.prefix_cache.publish(seq, [self.blocks[i] for i in seq.block_table[:num_full]])
+
+    def free(self, seq: Sequence) -> None:
+        """Take the pages back; they stay findable."""
+        super().free(seq)
+        seq.page_serials.clear()
+        if seq.status is SequenceStatus.WAITING:
+            seq.num_computed_tokens = 0
+
+    def _take(self) -> int:
+        """The page that was not used for longest; what it held is forgotten."""
+        block_id = super()._take()
+        self.prefix_cache.evict(self.blocks[block_id])
+        return block_id
