@@ -118,15 +118,15 @@ def tiny_checkpoint(
 ) -> Path:
     """A folder with a random model and a byte-level tokenizer in Hugging Face format, made once per machine.
 
-    `overrides` are fields of the config. Where a family allows it, the hidden size is not Hq * D.
+    `overrides` are fields of the config. The hidden size is not Hq * D, except for Qwen2, which knows no other.
     """
-    hidden = 72 if family in ("qwen3", "mistral") else num_heads * head_dim
+    hidden = num_heads * (head_dim if family == "qwen2" else -(-72 // num_heads))
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE, "hidden_size": hidden, "intermediate_size": 80, "num_hidden_layers": 3,
         "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "max_position_embeddings": 512,
         "initializer_range": 0.3, "tie_word_embeddings": tied, "bos_token_id": None, "eos_token_id": 256,
     }  # fmt: skip
-    if family in ("qwen3", "mistral"):
+    if family != "qwen2":
         fields["head_dim"] = head_dim
     fields |= overrides
     key = json.dumps([family, fields, max_shard_size, transformers.__version__, 1], sort_keys=True)

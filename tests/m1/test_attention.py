@@ -1,0 +1,152 @@
+"""`naive_attention`, `create_causal_mask`, and the two ways to store K/V."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.attention.backends.torch_naive import gather_kv
+from folovllm.attention.ops import append_kv, create_causal_mask, naive_attention, reshape_and_cache_kv
+from folovllm.cache.growing_cache import GrowingKVCache
+
+
+def random_qkv(tq: int, tk: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32):
+    generator = torch.Generator().manual_seed(tq * 1000 + tk)
+    shapes = ((tq, heads, head_dim), (tk, kv_heads, head_dim), (tk, kv_heads, head_dim))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def torch_attention(query, key, value, scale, mask=None):
+    """PyTorch's own, which wants the heads first."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+
+class TestNaiveAttention:
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 2), (7, 1), (9, 3)])
+    @pytest.mark.parametrize(("tq", "tk"), [(5, 5), (1, 9), (3, 8)])
+    def test_equals_pytorch(self, heads: int, kv_heads: int, tq: int, tk: int) -> None:
+        query, key, value = random_qkv(tq, tk, heads, kv_heads, 16)
+        mask = torch.ones(tq, tk).tril(tk - tq).bool()
+        out = naive_attention(query, key, value, 0.25, mask)
+        assert out.shape == query.shape
+        torch.testing.assert_close(out, torch_attention(query, key, value, 0.25, mask), rtol=1e-5, atol=1e-5)
+
+    def test_without_a_mask_everything_is_seen(self) -> None:
+        query, key, value = random_qkv(2, 6, 4, 2, 8)
+        torch.testing.assert_close(naive_attention(query, key, value, 0.3), torch_attention(query, key, value, 0.3))
+
+    def test_query_heads_of_a_group_are_neighbours(self) -> None:
+        query, key, _ = random_qkv(1, 3, 4, 2, 8)
+        value = torch.stack((torch.zeros(3, 8), torch.ones(3, 8)), dim=1)  # KV head 0 says 0, head 1 says 1
+        out = naive_attention(query, key, value, 1.0)
+        torch.testing.assert_close(out[0].mean(-1), torch.tensor([0.0, 0.0, 1.0, 1.0]))
+
+    def test_equal_scores_average_the_values(self) -> None:
+        value = torch.arange(12.0).view(3, 1, 4)
+        out = naive_attention(torch.zeros(1, 1, 4), torch.randn(3, 1, 4), value, 1.0)
+        torch.testing.assert_close(out, value.mean(0, keepdim=True))
+
+    def test_a_masked_token_has_no_influence(self) -> None:
+        query, key, value = random_qkv(3, 4, 2, 2, 8)
+        mask = torch.tensor([[True, True, False, True]]).expand(3, 4)
+        before = naive_attention(query, key, value, 1.0, mask)
+        key[2], value[2] = 100.0, -100.0
+        torch.testing.assert_close(naive_attention(query, key, value, 1.0, mask), before)
+
+    def test_large_scores_do_not_overflow(self) -> None:
+        query = torch.full((1, 1, 4), 50.0)
+        key = torch.stack((torch.full((1, 4), 50.0), torch.full((1, 4), -50.0)))
+        out = naive_attention(query, key, torch.tensor([[[1.0] * 4], [[2.0] * 4]]), 1.0)
+        torch.testing.assert_close(out, torch.ones(1, 1, 4))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_half_precision(self, dtype: torch.dtype) -> None:
+        query, key, value = random_qkv(4, 200, 4, 2, 32, dtype)
+        out = naive_attention(query, key, value, 32**-0.5)
+        assert out.dtype == dtype
+        exact = torch_attention(query.double(), key.double(), value.double(), 32**-0.5)
+        torch.testing.assert_close(out.double(), exact, rtol=0.02, atol=0.01)
+
+
+class TestCausalMask:
+    def test_nothing_cached_is_the_lower_triangle(self) -> None:
+        assert torch.equal(create_causal_mask(4, 4), torch.ones(4, 4).tril().bool())
+
+    def test_new_tokens_after_cached_ones(self) -> None:
+        expected = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]).bool()
+        assert torch.equal(create_causal_mask(2, 5), expected)
+
+    def test_one_new_token_sees_everything(self) -> None:
+        assert create_causal_mask(1, 7).all()
+
+    @given(st.integers(1, 12), st.integers(0, 12))
+    def test_who_sees_whom(self, new: int, cached: int) -> None:
+        mask = create_causal_mask(new, cached + new)
+        assert mask.shape == (new, cached + new)
+        assert mask.dtype == torch.bool
+        assert mask.sum(-1).tolist() == [cached + i + 1 for i in range(new)]
+        assert all(mask[i, : cached + i + 1].all() for i in range(new))
+
+
+def empty_cache(blocks: int, block_size: int, kv_heads: int = 2, head_dim: int = 4) -> torch.Tensor:
+    """As the engine allocates it: [2, N, B, Hkv, D], a view that cannot be flattened."""
+    return torch.zeros(2, blocks, kv_heads, block_size, head_dim).transpose(2, 3)
+
+
+class TestReshapeAndCacheKV:
+    def test_each_token_lands_in_its_slot(self) -> None:
+        _, key, value = random_qkv(1, 5, 2, 2, 4)
+        kv_cache = empty_cache(blocks=3, block_size=4)
+        slots = [11, 0, 5, 6, 3]
+        reshape_and_cache_kv(key, value, kv_cache, torch.tensor(slots))
+        for i, slot in enumerate(slots):
+            assert torch.equal(kv_cache[0, slot // 4, slot % 4], key[i])
+            assert torch.equal(kv_cache[1, slot // 4, slot % 4], value[i])
+        assert kv_cache.count_nonzero() == key.count_nonzero() + value.count_nonzero()  # nothing else was touched
+
+    def test_minus_one_is_nowhere(self) -> None:
+        _, key, value = random_qkv(1, 3, 2, 2, 4)
+        kv_cache = empty_cache(blocks=2, block_size=4)
+        reshape_and_cache_kv(key, value, kv_cache, torch.tensor([-1, 2, -1]))
+        assert torch.equal(kv_cache[0, 0, 2], key[1])
+        assert not kv_cache[:, 1].any(), "-1 wrote the last slot"
+
+    @given(st.data())
+    def test_gather_reads_back_what_was_stored(self, data: st.DataObject) -> None:
+        block_size, seq_len = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 30))
+        blocks = -(-seq_len // block_size)
+        table = torch.tensor(data.draw(st.permutations(range(blocks + 2)))[:blocks], dtype=torch.int32)
+        position = torch.arange(seq_len)
+        slots = table[position // block_size].long() * block_size + position % block_size
+        _, key, value = random_qkv(1, seq_len, 2, 2, 4)
+        kv_cache = empty_cache(blocks + 2, block_size)
+        reshape_and_cache_kv(key, value, kv_cache, slots)
+        got_key, got_value = gather_kv(kv_cache, table, seq_len)
+        assert torch.equal(got_key, key)
+        assert torch.equal(got_value, value)
+
+
+class TestGrowingCache:
+    def test_append_kv_keeps_the_order(self) -> None:
+        _, key, value = random_qkv(1, 5, 2, 2, 4)
+        cached = append_kv(torch.empty(2, 0, 2, 4), key[:3], value[:3])
+        cached = append_kv(cached, key[3:], value[3:])
+        assert torch.equal(cached, torch.stack((key, value)))
+
+    def test_grows_and_forgets(self) -> None:
+        _, key, value = random_qkv(1, 5, 2, 2, 4)
+        cache = GrowingKVCache()
+        assert len(cache) == 0
+        for i in range(5):
+            cache.append(key[i : i + 1], value[i : i + 1])
+        assert len(cache) == 5
+        assert torch.equal(cache.key, key)
+        assert torch.equal(cache.value, value)
+        cache.reset()
+        assert len(cache) == 0
+        with pytest.raises(RuntimeError, match="empty"):
+            _ = cache.key

@@ -1,0 +1,171 @@
+"""RMSNorm, RotaryEmbedding, SiluAndMul and the linears against PyTorch's and transformers' own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from folovllm.layers.layernorm import RMSNorm
+from folovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_frequencies, rope_parameters, rotate
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def rms_norm(size: int, eps: float = 1e-6) -> RMSNorm:
+    norm = RMSNorm(size, eps).requires_grad_(False)
+    norm.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(1))
+    return norm
+
+
+class TestRMSNorm:
+    @pytest.mark.parametrize("shape", [(5, 16), (3, 4, 16)])
+    @pytest.mark.parametrize("eps", [1e-6, 0.1])
+    def test_equals_pytorch(self, shape: tuple[int, ...], eps: float) -> None:
+        norm, x = rms_norm(16, eps), torch.randn(shape)
+        torch.testing.assert_close(norm(x), F.rms_norm(x, (16,), norm.weight, eps))
+
+    def test_residual_is_added_first_and_passed_on(self) -> None:
+        norm, x, residual = rms_norm(16), torch.randn(5, 16), torch.randn(5, 16)
+        normed, stream = norm(x, residual)
+        torch.testing.assert_close(stream, x + residual)
+        torch.testing.assert_close(normed, F.rms_norm(x + residual, (16,), norm.weight, 1e-6))
+
+    def test_the_inputs_are_left_alone(self) -> None:
+        norm, x, residual = rms_norm(16), torch.randn(5, 16), torch.randn(5, 16)
+        before = x.clone(), residual.clone()
+        norm(x, residual)
+        norm(x)
+        assert torch.equal(x, before[0])
+        assert torch.equal(residual, before[1])
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_half_precision_equals_transformers_bit_for_bit(self, dtype: torch.dtype) -> None:
+        norm, theirs, x = rms_norm(64).to(dtype), LlamaRMSNorm(64).to(dtype), torch.randn(7, 64).to(dtype)
+        theirs.weight.data = norm.weight.data
+        out = norm(x)
+        assert out.dtype == dtype
+        assert torch.equal(out, theirs(x))
+
+    def test_squares_do_not_overflow_in_float16(self) -> None:
+        x = torch.full((1, 8), 1000.0, dtype=torch.float16)  # 1000 squared is beyond float16
+        norm = RMSNorm(8).requires_grad_(False).half()
+        norm.weight.fill_(1.0)
+        torch.testing.assert_close(norm(x), torch.ones(1, 8, dtype=torch.float16))
+
+
+def llama_config(rope: dict[str, Any] | None = None, head_dim: int = 32) -> LlamaConfig:
+    parameters = {"rope_type": "default", "rope_theta": 5000.0, **(rope or {})}
+    return LlamaConfig(
+        hidden_size=4 * head_dim, num_attention_heads=4, max_position_embeddings=512, rope_parameters=parameters
+    )
+
+
+def hf_rotated(config: LlamaConfig, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
+    cos, sin = LlamaRotaryEmbedding(config)(query, positions[None])
+    return apply_rotary_pos_emb(query, key, cos[0], sin[0], unsqueeze_dim=1)
+
+
+class TestRotary:
+    @pytest.mark.parametrize("rope", [None, LLAMA3, {"rope_theta": 1e6}], ids=["plain", "llama3", "theta 1e6"])
+    @pytest.mark.parametrize("head_dim", [32, 64, 128])
+    def test_equals_transformers(self, rope: dict[str, Any] | None, head_dim: int) -> None:
+        config = llama_config(rope, head_dim)
+        query, key = torch.randn(40, 4, head_dim), torch.randn(40, 2, head_dim)
+        positions = torch.cat((torch.arange(20), torch.arange(492, 512)))
+        torch.testing.assert_close(
+            rope_frequencies(config, head_dim), LlamaRotaryEmbedding(config).inv_freq, rtol=1e-6, atol=0
+        )
+        rotary = RotaryEmbedding(rope_frequencies(config, head_dim), 512)
+        for ours, theirs in zip(rotary(positions, query, key), hf_rotated(config, positions, query, key), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)  # an angle of 500 has an ulp of 3e-5
+
+    def test_a_quarter_turn(self) -> None:
+        x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])  # the pairs are (1, 3) and (2, 4)
+        out = rotate(x, torch.zeros(1, 1, 2), torch.ones(1, 1, 2))
+        assert torch.equal(out, torch.tensor([[[-3.0, -4.0, 1.0, 2.0]]]))
+
+    def test_no_turn_changes_nothing_and_any_turn_keeps_the_length(self) -> None:
+        x, angle = torch.randn(3, 2, 8), torch.randn(3, 1, 4)
+        assert torch.equal(rotate(x, torch.ones(3, 1, 4), torch.zeros(3, 1, 4)), x)
+        torch.testing.assert_close(rotate(x, angle.cos(), angle.sin()).norm(dim=-1), x.norm(dim=-1))
+
+    def test_scores_depend_on_the_distance_alone(self) -> None:
+        query, key = torch.randn(1, 1, 32).expand(4, 1, 32), torch.randn(1, 1, 32).expand(4, 1, 32)
+        rotary = RotaryEmbedding(rope_frequencies(llama_config(), 32), 512)
+        at = torch.tensor([0, 7, 100, 400])
+        (q, _), (_, k) = rotary(at + 5, query, key), rotary(at, query, key)
+        scores = (q * k).sum(-1)  # four positions, one distance
+        torch.testing.assert_close(scores, scores[:1].expand_as(scores), rtol=1e-3, atol=1e-3)
+
+    def test_bfloat16_is_rotated_in_float32(self) -> None:
+        query = torch.randn(20, 4, 32).bfloat16()
+        rotary = RotaryEmbedding(rope_frequencies(llama_config(), 32), 512)
+        out, _ = rotary(torch.arange(400, 420), query, query)
+        exact, _ = rotary(torch.arange(400, 420), query.float(), query.float())
+        assert out.dtype == torch.bfloat16
+        assert torch.equal(out, exact.bfloat16())
+
+    def test_cache_is_float32_cosines_then_sines(self) -> None:
+        rotary = RotaryEmbedding(rope_frequencies(llama_config(), 32), 100)
+        assert rotary.cos_sin_cache.shape == (100, 32)
+        assert rotary.cos_sin_cache.dtype == torch.float32
+        torch.testing.assert_close(rotary.cos_sin_cache[3, 16], torch.tensor(3.0).sin())
+        assert "cos_sin_cache" not in rotary.state_dict()
+
+    def test_a_position_outside_is_an_error(self) -> None:
+        rotary = RotaryEmbedding(rope_frequencies(llama_config(), 32), 100)
+        with pytest.raises(IndexError):
+            rotary(torch.tensor([100]), torch.randn(1, 4, 32), torch.randn(1, 2, 32))
+
+    def test_both_places_of_rope_theta(self) -> None:
+        modern = SimpleNamespace(rope_parameters={"rope_theta": 7.0, "rope_type": "default"})
+        old = SimpleNamespace(rope_theta=7.0, rope_scaling=None)
+        scaled = SimpleNamespace(rope_theta=7.0, rope_scaling={**LLAMA3}, max_position_embeddings=512)
+        assert rope_parameters(modern)["rope_theta"] == rope_parameters(old)["rope_theta"] == 7.0
+        assert torch.equal(rope_frequencies(modern, 16), rope_frequencies(old, 16))
+        modern_scaled = SimpleNamespace(rope_parameters={"rope_theta": 7.0, **LLAMA3}, max_position_embeddings=512)
+        assert torch.equal(rope_frequencies(scaled, 16), rope_frequencies(modern_scaled, 16))
+        assert not torch.equal(rope_frequencies(scaled, 16), rope_frequencies(old, 16))
+
+    @pytest.mark.parametrize("extra", [{"rope_type": "yarn", "factor": 4.0}, {"partial_rotary_factor": 0.5}])
+    def test_what_is_not_built_in_is_refused(self, extra: dict[str, Any]) -> None:
+        config = SimpleNamespace(rope_parameters={"rope_theta": 1e4, **extra})
+        with pytest.raises(ValueError, match="not supported"):
+            rope_frequencies(config, 32)
+
+
+class TestSiluAndMul:
+    def test_silu_of_the_first_half_times_the_second(self) -> None:
+        x = torch.randn(5, 14)
+        torch.testing.assert_close(SiluAndMul()(x), F.silu(x[:, :7]) * x[:, 7:])
+
+
+class TestLinears:
+    def test_merged_layers_are_the_parts_side_by_side(self) -> None:
+        merged = MergedColumnParallelLinear(8, [3, 5], bias=True).requires_grad_(False)
+        merged.weight.normal_(), merged.bias.normal_()
+        x = torch.randn(4, 8)
+        parts = zip(merged.weight.split([3, 5]), merged.bias.split([3, 5]), strict=True)
+        torch.testing.assert_close(merged(x), torch.cat([F.linear(x, w, b) for w, b in parts], dim=-1))
+
+    def test_qkv_sizes(self) -> None:
+        assert QKVParallelLinear(8, num_heads=6, num_kv_heads=2, head_dim=4).output_sizes == [24, 8, 8]
+
+    def test_embedding_and_head_are_one_matrix_read_both_ways(self) -> None:
+        embedding, head = VocabParallelEmbedding(11, 4), ParallelLMHead(11, 4)
+        embedding.weight.data.copy_(torch.randn(11, 4))
+        head.weight = embedding.weight
+        ids = torch.tensor([3, 0, 10])
+        torch.testing.assert_close(head(embedding(ids)), embedding.weight[ids] @ embedding.weight.T)
