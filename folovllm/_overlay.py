@@ -5,7 +5,6 @@
 inherits the environment: workers, notebooks, consoles. Standard library only; nothing of the engine is imported here.
 """
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -49,12 +48,6 @@ def install(folder: str | Path | None = None) -> Path:
     os.environ["FOLOVLLM_MINE"] = str(mine)  # absolute: children may run in another folder
     sys.meta_path[:] = [Overlay(mine), *(f for f in sys.meta_path if not isinstance(f, Overlay))]
     return mine
-
-
-def started(mine: Path) -> str | None:
-    """The highest milestone that was started there, "m3": the preset that commands default to when they run on `mine`."""
-    state = mine / ".course.json"
-    return max(json.loads(state.read_text())["started"], default=None) if state.is_file() else None
 
 
 def strays(mine: Path) -> Iterator[tuple[str, str]]:

@@ -6,3 +6,11 @@ if _os.environ.get("FOLOVLLM_MINE"):
     from folovllm import _overlay
 
     _overlay.install()
+
+
+def __getattr__(name: str) -> object:
+    if name not in ("LLM", "SamplingParams"):
+        raise AttributeError(name)
+    from folovllm import llm
+
+    return getattr(llm, name)

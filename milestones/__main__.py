@@ -1,0 +1,5 @@
+"""`python -m milestones`."""
+
+from milestones.cli import main
+
+main()

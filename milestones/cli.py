@@ -1,0 +1,227 @@
+"""`python -m milestones`: where you are, and everything a learner does beside writing code."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from milestones import splice, trace
+from milestones.check import run_tests, verdict
+from milestones.manifest import Course, Exercise
+from milestones.mine import Mine
+
+COLOURS = {"passing": "green", "failing": "red", "not written": "yellow"}
+POLL = 0.5  # seconds between two looks at mine/ by `watch`
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+Id = Annotated[str, typer.Argument(metavar="ID", help="An exercise, say m3.1.")]
+MilestoneId = Annotated[str, typer.Argument(metavar="ID", help="A milestone, say m3.")]
+
+
+def main() -> None:
+    """Run a command; a user's error is one sentence and exit status 2."""
+    try:
+        app()
+    except ValueError as error:
+        Console(stderr=True, highlight=False).print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
+        sys.exit(2)
+
+
+def _mine() -> Mine:
+    return Mine.of(Course.here())
+
+
+def _started(mine: Mine) -> list[Exercise]:
+    return [e for m in mine.course.milestones if m.id in mine.state.started for e in m.exercises]
+
+
+def _say(text: str) -> None:
+    console.print(text, soft_wrap=True)
+
+
+@app.callback(invoke_without_command=True)
+def where(context: typer.Context) -> None:
+    """The course: you write bodies in mine/, and the real engine runs them.
+
+    Without a command: where you are, and the next step.
+    """
+    if context.invoked_subcommand:
+        return
+    mine = _mine()
+    state, milestones = mine.state, mine.course.milestones
+    if not milestones:
+        raise ValueError(f"{mine.course.root} has no milestones")
+    for milestone in milestones:
+        done = sum(map(mine.written, milestone.exercises)) if milestone.id in state.started else 0
+        bar = "■" * done + "□" * (len(milestone.exercises) - done)
+        _say(
+            f"[bold]{milestone.id}[/] {milestone.title:32} {bar}  {'' if milestone.id in state.started else 'not started'}"
+        )
+    todo = next((e for e in _started(mine) if not mine.written(e)), None)
+    ahead = next((m for m in milestones if m.id not in state.started), None)
+    console.print()
+    if todo:
+        _say(f"Next: [bold]{todo.id}[/] {todo.title}, about {todo.lines} lines")
+        for symbol in todo.symbols:
+            _say(f"  write   {symbol.name}  {mine.line(symbol)}")
+        _say(f"  test    python -m milestones test {todo.id}")
+        _say(f"  stuck   python -m milestones hint {todo.id}")
+    elif state.started:
+        _say(f"All that you started is written. Does it hold?  python -m milestones test {max(state.started)}")
+    if ahead and not todo:
+        _say(f"Next: python -m milestones start {ahead.id}  ({ahead.summary})")
+
+
+@app.command()
+def start(id: MilestoneId) -> None:
+    """Bring a milestone's files into mine/, bodies cut out. What you wrote is never touched."""
+    mine = _mine()
+    for line in mine.start(id):
+        _say(f"  {line}")
+    earlier = [e.id for e in _started(mine) if e.id.partition(".")[0] < id and not mine.written(e)]
+    if earlier:
+        _say(f"[yellow]Not written yet, and {id} builds on it: {', '.join(earlier)}[/]")
+    _say(f"Your files are in {mine.folder}. Next: python -m milestones")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def test(
+    context: typer.Context,
+    id: Annotated[
+        str, typer.Argument(metavar="[ID]", help="A milestone or an exercise; the newest started if left out.")
+    ] = "",
+) -> None:
+    """Run the tests of a milestone or an exercise on your code. Further arguments go to pytest."""
+    mine = _mine()
+    id = id or max(mine.state.started, default="m1")
+    tests = list(mine.course.exercise(id).tests) if "." in id else [f"tests/{mine.course.milestone(id).id}"]
+    raise typer.Exit(run_tests(mine, [*tests, *context.args])[0])
+
+
+@app.command()
+def watch(
+    id: Annotated[str, typer.Argument(metavar="[ID]", help="An exercise; the next unwritten if left out.")] = "",
+) -> None:
+    """Run the current exercise's tests whenever you save; on to the next when they pass. Ends with Ctrl-C."""
+    mine, seen = _mine(), -1.0
+    queue = [mine.course.exercise(id)] if id else [e for e in _started(mine) if not mine.written(e)]
+    try:
+        while queue:
+            newest = max((file.stat().st_mtime for file in (mine.folder).rglob("*.py")), default=0.0)
+            if newest == seen:
+                time.sleep(POLL)
+                continue
+            seen, exercise = newest, queue[0]
+            console.rule(f"{exercise} · {mine.line(exercise.symbols[0])}")
+            status, _ = run_tests(mine, ["-x", "-q", "--no-header", *exercise.tests])
+            if status == 0 and mine.written(exercise):
+                _say(f"[green]{exercise} passes.[/]")
+                queue, seen = queue[1:], -1.0
+    except KeyboardInterrupt:
+        return
+    _say("Nothing left to watch. Next: python -m milestones")
+
+
+@app.command()
+def hint(id: Id, all: Annotated[bool, typer.Option("--all", help="All three.")] = False) -> None:
+    """One more hint each time: a nudge, the approach, nearly the code."""
+    mine = _mine()
+    exercise, state = mine.course.exercise(id), mine.state
+    rungs = mine.course.hints(exercise)
+    shown = len(rungs) if all else min(state.hints.get(id, 0) + 1, len(rungs))
+    for heading, text in rungs[:shown]:
+        console.print(Markdown(f"### {heading}\n\n{text}"))
+        console.print()
+    state.hints[id] = max(shown, state.hints.get(id, 0))
+    mine.save(state)
+    more = "the same command gives the next" if shown < len(rungs) else f"python -m milestones show {id} has the answer"
+    _say(f"{shown} of {len(rungs)} hints; {more}")
+
+
+@app.command()
+def show(
+    id: Id,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    paste: Annotated[bool, typer.Option("--paste", help="Put it into mine/ too; yours goes to mine/.backup.")] = False,
+) -> None:
+    """The reference's answer, after asking."""
+    mine = _mine()
+    exercise = mine.course.exercise(id)
+    if not yes:
+        typer.confirm(f"Show the reference's answer to {exercise}?", abort=True)
+    for symbol in exercise.symbols:
+        source = mine.course.source(symbol.path)
+        function = splice.find(source, symbol.name)
+        _say(f"{symbol.path}:{function.line}")
+        text = "\n".join(source.split("\n")[function.start : function.end])
+        console.print(
+            Syntax(text, "python", background_color="default") if console.is_terminal else Text(text), soft_wrap=True
+        )
+    if paste:
+        _say(f"pasted; what was there is in {mine.paste(exercise)}")
+
+
+@app.command()
+def status(
+    no_tests: Annotated[bool, typer.Option("--no-tests", help="Only what is written, at once.")] = False,
+) -> None:
+    """Run the tests of all that you started, and show how far you are."""
+    mine = _mine()
+    started, hints = _started(mine), mine.state.hints
+    nodes = list(dict.fromkeys(test for e in started if mine.written(e) for test in e.tests))
+    outcomes = run_tests(mine, ["-q", *nodes], quiet=True)[1] if nodes and not no_tests else {}
+    for milestone in mine.course.milestones:
+        table = Table(title=f"{milestone.id} {milestone.title}", title_justify="left", expand=False)
+        for column in ("exercise", "", "difficulty", "hints", "state"):
+            table.add_column(column)
+        for exercise in milestone.exercises:
+            state = verdict(mine, exercise, outcomes) if exercise in started else "not started"
+            state = "written" if no_tests and state == "not run" else state
+            used = str(hints.get(exercise.id, "")) or "-"
+            colour = COLOURS.get(state, "dim")
+            table.add_row(exercise.id, exercise.title, "●" * exercise.difficulty, used, f"[{colour}]{state}[/]")
+        console.print(table)
+
+
+@app.command()
+def reset(id: Id, yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
+    """Cut one exercise out again. What you wrote goes to mine/.backup."""
+    mine = _mine()
+    exercise = mine.course.exercise(id)
+    if not yes:
+        typer.confirm(f"Start {exercise} afresh?", abort=True)
+    _say(f"{exercise} is blank again; what was there is in {mine.reset(exercise)}")
+
+
+@app.command()
+def update() -> None:
+    """After the reference changed: fresh files in mine/, with your bodies and your other changes put back."""
+    for line in _mine().update() or ["mine/ is up to date"]:
+        _say(line)
+
+
+@app.command()
+def read(id: MilestoneId) -> None:
+    """The code as of a milestone: what one request runs through, in call order; + is new since the milestone before."""
+    course = Course.here()
+    milestone = course.milestone(id)
+    before = [m for m in course.milestones if int(m.id[1:]) < int(id[1:])][-1:]
+    known = {(s.file, s.name) for m in before for s in trace.read(course, m.preset)}
+    phase = ""
+    for step in trace.read(course, milestone.preset):
+        if step.phase != phase:
+            phase = step.phase
+            _say(f"\n[bold]{phase}[/]")
+        new = before and (step.file, step.name) not in known
+        line = Text(f"{'+' if new else ' '} {'  ' * min(step.depth, 12)}{step.name}", style="green" if new else "")
+        line.append(f"  {Path(step.file)}:{step.line}", style="cyan").append(f"  {step.summary}", style="dim")
+        console.print(line, soft_wrap=True)

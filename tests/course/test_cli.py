@@ -1,0 +1,106 @@
+"""The commands, as a learner meets them: in a process of their own, piped."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from milestones.manifest import Course
+
+ROOT = Path(__file__).resolve().parents[2]
+STUB = '        raise NotImplementedError("m1.1: Pool.take")'
+
+
+def course(sample: Course, *words: str, status: int = 0, typed: str = "") -> str:
+    """Run `python -m milestones` in the sample's folder; returns what it printed."""
+    command = [sys.executable, "-m", "milestones", *words]
+    done = subprocess.run(
+        command, cwd=sample.root, capture_output=True, text=True, input=typed, env=environment(sample)
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def environment(sample: Course) -> dict[str, str]:
+    path = os.pathsep.join([str(sample.root), str(ROOT)])
+    return {k: v for k, v in os.environ.items() if k != "FOLOVLLM_MINE"} | {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+
+
+def solve(sample: Course) -> None:
+    file = sample.root / "mine" / "folovllm" / "pool.py"
+    answer = "        if not self.free:\n            raise Empty\n        return self.free.popleft()"
+    file.write_text(file.read_text().replace(STUB, answer))
+
+
+def test_the_way_through(sample: Course) -> None:
+    assert "Next: python -m milestones start m1" in course(sample)
+    assert "folovllm/pool.py: new, 3 bodies to write" in course(sample, "start", "m1")
+    assert "Next: m1.1 Take" in course(sample)
+    assert "m1.1 Pool.take is not written yet" in course(sample, "test", "m1.1", status=1)
+    solve(sample)
+    assert "1 passed" in course(sample, "test", "m1.1")
+    assert "Next: m1.2 Give" in course(sample)
+    state = course(sample, "status")
+    assert "passing" in state and "not written" in state and "not started" in state
+    assert "m1.2 Pool.give  not written  mine/folovllm/pool.py:2" in course(sample, "test", status=1)
+    assert "pasted" in course(sample, "show", "m1.2", "--yes", "--paste")
+    assert "Next: python -m milestones start m2" in course(sample)
+    course(sample, "reset", "m1.1", "--yes")
+    assert STUB in (sample.root / "mine/folovllm/pool.py").read_text()
+    assert "up to date" in course(sample, "update")
+
+
+def test_hints_come_one_by_one(sample: Course) -> None:
+    for shown in (1, 2, 3, 3):
+        assert f"{shown} of 3 hints" in course(sample, "hint", "m2.1")
+    assert "Nearly the code" in course(sample, "hint", "m1.1", "--all")
+
+
+def test_show_asks_first(sample: Course) -> None:
+    assert "popleft" not in course(sample, "show", "m1.1", typed="n\n", status=1)
+    assert "popleft" in course(sample, "show", "m1.1", typed="y\n")
+
+
+def test_read_marks_what_is_new(sample: Course) -> None:
+    said = course(sample, "read", "m2")
+    names = ["LLM.__init__", "Pool.__init__", "LLM.generate", "Pool.take", "Pool.share"]
+    assert sorted(names, key=lambda name: said.index(f" {name} ")) == names
+    assert f"Pool.share  folovllm/pool.py:{line_of(sample, 'share')}  Split what is free" in said
+    assert [line.split()[1] for line in said.splitlines() if line.startswith("+")] == ["Pool.share"]
+    assert "+" not in course(sample, "read", "m1")
+
+
+def line_of(sample: Course, name: str) -> int:
+    lines = sample.source(Path("folovllm/pool.py")).split("\n")
+    return next(n for n, line in enumerate(lines, 1) if f"def {name}(" in line)
+
+
+@pytest.mark.parametrize("words", [("hint", "m7.1"), ("start", "m7"), ("reset", "m1.1", "--yes")])
+def test_a_users_mistake_is_one_sentence(sample: Course, words: tuple[str, ...]) -> None:
+    said = course(sample, *words, status=2)
+    assert said.startswith("error: ") and len(said.splitlines()) == 1
+
+
+def test_watch_reruns_on_save_and_goes_on(sample: Course, tmp_path: Path) -> None:
+    course(sample, "start", "m1")
+    log = (tmp_path / "log").open("w+")
+    command = [sys.executable, "-m", "milestones", "watch", "m1.1"]
+    child = subprocess.Popen(command, cwd=sample.root, stdout=log, stderr=log, env=environment(sample))
+    try:
+        wait_for(log.name, "1 failed")
+        solve(sample)
+        assert child.wait(timeout=30) == 0
+    finally:
+        child.kill()
+    assert "m1.1 Pool.take passes." in Path(log.name).read_text()
+
+
+def wait_for(file: str, text: str) -> None:
+    for _ in range(150):
+        if text in Path(file).read_text():
+            return
+        time.sleep(0.2)
+    raise AssertionError(Path(file).read_text())

@@ -1,0 +1,151 @@
+"""The learner's file is the one that runs, wherever Python is started from, or the session says that it is not."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from milestones.manifest import Course
+from milestones.mine import Mine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def mine(sample: Course) -> Mine:
+    mine = Mine.of(sample)
+    mine.start("m1")
+    mine.start("m2")
+    for exercise in sample.exercises:
+        mine.paste(exercise)
+    return mine
+
+
+def run(*command: str, cwd: Path, path: Path | None, **variables: str) -> tuple[int, str]:
+    """A child that finds the package in `path` first; returns its status and what it printed."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("FOLOVLLM_MINE", "PYTHONPATH")}
+    paths = {"PYTHONPATH": os.pathsep.join([str(path), str(ROOT)])} if path else {}
+    environment = {**kept, **paths, "TRITON_INTERPRET": "1", **variables}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def run_pytest(mine: Mine, *words: str, cwd: Path | None = None, **variables: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
+    return run(*command, cwd=cwd or mine.course.root, path=mine.course.root, **variables)
+
+
+def spoil(mine: Mine) -> None:
+    """From here on, the learner's `take` is recognisably another."""
+    file = mine.folder / "folovllm" / "pool.py"
+    file.write_text(file.read_text().replace("self.free.popleft()", "self.free.pop()"))
+
+
+def test_pytest(mine: Mine) -> None:
+    status, said = run_pytest(mine, "--mine")
+    assert status == 0, said
+    assert "mine (2 of 2 m1 exercises written, 2 of 2 m2 exercises written)" in said
+    spoil(mine)
+    status, said = run_pytest(mine, "--mine", "-m", "m1")
+    assert status == 1 and "m1.1 Pool.take  failing  mine/folovllm/pool.py:16  python -m milestones hint m1.1" in said
+    status, said = run_pytest(mine)
+    assert status == 0 and "testing: the reference" in said
+
+
+def test_unwritten_exercises_fail_with_their_own_id(mine: Mine) -> None:
+    mine.reset(mine.course.exercise("m1.1"))
+    mine.reset(mine.course.exercise("m2.2"))  # a kernel: the interpreter wraps what it raises
+    status, said = run_pytest(mine, "--mine")
+    assert status == 1 and "2 of 2 m" not in said and "Traceback" not in said
+    assert "m1.1 Pool.take  not written  mine/folovllm/pool.py:16" in said
+    assert "m2.2 double  not written  mine/folovllm/kernel.py:9" in said
+
+
+@pytest.mark.parametrize("words", [("-n2",), ("-n2", "-m", "m1")])
+def test_xdist(mine: Mine, words: tuple[str, ...]) -> None:
+    assert run_pytest(mine, "--mine", *words)[0] == 0
+    mine.reset(mine.course.exercise("m1.1"))
+    status, said = run_pytest(mine, "--mine", *words)
+    assert status == 1 and "m1.1 Pool.take  not written" in said
+
+
+def test_from_another_folder(mine: Mine, tmp_path: Path) -> None:
+    spoil(mine)
+    assert run_pytest(mine, "--mine", str(mine.course.root), cwd=tmp_path)[0] == 1
+    (mine.folder / "deep").mkdir()
+    _, said = run(sys.executable, "-m", "folovllm", "--mine", cwd=mine.folder / "deep", path=mine.course.root)
+    assert said.strip() == str(mine.folder / "folovllm/pool.py")
+
+
+def test_no_mine_is_an_error(mine: Mine) -> None:
+    shutil.rmtree(mine.folder)
+    status, said = run_pytest(mine, "--mine")
+    assert status == 4 and "python -m milestones start m1" in said and "passed" not in said
+    status, said = run(
+        sys.executable, "-c", "import folovllm", cwd=ROOT, path=mine.course.root, FOLOVLLM_MINE="nowhere"
+    )
+    assert status == 1 and "no nowhere/folovllm here or above" in said
+
+
+def test_a_module_imported_too_early_is_no_false_green(mine: Mine) -> None:
+    early = (
+        "import folovllm.pool, os\nos.environ['FOLOVLLM_MINE'] = 'mine'\nimport pytest, sys\nsys.exit(pytest.main())\n"
+    )
+    status, said = run(sys.executable, "-c", early, cwd=mine.course.root, path=mine.course.root)
+    assert status == 1 and "this was not your code" in said and "folovllm.pool came from" in said
+
+
+def test_spawned_workers(mine: Mine, tmp_path: Path) -> None:
+    script = tmp_path / "spawn.py"
+    script.write_text(
+        "import multiprocessing\n"
+        "def work(_):\n    import folovllm.pool\n    return folovllm.pool.__file__\n"
+        "if __name__ == '__main__':\n"
+        "    import folovllm\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool: print(*pool.map(work, [0]))\n"
+    )
+    _, said = run(sys.executable, str(script), cwd=tmp_path, path=mine.course.root, FOLOVLLM_MINE=str(mine.folder))
+    assert said.strip() == str(mine.folder / "folovllm/pool.py")
+
+
+def test_notebooks(mine: Mine) -> None:
+    """Jupyter's kernel inherits the switch; a notebook inside mine/ turns it on by itself."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    cells = [
+        "from milestones import notebooks; notebooks.running('m1')",
+        "import folovllm.pool; print(folovllm.pool.__file__)",
+    ]
+    for folder, expected in ((mine.folder, mine.folder), (mine.course.root, mine.course.root)):
+        book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        path = os.pathsep.join([str(mine.course.root), str(ROOT)])
+        environment = {k: v for k, v in os.environ.items() if k != "FOLOVLLM_MINE"} | {"PYTHONPATH": path}
+        NotebookClient(book, resources={"metadata": {"path": str(folder)}}).execute(env=environment)
+        said = [cell.outputs[0].text.strip() for cell in book.cells]
+        assert said[0] == ("running: yours (2 of 2)" if folder == mine.folder else "running: the reference")
+        assert said[1] == str(expected / "folovllm/pool.py")
+
+
+@pytest.fixture(params=["ordinary", "editable"])
+def installed(request: pytest.FixtureRequest, sample: Course, tmp_path: Path) -> Path:
+    """The sample installed, by pip, into a folder that `site` reads: packages and console script."""
+    site = tmp_path / "site"
+    words = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "-q"]
+    kind = ["--editable"] if request.param == "editable" else []
+    command = [sys.executable, "-m", "pip", "install", *words, "--target", str(site), *kind, str(sample.root)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return site
+
+
+def test_installed(installed: Path, mine: Mine) -> None:
+    """From a folder within the checkout, however the package was installed; nothing else of this machine is in reach."""
+    script = f"import site, sys; site.addsitedir({str(installed)!r}); sys.argv[1:] = ['--mine']\n"
+    script += "from folovllm.__main__ import main; main()"
+    _, said = run(sys.executable, "-S", "-c", script, cwd=mine.folder / "folovllm", path=None)
+    assert said.strip() == str(mine.folder / "folovllm/pool.py")
+    assert (installed / "bin" / "folovllm").is_file()
