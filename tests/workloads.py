@@ -20,6 +20,7 @@ from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.scheduler import Scheduler
 from folovllm.outputs import RequestOutput
 from folovllm.sample.noise import gumbel
+from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import assert_tokens_equal, assert_varied, hf_logits, prompts, tiny_checkpoint, tolerance
 
@@ -60,7 +61,7 @@ def mixed_requests(kind: str = "greedy", count: int = 32, seed: int = 0) -> list
     assert kind in KINDS
     rng = random.Random(seed)
     lengths = [1, 2, 60, *(rng.choice((rng.randint(1, 8), rng.randint(9, 60))) for _ in range(count - 3))][:count]
-    drawn = SamplingParams(temperature=0.0) if kind == "greedy" else SamplingParams(temperature=0.8)
+    drawn = SamplingParams(temperature=0.0 if kind == "greedy" else 0.8)
     requests = []
     for i, prompt in enumerate(prompts(lengths, seed)):
         params = replace(drawn, max_tokens=rng.choice((1, 2, 5, 9, 16, 24)), ignore_eos=True)
@@ -82,7 +83,7 @@ def workload(kind: str = "greedy", count: int = 32, seed: int = 0, family: str =
     scores = [_scores(model, *pair) for pair in zip(requests, answers, strict=True)]
     for answer, own in zip(answers, scores, strict=True):
         assert_tokens_equal(own.argmax(-1).tolist(), answer, own, _tolerance(own))
-    return Workload(model, requests, answers, scores)(model, requests, answers, scores)
+    return Workload(model, requests, answers, scores)
 
 
 def _tolerance(scores: torch.Tensor) -> float:
@@ -92,8 +93,6 @@ def _tolerance(scores: torch.Tensor) -> float:
 
 def _scores(model: Path, request: Request, answer: list[int]) -> torch.Tensor:
     """What the argmax was taken of at each step: [n, V]; filters as in the sampler, computed from whole sequences."""
-    from folovllm.sample.sampler import Sampler, SamplingBatch
-
     params, first = request.params, len(request.prompt)
     logits = hf_logits(model, [*request.prompt, *answer[:-1]])[first - 1 :].float()  # [n, V]
     if params.greedy:
