@@ -191,9 +191,7 @@ print(json.dumps([peak - before, sum(p.nbytes for p in model.parameters())]))
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_weights_are_never_twice_in_memory() -> None:
-    path = tiny_checkpoint(
-        "llama", num_heads=8, num_kv_heads=8, head_dim=64, intermediate_size=2048, num_hidden_layers=6
-    )
+    path = tiny_checkpoint("llama", hidden_size=512, head_dim=128, intermediate_size=2048, num_hidden_layers=6)
     result = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True)
     grown, weights = json.loads(result.stdout)
     assert weights > 40e6
