@@ -60,7 +60,7 @@ class IncrementalDetokenizer:
         self.advance()
         hits = [(at, s) for s in stop if (at := self.text.find(s, self._searched)) >= 0]
         if not hits:
-            self._searched = max(0, len(self.text) - max(map(len, stop)) + 1)
+            self._searched = max(self._searched, len(self.text) - max(map(len, stop)) + 1)
             return None
         at, found = min(hits)
         self.text = self.text[: at + len(found) if include else at]

@@ -24,9 +24,9 @@ class RequestState:
 
     def note_progress(self, now: float) -> None:
         """Take the times of a step that ended `now`."""
-        if self.metrics.first_token_time is None:
-            self.metrics.first_token_time = now
         self.metrics.num_generated_tokens = sum(seq.num_output_tokens for seq in self.seqs)
+        if self.metrics.first_token_time is None and self.metrics.num_generated_tokens:
+            self.metrics.first_token_time = now
         if self.finished:
             self.metrics.finish_time = now
 
@@ -69,4 +69,4 @@ def visible_text(seq: Sequence) -> str:
         return detokenizer.text
     detokenizer.advance()
     held_back = max(map(len, seq.params.stop), default=1) - 1
-    return detokenizer.text[: len(detokenizer.text) - held_back]
+    return detokenizer.text[: max(0, len(detokenizer.text) - held_back)]

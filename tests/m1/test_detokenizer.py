@@ -1,0 +1,143 @@
+"""m1.7: text comes out a token at a time, all of it, and never half a character."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.engine.detokenizer import IncrementalDetokenizer
+from tests.helpers import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()  # one token a byte, so that every character but ASCII comes in pieces
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+texts = st.text(st.characters(exclude_characters=REPLACEMENT, exclude_categories=["Cs"]), max_size=12)
+
+
+def decode(ids: list[int]) -> str:
+    return str(TOKENIZER.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def new() -> IncrementalDetokenizer:
+    return IncrementalDetokenizer(decode)
+
+
+class Words:
+    """A decoder of the other kind: a space joins words, so a token's text depends on its neighbour."""
+
+    def __init__(self) -> None:
+        self.longest = 0
+
+    def __call__(self, ids: list[int]) -> str:
+        self.longest = max(self.longest, len(ids))
+        return " ".join(f"w{i}" for i in ids)
+
+
+class TestAdvance:
+    def test_a_character_of_four_bytes_comes_at_once(self) -> None:
+        detokenizer, deltas = new(), []
+        for token in TOKENIZER.encode("a😀b"):
+            detokenizer.append(token)
+            deltas.append(detokenizer.advance())
+        assert deltas == ["a", "", "", "", "😀", "b"]
+        assert detokenizer.text == "a😀b"
+
+    def test_spaces_between_words(self) -> None:
+        detokenizer, deltas = IncrementalDetokenizer(Words()), []
+        for token in range(4):
+            detokenizer.append(token)
+            deltas.append(detokenizer.advance())
+        assert deltas == ["w0", " w1", " w2", " w3"]
+
+    def test_several_tokens_at_once_and_none(self) -> None:
+        detokenizer = IncrementalDetokenizer(Words())
+        assert detokenizer.advance() == ""
+        for token in range(3):
+            detokenizer.append(token)
+        assert detokenizer.advance() == "w0 w1 w2"
+        assert detokenizer.advance() == ""
+        detokenizer.append(3)
+        assert detokenizer.advance() == " w3"
+        assert detokenizer.text == "w0 w1 w2 w3"
+
+    def test_the_window_stays_short(self) -> None:
+        words = Words()
+        detokenizer = IncrementalDetokenizer(words)
+        for token in range(200):
+            detokenizer.append(token)
+            detokenizer.advance()
+        assert words.longest <= 4, "decoding everything anew makes the whole answer quadratic"
+
+    def test_bytes_that_are_no_character_do_not_hold_up_what_follows(self) -> None:
+        detokenizer = new()
+        stray = TOKENIZER.encode("é")[-1]  # a byte that no character begins with
+        for token in [stray, *TOKENIZER.encode("ab")]:
+            detokenizer.append(token)
+            detokenizer.advance()
+        assert detokenizer.text == REPLACEMENT + "ab"
+
+    def test_tokens_without_text(self) -> None:
+        detokenizer, deltas = new(), []
+        for token in [*TOKENIZER.encode("a"), 257, *TOKENIZER.encode("b"), 258, 258, *TOKENIZER.encode("c")]:
+            detokenizer.append(token)
+            deltas.append(detokenizer.advance())
+        assert deltas == ["a", "", "b", "", "", "c"]
+
+    @given(texts)
+    def test_deltas_add_up_and_hold_whole_characters(self, text: str) -> None:
+        detokenizer, deltas = new(), []
+        for token in TOKENIZER.encode(text):
+            detokenizer.append(token)
+            deltas.append(detokenizer.advance())
+            assert REPLACEMENT not in deltas[-1]
+            assert detokenizer.text == "".join(deltas)
+        assert "".join(deltas) == text
+
+
+class TestWholeDetokenizer:
+    @given(st.lists(st.integers(0, 258), max_size=30))
+    def test_any_tokens_with_flush_give_what_decoding_at_once_gives(self, ids: list[int]) -> None:
+        detokenizer = new()
+        deltas = []
+        for token in ids:
+            detokenizer.append(token)
+            deltas.append(detokenizer.advance())
+        deltas.append(detokenizer.flush())
+        assert "".join(deltas) == detokenizer.text == decode(ids)
+
+    def test_flush_shows_an_incomplete_character_once(self) -> None:
+        detokenizer = new()
+        for token in TOKENIZER.encode("aé")[:-1]:
+            detokenizer.append(token)
+        assert detokenizer.flush() == f"a{REPLACEMENT}"
+        assert detokenizer.flush() == ""
+
+    @pytest.mark.parametrize(("include", "expected"), [(False, "ab"), (True, "abcd")])
+    def test_a_stop_string_cuts_the_text(self, include: bool, expected: str) -> None:
+        detokenizer = new()
+        found = []
+        for token in TOKENIZER.encode("abcdef"):
+            detokenizer.append(token)
+            found.append(detokenizer.find_stop(["zz", "cd"], include))
+            if found[-1]:
+                break
+        assert found == [None, None, None, "cd"]
+        assert detokenizer.flush() == "" and detokenizer.text == expected
+
+    def test_the_first_stop_string_in_the_text_wins(self) -> None:
+        detokenizer = new()
+        for token in TOKENIZER.encode("abcd"):
+            detokenizer.append(token)
+        assert detokenizer.find_stop(["d", "bc"]) == "bc"
+        assert detokenizer.text == "a"
+
+    def test_a_skipped_stop_string_is_never_found(self) -> None:
+        detokenizer = new()
+        for token in TOKENIZER.encode("abc"):
+            detokenizer.append(token)
+        detokenizer.skip_search()
+        for token in TOKENIZER.encode("dexbcde"):
+            detokenizer.append(token)
+            found = detokenizer.find_stop(["bcde"])
+        assert found == "bcde"
+        assert detokenizer.text == "abcdex", "the first bcde began where the search was not allowed"

@@ -1,0 +1,257 @@
+"""Noise, filters, the draw, penalties: the unit tests of a sampler that keeps no state."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from folovllm.engine.detokenizer import IncrementalDetokenizer
+from folovllm.request import Sequence
+from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering, apply_top_p_filtering
+from folovllm.sample.noise import gumbel, philox_4x32_10, uniform
+from folovllm.sample.penalties import apply_penalties, forbid_stop_tokens
+from folovllm.sample.sampler import Sampler, SamplingBatch
+from folovllm.sampling_params import SamplingParams
+
+INF = float("inf")
+CPU = torch.device("cpu")
+
+
+def sequence(params: SamplingParams, prompt: list[int], answer: list[int] = [], seed: int = 0) -> Sequence:  # noqa: B006
+    detokenizer = IncrementalDetokenizer(lambda ids: "".join(map(chr, ids)))
+    seq = Sequence("r", prompt, params, len(answer) + 8, seed, detokenizer, frozenset({1}))
+    for token in answer:
+        seq.append_token(token)
+    return seq
+
+
+def rows(n: int, temperature: float = 1.0, position: int = 5) -> SamplingBatch:
+    """`n` rows with seeds 0 to n-1 and no filters."""
+    return SamplingBatch(
+        temperature=torch.full((n,), temperature), seeds=torch.arange(n), positions=torch.full((n,), position),
+        all_greedy=temperature == 0, min_p=None, top_k=None, top_p=None, seqs=[],
+    )  # fmt: skip
+
+
+def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
+    """Pearson's statistic of observed `counts` [V] under `probs` [V]."""
+    expected = probs * counts.sum()
+    return float(((counts - expected).square() / expected).sum())
+
+
+class TestNoise:
+    @pytest.mark.parametrize(
+        ("counter", "key", "expected"),
+        [
+            ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+            ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+            ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+        ],
+    )
+    def test_philox_gives_the_published_answers(self, counter: str, key: str, expected: str) -> None:
+        """The known-answer vectors that come with Random123."""
+        words = philox_4x32_10(*([torch.tensor(int(w, 16)) for w in text.split()] for text in (counter, key)))
+        assert " ".join(f"{int(word):08x}" for word in words) == expected
+
+    def test_uniform_uses_all_four_outputs_and_both_words_of_the_seed(self) -> None:
+        numbers = uniform(torch.tensor([7, 7 + (1 << 32)]), torch.tensor([3, 3]), 10)
+        assert numbers.shape == (2, 10) and numbers.unique().numel() == 20
+        zero = torch.tensor([0])
+        words = philox_4x32_10([torch.tensor([1]), torch.tensor([3]), zero, zero], [torch.tensor([7]), zero])
+        assert torch.equal(numbers[0, 4:8], ((torch.stack(words).flatten() >> 9).float() + 0.5) * 2.0**-23)
+
+    def test_the_interval_is_open(self) -> None:
+        for bits in (0, (1 << 23) - 1):
+            number = (torch.tensor(bits).float() + 0.5) * 2.0**-23
+            assert 0 < number < 1 and torch.isfinite(-torch.log(-torch.log(number)))
+
+    def test_a_row_does_not_depend_on_the_others(self) -> None:
+        alone = gumbel(torch.tensor([11]), torch.tensor([4]), 50)
+        beside = gumbel(torch.tensor([3, 11, 9]), torch.tensor([8, 4, 4]), 50)
+        assert torch.equal(alone[0], beside[1])
+        assert torch.equal(alone[0, :20], gumbel(torch.tensor([11]), torch.tensor([4]), 20)[0])
+
+    def test_gumbel_has_its_mean_and_variance(self) -> None:
+        noise = gumbel(torch.arange(100), torch.arange(100), 1000)
+        assert abs(noise.mean() - 0.5772) < 0.01
+        assert abs(noise.var() - math.pi**2 / 6) < 0.03
+
+
+class TestFilters:
+    """m1.4. Rows carry different values, so that a filter which mixes rows up is found out."""
+
+    logits = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.7, 0.1, 0.15, 0.05], [0.25, 0.25, 0.25, 0.25]]))
+
+    def kept(self, filtered: torch.Tensor) -> list[list[int]]:
+        same = filtered == self.logits[: len(filtered)]
+        assert torch.equal(~same, filtered.isneginf()), "what stays keeps its logit, what goes becomes -inf"
+        return [row.nonzero().flatten().tolist() for row in same]
+
+    def test_top_k(self) -> None:
+        assert self.kept(apply_top_k_filtering(self.logits, torch.tensor([2, 1, 4]))) == [[1, 3], [0], [0, 1, 2, 3]]
+
+    def test_top_k_off(self) -> None:
+        assert self.kept(apply_top_k_filtering(self.logits, torch.tensor([0, -1, 99]))) == [[0, 1, 2, 3]] * 3
+
+    def test_top_k_keeps_ties_of_the_last(self) -> None:
+        tied = torch.tensor([[1.0, 3.0, 2.0, 2.0]])
+        assert apply_top_k_filtering(tied, torch.tensor([2])).isfinite().tolist() == [[False, True, True, True]]
+
+    def test_top_p(self) -> None:
+        # 0.4 + 0.3 = 0.7 does not reach 0.75, so the token that crosses the line (0.2) stays
+        kept = self.kept(apply_top_p_filtering(self.logits, torch.tensor([0.75, 0.5, 1.0])))
+        assert kept == [[1, 2, 3], [0], [0, 1, 2, 3]]
+
+    def test_top_p_keeps_at_least_one_and_breaks_ties_by_id(self) -> None:
+        kept = self.kept(apply_top_p_filtering(self.logits, torch.tensor([1e-9, 1e-9, 0.5])))
+        assert kept == [[1], [0], [0, 1]]
+
+    def test_min_p(self) -> None:
+        kept = self.kept(apply_min_p_filtering(self.logits, torch.tensor([0.4, 0.2, 0.99])))
+        assert kept == [[1, 2, 3], [0, 2], [0, 1, 2, 3]]
+
+    def test_min_p_ends_of_the_range(self) -> None:
+        kept = self.kept(apply_min_p_filtering(self.logits, torch.tensor([0.0, 1.0, 1.0])))
+        assert kept == [[0, 1, 2, 3], [0], [0, 1, 2, 3]]
+
+    def test_what_a_filter_dropped_stays_dropped(self) -> None:
+        logits = torch.tensor([[2.0, -INF, 1.0, 0.0]])
+        for apply, value in (
+            (apply_min_p_filtering, 0.1),
+            (apply_top_k_filtering, 4),
+            (apply_top_p_filtering, 0.9999),
+            (apply_top_p_filtering, 1.0),
+        ):
+            out = apply(logits, torch.tensor([value]))
+            assert out[0, 1] == -INF and out[0, 0] == 2.0 and not out.isnan().any()
+
+    def test_the_input_is_left_alone(self) -> None:
+        before = self.logits.clone()
+        apply_top_k_filtering(self.logits, torch.tensor([1, 1, 1]))
+        apply_top_p_filtering(self.logits, torch.tensor([0.1, 0.1, 0.1]))
+        apply_min_p_filtering(self.logits, torch.tensor([0.9, 0.9, 0.9]))
+        assert torch.equal(self.logits, before)
+
+    @given(st.integers(0, 10_000), st.integers(1, 12), st.floats(0.05, 0.95), st.floats(0.01, 0.9))
+    def test_as_transformers_does(self, seed: int, k: int, p: float, m: float) -> None:
+        logits = torch.randn(3, 17, generator=torch.Generator().manual_seed(seed)) * 3
+        ids = torch.zeros(3, 1, dtype=torch.long)
+        same = lambda ours, theirs: torch.equal(ours.isfinite(), theirs.isfinite())  # noqa: E731
+        assert same(apply_top_k_filtering(logits, torch.full((3,), k)), TopKLogitsWarper(k)(ids, logits))
+        assert same(apply_top_p_filtering(logits, torch.full((3,), p)), TopPLogitsWarper(p)(ids, logits))
+        assert same(apply_min_p_filtering(logits, torch.full((3,), m)), MinPLogitsWarper(m)(ids, logits))
+
+
+class TestDraw:
+    """m1.5."""
+
+    def test_greedy_takes_the_largest_and_of_equals_the_first(self) -> None:
+        logits = torch.tensor([[0.0, 5.0, 5.0], [9.0, 1.0, 2.0]])
+        assert Sampler().draw(logits, rows(2, temperature=0.0)).tolist() == [1, 0]
+
+    def test_greedy_makes_no_noise(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def never(*args: object) -> torch.Tensor:
+            raise AssertionError("noise was made though all rows are greedy")
+
+        monkeypatch.setattr("folovllm.sample.sampler.gumbel", never)
+        Sampler().draw(torch.randn(3, 5), rows(3, temperature=0.0))
+
+    def test_draws_follow_the_softmax(self) -> None:
+        logits = torch.tensor([1.5, 0.0, -1.0, 1.0, -INF, 0.5, -2.0, 0.2])
+        tokens = Sampler().draw(logits.expand(20_000, -1), rows(20_000))
+        counts = tokens.bincount(minlength=8)
+        assert counts[4] == 0, "a token that was filtered out was drawn"
+        keep = logits.isfinite()
+        assert chi_square(counts[keep].double(), logits.softmax(0)[keep].double()) < 22.5  # 6 degrees, p = 0.001
+
+    def test_draws_along_positions_follow_the_softmax_too(self) -> None:
+        batch = rows(20_000)
+        batch.seeds, batch.positions = torch.full((20_000,), 42), torch.arange(20_000)
+        logits = torch.tensor([0.3, 0.0, -1.0, 1.0])
+        counts = Sampler().draw(logits.expand(20_000, -1), batch).bincount(minlength=4)
+        assert chi_square(counts.double(), logits.softmax(0).double()) < 16.3  # 3 degrees
+
+    def test_the_noise_is_that_of_seed_and_position(self) -> None:
+        logits = torch.randn(64, 100)
+        batch = rows(64, position=9)
+        expected = (logits + gumbel(batch.seeds, batch.positions, 100)).argmax(-1)
+        assert torch.equal(Sampler().draw(logits, batch), expected)
+
+    def test_greedy_and_drawing_rows_in_one_batch(self) -> None:
+        logits = torch.randn(200, 10, generator=torch.Generator().manual_seed(0))
+        batch = rows(200)
+        alone = Sampler().draw(logits, batch)
+        batch.temperature = torch.where(torch.arange(200) % 2 == 0, 0.0, 1.0)
+        mixed = Sampler().draw(logits, batch)
+        assert torch.equal(mixed[::2], logits[::2].argmax(-1))
+        assert torch.equal(mixed[1::2], alone[1::2])
+
+
+class TestWholeSampler:
+    def test_order_temperature_then_min_p_then_top_k_then_top_p(self) -> None:
+        logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(3)) * 2
+        params = SamplingParams(temperature=0.7, min_p=0.02, top_k=12, top_p=0.8)
+        batch = SamplingBatch.from_sequences([sequence(params, [5])], CPU)
+        expected = apply_min_p_filtering(logits / 0.7, torch.tensor([0.02]))
+        expected = apply_top_k_filtering(expected, torch.tensor([12]))
+        expected = apply_top_p_filtering(expected, torch.tensor([0.8]))
+        assert torch.equal(Sampler().filter(logits, batch), expected)
+        assert 1 < expected.isfinite().sum() < 12
+
+    def test_rows_with_and_without_filters(self) -> None:
+        logits = torch.randn(1, 30).expand(3, -1)
+        params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=1, seed=1)]
+        filtered = Sampler().filter(logits, SamplingBatch.from_sequences([sequence(p, [5]) for p in params], CPU))
+        assert torch.equal(filtered[:2], logits[:2])
+        assert filtered[2].isfinite().sum() == 1
+
+    def test_logprobs_are_those_of_the_model(self) -> None:
+        logits = torch.randn(2, 20)
+        params = [SamplingParams(temperature=0, logprobs=3), SamplingParams(temperature=0)]
+        out = Sampler()(logits, SamplingBatch.from_sequences([sequence(p, [5]) for p in params], CPU))
+        chosen, *top = out.logprobs[0] or []
+        values, ids = logits[0].log_softmax(-1).topk(3)
+        assert chosen[0] == out.token_ids[0] == ids[0]
+        assert [i for i, _ in top] == ids.tolist() and [v for _, v in top] == pytest.approx(values.tolist())
+        assert out.logprobs[1] is None
+
+    def test_logprobs_0_gives_the_chosen_token_alone(self) -> None:
+        params = SamplingParams(temperature=2.0, top_k=4, logprobs=0)
+        out = Sampler()(torch.randn(1, 20), SamplingBatch.from_sequences([sequence(params, [5])], CPU))
+        assert [i for i, _ in out.logprobs[0] or []] == out.token_ids
+
+
+class TestPenalties:
+    def test_repetition_as_transformers_does(self) -> None:
+        logits = torch.randn(1, 12)
+        seq = sequence(SamplingParams(repetition_penalty=1.7), [3, 4, 4], [5, 3])
+        expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[3, 4, 4, 5, 3]]), logits.clone())
+        assert torch.allclose(apply_penalties(logits, [seq]), expected)
+
+    def test_presence_once_and_frequency_per_occurrence_in_the_answer_alone(self) -> None:
+        seq = sequence(SamplingParams(presence_penalty=1.0, frequency_penalty=0.25), [0, 1], [2, 3, 3])
+        out = apply_penalties(torch.zeros(1, 5), [seq])
+        assert out.tolist() == [[0, 0, -1.25, -1.5, 0]]
+
+    def test_only_the_rows_that_ask_and_never_in_place(self) -> None:
+        logits = torch.ones(2, 5)
+        seqs = [sequence(SamplingParams(), [0], [2]), sequence(SamplingParams(presence_penalty=2.0), [0], [2])]
+        out = apply_penalties(logits, seqs)
+        assert out[0].tolist() == [1] * 5 and out[1, 2] == -1 and logits.eq(1).all()
+        assert apply_penalties(logits, seqs[:1] * 2) is logits
+
+    def test_no_end_before_min_tokens(self) -> None:
+        seq = sequence(SamplingParams(min_tokens=2, stop_token_ids=[4]), [0], [2])
+        assert forbid_stop_tokens(torch.zeros(1, 5), [seq]).isneginf().tolist() == [[False, True, False, False, True]]
+        seq.append_token(2)
+        assert forbid_stop_tokens(torch.zeros(1, 5), [seq]).isfinite().all()

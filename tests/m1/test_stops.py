@@ -1,0 +1,193 @@
+"""m1.6: when an answer is over; then the same through the engine, with text that streams."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from folovllm import LLM, SamplingParams
+from folovllm.engine.stop import check_stop_conditions
+from folovllm.outputs import RequestOutput
+from folovllm.request import Sequence, SequenceStatus
+from tests.helpers import tiny_checkpoint
+
+STOPPED, LENGTH = SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH
+EOS = frozenset({1, 2})
+
+
+class Text:
+    """Stands in for the detokenizer, and notes what it was asked."""
+
+    def __init__(self, found: str | None = None) -> None:
+        self.found, self.searches, self.skips = found, [], 0
+
+    def find_stop(self, stop: list[str], include: bool = False) -> str | None:
+        self.searches.append((list(stop), include))
+        return self.found
+
+    def skip_search(self) -> None:
+        self.skips += 1
+
+
+def sequence(answer: list[int], max_tokens: int = 9, found: str | None = None, **params: object) -> Sequence:
+    seq = Sequence("r", [5, 6, 1], SamplingParams(**params), max_tokens, 0, Text(found), EOS)  # type: ignore[arg-type]
+    for token in answer:
+        seq.append_token(token)
+    return seq
+
+
+class TestCheckStopConditions:
+    def test_goes_on(self) -> None:
+        assert check_stop_conditions(sequence([7, 8])) is None
+
+    @pytest.mark.parametrize("eos", [1, 2])
+    def test_every_end_of_text_id(self, eos: int) -> None:
+        seq = sequence([7, eos])
+        assert check_stop_conditions(seq) is STOPPED and seq.stop_reason is None
+
+    def test_end_of_text_in_the_middle_or_in_the_prompt_does_not_count(self) -> None:
+        assert check_stop_conditions(sequence([1, 7])) is None
+
+    def test_ignore_eos(self) -> None:
+        assert check_stop_conditions(sequence([7, 1], ignore_eos=True)) is None
+
+    def test_stop_token_ids_say_which(self) -> None:
+        seq = sequence([7, 8], stop_token_ids=[4, 8])
+        assert check_stop_conditions(seq) is STOPPED and seq.stop_reason == 8
+        assert type(seq.stop_reason) is int
+
+    def test_stop_token_ids_hold_beside_ignore_eos(self) -> None:
+        assert check_stop_conditions(sequence([1], stop_token_ids=[1], ignore_eos=True)) is STOPPED
+
+    @pytest.mark.parametrize("include", [False, True])
+    def test_stop_strings(self, include: bool) -> None:
+        seq = sequence([7], found="x", stop=["x", "y"], include_stop_str_in_output=include)
+        assert check_stop_conditions(seq) is STOPPED and seq.stop_reason == "x"
+        assert seq.detokenizer.searches == [(["x", "y"], include)]  # type: ignore[attr-defined]
+
+    def test_no_stop_strings_no_text(self) -> None:
+        seq = sequence([7], found="x")
+        assert check_stop_conditions(seq) is None
+        assert seq.detokenizer.searches == [], "decoding costs time"  # type: ignore[attr-defined]
+
+    def test_length(self) -> None:
+        assert check_stop_conditions(sequence([7, 7], max_tokens=3)) is None
+        assert check_stop_conditions(sequence([7, 7, 7], max_tokens=3)) is LENGTH
+
+    def test_max_tokens_is_the_sequences_own(self) -> None:
+        """A context that is nearly full allows fewer tokens than the request asked for."""
+        assert check_stop_conditions(sequence([7, 7], max_tokens=2, **{"min_tokens": 0})) is LENGTH
+        seq = sequence([7, 7, 7], max_tokens=9)
+        seq.params.max_tokens = 3
+        assert check_stop_conditions(seq) is None
+
+    def test_the_last_token_may_be_the_end_of_text(self) -> None:
+        assert check_stop_conditions(sequence([7, 1], max_tokens=2)) is STOPPED
+
+    def test_min_tokens_forbids_all_but_length(self) -> None:
+        for answer, more in (([7, 1], {}), ([7, 8], {"stop_token_ids": [8]}), ([7, 8], {"stop": ["x"]})):
+            seq = sequence(answer, found="x", min_tokens=3, **more)
+            assert check_stop_conditions(seq) is None
+            assert seq.stop_reason is None
+        assert check_stop_conditions(sequence([7, 7], max_tokens=2, min_tokens=3)) is LENGTH
+
+    def test_min_tokens_reached(self) -> None:
+        assert check_stop_conditions(sequence([7, 7, 1], min_tokens=3)) is STOPPED
+
+    def test_an_early_stop_string_is_skipped_for_good(self) -> None:
+        seq = sequence([7], found="x", stop=["x"], min_tokens=2)
+        assert check_stop_conditions(seq) is None
+        assert seq.detokenizer.skips == 1 and not seq.detokenizer.searches  # type: ignore[attr-defined]
+        assert check_stop_conditions(late := sequence([7, 7], found="x", stop=["x"], min_tokens=2)) is STOPPED
+        assert late.detokenizer.skips == 0  # type: ignore[attr-defined]
+
+    def test_no_text_for_min_tokens_alone(self) -> None:
+        seq = sequence([7], min_tokens=2)
+        assert check_stop_conditions(seq) is None
+        assert seq.detokenizer.skips == 0, "decoding costs time"  # type: ignore[attr-defined]
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+PROMPT = "Once upon a time there was"
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(str(tiny_checkpoint()), milestone="m1", use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def plain(llm: LLM) -> RequestOutput:
+    """What the model says if nothing stops it."""
+    return llm.generate(PROMPT, GREEDY, use_tqdm=False)[0]
+
+
+def stream(llm: LLM, params: SamplingParams, prompt: str = PROMPT) -> list[RequestOutput]:
+    llm.engine.add_request("stream", prompt, params)
+    outputs = []
+    while llm.engine.has_unfinished_requests():
+        outputs += llm.engine.step()
+    return outputs
+
+
+class TestStopsInTheEngine:
+    @pytest.mark.parametrize("include", [False, True])
+    def test_a_stop_string_over_several_tokens(self, llm: LLM, plain: RequestOutput, include: bool) -> None:
+        text = plain["text"]
+        stop = re.search(r"[\x20-\x7e]{3}", text).group()  # type: ignore[union-attr]
+        outputs = stream(llm, replace(GREEDY, stop=[stop], include_stop_str_in_output=include))
+        last = outputs[-1].outputs[0]
+        at = text.index(stop)
+        assert last.text == text[: at + len(stop) if include else at]
+        assert (last.finish_reason, last.stop_reason) == ("stop", stop)
+        assert "".join(o.outputs[0].delta_text for o in outputs) == last.text
+        assert last.token_ids == plain["token_ids"][: len(last.token_ids)]
+
+    def test_text_that_may_begin_a_stop_string_is_held_back(self, llm: LLM, plain: RequestOutput) -> None:
+        """No text is shown that a stop string could take back, from the first token on."""
+        for length in (2, 5, 9):
+            end = plain["text"][12 : 12 + length]
+            shown = ""
+            for output in stream(llm, replace(GREEDY, stop=[end])):
+                shown += output.outputs[0].delta_text
+                assert output.outputs[0].text == shown
+            assert shown == plain["text"][: plain["text"].index(end)]
+
+    def test_long_stop_string_never_met(self, llm: LLM, plain: RequestOutput) -> None:
+        outputs = stream(llm, replace(GREEDY, stop=["x" * 30]))
+        assert [o.outputs[0].text for o in outputs[:8]] == [""] * 8
+        assert outputs[-1]["text"] == plain["text"] == "".join(o.outputs[0].delta_text for o in outputs)
+
+    def test_stop_token_ids(self, llm: LLM, plain: RequestOutput) -> None:
+        token = plain["token_ids"][3]
+        out = llm.generate(PROMPT, replace(GREEDY, stop_token_ids=[token]), use_tqdm=False)[0].outputs[0]
+        assert out.token_ids == plain["token_ids"][: plain["token_ids"].index(token) + 1]
+        assert (out.finish_reason, out.stop_reason) == ("stop", token)
+
+    def test_min_tokens_keeps_stop_tokens_from_being_drawn(self, llm: LLM, plain: RequestOutput) -> None:
+        token = plain["token_ids"][0]
+        params = replace(GREEDY, stop_token_ids=[token], min_tokens=5)
+        out = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
+        assert token not in out.token_ids[:5] and len(out.token_ids) >= 5
+
+    def test_min_tokens_skips_early_stop_strings(self, llm: LLM, plain: RequestOutput) -> None:
+        stop = re.search(r"[\x20-\x7e]{2}", plain["text"]).group()  # type: ignore[union-attr]
+        out = llm.generate(PROMPT, replace(GREEDY, stop=[stop], min_tokens=40), use_tqdm=False)[0].outputs[0]
+        assert out.text == plain["text"] and out.finish_reason == "length"
+
+    def test_every_end_of_text_id_of_the_generation_config(self, plain: RequestOutput, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+        import json
+        import shutil
+
+        folder = tmp_path_factory.mktemp("eos") / "model"
+        shutil.copytree(tiny_checkpoint(), folder)
+        ids = [plain["token_ids"][6], 258]
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        llm = LLM(str(folder), milestone="m1", use_tqdm=False)
+        out = llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0]
+        assert out.token_ids == plain["token_ids"][: plain["token_ids"].index(ids[0]) + 1]
+        assert out.finish_reason == "stop"
+        ignoring = llm.generate(PROMPT, replace(GREEDY, ignore_eos=True), use_tqdm=False)[0].outputs[0]
+        assert ignoring.token_ids == plain["token_ids"]
