@@ -30,7 +30,7 @@ test: .venv/.dev
 
 ci: test docs .venv/.notebooks
 	$(PYTEST) tests/course
-	$(if $(wildcard milestones/notebooks.py),$(BIN)/python -m milestones.notebooks --check)
+	$(if $(wildcard notebooks/src/*.py),$(BIN)/python -m milestones.notebooks --check)
 
 notebooks: .venv/.notebooks
 	$(BIN)/python -m milestones.notebooks
