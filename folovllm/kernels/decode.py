@@ -24,20 +24,27 @@ from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize
 ITEM = tl.constexpr(4)  # int32s of a work item: sequence, chunk, tokens of the sequence, its first partial result
 
 
-@triton.jit(do_not_specialize=["num_seqs", "min_chunk", "max_chunks"], do_not_specialize_on_alignment=["len_ptr"])
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "max_chunks"], do_not_specialize_on_alignment=["len_ptr"])
 def plan_kernel(
-    len_ptr, item_ptr, header_ptr, num_seqs, min_chunk, max_chunks,
+    len_ptr, item_ptr, header_ptr, num_seqs, num_programs, max_chunks,
     HKV: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr, STEP: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, MAX_CHUNK: tl.constexpr, MAX_PARTS: tl.constexpr,
 ):  # fmt: skip
     """List one sequence's work items; one program a sequence, and the first writes header = [items, chunk length].
 
-    Full chunks come first, then the last, partial ones from long to short: the shortest work ends the list. A sequence
-    of length 0 (padding) gets one empty item, which writes its zeros. SEQS is a power of two, at least `num_seqs`.
+    The chunk is the smallest at which every item has a program of its own (in doublings from MIN_CHUNK); failing that
+    MAX_CHUNK, or more where a sequence would have over MAX_PARTS results to merge or the buffers of `max_chunks` would
+    not do. Full chunks come first, then the last, partial ones from long to short: the shortest work ends the list. A
+    sequence of length 0 (padding) gets one empty item, which writes its zeros. SEQS is a power of two from `num_seqs` up.
     """
     seq, i = tl.program_id(0), tl.arange(0, SEQS)
     lens = tl.load(len_ptr + i, mask=i < num_seqs, other=0)  # [SEQS]
-    chunk = tl.maximum(min_chunk, tl.cdiv(tl.sum(lens), max_chunks))
-    chunk = tl.cdiv(tl.maximum(chunk, tl.cdiv(tl.max(lens), 64)), TILE) * TILE  # at most 64 partials to merge
+    used = tl.where(i < num_seqs, tl.maximum(lens, 1), 0)
+    chunk = MIN_CHUNK
+    while (chunk < MAX_CHUNK) & (tl.sum(tl.cdiv(used, chunk)) * HKV > num_programs):
+        chunk *= 2
+    chunk = tl.maximum(chunk, tl.maximum(tl.cdiv(tl.max(lens), MAX_PARTS), tl.cdiv(tl.sum(lens), max_chunks)))
+    chunk = tl.cdiv(chunk, TILE) * TILE
     full, rest = lens // chunk, lens % chunk
     has_tail = ((rest > 0) | (lens == 0)) & (i < num_seqs)
     num_full = tl.sum(full)
@@ -169,50 +176,60 @@ def decode_kernel(
                 merged = normalize(total, merged).to(out_ptr.dtype.element_ty)
                 tl.store(out_ptr + (out_row + gg)[:, None] * D + dims[None, :], merged, mask=(gg < G)[:, None])
         work = following
-    if num_items > num_programs and tl.atomic_add(queue_ptr + 1, 1, sem="acq_rel") == num_programs - 1:
-        tl.store(queue_ptr, 0)  # the last to leave winds the queue back
-        tl.store(queue_ptr + 1, 0)
+    if num_items > num_programs:  # noqa: SIM102 -- Triton's `and` would evaluate both sides
+        if tl.atomic_add(queue_ptr + 1, 1, sem="acq_rel") == num_programs - 1:
+            tl.store(queue_ptr, 0)  # the last to leave winds the queue back
+            tl.store(queue_ptr + 1, 0)
 
 
 @dataclass(slots=True, frozen=True)
 class DecodeConfig:
-    """Tile size, warps, pipeline depth, programs on each multiprocessor, shortest chunk, most full chunks a program."""
+    """Keys a tile, warps and pipeline depth of a program; the range of chunk lengths, in keys; results merged a turn.
 
-    tile: int
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int
-    min_chunk: int = 128
-    items_per_program: int = 8
+    Small tiles and many programs: reads in flight are all that counts (`docs/performance_log.md`).
+    """
+
+    tile: int = 32
+    num_warps: int = 2
+    num_stages: int = 3
+    min_chunk: int = 64
+    max_chunk: int = 1024
+    merge_step: int = 8
 
 
-def decode_config(block_size: int) -> DecodeConfig:
-    """Small tiles and many programs: enough reads in flight is all that counts. A tile within one page needs one id."""
-    return DecodeConfig(16, 1, 3, 8) if block_size % 32 else DecodeConfig(32, 2, 3, 6)
+MAX_PROGRAMS_PER_SM = 6
+MAX_PARTS = 64  # results to merge a sequence
+
+
+def programs_per_sm(work: int, num_sms: int) -> int:
+    """Programs on each multiprocessor for `work` = sequences x KV heads: a few more for each that the work can fill.
+
+    Depends on the batch's size alone, never on lengths, so a captured graph may keep it. An idle program is not free.
+    """
+    if work > num_sms:
+        return MAX_PROGRAMS_PER_SM
+    return 4 if 8 * work > num_sms else 2
 
 
 class SplitKVDecode:
     """Buffers and launches of the split-KV decode for up to `max_num_seqs` sequences.
 
     `plan` runs once a step and a call once a layer; both are device work alone and may be captured in a graph. Calls
-    must follow one another on one stream, since they share the buffers.
+    must follow one another on one stream, since they share the buffers. `num_programs` overrides the grid's size.
     """
 
     def __init__(
         self, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
         device: torch.device, config: DecodeConfig | None = None, num_programs: int | None = None,
     ) -> None:  # fmt: skip
-        self.config = config or decode_config(block_size)
+        self.config = config or DecodeConfig()
         self.num_heads, self.num_kv_heads, self.head_dim, self.block_size = num_heads, num_kv_heads, head_dim, block_size
-        if num_programs is None:
-            on_gpu = device.type == "cuda"  # the interpreter runs programs one after another: two will do
-            sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
-            num_programs = sms * self.config.programs_per_sm or 2
         self.num_programs = num_programs
+        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         self.seqs = triton.next_power_of_2(max_num_seqs)
         self.group = triton.next_power_of_2(num_heads // num_kv_heads)
-        # Chunks grow with the batch's tokens, so this many partial results are enough for any lengths.
-        self.max_chunks = max(1, self.config.items_per_program * self.num_programs // num_kv_heads)
+        # Chunks grow with the batch's tokens, so that this many full ones are enough for any lengths.
+        self.max_chunks = max(64, 8 * MAX_PROGRAMS_PER_SM * self.num_sms // num_kv_heads)
         items = self.max_chunks + max_num_seqs
         rows = items * num_kv_heads * self.group
         self.items = torch.zeros(items, ITEM.value, dtype=torch.int32, device=device)
@@ -222,28 +239,34 @@ class SplitKVDecode:
         self.part_max, self.part_sum = torch.empty(2, rows, dtype=torch.float32, device=device)
         self.part_acc = torch.empty(rows, head_dim, dtype=torch.float32, device=device)
 
+    def _grid(self, num_seqs: int) -> int:
+        work = num_seqs * self.num_kv_heads
+        return self.num_programs or self.num_sms * programs_per_sm(work, self.num_sms)
+
     def plan(self, seq_lens: torch.Tensor, num_seqs: int) -> None:
-        """List the work of the first `num_seqs` sequences of `seq_lens` [S] int32."""
+        """List the work of the first `num_seqs` sequences of `seq_lens` [S] int32, a contiguous tensor."""
         plan_kernel[(num_seqs,)](
-            seq_lens, self.items, self.header, num_seqs, self.config.min_chunk, self.max_chunks,
+            seq_lens, self.items, self.header, num_seqs, self._grid(num_seqs), self.max_chunks,
             HKV=self.num_kv_heads, TILE=self.config.tile, SEQS=self.seqs, STEP=32,
+            MIN_CHUNK=self.config.min_chunk, MAX_CHUNK=self.config.max_chunk, MAX_PARTS=MAX_PARTS,
         )  # fmt: skip
 
     def __call__(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, block_tables: torch.Tensor, scale: float, out: torch.Tensor
-    ) -> torch.Tensor:
-        """Attention of the planned sequences' tokens, the first rows of `query` [T, Hq, D], into those of `out`.
+        self, query: torch.Tensor, kv_cache: torch.Tensor, block_tables: torch.Tensor, num_seqs: int, scale: float,
+        out: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention of the `num_seqs` planned sequences: the first rows of `query` [T, Hq, D] into those of `out`.
 
         `kv_cache` [2, N, B, Hkv, D] may be strided, D contiguous; `out` is contiguous. A row of length 0 gets zeros.
         """
         k_cache, v_cache = kv_cache.unbind(0)
         stride_block, stride_token, stride_head, _ = k_cache.stride()
-        decode_kernel[(self.num_programs,)](
+        decode_kernel[(self._grid(num_seqs),)](
             query, k_cache, v_cache, out, block_tables, self.items, self.header, self.queue, self.done,
             self.part_max, self.part_sum, self.part_acc, query.stride(0), block_tables.stride(0), scale * LOG2_E,
             STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head,
             B=self.block_size, HKV=self.num_kv_heads, G=self.num_heads // self.num_kv_heads, GROUP=self.group,
-            D=self.head_dim, TILE=self.config.tile, M=max(16, self.group), STEP=8,
+            D=self.head_dim, TILE=self.config.tile, M=max(16, self.group), STEP=self.config.merge_step,
             num_warps=self.config.num_warps, num_stages=self.config.num_stages,
         )  # fmt: skip
         return out

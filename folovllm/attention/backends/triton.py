@@ -63,7 +63,7 @@ class TritonBackend(AttentionBackend):
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         scale = self.config.scale
         if batch.num_decodes:
-            self._decode(query, kv_cache, batch.block_tables, scale, out)
+            self._decode(query, kv_cache, batch.block_tables, batch.num_decodes, scale, out)
         if batch.num_seqs > batch.num_decodes:
             prefill(
                 query, kv_cache, batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.max_query_len, scale,

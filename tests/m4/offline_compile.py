@@ -1,0 +1,93 @@
+"""Compile every kernel for one compute capability with no GPU: prints a JSON list of [kernel, shared bytes, limit].
+
+A program of its own, because Triton decides when it is first imported whether kernels are compiled or interpreted:
+    python tests/m4/offline_compile.py 90
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from folovllm.kernels.activation import silu_and_mul_kernel
+from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel, plan_kernel
+from folovllm.kernels.prefill import prefill_config, prefill_kernel
+from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
+from folovllm.kernels.rms_norm import add_rms_norm_kernel
+from folovllm.kernels.store import store_kvcache_kernel
+
+# Most shared memory one block may ask for, in KiB (CUDA C++ Programming Guide, table of compute capabilities).
+LIMIT_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227}
+HQ, HKV = 16, 8
+
+
+def pointer_type(name: str, dtype: str) -> str:
+    """The element type behind a kernel's pointer argument."""
+    if name in ("slot_ptr", "position_ptr"):
+        return "*i64"
+    if name in ("table_ptr", "start_ptr", "len_ptr", "item_ptr", "header_ptr", "queue_ptr", "done_ptr"):
+        return "*i32"
+    return "*fp32" if name in ("max_ptr", "acc_ptr", "cos_sin_ptr") or name == "sum_ptr:decode" else f"*{dtype}"
+
+
+def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_warps=4, num_stages=2) -> int:
+    """Shared memory in bytes of `kernel` compiled for sm_`capability`, its pointers and strides 16-byte aligned."""
+    signature, attributes = {}, {}
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            decodes = ":decode" if kernel is decode_kernel and name == "sum_ptr" else ""
+            signature[name] = pointer_type(name + decodes, dtype)
+        else:
+            signature[name] = "fp32" if name in ("scale", "eps") else "i32"
+        aligned = signature[name].startswith("*") or (name.startswith("stride") and name != "stride_table")
+        if aligned and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return int(compiled.metadata.shared)
+
+
+def kernels(capability: int, head_dim: int, block_size: int):
+    """Every kernel with the constants and options it is launched with for this shape."""
+    d, b, major_minor = head_dim, block_size, divmod(capability, 10)
+    strides = {"STRIDE_BLOCK": HKV * b * d, "STRIDE_TOKEN": d, "STRIDE_HEAD": b * d, "B": b}
+    prefill, decode = prefill_config(d, 2, major_minor), DecodeConfig()
+    yield (prefill_kernel, {**strides, "G": HQ // HKV, "D": d, "TILE_M": prefill.tile_m, "TILE_N": prefill.tile_n},
+           prefill.num_warps, prefill.num_stages)  # fmt: skip
+    group = HQ // HKV
+    shape = {"HKV": HKV, "G": group, "GROUP": group, "D": d, "TILE": decode.tile, "M": 16, "STEP": decode.merge_step}
+    yield decode_kernel, {**strides, **shape}, decode.num_warps, decode.num_stages
+    heads = {"HQ": HQ, "HKV": HKV, "D": d, "QS": HQ, "KVS": HKV, "NORM": True}
+    yield qk_norm_rope_store_kernel, {**strides, **heads}, 4, 3
+    if (d, b) == (128, 16):  # those below depend on neither
+        chunks = {"MIN_CHUNK": decode.min_chunk, "MAX_CHUNK": decode.max_chunk, "MAX_PARTS": MAX_PARTS}
+        yield store_kvcache_kernel, {**strides, "HKV": HKV, "D": d, "WIDTH": HKV * d}, 4, 3
+        yield plan_kernel, {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, "STEP": 32, **chunks}, 4, 3
+        yield add_rms_norm_kernel, {"H": 1024, "WIDTH": 1024, "HAS_RESIDUAL": True}, 4, 3
+        yield silu_and_mul_kernel, {"I": 3072, "WIDTH": 1024}, 4, 3
+
+
+def main(capability: int) -> None:
+    """Compile for the usual head dims and page sizes; bf16 where the card has it."""
+    dtype = "bf16" if capability >= 80 else "fp16"
+    rows = []
+    for head_dim, block_size in [(64, 256), (128, 16), (256, 256)]:
+        for kernel, constants, num_warps, num_stages in kernels(capability, head_dim, block_size):
+            shared = compile_kernel(kernel, capability, dtype, constants, num_warps, num_stages)
+            rows.append([f"{kernel.__name__} D={head_dim} B={block_size}", shared, LIMIT_KIB[capability] * 1024])
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

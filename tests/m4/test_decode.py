@@ -1,0 +1,159 @@
+"""Split-KV decode: the plan, one chunk, the merge, and all of it."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from folovllm.kernels.decode import DecodeConfig, SplitKVDecode, decode_split, merge_partials
+from folovllm.kernels.online_softmax import LOG2_E
+from tests.m4.cases import DEVICE, Paged, assert_close
+
+LENS = [1, 15, 16, 17, 0, 32, 33, 64, 65, 130]
+SMALL = DecodeConfig(tile=16, min_chunk=32, max_chunk=32, merge_step=2)
+
+
+def decode(lens, block_size, heads=(2, 1), dim=16, dtype=torch.float32, config=SMALL, num_programs=3):
+    """Plan and run twice (the counters must wind back); returns (out, reference, the object)."""
+    torch.manual_seed(0)
+    paged = Paged.make(lens, block_size, heads[1], dim, dtype)
+    query = torch.randn(len(lens), heads[0], dim, device=DEVICE, dtype=dtype)
+    kernel = SplitKVDecode(len(lens) + 2, heads[0], heads[1], dim, block_size, DEVICE, config, num_programs)
+    out = torch.empty_like(query)
+    for _ in range(2):
+        out.fill_(float("nan"))
+        kernel.plan(paged.seq_lens, len(lens))
+        kernel(query, paged.kv_cache, paged.block_tables, len(lens), dim**-0.5, out)
+        assert not kernel.queue.any() and not kernel.done.any()
+    return out, paged.attention(query, [1] * len(lens)), kernel
+
+
+@given(st.lists(st.integers(0, 700), min_size=1, max_size=6), st.sampled_from([1, 4, 16]), st.integers(1, 40))
+@settings(max_examples=15)
+def test_plan_covers_every_token_once(lens, heads, num_programs):
+    """Items are (sequence, chunk, length, first partial); each sequence's chunks are complete, partials never overlap."""
+    kernel = SplitKVDecode(6, heads, heads, 16, 16, DEVICE, DecodeConfig(16, min_chunk=32, max_chunk=128), num_programs)
+    kernel.plan(torch.tensor(lens, dtype=torch.int32, device=DEVICE), len(lens))
+    total, chunk = kernel.header.tolist()
+    items = kernel.items[: total // heads].tolist()
+    expected = [(s, c) for s, n in enumerate(lens) for c in range(max(1, -(-n // chunk)))]
+    assert total == heads * len(expected) and sorted((s, c) for s, c, _, _ in items) == expected
+    assert all(n == lens[s] for s, _, n, _ in items)
+    assert len({first + c for _, c, _, first in items}) == len(items) <= kernel.items.shape[0]
+    sizes = [min(chunk, n - c * chunk) for _, c, n, _ in items]
+    assert sizes == sorted(sizes, reverse=True), "long items first"
+    assert chunk >= 128 or total <= num_programs, "a chunk below the largest gives every item a program"
+
+
+@triton.jit
+def split_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, max_ptr, sum_ptr, acc_ptr, first, last, scale,
+    STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, B: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one KV head."""
+    m, d = tl.arange(0, M), tl.arange(0, D)
+    q = tl.load(q_ptr + m[:, None] * D + d[None, :])
+    row_max, row_sum, acc = decode_split(
+        q, k_ptr, v_ptr, table_ptr, first, last, scale, STRIDE_BLOCK, STRIDE_TOKEN, B, 16, M, D
+    )
+    tl.store(max_ptr + m, row_max)
+    tl.store(sum_ptr + m, row_sum)
+    tl.store(acc_ptr + m[:, None] * D + d[None, :], acc)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (0, 40), (16, 33), (32, 48), (48, 48)])
+def test_one_chunk(block_size, first, last):
+    """Keys `first` to `last` and no others; the pages hold NaN from token 48 on."""
+    torch.manual_seed(0)
+    paged = Paged.make([48], block_size, 1, 16)
+    q = torch.randn(16, 16, device=DEVICE)
+    state = torch.empty(16, device=DEVICE), torch.empty(16, device=DEVICE), torch.empty(16, 16, device=DEVICE)
+    k, v = paged.kv_cache
+    split_kernel[(1,)](q, k, v, paged.block_tables, *state, first, last, 0.25 * LOG2_E,
+                       STRIDE_BLOCK=k.stride(0), STRIDE_TOKEN=k.stride(1), B=block_size, M=16, D=16)  # fmt: skip
+    row_max, row_sum, acc = state
+    position = torch.arange(first, last, device=DEVICE)
+    key, value = paged.kv_cache[:, paged.block_tables[0, position // block_size], position % block_size, 0].double()
+    if first == last:
+        assert not row_sum.any() and not acc.any()
+        return
+    scores = q.double() @ key.T * 0.25
+    assert_close(row_max / LOG2_E, scores.amax(-1))
+    assert_close(row_sum, (scores - scores.amax(-1, keepdim=True)).exp().sum(-1))
+    assert_close(acc / row_sum[:, None], scores.softmax(-1) @ value)
+
+
+@triton.jit
+def merge_kernel(
+    max_ptr, sum_ptr, acc_ptr, sum_out, acc_out, first_row, chunks, stride, G: tl.constexpr, D: tl.constexpr
+):
+    """The merge alone."""
+    g, d = tl.arange(0, G), tl.arange(0, D)
+    row_sum, acc = merge_partials(max_ptr, sum_ptr, acc_ptr, first_row, chunks, stride, G, D, 4)
+    tl.store(sum_out + g, row_sum)
+    tl.store(acc_out + g[:, None] * D + d[None, :], acc)
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 4, 9])
+@pytest.mark.parametrize("rising", [False, True])
+def test_merge_is_log_sum_exp(chunks, rising):
+    """Maxima 100 apart, the largest first or last, and one chunk that saw nothing; rows of others lie in between."""
+    torch.manual_seed(0)
+    group, dim, stride, first = 2, 16, 6, 3
+    rows = first + chunks * stride
+    maxima = torch.randn(rows, device=DEVICE) + 100.0 * torch.arange(rows, device=DEVICE) / rows * (1 if rising else -1)
+    sums, accs = torch.rand(rows, device=DEVICE) + 0.5, torch.randn(rows, dim, device=DEVICE)
+    own = first + torch.arange(chunks, device=DEVICE)[:, None] * stride + torch.arange(group, device=DEVICE)
+    if chunks > 3:
+        maxima[own[1]], sums[own[1]], accs[own[1]] = -1e30, 0.0, 0.0
+    others = torch.ones(rows, dtype=torch.bool, device=DEVICE)
+    others[own.flatten()] = False
+    accs[others] = float("nan")
+    row_sum, acc = torch.empty(group, device=DEVICE), torch.empty(group, dim, device=DEVICE)
+    merge_kernel[(1,)](maxima, sums, accs, row_sum, acc, first, chunks, stride, group, dim)
+    weight = (maxima[own] - maxima[own].amax(0)).double().exp2()  # [chunks, G]
+    expected = (weight[..., None] * accs[own].double()).sum(0) / (weight * sums[own]).sum(0)[:, None]
+    assert_close(acc / row_sum[:, None], expected)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 24, 64])
+def test_lengths_around_every_boundary(block_size):
+    """Chunks of 32 in tiles of 16, three programs for some 17 items; a row of length 0 gets zeros."""
+    out, expected, _ = decode(LENS, block_size)
+    assert_close(out, expected)
+    assert not out[LENS.index(0)].any()
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 200])
+def test_any_number_of_programs(num_programs):
+    """One that does it all, and more than there is work for."""
+    out, expected, _ = decode(LENS[-4:], 16, num_programs=num_programs)
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (3, 1), (14, 2)])
+def test_grouped_heads(heads):
+    """A group of any size rides along as rows of one matrix product."""
+    out, expected, _ = decode([40, 7], 16, heads=heads)
+    assert_close(out, expected)
+
+
+def test_float16():
+    """Half precision in and out; partial results stay in float32."""
+    out, expected, _ = decode([70, 3], 16, dim=32, dtype=torch.float16)
+    assert_close(out, expected)
+
+
+def test_only_padding():
+    """A batch of length-0 rows: zeros, no NaN."""
+    out, _, _ = decode([0, 0, 0], 16)
+    assert not out.any()
+
+
+def test_default_sizes():
+    """The table's own configuration, in which the grid follows the batch's size."""
+    out, expected, _ = decode([100, 5], 16, config=None, num_programs=None)
+    assert_close(out, expected)

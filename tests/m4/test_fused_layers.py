@@ -1,0 +1,93 @@
+"""Fused kernels against the torch layers that they replace."""
+
+import pytest
+import torch
+
+from folovllm.kernels.activation import silu_and_mul
+from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
+from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
+from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.layernorm import RMSNorm
+from folovllm.layers.rotary_embedding import RotaryEmbedding
+from tests.m4.cases import DEVICE, assert_close
+
+DTYPES = [torch.float32, torch.float16]
+
+
+def norm(size, dtype):
+    """An RMSNorm with a random weight."""
+    layer = RMSNorm(size).to(DEVICE, dtype)
+    torch.nn.init.normal_(layer.weight, 1.0, 0.2)
+    return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [16, 72, 1000])
+def test_add_rms_norm(hidden, dtype):
+    """Both results: the norm, and the sum that the next residual needs. The inputs stay as they were."""
+    torch.manual_seed(0)
+    layer = norm(hidden, dtype)
+    x, residual = (3 * torch.randn(4, hidden, device=DEVICE, dtype=dtype) for _ in range(2))
+    before = x.clone(), residual.clone()
+    normed, total = add_rms_norm(x, residual, layer.weight, layer.eps)
+    expected, expected_total = layer(x, residual)
+    assert torch.equal(total, expected_total)
+    assert_close(normed, expected)
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+def test_add_rms_norm_of_zeros_and_of_small_numbers():
+    """eps keeps a row of zeros finite, and is added to the mean square, not to the root."""
+    layer = norm(32, torch.float32)
+    x = torch.zeros(2, 32, device=DEVICE)
+    x[1] = 1e-3
+    normed, _ = add_rms_norm(x, torch.zeros_like(x), layer.weight, 1e-6)
+    assert not normed[0].any()
+    assert_close(normed[1], layer.weight * 1e-3 / (1e-6 + 1e-6) ** 0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_a_slice(dtype):
+    """No residual, and rows that are not contiguous."""
+    layer = norm(40, dtype)
+    x = torch.randn(3, 100, device=DEVICE, dtype=dtype)[:, 20:60]
+    assert_close(rms_norm(x, layer.weight, layer.eps), layer(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 72, 1100])
+def test_silu_and_mul(width, dtype):
+    """Widths that fill no block, one, and more than one."""
+    torch.manual_seed(0)
+    gate_up = 4 * torch.randn(3, 2 * width, device=DEVICE, dtype=dtype)
+    assert_close(silu_and_mul(gate_up), SiluAndMul()(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
+def test_qk_norm_rope_store(heads, with_norm, dtype):
+    """Q comes back, K and V are in their slots, the rest of the cache is untouched, -1 stores nothing."""
+    torch.manual_seed(0)
+    (num_heads, num_kv_heads), dim, block_size = heads, 16, 4
+    rope = RotaryEmbedding(10000.0 ** -(torch.arange(0, dim, 2) / dim), 64).to(DEVICE)
+    qkv = torch.randn(4, num_heads + 2 * num_kv_heads, dim, device=DEVICE, dtype=dtype)
+    query, key, value = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    positions, slots = torch.tensor([0, 7, 63, 20], device=DEVICE), torch.tensor([5, 0, -1, 11], device=DEVICE)
+    q_norm, k_norm = norm(dim, dtype), norm(dim, dtype)
+    kv_cache = torch.full((2, 3, num_kv_heads, block_size, dim), 7.0, device=DEVICE, dtype=dtype).transpose(2, 3)
+    out = qk_norm_rope_store(
+        query, key, value, positions, rope.cos_sin_cache, kv_cache, slots,
+        *((q_norm.weight, k_norm.weight) if with_norm else (None, None)), eps=q_norm.eps,
+    )  # fmt: skip
+    if with_norm:
+        query, key = q_norm(query), k_norm(key)
+    expected, key = rope(positions, query, key)
+    assert_close(out, expected)
+    flat = kv_cache.reshape(2, -1, num_kv_heads, dim)
+    live = slots >= 0
+    assert_close(flat[0, slots[live]], key[live])
+    assert torch.equal(flat[1, slots[live]], value[live])
+    rest = torch.ones(flat.shape[1], dtype=torch.bool, device=DEVICE)
+    rest[slots[live]] = False
+    assert (flat[:, rest] == 7).all()

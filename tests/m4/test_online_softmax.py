@@ -1,0 +1,74 @@
+"""One tile of the online softmax, alone: a tile at a time must give what softmax over all keys gives."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from folovllm.kernels.online_softmax import LOG2_E, online_softmax_tile
+from tests.m4.cases import DEVICE, assert_close
+
+M, N, D = 16, 16, 16
+LOWEST = -1.0e30
+
+
+@triton.jit
+def tile_kernel(
+    q_ptr, k_ptr, v_ptr, seen_ptr, max_ptr, sum_ptr, acc_ptr, scale, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr
+):
+    """Load a tile and the state [M], [M], [M, D]; store the state that comes back."""
+    m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
+    q, k = tl.load(q_ptr + m[:, None] * D + d[None, :]), tl.load(k_ptr + n[:, None] * D + d[None, :])
+    v = tl.load(v_ptr + n[:, None] * D + d[None, :])
+    seen = tl.load(seen_ptr + m[:, None] * N + n[None, :]) != 0
+    accs = acc_ptr + m[:, None] * D + d[None, :]
+    row_max, row_sum, acc = online_softmax_tile(
+        q, k, v, seen, tl.load(max_ptr + m), tl.load(sum_ptr + m), tl.load(accs), scale
+    )
+    tl.store(max_ptr + m, row_max)
+    tl.store(sum_ptr + m, row_sum)
+    tl.store(accs, acc)
+
+
+def run(q, keys, values, seen):
+    """Fold `keys` and `values` [tiles, N, D] in, masked by `seen` [tiles, M, N]; returns the final state."""
+    state = [torch.full((M,), LOWEST), torch.zeros(M), torch.zeros(M, D)]
+    state = [x.to(DEVICE) for x in state]
+    for k, v, s in zip(keys, values, seen, strict=True):
+        tile_kernel[(1,)](q, k.contiguous(), v.contiguous(), s.int().contiguous(), *state, D**-0.5 * LOG2_E, M, N, D)
+    return state
+
+
+def reference(q, keys, values, seen):
+    """Softmax attention over all tiles at once, float64."""
+    k, v, s = keys.flatten(0, 1).double(), values.flatten(0, 1).double(), seen.transpose(0, 1).flatten(1)
+    scores = (q.double() @ k.T * D**-0.5).masked_fill(~s, float("-inf"))
+    return torch.softmax(scores, -1) @ v, scores
+
+
+@pytest.mark.parametrize("tiles", [1, 3])
+@pytest.mark.parametrize("spread", [1.0, 8.0, 60.0])
+def test_tiles_equal_one_softmax(tiles, spread):
+    """Also where a later tile raises the maximum by so much that exp without subtracting it would overflow."""
+    torch.manual_seed(tiles)
+    q, keys, values = (torch.randn(*s, D, device=DEVICE) for s in ((M,), (tiles, N), (tiles, N)))
+    keys *= spread * torch.arange(1, tiles + 1, device=DEVICE)[:, None, None]
+    seen = torch.rand(tiles, M, N, device=DEVICE) < 0.7
+    seen[0, :, 0] = True
+    row_max, row_sum, acc = run(q, keys, values, seen)
+    expected, scores = reference(q, keys, values, seen)
+    assert_close(acc / row_sum[:, None], expected)
+    assert_close(row_max / LOG2_E, scores.amax(-1))
+    assert_close(row_sum, (scores - scores.amax(-1, keepdim=True)).exp().sum(-1))
+
+
+def test_rows_that_see_nothing_keep_no_weight():
+    """A wholly hidden tile changes nothing, before and after a visible one, and is no NaN."""
+    torch.manual_seed(0)
+    q, keys, values = (torch.randn(*s, D, device=DEVICE) for s in ((M,), (3, N), (3, N)))
+    seen = torch.zeros(3, M, N, dtype=torch.bool, device=DEVICE)
+    seen[1, : M // 2] = True
+    row_max, row_sum, acc = run(q, keys, values, seen)
+    assert (row_sum[M // 2 :] == 0).all() and (acc[M // 2 :] == 0).all() and (row_max[M // 2 :] == LOWEST).all()
+    expected, _ = reference(q[: M // 2], keys[1:2], values[1:2], seen[1:2, : M // 2])
+    assert_close((acc / row_sum[:, None])[: M // 2], expected)

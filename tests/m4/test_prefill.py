@@ -1,0 +1,65 @@
+"""Ragged prefill over paged K/V against float64, at and around every boundary."""
+
+import pytest
+import torch
+
+from folovllm.kernels.prefill import PrefillConfig, prefill
+from tests.m4.cases import DEVICE, Paged, assert_close, starts
+
+TILES = PrefillConfig(16, 16, 4, 2)
+
+
+def check(lens, query_lens, block_size, heads=(2, 1), dim=16, dtype=torch.float32, config=TILES, bound=None):
+    """Run the kernel on random data with NaN wherever it must not read, and compare."""
+    torch.manual_seed(0)
+    paged = Paged.make(lens, block_size, heads[1], dim, dtype)
+    query = torch.randn(sum(query_lens), heads[0], dim, device=DEVICE, dtype=dtype)
+    out = torch.full_like(query, float("nan"))
+    prefill(query, paged.kv_cache, starts(query_lens), paged.seq_lens, paged.block_tables,
+            bound or max(query_lens), dim**-0.5, out, config=config)  # fmt: skip
+    assert_close(out, paged.attention(query, query_lens))
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 33])
+def test_whole_prompts_around_tile_boundaries(length):
+    """All tokens are new: the plain causal case."""
+    check([length], [length], block_size=16)
+
+
+@pytest.mark.parametrize(("length", "new"), [(17, 1), (32, 16), (33, 16), (40, 7), (48, 31), (50, 49)])
+def test_the_rest_after_cached_tokens(length, new):
+    """Chunks and cached prefixes: queries start in the middle, and see all that is cached before them."""
+    check([length], [new], block_size=16)
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 24, 64])
+def test_ragged_batch_in_pages_of_any_size(block_size):
+    """Pages smaller than a tile, of its size, larger, and of a size that no tile fits into."""
+    check([5, 20, 1, 37], [5, 3, 1, 20], block_size)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 2), (3, 1)])
+def test_grouped_heads(heads):
+    """Query head h reads KV head h // (Hq / Hkv), also where the group is no power of two."""
+    check([19], [9], block_size=16, heads=heads)
+
+
+def test_float16():
+    """Half precision in and out, float32 in between."""
+    check([20, 33], [20, 10], block_size=16, dim=32, dtype=torch.float16)
+
+
+def test_default_tiles_and_a_loose_bound():
+    """The table's own sizes; a longer bound on the query length costs programs, not correctness. A row may be empty."""
+    check([21, 8, 0], [6, 0, 0], block_size=16, config=None, bound=50)
+
+
+def test_decodes_before_are_left_alone():
+    """`first_seq` skips the sequences that the decode kernel serves."""
+    torch.manual_seed(0)
+    paged = Paged.make([9, 20], 16, 1, 16)
+    query = torch.randn(6, 2, 16, device=DEVICE)
+    out = torch.full_like(query, -5.0)
+    prefill(query, paged.kv_cache, starts([1, 5]), paged.seq_lens, paged.block_tables, 5, 0.25, out, 1, TILES)
+    assert (out[0] == -5).all()
+    assert_close(out[1:], paged.attention(query, [1, 5])[1:])

@@ -1,0 +1,63 @@
+"""Storing K/V: every token in its slot, nothing anywhere else."""
+
+import pytest
+import torch
+
+from folovllm.kernels.store import store_kvcache
+from tests.m4.cases import DEVICE
+
+
+def cache(num_blocks, block_size, heads, dim, dtype=torch.float32):
+    """[2, N, B, Hkv, D] over physical [2, N, Hkv, B, D], filled with 7."""
+    physical = torch.full((2, num_blocks, heads, block_size, dim), 7.0, dtype=dtype, device=DEVICE)
+    return physical.permute(0, 1, 3, 2, 4)
+
+
+def stored(key, value, kv_cache, slots):
+    """What the cache must hold afterwards, by a Python loop."""
+    expected, block_size = kv_cache.clone(), kv_cache.shape[2]
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            expected[0, slot // block_size, slot % block_size] = key[token]
+            expected[1, slot // block_size, slot % block_size] = value[token]
+    return expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("block_size", "heads", "dim"), [(16, 2, 16), (5, 3, 8), (1, 1, 32)])
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+def test_each_token_goes_to_its_slot(block_size, heads, dim, dtype, slot_dtype):
+    """Slots in no order, page and head counts that are no powers of two, both index types; -1 is skipped."""
+    torch.manual_seed(0)
+    kv_cache = cache(6, block_size, heads, dim, dtype)
+    slots = torch.randperm(6 * block_size)[:5].tolist()
+    slots[1] = -1
+    key, value = (torch.randn(len(slots), heads, dim, dtype=dtype, device=DEVICE) for _ in "kv")
+    expected = stored(key, value, kv_cache, slots)
+    store_kvcache(key, value, kv_cache, torch.tensor(slots, dtype=slot_dtype, device=DEVICE))
+    assert torch.equal(kv_cache, expected)
+
+
+def test_padding_does_not_write_the_last_slot():
+    """As a Python index, -1 would be the cache's last slot."""
+    kv_cache = cache(2, 4, 2, 16)
+    key = value = torch.zeros(3, 2, 16, device=DEVICE)
+    store_kvcache(key, value, kv_cache, torch.full((3,), -1, device=DEVICE))
+    assert (kv_cache == 7).all()
+
+
+def test_slices_of_one_projection():
+    """Key and value as they leave the QKV projection: rows that are not contiguous."""
+    qkv = torch.randn(4, 6, 16, device=DEVICE)  # 2 query heads, 2 of K, 2 of V
+    kv_cache, slots = cache(2, 8, 2, 16), [9, 0, 15, 3]
+    key, value = qkv[:, 2:4], qkv[:, 4:]
+    expected = stored(key, value, kv_cache, slots)
+    store_kvcache(key, value, kv_cache, torch.tensor(slots, device=DEVICE))
+    assert torch.equal(kv_cache, expected)
+
+
+def test_nothing_to_store():
+    """An empty batch launches nothing."""
+    kv_cache = cache(1, 4, 1, 16)
+    store_kvcache(*torch.empty(2, 0, 1, 16, device=DEVICE), kv_cache, torch.empty(0, dtype=torch.int64, device=DEVICE))
+    assert (kv_cache == 7).all()
