@@ -1,11 +1,14 @@
 """Fixtures of the course's own tests. The engine is never imported in this process: mutants run in children."""
 
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from milestones.manifest import Course
+from tests.course.farm import Farm, Job
 
 HERE = Path(__file__).resolve().parent
 collect_ignore = ["sample"]
@@ -18,3 +21,14 @@ def sample(tmp_path: Path) -> Course:
     shutil.copytree(HERE / "sample", root, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(HERE.parents[1] / "folovllm" / "_overlay.py", root / "folovllm")
     return Course(root)
+
+
+@pytest.fixture(scope="session")
+def farm(request: pytest.FixtureRequest) -> Iterator[Farm]:
+    """Mutants of all selected tests, begun at once, so that no core waits for a test to ask."""
+    with Farm() as farm:
+        if "PYTEST_XDIST_WORKER" not in os.environ:  # where each process would begin them all
+            specs = (getattr(item, "callspec", None) for item in request.session.items)
+            jobs = (spec.params.get("job") for spec in specs if spec)
+            farm.submit(job for job in jobs if isinstance(job, Job))
+        yield farm

@@ -1,0 +1,170 @@
+"""Mutants: the named tests on a `mine/` made for the purpose, in children that need not import torch first.
+
+A fork server imports torch, transformers and triton, never folovllm; each job is a child forked from it, with one
+thread. A thread of ours waits for each child, so that a crash or a hang is a result like any other.
+"""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from milestones.manifest import Course, Exercise
+from milestones.mine import write_variant
+
+PRELOAD = [
+    "torch",
+    "transformers",
+    "triton",
+    "triton.language",
+    "triton.runtime.interpreter",
+    "pytest",
+    "hypothesis",
+    "numpy",
+]
+PRELOAD += ["safetensors.torch", "transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama"]
+LIMIT = {"later": 280}  # seconds; others have 60
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is blank or wrong, what is run, and, by `kind`, what is to come of it (`complaint`)."""
+
+    kind: str  # blank, wrong, alone or later
+    name: str  # of the exercise, wrong answer or milestone
+    root: Path
+    tests: tuple[str, ...]
+    blanked: tuple[str, ...] = ()
+    wrong: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.kind}"
+
+
+@dataclass(slots=True)
+class Result:
+    status: int | str  # pytest's, or what happened instead
+    outcomes: list[tuple[str, str, str | None]] = field(default_factory=list)  # test, passed/failed/skipped, exercise
+    output: str = ""
+
+
+def jobs(course: Course) -> list[Job]:
+    """Per exercise: blank, each wrong answer, alone; per milestone: all later exercises blank."""
+    found = []
+    for milestone, after in zip_longest(course.milestones, course.milestones[1:]):
+        for e in milestone.exercises:
+            common = {"root": course.root, "tests": e.tests}
+            found.append(Job("blank", e.id, **common, blanked=(e.id,)))
+            found += [Job("wrong", w.id, **common, wrong=w.id) for w in course.wrong_answers(e)]
+            rest = [other for other in course.onwards(milestone.id) if other not in course.needed(e)]
+            found.append(Job("alone", e.id, **common, blanked=_ids(rest)))
+        if after:
+            tests = (f"tests/{milestone.id}",)
+            found.append(Job("later", milestone.id, course.root, tests, blanked=_ids(course.onwards(after.id))))
+    return found
+
+
+def complaint(job: Job, result: Result) -> str:
+    """What is wrong with the exercise that a job was about; empty if nothing is."""
+    failed = [(test, id) for test, outcome, id in result.outcomes if outcome == "failed"]
+    passed = [test for test, outcome, _ in result.outcomes if outcome == "passed"]
+    says = f"\n{result.output[-4000:]}"
+    if result.status not in (0, 1):
+        return f"the tests did not run to an end: {result.status}{says}"
+    if job.kind in ("alone", "later"):
+        return (
+            "" if passed and not failed else f"{failed or 'all skipped'} while {', '.join(job.blanked)} are blank{says}"
+        )
+    if not failed:
+        return f"{', '.join(job.tests)} do not notice{says}"
+    if job.kind == "blank" and failed[0][1] != job.name:
+        return f"{failed[0][0]} fails, but not with {job.name}: a blank exercise is to be reached{says}"
+    return ""
+
+
+class Farm:
+    """Runs jobs, as many at a time as there are cores."""
+
+    def __init__(self) -> None:
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOAD)
+        self.pool = ThreadPoolExecutor(os.cpu_count())
+        self.futures: dict[Job, Future[Result]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.pool.shutdown(cancel_futures=True)
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        self.futures |= {job: self.pool.submit(self._run, job) for job in jobs if job not in self.futures}
+
+    def result(self, job: Job) -> Result:
+        self.submit([job])
+        return self.futures[job].result()
+
+    def _run(self, job: Job) -> Result:
+        ours, theirs = self.context.Pipe(duplex=False)
+        child = self.context.Process(target=_child, args=(job, theirs), daemon=False)
+        child.start()
+        theirs.close()
+        limit = LIMIT.get(job.kind, 60)
+        try:
+            return ours.recv() if ours.poll(limit) else Result(f"still running after {limit} s")
+        except EOFError:
+            child.join()
+            return Result(f"the process died, status {child.exitcode}")
+        finally:
+            child.kill()
+            child.join()
+            ours.close()
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.outcomes: list[tuple[str, str, str | None]] = []
+
+    def pytest_runtest_logreport(self, report: "pytest.TestReport") -> None:  # type: ignore[name-defined]  # noqa: F821
+        if report.when == "call" or report.outcome != "passed":
+            id = next((str(value) for name, value in report.user_properties if name == "exercise"), None)
+            self.outcomes.append((report.nodeid, report.outcome, id))
+
+
+def _child(job: Job, pipe: Connection) -> None:
+    import pytest
+    import torch
+
+    assert "folovllm" not in sys.modules, "the fork server must not know the engine"
+    torch.set_num_threads(1)
+    os.chdir(job.root)
+    sys.path.insert(0, str(job.root))
+    recorder = _Recorder()
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as log:
+        for descriptor in (1, 2):
+            os.dup2(log.fileno(), descriptor)
+        os.environ["FOLOVLLM_MINE"] = str(_variant(job, Path(folder)))
+        stop = [] if job.kind == "later" else ["-x"]
+        status = pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", *stop, *job.tests], plugins=[recorder])
+        sys.stdout.flush()
+        log.seek(0)
+        pipe.send(Result(int(status), recorder.outcomes, log.read()))
+        pipe.close()
+
+
+def _variant(job: Job, folder: Path) -> Path:
+    course = Course(job.root)
+    answers = [w for e in course.exercises for w in course.wrong_answers(e) if w.id == job.wrong]
+    return write_variant(course, folder, [course.exercise(id) for id in job.blanked], answers)
+
+
+def _ids(exercises: Iterable[Exercise]) -> tuple[str, ...]:
+    return tuple(e.id for e in exercises)

@@ -1,0 +1,103 @@
+"""The course's promises, for every exercise that a manifest declares: `-k m3.1` picks one, `-k m3` a milestone."""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from milestones import splice
+from milestones.manifest import Course, Exercise, Milestone
+from milestones.mine import Mine, write_variant
+from tests.course.farm import Farm, Job, complaint, jobs
+
+COURSE = Course(Path(__file__).resolve().parents[2])
+each_exercise = pytest.mark.parametrize("exercise", COURSE.exercises, ids=lambda e: e.id)
+each_milestone = pytest.mark.parametrize("milestone", COURSE.milestones, ids=lambda m: m.id)
+
+
+@pytest.mark.parametrize("job", jobs(COURSE), ids=str)
+def test_mutant(job: Job, farm: Farm) -> None:
+    """Blank: its tests fail with its id. Wrong: they fail. Alone, and with all later ones blank: they pass."""
+    if said := complaint(job, farm.result(job)):
+        pytest.fail(f"{job}: {said}", pytrace=False)
+
+
+@each_exercise
+def test_symbols(exercise: Exercise, tmp_path: Path) -> None:
+    for symbol in exercise.symbols:
+        assert symbol.path.name != "__init__.py"
+        body = splice.find(COURSE.source(symbol.path), symbol.name).node.body
+        assert len(body) > 1, f"{symbol} has no docstring, or nothing else: a learner would not know what to write"
+    folder = write_variant(COURSE, tmp_path, [exercise])
+    for file in folder.rglob("*.py"):
+        compile(file.read_text(), file, "exec")
+
+
+@each_exercise
+def test_tests_exist(exercise: Exercise) -> None:
+    for test in exercise.tests:
+        file, *names = test.split("::")
+        assert file.startswith(f"tests/{exercise.id.partition('.')[0]}/")
+        node: ast.AST = ast.parse((COURSE.root / file).read_text())
+        for name in names:
+            assert "[" not in name, f"{test}: name the function, not one of its parameters"
+            node = next(n for n in ast.iter_child_nodes(node) if getattr(n, "name", "") == name)
+
+
+@each_exercise
+def test_three_hints_that_differ(exercise: Exercise) -> None:
+    hints = COURSE.hints(exercise)
+    assert len(hints) == 3 and len({text for _, text in hints}) == 3
+    assert all(heading and text for heading, text in hints)
+
+
+@each_exercise
+def test_two_wrong_answers_that_fit(exercise: Exercise) -> None:
+    answers = COURSE.wrong_answers(exercise)
+    assert len(answers) >= 2 and all(answer.why for answer in answers)
+    sources = {symbol.name: COURSE.source(symbol.path) for symbol in exercise.symbols}
+    for answer in answers:
+        names = dict(splice.functions(answer.source))
+        assert names and set(names) <= set(sources), f"{answer.file.name} defines {set(names)}, not {set(sources)}"
+        for name in names:
+            assert not splice.same_body(answer.source, sources[name], name), f"{answer.file.name} is right"
+            wrong, right = (splice.find(s, name).node.args for s in (answer.source, sources[name]))
+            assert parameters(wrong) == parameters(right), f"{answer.file.name}: {name}"
+
+
+def parameters(arguments: ast.arguments) -> list[str]:
+    return [n.arg for n in ast.walk(arguments) if isinstance(n, ast.arg)]
+
+
+@each_milestone
+def test_pasting_the_answers_gives_the_reference(milestone: Milestone, tmp_path: Path) -> None:
+    mine = Mine(COURSE, tmp_path)
+    mine.start(milestone.id)
+    for exercise in milestone.exercises:
+        assert not mine.written(exercise)
+        mine.paste(exercise)
+        assert mine.written(exercise)
+    for path in {symbol.path for exercise in milestone.exercises for symbol in exercise.symbols}:
+        later = [s.name for e in COURSE.onwards(milestone.id) for s in e.symbols if s.path == path]
+        text = mine.read(path)
+        assert text is not None
+        for name in later:
+            text = splice.transplant(text, name, COURSE.source(path))
+        assert text == COURSE.source(path)
+
+
+@each_milestone
+def test_the_manifests_files_exist(milestone: Milestone) -> None:
+    for path in filter(None, (milestone.notebook, milestone.chapter)):
+        assert (COURSE.root / path).is_file()
+    known = {e.id for e in milestone.exercises}
+    for file in [*milestone.folder.glob("hints/*"), *milestone.folder.glob("wrong/*.py")]:
+        assert re.match(r"m\d+\.\d+", file.name)[0] in known, f"{file.name} belongs to no exercise"  # type: ignore[index]
+
+
+def test_markers_are_the_manifests() -> None:
+    options = tomllib.loads((COURSE.root / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    markers = dict(marker.split(": ", 1) for marker in options["markers"])
+    assert {m.id for m in COURSE.milestones} <= set(markers)
