@@ -1,0 +1,61 @@
+"""Every backend of the milestones so far keeps the contract; tests/m4 runs the same suite on the backends that come later."""
+
+import pytest
+import torch
+
+from folovllm.attention.backends.abstract import AttentionConfig
+from tests import contract
+from tests.contract import CASES, DEVICE, MIXED, PAGED, Case, Problem, check, check_skips_slot_minus_one, make_problem
+
+BACKENDS = ("torch_naive", "torch_paged")
+BFLOAT16 = Case("decodes and prompts", MIXED, head_dim=64)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_float64(backend: str, case: Case) -> None:
+    check(backend, case)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(backend: str, dtype: torch.dtype) -> None:
+    check(backend, BFLOAT16, dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_slot_minus_one_is_nowhere(backend: str) -> None:
+    check_skips_slot_minus_one(backend)
+
+
+def test_the_suite_covers_what_it_says() -> None:
+    assert set(BACKENDS) < set(PAGED)
+    assert {c.num_heads // c.num_kv_heads for c in CASES} == set(range(1, 9))
+    assert {c.head_dim for c in CASES} == {32, 64, 128}
+    assert {c.block_size for c in CASES} == {1, 2, 16, 256}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_suite_notices(backend: str) -> None:
+    """One token too many is read, which is NaN: the backend does not get through."""
+
+    def with_longer(config: AttentionConfig, case: Case) -> Problem:
+        problem = make_problem(config, case)
+        problem.batch.seq_lens_host = [n + 1 for n in problem.batch.seq_lens_host]
+        return problem
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contract, "make_problem", with_longer)
+        with pytest.raises(AssertionError):
+            contract.check(backend, CASES[0])
+
+
+def test_tables_of_a_problem_are_disjoint() -> None:
+    config = AttentionConfig(4, 2, 32, torch.float32, torch.device(DEVICE), 16, 8, 512, 512)
+    batch = make_problem(config, CASES[6]).batch
+    owned = [
+        block
+        for row, n in zip(batch.block_tables.tolist(), batch.seq_lens_host, strict=True)
+        for block in row[: -(-n // 16)]
+    ]
+    assert len(owned) == len(set(owned))
