@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -134,7 +135,7 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many as a list; a flat list of numbers is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    if len(prompts) > 0 and all(isinstance(item, int) for item in prompts):
+    if len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts):
         return [cast("Sequence[int]", prompts)]
     return list(cast("Sequence[Prompt]", prompts))
 

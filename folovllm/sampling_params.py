@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+SMALLEST_TEMPERATURE = 1e-5  # below it is greedy: the same choice, and no quotient that overflows
+
 
 @dataclass(slots=True)
 class SamplingParams:
@@ -59,6 +61,8 @@ class SamplingParams:
             self.stop = [stop]
         self._validate_draw()
         self._validate_stop()
+        if self.temperature < SMALLEST_TEMPERATURE:
+            self.temperature = 0.0
 
     def _validate_draw(self) -> None:
         _require(self.n >= 1, f"n must be at least 1, not {self.n}")
@@ -69,7 +73,8 @@ class SamplingParams:
         _require(0 <= self.min_p <= 1, f"min_p must be between 0 (off) and 1, not {self.min_p}")
         in_range = self.seed is None or 0 <= self.seed < 2**63
         _require(in_range, f"seed must be between 0 and 2**63 - 1, not {self.seed}")
-        _require(self.repetition_penalty > 0, f"repetition_penalty must be positive, not {self.repetition_penalty}")
+        finite = 0 < self.repetition_penalty < math.inf
+        _require(finite, f"repetition_penalty must be a positive number, not {self.repetition_penalty}")
         for name in ("presence_penalty", "frequency_penalty"):
             _require(math.isfinite(getattr(self, name)), f"{name} must be a finite number")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Sequence as SequenceOf
 from functools import partial
@@ -69,7 +70,10 @@ class InputProcessor:
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return list(self._tokenizer.encode(prompt))
-        return [int(token_id) for token_id in prompt]
+        try:
+            return [operator.index(token_id) for token_id in prompt]
+        except TypeError as error:
+            raise ValueError("a prompt is a string or a list of token ids (whole numbers)") from error
 
     def _validate(self, token_ids: list[int], params: SamplingParams) -> None:
         if not token_ids:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from folovllm.attention.backends.abstract import AttentionConfig
+from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.select import choose_backend
 from folovllm.config import EngineConfig
 from folovllm.models.files import load_hf_config, resolve_model
@@ -93,6 +94,9 @@ def set_up(config: EngineConfig) -> EngineSetup:
 def _choose_attention(config: EngineConfig, attention: AttentionConfig) -> tuple[str, int]:
     """The backend's name and the tokens of a page."""
     if config.kv_cache == "growing":
+        if config.attention_backend != "auto":
+            get_backend(str(config.attention_backend))  # a name that nobody knows has an error of its own
+            raise ValueError('kv_cache="growing" attends in its own way: leave attention_backend out, or use "m2"')
         return ("" if config.model_impl == "hf" else "torch_cat"), attention.max_model_len
     return choose_backend(config.attention_backend or "auto", attention)
 

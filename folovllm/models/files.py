@@ -59,7 +59,10 @@ def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
     where = resolve_model(config.tokenizer) if config.tokenizer else path
     if not any((where / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{where} has no tokenizer (tokenizer.json): name one with tokenizer=...")
-    return AutoTokenizer.from_pretrained(where, trust_remote_code=config.trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(where, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot read the tokenizer in {where}: {error}") from error
 
 
 def eos_token_ids(path: Path, hf_config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -28,15 +28,18 @@ class HFModelRunner:
         """Load the weights, from safetensors only: a pickle could run code."""
         setup = self._setup
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model, report = AutoModelForCausalLM.from_pretrained(
                 setup.path,
                 config=setup.hf_config,
                 dtype=setup.dtype,
                 use_safetensors=True,
+                output_loading_info=True,
                 trust_remote_code=setup.config.trust_remote_code,
             )
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"cannot load the model in {setup.path}: {error}") from error
+        if report["missing_keys"]:  # transformers would make them up
+            raise ValueError(f"the checkpoint in {setup.path} lacks {', '.join(sorted(report['missing_keys'])[:5])}")
         self.model = model.to(setup.device).eval()
 
     def initialize_kv_cache(self) -> int:

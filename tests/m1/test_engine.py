@@ -1,0 +1,171 @@
+"""The chain of M1: one request at a time, step by step; abort; two engines in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from folovllm import LLM, EngineConfig, SamplingParams
+from folovllm.engine.scheduler import SerialScheduler
+from folovllm.request import Sequence, SequenceStatus
+from tests.helpers import tiny_checkpoint
+
+PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture(params=["hf", "native"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    return LLM(str(tiny_checkpoint()), milestone="m1", model_impl=request.param, use_tqdm=False)
+
+
+def drain(llm: LLM) -> list[str]:
+    """Run to the end; ids in the order of finishing."""
+    done = []
+    while llm.engine.has_unfinished_requests():
+        done += [output.request_id for output in llm.engine.step() if output.finished]
+    return done
+
+
+def test_the_whole_prompt_in_one_step_then_a_token_a_step(llm: LLM) -> None:
+    llm.engine.history = []
+    llm.generate([5] * 20, PARAMS, use_tqdm=False)
+    assert [(s.num_prefill_tokens, s.num_decode_tokens) for s in llm.engine.history] == [(20, 0)] + [(0, 1)] * 4
+    assert [share[2:] for s in llm.engine.history for share in s.shares] == [
+        (0, 20),
+        (20, 1),
+        (21, 1),
+        (22, 1),
+        (23, 1),
+    ]
+
+
+def test_one_at_a_time_first_come_first_served(llm: LLM) -> None:
+    llm.engine.history = []
+    for name in "abc":
+        llm.engine.add_request(name, "Hello", PARAMS)
+    assert llm.engine.stats().waiting == 3
+    assert drain(llm) == ["a", "b", "c"]
+    served = [share[0] for s in llm.engine.history for share in s.shares]
+    assert served == ["a"] * 5 + ["b"] * 5 + ["c"] * 5
+    assert {s.running for s in llm.engine.history} == {1}
+
+
+def test_a_late_request_waits(llm: LLM) -> None:
+    llm.engine.add_request("first", "Hello", PARAMS)
+    llm.engine.step()
+    llm.engine.add_request("late", "Hi", PARAMS)
+    assert llm.engine.stats().running == 1 and llm.engine.stats().waiting == 1
+    assert drain(llm) == ["first", "late"]
+
+
+def test_abort_running_and_waiting(llm: LLM) -> None:
+    expected = llm.generate("third", PARAMS, use_tqdm=False)[0]["token_ids"]
+    for name in ("first", "second", "third"):
+        llm.engine.add_request(name, name, PARAMS)
+    llm.engine.step()
+    llm.engine.step()
+    running, waiting = llm.engine.abort_request("first"), llm.engine.abort_request("second")
+    for output, count in ((running, 2), (waiting, 0)):
+        assert output.finished and output.outputs[0].finish_reason == "abort"
+        assert len(output["token_ids"]) == count
+    outputs = []
+    while llm.engine.has_unfinished_requests():
+        outputs += llm.engine.step()
+    assert outputs[-1]["token_ids"] == expected, "a cache outlived its request"
+
+
+def test_abort_one_of_n_answers_aborts_all(llm: LLM) -> None:
+    llm.engine.add_request("r", "Hello", replace(PARAMS, n=3))
+    llm.engine.step()
+    output = llm.engine.abort_request("r")
+    assert [c.finish_reason for c in output.outputs] == ["abort"] * 3
+    assert not llm.engine.has_unfinished_requests() and llm.engine.step() == []
+
+
+def test_an_id_may_be_used_again(llm: LLM) -> None:
+    for _ in range(2):
+        llm.engine.add_request("r", "Hello", PARAMS)
+        assert drain(llm) == ["r"]
+
+
+def test_step_without_work_does_nothing(llm: LLM) -> None:
+    assert llm.engine.step() == [] and llm.engine.stats().steps == 0
+
+
+def test_two_engines_in_turn_do_not_disturb_each_other() -> None:
+    impls = ("hf", "native")
+    engines = [LLM(str(tiny_checkpoint()), milestone="m1", model_impl=i, use_tqdm=False).engine for i in impls]
+    alone = []
+    for engine in engines:
+        engine.add_request("r", "Hello", PARAMS, stream=False)
+        while not (done := engine.step()):
+            pass
+        alone.append(done[0]["token_ids"])
+    for engine in engines:
+        engine.add_request("r", "Hello", PARAMS, stream=False)
+    together: list[list[int]] = [[], []]
+    while any(e.has_unfinished_requests() for e in engines):
+        for engine, result in zip(engines, together, strict=True):
+            result += [t for output in engine.step() for t in output["token_ids"]]
+    assert together == alone
+
+
+def test_caches_die_with_their_sequences() -> None:
+    llm = LLM(str(tiny_checkpoint()), milestone="m1", use_tqdm=False)
+    llm.generate(["a", "b"], PARAMS, use_tqdm=False)
+    assert len(llm.engine.executor._worker.runner._caches) == 0  # type: ignore[attr-defined]
+
+
+def test_dtype_is_what_was_asked_for() -> None:
+    llm = LLM(str(tiny_checkpoint()), milestone="m1", dtype="bfloat16", device="cpu", use_tqdm=False)
+    runner = llm.engine.executor._worker.runner
+    assert runner.model.dtype is torch.bfloat16  # type: ignore[attr-defined]
+    assert len(llm.generate("Hello", PARAMS, use_tqdm=False)[0]["token_ids"]) == 5
+
+
+def test_max_model_len_defaults_to_the_smaller_of_the_models_and_4096() -> None:
+    config = EngineConfig(milestone="m1")
+    assert config.resolve_max_model_len(512) == 512
+    assert config.resolve_max_model_len(40960) == 4096
+    assert EngineConfig(milestone="m1", max_model_len=8192).resolve_max_model_len(40960) == 8192
+
+
+def test_for_milestone_is_the_preset_with_changes() -> None:
+    config = EngineConfig.for_milestone("m1", seed=3)
+    assert (config.model_impl, config.kv_cache, config.max_num_seqs, config.seed) == ("hf", "growing", 1, 3)
+    assert EngineConfig.for_milestone("m1", model_impl="native").model_impl == "native"
+
+
+class TestSequence:
+    def sequence(self) -> Sequence:
+        return Sequence("r", [1, 2, 3], SamplingParams(), 4, 0, None)  # type: ignore[arg-type]
+
+    def test_counts(self) -> None:
+        seq = self.sequence()
+        assert (seq.num_tokens, seq.num_uncomputed_tokens, seq.num_output_tokens) == (3, 3, 0)
+        seq.num_computed_tokens = 3
+        seq.append_token(9)
+        assert (seq.num_tokens, seq.num_uncomputed_tokens, seq.num_output_tokens) == (4, 1, 1)
+        assert seq.token_ids.tolist() == [1, 2, 3, 9] and seq.output_token_ids.tolist() == [9]
+
+    def test_states(self) -> None:
+        seq = self.sequence()
+        with pytest.raises(ValueError, match="WAITING, not RUNNING"):
+            seq.requeue()
+        seq.start()
+        with pytest.raises(ValueError):
+            seq.start()
+        seq.requeue()
+        seq.finish(SequenceStatus.FINISHED_LENGTH)
+        seq.finish(SequenceStatus.FINISHED_ABORTED)
+        assert seq.status is SequenceStatus.FINISHED_LENGTH, "a finished sequence stays as it is"
+        with pytest.raises(ValueError, match="does not end"):
+            self.sequence().finish(SequenceStatus.RUNNING)
+
+    def test_the_serial_scheduler_schedules_what_is_not_computed(self) -> None:
+        scheduler, seq = SerialScheduler(), self.sequence()
+        scheduler.add(seq)
+        (item,) = scheduler.schedule().scheduled
+        assert (item.seq, item.start, item.num_new_tokens, item.draws) == (seq, 0, 3, True)

@@ -1,0 +1,192 @@
+"""M1's answers: those of transformers' own `generate`, the softmax's, and a seed's, whatever runs beside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from folovllm import LLM, SamplingParams
+from folovllm.outputs import RequestOutput
+from tests.helpers import (
+    VOCAB_SIZE,
+    assert_tokens_equal,
+    assert_varied,
+    hf_greedy,
+    hf_logits,
+    hf_model,
+    prompts,
+    tiny_checkpoint,
+)
+
+PATH = tiny_checkpoint()
+MIXED = prompts([1, 2, 3, 7, 16, 33, 64, 100, 150])
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, max_tokens=12, seed=7, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["hf", "native"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(str(PATH), milestone="m1", model_impl=request.param, use_tqdm=False) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def hf() -> Iterator[LLM]:
+    with LLM(str(PATH), milestone="m1", use_tqdm=False) as llm:
+        yield llm
+
+
+def run(llm: LLM, prompts: object, params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:
+    return llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+def test_greedy_is_transformers_generate_token_for_token(hf: LLM) -> None:
+    outputs = run(hf, MIXED, GREEDY)
+    model = hf_model(PATH)
+    for prompt, output in zip(MIXED, outputs, strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert output.prompt_token_ids + output["token_ids"] == expected[0].tolist()
+    assert_varied(tokens(outputs))
+
+
+def test_greedy_with_our_model() -> None:
+    llm = LLM(str(PATH), milestone="m1", model_impl="native", use_tqdm=False)
+    for prompt, output in zip(MIXED, run(llm, MIXED, GREEDY), strict=True):
+        assert_tokens_equal(output["token_ids"], *hf_greedy(PATH, prompt, 24))
+
+
+def test_repetition_penalty_is_transformers(hf: LLM) -> None:
+    params = replace(GREEDY, repetition_penalty=1.3)
+    for prompt in MIXED[3:6]:
+        expected = hf_model(PATH).generate(
+            torch.tensor([prompt]),
+            max_new_tokens=24,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            repetition_penalty=1.3,
+        )
+        assert run(hf, prompt, params)[0]["token_ids"] == expected[0, len(prompt) :].tolist()
+
+
+def test_draws_follow_the_models_softmax(hf: LLM) -> None:
+    """800 first tokens of one prompt against top_k = 6 of the reference's softmax."""
+    params = SamplingParams(n=800, temperature=2.0, top_k=6, max_tokens=1, seed=1)
+    drawn = torch.tensor(tokens(run(hf, MIXED[4], params))).flatten()
+    values, ids = (hf_logits(PATH, MIXED[4])[-1] / 2.0).topk(6)
+    counts = drawn.bincount(minlength=VOCAB_SIZE)[ids].double()
+    assert counts.sum() == 800
+    expected = values.softmax(0).double() * 800
+    assert ((counts - expected).square() / expected).sum() < 20.5  # 5 degrees of freedom, p = 0.001
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_among_others(llm: LLM) -> None:
+    alone = [tokens(run(llm, p, replace(SAMPLED, seed=i)))[0] for i, p in enumerate(MIXED[:5])]
+    together = run(llm, MIXED[:5], [replace(SAMPLED, seed=i) for i in range(5)])
+    assert tokens(together) == alone
+    backwards = run(llm, MIXED[4::-1], [replace(SAMPLED, seed=i) for i in range(4, -1, -1)])
+    assert tokens(backwards) == alone[::-1]
+
+
+def test_another_seed_gives_other_tokens(hf: LLM) -> None:
+    assert_varied([tokens(run(hf, MIXED[3], replace(SAMPLED, seed=i)))[0] for i in range(4)])
+
+
+def test_requests_without_a_seed_draw_their_own(hf: LLM) -> None:
+    outputs = tokens(run(hf, [MIXED[3]] * 3, replace(SAMPLED, seed=None)))
+    assert len({tuple(o) for o in outputs}) == 3
+    fresh = [LLM(str(PATH), milestone="m1", seed=5, use_tqdm=False) for _ in range(2)]
+    assert tokens(run(fresh[0], MIXED[3], replace(SAMPLED, seed=None))) == tokens(
+        run(fresh[1], MIXED[3], replace(SAMPLED, seed=None))
+    ), "the engine's seed decides what they draw"
+
+
+def test_top_k_1_is_greedy(hf: LLM) -> None:
+    params = replace(SAMPLED, top_k=1, temperature=5.0)
+    assert tokens(run(hf, MIXED[3], params)) == tokens(run(hf, MIXED[3], replace(params, temperature=0)))
+
+
+def test_n_answers_differ_and_the_first_is_that_of_n_1(llm: LLM) -> None:
+    (output,) = run(llm, MIXED[3], replace(SAMPLED, n=3))
+    assert [c.index for c in output.outputs] == [0, 1, 2]
+    assert len({tuple(c.token_ids) for c in output.outputs}) == 3
+    assert output["token_ids"] == tokens(run(llm, MIXED[3], SAMPLED))[0]
+    assert output.metrics.num_generated_tokens == 36
+
+
+def test_penalties_change_what_is_said(hf: LLM) -> None:
+    plain = tokens(run(hf, MIXED[0], GREEDY))[0]
+    frequent = tokens(run(hf, MIXED[0], replace(GREEDY, frequency_penalty=100.0)))[0]
+    assert len(set(plain)) < 24 and len(set(frequent)) == 24
+
+
+def test_logprobs_are_the_references(llm: LLM) -> None:
+    (output,) = run(llm, MIXED[3], replace(GREEDY, max_tokens=6, logprobs=3))
+    answer = output.outputs[0]
+    assert answer.logprobs is not None and len(answer.logprobs) == 6
+    reference = hf_logits(PATH, [*MIXED[3], *answer.token_ids])[len(MIXED[3]) - 1 :].log_softmax(-1)
+    for token, row, expected in zip(answer.token_ids, answer.logprobs, reference[:6], strict=True):
+        assert len(row) == 4 and row[0].token_id == row[1].token_id == token
+        assert [entry.token_id for entry in row[1:]] == expected.topk(3).indices.tolist()
+        assert [e.logprob for e in row] == pytest.approx([float(expected[e.token_id]) for e in row], abs=1e-3)
+        assert row[0].text == llm.tokenizer.decode([token])
+
+
+class TestStreaming:
+    def stream(self, llm: LLM, params: SamplingParams) -> list[RequestOutput]:
+        llm.engine.add_request("s", "Once upon a time", params)
+        outputs = []
+        while llm.engine.has_unfinished_requests():
+            outputs += llm.engine.step()
+        return outputs
+
+    def test_deltas_add_up(self, llm: LLM) -> None:
+        whole = run(llm, "Once upon a time", GREEDY)[0].outputs[0]
+        outputs = self.stream(llm, GREEDY)
+        assert len(outputs) == 24, "a report a token"
+        parts = [o.outputs[0] for o in outputs]
+        assert "".join(p.delta_text for p in parts) == whole.text == parts[-1].text
+        assert [t for p in parts for t in p.delta_token_ids] == whole.token_ids
+        assert [o.finished for o in outputs] == [False] * 23 + [True]
+        assert [p.finish_reason for p in parts] == [None] * 23 + ["length"]
+        for before, after in pairwise(parts):
+            assert after.text.startswith(before.text), "text was taken back"
+
+    def test_text_is_that_of_the_tokens(self, llm: LLM) -> None:
+        for output in run(llm, MIXED, GREEDY):
+            assert output["text"] == llm.tokenizer.decode(output["token_ids"], skip_special_tokens=True)
+
+    def test_special_tokens_where_asked_for(self, hf: LLM) -> None:
+        plain = self.stream(hf, GREEDY)[-1]["token_ids"]
+        bias = replace(GREEDY, n=1, max_tokens=40, temperature=3.0, seed=3)
+        with_special = self.stream(hf, replace(bias, skip_special_tokens=False))[-1]
+        without = self.stream(hf, bias)[-1]
+        assert with_special["token_ids"] == without["token_ids"] != plain
+        assert any(t > 255 for t in without["token_ids"]) and "<|" in with_special["text"]
+        assert "<|" not in without["text"]
+
+    def test_without_stream_only_the_end_is_reported(self, llm: LLM) -> None:
+        llm.engine.add_request("s", "Hello", GREEDY, stream=False)
+        outputs = []
+        while llm.engine.has_unfinished_requests():
+            outputs += llm.engine.step()
+        assert len(outputs) == 1 and outputs[0].finished
+        assert outputs[0].outputs[0].delta_text == outputs[0]["text"]
+
+
+def test_order_of_results_is_that_of_the_prompts(llm: LLM) -> None:
+    params = [replace(GREEDY, max_tokens=n) for n in (5, 1, 9, 2)]
+    outputs = run(llm, ["a", [5, 6], "c", "d"], params)
+    assert [len(o["token_ids"]) for o in outputs] == [5, 1, 9, 2]
+    assert [o.prompt for o in outputs] == ["a", None, "c", "d"]
+    assert outputs[1].prompt_token_ids == [5, 6]

@@ -1,0 +1,80 @@
+"""Times and counts: what TTFT, TPOT, latency and tokens/s mean, and that the engine takes them so."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import pytest
+
+from folovllm import LLM, SamplingParams
+from folovllm.engine.metrics import EngineStats
+from folovllm.outputs import RequestMetrics
+from tests.helpers import tiny_checkpoint
+
+PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(str(tiny_checkpoint()), milestone="m1", use_tqdm=False)
+
+
+def test_definitions() -> None:
+    metrics = RequestMetrics(arrival_time=10.0, num_prompt_tokens=7)
+    assert metrics.ttft is None and metrics.tpot is None and metrics.latency is None
+    metrics.first_token_time, metrics.num_generated_tokens = 10.5, 1
+    assert metrics.ttft == 0.5 and metrics.tpot is None
+    metrics.finish_time, metrics.num_generated_tokens = 12.5, 5
+    assert metrics.tpot == 0.5, "two seconds over the four tokens after the first"
+    assert metrics.latency == 2.5 and metrics.tokens_per_second == 2.0
+    assert metrics["tpot"] == metrics.tpot
+
+
+def test_one_token_has_no_tpot() -> None:
+    assert RequestMetrics(0.0, 1.0, 1.0, 3, 1).tpot is None
+
+
+def test_the_engine_takes_them(llm: LLM) -> None:
+    before = time.monotonic()
+    metrics = llm.generate("Hello", PARAMS, use_tqdm=False)[0].metrics
+    after = time.monotonic()
+    assert metrics.first_token_time is not None and metrics.finish_time is not None
+    assert before <= metrics.arrival_time < metrics.first_token_time < metrics.finish_time <= after
+    assert (metrics.num_prompt_tokens, metrics.num_generated_tokens) == (5, 10)
+    assert metrics.tpot == pytest.approx((metrics.finish_time - metrics.first_token_time) / 9)
+
+
+def test_ttft_includes_the_wait(llm: LLM) -> None:
+    first, second = llm.generate(["Hello", "Hello"], PARAMS, use_tqdm=False)
+    assert first.metrics.latency is not None and second.metrics.ttft is not None
+    assert second.metrics.ttft > 0.9 * first.metrics.latency
+
+
+def test_a_request_that_never_ran_has_no_first_token(llm: LLM) -> None:
+    llm.engine.add_request("r", "Hello", PARAMS)
+    metrics = llm.engine.abort_request("r").metrics
+    assert metrics.ttft is None and metrics.num_generated_tokens == 0 and metrics.latency is not None
+
+
+def test_step_stats(llm: LLM) -> None:
+    llm.engine.history = []
+    start = llm.engine.stats().steps
+    llm.generate(["Hello", "a"], PARAMS, use_tqdm=False)
+    history, llm.engine.history = llm.engine.history, None
+    assert [s.index for s in history] == list(range(start, start + 20))
+    assert [s.num_prefill_tokens for s in history] == [5] + [0] * 9 + [1] + [0] * 9, "a prompt of one token is prefill"
+    assert sum(s.num_decode_tokens for s in history) == 18
+    assert all(b.start >= a.start + a.seconds for a, b in pairwise(history))
+    assert history[0].waiting == 1 and history[-1].waiting == 0
+
+
+def test_shares_are_kept_only_with_a_history(llm: LLM) -> None:
+    llm.generate("Hello", PARAMS, use_tqdm=False)
+    assert llm.engine.last_stats is not None and llm.engine.last_stats.shares == ()
+
+
+def test_waste() -> None:
+    stats = EngineStats(0, 1, 1, 0, 10, 4, 48, 1000, 400, 300)
+    assert stats.kv_waste == 0.25
+    assert EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0).kv_waste == 0.0

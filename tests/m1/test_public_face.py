@@ -1,0 +1,79 @@
+"""The snippets that README and design show, as they stand there. The latest preset is M1 here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import tiny_checkpoint
+
+MODEL = str(tiny_checkpoint())
+
+
+@pytest.fixture(autouse=True)
+def m1_is_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("folovllm.config.LATEST", "m1")
+
+
+def test_generate() -> None:
+    from folovllm import LLM, SamplingParams
+
+    llm = LLM(MODEL, milestone="m1")
+    out = llm.generate(["Hello", "1+1=?"], SamplingParams(temperature=0.6, max_tokens=16))[0]
+    answer = out.outputs[0]
+    assert isinstance(answer.text, str) and len(answer.token_ids) == 16 and answer.finish_reason == "length"
+    assert out.metrics.ttft is not None and out.metrics.ttft > 0
+
+
+def test_overrides_are_fields_of_the_config() -> None:
+    from folovllm import LLM, EngineConfig
+
+    llm = LLM(MODEL, milestone="m1", model_impl="native", max_model_len=64, seed=3, use_tqdm=False)
+    setup = llm.engine.setup
+    assert setup.max_model_len == 64 and setup.config.model_impl == "native" and setup.config.seed == 3
+    assert EngineConfig.for_milestone("m1", model=MODEL, max_model_len=64).max_model_len == 64
+
+
+def test_one_string_one_list_of_ids_many_of_either() -> None:
+    from folovllm import LLM, SamplingParams
+
+    llm, params = LLM(MODEL, use_tqdm=False), SamplingParams(temperature=0, max_tokens=4)
+    ids = llm.tokenizer.encode("Hello")
+    results = [llm.generate(p, params, use_tqdm=False) for p in ("Hello", ["Hello"], ids, [ids])]
+    assert all(len(outputs) == 1 for outputs in results)
+    assert len({tuple(outputs[0]["token_ids"]) for outputs in results}) == 1
+
+
+def test_default_params_sample() -> None:
+    from folovllm import LLM
+
+    with LLM(MODEL, use_tqdm=False, max_model_len=32) as llm:
+        assert llm.generate("Hello", use_tqdm=False)[0].finished
+
+
+def test_the_progress_bar_shows_both_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+    from folovllm import LLM, SamplingParams
+
+    LLM(MODEL, use_tqdm=False).generate("Hello", SamplingParams(max_tokens=150, ignore_eos=True))
+    shown = capsys.readouterr().err
+    assert "Generating" in shown and "1/1" in shown
+    assert "prefill=" in shown and "decode=" in shown and "tok/s" in shown
+
+
+def test_import_is_quick_and_brings_in_neither_torch_nor_triton() -> None:
+    code = (
+        "import sys, folovllm; heavy = {'torch', 'triton', 'transformers', 'numpy'} & set(sys.modules); "
+        "assert not heavy, heavy; from folovllm import SamplingParams, EngineConfig; "
+        "heavy = {'torch', 'triton', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    import folovllm
+
+    assert set(folovllm.__all__) == {"LLM", "EngineConfig", "RequestOutput", "SamplingParams"}
+    with pytest.raises(AttributeError, match="nothing"):
+        folovllm.nothing  # noqa: B018
