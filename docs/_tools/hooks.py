@@ -43,7 +43,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def fill_in(markdown: str) -> str:
     """A page with its lines in braces replaced; ValueError for one that cannot be."""
-    return re.sub(r"^\{\{ *(\w+) *(.*?) *\}\}$", lambda line: _replacement(*line.groups()), markdown, flags=re.MULTILINE)
+    return re.sub(
+        r"^\{\{ *(\w+) *(.*?) *\}\}$", lambda line: _replacement(*line.groups()), markdown, flags=re.MULTILINE
+    )
 
 
 def _replacement(word: str, target: str) -> str:

@@ -1,0 +1,130 @@
+"""What is promised around the code: pinned versions, commands that exist, a book whose excerpts are the code."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from folovllm.config import PRESETS
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return {name.lower(): version for name, _, version in (line.partition("==") for line in lines) if version}
+
+
+class TestInstallation:
+    def test_every_dependency_is_pinned(self) -> None:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        extras = project["optional-dependencies"]
+        wanted = [*project["dependencies"], *extras["dev"], *extras["docs"], *extras["notebooks"]]
+        names = {re.match(r"[\w-]+", line)[0].lower() for line in wanted}  # type: ignore[index]
+        assert names - pins().keys() == set()
+
+    def test_make_installs_the_pinned_torch(self) -> None:
+        assert f"torch=={pins()['torch']}\n" in (ROOT / "Makefile").read_text()
+
+    @pytest.mark.parametrize("file", ["pyproject.toml", "constraints.txt", "Makefile", ".ci/run", "README.md"])
+    def test_no_address_of_an_index_is_built_in(self, file: str) -> None:
+        assert not re.search(r"index-url|find-links|https?://", (ROOT / file).read_text())
+
+    def test_importing_the_package_loads_neither_torch_nor_triton(self) -> None:
+        code = "import sys, folovllm; print(sorted({'torch', 'triton', 'transformers', 'numpy'} & set(sys.modules)))"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+class TestReadme:
+    text = (ROOT / "README.md").read_text()
+
+    def test_every_make_target_exists(self) -> None:
+        assert set(re.findall(r"\bmake ([a-z]+)", self.text)) <= set(TARGETS)
+        assert set(re.findall(r"make ([a-z]+)", (ROOT / "Makefile").read_text())) <= set(TARGETS)
+
+    def test_every_row_of_the_table_is_a_preset(self) -> None:
+        rows = re.findall(r"^\| \*\*(M\d)\*\*", self.text, re.MULTILINE)
+        assert len(rows) >= 3 and rows == [name.upper() for name in PRESETS][: len(rows)]
+
+    def test_every_folder_exists(self) -> None:
+        folders = set(re.findall(r"^\| `(\w+)/` \|", self.text, re.MULTILINE)) - {"mine"}
+        assert folders and all((ROOT / folder).is_dir() for folder in folders)
+
+
+@pytest.fixture(scope="module")
+def book() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("book_hooks", ROOT / "docs" / "_tools" / "hooks.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class TestBook:
+    @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+    def test_every_excerpt_exists(self, book: ModuleType, page: Path) -> None:
+        book.fill_in(page.read_text("utf-8"))
+
+    def test_a_constant_a_method_and_a_decorated_class(self, book: ModuleType) -> None:
+        assert book.excerpt("folovllm.config:DEFAULT_MAX_MODEL_LEN") == "DEFAULT_MAX_MODEL_LEN = 4096"
+        method = book.excerpt("folovllm.config:EngineConfig.for_milestone")
+        assert method.startswith("@classmethod\ndef for_milestone(") and method.endswith("**overrides)")
+        assert book.excerpt("folovllm.outputs:TokenLogprob").startswith("@dataclass(slots=True)\nclass TokenLogprob:")
+
+    def test_a_signature_leaves_the_answer_out(self, book: ModuleType) -> None:
+        shown = book.excerpt("folovllm.config:EngineConfig.for_milestone", signature=True)
+        assert shown.endswith('"""\n    ...') and "return" not in shown
+        bare = book.excerpt("folovllm.config:_one_of", signature=True)  # has no docstring
+        assert bare.endswith("-> None:\n    ...")
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "{{ code folovllm.config:NOPE }}",
+            "{{ code folovllm.config:EngineConfig.nope }}",
+            "{{ code folovllm.nope:X }}",
+            "{{ picture x }}",
+        ],
+    )
+    def test_what_is_not_there_fails(self, book: ModuleType, line: str) -> None:
+        with pytest.raises(ValueError, match=r"there is no|unknown word"):
+            book.fill_in(f"Text.\n\n{line}\n")
+
+    def test_only_a_line_of_its_own_is_filled_in(self, book: ModuleType) -> None:
+        text = "Write `{{ code x:y }}` for it.\n"
+        assert book.fill_in(text) == text
+
+    def test_flags_are_those_of_the_command_line(self, book: ModuleType) -> None:
+        rows = book.flag_table("folovllm.sampling_params:SamplingParams").splitlines()
+        assert "| `--top-k` | `-1` | keep the k most likely tokens; -1 or 0 keeps all. |" in rows
+
+    def test_the_backend_of_the_reference_page_works(self) -> None:
+        """It is run as printed, against the oracle, over a ragged batch of prompts and decodes."""
+        import torch
+
+        from folovllm.attention.backends.registry import BACKENDS
+        from tests.helpers import Driver, assert_logits_equal, prompts, tiny_checkpoint
+
+        page = (ROOT / "docs" / "reference" / "adding_a_backend.md").read_text("utf-8")
+        (example,) = (
+            code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class SdpaBackend" in code
+        )
+        module = ModuleType("my_backends")
+        exec(example, module.__dict__)
+        with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+            patch.setitem(sys.modules, "my_backends", module)
+            patch.setitem(BACKENDS, "sdpa", "my_backends:SdpaBackend")
+            ours, oracle = (Driver(tiny_checkpoint(), name, block_size=4) for name in ("sdpa", "torch_naive"))
+            first, second, later = prompts([9, 14, 5])
+            for pieces in ({0: first, 1: second}, {0: [7], 1: later}, {0: [8], 1: [9]}):
+                got, expected = ours.step(pieces), oracle.step(pieces)
+                for seq in pieces:
+                    assert_logits_equal(got[seq], expected[seq])
