@@ -1,10 +1,21 @@
-"""What a notebook's first cell says: whose code is running."""
+"""Notebooks: built and executed from `notebooks/src/*.py`, and what their first cell says.
 
+`python -m milestones.notebooks [NAME ...]` writes `notebooks/NAME.ipynb`, outputs and pictures included; `--check` executes
+nothing and fails where a committed notebook's cells are not its source's.
+"""
+
+import argparse
 import os
+import sys
+import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 from milestones.manifest import Course
-from milestones.mine import Mine
+from milestones.mine import Mine, write_variant
+
+SECONDS, BYTES = 60, 500_000  # what one notebook may take
 
 
 def running(id: str) -> None:
@@ -22,3 +33,75 @@ def running(id: str) -> None:
     mine = Mine(course, Path(os.environ["FOLOVLLM_MINE"]))
     exercises = course.milestone(id).exercises
     print(f"running: yours ({sum(map(mine.written, exercises))} of {len(exercises)})")
+
+
+def parse(source: Path) -> Any:
+    """A notebook without outputs. Cells are numbered, for random ids would make every build a difference."""
+    import jupytext  # type: ignore[import-untyped]
+
+    book = jupytext.read(source)
+    book.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    for number, cell in enumerate(book.cells):
+        cell.id, cell.metadata = f"cell-{number}", {}
+    return book
+
+
+def build(source: Path, target: Path, mine: Path) -> str:
+    """Execute and write one notebook, over the files in `mine`; returns a line about it. Raises what a cell raised."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    book, began = parse(source), time.perf_counter()
+    client = NotebookClient(
+        book, timeout=4 * SECONDS, record_timing=False, resources={"metadata": {"path": str(target.parent)}}
+    )
+    client.execute(env={**os.environ, "FOLOVLLM_MINE": str(mine)})
+    seconds = time.perf_counter() - began
+    book.metadata.pop("language_info", None)  # the machine's Python version
+    text = f"{nbformat.writes(book)}\n"  # type: ignore[no-untyped-call]
+    if len(text.encode()) > BYTES:
+        raise ValueError(
+            f"{target.name} has {len(text.encode()):,} bytes, more than {BYTES:,}: draw less, or at a lower dpi"
+        )
+    target.write_text(text, encoding="utf-8")
+    slow = "" if seconds <= SECONDS else f", OVER {SECONDS} s"
+    return f"{target.name}: {len(book.cells)} cells, {seconds:.0f} s{slow}, {len(text.encode()) // 1000} KB"
+
+
+def difference(source: Path, target: Path) -> str:
+    """What keeps a committed notebook from being its source's; empty if nothing does."""
+    import nbformat
+
+    if not target.is_file():
+        return "was never built"
+    built = nbformat.read(target, as_version=4)  # type: ignore[no-untyped-call]
+    for number, cell in enumerate(built.cells):
+        if cell.cell_type == "code" and cell.source.strip() and cell.execution_count is None:
+            return f"cell {number} was not executed"
+        if any(output.output_type == "error" for output in cell.get("outputs", ())):
+            return f"cell {number} failed"
+    cells = [[(cell.cell_type, cell.source) for cell in book.cells] for book in (parse(source), built)]
+    return "" if cells[0] == cells[1] else "its cells are not those of its source"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m milestones.notebooks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="say m1_offline_inference; all if left out")
+    parser.add_argument("--check", action="store_true", help="compare cells, execute nothing")
+    options = parser.parse_args(arguments)
+    folder = Course.here().root / "notebooks"
+    sources = [s for s in sorted((folder / "src").glob("m*.py")) if not options.names or s.stem in options.names]
+    if options.check:
+        found = {s.stem: said for s in sources if (said := difference(s, folder / f"{s.stem}.ipynb"))}
+        for name, said in found.items():
+            print(f"notebooks/{name}.ipynb: {said}; run `make notebooks`", file=sys.stderr)
+        return bool(found)
+    with tempfile.TemporaryDirectory() as mine:
+        write_variant(Course.here(), Path(mine), whole=True)
+        for source in sources:
+            print(build(source, folder / f"{source.stem}.ipynb", Path(mine)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
