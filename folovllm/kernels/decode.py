@@ -223,7 +223,8 @@ class SplitKVDecode:
         device: torch.device, config: DecodeConfig | None = None, num_programs: int | None = None,
     ) -> None:  # fmt: skip
         self.config = config or DecodeConfig()
-        self.num_heads, self.num_kv_heads, self.head_dim, self.block_size = num_heads, num_kv_heads, head_dim, block_size
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim, self.block_size = head_dim, block_size
         self.num_programs = num_programs
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         self.seqs = triton.next_power_of_2(max_num_seqs)

@@ -55,7 +55,9 @@ def block_ids(table_ptr, token, end, B: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def tile_offsets(blocks, token, B: tl.constexpr, TILE: tl.constexpr, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr):
+def tile_offsets(
+    blocks, token, B: tl.constexpr, TILE: tl.constexpr, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr
+):
     """Where in a head's cache the tokens `token` to `token + TILE` of these blocks start, [TILE] int64."""
     within = (token % B + tl.arange(0, TILE)) if B % TILE == 0 else (token + tl.arange(0, TILE)) % B
     return blocks * STRIDE_BLOCK + within * STRIDE_TOKEN

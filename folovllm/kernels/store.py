@@ -31,9 +31,7 @@ def store_kvcache_kernel(
     tl.store(v_cache_ptr + target, value, mask=inside)
 
 
-def store_kvcache(
-    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
+def store_kvcache(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Write `key` and `value` [T, Hkv, D] to their slots of `kv_cache` [2, N, B, Hkv, D]; slot -1 is skipped.
 
     `key` and `value` may be slices of one QKV projection: only the heads of a token must be contiguous. `kv_cache`

@@ -23,6 +23,9 @@ from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
 from folovllm.kernels.rms_norm import add_rms_norm_kernel
 from folovllm.kernels.store import store_kvcache_kernel
 
+# (D, B) to compile for: those that ask for the most where the limit is low, and few where compiling is slow.
+SHAPES = {75: [(128, 16)], 80: [(128, 16), (256, 256)], 86: [(128, 16), (256, 256)], 89: [(128, 16)],
+          90: [(64, 256), (128, 16), (256, 256)]}  # fmt: skip
 # Most shared memory one block may ask for, in KiB (CUDA C++ Programming Guide, table of compute capabilities).
 LIMIT_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227}
 HQ, HKV = 16, 8
@@ -79,10 +82,10 @@ def kernels(capability: int, head_dim: int, block_size: int):
 
 
 def main(capability: int) -> None:
-    """Compile for the usual head dims and page sizes; bf16 where the card has it."""
+    """Compile in the dtype that is usual on the card: bf16 where it has that."""
     dtype = "bf16" if capability >= 80 else "fp16"
     rows = []
-    for head_dim, block_size in [(64, 256), (128, 16), (256, 256)]:
+    for head_dim, block_size in SHAPES[capability]:
         for kernel, constants, num_warps, num_stages in kernels(capability, head_dim, block_size):
             shared = compile_kernel(kernel, capability, dtype, constants, num_warps, num_stages)
             rows.append([f"{kernel.__name__} D={head_dim} B={block_size}", shared, LIMIT_KIB[capability] * 1024])

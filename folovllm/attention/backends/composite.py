@@ -64,9 +64,7 @@ class CompositeBackend(AttentionBackend):
         if self._prefills is not None:
             self.prefill.plan(self._prefills)
 
-    def store(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
+    def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write `key` and `value` [T, Hkv, D] to their slots; both read the same layout."""
         self.decode.store(key, value, kv_cache, slot_mapping)
 

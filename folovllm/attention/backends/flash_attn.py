@@ -49,9 +49,7 @@ class FlashAttentionBackend(AttentionBackend):
         lens = batch.seq_lens[first : batch.num_seqs].cumsum(0, dtype=torch.int32)
         self._key_starts = torch.nn.functional.pad(lens, (1, 0))
 
-    def store(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
+    def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write `key` and `value` [T, Hkv, D] to their slots; slot -1 is skipped."""
         store_kvcache(key, value, kv_cache, slot_mapping)
 

@@ -29,7 +29,7 @@ class TritonBackend(AttentionBackend):
             raise ValueError("the triton backend is built for one block size: resolve it first")
         self._decode = SplitKVDecode(
             config.max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim, config.block_size, config.device
-        )
+        )  # fmt: skip
 
     @classmethod
     def check_available(cls, config: AttentionConfig) -> None:
@@ -52,9 +52,7 @@ class TritonBackend(AttentionBackend):
         if batch.num_decodes:
             self._decode.plan(batch.seq_lens, batch.num_decodes)
 
-    def store(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
+    def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write `key` and `value` [T, Hkv, D] to their slots; slot -1 is skipped."""
         store_kvcache(key, value, kv_cache, slot_mapping)
 

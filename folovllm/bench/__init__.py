@@ -1,0 +1,1 @@
+"""Benchmarks: each module has a function that measures and one that prints."""
