@@ -1,0 +1,87 @@
+"""Exercise m2.5: the new tokens of all sequences, end to end."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.cache.slot_manager import SlotManager
+from folovllm.engine.scheduler import ScheduledSequence
+from folovllm.worker.input_batch import InputBatch, RaggedArrays
+from tests.sequences import CountingCache, make_seq
+
+BATCH = InputBatch(SlotManager, 100, torch.device("cpu"))
+
+
+def item(num_prompt_tokens: int, start: int, count: int, slot: int) -> ScheduledSequence:
+    """Tokens `start` to `start + count` of a sequence whose tokens are 10, 11, ..."""
+    seq = make_seq(num_prompt_tokens)
+    seq.block_table = [slot]
+    return ScheduledSequence(seq, start, count, draws=start + count == num_prompt_tokens)
+
+
+def lists(arrays: RaggedArrays) -> dict[str, list[int]]:
+    return {name: getattr(arrays, name).tolist() for name in arrays.__slots__}
+
+
+class TestFlatten:
+    def test_one_prompt(self) -> None:
+        assert lists(BATCH.flatten([item(3, 0, 3, slot=2)])) == {
+            "input_ids": [10, 11, 12],
+            "positions": [0, 1, 2],
+            "slot_mapping": [200, 201, 202],
+            "query_start_loc": [0, 3],
+            "logits_indices": [2],
+        }
+
+    def test_decodes_and_a_prompt(self) -> None:
+        assert lists(BATCH.flatten([item(8, 7, 1, slot=3), item(5, 4, 1, slot=0), item(4, 0, 4, slot=1)])) == {
+            "input_ids": [17, 14, 10, 11, 12, 13],
+            "positions": [7, 4, 0, 1, 2, 3],
+            "slot_mapping": [307, 4, 100, 101, 102, 103],
+            "query_start_loc": [0, 1, 2, 6],
+            "logits_indices": [0, 1, 5],
+        }
+
+    def test_a_piece_from_the_middle(self) -> None:
+        arrays = BATCH.flatten([item(9, 2, 3, slot=0)])
+        assert arrays.input_ids.tolist() == [12, 13, 14] and arrays.positions.tolist() == [2, 3, 4]
+
+    def test_the_cache_says_where(self) -> None:
+        """The slots are the manager's business: another one lays them out otherwise."""
+        batch = InputBatch(CountingCache, 100, torch.device("cpu"))
+        assert batch.flatten([item(3, 1, 2, slot=4)]).slot_mapping.tolist() == [4001, 4002]
+
+    def test_indices_are_64_bit(self) -> None:
+        """As an index torch takes int64; and a slot times the context may pass 2**31."""
+        arrays = BATCH.flatten([item(3, 0, 3, slot=0), item(2, 0, 2, slot=1)])
+        assert all(getattr(arrays, name).dtype == np.int64 for name in ("input_ids", "positions", "slot_mapping"))
+        assert arrays.logits_indices.dtype == np.int64
+
+    @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), min_size=1, max_size=8))
+    def test_every_piece_is_found_again(self, pieces: list[tuple[int, int]]) -> None:
+        items = [item(start + count, start, count, slot) for slot, (start, count) in enumerate(pieces)]
+        arrays = BATCH.flatten(items)
+        bounds = arrays.query_start_loc.tolist()
+        assert bounds[0] == 0 and bounds[-1] == len(arrays.input_ids) == sum(count for _, count in pieces)
+        assert len(arrays.positions) == len(arrays.slot_mapping) == bounds[-1]
+        for i, (start, count) in enumerate(pieces):
+            own = slice(bounds[i], bounds[i + 1])
+            assert arrays.positions[own].tolist() == list(range(start, start + count))
+            assert arrays.input_ids[own].tolist() == [10 + p for p in range(start, start + count)]
+            assert arrays.slot_mapping[own].tolist() == [100 * i + p for p in range(start, start + count)]
+            assert arrays.logits_indices[i] == bounds[i + 1] - 1
+
+
+def test_a_batch_on_the_device() -> None:
+    batch = BATCH.build([item(8, 7, 1, slot=3), item(5, 4, 1, slot=0), item(4, 0, 4, slot=1)])
+    assert batch.seq_lens.tolist() == batch.seq_lens_host == [8, 5, 4]
+    assert batch.query_lens_host == [1, 1, 4] and batch.block_tables.tolist() == [[3], [0], [1]]
+    assert (batch.num_seqs, batch.num_decodes, batch.max_query_len, batch.max_seq_len) == (3, 2, 4, 8)
+    assert batch.query_start_loc.dtype == batch.seq_lens.dtype == batch.block_tables.dtype == torch.int32
+
+
+@pytest.mark.parametrize(("items", "decodes"), [([(5, 4, 1)], 1), ([(5, 0, 5)], 0)])
+def test_how_many_decode(items: list[tuple[int, int, int]], decodes: int) -> None:
+    assert BATCH.build([item(*piece, slot=0) for piece in items]).num_decodes == decodes

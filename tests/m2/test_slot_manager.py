@@ -1,0 +1,61 @@
+"""Exercise m2.4: a slot belongs to one sequence from its first reservation until it is freed."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.cache.slot_manager import SlotManager
+from tests.sequences import make_seq
+
+
+class TestReserve:
+    def test_the_first_reservation_takes_a_slot(self) -> None:
+        slots, seq = SlotManager(2, 100), make_seq()
+        assert slots.reserve(seq, 3) is True
+        assert len(seq.block_table) == 1 and seq.block_table[0] in (0, 1)
+        assert slots.num_free == 1
+
+    def test_later_ones_change_nothing(self) -> None:
+        slots, seq = SlotManager(2, 100), make_seq()
+        slots.reserve(seq, 3)
+        table = list(seq.block_table)
+        assert all(slots.reserve(seq, 1) is True for _ in range(5))
+        assert seq.block_table == table and slots.num_free == 1
+
+    def test_two_sequences_never_share(self) -> None:
+        slots, seqs = SlotManager(3, 100), [make_seq() for _ in range(3)]
+        assert all(slots.reserve(seq, 3) for seq in seqs)
+        assert sorted(seq.block_table[0] for seq in seqs) == [0, 1, 2]
+
+    def test_no_slot_left(self) -> None:
+        slots, first, second = SlotManager(1, 100), make_seq(), make_seq()
+        slots.reserve(first, 3)
+        assert slots.reserve(second, 3) is False
+        assert second.block_table == [] and first.block_table == [0] and slots.num_free == 0
+        assert slots.reserve(first, 1) is True  # who has a slot has room, however full the cache is
+
+    def test_a_freed_slot_goes_to_the_next(self) -> None:
+        slots, first, second = SlotManager(1, 100), make_seq(), make_seq()
+        slots.reserve(first, 3)
+        slots.free(first)
+        assert first.block_table == [] and slots.num_free == 1
+        assert slots.reserve(second, 3) and second.block_table == [0]
+        slots.free(first)  # holds nothing: nothing comes back
+        assert slots.num_free == 0
+
+
+def test_a_slot_is_a_run_of_places() -> None:
+    assert SlotManager.slots([3], 100, 5, 9).tolist() == [305, 306, 307, 308]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=60))
+def test_no_slot_is_lost_or_owned_twice(steps: list[tuple[bool, int]]) -> None:
+    slots, seqs = SlotManager(3, 10), [make_seq() for _ in range(6)]
+    for takes, i in steps:
+        had, free = list(seqs[i].block_table), slots.num_free
+        if takes:
+            assert slots.reserve(seqs[i], 1) is bool(had or free)
+        else:
+            slots.free(seqs[i])
+        owned = [slot for seq in seqs for slot in seq.block_table]
+        assert len(owned) == len(set(owned)) == 3 - slots.num_free
+        assert set(owned) <= {0, 1, 2} and all(len(seq.block_table) <= 1 for seq in seqs)

@@ -1,0 +1,68 @@
+"""Sequences without a tokenizer, and a cache that only counts: what tests of schedulers and caches need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from folovllm.cache.manager import KVCacheManager
+from folovllm.engine.detokenizer import IncrementalDetokenizer
+from folovllm.request import Sequence
+from folovllm.sampling_params import SamplingParams
+
+EOS = 99
+
+
+def make_seq(
+    num_prompt_tokens: int = 3, max_tokens: int = 8, name: str = "r", priority: int = 0, **params: Any
+) -> Sequence:
+    """A waiting sequence with prompt 10, 11, 12, ... that ends at the token `EOS` or after `max_tokens`."""
+    return Sequence(
+        request_id=name,
+        prompt_token_ids=[10 + i for i in range(num_prompt_tokens)],
+        params=SamplingParams(max_tokens=max_tokens, **params),
+        max_tokens=max_tokens,
+        seed=0,
+        detokenizer=IncrementalDetokenizer(lambda ids: "".join(f"<{i}>" for i in ids)),
+        eos_token_ids=frozenset({EOS}),
+        priority=priority,
+    )
+
+
+class CountingCache(KVCacheManager):
+    """Room for `num_tokens` tokens, wherever they are; notes who asked for what in `calls`."""
+
+    def __init__(self, num_tokens: int = 10_000) -> None:
+        super().__init__(num_tokens, 1)
+        self.held: dict[Sequence, int] = {}
+        self.cached: dict[str, int] = {}  # request id -> tokens that `match` finds
+        self.calls: list[tuple[str, str]] = []
+
+    def match(self, seq: Sequence) -> None:
+        self.calls.append(("match", seq.request_id))
+        seq.num_computed_tokens = self.held[seq] = self.cached.get(seq.request_id, 0)
+
+    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+        self.calls.append(("reserve", seq.request_id))
+        missing = seq.num_computed_tokens + num_new_tokens - self.held.get(seq, 0)
+        if missing > self.num_free:
+            return False
+        self.held[seq] = self.held.get(seq, 0) + missing
+        return True
+
+    def publish(self, seq: Sequence) -> None:
+        self.calls.append(("publish", f"{seq.request_id} with {seq.num_tokens} tokens"))
+
+    def free(self, seq: Sequence) -> None:
+        self.calls.append(("free", seq.request_id))
+        self.held.pop(seq, None)
+
+    @property
+    def num_free(self) -> int:
+        return self.num_blocks - sum(self.held.values())
+
+    @staticmethod
+    def slots(block_table: list[int], block_size: int, start: int, end: int) -> npt.NDArray[np.int64]:
+        return np.array([1000 * block_table[0] + position for position in range(start, end)])
