@@ -28,8 +28,9 @@ test: .venv/.dev
 	$(BIN)/mypy
 	$(PYTEST) --ignore tests/course
 
+# The course's tests start processes of their own, so not under xdist.
 ci: test docs .venv/.notebooks
-	$(PYTEST) tests/course
+	$(BIN)/python -m pytest -q tests/course
 	$(if $(wildcard notebooks/src/*.py),$(BIN)/python -m milestones.notebooks --check)
 
 notebooks: .venv/.notebooks

@@ -7,13 +7,14 @@ A line of its own in a page:
     {{ flags folovllm.config:EngineConfig }}                a table of the fields, with their flags and defaults
     {{ milestones }}                                        the table of the milestones, from their manifests
 
-A name that does not exist fails the build; so does a line with another word in braces. The chapters stand in the
+Formulas, `$x$` and `$$x$$`, become MathML here: a browser draws them without a script. A name that does not exist fails the build; so does a line with another word in braces. The chapters stand in the
 navigation in the order of the manifests that name them.
 """
 
 from __future__ import annotations
 
 import ast
+import html
 import importlib
 import re
 import textwrap
@@ -39,6 +40,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return fill_in(markdown)
     except ValueError as error:
         raise PluginError(f"{page.file.src_path}: {error}") from error
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Formulas to MathML."""
+    return re.sub(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', _formula, content, flags=re.DOTALL)
+
+
+def _formula(match: re.Match[str]) -> str:
+    from latex2mathml.converter import convert
+
+    display = "block" if match[1] == "div" else "inline"
+    return str(convert(html.unescape(match[2]), display=display))
 
 
 def fill_in(markdown: str) -> str:
