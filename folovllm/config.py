@@ -15,8 +15,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "m3": {"kv_cache": "paged", "attention_backend": "torch_paged"},
     "m4": {"kv_cache": "paged"},
     "m5": {"kv_cache": "paged", "enable_prefix_caching": True, "enable_chunked_prefill": True},
+    "m6": {
+        "kv_cache": "paged",
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+        "enforce_eager": False,
+        "async_scheduling": True,
+    },
 }
-LATEST = "m5"
+LATEST = "m6"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODEL_IMPLS = ("hf", "native")
@@ -50,6 +57,7 @@ class EngineConfig:
         enable_chunked_prefill: compute long prompts over several steps, beside the decodes of others.
         long_prefill_token_threshold: most tokens of one prompt in one step; 0 sets no bound.
         enforce_eager: no CUDA graphs.
+        async_scheduling: schedule a step while the one before it runs.
         tensor_parallel_size: GPUs that share each layer.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
@@ -79,7 +87,8 @@ class EngineConfig:
     enable_prefix_caching: bool | None = None
     enable_chunked_prefill: bool | None = None
     long_prefill_token_threshold: int = 0
-    enforce_eager: bool = False
+    enforce_eager: bool | None = None
+    async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
     trust_remote_code: bool = False
     random_weights: bool = False
@@ -95,6 +104,8 @@ class EngineConfig:
             "attention_backend": "auto",
             "enable_prefix_caching": False,
             "enable_chunked_prefill": False,
+            "enforce_eager": True,
+            "async_scheduling": False,
         }
         for name, value in {**defaults, **preset}.items():
             if getattr(self, name) is None:
@@ -134,8 +145,15 @@ class EngineConfig:
             raise ValueError('enable_prefix_caching needs pages: kv_cache="paged", as from milestone m3 on')
         if self.enable_chunked_prefill and self.kv_cache == "growing":
             raise ValueError("enable_chunked_prefill needs batches: take milestone m2 or later")
+        if self.packed_steps and self.kv_cache != "paged":
+            raise ValueError('CUDA graphs and async_scheduling need kv_cache="paged", as from milestone m3 on')
         if self.random_weights and self.model_impl == "hf":
             raise ValueError('random_weights needs model_impl="native"')
+
+    @property
+    def packed_steps(self) -> bool:
+        """Whether a step travels to the device as one buffer, which graphs and overlap both build on."""
+        return self.async_scheduling is True or self.enforce_eager is False
 
     def resolve_max_model_len(self, model_limit: int) -> int:
         """The context in tokens, given the model's own limit."""

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from folovllm.config import EngineConfig
 from folovllm.engine.input_processor import Prompt
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.overlap import make_engine
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 
@@ -33,7 +33,7 @@ class LLM:
     def __init__(self, model: str | None = None, **overrides: Any) -> None:
         if model is not None:
             overrides["model"] = model
-        self.engine = LLMEngine(EngineConfig(**overrides))
+        self.engine = make_engine(EngineConfig(**overrides))
         self._ids = itertools.count()
 
     @property

@@ -61,6 +61,9 @@ class Sequence:
     cache_salt: str | None = None  # prefixes are shared only between equal salts
     page_hashes: list[int] = field(default_factory=list)  # of the full pages, as far as anybody asked
     page_serials: list[int] = field(default_factory=list)  # of the pages that are published, while they are held
+    num_in_flight: int = 0  # tokens that a step was started for and that have not arrived yet
+    row: int = -1  # of the device's tables, while it runs
+    num_sent_blocks: int = 0  # entries of the block table that the device knows
     arrival: int = field(default_factory=_arrivals.__next__)  # a number, not a time: earlier is smaller
     num_tokens: int = field(init=False)
     _token_ids: TokenIds = field(init=False, repr=False)
@@ -93,7 +96,7 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         """What a step may compute: 1 while decoding, more during prefill and after preemption."""
-        return self.num_tokens - self.num_computed_tokens
+        return self.num_tokens + self.num_in_flight - self.num_computed_tokens
 
     def append_token(self, token_id: int) -> None:
         """Add a token to the answer."""

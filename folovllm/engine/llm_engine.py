@@ -104,9 +104,12 @@ class LLMEngine:
         output = self.scheduler.schedule()
         if not output.scheduled:
             return []
-        result = self.executor.execute_model(output)
+        return self._take_in(output, self.executor.execute_model(output), start)
+
+    def _take_in(self, output: SchedulerOutput, result: SamplerOutput, start: float) -> list[RequestOutput]:
+        """Hand the tokens of a step that began at `start` to their sequences; returns what is new."""
         updated = self.scheduler.postprocess(output, result.token_ids)
-        self._keep_logprobs(output, result)
+        self._keep_logprobs(output, result, updated)
         now = time.monotonic()
         self._record(output, start, now)
         return self._outputs(updated, now)
@@ -162,10 +165,13 @@ class LLMEngine:
                 outputs.append(state.output())
         return outputs
 
-    def _keep_logprobs(self, output: SchedulerOutput, result: SamplerOutput) -> None:
+    def _keep_logprobs(self, output: SchedulerOutput, result: SamplerOutput, updated: list[Sequence]) -> None:
         """Add text to the log-probabilities that requests asked for."""
+        if not any(result.logprobs):
+            return
+        alive = set(map(id, updated))
         for item, logprobs in zip(output.scheduled, result.logprobs, strict=True):
-            if item.draws and logprobs is not None:
+            if logprobs is not None and id(item.seq) in alive:
                 row = [TokenLogprob(id_, value, self.tokenizer.decode([id_])) for id_, value in logprobs]
                 item.seq.logprobs.append(row)
 
@@ -204,8 +210,13 @@ def make_scheduler(setup: EngineSetup, num_kv_blocks: int) -> SchedulerLike:
     config = setup.config
     if config.kv_cache == "growing":
         return SerialScheduler()
+    scheduler_class: Callable[..., Scheduler] = Scheduler
+    if config.packed_steps:
+        from folovllm.engine.overlap import OverlapScheduler
+
+        scheduler_class = OverlapScheduler
     tokens_of_step = partial(chunk, threshold=config.long_prefill_token_threshold)
-    return Scheduler(
+    return scheduler_class(
         kv=kv_cache_manager(str(config.kv_cache), bool(config.enable_prefix_caching))(num_kv_blocks, setup.block_size),
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,

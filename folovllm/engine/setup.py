@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ def set_up(config: EngineConfig) -> EngineSetup:
         max_model_len=max_model_len,
     )
     backend, block_size = _choose_attention(config, attention)
+    attention = replace(attention, block_size=block_size)
     if config.max_model_len is None:
         logger.info("max_model_len is %d (the model's own limit: %d)", max_model_len, context_limit(hf_config))
     return EngineSetup(

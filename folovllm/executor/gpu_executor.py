@@ -6,6 +6,7 @@ from folovllm.engine.scheduler import SchedulerOutput
 from folovllm.engine.setup import EngineSetup
 from folovllm.sample.sampler import SamplerOutput
 from folovllm.worker.gpu_worker import GPUWorker
+from folovllm.worker.graph_runner import PendingStep
 
 
 class GPUExecutor:
@@ -19,6 +20,10 @@ class GPUExecutor:
     def num_kv_blocks(self) -> int:
         """Pages (or slots) that the KV cache holds; 0 where each sequence grows a cache of its own."""
         return self._worker.num_kv_blocks
+
+    def submit(self, output: SchedulerOutput) -> PendingStep:
+        """Start one step and return at once, where the runner can (`async_scheduling`)."""
+        return self._worker.submit(output)
 
     def shutdown(self) -> None:
         """Drop the model and its cache."""

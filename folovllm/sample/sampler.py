@@ -38,7 +38,7 @@ class SamplingBatch:
         return cls(
             temperature=row([p.temperature for p in params]),
             seeds=row([seq.seed for seq in seqs], torch.int64),
-            positions=row([seq.num_tokens for seq in seqs], torch.int64),
+            positions=row([seq.num_tokens + seq.num_in_flight for seq in seqs], torch.int64),
             all_greedy=all(p.greedy for p in params),
             min_p=row([p.min_p for p in params]) if any(p.min_p > 0 for p in params) else None,
             top_k=row([p.top_k for p in params], torch.int64) if any(p.top_k > 0 for p in params) else None,
@@ -61,9 +61,13 @@ class Sampler:
     def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
         """Draw a token for each row of `logits` [S, V]."""
         raw = logits.float()
-        adjusted = forbid_stop_tokens(apply_penalties(raw, batch.seqs), batch.seqs)
-        tokens = self.draw(self.filter(adjusted, batch), batch).tolist()
-        return SamplerOutput(tokens, self._logprobs(raw, tokens, batch.seqs))
+        tokens = self.choose(raw, batch).tolist()
+        return SamplerOutput(tokens, self.logprobs(raw, tokens, batch.seqs))
+
+    def choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """All steps from `logits` [S, V] float32 to tokens [S]; the device is not waited for."""
+        adjusted = forbid_stop_tokens(apply_penalties(logits, batch.seqs), batch.seqs)
+        return self.draw(self.filter(adjusted, batch), batch)
 
     def filter(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Temperature, then min_p, top_k and top_p. Greedy rows keep their scale; no filter drops their maximum."""
@@ -96,7 +100,7 @@ class Sampler:
         noise = gumbel(batch.seeds, batch.positions, logits.shape[-1])  # [S, V]
         return (logits + noise * (batch.temperature > 0)[:, None]).argmax(-1)
 
-    def _logprobs(self, raw: torch.Tensor, tokens: list[int], seqs: list[Sequence]) -> list[Logprobs | None]:
+    def logprobs(self, raw: torch.Tensor, tokens: list[int], seqs: list[Sequence]) -> list[Logprobs | None]:
         """The most likely tokens under the model's own distribution, for the rows that asked."""
         rows: list[Logprobs | None] = [None] * len(seqs)
         for i, seq in enumerate(seqs):

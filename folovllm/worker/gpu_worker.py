@@ -9,6 +9,8 @@ import torch
 from folovllm.engine.scheduler import SchedulerOutput
 from folovllm.engine.setup import EngineSetup
 from folovllm.sample.sampler import SamplerOutput
+from folovllm.worker.graph_runner import GraphRunner, PendingStep
+from folovllm.worker.model_runner import ModelRunner
 
 
 class Runner(Protocol):
@@ -45,6 +47,13 @@ class GPUWorker:
         with torch.inference_mode():
             return self.runner.execute_model(output)
 
+    def submit(self, output: SchedulerOutput) -> PendingStep:
+        """Start one step and return at once."""
+        if not isinstance(self.runner, GraphRunner):
+            raise TypeError(f"{type(self.runner).__name__} cannot start a step without waiting for it")
+        with torch.inference_mode():
+            return self.runner.submit(output)
+
 
 def make_runner(setup: EngineSetup) -> Runner:
     """The runner that the configuration asks for."""
@@ -56,6 +65,4 @@ def make_runner(setup: EngineSetup) -> Runner:
         from folovllm.worker.serial_model_runner import SerialModelRunner
 
         return SerialModelRunner(setup)
-    from folovllm.worker.model_runner import ModelRunner
-
-    return ModelRunner(setup)
+    return GraphRunner(setup) if setup.config.packed_steps else ModelRunner(setup)

@@ -32,6 +32,10 @@ class ModelRunner:
         self.model = load_native_model(self._setup)
         for attention in attention_layers(self.model):
             attention.backend = self._backend
+        if setup_fuses(self._setup):
+            from folovllm.models.fused import fuse
+
+            fuse(self.model)
 
     def initialize_kv_cache(self) -> int:
         """Find out how many blocks fit, and allocate them; returns their number."""
@@ -78,6 +82,11 @@ class ModelRunner:
             seqs = [item.seq for item in dummy_items(setup.max_num_seqs, 1, setup.block_size)]
             self._sampler(logits, SamplingBatch.from_sequences(seqs, setup.device))
         self.kv_cache = torch.empty(0)
+
+
+def setup_fuses(setup: EngineSetup) -> bool:
+    """Whether element-wise layers run as fused Triton kernels: where attention is a kernel, so that Triton is there."""
+    return "triton" in setup.backend or "flash_attn" in setup.backend
 
 
 def dummy_items(count: int, length: int, block_size: int) -> list[ScheduledSequence]:

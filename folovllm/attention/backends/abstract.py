@@ -59,6 +59,11 @@ class AttentionBackend(ABC):
         sizes = cls.supported_block_sizes
         return sizes is None or any(block_size % size == 0 for size in sizes)
 
+    @classmethod
+    def supports_graph(cls, device: torch.device) -> bool:
+        """Whether a step can be recorded on `device`. On CPU any can: there it is called again, not replayed."""
+        return cls.supports_cuda_graph or device.type == "cpu"
+
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare once a step what all layers share. Device work only, so that it can be captured."""
 

@@ -1,0 +1,128 @@
+"""One-pass sampling: the next token of every row straight from the logits, with no softmax and no sort.
+
+argmax(logits / temperature + Gumbel noise) is a draw from the softmax (`folovllm/sample/noise.py` defines the noise). Two
+launches: each program takes a stretch of one row and keeps its best token; then the bests of a row are compared.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 4096  # tokens of a program; a multiple of 4, for a Philox block makes four numbers
+
+
+@triton.jit
+def gumbel_noise(seed_low, seed_high, position, first_id, WIDTH: tl.constexpr):
+    """Noise of token ids `first_id` to `first_id + WIDTH` (a multiple of 4 each): [WIDTH] float32.
+
+    Token id v takes output v % 4 of the Philox block with counter (v // 4, position, 0, 0) under the seed's two words.
+    """
+    block = (first_id // 4 + tl.arange(0, WIDTH // 4)).to(tl.uint32)
+    zero = block * 0
+    key_low = seed_low.to(tl.uint32, bitcast=True)
+    key_high = seed_high.to(tl.uint32, bitcast=True)
+    r0, r1, r2, r3 = tl.philox_impl(block, zero + position.to(tl.uint32), zero, zero, key_low, key_high)
+    bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [WIDTH])  # r0, r1, r2, r3 of each block in turn
+    uniform = ((bits >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def gumbel_max_tile(
+    logits_ptr, temperature, seed_low, seed_high, position, first, vocab_size, offset, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The best of WIDTH tokens of one row from `first` on: (value, index in the row).
+
+    With temperature 0 the value is the logit itself; else logit / temperature + noise of token id `offset + index`.
+    Ties go to the lowest index; indices from `vocab_size` on count as -inf.
+    """
+    index = first + tl.arange(0, WIDTH)
+    value = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+    if temperature > 0:
+        value = value / temperature + gumbel_noise(seed_low, seed_high, position, offset + first, WIDTH)
+        value = tl.where(index < vocab_size, value, float("-inf"))
+    best, at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+    return best, first + at
+
+
+@triton.jit(do_not_specialize=["vocab_size", "offset"])
+def gumbel_max_kernel(
+    logits_ptr, temperature_ptr, seed_low_ptr, seed_high_ptr, position_ptr, best_ptr, at_ptr, stride_logits,
+    vocab_size, offset, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program (row, tile): the best token of its tile goes to `best_ptr` and `at_ptr` [S, tiles]."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    best, at = gumbel_max_tile(
+        logits_ptr + row * stride_logits, tl.load(temperature_ptr + row), tl.load(seed_low_ptr + row),
+        tl.load(seed_high_ptr + row), tl.load(position_ptr + row), tile * WIDTH, vocab_size, offset, WIDTH,
+    )  # fmt: skip
+    out = row * tl.num_programs(1) + tile
+    tl.store(best_ptr + out, best)
+    tl.store(at_ptr + out, offset + at)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def best_of_tiles_kernel(best_ptr, at_ptr, token_ptr, num_tiles, WIDTH: tl.constexpr):
+    """Program (row): the best of the tiles' bests; the lowest id where several are best."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, WIDTH)
+    best = tl.load(best_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
+    at = tl.load(at_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=0x7FFFFFFF)
+    winners = tl.where(best == tl.max(best, 0), at, 0x7FFFFFFF)
+    tl.store(token_ptr + row, tl.min(winners, 0).to(tl.int64))
+
+
+def gumbel_max(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seed_low: torch.Tensor,
+    seed_high: torch.Tensor,
+    positions: torch.Tensor,
+    offset: int = 0,
+) -> torch.Tensor:
+    """Draw a token for every row.
+
+    Args:
+        logits: [S, V], any float dtype, rows contiguous.
+        temperature: [S] float32; 0 is greedy.
+        seed_low: [S] int32, `seed_high` [S] int32: the two words of each row's seed.
+        positions: [S] int32, index of the token to draw in its sequence.
+        offset: token id of column 0, a multiple of 4 (a rank's share of the vocabulary).
+
+    Returns:
+        [S] int64.
+    """
+    best, at = tile_bests(logits, temperature, seed_low, seed_high, positions, offset)
+    return best_of_tiles(best, at)
+
+
+def tile_bests(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seed_low: torch.Tensor,
+    seed_high: torch.Tensor,
+    positions: torch.Tensor,
+    offset: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first launch: values [S, tiles] float32 and token ids [S, tiles] int32."""
+    num_rows, vocab_size = logits.shape
+    num_tiles = triton.cdiv(vocab_size, TILE)
+    best = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits.device)
+    at = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=logits.device)
+    gumbel_max_kernel[(num_rows, num_tiles)](
+        logits, temperature, seed_low, seed_high, positions, best, at, logits.stride(0), vocab_size, offset, WIDTH=TILE,
+        num_warps=8,
+    )  # fmt: skip
+    return best, at
+
+
+def best_of_tiles(best: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """The second launch: [S, tiles] twice -> [S] int64."""
+    num_rows, num_tiles = best.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=best.device)
+    best_of_tiles_kernel[(num_rows,)](
+        best, at, tokens, num_tiles, WIDTH=triton.next_power_of_2(num_tiles), num_warps=1
+    )
+    return tokens

@@ -1,0 +1,169 @@
+"""The runner that keeps the CPU off the critical path: packed steps, recorded decodes, tokens that stay on the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from tqdm import tqdm
+
+from folovllm.engine.scheduler import SchedulerOutput
+from folovllm.engine.setup import EngineSetup
+from folovllm.request import Sequence
+from folovllm.sample.sampler import Logprobs, SamplerOutput, SamplingBatch
+from folovllm.worker.host_ring import HostRing
+from folovllm.worker.input_batch import ForwardBatch
+from folovllm.worker.model_runner import ModelRunner
+from folovllm.worker.packed_step import DeviceTables, Field, PackedStep, StepPacker
+from folovllm.worker.step_graph import CudaGraph, RecordedGraph, StepGraph
+
+logger = logging.getLogger("folovllm")
+
+Logits = torch.Tensor
+
+
+class PendingStep:
+    """A step that was started. Its tokens are on the device, and on their way to the host."""
+
+    def __init__(self, tokens: torch.Tensor, arrived: torch.cuda.Event | None, logprobs: list[Logprobs | None]) -> None:
+        self._tokens = tokens  # [S] int64 in host memory, once `arrived`
+        self._arrived = arrived
+        self._logprobs = logprobs
+
+    def wait(self) -> SamplerOutput:
+        """The tokens, as soon as they are here."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return SamplerOutput(self._tokens.tolist(), self._logprobs)
+
+
+class GraphRunner(ModelRunner):
+    """A `ModelRunner` whose steps are started and not waited for.
+
+    The whole decode step, from unpacking its buffer to the draw, is recorded once for each width in `buckets`. Other
+    steps run the same operations one by one. All device work is queued on one stream, so that a step sees what the step
+    before it wrote, whatever the host knows by then.
+    """
+
+    def __init__(self, setup: EngineSetup) -> None:
+        super().__init__(setup)
+        rows, device = setup.max_num_seqs, setup.device
+        self.buckets: list[int] = []
+        self.packer = StepPacker(rows, setup.block_size)
+        self._tables = DeviceTables(rows, -(-setup.max_model_len // setup.block_size), setup.block_size, device)
+        self._graphs: dict[int, StepGraph] = {}
+        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # what the step drew
+        self._logits: torch.Tensor | None = None  # [rows, V] of a recorded step
+        self._steps_in, self._tokens_out = HostRing(torch.int32, device), HostRing(torch.int64, device)
+
+    def initialize_kv_cache(self) -> int:
+        """As without graphs; then record them."""
+        num_blocks = super().initialize_kv_cache()
+        if not self._setup.config.enforce_eager:
+            self.capture_cudagraph()
+        return num_blocks
+
+    def capture_cudagraph(self) -> None:
+        """Record the decode step for every bucket, the widest first, so that all others fit into its memory."""
+        setup = self._setup
+        if not self._backend.supports_graph(setup.device):
+            logger.warning("attention backend %s cannot be captured: decode runs eagerly", setup.backend)
+            return
+        buckets = decode_buckets(setup.max_num_seqs)
+        self._logits = torch.empty(setup.max_num_seqs, setup.vocab_size, dtype=setup.dtype, device=setup.device)
+        static = torch.zeros(len(Field) * setup.max_num_seqs, dtype=torch.int32, device=setup.device)
+        on_gpu = setup.device.type == "cuda"
+        graph_class: Callable[..., StepGraph] = CudaGraph if on_gpu else RecordedGraph
+        pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        for width in tqdm(buckets[::-1], desc="Capturing graphs", disable=not setup.config.use_tqdm):
+            part = static[: len(Field) * width].view(len(Field), width)
+            part.copy_(torch.from_numpy(self.packer.pack_decode([], width).fields))
+            self._graphs[width] = graph_class(part, pool)
+            with torch.inference_mode():
+                self._graphs[width].capture(self._decode)
+        self.buckets = buckets
+
+    def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
+        """Start a step and wait for it."""
+        return self.submit(output).wait()
+
+    def submit(self, output: SchedulerOutput) -> PendingStep:
+        """Start a step; the host does not wait for anything, unless a request wants log-probabilities."""
+        items = output.scheduled
+        step = self.packer.pack(items, self.buckets)
+        full = {i: item.seq for i, item in enumerate(items) if item.draws and needs_full_path(item.seq)}
+        return self.run(step, full)
+
+    def run(self, step: PackedStep, full: dict[int, Sequence]) -> PendingStep:
+        """Start a packed step. `full` are the sequences, by index in the step, that the one-pass draw cannot serve."""
+        n = step.num_seqs
+        if step.is_decode:
+            width = step.fields.shape[1]
+            self._graphs[width].replay(self._steps_in.stage(step.fields.ravel()).view(step.fields.shape))
+            self._steps_in.mark()
+            logits = self._logits
+        else:
+            flat = self._steps_in.to_device(step.flatten())
+            logits = self._forward(self._tables.unpack_mixed(step, flat), flat[: step.fields.size].view(len(Field), -1))
+        logprobs: list[Logprobs | None] = [None] * n
+        if full:
+            assert logits is not None
+            self._redraw(logits, step, full, logprobs)
+        tokens, arrived = self._tokens_out.to_host(self._tokens[:n])
+        return PendingStep(tokens, arrived, logprobs)
+
+    def _decode(self, fields: torch.Tensor) -> None:
+        """The work of a decode step, from its buffer [len(Field), width] to its tokens: what a graph records."""
+        logits = self._forward(self._tables.unpack_decode(fields, self._setup.max_model_len), fields)
+        assert self._logits is not None
+        self._logits[: len(logits)] = logits
+
+    def _forward(self, batch: ForwardBatch, fields: torch.Tensor) -> Logits:
+        """Model and draw: tokens go to `_tokens` and to their rows' last token. Returns the logits [S, V]."""
+        self._backend.plan(batch)
+        logits = self.model.compute_logits(self.model(batch), batch)
+        tokens = self._draw(logits, fields)
+        self._tokens[: len(tokens)] = tokens
+        self._tables.last_token[fields[Field.ROW].long()] = tokens
+        return logits
+
+    def _draw(self, logits: Logits, fields: torch.Tensor) -> torch.Tensor:
+        """One token a row, in one pass over the logits [S, V]: no filters, no penalties."""
+        temperature = fields[Field.TEMPERATURE].view(torch.float32)
+        low, high, positions = fields[Field.SEED_LOW], fields[Field.SEED_HIGH], fields[Field.SEQ_LEN]
+        if logits.is_cuda:
+            from folovllm.kernels.gumbel_max import gumbel_max
+
+            return gumbel_max(logits, temperature, low, high, positions)
+        seeds = high.long() << 32 | low.long() & 0xFFFFFFFF
+        batch = SamplingBatch(temperature, seeds, positions.long(), False, None, None, None, [])
+        scaled = self._sampler.filter(logits.float(), batch)
+        return self._sampler.draw(scaled, batch)
+
+    def _redraw(self, logits: Logits, step: PackedStep, full: dict[int, Sequence], out: list[Logprobs | None]) -> None:
+        """Draw again, with everything, for the rows whose requests ask for it."""
+        index = list(full)
+        at = torch.tensor(index, device=logits.device)
+        seqs = [full[i] for i in index]
+        batch = SamplingBatch.from_sequences(seqs, logits.device)
+        tokens = self._sampler.choose(logits[at].float(), batch)
+        self._tokens[at] = tokens
+        self._tables.last_token[torch.from_numpy(step.fields[Field.ROW, index]).long().to(logits.device)] = tokens
+        if any(seq.params.logprobs is not None for seq in seqs):  # the host waits here
+            rows = self._sampler.logprobs(logits[at].float(), tokens.tolist(), seqs)
+            for i, row in zip(index, rows, strict=True):
+                out[i] = row
+
+
+def needs_full_path(seq: Sequence) -> bool:
+    """Whether the draw takes more than temperature and noise."""
+    p = seq.params
+    filtered = not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+    return filtered or p.has_penalties or p.logprobs is not None or p.min_tokens > 0
+
+
+def decode_buckets(max_num_seqs: int) -> list[int]:
+    """Widths to record: 1, 2, 4, 8, then every 16th, and the largest batch there can be."""
+    widths = {1, 2, 4, 8, *range(16, max_num_seqs, 16), max_num_seqs}
+    return sorted(width for width in widths if width <= max_num_seqs)

@@ -1,0 +1,66 @@
+"""Host memory that a device copies from or to while the host goes on: a few buffers in turn, none reused too early."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+SLOTS = 4
+
+
+class HostRing:
+    """Pinned buffers for copies that nobody waits for; on CPU plain copies.
+
+    A copy to or from pinned memory runs later, on the current stream. So a buffer may be used again only after the event
+    behind its last copy; with one step in flight and four slots, that event has long passed.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._buffers = [torch.empty(0, dtype=dtype) for _ in range(SLOTS)]
+        self._events: list[torch.cuda.Event | None] = [None] * SLOTS
+        self._next = 0
+
+    def stage(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
+        """`array` [n] in pinned memory; the caller queues the copy to the device and then calls `mark`."""
+        if not self._on_gpu:
+            return torch.from_numpy(array.copy())
+        slot = self._take(len(array))
+        slot.copy_(torch.from_numpy(array))
+        return slot
+
+    def to_device(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
+        """A copy of `array` [n] on the device."""
+        staged = self.stage(array).to(self._device, non_blocking=True)
+        self.mark()
+        return staged
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """A copy of `tensor` [n] in host memory, complete once the event has passed."""
+        if not self._on_gpu:
+            return tensor.clone(), None
+        slot = self._take(len(tensor))
+        slot.copy_(tensor, non_blocking=True)
+        return slot, self.mark()
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Note that all copies of the current buffer are queued; moves on to the next."""
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        self._events[self._next] = event
+        self._next = (self._next + 1) % SLOTS
+        return event
+
+    def _take(self, length: int) -> torch.Tensor:
+        """The current buffer, free and long enough."""
+        event = self._events[self._next]
+        if event is not None:
+            event.synchronize()
+        if len(self._buffers[self._next]) < length:
+            self._buffers[self._next] = torch.empty(2 * length, dtype=self._dtype, pin_memory=True)
+        return self._buffers[self._next][:length]

@@ -1,0 +1,73 @@
+"""A recorded piece of device work that is started as one: a CUDA graph, or on CPU something that behaves like one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+POISON = -(2**30)
+
+
+class StepGraph(Protocol):
+    """Record once, replay often. A replay reads and writes the very memory that was used while recording."""
+
+    static_input: torch.Tensor
+
+    def capture(self, run: Callable[[torch.Tensor], None]) -> None:
+        """Record `run(static_input)`."""
+
+    def replay(self, value: torch.Tensor) -> None:
+        """Copy `value` into the static input and do the recorded work again."""
+
+
+class CudaGraph:
+    """A CUDA graph: the launches of a whole step for the price of one."""
+
+    def __init__(self, static_input: torch.Tensor, pool: Any) -> None:
+        self.static_input = static_input
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def capture(self, run: Callable[[torch.Tensor], None]) -> None:
+        """Record `run(static_input)`. It runs twice before, so that everything it compiles or loads is there."""
+        for _ in range(2):
+            run(self.static_input)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self._graph, pool=self._pool):
+            run(self.static_input)
+
+    def replay(self, value: torch.Tensor) -> None:
+        """Copy the new input over the old one and start the graph; both are queued on the current stream."""
+        self.static_input.copy_(value, non_blocking=True)
+        self._graph.replay()
+
+
+class RecordedGraph:
+    """The same on CPU, to test and to teach without a GPU: it calls `run` again, over the same static input.
+
+    Like a real graph it knows nothing but that memory. To make a forgotten copy show, the input is poisoned as soon as
+    a replay is over: a replay that does not bring all of its input computes nonsense.
+    """
+
+    def __init__(self, static_input: torch.Tensor, pool: Any = None) -> None:
+        self.static_input = static_input
+        self._run: Callable[[torch.Tensor], None] | None = None
+
+    def capture(self, run: Callable[[torch.Tensor], None]) -> None:
+        """Run `run(static_input)` once and remember it; then poison the input.
+
+        Recording works on made-up input; what it leaves behind must not be read.
+        """
+        run(self.static_input)
+        self._run = run
+        self.static_input.fill_(POISON)
+
+    def replay(self, value: torch.Tensor) -> None:
+        """Copy `value` into the static input, run again, poison the input. Raises RuntimeError before a capture."""
+        if self._run is None:
+            raise RuntimeError("nothing was captured: call capture first")
+        self.static_input.copy_(value)
+        self._run(self.static_input)
+        self.static_input.fill_(POISON)
