@@ -1,0 +1,223 @@
+"""The block manager, a method at a time: tables, slots, growth, and pages that come back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.cache.block_manager import BlockManager
+from folovllm.request import Sequence
+from tests.sequences import make_seq
+
+
+def holding(kv: BlockManager, *block_ids: int, computed: int = 0) -> Sequence:
+    """A running sequence whose table names these pages; they leave the free list, or gain one more holder."""
+    seq = make_seq(max(computed, 1))
+    seq.start()
+    seq.num_computed_tokens = computed
+    for block_id in block_ids:
+        block = kv.blocks[block_id]
+        if block.ref_count == 0:
+            kv._free.remove(block)
+        block.ref_count += 1
+    seq.block_table = list(block_ids)
+    return seq
+
+
+def free_ids(kv: BlockManager) -> list[int]:
+    """The free list from left to right, by taking all of it."""
+    return [kv._free.popleft().block_id for _ in range(kv.num_free)]
+
+
+class TestSlots:
+    """m3.1"""
+
+    def test_pages_in_order(self) -> None:
+        assert BlockManager.slots([0, 1, 2], 4, 0, 10).tolist() == list(range(10))
+
+    def test_pages_anywhere(self) -> None:
+        assert BlockManager.slots([5, 1], 4, 0, 6).tolist() == [20, 21, 22, 23, 4, 5]
+
+    def test_from_the_middle(self) -> None:
+        assert BlockManager.slots([7, 2, 9], 3, 4, 8).tolist() == [7, 8, 27, 28]
+
+    @pytest.mark.parametrize(("position", "slot"), [(0, 32), (15, 47), (16, 80), (31, 95), (32, 0)])
+    def test_one_token_around_a_boundary(self, position: int, slot: int) -> None:
+        slots = BlockManager.slots([2, 5, 0], 16, position, position + 1)
+        assert slots.tolist() == [slot]
+
+    def test_pages_of_one_token_are_the_table(self) -> None:
+        assert BlockManager.slots([3, 1, 4, 15, 9], 1, 1, 4).tolist() == [1, 4, 15]
+
+    def test_one_page_for_all_is_a_slot_of_m2(self) -> None:
+        from folovllm.cache.slot_manager import SlotManager
+
+        assert BlockManager.slots([3], 100, 5, 42).tolist() == SlotManager.slots([3], 100, 5, 42).tolist()
+
+    def test_integers_for_torch(self) -> None:
+        slots = BlockManager.slots([1, 0], 4, 2, 7)
+        assert isinstance(slots, np.ndarray) and slots.dtype == np.int64
+
+    @given(st.permutations(range(9)), st.integers(1, 7), st.data())
+    def test_every_token_has_a_place_of_its_own(self, table: list[int], block_size: int, data: st.DataObject) -> None:
+        start = data.draw(st.integers(0, 9 * block_size - 1))
+        end = data.draw(st.integers(start + 1, 9 * block_size))
+        slots = BlockManager.slots(table, block_size, start, end)
+        assert [(s // block_size, s % block_size) for s in slots.tolist()] == [
+            (table[p // block_size], p % block_size) for p in range(start, end)
+        ]
+
+
+class TestAllocate:
+    """m3.2"""
+
+    @pytest.mark.parametrize(("tokens", "pages"), [(1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
+    def test_as_many_pages_as_the_tokens_fill(self, tokens: int, pages: int) -> None:
+        kv, seq = BlockManager(8, 16), make_seq(tokens)
+        kv.allocate(seq, tokens)
+        assert len(seq.block_table) == pages
+        assert kv.num_free == 8 - pages
+
+    def test_pages_come_from_the_left_of_the_free_list(self) -> None:
+        kv, seq = BlockManager(6, 2), make_seq(5)
+        other = holding(kv, 1, 3)
+        kv.allocate(seq, 5)
+        assert seq.block_table == [0, 2, 4]
+        assert other.block_table == [1, 3]
+
+    def test_each_page_has_one_owner(self) -> None:
+        kv, seq = BlockManager(6, 2), make_seq(5)
+        kv.allocate(seq, 5)
+        assert [block.ref_count for block in kv.blocks] == [1, 1, 1, 0, 0, 0]
+
+    def test_goes_on_behind_pages_it_has(self) -> None:
+        """As after a hit in the prefix cache: two pages of K/V are there already, and the table names them."""
+        kv = BlockManager(8, 4)
+        seq = holding(kv, 6, 2, computed=8)
+        kv.allocate(seq, 5)
+        assert seq.block_table == [6, 2, 0, 1]
+
+    def test_the_whole_pool(self) -> None:
+        kv, seq = BlockManager(3, 4), make_seq(12)
+        assert kv.can_allocate(seq, 12)
+        kv.allocate(seq, 12)
+        assert (sorted(seq.block_table), kv.num_free) == ([0, 1, 2], 0)
+
+
+class TestMayAppend:
+    """m3.3"""
+
+    def grow(self, kv: BlockManager, seq: Sequence, tokens: int = 1) -> None:
+        kv.may_append(seq, tokens)
+        seq.num_computed_tokens += tokens
+
+    def test_room_on_the_last_page(self) -> None:
+        kv = BlockManager(4, 4)
+        seq = holding(kv, 2, computed=3)
+        self.grow(kv, seq)
+        assert (seq.block_table, kv.num_free) == ([2], 3)  # the fourth token ends on the page's last slot
+
+    def test_a_full_page_is_followed_by_another(self) -> None:
+        kv = BlockManager(4, 4)
+        seq = holding(kv, 2, computed=4)
+        self.grow(kv, seq)
+        assert (seq.block_table, kv.num_free) == ([2, 0], 2)
+        assert kv.blocks[0].ref_count == 1
+
+    @pytest.mark.parametrize("block_size", [1, 2, 3, 16])
+    def test_one_page_every_block_size_steps(self, block_size: int) -> None:
+        kv = BlockManager(40 // block_size + 2, block_size)
+        seq = holding(kv, 0, computed=1)
+        for tokens in range(2, 41):
+            self.grow(kv, seq)
+            assert len(seq.block_table) == -(-tokens // block_size)
+
+    def test_several_tokens_at_once(self) -> None:
+        kv = BlockManager(8, 4)
+        seq = holding(kv, 0, computed=3)
+        self.grow(kv, seq, 10)
+        assert seq.block_table == [0, 1, 2, 3]
+
+    def test_asking_again_takes_nothing(self) -> None:
+        kv = BlockManager(4, 4)
+        seq = holding(kv, 0, computed=4)
+        kv.may_append(seq, 1)
+        kv.may_append(seq, 1)  # the same token: the step before it did not run
+        assert seq.block_table == [0, 1]
+
+
+class TestDeallocate:
+    """m3.4"""
+
+    def test_everything_is_free_again(self) -> None:
+        kv = BlockManager(4, 4)
+        seq = holding(kv, 2, 0, 3, computed=10)
+        kv.deallocate(seq)
+        assert kv.num_free == 4
+        assert all(block.ref_count == 0 for block in kv.blocks)
+        assert sorted(free_ids(kv)) == [0, 1, 2, 3]
+
+    def test_the_table_is_empty(self) -> None:
+        kv = BlockManager(4, 4)
+        seq = holding(kv, 2, 0, computed=8)
+        kv.deallocate(seq)
+        assert seq.block_table == []
+
+    def test_twice_is_once(self) -> None:
+        kv = BlockManager(4, 4)
+        seq = holding(kv, 2, 0, computed=8)
+        kv.deallocate(seq)
+        kv.deallocate(seq)
+        assert kv.num_free == 4
+
+    def test_last_page_first_behind_all_that_are_free(self) -> None:
+        kv = BlockManager(6, 4)
+        kv.deallocate(holding(kv, 4, 1, 5, computed=12))
+        assert free_ids(kv) == [0, 2, 3, 5, 1, 4]
+
+    def test_a_shared_page_stays(self) -> None:
+        kv = BlockManager(5, 4)
+        first, second = holding(kv, 0, 1, 2, computed=12), holding(kv, 0, 1, 3, computed=12)
+        kv.deallocate(first)
+        assert [block.ref_count for block in kv.blocks] == [1, 1, 0, 1, 0]
+        assert second.block_table == [0, 1, 3]
+        assert free_ids(kv) == [4, 2]
+
+    def test_a_shared_page_goes_with_its_last_holder(self) -> None:
+        kv = BlockManager(3, 4)
+        first, second = holding(kv, 0, 1, computed=8), holding(kv, 0, 2, computed=8)
+        kv.deallocate(first)
+        kv.deallocate(second)
+        assert free_ids(kv) == [1, 2, 0]
+
+
+class TestAdmission:
+    """`can_allocate` and `can_append`: what is asked before."""
+
+    def test_the_watermark_is_kept_for_those_who_run(self) -> None:
+        kv = BlockManager(300, 1)  # a watermark of 3 pages
+        assert kv.can_allocate(make_seq(300), 300)  # nobody runs: nothing is held back
+        runner = holding(kv, 0, computed=1)
+        assert kv.can_allocate(make_seq(296), 296)
+        assert not kv.can_allocate(make_seq(297), 297)
+        assert kv.can_append(runner, 299)
+        assert not kv.can_append(runner, 300)
+
+    def test_own_pages_are_no_reason_to_hold_back(self) -> None:
+        kv = BlockManager(300, 1)
+        seq = holding(kv, *range(10), computed=10)
+        assert kv.can_allocate(seq, 290)
+
+    def test_reserve_takes_all_or_nothing(self) -> None:
+        kv, seq = BlockManager(3, 4), make_seq(13)
+        assert not kv.reserve(seq, 13)
+        assert (seq.block_table, kv.num_free) == ([], 3)
+        assert kv.reserve(seq, 12)
+        seq.start()
+        seq.num_computed_tokens = 12
+        assert not kv.reserve(seq, 1)
+        assert (len(seq.block_table), kv.num_free) == (3, 0)
+        kv.free(seq)
+        assert kv.num_free == 3

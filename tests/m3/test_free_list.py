@@ -1,0 +1,59 @@
+"""The free list against Python's own, and its price."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.cache.free_list import Block, FreeList
+
+
+def test_first_freed_first_taken() -> None:
+    blocks = [Block(i) for i in range(4)]
+    free = FreeList(blocks)
+    first = free.popleft()
+    free.append(first)
+    assert [free.popleft().block_id for _ in range(4)] == [1, 2, 3, 0]
+    assert len(free) == 0
+
+
+def test_empty() -> None:
+    with pytest.raises(IndexError, match="no free block"):
+        FreeList([]).popleft()
+
+
+def test_the_only_block_comes_and_goes() -> None:
+    block = Block(0)
+    free = FreeList([block])
+    free.remove(block)
+    assert len(free) == 0
+    free.append(block)
+    assert free.popleft() is block
+
+
+@given(st.lists(st.tuples(st.sampled_from(("take", "remove", "append")), st.integers(0, 7)), max_size=60))
+def test_does_what_a_list_does(operations: list[tuple[str, int]]) -> None:
+    blocks = [Block(i) for i in range(8)]
+    free, model = FreeList(blocks), list(range(8))
+    for operation, i in operations:
+        if operation == "take" and model:
+            assert free.popleft().block_id == model.pop(0)
+        elif operation == "remove" and i in model:
+            free.remove(blocks[i])
+            model.remove(i)
+        elif operation == "append" and i not in model:
+            free.append(blocks[i])
+            model.append(i)
+        assert len(free) == len(model)
+    assert [free.popleft().block_id for _ in range(len(free))] == model
+
+
+def test_removing_from_the_middle_does_not_search() -> None:
+    """Links only: a block changes two neighbours, however long the list is."""
+    blocks = [Block(i) for i in range(1000)]
+    free = FreeList(blocks)
+    before = [(block._previous, block._next) for block in blocks]
+    free.remove(blocks[500])
+    changed = [i for i, links in enumerate(before) if links != (blocks[i]._previous, blocks[i]._next)]
+    assert changed == [499, 500, 501]

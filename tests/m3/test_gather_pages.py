@@ -1,0 +1,57 @@
+"""m3.5: pages back into token order, and the backend that does so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.attention.backends.torch_paged import gather_pages
+from folovllm.attention.ops import reshape_and_cache_kv
+
+
+def cache_of(blocks: int, block_size: int, kv_heads: int = 2, head_dim: int = 4) -> torch.Tensor:
+    """[2, N, B, Hkv, D] of NaN, a view as the engine makes it."""
+    return torch.full((2, blocks, kv_heads, block_size, head_dim), torch.nan).transpose(2, 3)
+
+
+def stored(table: list[int], block_size: int, seq_len: int, blocks: int) -> tuple[torch.Tensor, ...]:
+    """A cache that holds `seq_len` tokens in the pages of `table` and NaN elsewhere; their K and V."""
+    generator = torch.Generator().manual_seed(seq_len)
+    key, value = torch.randn(2, seq_len, 2, 4, generator=generator)
+    slots = [table[p // block_size] * block_size + p % block_size for p in range(seq_len)]
+    kv_cache = cache_of(blocks, block_size)
+    reshape_and_cache_kv(key, value, kv_cache, torch.tensor(slots))
+    return kv_cache, key, value
+
+
+class TestGatherPages:
+    @pytest.mark.parametrize("seq_len", [1, 3, 4, 5, 8, 11, 12])
+    def test_tokens_in_order(self, seq_len: int) -> None:
+        table = [5, 0, 3]
+        kv_cache, key, value = stored(table, 4, seq_len, 6)
+        got_key, got_value = gather_pages(kv_cache, torch.tensor(table, dtype=torch.int32), seq_len)
+        assert got_key.shape == got_value.shape == (seq_len, 2, 4)
+        assert torch.equal(got_key, key)
+        assert torch.equal(got_value, value)
+
+    def test_the_rest_of_the_table_means_nothing(self) -> None:
+        kv_cache, key, _ = stored([2, 1], 4, 6, 3)
+        table = torch.tensor([2, 1, 10**6, -7], dtype=torch.int32)  # no such pages: reading them would raise
+        assert torch.equal(gather_pages(kv_cache, table, 6)[0], key)
+
+    def test_the_cache_stays_as_it_is(self) -> None:
+        kv_cache, *_ = stored([0, 1], 4, 7, 2)
+        before = kv_cache.clone()
+        gather_pages(kv_cache, torch.tensor([0, 1]), 7)
+        torch.testing.assert_close(kv_cache, before, rtol=0, atol=0, equal_nan=True)
+
+    @given(st.integers(1, 6), st.integers(1, 30), st.data())
+    def test_reads_back_what_was_stored(self, block_size: int, seq_len: int, data: st.DataObject) -> None:
+        pages = -(-seq_len // block_size)
+        table = data.draw(st.permutations(range(pages + 2)))[:pages]
+        kv_cache, key, value = stored(table, block_size, seq_len, pages + 2)
+        got_key, got_value = gather_pages(kv_cache, torch.tensor(table), seq_len)
+        assert torch.equal(got_key, key)
+        assert torch.equal(got_value, value)
