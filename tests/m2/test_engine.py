@@ -1,0 +1,270 @@
+"""The engine around the batch: requests come, stream, fail, are aborted and leave nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from folovllm import LLM, EngineConfig, SamplingParams
+from folovllm.engine.input_processor import child_seed
+from folovllm.outputs import RequestOutput
+from tests.helpers import prompts, tiny_checkpoint
+from tests.workloads import MAX_MODEL_LEN, assert_nothing_left, make_engine
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return tiny_checkpoint()
+
+
+def finish(engine: Any) -> dict[str, RequestOutput]:
+    """Step until nothing is left; the last word on each request."""
+    last: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        last |= {output.request_id: output for output in engine.step()}
+    return last
+
+
+def alone(model: Path, prompt: Any, params: SamplingParams) -> list[int]:
+    with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
+        return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_results_come_in_the_order_of_prompts(model: Path) -> None:
+    """The short ones finish first; the list does not show it."""
+    with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
+        several = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (9, 1, 5)]
+        outputs = llm.generate(["a", "bb", "ccc"], several, use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["a", "bb", "ccc"]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 1, 5]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 3
+
+
+def test_n_answers_are_n_sequences_with_their_own_seeds(model: Path) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8, ignore_eos=True)
+    engine = make_engine(model)
+    engine.add_request("r", [1, 2, 3], params, stream=False)
+    engine.step()
+    assert engine.stats().running == 3
+    answers = [answer.token_ids for answer in finish(engine)["r"].outputs]
+    for index, answer in enumerate(answers):
+        own = SamplingParams(temperature=1.0, seed=child_seed(5, index), max_tokens=8, ignore_eos=True)
+        assert answer == alone(model, [1, 2, 3], own)
+    assert len({tuple(answer) for answer in answers}) == 3
+
+
+def test_deltas_add_up(model: Path) -> None:
+    engine = make_engine(model)
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, skip_special_tokens=False)
+    requests = dict(zip("abc", prompts([3, 20, 7]), strict=True))
+    text, tokens = dict.fromkeys(requests, ""), {name: [] for name in requests}
+    engine.add_request("a", requests["a"], params)
+    last: dict[str, RequestOutput] = {}
+    for step in range(40):
+        if step == 2:  # the others join while the first one speaks
+            engine.add_request("b", requests["b"], params)
+            engine.add_request("c", requests["c"], params)
+        for output in engine.step() if engine.has_unfinished_requests() else []:
+            text[output.request_id] += output.outputs[0].delta_text
+            tokens[output.request_id] += output.outputs[0].delta_token_ids
+            last[output.request_id] = output
+    for name in requests:
+        final = last[name].outputs[0]
+        assert last[name].finished and final.token_ids == tokens[name] and final.text == text[name]
+        assert tokens[name] == alone(model, requests[name], params)
+    assert_nothing_left(engine)
+
+
+def test_snapshots_of_steps(model: Path) -> None:
+    engine = make_engine(model, max_num_seqs=2)
+    engine.history = []
+    for name, prompt in zip("abc", prompts([4, 7, 3]), strict=True):
+        engine.add_request(name, prompt, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    finish(engine)
+    seen = [(s.waiting, s.running, s.num_prefill_tokens, s.num_decode_tokens) for s in engine.history]
+    assert seen == [(1, 2, 11, 0), (1, 2, 0, 2), (1, 2, 0, 2), (0, 1, 3, 0), (0, 1, 0, 1), (0, 1, 0, 1)]
+    assert engine.history[0].shares == (("a", 0, 0, 4), ("b", 0, 0, 7))
+    assert engine.history[1].shares == (("a", 0, 4, 1), ("b", 0, 7, 1))
+    assert [s.index for s in engine.history] == list(range(6)) and all(s.seconds > 0 for s in engine.history)
+    assert engine.last_stats is engine.history[-1]
+
+
+def test_what_slots_waste(model: Path) -> None:
+    engine = make_engine(model, max_num_seqs=4)
+    per_token = 2 * 3 * 2 * 32 * 4  # K and V, 3 layers, 2 heads of 32, float32
+    stats = engine.stats()
+    assert (stats.kv_blocks_total, stats.kv_blocks_used) == (4, 0)
+    assert stats.kv_bytes_total == 4 * MAX_MODEL_LEN * per_token and stats.kv_waste == 0
+    for name, prompt in zip("ab", prompts([10, 22]), strict=True):
+        engine.add_request(name, prompt, LONG)
+    engine.step()
+    stats = engine.stats()
+    assert (stats.running, stats.kv_blocks_used, stats.kv_tokens_stored) == (2, 2, 32)
+    assert stats.kv_bytes_reserved == 2 * MAX_MODEL_LEN * per_token and stats.kv_bytes_used == 32 * per_token
+    assert stats.kv_waste == 1 - 32 / (2 * MAX_MODEL_LEN)
+    for name in "ab":
+        engine.abort_request(name)
+    assert_nothing_left(engine)
+
+
+def test_memory_bounds_the_batch(model: Path) -> None:
+    per_slot = MAX_MODEL_LEN * 2 * 3 * 2 * 32 * 4
+    engine = make_engine(model, max_num_seqs=8, kv_cache_memory=3 * per_slot + 1)
+    assert engine.stats().kv_blocks_total == 3
+    for i in range(5):
+        engine.add_request(str(i), [1, 2, 3], LONG)
+    engine.step()
+    assert (engine.stats().running, engine.stats().waiting) == (3, 2)
+    with pytest.raises(ValueError, match="less than one sequence of max_model_len"):
+        make_engine(model, kv_cache_memory=per_slot - 1)
+
+
+class TestAborts:
+    def test_one_that_runs(self, model: Path) -> None:
+        """Its slot goes to the one that waits, at once; the other does not notice."""
+        engine = make_engine(model, max_num_seqs=2)
+        requests = dict(zip("abc", prompts([5, 6, 7]), strict=True))
+        for name, prompt in requests.items():
+            engine.add_request(name, prompt, GREEDY)
+        engine.step()
+        engine.step()
+        partial = engine.abort_request("a")
+        assert partial.finished and partial.outputs[0].finish_reason == "abort"
+        assert partial.outputs[0].token_ids == alone(model, requests["a"], GREEDY)[:2]
+        engine.step()
+        assert (engine.stats().running, engine.stats().waiting) == (2, 0)
+        rest = finish(engine)
+        assert {name: rest[name].outputs[0].token_ids for name in "bc"} == {
+            name: alone(model, requests[name], GREEDY) for name in "bc"
+        }
+        assert_nothing_left(engine)
+
+    def test_one_that_waits(self, model: Path) -> None:
+        engine = make_engine(model, max_num_seqs=1)
+        engine.add_request("a", [1, 2], GREEDY)
+        engine.add_request("b", [1, 2], GREEDY)
+        engine.step()
+        assert engine.abort_request("b").outputs[0].token_ids == []
+        assert list(finish(engine)) == ["a"]
+        assert_nothing_left(engine)
+
+    def test_some_of_n_have_finished(self, model: Path) -> None:
+        engine = make_engine(model)
+        stops = SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=60, stop_token_ids=list(range(0, 250, 9)))
+        engine.add_request("r", [1, 2, 3], stops)
+        while engine.has_unfinished_requests() and len(engine.scheduler.running) in (0, 4):
+            engine.step()
+        reasons = {answer.finish_reason for answer in engine.abort_request("r").outputs}
+        assert reasons == {"stop", "abort"}
+        assert_nothing_left(engine)
+
+    def test_an_unknown_one(self, model: Path) -> None:
+        engine = make_engine(model)
+        engine.add_request("a", [1, 2], GREEDY)
+        for wrong in ("b", "a"):
+            if wrong == "a":
+                finish(engine)  # gone by now
+            with pytest.raises(ValueError, match=f"no request '{wrong}'"):
+                engine.abort_request(wrong)
+
+    def test_an_interrupted_generate(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
+            step, calls = llm.engine.step, iter(range(3))
+
+            def interrupted() -> list[RequestOutput]:
+                if next(calls, None) is None:
+                    raise KeyboardInterrupt
+                return step()
+
+            monkeypatch.setattr(llm.engine, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(["a", "b"], LONG, use_tqdm=False)
+            assert_nothing_left(llm.engine)
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("prompt", "params", "message"),
+        [
+            ([], GREEDY, "empty"),
+            ([1] * MAX_MODEL_LEN, GREEDY, "leaves no room for an answer"),
+            ([1, 10_000], GREEDY, "outside the vocabulary"),
+            ([1, -1], GREEDY, "outside the vocabulary"),
+        ],
+    )
+    def test_the_others_finish(self, model: Path, prompt: list[int], params: SamplingParams, message: str) -> None:
+        engine = make_engine(model)
+        engine.add_request("good", [1, 2, 3], GREEDY)
+        engine.step()
+        with pytest.raises(ValueError, match=message):
+            engine.add_request("bad", prompt, params)
+        assert finish(engine)["good"].outputs[0].token_ids == alone(model, [1, 2, 3], GREEDY)
+        assert_nothing_left(engine)
+
+    def test_a_second_request_of_the_same_name(self, model: Path) -> None:
+        engine = make_engine(model)
+        engine.add_request("a", [1, 2, 3], GREEDY)
+        with pytest.raises(ValueError, match="'a' is in use"):
+            engine.add_request("a", [4, 5], GREEDY)
+        assert list(finish(engine)) == ["a"]
+        engine.add_request("a", [4, 5], GREEDY)  # free again
+        assert finish(engine)["a"].outputs[0].token_ids == alone(model, [4, 5], GREEDY)
+
+    def test_one_bad_prompt_in_a_list(self, model: Path) -> None:
+        """`generate` refuses the list before any work, and can be called again."""
+        with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
+            with pytest.raises(ValueError, match="no room for an answer"):
+                llm.generate(["good", [1] * MAX_MODEL_LEN], GREEDY, use_tqdm=False)
+            assert_nothing_left(llm.engine)
+            assert llm.engine.stats().steps == 0
+            assert len(llm.generate(["good"], GREEDY, use_tqdm=False)) == 1
+
+    def test_a_budget_too_small_for_the_longest_prompt(self, model: Path) -> None:
+        with pytest.raises(ValueError, match="could never be computed in one step"):
+            make_engine(model, max_num_batched_tokens=MAX_MODEL_LEN - 1)
+
+
+def test_the_longest_answer_that_fits(model: Path) -> None:
+    """max_tokens beyond the context is cut to it: the last place in the slot is used, and none after it."""
+    prompt = prompts([MAX_MODEL_LEN - 3])[0]
+    answer = alone(model, prompt, LONG)
+    assert len(answer) == 3
+    one_slot = make_engine(model, max_num_seqs=2)  # the next slot belongs to somebody else
+    one_slot.add_request("full", prompt, LONG, stream=False)
+    one_slot.add_request("other", [1, 2, 3], GREEDY, stream=False)
+    outputs = finish(one_slot)
+    assert outputs["full"].outputs[0].token_ids == answer
+    assert outputs["other"].outputs[0].token_ids == alone(model, [1, 2, 3], GREEDY)
+
+
+def test_priority_is_an_option(model: Path) -> None:
+    order = {}
+    for scheduling in ("fcfs", "priority"):
+        engine = make_engine(model, max_num_seqs=1, scheduling=scheduling)
+        for name, priority in (("a", 1), ("b", 2), ("c", 0)):
+            engine.add_request(name, [1, 2, 3], GREEDY, priority=priority, stream=False)
+        order[scheduling] = [output.request_id for _ in range(18) for output in engine.step()]
+    assert order == {"fcfs": ["a", "b", "c"], "priority": ["c", "a", "b"]}
+
+
+def test_two_engines_in_one_process(model: Path) -> None:
+    first, second = make_engine(model), make_engine(model, max_num_seqs=1)
+    for engine in (first, second):
+        engine.add_request("r", [1, 2, 3], GREEDY)
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    while first.has_unfinished_requests() or second.has_unfinished_requests():
+        for i, engine in enumerate((first, second)):
+            for output in engine.step():
+                tokens[i] += output.outputs[0].delta_token_ids
+    assert tokens[0] == tokens[1] == alone(model, [1, 2, 3], GREEDY)
+
+
+def test_the_preset() -> None:
+    config = EngineConfig.for_milestone("m2", max_num_seqs=3)
+    assert (config.model_impl, config.kv_cache, config.attention_backend) == ("native", "slots", "torch_naive")
+    assert config.max_num_seqs == 3
