@@ -28,5 +28,5 @@ class TorchCatBackend(AttentionBackend):
         self, query: torch.Tensor, kv_cache: GrowingKVCache, batch: ForwardBatch
     ) -> torch.Tensor:
         """Causal attention of the new tokens [T, Hq, D] over all that is cached, themselves included."""
-        mask = create_causal_mask(len(query), len(kv_cache), query.device)  # [T, n]
+        mask = None if len(query) == 1 else create_causal_mask(len(query), len(kv_cache), query.device)  # [T, n]
         return naive_attention(query, kv_cache.key, kv_cache.value, self.config.scale, mask)
