@@ -1,0 +1,224 @@
+"""Pages of any size and pools of any size give M1's answers; with one page a sequence, M2's waste as well."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.metrics import EngineStats
+from folovllm.sampling_params import SamplingParams
+from tests.helpers import assert_tokens_equal, hf_greedy, prompts, tiny_checkpoint, tolerance
+from tests.workloads import (
+    ARRIVALS,
+    KINDS,
+    MAX_MODEL_LEN,
+    Request,
+    assert_nothing_left,
+    make_engine,
+    mixed_requests,
+    serve,
+    workload,
+)
+
+LONGEST = 84  # tokens of the longest request of the workloads: 60 of prompt, 24 of answer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block_size", [1, 2, 16, 256, MAX_MODEL_LEN])
+def test_output_equals_m1_whatever_the_pages(kind: str, block_size: int) -> None:
+    expected = workload(kind)
+    engine = make_engine(expected.model, milestone="m3", block_size=block_size)
+    for seed, arrival in enumerate(ARRIVALS):
+        expected.check(serve(engine, expected.requests, arrival, seed))
+    assert engine.stats().preemptions == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block_size", [1, 2, 16])
+def test_output_equals_m1_with_hardly_any_pages(kind: str, block_size: int) -> None:
+    expected = workload(kind)
+    engine = make_engine(
+        expected.model,
+        milestone="m3",
+        block_size=block_size,
+        max_model_len=LONGEST,
+        num_kv_blocks=-(-LONGEST // block_size),
+    )
+    for seed, arrival in enumerate(ARRIVALS):
+        expected.check(serve(engine, expected.requests, arrival, seed))
+    assert engine.stats().preemptions >= 5
+
+
+@pytest.mark.parametrize("block_size", [1, 5])
+def test_preemption_is_the_rule(block_size: int) -> None:
+    """Short prompts with long answers: many are admitted, few can stay."""
+    ids = prompts([3, 1, 6, 2, 5, 4, 3, 6, 1, 2])
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    engine = make_engine(
+        tiny_checkpoint(), milestone="m3", block_size=block_size, max_model_len=50, num_kv_blocks=-(-50 // block_size)
+    )
+    outputs = serve(engine, [Request(prompt, params) for prompt in ids])
+    assert engine.stats().preemptions >= 3 * len(ids)
+    for prompt, output in zip(ids, outputs, strict=True):
+        assert_tokens_equal(output.outputs[0].token_ids, *hf_greedy(tiny_checkpoint(), prompt, 40))
+
+
+def test_priorities_change_the_order_and_no_answer() -> None:
+    expected = workload("greedy")
+    engine = make_engine(
+        expected.model,
+        milestone="m3",
+        block_size=2,
+        max_model_len=LONGEST,
+        num_kv_blocks=LONGEST // 2,
+        scheduling="priority",
+    )
+    expected.check(serve(engine, expected.requests))
+    assert engine.stats().preemptions >= 5
+
+
+def watched(engine: LLMEngine, requests: list[Request]) -> list[EngineStats]:
+    """The statistics after each step, with all requests there from the start."""
+    for i, request in enumerate(requests):
+        engine.add_request(f"r{i}", request.prompt, request.params)
+    seen = []
+    while engine.has_unfinished_requests():
+        engine.step()
+        seen.append(engine.stats())
+    return seen
+
+
+def test_a_page_as_long_as_the_context_wastes_what_m2_wastes() -> None:
+    requests = mixed_requests(count=16)
+    m2 = make_engine(tiny_checkpoint(), milestone="m2", max_num_seqs=8)
+    m3 = make_engine(tiny_checkpoint(), milestone="m3", max_num_seqs=8, block_size=MAX_MODEL_LEN)
+    slots, pages = watched(m2, requests), watched(m3, requests)
+    assert pages == slots  # bytes reserved, bytes used, queues, step by step
+    assert max(stats.kv_waste for stats in pages) > 0.5
+
+
+def test_small_pages_waste_less_than_a_page_a_sequence() -> None:
+    engine = make_engine(tiny_checkpoint(), milestone="m3", max_num_seqs=8, block_size=4)
+    per_token = engine.setup.kv_bytes_per_token
+    for stats in watched(engine, mixed_requests(count=16)):
+        wasted_tokens = (stats.kv_bytes_reserved - stats.kv_bytes_used) // per_token
+        assert 0 <= wasted_tokens <= 3 * stats.running
+
+
+@pytest.mark.parametrize("prompt", [15, 16, 17])
+@pytest.mark.parametrize("answer", [1, 2, 15, 16, 17, 18])
+def test_around_a_block_boundary(prompt: int, answer: int) -> None:
+    """Prompts of a block less one, one and one more; answers that end on a block's last slot and beside it."""
+    (ids,) = prompts([prompt])
+    engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=16)
+    params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
+    engine.add_request("r", ids, params)
+    pages, output = [], None
+    while engine.has_unfinished_requests():
+        pages.append(engine.stats().kv_blocks_used)
+        (output,) = engine.step()
+    assert output is not None
+    # The last token drawn is never computed, so it takes no place.
+    assert pages == [0, *(-(-n // 16) for n in range(prompt, prompt + answer - 1))]
+    tokens, logits = hf_greedy(tiny_checkpoint(), ids, answer)
+    assert_tokens_equal(output.outputs[0].token_ids, tokens, logits, tolerance(logits))
+    assert_nothing_left(engine)
+
+
+def test_a_pool_of_exactly_one_sequence() -> None:
+    """One request fills the last slot of the last page; a second waits for it."""
+    first, second = prompts([40, 30])
+    engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=16, max_model_len=64, num_kv_blocks=4)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    outputs = serve(engine, [Request(first, params), Request(second, params)])
+    for ids, output in zip((first, second), outputs, strict=True):
+        assert len(ids) + len(output.outputs[0].token_ids) == 64
+        assert_tokens_equal(output.outputs[0].token_ids, *hf_greedy(tiny_checkpoint(), ids, 64 - len(ids)))
+
+
+def test_preemption_watched() -> None:
+    """Two sequences grow until no page is free: the later one gives way, waits for the first to end, and resumes."""
+    engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=4, max_model_len=40, num_kv_blocks=10)
+    engine.history = []
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=1)
+    for name, ids in zip("ab", prompts([12, 12]), strict=True):
+        engine.add_request(name, ids, params, stream=False)
+    finished = []
+    while engine.has_unfinished_requests():
+        finished += engine.step()
+    shares = [{name: (start, n) for name, _, start, n in step.shares} for step in engine.history]
+    preempted = next(i for i, step in enumerate(engine.history) if step.preempted)
+    assert shares[0] == {"a": (0, 12), "b": (0, 12)}
+    assert engine.history[preempted - 1].kv_blocks_used == 10
+    assert shares[preempted] == {"a": (20, 1)}  # five pages each: a gets a sixth, b gives all back
+    resumed = next(i for i in range(preempted, len(shares)) if "b" in shares[i])
+    assert shares[resumed] == {"b": (0, 21)}  # its prompt and the nine tokens of its answer so far, in one step
+    assert all("b" not in step for step in shares[preempted:resumed])
+    assert [output.request_id for output in finished] == ["a", "b"]
+    for output, ids in zip(finished, prompts([12, 12]), strict=True):
+        answer = output.outputs[0]
+        assert_tokens_equal(answer.token_ids, *hf_greedy(tiny_checkpoint(), ids, 20))
+        assert [row[0].token_id for row in answer.logprobs] == answer.token_ids  # none lost, none doubled
+
+
+def test_a_preempted_request_can_be_aborted() -> None:
+    engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=4, max_model_len=40, num_kv_blocks=10)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    for name, ids in zip("ab", prompts([12, 12]), strict=True):
+        engine.add_request(name, ids, params, stream=False)
+    while not engine.stats().preemptions:
+        engine.step()
+    output = engine.abort_request("b")
+    assert output.outputs[0].finish_reason == "abort" and len(output.outputs[0].token_ids) == 9
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert_nothing_left(engine)
+
+
+def test_pages_that_are_freed_are_used_again_by_others() -> None:
+    """A hundred short requests through a pool of two: pages change hands, and every answer is as if alone."""
+    expected = workload("greedy", count=12, seed=3)
+    engine = make_engine(
+        expected.model, milestone="m3", block_size=4, max_model_len=LONGEST, num_kv_blocks=30, max_num_seqs=3
+    )
+    for _ in range(3):
+        expected.check(serve(engine, expected.requests))
+
+
+def test_what_can_never_fit_is_refused() -> None:
+    engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=16, max_model_len=64, num_kv_blocks=4)
+    with pytest.raises(ValueError, match="no room for an answer"):
+        engine.add_request("r", [1] * 64)
+    engine.add_request("r", [1] * 63)  # one token of answer
+    engine.step()
+    assert_nothing_left(engine)
+
+
+def test_other_families_and_backends() -> None:
+    for family in ("llama", "qwen2", "mistral"):
+        expected = workload("greedy", count=6, family=family)
+        for backend in ("torch_paged", "torch_naive"):
+            engine = make_engine(expected.model, milestone="m3", block_size=4, attention_backend=backend)
+            expected.check(serve(engine, expected.requests))
+
+
+def test_the_presets_differ_in_the_cache_alone() -> None:
+    config = EngineConfig.for_milestone("m3")
+    assert (config.kv_cache, config.attention_backend) == ("paged", "torch_paged")
+    assert not config.enable_prefix_caching and not config.enable_chunked_prefill
+
+
+def test_a_finished_step_frees_before_the_next() -> None:
+    """The pages of a request that ends are there for the very next step."""
+    engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=4, max_model_len=16, num_kv_blocks=4)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for name in "abc":
+        engine.add_request(name, [1] * 12, params)
+    engine.history = []
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert all(step.running == 1 for step in engine.history)
+    assert [before.index + 1 for before, _ in pairwise(engine.history)] == list(range(1, 12))  # no idle step

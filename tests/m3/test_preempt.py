@@ -1,0 +1,92 @@
+"""m3.6: who gives way when no page is free, and what it keeps."""
+
+from __future__ import annotations
+
+from folovllm.engine.scheduler import Scheduler, preempt, whole_prompt
+from folovllm.request import Sequence, SequenceStatus
+from tests.sequences import CountingCache, make_seq
+
+
+def make_scheduler(num_tokens: int = 100, by_priority: bool = False) -> Scheduler:
+    return Scheduler(CountingCache(num_tokens), 8, 1000, whole_prompt, preempt, by_priority)
+
+
+def run(scheduler: Scheduler, name: str, prompt: int = 4, answer: int = 0, priority: int = 0) -> Sequence:
+    """A sequence in the middle of its answer: all its tokens but the last are in the cache."""
+    seq = make_seq(prompt, name=name, priority=priority)
+    for i in range(answer):
+        seq.append_token(50 + i)
+    seq.start()
+    assert scheduler.kv.reserve(seq, seq.num_tokens - 1)
+    seq.num_computed_tokens = seq.num_tokens - 1
+    scheduler.running.append(seq)
+    return seq
+
+
+class TestPreempt:
+    def test_the_last_to_arrive_gives_way(self) -> None:
+        scheduler = make_scheduler()
+        a, b, c = (run(scheduler, name) for name in "abc")
+        assert preempt(scheduler, [a, b, c]) is c
+        assert (scheduler.running, scheduler.waiting) == ([a, b], [c])
+
+    def test_last_to_arrive_wherever_it_stands(self) -> None:
+        """After a preemption of its own, an early sequence runs behind later ones."""
+        scheduler = make_scheduler()
+        a, b, c = (run(scheduler, name) for name in "abc")
+        scheduler.running = [c, a, b]
+        assert preempt(scheduler, [c, a, b]) is c
+        assert scheduler.running == [a, b]
+
+    def test_only_candidates_give_way(self) -> None:
+        """A sequence that is scheduled in this step already keeps its cache: its tokens are about to be computed."""
+        scheduler = make_scheduler()
+        a, b, c = (run(scheduler, name) for name in "abc")
+        assert preempt(scheduler, [a, b]) is b
+        assert scheduler.running == [a, c]
+
+    def test_alone_it_is_its_own_victim(self) -> None:
+        scheduler = make_scheduler()
+        a, b = run(scheduler, "a"), run(scheduler, "b")
+        assert preempt(scheduler, [b]) is b
+        assert scheduler.running == [a]
+
+    def test_priority_goes_before_arrival(self) -> None:
+        scheduler = make_scheduler(by_priority=True)
+        a, b, c = (run(scheduler, name, priority=p) for name, p in (("a", 2), ("b", 0), ("c", 1)))
+        assert preempt(scheduler, [b, a, c]) is a
+
+    def test_its_cache_is_free_and_its_tokens_stay(self) -> None:
+        scheduler = make_scheduler()
+        a, b = run(scheduler, "a", 4, 2), run(scheduler, "b", 5, 3)
+        before = b.token_ids.tolist()
+        assert scheduler.kv.num_free == 100 - 5 - 7
+        preempt(scheduler, [a, b])
+        assert scheduler.kv.num_free == 100 - 5
+        assert b.status is SequenceStatus.WAITING
+        assert (b.token_ids.tolist(), b.num_computed_tokens, b.num_uncomputed_tokens) == (before, 0, 8)
+
+    def test_ahead_of_those_that_never_ran(self) -> None:
+        scheduler = make_scheduler()
+        a, b, c = (run(scheduler, name) for name in "abc")
+        new = make_seq(name="new")
+        scheduler.add(new)
+        preempt(scheduler, [a, b, c])
+        preempt(scheduler, [a, b])
+        assert scheduler.waiting == [b, c, new]
+
+    def test_resumes_where_it_was(self) -> None:
+        """No room for a fourth token of both: b gives way, and when a has gone computes all it had in one step."""
+        scheduler = make_scheduler(num_tokens=12)
+        a, b = run(scheduler, "a", 4, 2), run(scheduler, "b", 4, 2)
+        output = scheduler.schedule()
+        assert [item.seq for item in output.scheduled] == [a, b]
+        for seq in (a, b):
+            seq.append_token(60)  # the pool is full now
+        output = scheduler.schedule()
+        assert ([item.seq for item in output.scheduled], output.preempted) == ([a], [b])
+        scheduler.abort(a)
+        output = scheduler.schedule()
+        assert [(item.seq, item.start, item.num_new_tokens, item.draws) for item in output.scheduled] == [
+            (b, 0, 7, True)
+        ]

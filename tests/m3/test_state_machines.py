@@ -1,0 +1,196 @@
+"""Any order of events: pages add up, and the cache holds exactly the tokens it should."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from folovllm.cache.block_manager import BlockManager
+from folovllm.engine.scheduler import Scheduler, preempt, whole_prompt
+from folovllm.request import Sequence, SequenceStatus
+from tests.sequences import EOS, make_seq
+
+
+def assert_pages_add_up(kv: BlockManager, holders: list[Sequence]) -> None:
+    """Reference counts are the tables' entries, a page is free exactly if nobody names it, and no table has holes."""
+    named = Counter(block_id for seq in holders for block_id in seq.block_table)
+    assert [block.ref_count for block in kv.blocks] == [named[i] for i in range(kv.num_blocks)]
+    free = [block.block_id for block in kv.blocks if block._next is not None]
+    assert kv.num_free == len(free) == kv.num_blocks - len(named)
+    assert not set(free) & set(named)
+    for seq in holders:
+        assert len(seq.block_table) == -(-seq.num_computed_tokens // kv.block_size)
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    """Admit, grow, share, free and preempt in any order; a list says which page must come next."""
+
+    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 5))
+    def make(self, num_blocks: int, block_size: int) -> None:
+        self.kv = BlockManager(num_blocks, block_size)
+        self.free = list(range(num_blocks))  # left to right
+        self.seqs: list[Sequence] = []
+
+    def expect(self, seq: Sequence, num_tokens: int) -> None:
+        """Reserve, and compare with what the list says."""
+        table = list(seq.block_table)
+        missing = -(-(seq.num_computed_tokens + num_tokens) // self.kv.block_size) - len(table)
+        fits = missing <= len(self.free)  # pools this small have a watermark of 0
+        assert self.kv.reserve(seq, num_tokens) is fits
+        if fits:
+            table += self.free[:missing]
+            self.free = self.free[missing:]
+            seq.num_computed_tokens += num_tokens
+        assert seq.block_table == table
+
+    @rule(num_tokens=st.integers(1, 30))
+    def admit(self, num_tokens: int) -> None:
+        seq = make_seq(num_tokens)
+        self.expect(seq, num_tokens)
+        if seq.block_table:
+            seq.start()
+            self.seqs.append(seq)
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data(), num_tokens=st.sampled_from((1, 1, 1, 2, 7)))
+    def grow(self, data: st.DataObject, num_tokens: int) -> None:
+        self.expect(data.draw(st.sampled_from(self.seqs)), num_tokens)
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        """Another sequence begins with the same full pages, as prefix caching will have it."""
+        first = data.draw(st.sampled_from(self.seqs))
+        full = first.num_computed_tokens // self.kv.block_size
+        if full:
+            second = make_seq(first.num_computed_tokens)
+            second.start()
+            second.block_table = first.block_table[:full]
+            second.num_computed_tokens = full * self.kv.block_size
+            for block_id in second.block_table:
+                self.kv.blocks[block_id].ref_count += 1
+            self.seqs.append(second)
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data(), again=st.booleans())
+    def release(self, data: st.DataObject, again: bool) -> None:
+        """It ends, or is preempted and comes back with all its tokens."""
+        seq = data.draw(st.sampled_from(self.seqs))
+        self.seqs.remove(seq)
+        still_held = {block_id for other in self.seqs for block_id in other.block_table}
+        self.free += [block_id for block_id in reversed(seq.block_table) if block_id not in still_held]
+        tokens = seq.num_computed_tokens
+        self.kv.free(seq)
+        assert seq.block_table == []
+        if again:
+            seq.requeue()
+            self.expect(seq, tokens)
+            if seq.block_table:
+                seq.start()
+                self.seqs.append(seq)
+
+    @invariant()
+    def pages_add_up(self) -> None:
+        if hasattr(self, "kv"):
+            assert_pages_add_up(self.kv, self.seqs)
+            assert self.kv.num_free == len(self.free)
+
+    def teardown(self) -> None:
+        for seq in getattr(self, "seqs", []):
+            self.kv.free(seq)
+        if hasattr(self, "kv"):
+            assert self.kv.num_free == self.kv.num_blocks
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """A scheduler over few pages, and a cache in which each slot remembers whose token it holds.
+
+    The next token of a sequence depends on its position alone, so a sequence that resumes in the wrong place shows.
+    """
+
+    @initialize(
+        block_size=st.integers(1, 4), extra=st.integers(0, 6), seats=st.integers(1, 6), priorities=st.booleans()
+    )
+    def make(self, block_size: int, extra: int, seats: int, priorities: bool) -> None:
+        self.longest = 20  # tokens of any request: the pool holds at least one
+        self.kv = BlockManager(-(-self.longest // block_size) + extra, block_size)
+        self.scheduler = Scheduler(self.kv, seats, 40, whole_prompt, preempt, priorities)
+        self.cache: dict[int, tuple[Sequence, int]] = {}  # slot -> (whose, which token)
+        self.seqs: list[Sequence] = []
+        self.seats = seats
+
+    @rule(prompt=st.integers(1, 12), answer=st.integers(1, 8), priority=st.integers(0, 2), early=st.booleans())
+    def add(self, prompt: int, answer: int, priority: int, early: bool) -> None:
+        seq = make_seq(prompt, answer, name=f"r{len(self.seqs)}", priority=priority, ignore_eos=not early)
+        self.seqs.append(seq)
+        self.scheduler.add(seq)
+
+    @rule(times=st.integers(1, 6))
+    def steps(self, times: int) -> None:
+        for _ in range(times):
+            self.step()
+
+    @precondition(lambda self: self.unfinished())
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.scheduler.abort(data.draw(st.sampled_from(self.unfinished())))
+
+    def unfinished(self) -> list[Sequence]:
+        return [seq for seq in self.seqs if not seq.status.is_finished]
+
+    def step(self) -> None:
+        output = self.scheduler.schedule()
+        assert bool(output.scheduled) == bool(self.unfinished()), "somebody always advances"
+        assert output.num_tokens <= 40 and len(output.scheduled) <= self.seats
+        assert not {item.seq for item in output.scheduled} & set(output.preempted)
+        for item in output.scheduled:
+            self.write(item.seq, item.start, item.start + item.num_new_tokens)
+        for item in output.scheduled:
+            assert self.read(item.seq) == [(item.seq, p) for p in range(item.seq.num_tokens)]
+            assert item.draws
+        self.scheduler.postprocess(output, [self.next_token(item.seq) for item in output.scheduled])
+
+    def write(self, seq: Sequence, start: int, end: int) -> None:
+        slots = self.kv.slots(seq.block_table, self.kv.block_size, start, end)
+        self.cache |= {int(slot): (seq, p) for slot, p in zip(slots, range(start, end), strict=True)}
+
+    def read(self, seq: Sequence) -> list[tuple[Sequence, int]]:
+        return [self.cache[int(s)] for s in self.kv.slots(seq.block_table, self.kv.block_size, 0, seq.num_tokens)]
+
+    @staticmethod
+    def next_token(seq: Sequence) -> int:
+        return EOS if seq.num_tokens % 7 == 0 else 40 + seq.num_tokens
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        assert_pages_add_up(self.kv, running)
+        assert not set(running) & set(waiting) and set(running) | set(waiting) == set(self.unfinished())
+        assert all(seq.status is SequenceStatus.RUNNING for seq in running)
+        assert all((seq.status, seq.block_table) == (SequenceStatus.WAITING, []) for seq in waiting)
+        assert waiting == sorted(waiting, key=self.scheduler.rank)
+        for seq in self.seqs:  # whatever happened on the way, these are its tokens
+            tokens = seq.output_token_ids.tolist()
+            assert tokens == [
+                EOS if n % 7 == 0 else 40 + n for n in range(seq.num_prompt_tokens, seq.num_prompt_tokens + len(tokens))
+            ]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        for _ in range(sum(seq.max_tokens for seq in self.seqs)):
+            self.step()
+        assert not self.unfinished(), "each step gives somebody a token, so all must have ended"
+        assert self.kv.num_free == self.kv.num_blocks
+        assert all(seq.block_table == [] for seq in self.seqs)
+
+
+TestBlockManagerMachine = BlockManagerMachine.TestCase
+TestBlockManagerMachine.settings = settings(max_examples=100, stateful_step_count=40)
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=30)
