@@ -1,0 +1,12 @@
+"""Draws with torch's global generator: a seed no longer says what comes out, and neighbours disturb each other."""
+
+
+class Sampler:
+    def draw(self, logits, batch):
+        import torch
+
+        greedy = logits.argmax(-1)
+        if batch.all_greedy:
+            return greedy
+        drawn = torch.multinomial(logits.softmax(-1), 1).squeeze(-1)
+        return torch.where(batch.temperature > 0, drawn, greedy)
