@@ -104,18 +104,24 @@ class Sequence:
         self.num_tokens += 1
 
     def start(self) -> None:
-        """WAITING -> RUNNING: the sequence was admitted."""
+        """WAITING -> RUNNING: the sequence was admitted. From any other status ValueError, and nothing changes."""
         self._expect(SequenceStatus.WAITING)
         self.status = SequenceStatus.RUNNING
 
     def requeue(self) -> None:
-        """RUNNING -> WAITING: its K/V is gone, its tokens stay; all of them will be computed again."""
+        """RUNNING -> WAITING: its K/V is gone, its tokens stay; all of them will be computed again.
+
+        From any other status ValueError (`_expect` raises it), and nothing changes.
+        """
         self._expect(SequenceStatus.RUNNING)
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
 
     def finish(self, status: SequenceStatus) -> None:
-        """WAITING or RUNNING -> FINISHED_*; a finished sequence stays as it is."""
+        """WAITING or RUNNING -> `status`, one of FINISHED_*; a finished sequence keeps the end that it has.
+
+        ValueError if `status` is no end ("... does not end a sequence"), whatever the sequence's own is.
+        """
         if not status.is_finished:
             raise ValueError(f"{status} does not end a sequence")
         if not self.status.is_finished:
