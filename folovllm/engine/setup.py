@@ -105,7 +105,7 @@ def _choose_attention(config: EngineConfig, attention: AttentionConfig) -> tuple
 def choose_device(name: str | None) -> torch.device:
     """The device asked for, or CUDA where there is one, else the CPU."""
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -114,7 +114,7 @@ def choose_device(name: str | None) -> torch.device:
         raise ValueError(f"device {name!r} is not supported: choose cuda or cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda' was asked for, but PyTorch sees no CUDA GPU here: use device='cpu'")
-    return device
+    return torch.device("cuda", 0) if device == torch.device("cuda") else device
 
 
 def choose_dtype(name: str, device: torch.device, hf_config: Any) -> torch.dtype:
