@@ -28,14 +28,15 @@ ITEM = tl.constexpr(4)  # int32s of a work item: sequence, chunk, tokens of the 
 def plan_kernel(
     len_ptr, item_ptr, header_ptr, num_seqs, num_programs, max_chunks,
     HKV: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr, STEP: tl.constexpr,
-    MIN_CHUNK: tl.constexpr, MAX_CHUNK: tl.constexpr, MAX_PARTS: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, MAX_CHUNK: tl.constexpr, QUEUE_CHUNK: tl.constexpr, MAX_PARTS: tl.constexpr,
 ):  # fmt: skip
     """List one sequence's work items; one program a sequence, and the first writes header = [items, chunk length].
 
-    The chunk is the smallest at which every item has a program of its own (in doublings from MIN_CHUNK); failing that
-    MAX_CHUNK, or more where a sequence would have over MAX_PARTS results to merge or the buffers of `max_chunks` would
-    not do. Full chunks come first, then the last, partial ones from long to short: the shortest work ends the list. A
-    sequence of length 0 (padding) gets one empty item, which writes its zeros. SEQS is a power of two from `num_seqs` up.
+    The chunk is the smallest, in doublings from MIN_CHUNK to MAX_CHUNK, at which every item has a program of its own; if
+    there is none, QUEUE_CHUNK. It is longer where a sequence would have over MAX_PARTS results to merge, or the buffers
+    for `max_chunks` would not do. Full chunks come first, then the last, partial ones from long to short: the shortest
+    work ends the list. A sequence of length 0 (padding) gets one empty item, which writes its zeros. SEQS is a power of
+    two from `num_seqs` up.
     """
     seq, i = tl.program_id(0), tl.arange(0, SEQS)
     lens = tl.load(len_ptr + i, mask=i < num_seqs, other=0)  # [SEQS]
@@ -43,6 +44,8 @@ def plan_kernel(
     chunk = MIN_CHUNK
     while (chunk < MAX_CHUNK) & (tl.sum(tl.cdiv(used, chunk)) * HKV > num_programs):
         chunk *= 2
+    if tl.sum(tl.cdiv(used, chunk)) * HKV > num_programs:
+        chunk = QUEUE_CHUNK
     chunk = tl.maximum(chunk, tl.maximum(tl.cdiv(tl.max(lens), MAX_PARTS), tl.cdiv(tl.sum(lens), max_chunks)))
     chunk = tl.cdiv(chunk, TILE) * TILE
     full, rest = lens // chunk, lens % chunk
@@ -184,7 +187,7 @@ def decode_kernel(
 
 @dataclass(slots=True, frozen=True)
 class DecodeConfig:
-    """Keys a tile, warps and pipeline depth of a program; the range of chunk lengths, in keys; results merged a turn.
+    """Keys a tile, warps and pipeline depth of a program; chunk lengths in keys (`plan_kernel`); results merged a turn.
 
     Small tiles and many programs: reads in flight are all that counts (`docs/performance_log.md`).
     """
@@ -193,22 +196,23 @@ class DecodeConfig:
     num_warps: int = 2
     num_stages: int = 3
     min_chunk: int = 64
-    max_chunk: int = 1024
-    merge_step: int = 8
+    max_chunk: int = 4096
+    queue_chunk: int = 1024
+    merge_step: int = 16
 
 
-MAX_PROGRAMS_PER_SM = 6
 MAX_PARTS = 64  # results to merge a sequence
 
 
 def programs_per_sm(work: int, num_sms: int) -> int:
-    """Programs on each multiprocessor for `work` = sequences x KV heads: a few more for each that the work can fill.
+    """Programs on each multiprocessor for `work` = sequences x KV heads: one for each at least, more to split them.
 
-    Depends on the batch's size alone, never on lengths, so a captured graph may keep it. An idle program is not free.
+    Depends on the batch's size alone, never on lengths, so a captured graph may keep it. Few where there is little to
+    read, for an idle program is not free.
     """
     if work > num_sms:
-        return MAX_PROGRAMS_PER_SM
-    return 4 if 8 * work > num_sms else 2
+        return max(6, -(-work // num_sms))
+    return 4 if 4 * work > num_sms else 2
 
 
 class SplitKVDecode:
@@ -230,7 +234,7 @@ class SplitKVDecode:
         self.seqs = triton.next_power_of_2(max_num_seqs)
         self.group = triton.next_power_of_2(num_heads // num_kv_heads)
         # Chunks grow with the batch's tokens, so that this many full ones are enough for any lengths.
-        self.max_chunks = max(64, 8 * MAX_PROGRAMS_PER_SM * self.num_sms // num_kv_heads)
+        self.max_chunks = max(64, 8 * self._grid(max_num_seqs) // num_kv_heads)
         items = self.max_chunks + max_num_seqs
         rows = items * num_kv_heads * self.group
         self.items = torch.zeros(items, ITEM.value, dtype=torch.int32, device=device)
@@ -249,7 +253,8 @@ class SplitKVDecode:
         plan_kernel[(num_seqs,)](
             seq_lens, self.items, self.header, num_seqs, self._grid(num_seqs), self.max_chunks,
             HKV=self.num_kv_heads, TILE=self.config.tile, SEQS=self.seqs, STEP=32,
-            MIN_CHUNK=self.config.min_chunk, MAX_CHUNK=self.config.max_chunk, MAX_PARTS=MAX_PARTS,
+            MIN_CHUNK=self.config.min_chunk, MAX_CHUNK=self.config.max_chunk,
+            QUEUE_CHUNK=self.config.queue_chunk, MAX_PARTS=MAX_PARTS,
         )  # fmt: skip
 
     def __call__(

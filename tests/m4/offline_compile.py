@@ -74,7 +74,8 @@ def kernels(capability: int, head_dim: int, block_size: int):
     heads = {"HQ": HQ, "HKV": HKV, "D": d, "QS": HQ, "KVS": HKV, "NORM": True}
     yield qk_norm_rope_store_kernel, {**strides, **heads}, 4, 3
     if (d, b) == (128, 16):  # those below depend on neither
-        chunks = {"MIN_CHUNK": decode.min_chunk, "MAX_CHUNK": decode.max_chunk, "MAX_PARTS": MAX_PARTS}
+        chunks = {"MIN_CHUNK": decode.min_chunk, "MAX_CHUNK": decode.max_chunk, "QUEUE_CHUNK": decode.queue_chunk,
+                  "MAX_PARTS": MAX_PARTS}  # fmt: skip
         yield store_kvcache_kernel, {**strides, "HKV": HKV, "D": d, "WIDTH": HKV * d}, 4, 3
         yield plan_kernel, {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, "STEP": 32, **chunks}, 4, 3
         yield add_rms_norm_kernel, {"H": 1024, "WIDTH": 1024, "HAS_RESIDUAL": True}, 4, 3

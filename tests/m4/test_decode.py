@@ -12,7 +12,7 @@ from folovllm.kernels.online_softmax import LOG2_E
 from tests.m4.cases import DEVICE, Paged, assert_close
 
 LENS = [1, 15, 16, 17, 0, 32, 33, 64, 65, 130]
-SMALL = DecodeConfig(tile=16, min_chunk=32, max_chunk=32, merge_step=2)
+SMALL = DecodeConfig(tile=16, min_chunk=32, max_chunk=32, queue_chunk=32, merge_step=2)
 
 
 def decode(lens, block_size, heads=(2, 1), dim=16, dtype=torch.float32, config=SMALL, num_programs=3):
@@ -34,7 +34,9 @@ def decode(lens, block_size, heads=(2, 1), dim=16, dtype=torch.float32, config=S
 @settings(max_examples=15)
 def test_plan_covers_every_token_once(lens, heads, num_programs):
     """Items are (sequence, chunk, length, first partial); each sequence's chunks are complete, partials never overlap."""
-    kernel = SplitKVDecode(6, heads, heads, 16, 16, DEVICE, DecodeConfig(16, min_chunk=32, max_chunk=128), num_programs)
+    kernel = SplitKVDecode(
+        6, heads, heads, 16, 16, DEVICE, DecodeConfig(16, min_chunk=32, max_chunk=256, queue_chunk=128), num_programs
+    )
     kernel.plan(torch.tensor(lens, dtype=torch.int32, device=DEVICE), len(lens))
     total, chunk = kernel.header.tolist()
     items = kernel.items[: total // heads].tolist()
@@ -44,7 +46,7 @@ def test_plan_covers_every_token_once(lens, heads, num_programs):
     assert len({first + c for _, c, _, first in items}) == len(items) <= kernel.items.shape[0]
     sizes = [min(chunk, n - c * chunk) for _, c, n, _ in items]
     assert sizes == sorted(sizes, reverse=True), "long items first"
-    assert chunk >= 128 or total <= num_programs, "a chunk below the largest gives every item a program"
+    assert chunk == 128 or total <= num_programs, "items wait only where no chunk gives each its program"
 
 
 @triton.jit

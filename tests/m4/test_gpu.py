@@ -67,7 +67,7 @@ def test_merge_has_no_race(num_seqs, num_programs):
     lens = LENS if num_seqs == 15 else sequence_lengths(num_seqs, "0-1500")
     paged = Paged.make(lens, 16, 8, 128, torch.bfloat16)
     query = torch.randn(num_seqs, 16, 128, device=DEVICE, dtype=torch.bfloat16)
-    config = DecodeConfig(min_chunk=64, max_chunk=64)
+    config = DecodeConfig(min_chunk=64, max_chunk=64, queue_chunk=64)
     kernel = SplitKVDecode(num_seqs, 16, 8, 128, 16, DEVICE, config, num_programs)
     out, differing = torch.empty_like(query), torch.zeros((), dtype=torch.int64, device=DEVICE)
 
