@@ -163,13 +163,14 @@ class TestSchedule:
             scheduler.add(victim)
             return victim
 
-        scheduler = make_scheduler(CountingCache(12), make_room=last_gives_way)
+        scheduler = make_scheduler(CountingCache(12), make_room=last_gives_way, by_priority=True)
         for name in "abc":
             run(scheduler, name, 5, 4)
+        queue(scheduler, make_seq(1, name="urgent", priority=-1))  # fits into what is left, and waits all the same
         output = scheduler.schedule()
         assert shares(output) == [("a", 4, 1), ("b", 4, 1)] and names(output.preempted) == ["c"]
         assert asked == [["a", "b", "c"]]
-        assert names(scheduler.waiting) == ["c"] and names(scheduler.running) == ["a", "b"]
+        assert names(scheduler.waiting) == ["urgent", "c"] and names(scheduler.running) == ["a", "b"]
 
 
 class TestPostprocess:

@@ -1,0 +1,10 @@
+"""Leaves the slot in the list of free ones: the next sequence gets the same."""
+
+
+class SlotManager:
+    def reserve(self, seq, num_new_tokens):
+        if not seq.block_table:
+            if not self._free:
+                return False
+            seq.block_table.append(self._free[-1])
+        return True
