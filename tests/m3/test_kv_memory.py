@@ -1,0 +1,91 @@
+"""How many pages the memory holds, and what is said when it holds too few."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from folovllm.config import EngineConfig
+from folovllm.engine.setup import set_up
+from folovllm.worker.kv_memory import num_blocks_that_fit
+from tests.helpers import tiny_checkpoint
+from tests.workloads import make_engine
+
+BYTES_PER_TOKEN = 2 * 3 * 2 * 32 * 4  # K and V, L, Hkv, D, float32
+
+
+def blocks(**overrides: Any) -> int:
+    options = {"milestone": "m3", "device": "cpu", "max_model_len": 100, "block_size": 16, "max_num_seqs": 8}
+    setup = set_up(EngineConfig(model=str(tiny_checkpoint()), **options | overrides))
+    assert setup.kv_bytes_per_token == BYTES_PER_TOKEN
+    return num_blocks_that_fit(setup, lambda: pytest.fail("nothing to measure on CPU"))
+
+
+def test_as_many_as_the_memory_holds() -> None:
+    assert blocks(kv_cache_memory=20 * 16 * BYTES_PER_TOKEN) == 20
+    assert blocks(kv_cache_memory=21 * 16 * BYTES_PER_TOKEN - 1) == 20
+
+
+def test_no_more_than_all_sequences_can_use() -> None:
+    assert blocks() == 8 * 7  # the default is a gigabyte, and 8 sequences of 100 tokens need 7 pages each
+
+
+def test_as_many_as_asked_for() -> None:
+    assert blocks(num_kv_blocks=9, kv_cache_memory=1) == 9
+
+
+def test_exactly_one_sequence_is_enough_and_less_is_an_error_that_says_what_would_fit() -> None:
+    assert blocks(kv_cache_memory=7 * 16 * BYTES_PER_TOKEN) == 7
+    with pytest.raises(ValueError, match=r"room for 96 tokens.* max_model_len 100: lower max_model_len to 96 or less"):
+        blocks(kv_cache_memory=7 * 16 * BYTES_PER_TOKEN - 1)
+    with pytest.raises(ValueError, match=r"num_kv_blocks \(at least 7; a block of 16 tokens takes 24,576 bytes\)"):
+        blocks(num_kv_blocks=6)
+    with pytest.raises(ValueError, match="room for 0 tokens"):
+        blocks(kv_cache_memory=1)
+
+
+def test_what_the_error_proposes_works() -> None:
+    with pytest.raises(ValueError) as error:
+        blocks(kv_cache_memory=5 * 16 * BYTES_PER_TOKEN)
+    (fits,) = map(int, re.findall(r"lower max_model_len to (\d+)", str(error.value)))
+    assert blocks(kv_cache_memory=5 * 16 * BYTES_PER_TOKEN, max_model_len=fits) == 5
+
+
+def test_the_engine_allocates_what_was_counted() -> None:
+    engine = make_engine(tiny_checkpoint(), milestone="m3", kv_cache_memory=12 * 16 * BYTES_PER_TOKEN)
+    assert engine.stats().kv_blocks_total == 12
+    assert engine.stats().kv_bytes_total == 12 * 16 * BYTES_PER_TOKEN
+    cache = engine.executor._worker.runner.kv_cache
+    assert cache.shape == (3, 2, 12, 2, 16, 32)
+    assert cache.nbytes == engine.stats().kv_bytes_total
+
+
+def test_on_a_gpu_the_peak_of_a_step_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a card of 1,000 pages' bytes 90% may be filled; others use 100 pages, the model 200, a step at most 150 more."""
+    page = 16 * BYTES_PER_TOKEN
+    state = SimpleNamespace(allocated=200 * page, peak=200 * page, profiled=0)
+
+    def profile() -> None:
+        state.peak, state.profiled = 350 * page, state.profiled + 1
+
+    fakes = {
+        "empty_cache": lambda: None, "synchronize": lambda device: None,
+        "reset_peak_memory_stats": lambda device: setattr(state, "peak", state.allocated),
+        "memory_allocated": lambda device: state.allocated, "max_memory_allocated": lambda device: state.peak,
+        "mem_get_info": lambda device: (700 * page, 1000 * page),
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    config = EngineConfig(milestone="m3", max_model_len=100, max_num_seqs=1000)
+    setup: Any = SimpleNamespace(
+        config=config, device=torch.device("cuda"), max_model_len=100, block_size=16, max_num_seqs=1000,
+        kv_bytes_per_token=BYTES_PER_TOKEN,
+    )  # fmt: skip
+    assert num_blocks_that_fit(setup, profile) == 900 - 300 - 150
+    assert state.profiled == 1
+    setup.max_num_seqs = 3
+    assert num_blocks_that_fit(setup, profile) == 3 * 7
