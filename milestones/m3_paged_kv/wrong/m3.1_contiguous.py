@@ -1,0 +1,10 @@
+"""Takes the pages of a sequence to lie side by side, as a slot of M2 does: right until a sequence crosses into a page elsewhere."""
+
+import numpy as np
+
+
+class BlockManager:
+    @staticmethod
+    def slots(block_table, block_size, start, end):
+        first = block_table[start // block_size] * block_size + start % block_size
+        return np.arange(first, first + end - start)

@@ -1,0 +1,9 @@
+"""The victim leaves but keeps its pages: nobody gains anything by it."""
+
+
+def preempt(scheduler, candidates):
+    victim = max(candidates, key=scheduler.rank)
+    scheduler.running.remove(victim)
+    victim.requeue()
+    scheduler.add(victim)
+    return victim
