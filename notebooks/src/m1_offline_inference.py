@@ -1,0 +1,509 @@
+# %% [markdown]
+# # M1: offline inference
+#
+# A language model is a function from tokens to a distribution over the next token. Everything else, from the first prompt to the last
+# character on the screen, is what this milestone builds: attention, RoPE and RMSNorm inside the function; a sampler, stop
+# conditions and a detokenizer around it; and a chain of small classes that calls it once per token.
+#
+# The [chapter](../docs/1_offline_inference.md) explains at leisure. Here you predict, measure, and break things.
+
+# %%
+from milestones.notebooks import running
+
+running("m1")
+
+# %%
+import inspect
+import json
+import statistics
+import time
+from unittest.mock import patch
+
+import matplotlib.pyplot as plt
+import torch
+import transformers
+
+from folovllm import LLM, SamplingParams
+
+MODEL = "stories-5m"  # comes with the package: 5 million parameters, and it tells stories
+PROMPT = "Once upon a time, there was a"
+GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)  # so that two runs of this notebook can be compared
+plt.rcParams.update({"figure.dpi": 72, "axes.spines.top": False, "axes.spines.right": False, "font.size": 10})
+
+
+def load(**options):
+    return LLM(MODEL, milestone="m1", device="cpu", use_tqdm=False, **options)
+
+
+llm = load()
+print(llm.generate(PROMPT, SamplingParams(temperature=0.8, seed=3, max_tokens=60), use_tqdm=False)[0].outputs[0].text)
+
+# %% [markdown]
+# ## Predict
+#
+# Write your guesses down before you go on; each is measured below.
+#
+# 1. Without a KV cache, how does the cost of the n-th token grow with n? And with one?
+# 2. A prompt of 256 tokens against one of 8: how many times longer does the first token take? 32 times?
+# 3. Of the time of one step, what share goes to the model, and what to the rest of the engine?
+# 4. Remove RoPE from a trained model. Does the text become nonsense at once, or slightly worse?
+
+# %% [markdown]
+# ## Feel the problem
+#
+# The milestone before this one is "call Hugging Face": give the model the whole text, take the most likely next token, append it, repeat.
+# That is correct, and it computes every old token again at every step. The engine keeps the keys and values of old tokens (the *KV
+# cache*) and computes one token per step. Same model, same tokens:
+
+# %%
+N = 192
+FOLDER = llm.engine.setup.path
+prompt_ids = llm.tokenizer.encode(PROMPT)
+hf = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def without_cache(ids, count):
+    """The tokens, and the seconds that each took."""
+    ids, seconds = list(ids), []
+    for _ in range(count):
+        began = time.perf_counter()
+        logits = hf(torch.tensor([ids]), use_cache=False, logits_to_keep=1).logits[0, -1]
+        ids.append(int(logits.argmax()))
+        seconds.append(time.perf_counter() - began)
+    return ids[-count:], seconds
+
+
+def with_cache(llm, ids, count):
+    llm.engine.history = []
+    out = llm.generate(ids, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True), use_tqdm=False)[0]
+    history, llm.engine.history = llm.engine.history, None
+    return out.outputs[0].token_ids, [step.seconds for step in history]
+
+
+slow_tokens, slow = without_cache(prompt_ids, N)
+fast_tokens, fast = with_cache(llm, prompt_ids, N)
+same = next((i for i, (a, b) in enumerate(zip(slow_tokens, fast_tokens, strict=True)) if a != b), N)
+assert same >= N // 2, f"the two agree on {same} tokens only"
+
+figure, axes = plt.subplots(figsize=(8, 3))
+axes.plot([1e3 * s for s in slow], ".", ms=4, color="tab:red", label=f"no cache: {sum(slow):.1f} s in all")
+axes.plot([1e3 * s for s in fast], ".", ms=4, color="tab:blue", label=f"KV cache: {sum(fast):.1f} s in all")
+axes.set(xlabel="token of the answer", ylabel="ms", title="Cost of each token")
+axes.set_ylim(0, 1.3e3 * sorted(slow)[-3])
+axes.legend(frameon=False)
+plt.show()
+
+early, late = statistics.median(slow[:20]), statistics.median(slow[-20:])
+steady = statistics.median(fast[-20:]) / statistics.median(fast[1:21])
+print(f"without: the last tokens cost {late / early:.1f} times the first; with: {steady:.1f} times")
+assert late > 1.5 * early
+
+# %% [markdown]
+# Without the cache the n-th token costs as much as a prompt of n tokens, so an answer of n tokens costs on the order of n² (and the
+# attention inside it n³). With the cache a step is one token through the weights. What remains is one pass over the cached keys and
+# values, which at this length hardly shows.
+#
+# ## The mini: the whole thing in one cell
+#
+# This is M1 with nothing left over: read the weights, run the decoder with a cache that grows by concatenation, take the argmax. It
+# imports nothing of the engine, and it says the same tokens.
+
+# %%
+from safetensors.torch import load_file
+
+
+def rms_norm(x, weight, eps):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate(x, angles):  # [T, heads, D], [T, 1, D/2]
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+
+
+class Mini:
+    """A Qwen3 with a KV cache for one sequence."""
+
+    def __init__(self, folder):
+        self.c = c = json.loads((folder / "config.json").read_text())
+        self.w = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+        self.theta = c.get("rope_theta") or c["rope_parameters"]["rope_theta"]
+        self.cache = [(torch.empty(0), torch.empty(0))] * c["num_hidden_layers"]
+
+    def linear(self, x, name):
+        return x @ self.w[f"{name}.weight"].T
+
+    def norm(self, x, name):
+        return rms_norm(x, self.w[f"{name}.weight"], self.c["rms_norm_eps"])
+
+    def attention(self, x, layer, positions):
+        c, name, dim = self.c, f"model.layers.{layer}.self_attn", self.c["head_dim"]
+        q, k, v = (self.linear(x, f"{name}.{p}_proj").view(len(x), -1, dim) for p in "qkv")  # [T, heads, D]
+        angles = positions[:, None, None] * self.theta ** (-torch.arange(0, dim, 2) / dim)  # [T, 1, D/2]
+        q = rotate(self.norm(q, f"{name}.q_norm"), angles)
+        k = rotate(self.norm(k, f"{name}.k_norm"), angles)
+        old_k, old_v = self.cache[layer]
+        k, v = self.cache[layer] = torch.cat((old_k, k)), torch.cat((old_v, v))  # [n, Hkv, D]
+        q = q.view(len(x), c["num_key_value_heads"], -1, dim)  # [T, Hkv, G, D]: G query heads share a KV head
+        scores = torch.einsum("qhgd,khd->hgqk", q, k) / dim**0.5
+        future = torch.arange(len(k))[None, :] > positions[:, None]  # [T, n]
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        return self.linear(torch.einsum("hgqk,khd->qhgd", weights, v).flatten(1), f"{name}.o_proj")
+
+    def mlp(self, x, layer):
+        name = f"model.layers.{layer}.mlp"
+        gate = torch.nn.functional.silu(self.linear(x, f"{name}.gate_proj"))
+        return self.linear(gate * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj")
+
+    def logits(self, ids):
+        """The next token's logits [V], after the new tokens `ids`."""
+        start = len(self.cache[0][0])
+        positions = torch.arange(start, start + len(ids))
+        x = self.w["model.embed_tokens.weight"][ids]  # [T, H]
+        for i in range(self.c["num_hidden_layers"]):
+            x = x + self.attention(self.norm(x, f"model.layers.{i}.input_layernorm"), i, positions)
+            x = x + self.mlp(self.norm(x, f"model.layers.{i}.post_attention_layernorm"), i)
+        return self.w["model.embed_tokens.weight"] @ self.norm(x[-1], "model.norm")  # the head is the embedding, tied
+
+
+@torch.inference_mode()
+def mini_generate(folder, ids, count):
+    mini, new, answer = Mini(folder), list(ids), []
+    for _ in range(count):
+        new = [int(mini.logits(new).argmax())]  # first the whole prompt, then one token at a time
+        answer += new
+    return answer
+
+
+# %%
+mini_tokens = mini_generate(FOLDER, prompt_ids, 48)
+preset_tokens = llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+assert mini_tokens == preset_tokens
+lines = len(In[-2].splitlines())  # the cell above
+assert lines <= 80
+print(f"{lines} lines, {len(mini_tokens)} tokens, all equal")
+
+# %% [markdown]
+# ## Your turn
+#
+# The engine does the same with seven functions that are yours to write. In a terminal:
+#
+# ```
+# python -m milestones start m1        # their bodies are cut out of your copy, mine/
+# python -m milestones                 # where you are, and the next step
+# python -m milestones hint m1.1       # a nudge; twice more: the approach, nearly the code
+# ```
+#
+# `start` puts a copy of this notebook into `mine/`, and there it runs your code. Below is what each function promises; the
+# bodies are for you.
+
+# %%
+from folovllm.attention import ops
+from folovllm.engine.detokenizer import IncrementalDetokenizer
+from folovllm.engine.stop import check_stop_conditions
+from folovllm.layers import rotary_embedding
+from folovllm.layers.layernorm import RMSNorm
+from folovllm.sample import filters
+from folovllm.sample.sampler import Sampler
+
+EXERCISES = {
+    "m1.1": [ops.create_causal_mask, ops.naive_attention],
+    "m1.2": [rotary_embedding.rotate],
+    "m1.3": [RMSNorm.forward],
+    "m1.4": [filters.apply_min_p_filtering, filters.apply_top_k_filtering, filters.apply_top_p_filtering],
+    "m1.5": [Sampler.draw],
+    "m1.6": [check_stop_conditions],
+    "m1.7": [IncrementalDetokenizer.advance],
+}
+for id, functions in EXERCISES.items():
+    for f in functions:
+        print(f"{id}  {f.__module__}:{f.__qualname__}\n    {inspect.getdoc(f).splitlines()[0]}")
+
+# %% [markdown]
+# The first one in full, signature and docstring:
+
+# %%
+f = ops.naive_attention
+print(f"def {f.__name__}{inspect.signature(f)}:\n")
+print(inspect.getdoc(f))
+
+# %% [markdown]
+# ## See it: one request, step by step through the chain
+#
+# `LLM.generate` calls `LLMEngine.step` until nothing is left. A step is four calls: the scheduler says what to compute, the executor
+# hands it to worker and runner (the model), the sampler draws, the scheduler takes the token in. We wrap each of the four in a clock
+# and watch one request.
+
+# %%
+engine = llm.engine
+runner = engine.executor._worker.runner
+spans = []
+
+
+def clocked(name, function):
+    def call(*args):
+        began = time.perf_counter()
+        result = function(*args)
+        spans.append((name, began, time.perf_counter()))
+        return result
+
+    return call
+
+
+with (
+    patch.object(engine.scheduler, "schedule", clocked("schedule", engine.scheduler.schedule)),
+    patch.object(engine.executor, "execute_model", clocked("execute_model", engine.executor.execute_model)),
+    patch.object(runner, "_sampler", clocked("sampler", runner._sampler)),
+    patch.object(engine.scheduler, "postprocess", clocked("postprocess", engine.scheduler.postprocess)),
+):
+    engine.add_request("watched", PROMPT, SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=7))
+    deltas = []
+    while engine.has_unfinished_requests():
+        deltas += [output.outputs[0].delta_text for output in engine.step()]
+
+rows = ["schedule", "execute_model", "sampler", "postprocess"]
+colours = dict(zip(rows, ["tab:green", "tab:blue", "tab:orange", "tab:purple"], strict=True))
+zero = spans[0][1]
+figure, axes = plt.subplots(figsize=(9, 2.6))
+for name, began, ended in spans:
+    axes.barh(rows.index(name), max(1e3 * (ended - began), 0.05), left=1e3 * (began - zero), color=colours[name])
+starts = [began for name, began, _ in spans if name == "schedule"]
+for delta, began in zip(deltas, starts, strict=True):
+    axes.axvline(1e3 * (began - zero), color="0.8", lw=0.8, zorder=0)
+    axes.text(1e3 * (began - zero), -0.75, repr(delta)[1:-1], fontsize=9)
+axes.set(yticks=range(4), yticklabels=rows, xlabel="ms", ylim=(3.6, -1.1))
+axes.set_title("One request: a prefill of the prompt, then a token a step", pad=14)
+plt.show()
+
+share = {name: sum(e - b for n, b, e in spans if n == name) for name in rows}
+whole = spans[-1][2] - zero
+model = share["execute_model"] - share["sampler"]
+print(f"model {model / whole:.0%}, sampler {share['sampler'] / whole:.0%}, all else {1 - share['execute_model'] / whole:.0%}")
+assert len(deltas) == 7 and model > 0
+
+# %% [markdown]
+# ## See it: a distribution before and after each filter
+#
+# We catch the logits of the step at which the model was least sure, and put them through the sampler's filters in the engine's order:
+# temperature, min-p, top-k, top-p. What a filter drops becomes -inf, so the rest is renormalised by the next softmax.
+
+# %%
+caught = []
+
+
+def catching(logits, batch):
+    caught.append(logits[0].float())
+    return sampler(logits, batch)
+
+
+sampler = runner._sampler
+with patch.object(runner, "_sampler", catching):
+    llm.generate(PROMPT, SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True), use_tqdm=False)
+entropy = [-(p * p.clamp(min=1e-12).log()).sum() for p in (c.softmax(-1) for c in caught)]
+logits = caught[int(torch.stack(entropy).argmax())][None]  # [1, V]
+
+one = lambda value: torch.tensor([value])
+stages = {"the model's own": logits, "temperature 0.8": logits / 0.8}
+stages["then min_p 0.02"] = filters.apply_min_p_filtering(stages["temperature 0.8"], one(0.02))
+stages["then top_k 12"] = filters.apply_top_k_filtering(stages["then min_p 0.02"], one(12))
+stages["then top_p 0.8"] = filters.apply_top_p_filtering(stages["then top_k 12"], one(0.8))
+
+top = logits[0].topk(16).indices
+figure, panels = plt.subplots(1, 5, figsize=(12, 3.2), sharey=True)
+for panel, (title, values) in zip(panels, stages.items(), strict=True):
+    probs = values.softmax(-1)[0]
+    kept = int(values.isfinite().sum())
+    panel.barh(range(16), probs[top], color=["tab:blue" if p > 0 else "0.8" for p in probs[top]])
+    panel.set_title(f"{title}\n{kept:,} tokens left", fontsize=10)
+    panel.set(yticks=range(16), yticklabels=[repr(llm.tokenizer.decode([int(t)])) for t in top], ylim=(15.6, -0.6))
+figure.tight_layout()
+plt.show()
+
+left = [set(values[0].isfinite().nonzero().flatten().tolist()) for values in stages.values()]
+assert all(after <= before for before, after in zip(left, left[1:])) and int(top[0]) in left[-1]
+
+# %% [markdown]
+# ## See it: what RoPE rotates
+#
+# RoPE takes the dimensions in pairs and turns each pair by position times its own frequency. Below, the engine's own table turns the
+# vector (1, 0) in three pairs of a head: the first pair is a clock's second hand, the last an hour hand. To the right, what it
+# is for: the score of a fixed query and key depends on how far apart they are, and not on where they are.
+
+# %%
+native = load(model_impl="native")
+rope = native.engine.executor._worker.runner.model.model.layers[0].self_attn.rope
+dim = rope.cos_sin_cache.shape[1]
+positions = torch.arange(24)
+unit = torch.cat((torch.ones(dim // 2), torch.zeros(dim // 2))).expand(24, 1, dim)
+turned, _ = rope(positions, unit, unit)
+
+figure, panels = plt.subplots(1, 4, figsize=(12, 3), gridspec_kw={"width_ratios": [1, 1, 1, 1.6]})
+for panel, pair in zip(panels, [0, dim // 8, dim // 4], strict=False):
+    x, y = turned[:, 0, pair], turned[:, 0, pair + dim // 2]
+    panel.scatter(x, y, c=positions, cmap="viridis", s=24)
+    panel.plot([0, x[1]], [0, y[1]], color="0.6", lw=1)
+    panel.set(title=f"pair {pair}", xlim=(-1.2, 1.2), ylim=(-1.2, 1.2), aspect="equal", xticks=[], yticks=[])
+
+torch.manual_seed(0)
+query, key = torch.randn(1, 1, dim), torch.randn(1, 1, dim)
+key = query + 0.5 * key  # alike, so that nearness shows
+scores = {}
+for origin in (0, 50, 200):
+    q, k = query.expand(64, 1, dim), key.expand(64, 1, dim)
+    turned_q, _ = rope(origin + torch.arange(64), q, q)
+    turned_k, _ = rope(torch.full((64,), origin), k, k)
+    scores[origin] = (turned_q * turned_k).sum(-1).flatten() / dim**0.5
+    panels[3].plot(scores[origin], lw=5 - 2 * len(scores) + 2, alpha=0.7, label=f"key at {origin}")
+panels[3].set(title="score of one query and one key", xlabel="distance")
+panels[3].legend(frameon=False)
+figure.tight_layout()
+plt.show()
+assert torch.allclose(scores[0], scores[200], atol=1e-3)
+
+# %% [markdown]
+# ## Measure: prefill against decode
+#
+# A step of T tokens does about 2 · P · T floating-point operations (P parameters, a multiplication and an addition each) and reads the
+# weights once, 4 · P bytes in float32. So its *arithmetic intensity* is T / 2 operations per byte: one number that says whether
+# arithmetic or memory is the limit. We measure both limits of this machine, reading as many bytes as the model has, and then
+# the engine's prefill at several lengths.
+
+# %%
+def best(function, repeat=7):
+    times = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+model = native.engine.executor._worker.runner.model
+layers = sum(p.numel() for p in model.model.layers.parameters())
+head = model.lm_head.weight.numel()  # used for the last token alone
+params = layers + head
+big, vector = torch.randn(params // 1024, 1024), torch.randn(1024)
+square = torch.randn(1024, 1024)
+bandwidth = 4 * big.numel() / best(lambda: big @ vector)
+peak = 2 * 1024**3 / best(lambda: square @ square, 4)
+
+lengths, rates = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512], []
+for T in lengths:
+    ids = (torch.arange(T) % 200 + 20).tolist()
+    seconds = best(lambda ids=ids: native.generate(ids, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False), 4)
+    rates.append((2 * (layers * T + head), 4 * params, seconds))
+decode = statistics.median(with_cache(native, prompt_ids, 48)[1][1:])
+
+figure, axes = plt.subplots(figsize=(7.5, 3.6))
+intensity = torch.logspace(-1, 3, 100)
+axes.loglog(intensity, torch.minimum(intensity * bandwidth, torch.tensor(peak)) / 1e9, color="0.5", label="this machine's roof")
+axes.loglog([f / b for f, b, _ in rates], [f / s / 1e9 for f, _, s in rates], "o-", color="tab:red", label="prefill of T tokens")
+axes.loglog([0.5], [2 * params / decode / 1e9], "s", color="tab:blue", ms=8, label="decode, one token a step")
+for T, (f, b, s) in zip(lengths, rates, strict=True):
+    axes.annotate(str(T), (f / b, f / s / 1e9), textcoords="offset points", xytext=(5, -11), fontsize=8)
+axes.set(xlabel="floating-point operations per byte of weights", ylabel="Gflop/s", title="Prefill and decode on a roofline")
+axes.legend(frameon=False, loc="lower right")
+plt.show()
+print(f"reads {bandwidth / 1e9:.1f} GB/s, multiplies {peak / 1e9:.0f} Gflop/s: the roof bends at T = {2 * peak / bandwidth:.0f}")
+print(f"first token after 8 tokens {1e3 * rates[3][2]:.1f} ms, after 256 {1e3 * rates[8][2]:.1f} ms: {rates[8][2] / rates[3][2]:.1f} times")
+print(f"decode: {1e3 * decode:.2f} ms a token; the weights alone take {4e3 * params / bandwidth:.2f} ms to read")
+assert rates[-1][0] / rates[-1][2] > 3 * rates[0][0] / rates[0][2], "long prompts use the machine better"
+
+# %% [markdown]
+# Decode sits at the far left: one token for one whole pass over the weights. Prefill climbs to the right, because T tokens share
+# that pass. The gap below the roof is Python and the dispatch of some hundred small operations, which at this size weighs more than
+# the memory. On a GPU with a real model the same picture holds with a roof that bends at some hundreds of tokens. Nearly everything
+# that follows in this course is about moving decode to the right (M2: several sequences share the pass) and closing the gap (M4, M6).
+#
+# ## Measure: Hugging Face's model against ours
+#
+# `model_impl` is one switch. Our layers say the same tokens; with a cache that grows by `torch.cat` they are not meant to be fast yet.
+
+# %%
+params_of = {"hf": llm, "native": native}
+results = {}
+for name, one_llm in params_of.items():
+    outputs = [one_llm.generate(PROMPT, GREEDY, use_tqdm=False)[0] for _ in range(3)]
+    results[name] = outputs[0]["token_ids"]
+    ttft = min(o.metrics.ttft for o in outputs)
+    tpot = min(o.metrics.tpot for o in outputs)
+    print(f"{name:7}  TTFT {1e3 * ttft:5.1f} ms   TPOT {1e3 * tpot:5.2f} ms   {1 / tpot:5.0f} tokens/s")
+assert results["hf"] == results["native"]
+
+# %% [markdown]
+# ## Compare
+#
+# | | this milestone | nano-vLLM | vLLM |
+# |---|---|---|---|
+# | model | Hugging Face's, or ours (`native`) | own Qwen3 | own, some hundred architectures |
+# | step | one sequence | prefill *or* decode, many sequences | many sequences, prefill and decode mixed |
+# | KV cache | grows by concatenation | pages | pages |
+# | draw | filters, Gumbel-max with Philox noise | temperature; exponential noise, `argmax` | filters; exponential noise, `argmax`; FlashInfer kernels |
+# | seed per request | yes, the same text in any batch | no | yes, a generator a request |
+# | text | incremental, whole characters | decoded at the end | incremental, whole characters |
+#
+# The names are the same on purpose: who has read `LLMEngine`, `Scheduler`, `ModelRunner` and `Sequence` here finds them there.
+#
+# ## Break it
+#
+# Three small mistakes, each in one function that you write. Guess which is visible at the first word.
+
+# %%
+import folovllm.attention.backends.torch_cat as torch_cat
+
+true_attention, true_mask = torch_cat.naive_attention, torch_cat.create_causal_mask
+no_mask = lambda new, total, device=None: torch.ones(new, total, dtype=torch.bool)
+no_scale = lambda q, k, v, scale, mask=None: true_attention(q, k, v, 1.0, mask)
+no_turn = lambda x, cos, sin: x
+
+breaks = {
+    "as it is": [],
+    "no causal mask": [patch.object(torch_cat, "create_causal_mask", no_mask)],
+    "no scale": [patch.object(torch_cat, "naive_attention", no_scale)],
+    "no RoPE": [patch.object(rotary_embedding, "rotate", no_turn)],
+}
+said = {}
+for name, patches in breaks.items():
+    for p in patches:
+        p.start()
+    said[name] = native.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0]
+    for p in patches:
+        p.stop()
+    print(f"{name:15} {said[name].text!r}\n")
+assert said["as it is"].token_ids == preset_tokens
+assert all(said[name].token_ids != preset_tokens for name in ("no scale", "no RoPE"))
+assert native.generate(PROMPT, GREEDY, use_tqdm=False)[0]["token_ids"] == preset_tokens, "nothing stayed broken"
+
+# %% [markdown]
+# And a stop string in the middle of tokens. The text must be cut exactly there, and what streams must never show a character
+# that is taken back later:
+
+# %%
+whole = llm.generate(PROMPT, GREEDY, use_tqdm=False)[0]["text"]
+stop = whole[30:35]
+engine.add_request("stop", PROMPT, SamplingParams(temperature=0, max_tokens=48, stop=[stop]))
+shown = ""
+while engine.has_unfinished_requests():
+    for output in engine.step():
+        shown += output.outputs[0].delta_text
+print(f"stop at {stop!r}: {shown!r}, finish_reason {output.outputs[0].finish_reason!r}")
+assert shown == whole[: whole.index(stop)] == output.outputs[0].text
+
+# %% [markdown]
+# ## What the next milestone is for
+#
+# Four requests at once, and each waits for all before it:
+
+# %%
+outputs = llm.generate([PROMPT] * 4, GREEDY, use_tqdm=False)
+waits = [o.metrics.ttft for o in outputs]
+print("TTFT:", ", ".join(f"{1e3 * w:.0f} ms" for w in waits))
+assert waits == sorted(waits) and waits[3] > 2 * waits[0]
+
+# %% [markdown]
+# The model is not the bottleneck: each step reads all weights to serve one token of one request. [M2](m2_continuous_batching.ipynb)
+# lets the requests share that pass.
