@@ -8,6 +8,7 @@ import torch
 from folovllm.attention.backends.abstract import AttentionConfig, BackendUnavailable
 from folovllm.attention.backends.composite import compose, decodes_of, prefills_of
 from folovllm.attention.backends.flash_attn import FlashAttentionBackend
+from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.attention.backends.triton import TritonBackend
 from folovllm.worker.input_batch import ForwardBatch
@@ -154,3 +155,11 @@ def test_flash_attn_accepts_what_it_can(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr("folovllm.attention.backends.flash_attn.find_spec", lambda name: object())
     FlashAttentionBackend.check_available(GPU)
+
+
+def test_names_of_two():
+    """ "prefill,decode" is a name too; either half must be known, and there are two."""
+    assert get_backend("flash_attn,triton").name == "flash_attn,triton"
+    for name in ("triton,nothing", "nothing,triton", "triton,triton,triton", "triton,"):
+        with pytest.raises(ValueError, match="unknown attention_backend"):
+            get_backend(name)

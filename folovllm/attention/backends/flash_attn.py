@@ -45,6 +45,8 @@ class FlashAttentionBackend(AttentionBackend):
     def plan(self, batch: ForwardBatch) -> None:
         """Where each prefill's queries and keys start; every decode before them is one query."""
         first = batch.num_decodes
+        if first == batch.num_seqs:
+            return
         self._query_starts = batch.query_start_loc[first:] - first
         lens = batch.seq_lens[first : batch.num_seqs].cumsum(0, dtype=torch.int32)
         self._key_starts = torch.nn.functional.pad(lens, (1, 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from folovllm.attention.backends.abstract import AttentionBackend, BackendUnavailable
+from folovllm.attention.backends.composite import compose
 
 BACKENDS: dict[str, str] = {
     "torch_cat": "folovllm.attention.backends.torch_cat:TorchCatBackend",
@@ -16,12 +17,15 @@ BACKENDS: dict[str, str] = {
 
 
 def get_backend(name: str) -> type[AttentionBackend]:
-    """The class behind a name; its `check_available` then says whether it runs here.
+    """The class behind a name, or behind "prefill,decode"; its `check_available` then says whether it runs here.
 
     Raises:
         ValueError: no backend of that name; the message lists those there are.
         BackendUnavailable: a package that it is built on is not installed.
     """
+    prefill, comma, decode = name.partition(",")
+    if comma and "," not in decode:
+        return compose(get_backend(prefill), get_backend(decode))
     if name not in BACKENDS:
         raise ValueError(f"unknown attention_backend {name!r}: choose one of {', '.join(BACKENDS)}")
     module, _, symbol = BACKENDS[name].partition(":")

@@ -12,7 +12,8 @@ logger = logging.getLogger("folovllm")
 
 SMALLEST_BLOCK = 16
 LARGEST_BLOCK = 256
-AUTO_ORDER = {"cuda": ("torch_paged",), "cpu": ("torch_paged",)}
+# The faster first, as docs/performance_log.md measured them. Triton's interpreter is for those who ask for it.
+AUTO_ORDER = {"cuda": ("triton", "flash_attn", "torch_paged"), "cpu": ("torch_paged",)}
 
 
 def choose_backend(name: str, config: AttentionConfig) -> tuple[str, int]:
