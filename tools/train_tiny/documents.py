@@ -19,7 +19,14 @@ SYSTEM = (
     "You are a helpful assistant.", "You are a storyteller.", "You tell stories to children.", "Be friendly and brief.",
     "You are a very small language model.", "Answer in simple words.",
 )  # fmt: skip
-AGAIN = ("Tell me another one.", "Another story, please.", "One more!", "Tell me another story.", "Again!", "More, please.")
+AGAIN = (
+    "Tell me another one.",
+    "Another story, please.",
+    "One more!",
+    "Tell me another story.",
+    "Again!",
+    "More, please.",
+)
 
 PARAGRAPHS = [
     " ".join(block.split())
@@ -76,9 +83,17 @@ def follow_up(rng: Random, last: Scene) -> tuple[str, str, Scene]:
     """A question about the story just told, or a wish for another one."""
     kind = rng.randrange(6)
     if kind == 0:
-        return rng.choice((f"What color was the {last.noun}?", f"Which color did the {last.noun} have?")), f"The {last.noun} was {last.color}.", last
+        return (
+            rng.choice((f"What color was the {last.noun}?", f"Which color did the {last.noun} have?")),
+            f"The {last.noun} was {last.color}.",
+            last,
+        )
     if kind == 1:
-        return rng.choice(("Who was the story about?", "What was the name of the hero?", "Who is the hero?")), f"The story was about {last.name}.", last
+        return (
+            rng.choice(("Who was the story about?", "What was the name of the hero?", "Who is the hero?")),
+            f"The story was about {last.name}.",
+            last,
+        )
     if kind == 2:
         return f"Was {last.name} a girl or a boy?", f"It was about a {last.gender}.", last
     if kind == 3:

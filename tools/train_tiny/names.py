@@ -5,7 +5,9 @@ from __future__ import annotations
 from random import Random
 from zlib import crc32
 
-GIRLS = """
+from .words import words
+
+GIRLS = words("""
 Lily Mia Sue Anna Rosie Emma Zoe Nora Ella Lucy Sara Sarah Kate Jane Amy Alice Clara Ruby Maya Eva Ava Olivia Sophia
 Sophie Isabella Chloe Grace Hannah Emily Abigail Amelia Charlotte Lena Nina Tina Lisa Maria Marie Julia Laura Linda
 Betty Daisy Ivy Violet Iris Heather Molly Polly Holly Sally Penny Jenny Wendy Mandy Cindy Nancy Susan Helen Rachel
@@ -13,9 +15,9 @@ Rebecca Leah Naomi Ruth Esther Diana Fiona Flora Gina Greta Heidi Ida Ingrid Ire
 Lola Luna Lydia Mabel Margaret Martha Matilda Megan Melissa Monica Natalie Nadia Olga Pamela Paula Pearl Priya Aisha
 Fatima Leila Amina Yuki Sakura Mei Ling Ana Carmen Elena Sofia Valentina Camila Lucia Rosa Stella Tanya Tara Teresa
 Tilly Ursula Vera Victoria Willow Yara Zara
-""".split()
+""")
 
-BOYS = """
+BOYS = words("""
 Tom Ben Max Sam Leo Tim Jack Finn Bob Bill Billy Jim Joe John James Jacob Noah Liam Mason Ethan Lucas Luke Mark Matt
 Matthew Michael Mike Nick Oliver Oscar Owen Paul Peter Ray Rob Robert Roy Ryan Scott Sean Simon Steve Ted Theo Thomas
 Tony Victor Walter Will William Zack Adam Alan Albert Alfred Andrew Anthony Arthur Barry Brian Bruce Carl Carlos
@@ -23,11 +25,11 @@ Charles Charlie Chris Colin Daniel Dan David Dennis Diego Dylan Edward Edgar Eli
 Gary George Gus Harry Harold Henry Hugo Ian Isaac Ivan Jason Jeremy Jonas Jordan Jorge Joseph Juan Julian Karl Keith
 Ken Kevin Kyle Lars Larry Lewis Louis Marco Marcus Martin Milo Mohamed Nathan Neil Nelson Omar Otto Pablo Patrick Pedro
 Philip Raj Ralph Ravi Richard Rocky Roger Stan Stanley Toby Todd Vincent Wei Kenji Hiro Ahmed Ali Hassan
-""".split()
+""")
 
-ONSETS = "B Br C Ch D Dr F Fl G Gr H J K Kl L M N P Pl Qu R S Sh St T Th Tr V W Y Z".split()
-NUCLEI = "a e i o u ai ee oo".split()
-MIDDLES = "b d f g k l ll m n nd nt p r rr rl s st t v x z zz".split()
+ONSETS = words("B Br C Ch D Dr F Fl G Gr H J K Kl L M N P Pl Qu R S Sh St T Th Tr V W Y Z")
+NUCLEI = words("a e i o u ai ee oo")
+MIDDLES = words("b d f g k l ll m n nd nt p r rr rl s st t v x z zz")
 CODAS = ["", "", "n", "l", "r", "s", "k", "m", "x", "th", "ndo", "lla", "mi", "rin", "bert", "ka", "zo"]
 
 

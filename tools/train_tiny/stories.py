@@ -135,8 +135,10 @@ def phrase(rng: Random, about: Scene, asked: frozenset[str]) -> str:
         topics.append(describe_noun(about, asked))
     if not topics:
         return f"Tell me a story at the {about.place}." if "place" in asked else rng.choice(ANY_FORMS)
-    topic = topics[0] if len(topics) == 1 else rng.choice(JOINTS[:2] if "friend" in asked else JOINTS).format(
-        ", ".join(topics[:-1]), topics[-1]
+    topic = (
+        topics[0]
+        if len(topics) == 1
+        else rng.choice(JOINTS[:2] if "friend" in asked else JOINTS).format(", ".join(topics[:-1]), topics[-1])
     )
     if "place" in asked:
         topic += f" at the {about.place}"

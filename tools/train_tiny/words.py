@@ -62,6 +62,6 @@ HIDING = (
 
 
 def with_article(phrase: str) -> str:
-    """"a kite", "an orange kite", "a unicorn": by the first letter, but for the words in "uni"."""
+    """ "a kite", "an orange kite", "a unicorn": by the first letter, but for the words in "uni"."""
     vowel = phrase[0] in "aeiouAEIOU" and not phrase.startswith("uni")
     return f"{'an' if vowel else 'a'} {phrase}"
