@@ -1,0 +1,41 @@
+"""The comparison of pages and slots counts what it says."""
+
+from __future__ import annotations
+
+import pytest
+
+from folovllm.bench.memory import compare, main, measure, mixed_workload
+from tests.helpers import tiny_checkpoint
+
+
+def test_lengths_lie_between_the_bounds_and_most_are_short() -> None:
+    requests = mixed_workload(400, 0, (4, 64), (2, 128))
+    assert {4, 64} <= {r.prompt for r in requests} <= set(range(4, 65))
+    assert sum(r.answer <= 16 for r in requests) == pytest.approx(200, abs=30)
+    assert requests == mixed_workload(400, 0, (4, 64), (2, 128))
+
+
+def test_pages_hold_more_sequences_in_the_same_bytes() -> None:
+    requests = mixed_workload(16, 0, (2, 16), (2, 32))
+    options = {"model": str(tiny_checkpoint()), "slots": 2, "max_model_len": 64, "device": "cpu"}
+    m2, m3 = compare(["m2", "m3"], requests, block_size=4, **options)
+    assert m2.kv_bytes == m3.kv_bytes
+    assert m2.output_tokens == m3.output_tokens == sum(r.answer for r in requests)
+    assert (m2.block_size, m2.peak_running) == (64, 2)
+    assert m3.peak_running > 2 and m3.mean_running > 1.5 * m2.mean_running
+    assert m3.mean_waste < m2.mean_waste < 1
+    assert m3.mean_stored > 1.5 * m2.mean_stored
+    assert m3.steps < m2.steps
+
+
+def test_a_page_a_sequence_is_a_slot() -> None:
+    requests = mixed_workload(6, 1, (2, 16), (2, 16))
+    options = {"model": str(tiny_checkpoint()), "slots": 2, "max_model_len": 64, "device": "cpu"}
+    m2, m3 = measure("m2", requests, **options), measure("m3", requests, block_size=64, **options)
+    assert (m3.steps, m3.mean_running, m3.mean_waste) == (m2.steps, m2.mean_running, m2.mean_waste)
+
+
+def test_prints_a_row_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--model", str(tiny_checkpoint()), "--requests", "4", "--slots", "2", "--max-model-len", "64"])
+    out = capsys.readouterr().out
+    assert "m2" in out and "m3" in out and "KV cache" in out
