@@ -15,16 +15,17 @@ TILE = 4096  # tokens of a program; a multiple of 4, for a Philox block makes fo
 
 @triton.jit
 def gumbel_noise(seed_low, seed_high, position, first_id, WIDTH: tl.constexpr):
-    """Noise of token ids `first_id` to `first_id + WIDTH` (a multiple of 4 each): [WIDTH] float32.
+    """Noise of token ids `first_id` to `first_id + WIDTH` (a multiple of 4 each): [WIDTH / 4, 4] float32.
 
     Token id v takes output v % 4 of the Philox block with counter (v // 4, position, 0, 0) under the seed's two words.
+    Blocks are rows, so that a thread has all four outputs of a block and nothing moves between threads.
     """
     block = (first_id // 4 + tl.arange(0, WIDTH // 4)).to(tl.uint32)
     zero = block * 0
     key_low = seed_low.to(tl.uint32, bitcast=True)
     key_high = seed_high.to(tl.uint32, bitcast=True)
     r0, r1, r2, r3 = tl.philox_impl(block, zero + position.to(tl.uint32), zero, zero, key_low, key_high)
-    bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [WIDTH])  # r0, r1, r2, r3 of each block in turn
+    bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [WIDTH // 4, 4])  # r0, r1, r2, r3
     uniform = ((bits >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
     return -tl.log(-tl.log(uniform))
 
@@ -38,13 +39,13 @@ def gumbel_max_tile(
     With temperature 0 the value is the logit itself; else logit / temperature + noise of token id `offset + index`.
     Ties go to the lowest index; indices from `vocab_size` on count as -inf.
     """
-    index = first + tl.arange(0, WIDTH)
+    index = first + tl.arange(0, WIDTH // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [WIDTH / 4, 4]
     value = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
     if temperature > 0:
         value = value / temperature + gumbel_noise(seed_low, seed_high, position, offset + first, WIDTH)
         value = tl.where(index < vocab_size, value, float("-inf"))
-    best, at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
-    return best, first + at
+    best = tl.max(value)
+    return best, tl.min(tl.where(value == best, index, 0x7FFFFFFF))
 
 
 @triton.jit(do_not_specialize=["vocab_size", "offset"])

@@ -54,7 +54,7 @@ class GraphRunner(ModelRunner):
         self._tables = DeviceTables(rows, -(-setup.max_model_len // setup.block_size), setup.block_size, device)
         self._graphs: dict[int, StepGraph] = {}
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # what the step drew
-        self._logits: torch.Tensor | None = None  # [rows, V] of a recorded step
+        self._logits: dict[int, torch.Tensor] = {}  # [width, V], where the recorded step of a width leaves them
         self._steps_in, self._tokens_out = HostRing(torch.int32, device), HostRing(torch.int64, device)
 
     def initialize_kv_cache(self) -> int:
@@ -71,7 +71,6 @@ class GraphRunner(ModelRunner):
             logger.warning("attention backend %s cannot be captured: decode runs eagerly", setup.backend)
             return
         buckets = decode_buckets(setup.max_num_seqs)
-        self._logits = torch.empty(setup.max_num_seqs, setup.vocab_size, dtype=setup.dtype, device=setup.device)
         static = torch.zeros(len(Field) * setup.max_num_seqs, dtype=torch.int32, device=setup.device)
         on_gpu = setup.device.type == "cuda"
         graph_class: Callable[..., StepGraph] = CudaGraph if on_gpu else RecordedGraph
@@ -102,22 +101,20 @@ class GraphRunner(ModelRunner):
             width = step.fields.shape[1]
             self._graphs[width].replay(self._steps_in.stage(step.fields.ravel()).view(step.fields.shape))
             self._steps_in.mark()
-            logits = self._logits
+            logits = self._logits[width]
         else:
             flat = self._steps_in.to_device(step.flatten())
             logits = self._forward(self._tables.unpack_mixed(step, flat), flat[: step.fields.size].view(len(Field), -1))
         logprobs: list[Logprobs | None] = [None] * n
         if full:
-            assert logits is not None
             self._redraw(logits, step, full, logprobs)
         tokens, arrived = self._tokens_out.to_host(self._tokens[:n])
         return PendingStep(tokens, arrived, logprobs)
 
     def _decode(self, fields: torch.Tensor) -> None:
         """The work of a decode step, from its buffer [len(Field), width] to its tokens: what a graph records."""
-        logits = self._forward(self._tables.unpack_decode(fields, self._setup.max_model_len), fields)
-        assert self._logits is not None
-        self._logits[: len(logits)] = logits
+        batch = self._tables.unpack_decode(fields, self._setup.max_model_len)
+        self._logits[batch.num_seqs] = self._forward(batch, fields)
 
     def _forward(self, batch: ForwardBatch, fields: torch.Tensor) -> Logits:
         """Model and draw: tokens go to `_tokens` and to their rows' last token. Returns the logits [S, V]."""

@@ -1,0 +1,237 @@
+"""One step late, and nobody notices: graphs and overlap give what the plain loop gives."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.overlap import OverlappedEngine, make_engine
+from folovllm.outputs import RequestOutput
+from folovllm.sampling_params import SamplingParams
+from tests.helpers import prompts, tiny_checkpoint
+from tests.workloads import ARRIVALS, KINDS, MAX_MODEL_LEN, assert_nothing_left, serve, workload
+
+MODES = {
+    "overlap and graphs": {},
+    "overlap alone": {"enforce_eager": True},
+    "graphs alone": {"async_scheduling": False},
+}
+
+
+def engine(**overrides: Any) -> LLMEngine:
+    fields = {"milestone": "m6", "max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False, "max_num_seqs": 24}
+    return make_engine(EngineConfig(model=str(tiny_checkpoint()), **(fields | overrides)))
+
+
+def assert_clean(served: LLMEngine) -> None:
+    """Nothing is held: no page, no row, no step in flight."""
+    assert_nothing_left(served)
+    assert len(served.scheduler._free_rows) == served.setup.max_num_seqs
+    assert getattr(served, "_in_flight", None) is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("arrival", ARRIVALS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_m1(mode: str, arrival: str, kind: str) -> None:
+    load, served = workload(kind), engine(**MODES[mode])
+    load.check(serve(served, load.requests, arrival))
+    assert_clean(served)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "pool",
+    [
+        {"block_size": 1, "num_kv_blocks": 150},
+        {"block_size": 4, "num_kv_blocks": 34, "max_num_batched_tokens": 7},
+        {"block_size": 16, "num_kv_blocks": 9, "enable_prefix_caching": False},
+        {"max_num_seqs": 3, "max_num_batched_tokens": 33},
+    ],
+)
+def test_small_pools_and_chunks(mode: str, pool: dict[str, Any]) -> None:
+    load, served = workload("seeded"), engine(**(MODES[mode] | pool))
+    load.check(serve(served, load.requests))
+    assert_clean(served)
+    if pool.get("num_kv_blocks"):
+        assert served.stats().preemptions > 0
+
+
+def special_requests() -> list[tuple[list[int], SamplingParams]]:
+    """Everything that looks at the tokens so far, or ends an answer in its own way."""
+    base = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.8)
+    params = [
+        replace(base, seed=1, repetition_penalty=1.5),
+        replace(base, seed=2, frequency_penalty=0.7, presence_penalty=0.3),
+        replace(base, seed=3, min_tokens=6, stop_token_ids=list(range(0, 250, 2))),
+        replace(base, seed=4, stop=["a", "e", "\x00", "z"]),
+        replace(base, seed=5, stop=["q", "ab"], min_tokens=4, include_stop_str_in_output=True),
+        replace(base, seed=6, logprobs=3, top_p=0.8),
+        replace(base, seed=7, n=3, min_p=0.05),
+        replace(base, temperature=0.0, max_tokens=1),
+        replace(base, seed=9, top_k=5, stop_token_ids=list(range(3, 250, 7))),
+        replace(base, temperature=0.0, logprobs=0, repetition_penalty=1.2),
+    ]
+    same = prompts([40], seed=5)[0]
+    return [
+        *zip(prompts([3, 30, 1, 17, 9, 50, 12, 5, 33, 21], seed=4), params, strict=True),
+        (same, base),
+        (same, base),
+    ]
+
+
+def run(served: LLMEngine, aborts: dict[int, list[str]], seed: int = 0) -> dict[str, RequestOutput]:
+    """Submit the special requests at random steps, abort some, and collect what each ends with."""
+    rng, finished = random.Random(seed), {}
+    waiting = [
+        (f"r{i}", prompt, replace(params, seed=params.seed or 100 + i))
+        for i, (prompt, params) in enumerate(special_requests())
+    ]
+    for step in range(500):
+        while waiting and (rng.random() < 0.5 or not served.has_unfinished_requests()):
+            served.add_request(*waiting.pop(0))
+        for request_id in aborts.get(step, []):
+            if request_id in served._requests:
+                finished[request_id] = served.abort_request(request_id)
+        for output in served.step():
+            finished[output.request_id] = output
+        if not waiting and not served.has_unfinished_requests():
+            return finished
+    raise AssertionError("still not finished")
+
+
+def essence(output: RequestOutput) -> list[tuple[Any, ...]]:
+    return [(o.text, o.token_ids, o.finish_reason, o.stop_reason) for o in output.outputs]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pool", [{}, {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}])
+def test_every_kind_of_request(mode: str, pool: dict[str, Any]) -> None:
+    plain, served = engine(milestone="m5", **pool), engine(**(MODES[mode] | pool))
+    expected, actual = run(plain, {}), run(served, {})
+    assert actual.keys() == expected.keys()
+    for request_id, output in expected.items():
+        assert essence(actual[request_id]) == essence(output), request_id
+    logprobs = actual["r5"].outputs[0].logprobs
+    assert logprobs is not None and len(logprobs) == len(actual["r5"].outputs[0].token_ids)
+    assert [row[0].token_id for row in logprobs] == actual["r5"].outputs[0].token_ids
+    assert_clean(served)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_aborts_leave_nothing_and_disturb_nobody(mode: str) -> None:
+    aborts = {2: ["r0", "r4"], 5: ["r6", "r1"], 9: ["r10", "r3"]}
+    expected, served = run(engine(milestone="m5"), {}), engine(**MODES[mode])
+    actual = run(served, aborts)
+    for request_id, output in expected.items():
+        if actual[request_id].outputs[0].finish_reason == "abort":
+            for mine, full in zip(actual[request_id].outputs, output.outputs, strict=True):
+                assert mine.token_ids == full.token_ids[: len(mine.token_ids)]
+        else:
+            assert essence(actual[request_id]) == essence(output)
+    assert_clean(served)
+
+
+def test_streams_every_token_once() -> None:
+    served = engine()
+    served.add_request("a", prompts([9])[0], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    text, ids, last = "", [], None
+    while served.has_unfinished_requests():
+        for last in served.step():
+            text, ids = text + last.outputs[0].delta_text, ids + last.outputs[0].delta_token_ids
+    assert last is not None and (text, ids) == (last.outputs[0].text, last.outputs[0].token_ids) and len(ids) == 12
+
+
+def test_length_costs_no_step_and_a_stop_one() -> None:
+    """Four tokens, known beforehand, take four steps; when a stop token is met, one step more was under way."""
+    prompt = prompts([9])[0]
+    served = engine()
+    steps: list[int] = []
+    submit = served.executor.submit
+    served.executor.submit = lambda output: steps.append(output.num_tokens) or submit(output)
+    served.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    answer: list[int] = []
+    while served.has_unfinished_requests():
+        answer += [t for o in served.step() for t in o.outputs[0].delta_token_ids]
+    assert steps == [9, 1, 1, 1]
+    steps.clear()
+    served.reset_prefix_cache()
+    last = next(i for i in (3, 2, 1) if answer[i] not in answer[:i])
+    stop = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[answer[last]])
+    served.add_request("b", prompt, stop)
+    while served.has_unfinished_requests():
+        served.step()
+    assert steps == [9, *[1] * (last + 1)]  # one more than tokens: it was started before the last token arrived
+    assert_clean(served)
+
+
+def test_a_backend_that_cannot_be_captured_decodes_eagerly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from folovllm.attention.backends.torch_paged import TorchPagedBackend
+
+    monkeypatch.setattr(TorchPagedBackend, "supports_graph", classmethod(lambda cls, device: False))
+    load, served = workload("greedy"), engine()
+    assert "cannot be captured" in caplog.text
+    load.check(serve(served, load.requests))
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 8, 9, 16, 17, 23, 24])
+def test_a_graph_is_as_good_as_eager_at_and_between_buckets(width: int) -> None:
+    requests = [
+        (p, SamplingParams(temperature=0.9, seed=i, max_tokens=6, ignore_eos=True))
+        for i, p in enumerate(prompts([7] * width))
+    ]
+    answers = []
+    for mode in ({"enforce_eager": True}, {}):
+        served = engine(**mode)
+        for i, (prompt, params) in enumerate(requests):
+            served.add_request(f"r{i}", prompt, params, stream=False)
+        outputs = {}
+        while served.has_unfinished_requests():
+            outputs |= {o.request_id: o.outputs[0].token_ids for o in served.step()}
+        answers.append(outputs)
+    assert answers[0] == answers[1]
+
+
+def test_a_long_random_run_leaks_nothing() -> None:
+    rng, served = random.Random(0), engine(block_size=4, num_kv_blocks=64, max_num_batched_tokens=24, max_num_seqs=6)
+    alive: list[str] = []
+    for step in range(400):
+        if rng.random() < 0.4:
+            request_id = f"r{step}"
+            params = SamplingParams(
+                max_tokens=rng.randint(1, 20), seed=step, temperature=rng.choice([0.0, 1.0]), n=rng.choice([1, 1, 2]),
+                repetition_penalty=rng.choice([1.0, 1.0, 1.3]), stop_token_ids=rng.choice([[], list(range(20))]),
+            )  # fmt: skip
+            served.add_request(request_id, prompts([rng.randint(1, 60)], seed=step)[0], params)
+            alive.append(request_id)
+        if alive and rng.random() < 0.1:
+            victim = rng.choice(alive)
+            if victim in served._requests:
+                served.abort_request(victim)
+        served.step()
+    while served.has_unfinished_requests():
+        served.step()
+    assert_clean(served)
+
+
+def test_the_overlapped_engine_is_what_the_preset_makes() -> None:
+    assert isinstance(engine(), OverlappedEngine)
+    assert type(engine(async_scheduling=False)) is LLMEngine
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu(kind: str) -> None:
+    load = workload(kind)
+    served = engine(device="cuda", dtype="float32", attention_backend="triton")
+    torch.cuda.synchronize()
+    load.check(serve(served, load.requests), tol=0.05)
+    assert_clean(served)

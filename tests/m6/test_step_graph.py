@@ -1,0 +1,62 @@
+"""Recording and replaying, on CPU and (marked) on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from folovllm.worker.graph_runner import decode_buckets
+from folovllm.worker.step_graph import POISON, CudaGraph, RecordedGraph
+
+
+class TestRecordedGraph:
+    def recorded(self) -> tuple[RecordedGraph, torch.Tensor]:
+        graph, out = RecordedGraph(torch.zeros(3, dtype=torch.int32)), torch.zeros(3, dtype=torch.int32)
+        graph.capture(lambda x: out.copy_(2 * x))
+        return graph, out
+
+    def test_a_replay_does_the_recorded_work_on_new_input(self) -> None:
+        graph, out = self.recorded()
+        graph.replay(torch.tensor([1, 2, 3], dtype=torch.int32))
+        assert out.tolist() == [2, 4, 6]
+        graph.replay(torch.tensor([4, 5, 6], dtype=torch.int32))
+        assert out.tolist() == [8, 10, 12]
+
+    def test_recording_runs_the_work_once_and_a_replay_once(self) -> None:
+        calls = []
+        graph = RecordedGraph(torch.zeros(1))
+        graph.capture(lambda x: calls.append(x.data_ptr()))
+        graph.replay(torch.ones(1))
+        assert calls == [graph.static_input.data_ptr()] * 2
+
+    def test_the_input_does_not_outlive_a_replay(self) -> None:
+        graph, _ = self.recorded()
+        assert (graph.static_input == POISON).all()
+        graph.replay(torch.tensor([1, 2, 3], dtype=torch.int32))
+        assert (graph.static_input == POISON).all()
+
+    def test_the_value_is_copied_and_left_alone(self) -> None:
+        graph, out = self.recorded()
+        value = torch.tensor([1, 2, 3], dtype=torch.int32)
+        graph.replay(value)
+        assert value.tolist() == [1, 2, 3] and graph.static_input.data_ptr() != value.data_ptr()
+
+    def test_a_replay_of_nothing_is_an_error(self) -> None:
+        with pytest.raises(RuntimeError, match="capture"):
+            RecordedGraph(torch.zeros(1)).replay(torch.zeros(1))
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_is_as_the_recorded_one() -> None:
+    static, out = torch.zeros(3, dtype=torch.int32, device="cuda"), torch.zeros(3, dtype=torch.int32, device="cuda")
+    graph = CudaGraph(static, torch.cuda.graph_pool_handle())
+    graph.capture(lambda x: out.copy_(2 * x))
+    graph.replay(torch.tensor([1, 2, 3], dtype=torch.int32).pin_memory())
+    assert out.tolist() == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("most", "widths"), [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (40, [1, 2, 4, 8, 16, 32, 40])]
+)
+def test_buckets_end_with_the_largest_batch(most: int, widths: list[int]) -> None:
+    assert decode_buckets(most) == widths
