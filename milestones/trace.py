@@ -12,7 +12,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from milestones.manifest import PACKAGE, Course
+from milestones.manifest import Course
 
 PROMPT = "Tell me a story about Lily and a red kite."
 
@@ -30,12 +30,13 @@ class Step:
 
 
 def read(course: Course, preset: str) -> list[Step]:
-    """Trace one request in a process of its own, always on the reference. `RuntimeError` with its words if that fails."""
+    """Trace one request in a process of its own, always on the reference. `ValueError` with its last words if that fails."""
     environment = {k: v for k, v in os.environ.items() if k != "FOLOVLLM_MINE"}
     command = [sys.executable, "-m", "milestones.trace", preset]
     done = subprocess.run(command, cwd=course.root, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"tracing {preset} failed:\n{done.stderr}")
+        last = done.stderr.strip().splitlines()[-1]
+        raise ValueError(f"{last}; all of it: python -m milestones.trace {preset}")
     return [Step(**step) for step in json.loads(done.stdout.splitlines()[-1])]
 
 
@@ -84,5 +85,4 @@ def main(preset: str) -> None:
 
 
 if __name__ == "__main__":
-    assert PACKAGE
     main(sys.argv[1])

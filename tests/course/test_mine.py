@@ -144,7 +144,7 @@ def test_update_leaves_a_file_that_does_not_parse(mine: Mine) -> None:
 def test_the_notebook_comes_along_without_its_answers(mine: Mine) -> None:
     cell = {"cell_type": "code", "source": "1+1", "outputs": [{"text": "2"}], "execution_count": 1, "metadata": {}}
     book = mine.course.root / "notebooks" / "m1_pool.ipynb"
-    book.parent.mkdir()
+    book.parent.mkdir(exist_ok=True)
     book.write_text(json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
     mine.start("m1")
     copy = mine.folder / "m1_pool.ipynb"

@@ -345,9 +345,11 @@ class TestMine:
         return tmp_path
 
     def start(self, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.python(folder, self.SHOW.format(arguments=list(arguments)))
+
+    def python(self, folder: Path, code: str) -> subprocess.CompletedProcess[str]:
         environment = {name: value for name, value in os.environ.items() if name != "FOLOVLLM_MINE"}
-        command = [sys.executable, "-c", self.SHOW.format(arguments=list(arguments))]
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        return subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
 
     @pytest.mark.parametrize("arguments", [("--mine", "generate", "hi"), ("generate", "hi", "--mine")])
     def test_the_learners_files_are_run(self, workplace: Path, arguments: tuple[str, ...]) -> None:
@@ -365,12 +367,8 @@ class TestMine:
         assert 'mine {"milestone": "m1"}' in asked.stderr
 
     def test_without_mine_it_says_how_to_start(self, tmp_path: Path) -> None:
-        command = [
-            sys.executable,
-            "-c",
-            "import folovllm._overlay as o; o.__file__ = '/x/y/z'\nfrom folovllm.cli import main; main(['--mine'])",
-        ]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        code = "import folovllm._overlay as o; o.__file__ = '/x/y/z'\nfrom folovllm.cli import main; main(['--mine'])"
+        done = self.python(tmp_path, code)
         assert done.returncode == 2 and "milestones start m1" in done.stderr
 
 
