@@ -54,6 +54,7 @@ def use_mine() -> None:
 
 def build_app() -> typer.Typer:
     """The commands, with a flag for every field of `EngineConfig` and `SamplingParams`."""
+    from folovllm.bench.cli import build_bench_app
     from folovllm.config import EngineConfig
     from folovllm.flags import with_flags
     from folovllm.sampling_params import SamplingParams
@@ -63,6 +64,7 @@ def build_app() -> typer.Typer:
     app.command()(with_flags(generate, SamplingParams, EngineConfig))
     app.command()(with_flags(chat, SamplingParams, EngineConfig))
     app.command()(download)
+    app.add_typer(build_bench_app(), name="bench")
     return app
 
 

@@ -1,0 +1,126 @@
+"""`folovllm bench`: the commands. Nothing of the engine is imported before one runs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from folovllm.bench.contenders import Contender
+    from folovllm.bench.report import Result
+
+Compare = Annotated[
+    str | None,
+    typer.Option(help="Presets to run one after the other, say m1,m2:max_num_seqs=8; ratios are to the first."),
+]
+Geometry = Annotated[
+    str | None, typer.Option("--random-weights", help="A geometry with made-up weights: qwen3-0.6b.", metavar="NAME")
+]
+Save = Annotated[Path | None, typer.Option("--save", help="Write the result to this JSON file.")]
+Limit = Annotated[float | None, typer.Option(help="Most seconds for each engine; rates are over what it generated.")]
+
+
+def build_bench_app() -> typer.Typer:
+    """The commands, with a flag for every field of `EngineConfig`."""
+    from folovllm.config import EngineConfig
+    from folovllm.flags import with_flags
+
+    app = typer.Typer(
+        no_args_is_help=True, help="Measure the engine; every result is a table and, with --save, a file."
+    )
+    app.command()(with_flags(throughput, EngineConfig))
+    app.command()(with_flags(latency, EngineConfig))
+    app.command()(attention)
+    app.command()(compare)
+    return app
+
+
+def throughput(
+    workload: Annotated[
+        str, typer.Option(help="default, nano-vllm, or a file of JSON lines: prompt_len, output_len, arrival.")
+    ] = "default",
+    requests: Annotated[int | None, typer.Option(help="Only the first so many requests.")] = None,
+    compare: Compare = None,
+    limit: Limit = None,
+    repeats: Annotated[int, typer.Option(help="Passes; the table shows median and spread.", min=1)] = 1,
+    geometry: Geometry = None,
+    save: Save = None,
+    **given: Any,
+) -> None:
+    """Serve a workload and report tokens a second, times to first token, memory wasted, share of the roofline."""
+    from folovllm.bench.throughput import bench_throughput
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = bench_throughput(contenders(given, compare, geometry, folder), workload, requests, repeats, limit)
+    finish(found, save)
+
+
+def latency(
+    compare: Compare = None,
+    limit: Limit = None,
+    repeats: Annotated[int, typer.Option(help="Passes; the table shows median and spread.", min=1)] = 3,
+    geometry: Geometry = None,
+    save: Save = None,
+    **given: Any,
+) -> None:
+    """One request alone, 128 tokens in and 256 out: times to the first token and between tokens."""
+    from folovllm.bench.latency import bench_latency
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = bench_latency(contenders(given, compare, geometry, folder), repeats, limit)
+    finish(found, save)
+
+
+def attention() -> None:
+    """Every attention backend on the same pages, against the card's own copy bandwidth. Needs a GPU."""
+    from folovllm.bench.attention import bench_attention
+
+    for _ in bench_attention():
+        pass  # it reports as it goes
+
+
+def compare(files: Annotated[list[Path], typer.Argument(help="Results that --save wrote.")]) -> None:
+    """Show results side by side, as ratios to the first."""
+    from folovllm.bench.report import load, show
+
+    first, *others = results = [load(file) for file in files]
+    if any(other.workload != first.workload or other.benchmark != first.benchmark for other in others):
+        raise ValueError("these files are of different benchmarks or workloads: their numbers do not compare")
+    for file, result in zip(files, results, strict=True):
+        for run in result.runs:
+            run.name = f"{file.stem}: {run.name}"
+    first.runs += [run for other in others for run in other.runs]
+    show(first)
+
+
+def contenders(given: dict[str, Any], compare: str | None, geometry: str | None, folder: str) -> list[Contender]:
+    """Name and configuration of each engine to measure; refused before torch is loaded where that is possible."""
+    from folovllm.bench.contenders import parse_contenders, random_model
+    from folovllm.cli import started_milestone
+    from folovllm.config import LATEST, EngineConfig
+    from folovllm.flags import pick
+
+    chosen = {"use_tqdm": False, **pick(given, EngineConfig)}
+    if geometry is not None:
+        chosen = random_model(geometry, Path(folder), chosen)
+    milestone = chosen.pop("milestone", None)
+    if compare is not None and milestone is not None:
+        raise ValueError("give --milestone or --compare, not both")
+    mine = started_milestone() if os.environ.get("FOLOVLLM_MINE") else None
+    return parse_contenders(compare or milestone or mine or LATEST, chosen)
+
+
+def finish(result: Result, save: Path | None) -> None:
+    """Print, and write the file."""
+    from folovllm.bench.report import show
+
+    measured = result.machine
+    result.describe_here()
+    result.machine |= measured
+    show(result)
+    if save is not None:
+        result.save(save)

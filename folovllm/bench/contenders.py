@@ -1,0 +1,79 @@
+"""What a benchmark compares: presets with settings of their own, over a model or over a geometry of random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from folovllm.config import DEFAULT_MODEL, EngineConfig
+
+Contender = tuple[str, dict[str, Any]]  # a name, and fields of EngineConfig
+
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1_000_000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    },
+}
+
+
+def write_geometry(name: str, folder: Path) -> Path:
+    """Write the configuration of a model of this shape into `folder`.
+
+    Raises:
+        ValueError: no such geometry; the sentence lists those there are.
+    """
+    if name not in GEOMETRIES:
+        raise ValueError(f"unknown geometry {name!r}: choose one of {', '.join(GEOMETRIES)}")
+    (folder / "config.json").write_text(json.dumps(GEOMETRIES[name], indent=1), encoding="utf-8")
+    return folder
+
+
+def random_model(name: str, folder: Path, common: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an EngineConfig that runs this geometry; its text is decoded by the embedded model's tokenizer."""
+    model = str(write_geometry(name, folder))
+    return {"tokenizer": DEFAULT_MODEL, "model_impl": "native", **common, "model": model, "random_weights": True}
+
+
+def parse_contenders(text: str, common: dict[str, Any]) -> list[Contender]:
+    """ "m1,m2:max_num_seqs=8" -> a name and the fields of an EngineConfig for each; `common` goes to all.
+
+    Raises:
+        ValueError: an item is no milestone with settings behind colons, or the configuration refuses it.
+    """
+    contenders = []
+    for item in text.split(","):
+        milestone, *settings = item.strip().split(":")
+        overrides = {**common, "milestone": milestone}
+        for setting in settings:
+            key, equals, value = setting.partition("=")
+            if not equals:
+                raise ValueError(f"{setting!r} in --compare is no setting: write m2:max_num_seqs=8")
+            overrides[key] = _value(value)
+        try:
+            EngineConfig(**overrides)
+        except TypeError as error:
+            raise ValueError(f"{item!r} in --compare names a setting that there is not: {error}") from error
+        contenders.append((item.strip(), overrides))
+    return contenders
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

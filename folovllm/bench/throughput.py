@@ -1,0 +1,187 @@
+"""`folovllm bench throughput`: a workload through one engine, or through several in one run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from folovllm.bench.contenders import Contender
+from folovllm.bench.report import Metric, Result, Run
+from folovllm.bench.roofline import Rates, measure_rates, roofline_seconds
+from folovllm.bench.workload import Workload, load_workload
+from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.outputs import RequestMetrics, RequestOutput
+from folovllm.sampling_params import SamplingParams
+
+SAMPLE_EVERY = 16  # steps between two looks at the cache
+
+
+@dataclass(slots=True)
+class Observed:
+    """What one pass of a workload through an engine showed."""
+
+    seconds: float = 0.0
+    outputs: dict[str, RequestOutput] = field(default_factory=dict)  # of finished requests
+    prompt_tokens: int = 0  # of all requests whose prefill was done in time
+    output_tokens: int = 0  # generated in time, by unfinished requests too
+    steps: int = 0
+    batch: int = 0  # sum over the steps of how many ran
+    waste: list[float] = field(default_factory=list)
+    partial: bool = False
+
+    def count(self, metrics: RequestMetrics) -> None:
+        """Add one request's tokens."""
+        self.output_tokens += metrics.num_generated_tokens
+        if metrics.num_generated_tokens:
+            self.prompt_tokens += metrics.num_prompt_tokens
+
+
+def run_workload(engine: LLMEngine, workload: Workload, limit: float | None = None) -> Observed:
+    """Serve the requests as they arrive; after `limit` seconds, abort the rest and count what was generated.
+
+    Raises:
+        ValueError: a request does not fit into the engine's context.
+    """
+    if workload.longest > engine.setup.max_model_len:
+        raise ValueError(
+            f"the workload's longest request has {workload.longest} tokens, and the context is "
+            f"{engine.setup.max_model_len}: choose another workload or model, or raise max_model_len"
+        )
+    seen, queue, start = Observed(), list(reversed(list(enumerate(workload.requests)))), time.perf_counter()
+    while queue or engine.has_unfinished_requests():
+        now = time.perf_counter() - start
+        if limit is not None and now > limit:
+            seen.partial = True
+            break
+        while queue and queue[-1][1].arrival <= now:
+            index, request = queue.pop()
+            params = SamplingParams(
+                temperature=workload.temperature, max_tokens=request.output_len, ignore_eos=True, seed=index
+            )
+            engine.add_request(str(index), request.prompt, params, stream=False)
+        if not engine.has_unfinished_requests():
+            time.sleep(min(0.01, queue[-1][1].arrival - now))
+            continue
+        _step(engine, seen)
+    seen.seconds = time.perf_counter() - start
+    _count(engine, workload, seen, len(workload.requests) - len(queue))
+    return seen
+
+
+def _step(engine: LLMEngine, seen: Observed) -> None:
+    seen.outputs |= {output.request_id: output for output in engine.step()}
+    if engine.last_stats is not None:
+        seen.steps += 1
+        seen.batch += engine.last_stats.running
+    if seen.steps % SAMPLE_EVERY == 1 and (stats := engine.stats()).kv_bytes_reserved:
+        seen.waste.append(stats.kv_waste)
+
+
+def _count(engine: LLMEngine, workload: Workload, seen: Observed, submitted: int) -> None:
+    """Tokens of finished requests, and of those that are aborted here."""
+    for index in range(submitted):
+        output = seen.outputs.get(str(index)) or engine.abort_request(str(index))
+        seen.count(output.metrics)
+
+
+def metrics_of(passes: list[Observed], bound: float | None) -> dict[str, Metric]:
+    """The figures of one or several passes; `bound` is the roofline's time for the whole workload."""
+
+    def over(value: Callable[[Observed], float], unit: str = "", higher_is_better: bool = True) -> Metric:
+        return Metric.of([value(one) for one in passes], unit, higher_is_better)
+
+    metrics = {
+        "output tokens": over(lambda p: p.output_tokens / p.seconds, "tok/s"),
+        "prompt and output tokens": over(lambda p: (p.prompt_tokens + p.output_tokens) / p.seconds, "tok/s"),
+        "time": over(lambda p: p.seconds, "s", False),
+        "requests finished": over(lambda p: len(p.outputs)),
+    }
+    for name, quantile in (("TTFT median", 0.5), ("TTFT p99", 0.99), ("TPOT median", 0.5), ("TPOT p99", 0.99)):
+        field_name = name[:4].lower()
+        times = [[t for o in p.outputs.values() if (t := getattr(o.metrics, field_name)) is not None] for p in passes]
+        if all(times):
+            metrics[name] = Metric.of([1e3 * _quantile(t, quantile) for t in times], "ms", False)
+    metrics["steps"] = over(lambda p: p.steps, "", False)
+    metrics["sequences a step"] = over(lambda p: p.batch / max(1, p.steps))
+    if all(p.waste for p in passes):
+        metrics["KV memory wasted"] = over(lambda p: 100 * statistics.fmean(p.waste), "%", False)
+    if bound is not None and not any(p.partial for p in passes):
+        metrics["of the roofline"] = over(lambda p: 100 * bound / p.seconds, "%")
+    return metrics
+
+
+def _quantile(values: list[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def bench_throughput(
+    contenders: list[Contender],
+    workload_name: str = "default",
+    count: int | None = None,
+    repeats: int = 1,
+    limit: float | None = None,
+) -> Result:
+    """Run the workload through each contender, one after the other: (name, fields of EngineConfig).
+
+    Each engine serves a few other requests first (its warm-up); prefix caches are emptied before each pass.
+    """
+    result: Result | None = None
+    rates: Rates | None = None
+    answers: dict[str, dict[str, list[int]]] = {}
+    for name, overrides in contenders:
+        engine = LLMEngine(EngineConfig(**overrides))
+        try:
+            rates = rates or measure_rates(engine.setup.device, engine.setup.dtype)
+            workload = load_workload(workload_name, engine.setup.vocab_size, count)
+            result = result or Result("throughput", workload.describe())
+            warm_up(engine, workload)
+            passes = []
+            for _ in range(repeats):
+                empty_prefix_cache(engine)
+                passes.append(run_workload(engine, workload, limit))
+            bound = roofline_seconds(workload, engine.setup, rates)
+        finally:
+            engine.close()
+            torch.cuda.empty_cache()
+        answers[name] = {i: o.outputs[0].token_ids for i, o in passes[-1].outputs.items()}
+        metrics = metrics_of(passes, bound)
+        if workload.temperature == 0 and len(answers) > 1:
+            metrics["tokens as the first's"] = _agreement(next(iter(answers.values())), answers[name])
+        config = {k: v for k, v in asdict(engine.setup.config).items() if v is not None}
+        result.runs.append(Run(name, config, metrics, any(p.partial for p in passes)))
+    assert result is not None and rates is not None
+    result.machine = {"copy_gb_per_s": rates.copy / 1e9, "matmul_tflop_per_s": rates.matmul / 1e12}
+    return result
+
+
+def warm_up(engine: LLMEngine, workload: Workload) -> None:
+    """Serve four requests of other tokens: what is made on first use is made before the clock runs."""
+    vocab_size = engine.setup.vocab_size
+    for index, request in enumerate(workload.requests[:4]):
+        other = [(token + 1) % vocab_size for token in request.prompt]
+        params = SamplingParams(temperature=workload.temperature, max_tokens=4, ignore_eos=True)
+        engine.add_request(f"warm-up {index}", other, params, stream=False)
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def empty_prefix_cache(engine: LLMEngine) -> None:
+    """Start cold: a repeat must not find what the pass before left."""
+    if engine.setup.config.enable_prefix_caching:
+        engine.reset_prefix_cache()
+
+
+def _agreement(first: dict[str, list[int]], other: dict[str, list[int]]) -> Metric:
+    """Share of greedy tokens, up to the first that differs, over the requests that both finished."""
+    same = total = 0
+    for request_id in first.keys() & other.keys():
+        pairs = list(zip(first[request_id], other[request_id], strict=True))
+        total += len(pairs)
+        same += next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    return Metric.of([100 * same / max(1, total)], "%")

@@ -1,0 +1,118 @@
+"""Workloads as data: what is asked, how long the answers are, and when the requests come."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WORKLOADS = ("default", "latency", "nano-vllm")
+
+
+@dataclass(slots=True, frozen=True)
+class BenchRequest:
+    """A prompt and the exact number of tokens to generate for it."""
+
+    prompt: list[int]
+    output_len: int
+    arrival: float = 0.0  # seconds after the start of the run
+
+
+@dataclass(slots=True, frozen=True)
+class Workload:
+    """Requests in order of arrival. Ends of text are ignored: every run generates the same number of tokens."""
+
+    name: str
+    requests: list[BenchRequest]
+    temperature: float = 0.0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(request.prompt) for request in self.requests)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(request.output_len for request in self.requests)
+
+    @property
+    def longest(self) -> int:
+        """The context that the longest request needs."""
+        return max(len(request.prompt) + request.output_len for request in self.requests)
+
+    def describe(self) -> dict[str, Any]:
+        """For a result file."""
+        return {
+            "name": self.name,
+            "requests": len(self.requests),
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "temperature": self.temperature,
+        }
+
+
+def load_workload(name: str, vocab_size: int, count: int | None = None) -> Workload:
+    """A built-in workload, or a file of JSON lines; the first `count` requests of it.
+
+    A line holds `prompt_token_ids` or `prompt_len`, and `output_len`; `arrival` in seconds may follow. Ids beyond the
+    vocabulary wrap around, so that one workload fits every model.
+
+    Raises:
+        ValueError: no such workload, or a line that is none; the sentence names the line.
+    """
+    if name == "default":
+        workload = Workload(name, _uniform(random.Random(0), 64 if count is None else count))
+    elif name == "latency":
+        workload = Workload(name, [BenchRequest(_ids(random.Random(0), 128), 256)])
+    elif name == "nano-vllm":
+        workload = Workload(name, _nano_vllm(), temperature=0.6)
+    elif Path(name).is_file():
+        workload = Workload(Path(name).name, _from_file(Path(name)))
+    else:
+        raise ValueError(
+            f"unknown workload {name!r}: choose one of {', '.join(WORKLOADS)}, or name a file of JSON lines"
+        )
+    requests = [
+        BenchRequest([token % vocab_size for token in request.prompt], request.output_len, request.arrival)
+        for request in workload.requests[:count]
+    ]
+    return Workload(workload.name, requests, workload.temperature)
+
+
+def _uniform(rng: random.Random, count: int) -> list[BenchRequest]:
+    """Prompts of 32 to 256 tokens, answers of 32 to 128."""
+    return [BenchRequest(_ids(rng, rng.randint(32, 256)), rng.randint(32, 128)) for _ in range(count)]
+
+
+def _nano_vllm() -> list[BenchRequest]:
+    """nano-vllm's own benchmark: 256 requests; all prompts are drawn before the first length of an answer."""
+    rng = random.Random(0)
+    prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    return [BenchRequest(prompt, rng.randint(100, 1024)) for prompt in prompts]
+
+
+def _from_file(path: Path) -> list[BenchRequest]:
+    rng, requests = random.Random(0), []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            prompt = record.get("prompt_token_ids") or _ids(rng, int(record["prompt_len"]))
+            requests.append(BenchRequest(prompt, int(record["output_len"]), float(record.get("arrival", 0))))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path}, line {number} is no request: it needs prompt_len (or prompt_token_ids) and output_len"
+            ) from error
+        if not prompt or requests[-1].output_len < 1:
+            raise ValueError(f"{path}, line {number}: prompt and answer need at least one token each")
+    if not requests:
+        raise ValueError(f"{path} holds no request")
+    return sorted(requests, key=lambda request: request.arrival)
+
+
+def _ids(rng: random.Random, count: int) -> list[int]:
+    return [rng.randint(0, 10_000) for _ in range(count)]

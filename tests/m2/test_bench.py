@@ -1,0 +1,149 @@
+"""Benchmarks: the workloads are the ones they claim to be, and the figures follow from what was served."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from folovllm.bench.contenders import parse_contenders, random_model
+from folovllm.bench.report import Metric, Result, Run, load, show
+from folovllm.bench.roofline import Rates, roofline_seconds
+from folovllm.bench.throughput import bench_throughput, metrics_of, run_workload
+from folovllm.bench.workload import BenchRequest, Workload, load_workload
+from folovllm.config import EngineConfig
+from folovllm.engine.setup import set_up
+from tests.helpers import tiny_checkpoint
+from tests.workloads import assert_nothing_left, make_engine
+
+SMALL = Workload("small", [BenchRequest([1, 2, 3], 5), BenchRequest([4] * 10, 3), BenchRequest([5, 6], 8)])
+
+
+class TestWorkloads:
+    def test_the_default(self) -> None:
+        workload = load_workload("default", 32_000)
+        assert len(workload.requests) == 64 and workload.temperature == 0
+        assert {len(r.prompt) for r in workload.requests} <= set(range(32, 257))
+        assert {r.output_len for r in workload.requests} <= set(range(32, 129))
+        assert load_workload("default", 32_000, count=5).requests == workload.requests[:5]
+
+    def test_nano_vllms_own(self) -> None:
+        workload = load_workload("nano-vllm", 151_936)
+        assert (len(workload.requests), workload.prompt_tokens, workload.output_tokens) == (256, 142_827, 133_966)
+        assert workload.temperature == 0.6
+
+    def test_ids_fit_every_vocabulary(self) -> None:
+        assert all(0 <= token < 259 for r in load_workload("nano-vllm", 259).requests for token in r.prompt)
+
+    def test_a_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "requests.jsonl"
+        file.write_text(
+            '{"prompt_len": 7, "output_len": 3, "arrival": 0.5}\n\n{"prompt_token_ids": [5, 6], "output_len": 2}\n'
+        )
+        first, second = load_workload(str(file), 1000).requests
+        assert first == BenchRequest([5, 6], 2) and (len(second.prompt), second.arrival) == (7, 0.5)
+
+    @pytest.mark.parametrize(
+        "line", ["{}", "nonsense", '{"prompt_len": 3}', '{"prompt_len": 0, "output_len": 1}', "[1]"]
+    )
+    def test_a_bad_line_is_named(self, tmp_path: Path, line: str) -> None:
+        file = tmp_path / "requests.jsonl"
+        file.write_text('{"prompt_len": 7, "output_len": 3}\n' + line + "\n")
+        with pytest.raises(ValueError, match="line 2"):
+            load_workload(str(file), 1000)
+        with pytest.raises(ValueError, match="unknown workload"):
+            load_workload(str(tmp_path / "absent.jsonl"), 1000)
+
+
+def test_the_roofline_of_nano_vllms_workload(tmp_path: Path) -> None:
+    """Worked out by hand: 13.85 TB of K/V, 1.19 GB of weights 1,023 times, 137 TFLOP; 4.26 TB/s and 750 TFLOP/s."""
+    config = EngineConfig(**random_model("qwen3-0.6b", tmp_path, {"dtype": "bfloat16", "device": "cpu"}))
+    setup = set_up(config)
+    seconds = roofline_seconds(load_workload("nano-vllm", 151_936), setup, Rates(4.26e12, 750e12))
+    assert seconds == pytest.approx((13.85e12 + 1.19e9 * 1023) / 4.26e12 + 137e12 / 750e12, rel=5e-3)
+    assert 133_966 / seconds == pytest.approx(35_900, rel=0.01)
+
+
+class TestRuns:
+    def test_every_token_is_counted(self) -> None:
+        engine = make_engine(tiny_checkpoint(), max_num_seqs=2)
+        seen = run_workload(engine, SMALL)
+        assert (seen.prompt_tokens, seen.output_tokens, len(seen.outputs), seen.partial) == (15, 16, 3, False)
+        metrics = metrics_of([seen, seen], bound=seen.seconds / 2)
+        assert metrics["output tokens"].median == pytest.approx(16 / seen.seconds)
+        assert metrics["of the roofline"].median == pytest.approx(50)
+        assert metrics["TTFT median"].median > 0 and metrics["sequences a step"].median <= 2
+        assert_nothing_left(engine)
+
+    def test_a_limit_leaves_a_part(self) -> None:
+        engine = make_engine(tiny_checkpoint(), max_num_seqs=1)
+        long = Workload("long", [BenchRequest([1, 2, 3], 100)] * 50)
+        seen = run_workload(engine, long, limit=0.3)
+        assert seen.partial and 0 < seen.output_tokens < 5000 and seen.seconds < 3
+        assert "of the roofline" not in metrics_of([seen], bound=1.0)
+        assert_nothing_left(engine)
+
+    def test_requests_arrive_when_they_arrive(self) -> None:
+        engine = make_engine(tiny_checkpoint())
+        later = Workload("later", [BenchRequest([1, 2, 3], 2), BenchRequest([1, 2, 3], 2, arrival=0.2)])
+        seen = run_workload(engine, later)
+        assert seen.seconds >= 0.2 and len(seen.outputs) == 2 and seen.batch == seen.steps == 4
+
+    def test_too_long_for_the_context(self) -> None:
+        with pytest.raises(ValueError, match="longest request has 140 tokens"):
+            run_workload(make_engine(tiny_checkpoint()), Workload("w", [BenchRequest([1] * 100, 40)]))
+
+    def test_two_presets_in_one_run(self, tmp_path: Path) -> None:
+        (tmp_path / "w.jsonl").write_text('{"prompt_len": 9, "output_len": 6}\n' * 3)
+        common = {"model": str(tiny_checkpoint()), "max_model_len": 64, "device": "cpu", "use_tqdm": False}
+        result = bench_throughput(
+            parse_contenders("m1,m2:max_num_seqs=2", common), str(tmp_path / "w.jsonl"), repeats=2
+        )
+        assert [run.name for run in result.runs] == ["m1", "m2:max_num_seqs=2"]
+        assert result.runs[1].config["max_num_seqs"] == 2
+        assert result.runs[1].metrics["tokens as the first's"].median == 100
+        assert result.runs[0].metrics["steps"].median == 18 and result.runs[1].metrics["steps"].median == 12
+        result.describe_here().save(tmp_path / "r.json")
+        again = load(tmp_path / "r.json")
+        assert again == result and json.loads((tmp_path / "r.json").read_text())["format"] == 1
+
+
+def test_contenders() -> None:
+    assert parse_contenders("m2", {}) == [("m2", {"milestone": "m2"})]
+    for wrong in ("m9", "m2:max_num_seqs", "m2:colour=3", "m2:max_num_seqs=0"):
+        with pytest.raises(ValueError, match=r"m9|setting|max_num_seqs"):
+            parse_contenders(wrong, {})
+
+
+def test_the_table_shows_ratios() -> None:
+    runs = [
+        Run("m1", {}, {"rate": Metric.of([10.0, 12.0, 11.0], "tok/s"), "time": Metric.of([4.0], "s", False)}),
+        Run("m2", {}, {"rate": Metric.of([22.0], "tok/s"), "time": Metric.of([2.0], "s", False)}, partial=True),
+    ]
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    show(Result("throughput", SMALL.describe(), runs), console)
+    text = console.export_text()
+    assert "11 (10..12)" in text and text.count("2.00x") == 2 and "m2 (partial)" in text and "rate [tok/s]" in text
+
+
+def test_a_file_that_is_no_result(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a result"):
+        load(tmp_path / "x.json")
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from folovllm.cli import build_app; build_app(); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.gpu
+def test_throughput_on_a_gpu() -> None:
+    common = {"model": str(tiny_checkpoint()), "dtype": "float32", "use_tqdm": False}
+    result = bench_throughput(parse_contenders("m1,m2", common), count=8)
+    assert torch.cuda.is_available() and not any(run.partial for run in result.runs)
