@@ -43,7 +43,7 @@ class Margins(LogitsProcessor):
 class Answer:
     """What the model said: `ended` tells whether it stopped by itself; margins has one entry a token."""
 
-    question: str
+    prompt: str
     text: str
     ids: list[int]
     ended: bool
@@ -58,13 +58,16 @@ class Speaker:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
         self.eos = set(self.model.generation_config.eos_token_id)
 
-    def chat(self, question: str) -> str:
-        message = [{"role": "user", "content": question}]
-        return self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    def chat(self, *turns: str) -> str:
+        """The prompt after turns of user, assistant, user..."""
+        messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
-    def answer(self, questions: list[str], chat: bool = True, temperature: float = 0.0) -> list[Answer]:
-        """Answers in one batch, padded on the left."""
-        prompts = [self.chat(q) for q in questions] if chat else questions
+    def answer(self, questions: list[str], temperature: float = 0.0) -> list[Answer]:
+        return self.complete([self.chat(q) for q in questions], temperature)
+
+    def complete(self, prompts: list[str], temperature: float = 0.0) -> list[Answer]:
+        """What follows each prompt, in one batch, padded on the left."""
         inputs = self.tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
         inputs = {key: inputs[key].to(self.model.device) for key in ("input_ids", "attention_mask")}
         margins = Margins()
@@ -76,13 +79,13 @@ class Speaker:
         )
         ids = out[:, inputs["input_ids"].shape[1] :].tolist()
         gaps = torch.stack(margins.steps, 1).tolist()
-        return [self._answer(*item) for item in zip(questions, ids, gaps, strict=True)]
+        return [self._answer(*item) for item in zip(prompts, ids, gaps, strict=True)]
 
-    def _answer(self, question: str, ids: list[int], margins: list[float]) -> Answer:
+    def _answer(self, prompt: str, ids: list[int], margins: list[float]) -> Answer:
         end = next((i for i, token in enumerate(ids) if token in self.eos), None)
         kept = ids if end is None else ids[:end]
         text = self.tokenizer.decode(kept, skip_special_tokens=True)
-        return Answer(question, text, kept, end is not None, margins[: len(kept) + (end is not None)])
+        return Answer(prompt, text, kept, end is not None, margins[: len(kept) + (end is not None)])
 
 
 @dataclass
@@ -101,7 +104,7 @@ class Figure:
 
 
 def share(name: str, target: float, answers: list[Answer], good: Callable[[int], bool]) -> Figure:
-    misses = [f"{a.question} -> {a.text}" for i, a in enumerate(answers) if not good(i)]
+    misses = [f"{a.prompt} -> {a.text}" for i, a in enumerate(answers) if not good(i)]
     return Figure(name, 1 - len(misses) / len(answers), target, len(answers), misses[:5])
 
 
@@ -134,11 +137,23 @@ def story_figures(speaker: Speaker, count: int) -> tuple[list[Figure], list[Answ
         of("adjective appears", 0.95, lambda s, t: has(t, s.adjective)),
         of("pronouns agree with the gender", 0.98, lambda s, t: not re.search(WRONG_PRONOUNS[s.gender], t, re.I)),
     ]
+    figures += follow_ups(speaker, questions, answers, scenes)
     for label, known in (("known names only: name appears", True), ("made-up names only: name appears", False)):
         some = [i for i, s in enumerate(scenes) if (s.name in KNOWN) == known]
         subset = [answers[i] for i in some]
         figures.append(share(label, 0.0, subset, lambda j, some=some: has(answers[some[j]].text, scenes[some[j]].name)))
     return figures, answers
+
+
+def follow_ups(speaker: Speaker, questions: list[str], answers: list[Answer], scenes: list[Scene]) -> list[Figure]:
+    """A second turn, about the story of the first."""
+    told = list(zip(questions, answers, scenes, strict=True))[:100]
+    who = speaker.complete([speaker.chat(q, a.text, "Who was the story about?") for q, a, _ in told])
+    color = speaker.complete([speaker.chat(q, a.text, f"What color was the {s.noun}?") for q, a, s in told])
+    return [
+        share("second turn: who the story was about", 0.95, who, lambda i: has(who[i].text, told[i][2].name)),
+        share("second turn: the color of the object", 0.95, color, lambda i: has(color[i].text, told[i][2].color)),
+    ]
 
 
 def unstated_figures(speaker: Speaker, count: int) -> tuple[list[Figure], list[Answer]]:
@@ -171,7 +186,7 @@ def fact_figures(speaker: Speaker, limit: int | None) -> tuple[list[Figure], lis
 def diversity(speaker: Speaker, count: int) -> tuple[list[Figure], list[Answer]]:
     torch.manual_seed(0)
     answers = speaker.answer(["Tell me a story about Lily and a red kite."] * count, temperature=0.8)
-    raw = speaker.answer(["Once upon a time"] * (count // 4), chat=False, temperature=0.8)
+    raw = speaker.complete(["Once upon a time"] * (count // 4), temperature=0.8)
     distinct = len({a.text for a in answers}) / len(answers)
     return [
         Figure("distinct stories of one request at temperature 0.8", distinct, 0.95, len(answers), []),
@@ -208,16 +223,23 @@ def evaluate(speaker: Speaker, count: int, limit: int | None) -> tuple[list[Figu
     return figures, steps, answers[:6]
 
 
+def quote(answer: Answer) -> str:
+    """An example, readable in markdown."""
+    question = answer.prompt.removeprefix("<|im_start|>user\n").partition("<|im_end|>")[0]
+    return f"> **{question}** {answer.text}\n"
+
+
 def report(results: dict[str, tuple[list[Figure], dict[str, float], list[Answer]]], where: str) -> str:
     lines = ["# Evaluation of the embedded model", "", f"{where}. Greedy unless it says otherwise.", ""]
     for dtype, (figures, steps, _) in results.items():
         lines += [f"## {dtype}", "", "| what | share | target | answers | met |", "|---|---|---|---|---|"]
         lines += [
-            f"| {f.name} | {f.value:.2%} | {f.target:.0%} | {f.count} | {'yes' if f.met else 'NO'} |" for f in figures
+            f"| {f.name} | {f.value:.2%} | {f'{f.target:.0%}' if f.target else ''} | {f.count} | {('yes' if f.met else 'NO') if f.target else ''} |"
+            for f in figures
         ]
         lines += ["", *(f"- {key}: {value:.6g}" for key, value in steps.items()), ""]
     figures, _, examples = next(iter(results.values()))
-    lines += ["## Examples", "", *(f"> **{a.question}** {a.text}\n" for a in examples)]
+    lines += ["## Examples", "", *(quote(a) for a in examples)]
     lines += ["## Misses", "", *(f"- {f.name}: {miss}" for f in figures for miss in f.misses)]
     return "\n".join(lines).rstrip() + "\n"
 

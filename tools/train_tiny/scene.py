@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TypeVar
@@ -88,19 +88,26 @@ def draw(
             return scene
 
 
+def turn_of(word: str, known: Container[str], slot: str = "") -> int:
+    """Every known word rotates the favorites in its own way; made-up words, which cannot be learned, do not."""
+    return crc32(f"{word} {slot}".encode()) if word in known else 0
+
+
 def _draw(rng: Random, kind: str, asked: frozenset[str], gender: str | None, fixed: dict[str, str]) -> Scene:
-    noun = fixed.get("noun") or (draw_noun(rng, kind) if "noun" in asked else favor(rng, NOUNS[kind]))
+    """One scene. What nobody asked for follows from the noun, and the noun from the name."""
+    if "name" in asked and "name" not in fixed:
+        fixed = {**fixed, "name": draw_name(rng)}
+    if "noun" in asked and "noun" not in fixed:
+        fixed = {**fixed, "noun": draw_noun(rng, kind)}
+    noun = fixed.get("noun") or favor(rng, NOUNS[kind], turn_of(fixed.get("name", ""), names.KNOWN))
 
     def value(slot: str, values: Sequence[str]) -> str:
         if slot in fixed:
             return fixed[slot]
-        return rng.choice(values) if slot in asked else favor(rng, values, crc32(f"{noun} {slot}".encode()))
+        return rng.choice(values) if slot in asked else favor(rng, values, turn_of(noun, NOUNS[kind], slot))
 
-    def person(slot: str) -> str:
-        return fixed.get(slot) or (draw_name(rng) if slot in asked else value(slot, names.EVERYBODY))
-
-    name = person("name")
-    friend = person("friend")
+    name = value("name", names.EVERYBODY)
+    friend = draw_name(rng) if "friend" in asked else value("friend", names.EVERYBODY)
     while friend == name:
         friend = draw_name(rng)
     return Scene(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from random import Random
-from zlib import crc32
 
 from . import scene, words
 from .plots_animals import ANIMAL_PLOTS, FOOD_PLOTS
@@ -59,8 +58,8 @@ PLOTS = {
 
 
 def choose_plot(rng: Random, kind: str, noun: str) -> Plot:
-    """A plot for a noun: every noun has its own favorites."""
-    return favor(rng, PLOTS[kind], crc32(noun.encode()))
+    """A plot for a noun: every noun that can be learned has its own favorites."""
+    return favor(rng, PLOTS[kind], scene.turn_of(noun, scene.NOUNS[kind]))
 
 
 def tell(rng: Random, plot: Plot, about: Scene) -> str:

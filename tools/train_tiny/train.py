@@ -29,7 +29,7 @@ class Run:
 
     out: Path
     seed: int = 0
-    steps: int = 4000
+    steps: int = 3000
     rows: int = 128  # a batch is rows * ROW tokens
     warmup: int = 100
     learning_rate: float = 3e-3
