@@ -104,9 +104,10 @@ def prefill_config(head_dim: int, itemsize: int, capability: tuple[int, int] | N
     """
     if capability is None:
         return PrefillConfig(32, 32, 4, 1)
-    if capability < (8, 0) or itemsize * head_dim > 512:  # 64 KiB on Turing; rows of over 512 bytes elsewhere
-        return PrefillConfig(32, 32, 4, 1) if itemsize * head_dim <= 256 else PrefillConfig(16, 16, 4, 1)
-    if itemsize * head_dim > 256:
+    row_bytes = itemsize * head_dim
+    if capability < (8, 0):
+        return PrefillConfig(32, 32, 4, 1) if row_bytes <= 256 else PrefillConfig(16, 16, 4, 1)
+    if row_bytes > 256:
         return PrefillConfig(64, 32, 4, 2)
     return PrefillConfig(128, 64, 8, 3 if capability >= (9, 0) else 2)
 

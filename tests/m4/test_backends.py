@@ -119,6 +119,14 @@ def test_triton_says_why_not(change, message):
         TritonBackend.check_available(replace(CONFIG, device=torch.device("cpu"), **change))
 
 
+def test_triton_has_no_tiles_for_very_wide_heads():
+    """They would not fit a small card's shared memory."""
+    wide = replace(CONFIG, device=torch.device("cuda"), head_dim=256)
+    with pytest.raises(BackendUnavailable, match="128 in float32"):
+        TritonBackend.check_available(wide)
+    TritonBackend.check_available(replace(wide, dtype=torch.float16))
+
+
 def test_triton_needs_a_gpu_or_the_interpreter(monkeypatch):
     """Without either it names the variable to set."""
     monkeypatch.setattr("folovllm.attention.backends.triton.interpreted", lambda: False)

@@ -47,6 +47,12 @@ class TritonBackend(AttentionBackend):
                 'choose "torch_paged"'
             )
 
+        if config.device.type == "cuda" and config.head_dim * config.dtype.itemsize > 512:
+            raise BackendUnavailable(
+                f'attention_backend "triton" has tiles for a head_dim of up to 256 in half precision and 128 in float32, '
+                f"not {config.head_dim} in {config.dtype}: choose another dtype, or torch_paged"
+            )
+
     def plan(self, batch: ForwardBatch) -> None:
         """List the decodes' work, which is the same in all layers."""
         if batch.num_decodes:
