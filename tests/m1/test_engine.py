@@ -9,7 +9,7 @@ import torch
 
 from folovllm import LLM, EngineConfig, SamplingParams
 from folovllm.engine.scheduler import SerialScheduler
-from folovllm.request import Sequence, SequenceStatus
+from folovllm.request import Sequence
 from tests.helpers import tiny_checkpoint
 
 PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -149,20 +149,6 @@ class TestSequence:
         seq.append_token(9)
         assert (seq.num_tokens, seq.num_uncomputed_tokens, seq.num_output_tokens) == (4, 1, 1)
         assert seq.token_ids.tolist() == [1, 2, 3, 9] and seq.output_token_ids.tolist() == [9]
-
-    def test_states(self) -> None:
-        seq = self.sequence()
-        with pytest.raises(ValueError, match="WAITING, not RUNNING"):
-            seq.requeue()
-        seq.start()
-        with pytest.raises(ValueError):
-            seq.start()
-        seq.requeue()
-        seq.finish(SequenceStatus.FINISHED_LENGTH)
-        seq.finish(SequenceStatus.FINISHED_ABORTED)
-        assert seq.status is SequenceStatus.FINISHED_LENGTH, "a finished sequence stays as it is"
-        with pytest.raises(ValueError, match="does not end"):
-            self.sequence().finish(SequenceStatus.RUNNING)
 
     def test_the_serial_scheduler_schedules_what_is_not_computed(self) -> None:
         scheduler, seq = SerialScheduler(), self.sequence()
