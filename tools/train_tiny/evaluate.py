@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a few prompts, to see that the script runs")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    count, limit = (4, 4) if arguments.smoke else (500, None)
+    count, limit = (12, 4) if arguments.smoke else (500, None)
     results = {
         str(dtype).removeprefix("torch."): evaluate(Speaker(arguments.model, device, dtype), count, limit)
         for dtype in ((torch.float32,) if device == "cpu" else (torch.float32, torch.bfloat16))
