@@ -67,8 +67,13 @@ class OverlapScheduler(Scheduler):
         That is so if somebody may have to give way (a victim's tokens must all be known, to be computed again), or if a
         draw depends on the tokens before it (penalties).
         """
-        most_pages = len(self.running) + self._max_num_batched_tokens // self.kv.block_size + 1
-        return self.kv.num_free < most_pages or any(seq.params.has_penalties for seq in self.running)
+        if any(seq.params.has_penalties for seq in self.running):
+            return True
+        budget, size = self._max_num_batched_tokens, self.kv.block_size
+        if self.kv.num_free > len(self.running) + budget // size:  # room for any step: no need to look closer
+            return False
+        most_pages = sum(min(seq.num_uncomputed_tokens, budget) // size + 1 for seq in self.running)
+        return self.kv.num_free < most_pages
 
     def _make_room_and_free_row(self, scheduler: Scheduler, candidates: list[Sequence]) -> Sequence | None:
         victim = self._give_way(scheduler, candidates)

@@ -77,7 +77,7 @@ class TestPackDecode:
         return packer.pack_decode(items, width), items
 
     def test_columns_are_the_sequences(self) -> None:
-        step, items = self.decode()
+        step, _ = self.decode()
         fields = step.fields
         assert step.is_decode and (step.num_seqs, step.num_decodes) == (2, 2)
         assert fields.dtype == np.int32 and fields.shape == (len(Field), 4)

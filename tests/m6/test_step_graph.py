@@ -36,7 +36,7 @@ class TestRecordedGraph:
         assert (graph.static_input == POISON).all()
 
     def test_the_value_is_copied_and_left_alone(self) -> None:
-        graph, out = self.recorded()
+        graph, _ = self.recorded()
         value = torch.tensor([1, 2, 3], dtype=torch.int32)
         graph.replay(value)
         assert value.tolist() == [1, 2, 3] and graph.static_input.data_ptr() != value.data_ptr()
