@@ -1,0 +1,293 @@
+"""Pages by the hash of their prefix: what is found, what is published, what is forgotten."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xxhash
+
+from folovllm.cache import prefix_cache
+from folovllm.cache.free_list import Block
+from folovllm.cache.prefix_cache import ROOT, PrefixCache, PrefixCachingBlockManager, compute_hash
+from folovllm.engine.detokenizer import IncrementalDetokenizer
+from folovllm.request import Sequence
+from folovllm.sampling_params import SamplingParams
+
+B = 4
+
+
+def sequence(prompt: list[int], salt: str | None = None) -> Sequence:
+    return Sequence("r", prompt, SamplingParams(), 20, 0, IncrementalDetokenizer(str), cache_salt=salt)
+
+
+def admit(manager: PrefixCachingBlockManager, seq: Sequence, count: int | None = None) -> int:
+    """Match, reserve, compute and publish `count` tokens (all, if left out); returns how many were found."""
+    manager.match(seq)
+    found = seq.num_computed_tokens
+    count = seq.num_uncomputed_tokens if count is None else count
+    assert manager.reserve(seq, count)
+    seq.start()
+    seq.num_computed_tokens += count
+    manager.publish(seq)
+    return found
+
+
+def leave(manager: PrefixCachingBlockManager, seq: Sequence) -> None:
+    from folovllm.request import SequenceStatus
+
+    seq.finish(SequenceStatus.FINISHED_STOPPED)
+    manager.free(seq)
+
+
+class TestComputeHash:
+    tokens = np.array([1, 2, 3, 4], np.int32)
+
+    def test_is_xxh64_of_prefix_and_tokens(self) -> None:
+        expected = xxhash.xxh64_intdigest((77).to_bytes(8, "little") + self.tokens.tobytes())
+        assert compute_hash(self.tokens, 77) == expected
+
+    def test_same_tokens_after_another_prefix_are_another_page(self) -> None:
+        assert compute_hash(self.tokens, 0) != compute_hash(self.tokens, 1)
+
+    def test_order_matters(self) -> None:
+        assert compute_hash(self.tokens, 0) != compute_hash(self.tokens[::-1].copy(), 0)
+
+    def test_takes_prefixes_of_all_64_bits(self) -> None:
+        assert 0 <= compute_hash(self.tokens, 2**64 - 1) < 2**64
+
+    def test_takes_views(self) -> None:
+        assert compute_hash(np.arange(8, dtype=np.int32)[2:6], 0) == compute_hash(np.arange(2, 6, dtype=np.int32), 0)
+
+
+class Chain:
+    """A `PrefixCache` with some pages in it, put there without its own `publish`."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.cache = PrefixCache(B)
+        self.blocks: list[Block] = []
+        prefix = parent = 0
+        for i in range(len(tokens) // B):
+            page = np.array(tokens[i * B : (i + 1) * B], np.int32)
+            block = Block(10 + i, hash=compute_hash(page, prefix), token_ids=page.tobytes(), serial=100 + i, parent=parent)
+            prefix, parent = block.hash or 0, block.serial
+            self.cache._by_hash[prefix] = block
+            self.blocks.append(block)
+
+    def found(self, tokens: list[int]) -> list[int]:
+        return [block.block_id for block in self.cache.longest_cached_prefix(sequence(tokens))]
+
+
+class TestLongestCachedPrefix:
+    tokens = list(range(50, 62))  # three pages: 10, 11, 12
+
+    def test_finds_whole_pages_from_the_start(self) -> None:
+        chain = Chain(self.tokens)
+        assert chain.found([*self.tokens, 1]) == [10, 11, 12]
+        assert chain.found(self.tokens[:9]) == [10, 11]
+        assert chain.found(self.tokens[:7]) == [10]
+        assert chain.found(self.tokens[:3]) == []
+
+    def test_leaves_one_token_to_compute(self) -> None:
+        chain = Chain(self.tokens)
+        assert chain.found(self.tokens) == [10, 11]
+        assert chain.found(self.tokens[:4]) == []
+        assert chain.found(self.tokens[:5]) == [10]
+
+    def test_stops_at_the_first_difference(self) -> None:
+        chain = Chain(self.tokens)
+        other = [*self.tokens, 1]
+        other[5] += 1
+        assert chain.found(other) == [10]
+        other[0] += 1
+        assert chain.found(other) == []
+
+    def test_a_missing_page_ends_it(self) -> None:
+        chain = Chain(self.tokens)
+        del chain.cache._by_hash[chain.blocks[1].hash or 0]
+        assert chain.found([*self.tokens, 1]) == [10]
+
+    def test_other_tokens_under_the_same_hash_are_no_hit(self) -> None:
+        chain = Chain(self.tokens)
+        chain.blocks[0].token_ids = np.array([9, 9, 9, 9], np.int32).tobytes()
+        assert chain.found([*self.tokens, 1]) == []
+
+    def test_a_page_that_followed_another_page_is_no_hit(self) -> None:
+        chain = Chain(self.tokens)
+        chain.blocks[1].parent = 999
+        assert chain.found([*self.tokens, 1]) == [10]
+        chain.blocks[0].parent = 999
+        assert chain.found([*self.tokens, 1]) == []
+
+
+def pages(*ids: int) -> list[Block]:
+    return [Block(i) for i in ids]
+
+
+class TestPublish:
+    tokens = list(range(50, 62))
+
+    def test_names_full_pages_in_a_chain(self) -> None:
+        cache, seq, blocks = PrefixCache(B), sequence(self.tokens), pages(7, 8, 9)
+        cache.publish(seq, blocks)
+        assert len(cache) == 3 and seq.page_serials == [b.serial for b in blocks]
+        assert [b.parent for b in blocks] == [ROOT, blocks[0].serial, blocks[1].serial]
+        assert len(set(seq.page_serials)) == 3 and ROOT not in seq.page_serials
+        first = np.array(self.tokens[:B], np.int32)
+        assert blocks[0].token_ids == first.tobytes() and blocks[0].hash == compute_hash(first, 0)
+        second = np.array(self.tokens[B : 2 * B], np.int32)
+        assert blocks[1].hash == compute_hash(second, blocks[0].hash or 0)
+
+    def test_goes_on_where_it_left_off(self) -> None:
+        cache, seq, blocks = PrefixCache(B), sequence(self.tokens), pages(7, 8, 9)
+        cache.publish(seq, blocks[:1])
+        serial = blocks[0].serial
+        cache.publish(seq, blocks)
+        assert blocks[0].serial == serial and blocks[1].parent == serial and len(cache) == 3
+
+    def test_a_twin_stays_nameless_and_counts_as_the_first(self) -> None:
+        cache, first, second = PrefixCache(B), sequence(self.tokens), sequence([*self.tokens[:8], 1, 2, 3, 4])
+        ones, twos = pages(7, 8), pages(17, 18, 19)
+        cache.publish(first, ones)
+        cache.publish(second, twos)
+        assert [b.hash for b in twos[:2]] == [None, None]
+        assert second.page_serials[:2] == first.page_serials
+        assert twos[2].parent == ones[1].serial and twos[2].hash is not None
+
+    def test_a_collision_is_not_published_nor_what_follows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: 42)
+        cache, first, second = PrefixCache(B), sequence(self.tokens), sequence([1] * 12)
+        ones, twos = pages(7), pages(17, 18, 19)
+        cache.publish(first, ones)
+        cache.publish(second, twos)
+        assert second.page_serials == [] and all(b.hash is None for b in twos)
+        assert cache._by_hash[42] is ones[0]
+
+    def test_an_orphan_gives_its_name_away(self) -> None:
+        cache, first, again = PrefixCache(B), sequence(self.tokens), sequence(self.tokens)
+        ones, twos = pages(7, 8), pages(17, 18)
+        cache.publish(first, ones)
+        cache.evict(ones[0])  # page 8 can no longer be reached
+        cache.publish(again, twos)
+        assert ones[1].hash is None and cache._by_hash[twos[1].hash or 0] is twos[1]
+        assert twos[1].parent == twos[0].serial
+
+
+class TestEviction:
+    def test_evicting_forgets_the_name(self) -> None:
+        cache, seq, blocks = PrefixCache(B), sequence(list(range(8))), pages(7, 8)
+        cache.publish(seq, blocks)
+        cache.evict(blocks[1])
+        assert (blocks[1].hash, blocks[1].token_ids, blocks[1].serial, blocks[1].parent) == (None, b"", 0, 0)
+        assert len(cache) == 1 and cache.stats.evictions == 1
+        assert cache.longest_cached_prefix(sequence([*range(8), 1])) == [blocks[0]]
+
+    def test_a_nameless_page_is_no_eviction(self) -> None:
+        cache = PrefixCache(B)
+        cache.evict(Block(3))
+        assert cache.stats.evictions == 0
+
+    def test_pages_are_found_until_they_are_needed(self) -> None:
+        manager = PrefixCachingBlockManager(4, B)
+        seq = sequence(list(range(9)))
+        admit(manager, seq)
+        leave(manager, seq)
+        assert manager.num_free == 4 and len(manager.prefix_cache) == 2
+        assert admit(manager, sequence(list(range(9)))) == 8
+
+    def test_the_tail_goes_first_and_the_longest_unused_before(self) -> None:
+        manager = PrefixCachingBlockManager(6, B)
+        old, new = sequence(list(range(12))), sequence(list(range(20, 32)))
+        for seq in (old, new):
+            admit(manager, seq)
+            leave(manager, seq)
+        taken = sequence([90] * 4)
+        admit(manager, taken)
+        assert manager.prefix_cache.stats.evictions == 1
+        for seq in (old, new):
+            seq.page_hashes.clear()
+        found = manager.prefix_cache.longest_cached_prefix
+        assert len(found(sequence([*range(12), 1]))) == 2  # the old one lost its last page
+        assert len(found(sequence([*range(20, 32), 1]))) == 3
+
+    def test_a_hit_leaves_the_free_list_and_is_shared(self) -> None:
+        manager = PrefixCachingBlockManager(8, B)
+        first = sequence(list(range(9)))
+        admit(manager, first)
+        second = sequence(list(range(9)))
+        assert admit(manager, second) == 8
+        assert second.block_table[:2] == first.block_table[:2] and second.block_table[2] != first.block_table[2]
+        assert manager.blocks[first.block_table[0]].ref_count == 2 and manager.num_free == 4
+        leave(manager, first)
+        assert manager.blocks[second.block_table[0]].ref_count == 1 and manager.num_free == 5
+        leave(manager, second)
+        assert manager.num_free == 8
+
+
+class TestManager:
+    def test_salts_keep_tenants_apart(self) -> None:
+        manager = PrefixCachingBlockManager(20, B)
+        assert admit(manager, sequence(list(range(9)), "a")) == 0
+        assert admit(manager, sequence(list(range(9)), "b")) == 0
+        assert admit(manager, sequence(list(range(9)))) == 0
+        assert admit(manager, sequence(list(range(9)), "b")) == 8
+
+    def test_chunks_publish_what_is_full(self) -> None:
+        manager, seq = PrefixCachingBlockManager(20, B), sequence(list(range(12)))
+        admit(manager, seq, 6)
+        assert len(manager.prefix_cache) == 1
+        assert manager.reserve(seq, 2)
+        seq.num_computed_tokens += 2
+        manager.publish(seq)
+        assert len(manager.prefix_cache) == 2
+
+    def test_generated_tokens_are_cached_too(self) -> None:
+        manager, seq = PrefixCachingBlockManager(20, B), sequence(list(range(4)))
+        admit(manager, seq)
+        for token in (70, 71, 72, 73):
+            seq.append_token(token)
+            assert manager.reserve(seq, 1)
+            seq.num_computed_tokens += 1
+            manager.publish(seq)
+        leave(manager, seq)
+        assert admit(manager, sequence([0, 1, 2, 3, 70, 71, 72, 73, 5])) == 8
+
+    def test_a_hit_that_cannot_be_admitted_is_given_back(self) -> None:
+        manager = PrefixCachingBlockManager(4, B)
+        seq = sequence(list(range(5)))
+        admit(manager, seq)
+        leave(manager, seq)
+        admit(manager, sequence([9] * 8))
+        late = sequence([*range(5), *[1] * 8])
+        manager.match(late)
+        assert late.num_computed_tokens == 4
+        assert not manager.reserve(late, late.num_uncomputed_tokens)
+        manager.free(late)
+        assert (late.num_computed_tokens, late.block_table, late.page_serials) == (0, [], [])
+        assert manager.num_free == 2
+
+    def test_a_lone_sequence_may_have_the_whole_pool_even_after_a_hit(self) -> None:
+        manager = PrefixCachingBlockManager(200, B)
+        seq = sequence(list(range(9)))
+        admit(manager, seq)
+        leave(manager, seq)
+        assert admit(manager, sequence([*range(9), *[1] * (800 - 9)])) == 8
+
+    def test_reset_forgets_all_and_what_runs_goes_on(self) -> None:
+        manager, seq = PrefixCachingBlockManager(20, B), sequence(list(range(8)))
+        admit(manager, seq)
+        manager.prefix_cache.reset()
+        assert len(manager.prefix_cache) == 0 and admit(manager, sequence([*range(8), 1])) == 0
+        for token in (70, 71, 72, 73):
+            seq.append_token(token)
+            assert manager.reserve(seq, 1)
+            seq.num_computed_tokens += 1
+            manager.publish(seq)
+        assert admit(manager, sequence([*range(8), 70, 71, 72, 73, 5])) == 8  # its third page follows nothing known
+
+    def test_counts_at_admission(self) -> None:
+        manager = PrefixCachingBlockManager(20, B)
+        admit(manager, sequence(list(range(9))))
+        admit(manager, sequence(list(range(9))))
+        stats = manager.prefix_cache.stats
+        assert (stats.requests, stats.requests_hit, stats.tokens, stats.tokens_hit) == (2, 1, 18, 8)
+        assert stats.hit_rate == pytest.approx(8 / 18)
