@@ -1,0 +1,498 @@
+# %% [markdown]
+# # M3: a paged KV cache
+#
+# M2 gave every sequence a slot as long as the longest text there may be. Here the memory is cut into small pages, and a sequence holds
+# just those that its tokens fill. Three small things make it work: a table per sequence, a free list, and a rule for the day on which
+# no page is left.
+#
+# The [chapter](../docs/3_paged_kv.md) explains at leisure. Here you predict, measure, and break things.
+
+# %%
+from milestones.notebooks import running
+
+running("m3")
+
+# %%
+import inspect
+import json
+import warnings
+from collections import Counter
+from unittest.mock import patch
+
+warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm, about widgets that nothing here uses
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+from folovllm import LLM, SamplingParams
+from folovllm.bench.memory import measure, mixed_workload
+from folovllm.show import draw_pool, page_holders
+
+MODEL = "stories-5m"  # comes with the package
+CONTEXT = 256  # the longest text that the engines here serve
+SLOTS = 4  # M2's share of the memory; M3 gets the same bytes
+
+torch.set_num_threads(1)  # so that two runs of this notebook can be compared
+plt.rcParams.update({"figure.dpi": 72, "axes.spines.top": False, "axes.spines.right": False, "font.size": 10})
+PALETTE = plt.get_cmap("tab20")
+
+
+def load(milestone="m3", **options):
+    options = {"max_model_len": CONTEXT, "device": "cpu", "use_tqdm": False} | options
+    return LLM(MODEL, milestone=milestone, **options)
+
+
+def greedy(count):
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+
+
+def serve(engine, requests, look=lambda: None):
+    """Submit (prompt, max_tokens) pairs at once, step until all are done, look after each step; the answers' token ids."""
+    for i, (prompt, count) in enumerate(requests):
+        engine.add_request(str(i), prompt, greedy(count), stream=False)
+    answers = {}
+    while engine.has_unfinished_requests():
+        answers |= {int(out.request_id): out.outputs[0].token_ids for out in engine.step()}
+        look()
+    return [answers[i] for i in range(len(requests))]
+
+
+# %% [markdown]
+# ## Predict
+#
+# Write your guesses down before you go on; each is measured below.
+#
+# 1. The memory holds four texts of 256 tokens. Requests are of mixed lengths, most of them short. How many run at once if the memory
+#    comes in pages of 16 tokens?
+# 2. What share of the memory that sequences hold is empty, with slots and with such pages? And with pages of 64?
+# 3. Pages of one token waste nothing. Why does nobody use them?
+# 4. A sequence of 100 tokens is thrown out for lack of memory and comes back later. How many steps does it take to be where it was?
+#    And does its text change?
+
+# %% [markdown]
+# ## Feel the problem
+#
+# M2, four slots, fourteen requests. The picture is the memory itself after some steps: a row is a slot, a column a place for one token.
+# Colour is a token of somebody, grey is a place that is reserved and empty.
+
+# %%
+rng = np.random.default_rng(0)
+REQUESTS = [(rng.integers(300, 1000, int(p)).tolist(), int(a)) for p, a in zip(rng.integers(4, 60, 14), rng.integers(8, 90, 14))]
+
+
+def places(engine):
+    """The memory, a number a place: who has a token there, -1 reserved and empty, -2 free; [N * B]."""
+    size = engine.setup.block_size
+    picture = np.full((engine.stats().kv_blocks_total, size), -2)
+    for block_id, holders in enumerate(page_holders(engine)):
+        for seq, tokens in holders:
+            picture[block_id] = -1
+            picture[block_id, :tokens] = int(seq.request_id)
+    return picture.ravel()
+
+
+def paint(picture):
+    colours = {-2: (1.0, 1.0, 1.0), -1: (0.82, 0.82, 0.82)}
+    return np.array([[colours.get(i) or PALETTE(i % 20)[:3] for i in row] for row in picture.tolist()])
+
+
+def snapshot(llm, step=20):
+    seen = []
+    serve(llm.engine, REQUESTS, lambda: seen.append((places(llm.engine), llm.engine.stats())))
+    picture, stats = seen[step]
+    return picture.reshape(SLOTS, CONTEXT), stats, len(seen)
+
+
+slots = load("m2", num_kv_blocks=SLOTS)
+before, m2_stats, m2_steps = snapshot(slots)
+figure, axes = plt.subplots(figsize=(11, 1.5))
+axes.imshow(paint(before), aspect="auto", interpolation="nearest")
+axes.set(yticks=range(SLOTS), yticklabels=[f"slot {i}" for i in range(SLOTS)], xlabel="place for a token")
+axes.set_title(f"M2 after 21 steps: {m2_stats.running} run, {m2_stats.waiting} wait, {m2_stats.kv_waste:.0%} of what is reserved is empty")
+plt.show()
+assert m2_stats.running == SLOTS and m2_stats.kv_waste > 0.5
+
+# %% [markdown]
+# Ten requests wait for memory while most of the memory holds nothing. It cannot be lent out: a slot must be in one piece, because the K/V
+# of position p is at `slot * 256 + p`, and nobody knows yet how long a text will get.
+#
+# ## The mini: pages in one cell
+#
+# The remedy is as old as virtual memory: look the place up. Below is a decoder (the one of M1's mini, shortened) over a pool of pages. A
+# table per sequence says where its pages lie; a sequence takes a page when it needs one; if there is none, the last to arrive gives
+# back all of its pages and starts over with the text it has. No import of the engine, and the same tokens as the preset.
+
+# %%
+from safetensors.torch import load_file
+
+
+class Pages:
+    """K/V of many sequences in pages of `size` tokens."""
+
+    def __init__(self, config, count, size):
+        shape = config["num_hidden_layers"], 2, count, size, config["num_key_value_heads"], config["head_dim"]
+        self.kv, self.size = torch.full(shape, torch.nan), size
+        self.free, self.tables = list(range(count)), {}
+
+    def reserve(self, seq, tokens):
+        """Pages for so many tokens; False if there is none left."""
+        table = self.tables.setdefault(seq, [])
+        while len(table) * self.size < tokens and self.free:
+            table.append(self.free.pop(0))
+        return len(table) * self.size >= tokens
+
+    def release(self, seq):
+        self.free += self.tables.pop(seq)
+
+    def write_and_read(self, layer, seq, start, kv):
+        """Store the K/V [2, T, Hkv, D] of tokens from `start` on; all of the sequence's so far, in order."""
+        table, p = torch.tensor(self.tables[seq]), torch.arange(start, start + kv.shape[1])
+        self.kv[layer][:, table[p // self.size], p % self.size] = kv  # the one line that translates
+        return self.kv[layer][:, table].flatten(1, 2)[:, : start + kv.shape[1]]
+
+
+class Mini:
+    def __init__(self, folder):
+        self.c = json.loads((folder / "config.json").read_text())
+        self.w = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+
+    def norm(self, x, name):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.c["rms_norm_eps"]) * self.w[f"{name}.weight"]
+
+    def rotate(self, x, positions):
+        theta, dim = self.c.get("rope_theta") or self.c["rope_parameters"]["rope_theta"], self.c["head_dim"]
+        angles = positions[:, None, None] * theta ** (-torch.arange(0, dim, 2) / dim)
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+
+    def next_token(self, ids, start, pages, seq):
+        """The greedy token after `ids`, of which those from `start` on are new."""
+        positions, dim = torch.arange(start, len(ids)), self.c["head_dim"]
+        x = self.w["model.embed_tokens.weight"][ids[start:]]  # [T, H]
+        for i in range(self.c["num_hidden_layers"]):
+            name, h = f"model.layers.{i}.self_attn", self.norm(x, f"model.layers.{i}.input_layernorm")
+            q, k, v = ((h @ self.w[f"{name}.{p}_proj.weight"].T).view(len(h), -1, dim) for p in "qkv")
+            q, k = (self.rotate(self.norm(t, f"{name}.{p}_norm"), positions) for p, t in (("q", q), ("k", k)))
+            k, v = pages.write_and_read(i, seq, start, torch.stack((k, v))).repeat_interleave(q.shape[1] // k.shape[1], 2)
+            scores = torch.einsum("qhd,khd->hqk", q, k) / dim**0.5
+            scores = scores.masked_fill(torch.arange(len(k)) > positions[:, None], -torch.inf)
+            x = x + torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1) @ self.w[f"{name}.o_proj.weight"].T
+            name, h = f"model.layers.{i}.mlp", self.norm(x, f"model.layers.{i}.post_attention_layernorm")
+            gate, up = (h @ self.w[f"{name}.{p}_proj.weight"].T for p in ("gate", "up"))
+            x = x + (torch.nn.functional.silu(gate) * up) @ self.w[f"{name}.down_proj.weight"].T
+        return int((self.w["model.embed_tokens.weight"] @ self.norm(x[-1], "model.norm")).argmax())
+
+
+@torch.inference_mode()
+def mini_serve(folder, requests, count, size):
+    mini, texts, preemptions = Mini(folder), [list(ids) for ids, _ in requests], 0
+    pages, computed, todo = Pages(mini.c, count, size), [0] * len(texts), list(range(len(texts)))
+    while todo:
+        for seq in list(todo):  # in order of arrival
+            while seq in todo and not pages.reserve(seq, len(texts[seq])):
+                victim = max(pages.tables)  # the last to arrive gives way
+                pages.release(victim)
+                computed[victim], preemptions = 0, preemptions + 1
+                if victim == seq:
+                    break  # it was itself: another time
+            else:
+                start, computed[seq] = computed[seq], len(texts[seq])
+                texts[seq].append(mini.next_token(texts[seq], start, pages, seq))
+                if len(texts[seq]) == len(requests[seq][0]) + requests[seq][1]:
+                    todo.remove(seq)
+                    pages.release(seq)
+    return [text[len(ids) :] for text, (ids, _) in zip(texts, requests, strict=True)], preemptions
+
+
+# %%
+STORIES = ["Once upon a time, there was a", "One day, a little", "The dog", "In the morning the sun came up and"]
+llm = load(block_size=8, num_kv_blocks=32)
+stories = [(llm.tokenizer.encode(text), 40) for text in STORIES]
+mini_tokens, preemptions = mini_serve(llm.engine.setup.path, stories, count=16, size=8)
+preset_tokens = serve(llm.engine, stories)
+assert mini_tokens == preset_tokens and preemptions > 0
+lines = sum(1 for line in In[-2].splitlines() if line.strip())  # the cell above
+assert lines <= 80
+print(f"{lines} lines; {sum(map(len, mini_tokens))} tokens in 16 pages of 8, {preemptions} preemptions, all tokens equal")
+
+# %% [markdown]
+# ## Your turn
+#
+# The engine does the same with six functions that are yours to write. In a terminal:
+#
+# ```
+# python -m milestones start m3        # their bodies are cut out of your copy, mine/
+# python -m milestones                 # where you are, and the next step
+# python -m milestones hint m3.1       # a nudge; twice more: the approach, nearly the code
+# ```
+#
+# `start` puts a copy of this notebook into `mine/`, and there it runs your code. What each function promises:
+
+# %%
+from folovllm.attention.backends import torch_paged
+from folovllm.cache.block_manager import BlockManager
+from folovllm.engine import scheduler
+
+EXERCISES = {
+    "m3.1": BlockManager.slots,
+    "m3.2": BlockManager.allocate,
+    "m3.3": BlockManager.may_append,
+    "m3.4": BlockManager.deallocate,
+    "m3.5": torch_paged.gather_pages,
+    "m3.6": scheduler.preempt,
+}
+for id, f in EXERCISES.items():
+    print(f"{id}  {f.__module__}:{f.__qualname__}\n    {inspect.getdoc(f).splitlines()[0]}")
+
+# %% [markdown]
+# One of them in full, signature and docstring:
+
+# %%
+f = BlockManager.deallocate
+print(f"def {f.__name__}{inspect.signature(f)}:\n")
+print(inspect.getdoc(f))
+
+# %% [markdown]
+# **A stretch.** `gather_pages` copies a sequence's whole cache in every layer of every step. It need not: attention can be folded page by
+# page with three running numbers per query, the largest score so far $m$, the sum of weights $l$ and the weighted sum of values $a$.
+# With the scores $s$ and the values $v$ of the next page,
+#
+# $$m' = \max(m, \max s), \quad l' = l\,e^{m-m'} + \sum e^{s-m'}, \quad a' = a\,e^{m-m'} + \sum e^{s-m'} v, \qquad \text{out} = a / l$$
+#
+# Write it as `mine(query, kv_cache, block_table, seq_len, scale)` for one sequence and hand it to `check`. M4 does this on the GPU, a
+# tile at a time.
+
+# %%
+def check(mine):
+    """Compare with gathering first, on scattered pages with NaN in the unused places."""
+    torch.manual_seed(0)
+    kv_cache, table = torch.randn(2, 9, 16, 2, 32), torch.tensor([7, 2, 5])
+    kv_cache[:, 5, 6:] = torch.nan  # 38 tokens: the last page is not full
+    query = torch.randn(1, 4, 32)  # one new token, Hq = 4
+    expected = torch_paged.attend(query, *torch_paged.gather_pages(kv_cache, table, 38), scale=32**-0.5)
+    torch.testing.assert_close(mine(query, kv_cache, table, 38, 32**-0.5), expected)
+    print("equal")
+
+
+check(lambda query, kv_cache, table, n, scale: torch_paged.attend(query, *torch_paged.gather_pages(kv_cache, table, n), scale))
+
+# %% [markdown]
+# ## See it: the same bytes in pages
+#
+# The requests of before, in the same memory, after the same number of steps. A row is now just a line break; white is free.
+
+# %%
+paged = load(num_kv_blocks=SLOTS * CONTEXT // 16, block_size=16)
+after, m3_stats, m3_steps = snapshot(paged)
+figure, axes = plt.subplots(figsize=(11, 1.5))
+axes.imshow(paint(after), aspect="auto", interpolation="nearest")
+axes.set(yticks=[], xticks=range(0, CONTEXT + 1, 16), xlabel="place for a token, a tick a page")
+axes.set_title(f"M3 after 21 steps: {m3_stats.running} run, {m3_stats.waiting} wait, {m3_stats.kv_waste:.0%} of what is reserved is empty")
+plt.show()
+print(f"all done after {m3_steps} steps; M2 took {m2_steps}")
+assert m3_stats.kv_bytes_total == m2_stats.kv_bytes_total
+assert m3_stats.running > 2 * m2_stats.running and m3_stats.kv_waste < m2_stats.kv_waste / 2 and m3_steps < m2_steps
+
+# %% [markdown]
+# `folovllm generate ... --show-steps` draws the same in the terminal, a character a page: a capital is a full page, a small letter one
+# that is being filled.
+
+# %%
+def print_pool():
+    if paged.engine.last_stats.index % 15 == 0:
+        print(f"after step {paged.engine.last_stats.index}\n{draw_pool(paged.engine).plain}\n")
+
+
+serve(paged.engine, REQUESTS[:8], print_pool)
+assert paged.engine.stats().kv_blocks_used == 0
+
+# %% [markdown]
+# ## See it: a preemption as it happens
+#
+# Now the memory is really short: 16 pages of 8 tokens, six requests that want up to ten pages each. Left: who holds which page, step by
+# step. Right: which tokens each request computes; a red bar is a sequence that comes back and computes all it had in one step.
+
+# %%
+tight = load(block_size=8, num_kv_blocks=16, max_model_len=80)
+hungry = [(prompt[:12], 45) for prompt, _ in REQUESTS[:6]]
+tight.engine.history, owners = [], []
+
+
+def look():
+    row = np.full(16, -2)
+    for block_id, holders in enumerate(page_holders(tight.engine)):
+        for seq, _ in holders:
+            row[block_id] = int(seq.request_id)
+    owners.append(row)
+
+
+short_of_memory = serve(tight.engine, hungry, look)
+history = tight.engine.history
+figure, (left, right) = plt.subplots(1, 2, figsize=(13, 3.4))
+left.imshow(paint(np.array(owners).T), aspect="auto", interpolation="nearest")
+for step in history:
+    if step.preempted:
+        left.axvline(step.index, color="black", lw=0.7, ls=":")
+left.set(xlabel="step", ylabel="page", title="who holds which page (dotted: a preemption)")
+resumed = Counter()
+for step in history:
+    for request, _, start, n in step.shares:
+        again = start == 0 and n > len(hungry[int(request)][0])
+        resumed[request] += again
+        right.bar(step.index, 0.8, bottom=int(request) - 0.4, width=1, color="tab:red" if again else PALETTE(int(request)))
+        if again:
+            right.text(step.index + 1, int(request) - 0.5, f"{n} tokens", fontsize=8)
+right.set(xlabel="step", ylabel="request", ylim=(5.6, -0.8), title="who takes part (red: computes everything again)")
+figure.tight_layout()
+plt.show()
+recomputed = sum(n for step in history for _, _, start, n in step.shares) - sum(len(p) + a - 1 for p, a in hungry)
+print(f"{tight.engine.stats().preemptions} preemptions, {recomputed} tokens computed again")
+assert tight.engine.stats().preemptions == sum(resumed.values()) > 2
+assert short_of_memory == serve(paged.engine, hungry), "with memory for all: the same text"
+
+# %% [markdown]
+# The first to arrive never gives way. The others wait with their tokens, not with their cache; when there is room again, one step
+# computes all of them together, like a prompt. That is cheap: a step of 50 tokens costs far less than 50 steps (M1's roofline).
+#
+# ## Measure: slots against pages, and how large a page should be
+#
+# The same bytes, the same requests, all there at the start.
+
+# %%
+requests = mixed_workload(32, seed=1, prompts=(4, 64), answers=(8, 128))
+options = {"model": MODEL, "slots": SLOTS, "max_model_len": CONTEXT, "device": "cpu"}
+results = [measure("m2", requests, **options)]
+results += [measure("m3", requests, block_size=size, **options) for size in (1, 4, 16, 64, 256)]
+print("         page   in flight   waste   steps   preempted   tokens/s")
+for r in results:
+    print(f"{r.milestone:>5} {r.block_size:7} {r.mean_running:11.1f} {r.mean_waste:7.1%} {r.steps:7} {r.preemptions:11} {r.tokens_per_second:10.0f}")
+
+figure, panels = plt.subplots(1, 3, figsize=(12, 2.8))
+sizes = [str(r.block_size) for r in results[1:]]
+columns = {"sequences in flight": "mean_running", "waste": "mean_waste", "tokens/s": "tokens_per_second"}
+for panel, (title, field) in zip(panels, columns.items(), strict=True):
+    panel.bar(sizes, [getattr(r, field) for r in results[1:]], color="tab:blue")
+    panel.axhline(getattr(results[0], field), color="tab:red", lw=1.5, label="M2's slots")
+    panel.set(title=title, xlabel="tokens a page")
+panels[0].legend(frameon=False)
+figure.tight_layout()
+plt.show()
+m2, one, *_, sixteen, _, whole = results
+assert {r.kv_bytes for r in results} == {m2.kv_bytes}
+assert sixteen.mean_running > 2 * m2.mean_running and sixteen.mean_waste < 0.25 < 0.5 < m2.mean_waste
+assert one.mean_waste == 0
+assert (whole.steps, whole.mean_waste, whole.mean_running) == (m2.steps, m2.mean_waste, m2.mean_running)
+
+# %% [markdown]
+# The last bar is the joke of this milestone: with pages as long as the context, M3 *is* M2, step for step and byte for byte. Going left,
+# the waste falls to at most B - 1 places per sequence. Beyond 16 or so there is nothing more to gain, and something to lose: the tables get
+# long, and a kernel (M4) wants many neighbouring tokens in one read. Pages of one token waste nothing and cost a table entry each.
+#
+# Mind the tokens per second of that last bar: the schedule is M2's, so what differs is `torch_paged` against `torch_naive`. The rest is
+# what more sequences in flight bring. It is less than their number promises, because on a CPU attention is a Python loop over sequences;
+# what a larger batch shares is the pass over the weights.
+#
+# ## Compare
+#
+# | | this milestone | nano-vLLM | vLLM |
+# |---|---|---|---|
+# | tokens a page | any; 16 unless the backend wants more | 256 | 16 on most GPUs |
+# | free pages | linked list through the pages | `deque` | linked list through the pages |
+# | a new page when | the table is too short for the tokens of the step | `len(seq) % block_size == 1` | the table is too short for the tokens of the step |
+# | no page left | last to arrive recomputes | last in the running list recomputes | last in the running list (or least priority) recomputes |
+# | admission holds back | 1% of the pages | nothing | nothing; once, 1% |
+# | attention | copies pages, then PyTorch's kernel | FlashAttention on the table | several kernels on the table |
+#
+# ## Break it
+#
+# Four mistakes, each a line. Which of them crash, which change the text, and which do nothing until later?
+
+# %%
+def contiguous(block_table, block_size, start, end):
+    return np.arange(block_table[0] * block_size + start, block_table[0] * block_size + end)
+
+
+def whole_pages(kv_cache, block_table, seq_len):
+    key, value = kv_cache[:, block_table[: -(-seq_len // kv_cache.shape[2])]].flatten(1, 2)
+    return key, value
+
+
+def first_gives_way(chosen, candidates):
+    return scheduler_preempt(chosen, candidates[:1])
+
+
+def leaking(self, seq):
+    for block_id in seq.block_table[1:]:
+        self.blocks[block_id].ref_count -= 1
+        self._free.append(self.blocks[block_id])
+    seq.block_table.clear()
+
+
+scheduler_preempt = scheduler.preempt
+import folovllm.engine.llm_engine as engine_module
+
+breaks = {
+    "as it is": None,
+    "pages taken for neighbours": patch.object(BlockManager, "slots", staticmethod(contiguous)),
+    "the last page read to its end": patch.object(torch_paged, "gather_pages", whole_pages),
+    "the one in need gives way": patch.object(engine_module, "preempt", first_gives_way),
+    "one page never comes back": patch.object(BlockManager, "deallocate", leaking),
+}
+said = {}
+for name, broken in breaks.items():
+    if broken:
+        broken.start()
+    try:
+        fresh = load(block_size=8, num_kv_blocks=16, max_model_len=80)
+        tokens = serve(fresh.engine, hungry) if name != "one page never comes back" else None
+        if tokens is None:  # an endless wait would be the end: count what is left after three short requests
+            serve(fresh.engine, [(prompt, 2) for prompt, _ in hungry[:3]])
+            said[name] = f"{fresh.engine.stats().kv_blocks_used} of 16 pages in use, and nobody runs"
+        else:
+            right_answers = sum(a == b for a, b in zip(tokens, short_of_memory, strict=True))
+            stats = fresh.engine.stats()
+            said[name] = f"{right_answers} of {len(hungry)} answers right, {stats.steps} steps, {stats.preemptions} preemptions"
+    except (RuntimeError, IndexError) as error:
+        said[name] = f"{type(error).__name__}: {error}"
+    finally:
+        if broken:
+            broken.stop()
+    print(f"{name:30} {said[name]}")
+assert said["as it is"].startswith("6 of 6")
+assert not said["pages taken for neighbours"].startswith("6 of 6")
+assert said["one page never comes back"].startswith("3 of 16")
+assert serve(load(block_size=8, num_kv_blocks=16, max_model_len=80).engine, hungry) == short_of_memory, "nothing stayed broken"
+
+# %% [markdown]
+# A leak is the nastiest: every answer is right, until one day nothing is admitted any more. Hence the tests that play random requests
+# and count the pages at the end.
+#
+# ## What the next milestone is for
+#
+# Where does a step spend its time now? Gathering: each layer copies the K/V of all running sequences together before it can attend.
+
+# %%
+import time
+
+engine, spent = paged.engine, Counter()
+gather = torch_paged.gather_pages
+
+
+def clocked(*args):
+    began = time.perf_counter()
+    result = gather(*args)
+    spent["gather"] += time.perf_counter() - began
+    return result
+
+
+engine.history = []
+with patch.object(torch_paged, "gather_pages", clocked):
+    serve(engine, [(prompt * 3, 30) for prompt, _ in REQUESTS[:6]])
+total = sum(step.seconds for step in engine.history)
+print(f"copying pages takes {spent['gather'] / total:.0%} of all time, and every byte of it is read once more right after")
+assert spent["gather"] > 0
+
+# %% [markdown]
+# A kernel that follows the table itself, and folds page after page into a running softmax, copies nothing: that is
+# [M4](m4_kernels.ipynb).
