@@ -103,7 +103,7 @@ def test(
     """Run the tests of a milestone or an exercise on your code. Further arguments go to pytest."""
     mine = _mine()
     id = id or max(mine.state.started, default="m1")
-    tests = list(mine.course.exercise(id).tests) if "." in id else [f"tests/{mine.course.milestone(id).id}"]
+    tests = mine.course.exercise(id).tests if "." in id else mine.course.tests(id)
     raise typer.Exit(run_tests(mine, [*tests, *context.args])[0])
 
 

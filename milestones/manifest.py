@@ -121,6 +121,12 @@ class Course:
         """The exercises of a milestone and of all later ones."""
         return tuple(e for m in self.milestones if int(m.id[1:]) >= int(id[1:]) for e in m.exercises)
 
+    def tests(self, id: str) -> tuple[str, ...]:
+        """pytest's arguments for all tests of a milestone: those in an earlier folder with its marker are its own, too."""
+        last = self.milestones.index(self.milestone(id))
+        folders = [f"tests/{m.id}" for m in self.milestones[: last + 1] if (self.root / "tests" / m.id).is_dir()]
+        return ("-m", id, *folders)
+
     def needed(self, exercise: Exercise) -> tuple[Exercise, ...]:
         """The exercise and all that it needs, directly or not."""
         found: dict[str, Exercise] = {}

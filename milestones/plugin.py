@@ -42,10 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """tests/m3/... has the marker m3, tests/course/... the marker course."""
-    for folder in (
-        item.path.relative_to(item.config.rootpath).parts if item.path.is_relative_to(item.config.rootpath) else ()
-    ):
+    """A test in tests/m3/ has the marker m3, unless it has a milestone's marker of its own; in tests/course/, course."""
+    if any(re.fullmatch(r"m\d+", marker.name) for marker in item.iter_markers()):
+        return
+    for folder in item.path.parent.parts[len(item.config.rootpath.parts) :]:
         if re.fullmatch(r"m\d+|course", folder):
             item.add_marker(folder)
 

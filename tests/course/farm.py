@@ -67,8 +67,8 @@ def jobs(course: Course) -> list[Job]:
             rest = [other for other in course.onwards(milestone.id) if other not in course.needed(e)]
             found.append(Job("alone", e.id, **common, blanked=_ids(rest)))
         if after:
-            tests = (f"tests/{milestone.id}",)
-            found.append(Job("later", milestone.id, course.root, tests, blanked=_ids(course.onwards(after.id))))
+            tests, blanked = course.tests(milestone.id), _ids(course.onwards(after.id))
+            found.append(Job("later", milestone.id, course.root, tests, blanked))
     return sorted(found, key=lambda job: job.kind != "later")
 
 

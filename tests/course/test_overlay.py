@@ -79,6 +79,15 @@ def test_from_another_folder(mine: Mine, tmp_path: Path) -> None:
     assert said.strip() == str(mine.folder / "folovllm/pool.py")
 
 
+def test_a_marker_of_its_own_goes_before_the_folders(mine: Mine) -> None:
+    with (mine.course.root / "tests/m1/test_pool.py").open("a") as file:
+        file.write("\n\n@pytest.mark.m2\ndef test_share():\n    Pool(2).share(1)\n")
+    _, said = run_pytest(mine, "-q", "-m", "m1", "--collect-only")
+    assert "2/5 tests collected" in said
+    _, said = run_pytest(mine, "-q", "-m", "m2", "--collect-only")
+    assert "3/5 tests collected" in said and "tests/m1/test_pool.py::test_share" in said
+
+
 def test_no_mine_is_an_error(mine: Mine) -> None:
     shutil.rmtree(mine.folder)
     status, said = run_pytest(mine, "--mine")

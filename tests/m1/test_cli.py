@@ -383,7 +383,9 @@ class TestTheProgram:
         done = subprocess.run([sys.executable, "-m", "folovllm", "--version"], capture_output=True, text=True)
         assert done.stdout == "folovllm 0.1.0\n"
 
-    @pytest.mark.parametrize("milestone", ["m1", "m2", "m3"])
+    @pytest.mark.parametrize(
+        "milestone", [pytest.param(id, marks=getattr(pytest.mark, id)) for id in ("m1", "m2", "m3")]
+    )
     def test_from_a_prompt_to_a_text_with_a_real_engine(
         self, milestone: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
