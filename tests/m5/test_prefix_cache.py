@@ -68,7 +68,9 @@ class Chain:
         prefix = parent = 0
         for i in range(len(tokens) // B):
             page = np.array(tokens[i * B : (i + 1) * B], np.int32)
-            block = Block(10 + i, hash=compute_hash(page, prefix), token_ids=page.tobytes(), serial=100 + i, parent=parent)
+            block = Block(
+                10 + i, hash=compute_hash(page, prefix), token_ids=page.tobytes(), serial=100 + i, parent=parent
+            )
             prefix, parent = block.hash or 0, block.serial
             self.cache._by_hash[prefix] = block
             self.blocks.append(block)

@@ -1,0 +1,35 @@
+"""How many tokens of a sequence a step computes, when prompts come in chunks."""
+
+from __future__ import annotations
+
+import pytest
+
+from folovllm.engine.detokenizer import IncrementalDetokenizer
+from folovllm.engine.scheduler import chunk
+from folovllm.request import Sequence
+from folovllm.sampling_params import SamplingParams
+
+
+def sequence(num_tokens: int, computed: int = 0) -> Sequence:
+    seq = Sequence("r", [1] * num_tokens, SamplingParams(), 4, 0, IncrementalDetokenizer(str))
+    seq.num_computed_tokens = computed
+    return seq
+
+
+class TestChunk:
+    @pytest.mark.parametrize(
+        ("tokens", "computed", "budget", "n"), [(10, 0, 16, 10), (10, 0, 4, 4), (10, 8, 4, 2), (10, 9, 4, 1)]
+    )
+    def test_is_what_is_left_or_what_the_budget_has(self, tokens: int, computed: int, budget: int, n: int) -> None:
+        assert chunk(sequence(tokens, computed), budget) == n
+
+    def test_nothing_is_left_of_an_empty_budget(self) -> None:
+        assert chunk(sequence(10), 0) == 0
+
+    def test_the_threshold_bounds_a_share(self) -> None:
+        assert chunk(sequence(100), 64, threshold=16) == 16
+        assert chunk(sequence(100, 92), 64, threshold=16) == 8
+        assert chunk(sequence(100), 8, threshold=16) == 8
+
+    def test_no_threshold_is_no_bound(self) -> None:
+        assert chunk(sequence(100), 64, threshold=0) == 64

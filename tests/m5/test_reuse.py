@@ -1,0 +1,233 @@
+"""With the cache and with chunks, every answer is what it was without."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+
+from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.outputs import RequestOutput
+from folovllm.sampling_params import SamplingParams
+from tests.helpers import prompts, tiny_checkpoint
+from tests.workloads import ARRIVALS, KINDS, MAX_MODEL_LEN, assert_nothing_left, make_engine, serve, workload
+
+BLOCK = 4
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def engine(**overrides: Any) -> LLMEngine:
+    fields = {"milestone": "m5", "block_size": BLOCK, "max_num_seqs": 16}
+    return make_engine(tiny_checkpoint(), **(fields | overrides))
+
+
+def without(**overrides: Any) -> LLMEngine:
+    """The same engine without the cache and without chunks."""
+    return engine(enable_prefix_caching=False, enable_chunked_prefill=False, **overrides)
+
+
+def finish(served: LLMEngine) -> dict[str, RequestOutput]:
+    done = {}
+    while served.has_unfinished_requests():
+        done |= {o.request_id: o for o in served.step() if o.finished}
+    return done
+
+
+def answers(
+    served: LLMEngine, batches: list[list[list[int]]], params: SamplingParams = GREEDY
+) -> list[list[list[int]]]:
+    """Token ids of all answers; each batch is submitted at once, after the one before has finished."""
+    result = []
+    for number, batch in enumerate(batches):
+        for i, prompt in enumerate(batch):
+            served.add_request(f"{number}-{i}", prompt, params)
+        done = finish(served)
+        result.append([[*o.token_ids] for i in range(len(batch)) for o in done[f"{number}-{i}"].outputs])
+    assert_nothing_left(served)
+    return result
+
+
+@pytest.mark.parametrize("arrival", ARRIVALS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_m1(kind: str, arrival: str) -> None:
+    load = workload(kind)
+    load.check(serve(engine(), load.requests, arrival))
+
+
+@pytest.mark.parametrize("budget", [1, 3, 16, 33, 64])
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("arrival", ["at_once", "random_steps"])
+def test_chunks_of_every_size(budget: int, caching: bool, arrival: str) -> None:
+    load = workload("seeded", count=12)
+    served = engine(max_num_batched_tokens=budget, enable_prefix_caching=caching)
+    served.history = []
+    load.check(serve(served, load.requests, arrival))
+    assert max(step.num_tokens for step in served.history) <= budget
+
+
+def test_the_threshold_holds_for_every_share() -> None:
+    load, served = workload("greedy"), engine(long_prefill_token_threshold=5)
+    served.history = []
+    load.check(serve(served, load.requests))
+    assert max(n for step in served.history for *_, n in step.shares) == 5
+
+
+class TestPrefixes:
+    """What is shared, at and around the boundaries of pages."""
+
+    @pytest.mark.parametrize("shared", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1, 30])
+    def test_a_prefix_that_ends_anywhere(self, shared: int) -> None:
+        head, *tails = prompts([shared, 9, 1, 14], seed=shared)
+        batches = [[head + tail] for tail in tails]
+        served = engine()
+        assert answers(served, batches) == answers(without(), batches)
+        assert served.prefix_cache_stats().tokens_hit >= 2 * (shared // BLOCK) * BLOCK
+
+    @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 1])
+    def test_a_prompt_that_is_cached_whole(self, length: int) -> None:
+        prompt = prompts([length], seed=length)[0]
+        served = engine()
+        assert answers(served, [[prompt]] * 3) == answers(without(), [[prompt]] * 3)
+        served.add_request("again", prompt, GREEDY)
+        output = finish(served)["again"]
+        assert output.num_cached_tokens == (length - 1) // BLOCK * BLOCK
+
+    def test_identical_prompts_in_one_step(self) -> None:
+        prompt = prompts([3 * BLOCK + 2], seed=1)[0]
+        served = engine()
+        assert answers(served, [[prompt] * 5, [prompt] * 2]) == answers(without(), [[prompt] * 5, [prompt] * 2])
+
+    def test_conversations(self) -> None:
+        """Each turn's prompt is all that was said: generated tokens are found again, too."""
+        served, plain = engine(), without()
+        history, computed = prompts([11], seed=2)[0], 0
+        for turn in range(4):
+            outputs = []
+            for e in (served, plain):
+                e.add_request(f"t{turn}", history, GREEDY)
+                outputs.append(finish(e)[f"t{turn}"])
+            reply = outputs[0].outputs[0].token_ids
+            assert reply == outputs[1].outputs[0].token_ids
+            assert outputs[0].num_cached_tokens == computed // BLOCK * BLOCK
+            computed = len(history) + len(reply) - 1  # the last token's K/V was never needed
+            history = [*history, *reply, *prompts([5], seed=turn)[0]]
+
+    def test_several_answers_to_one_prompt(self) -> None:
+        prompt, params = prompts([17], seed=3)[0], SamplingParams(n=4, seed=5, max_tokens=9, ignore_eos=True)
+        assert answers(engine(), [[prompt]] * 2, params) == answers(without(), [[prompt]] * 2, params)
+
+    def test_salts_are_not_shared_and_do_not_change_the_answer(self) -> None:
+        served, prompt = engine(), prompts([17], seed=4)[0]
+        cached, replies = [], []
+        for i, salt in enumerate(["a", "b", None, "a"]):
+            served.add_request(f"s{i}", prompt, GREEDY, cache_salt=salt)
+            output = finish(served)[f"s{i}"]
+            cached.append(output.num_cached_tokens)
+            replies.append(output.outputs[0].token_ids)
+        assert cached == [0, 0, 0, 16] and len({tuple(r) for r in replies}) == 1
+
+    def test_reset_forgets(self) -> None:
+        served, prompt = engine(), prompts([17], seed=4)[0]
+        first = answers(served, [[prompt]])
+        served.reset_prefix_cache()
+        assert answers(served, [[prompt]]) == first
+        assert served.prefix_cache_stats().tokens_hit == 0
+
+    def test_without_a_cache_there_is_nothing_to_reset(self) -> None:
+        with pytest.raises(ValueError, match="enable_prefix_caching"):
+            without().reset_prefix_cache()
+
+    def test_aborted_requests_leave_usable_pages(self) -> None:
+        prompt = prompts([3 * BLOCK + 1], seed=6)[0]
+        served = engine()
+        served.add_request("a", prompt, GREEDY)
+        served.step()
+        served.abort_request("a")
+        assert answers(served, [[prompt]]) == answers(without(), [[prompt]])
+        assert served.prefix_cache_stats().tokens_hit == 3 * BLOCK
+
+
+@pytest.mark.parametrize("num_kv_blocks", [34, 40, 60])
+@pytest.mark.parametrize("budget", [9, 40])
+def test_pools_small_enough_to_evict_and_preempt_all_the_time(num_kv_blocks: int, budget: int) -> None:
+    rng = random.Random(num_kv_blocks)
+    heads = prompts([20, 33], seed=7)
+    tails = prompts([rng.randint(1, 20) for _ in range(24)], seed=8)
+    batches = [
+        [heads[rng.randrange(2)][: rng.choice([20, 12, 7])] + tail for tail in tails[i : i + 8]] for i in (0, 8, 16)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    served = engine(num_kv_blocks=num_kv_blocks, max_num_batched_tokens=budget)
+    assert answers(served, batches, params) == answers(without(), batches, params)
+    assert served.prefix_cache_stats().evictions > 0 and served.stats().preemptions > 0
+
+
+class TestNobodyStarves:
+    def test_long_prompts_do_not_stop_decodes(self) -> None:
+        """While long prompts keep coming, the running request gets a token at every step."""
+        served = engine(max_num_batched_tokens=16, num_kv_blocks=600)
+        served.add_request("runs", [1, 2, 3], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        served.step()
+        gaps = 0
+        for i in range(50):
+            served.add_request(f"long-{i}", prompts([100], seed=i)[0], SamplingParams(max_tokens=1))
+            gaps += not any(o.request_id == "runs" and o.outputs[0].delta_token_ids for o in served.step())
+        assert gaps == 0
+
+    def test_short_prompts_do_not_stop_a_long_one(self) -> None:
+        served = engine(max_num_batched_tokens=16, num_kv_blocks=600, max_num_seqs=8)
+        served.add_request("long", prompts([100], seed=1)[0], SamplingParams(max_tokens=1))
+        for step in range(40):
+            served.add_request(
+                f"short-{step}", prompts([9], seed=step)[0], SamplingParams(max_tokens=4, ignore_eos=True)
+            )
+            if any(o.request_id == "long" and o.finished for o in served.step()):
+                return
+        pytest.fail("the long prompt never got through")
+
+
+def test_prompts_longer_than_the_budget_are_served_only_in_chunks() -> None:
+    model = str(tiny_checkpoint())
+    fields: dict[str, Any] = {
+        "model": model,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_batched_tokens": 16,
+        "device": "cpu",
+    }
+    with pytest.raises(ValueError, match="enable_chunked_prefill"):
+        LLMEngine(EngineConfig(milestone="m3", use_tqdm=False, **fields))
+    served = LLMEngine(EngineConfig(milestone="m5", use_tqdm=False, **fields))
+    served.add_request("a", prompts([100])[0], GREEDY)
+    assert len(finish(served)["a"].outputs[0].token_ids) == 6
+
+
+def test_a_running_request_keeps_its_pages() -> None:
+    """A twin that is published first does not pull the pages away under a running sequence."""
+    served, prompt = engine(), prompts([13], seed=9)[0]
+    served.add_request("a", prompt, GREEDY)
+    served.add_request("b", prompt, GREEDY)
+    served.step()
+    tables = deque([*seq.block_table] for seq in served.scheduler.running)
+    served.step()
+    for seq in served.scheduler.running:
+        assert seq.block_table[:4] == tables.popleft()[:4]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["torch_paged", "triton", "flash_attn", "flash_attn,triton"])
+def test_on_a_gpu(backend: str) -> None:
+    """The same prompts with and without cache and chunks: tokens agree until rounding decides."""
+    head, *tails = prompts([300, 9, 1, 14, 60], seed=3)
+    batches = [[head + tail for tail in tails]] * 2
+    model = tiny_checkpoint(head_dim=64, max_position_embeddings=1024)
+    fields: dict[str, Any] = {"model": str(model), "device": "cuda", "dtype": "bfloat16", "use_tqdm": False}
+    fields |= {"attention_backend": backend, "max_model_len": 512}
+    cached = LLMEngine(EngineConfig(milestone="m5", max_num_batched_tokens=64, **fields))
+    plain = LLMEngine(EngineConfig(milestone="m4", **fields))
+    first, second = answers(cached, batches), answers(plain, batches)
+    pairs = [(a[0], b[0]) for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True)]
+    assert sum(a == b for a, b in pairs) >= 0.75 * len(pairs)
+    assert cached.prefix_cache_stats().tokens_hit >= 256 * len(tails)
