@@ -1,0 +1,464 @@
+# %% [markdown]
+# # M2: continuous batching
+#
+# M1 serves one request at a time. The weights of the model go through the processor once per token, and all they do there is help one
+# user. Here they help everybody who is waiting: a *scheduler* decides before every step who takes part in it.
+#
+# The [chapter](../docs/2_continuous_batching.md) explains at leisure. Here you predict, measure, and break things.
+
+# %%
+from milestones.notebooks import running
+
+running("m2")
+
+# %%
+import inspect
+import json
+import statistics
+import time
+from collections import deque
+from unittest.mock import patch
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+
+from folovllm import LLM, SamplingParams
+
+MODEL = "stories-5m"  # comes with the package
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)  # so that two runs of this notebook can be compared
+plt.rcParams.update({"figure.dpi": 72, "axes.spines.top": False, "axes.spines.right": False, "font.size": 10})
+
+
+def load(milestone="m2", **options):
+    return LLM(MODEL, milestone=milestone, device="cpu", use_tqdm=False, **options)
+
+
+def greedy(count):
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+
+
+NAMES = ["Lily", "Tom", "Mia", "Ben", "Sue", "Max", "Ana", "Leo", "Zoe", "Sam", "Amy", "Dan", "Eva", "Jim", "Kim", "Ned"]
+PROMPTS = [f"Once upon a time, {name} " + "went very far and " * (i % 4) for i, name in enumerate(NAMES)]
+LENGTHS = [8, 64, 12, 48, 8, 16, 72, 10, 24, 8, 56, 14, 40, 8, 20, 32]  # tokens of each answer: few long, many short
+
+# %% [markdown]
+# ## Predict
+#
+# Write your guesses down before you go on; each is measured below.
+#
+# 1. A step for 8 sequences instead of 1: how many times longer does it take on this machine?
+# 2. Sixteen requests, answers of 8 to 72 tokens, four at a time. If each group of four must finish before the next begins, what share of
+#    the four places stands empty?
+# 3. And if a place is filled again at once?
+# 4. Each sequence gets room for the longest context there can be. What share of that room holds a token, on average?
+
+# %% [markdown]
+# ## Feel the problem
+#
+# Sixteen users press Enter in the same second. M1 takes them one after the other:
+
+# %%
+EXPECTED = None
+
+
+def serve(llm, static_groups_of=None):
+    """All requests; returns (outputs in order, seconds, steps). Static batching: a group begins when the last one has ended."""
+    engine, finished = llm.engine, {}
+    engine.history = []
+    began = time.perf_counter()
+    size = static_groups_of or len(PROMPTS)
+    for first in range(0, len(PROMPTS), size):
+        for i in range(first, min(first + size, len(PROMPTS))):
+            engine.add_request(str(i), PROMPTS[i], greedy(LENGTHS[i]), stream=False)
+        while engine.has_unfinished_requests():
+            finished |= {output.request_id: output for output in engine.step()}
+    seconds, history = time.perf_counter() - began, engine.history
+    engine.history = None
+    return [finished[str(i)] for i in range(len(PROMPTS))], seconds, history
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+with load("m1") as m1:
+    m1.generate(PROMPTS[0], greedy(4), use_tqdm=False)  # warm-up
+    alone, m1_seconds, _ = serve(m1)
+
+EXPECTED = tokens(alone)
+ttft = [output.metrics.ttft for output in alone]
+figure, axes = plt.subplots(figsize=(8, 2.6))
+axes.bar(range(len(ttft)), ttft, color="tab:red")
+axes.set(xlabel="user", ylabel="s until the first token", title=f"M1: {sum(LENGTHS) / m1_seconds:.0f} tokens/s, and the last user waits")
+plt.show()
+assert ttft[-1] > 10 * ttft[0]
+
+# %% [markdown]
+# Is the processor at least busy with the one it serves? Let us ask what a step costs when 1, 2, 4 ... sequences share it. If the step
+# were bound by arithmetic, 8 sequences would take 8 times as long.
+
+# %%
+def step_ms(llm, batch):
+    """Time of a decode step with so many sequences: the quickest, for other programs disturb the rest."""
+    engine = llm.engine
+    engine.history = []
+    for i in range(batch):
+        engine.add_request(str(i), PROMPTS[i], greedy(14), stream=False)
+    while engine.has_unfinished_requests():
+        engine.step()
+    steps, engine.history = engine.history, None
+    return 1e3 * min(step.seconds for step in steps[2:])
+
+
+SIZES = [1, 2, 4, 8, 16]
+with load() as llm:
+    step_ms(llm, 1)
+    cost = [step_ms(llm, batch) for batch in SIZES]
+    parameters = sum(p.numel() for p in llm.engine.executor._worker.runner.model.parameters())
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(9, 2.8))
+left.plot(SIZES, cost, "o-", label="measured")
+left.plot(SIZES, [cost[0] * n for n in SIZES], "--", color="grey", label="if sharing saved nothing")
+left.set(xlabel="sequences in the step", ylabel="ms a step", xscale="log", yscale="log", xticks=SIZES, xticklabels=SIZES)
+left.legend(frameon=False)
+right.plot(SIZES, [1e3 * n / c for n, c in zip(SIZES, cost, strict=True)], "o-", color="tab:green")
+right.set(xlabel="sequences in the step", ylabel="tokens/s", ylim=0)
+plt.tight_layout()
+plt.show()
+print(f"8 sequences cost {cost[3] / cost[0]:.1f} times one; 16 cost {cost[4] / cost[0]:.1f} times one")
+assert cost[4] < 14 * cost[0]
+
+# %% [markdown]
+# A matrix product with one row reads the whole matrix to use each number once. With 8 rows it reads the same matrix and uses each number
+# 8 times. (What does grow with the batch, here, is attention: `torch_naive` attends sequence by sequence, in a Python loop. Milestones
+# M3 and M4 take that apart.)
+#
+# So we want many sequences in a step. The answers end at different times, though. What then?
+
+# %% [markdown]
+# ## The mini: static and continuous batching in one cell
+#
+# A model over a flat batch, a slot of cache per sequence, and a loop. One `if` separates static batching from continuous batching. It
+# imports nothing of the engine.
+
+# %%
+from safetensors.torch import load_file
+
+
+class MiniModel:
+    """A Qwen3 over a flat batch; each sequence has a slot of the cache."""
+
+    def __init__(self, folder, slots, context):
+        self.c = c = json.loads((folder / "config.json").read_text())
+        self.w = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+        self.heads, self.kv_heads, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+        self.cache = torch.zeros(c["num_hidden_layers"], 2, slots, self.kv_heads, context, dim)
+        theta = c.get("rope_theta") or c["rope_parameters"]["rope_theta"]
+        self.angles = torch.outer(torch.arange(context), theta ** (-torch.arange(0, dim, 2) / dim))  # [context, D/2]
+
+    def norm(self, x, name):
+        return F.rms_norm(x, x.shape[-1:], self.w[f"{name}.weight"], self.c["rms_norm_eps"])
+
+    def linear(self, x, name):
+        return x @ self.w[f"{name}.weight"].T
+
+    def rotate(self, x, angles):  # [T, heads, D]
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+
+    def attend(self, x, layer, batch, angles):
+        name, outputs, at = f"model.layers.{layer}.self_attn", [], 0
+        q, k, v = (self.linear(x, f"{name}.{p}_proj").unflatten(-1, (h, -1)) for p, h in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)))
+        q, k = self.rotate(self.norm(q, f"{name}.q_norm"), angles), self.rotate(self.norm(k, f"{name}.k_norm"), angles)
+        for slot, start, new in batch:  # each sequence sees its own slot, and no other
+            own, end = slice(at, at + len(new)), start + len(new)
+            self.cache[layer, 0, slot, :, start:end], self.cache[layer, 1, slot, :, start:end] = k[own].transpose(0, 1), v[own].transpose(0, 1)
+            mask = torch.ones(len(new), end, dtype=torch.bool).tril(start)
+            key, value = self.cache[layer, :, slot, :, :end]
+            outputs.append(F.scaled_dot_product_attention(q[own].transpose(0, 1), key, value, attn_mask=mask, enable_gqa=True).transpose(0, 1))
+            at += len(new)
+        return self.linear(torch.cat(outputs).flatten(1), f"{name}.o_proj")
+
+    @torch.inference_mode()
+    def __call__(self, batch):
+        """[(slot, position of the first new token, new tokens)] -> the most likely next token of each."""
+        x = self.w["model.embed_tokens.weight"][[token for _, _, new in batch for token in new]]
+        angles = torch.cat([self.angles[start : start + len(new)] for _, start, new in batch])[:, None]
+        for i in range(self.c["num_hidden_layers"]):
+            name = f"model.layers.{i}"
+            x = x + self.attend(self.norm(x, f"{name}.input_layernorm"), i, batch, angles)
+            y = self.norm(x, f"{name}.post_attention_layernorm")
+            x = x + self.linear(F.silu(self.linear(y, f"{name}.mlp.gate_proj")) * self.linear(y, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
+        last = torch.tensor([len(new) for _, _, new in batch]).cumsum(0) - 1
+        head = self.w.get("lm_head.weight", self.w["model.embed_tokens.weight"])
+        return (self.norm(x[last], "model.norm") @ head.T).argmax(-1).tolist()
+
+
+def mini_serve(model, requests, slots, continuous):
+    """[(prompt, tokens wanted)] -> the answers, and who sat in which slot at each step."""
+    waiting, running, free = deque(range(len(requests))), {}, list(range(slots))
+    answers, log = [[] for _ in requests], []
+    while waiting or running:
+        if continuous or not running:  # the whole difference
+            while waiting and free:
+                i = waiting.popleft()
+                running[i] = (free.pop(), 0, requests[i][0])
+        log.append({slot: i for i, (slot, _, _) in running.items()})
+        for i, token in zip(list(running), model(list(running.values())), strict=True):
+            slot, start, new = running[i]
+            answers[i].append(token)
+            running[i] = (slot, start + len(new), [token])
+            if len(answers[i]) == requests[i][1]:
+                free.append(running.pop(i)[0])  # at once, so that the next step can use it
+    return answers, log
+
+
+# %%
+llm = load(max_num_seqs=4)
+requests = [(llm.tokenizer.encode(prompt), length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
+mini = MiniModel(llm.engine.setup.path, slots=4, context=max(len(p) + n for p, n in requests))
+for continuous in (False, True):
+    answers, log = mini_serve(mini, requests, 4, continuous)
+    idle = 1 - sum(map(len, log)) / (4 * len(log))
+    print(f"{'continuous' if continuous else 'static':10} {len(log):4} steps, {idle:4.0%} of the places idle")
+    assert answers == EXPECTED, "whoever shares the batch, the tokens are the same"
+
+outputs, *_ = serve(llm)
+assert tokens(outputs) == EXPECTED
+print("mini, M1 and M2 say the same:", repr(outputs[1].outputs[0].text[:60]))
+
+# %% [markdown]
+# ## Your turn
+#
+# The engine's version serves any mix of requests: priorities, budgets, aborts, stop strings, several answers to one prompt. These are
+# the functions that you write; `python -m milestones start m2` puts them into `mine/`, and this notebook then runs them.
+
+# %%
+from folovllm.cache.slot_manager import SlotManager
+from folovllm.engine.scheduler import Scheduler
+from folovllm.request import Sequence
+from folovllm.worker.input_batch import InputBatch
+
+
+def task(id, function):
+    print(f"--- {id}  {function.__qualname__}{inspect.signature(function)}\n{inspect.getdoc(function)}\n")
+
+
+task("m2.1", Sequence.start)
+task("m2.1", Sequence.requeue)
+task("m2.1", Sequence.finish)
+task("m2.2", Scheduler.schedule)
+task("m2.3", Scheduler.postprocess)
+task("m2.4", SlotManager.reserve)
+task("m2.5", InputBatch.flatten)
+
+# %% [markdown]
+# ## See it
+#
+# Both kinds of batching, on the real engine: a snapshot per step says who took part. Static batching is the same engine, given
+# one group of four at a time. A row is one of the four places; dark is a prompt, light is a token; white is nobody.
+
+# %%
+def lanes(history):
+    """(place, request, start, seconds, tokens) of every share; a request keeps the lowest place that was free when it came."""
+    place, shares = {}, []
+    for step in history:
+        present = {share[0] for share in step.shares}
+        place = {request: p for request, p in place.items() if request in present}
+        for request, _, _, count in step.shares:
+            if request not in place:
+                place[request] = min(set(range(len(place) + 1)) - set(place.values()))
+            shares.append((place[request], int(request), step.start - history[0].start, step.seconds, count))
+    return shares
+
+
+def gantt(axes, history, title):
+    shares = lanes(history)
+    colours = plt.get_cmap("tab20")
+    for p, request, start, seconds, count in shares:
+        axes.barh(p, seconds, left=start, height=0.85, color=colours(request % 20), alpha=1.0 if count > 1 else 0.55, linewidth=0)
+    for request in {share[1] for share in shares}:
+        own = [share for share in shares if share[1] == request]
+        axes.text(own[0][2], own[0][0], f" {request}", va="center", fontsize=8)
+    end = max(start + seconds for _, _, start, seconds, _ in shares)
+    idle = 1 - sum(seconds for *_, seconds, _ in shares) / (4 * end)
+    axes.set(yticks=range(4), ylabel="place", title=f"{title}: {len(history)} steps, {end:.2f} s, {idle:.0%} of the area idle")
+    return end, idle
+
+
+serve(llm)  # warm
+static_outputs, _, static_history = serve(llm, static_groups_of=4)
+continuous_outputs, _, history = serve(llm)
+assert tokens(static_outputs) == tokens(continuous_outputs) == EXPECTED
+
+figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 4), sharex=True)
+static_end, static_idle = gantt(top, static_history, "static batching")
+end, idle = gantt(bottom, history, "continuous batching")
+bottom.set_xlabel("s")
+plt.tight_layout()
+plt.show()
+assert len(history) < len(static_history) and idle < static_idle
+
+# %% [markdown]
+# In the upper picture every group waits for its longest answer. In the lower one the only idle area is at the end, where nobody is left
+# to come in: with a steady stream of users there is no end, and it goes to zero.
+#
+# What does a newcomer cost the others? A step with a prompt in it is longer than a step of single tokens, and everybody in it waits.
+
+# %%
+figure, (top, middle) = plt.subplots(2, 1, figsize=(9, 4), sharex=True)
+at = [step.start - history[0].start for step in history]
+top.step(at, [step.running for step in history], where="post", label="running")
+top.step(at, [step.waiting for step in history], where="post", label="waiting")
+top.set(ylabel="sequences")
+top.legend(frameon=False)
+prompts_in = [step.num_prefill_tokens > 0 for step in history]
+milliseconds = [1e3 * step.seconds for step in history]
+middle.bar(at, milliseconds, width=[s.seconds for s in history], align="edge", color=["tab:orange" if p else "tab:blue" for p in prompts_in])
+middle.set(xlabel="s", ylabel="ms a step", title="orange: a prompt joined", ylim=(0, 1.2 * sorted(milliseconds)[-2]))
+plt.tight_layout()
+plt.show()
+with_prompt = statistics.median(m for m, p in zip(milliseconds, prompts_in, strict=True) if p)
+without = statistics.median(m for m, p in zip(milliseconds, prompts_in, strict=True) if not p)
+print(f"a step with a prompt in it: {with_prompt:.1f} ms, without: {without:.1f} ms")
+
+# %% [markdown]
+# ## The memory that slots waste
+#
+# A slot holds `max_model_len` tokens, because nobody knows how long an answer gets. `engine.stats()` says what is reserved and what of
+# it is used:
+
+# %%
+engine, reserved, used = llm.engine, [], []
+for i, prompt in enumerate(PROMPTS):
+    engine.add_request(str(i), prompt, greedy(LENGTHS[i]), stream=False)
+while engine.has_unfinished_requests():
+    engine.step()
+    stats = engine.stats()
+    reserved.append(stats.kv_bytes_reserved / 2**20)
+    used.append(stats.kv_bytes_used / 2**20)
+
+figure, axes = plt.subplots(figsize=(9, 2.6))
+axes.fill_between(range(len(reserved)), reserved, step="post", color="lightgrey", label="reserved")
+axes.fill_between(range(len(used)), used, step="post", color="tab:blue", label="holds a token")
+axes.set(xlabel="step", ylabel="MiB of K/V")
+axes.legend(frameon=False, loc="lower right")
+plt.show()
+share = sum(used) / sum(reserved)
+context = engine.setup.max_model_len
+print(f"slots of {context} tokens: {share:.1%} of the reserved memory holds a token, {1 - share:.1%} is wasted")
+assert share < 0.5
+llm.close()
+
+# %% [markdown]
+# Ask what that means for the batch: with the same bytes, handed out as they are needed, how many more sequences could run? That is M3.
+#
+# ## Measure: the switch off and on
+#
+# The same sixteen requests, three times each, in one run. `max_num_seqs` is the switch: 1 is M1's service order on M2's engine.
+
+# %%
+def tokens_per_second(llm):
+    rates = []
+    for _ in range(3):
+        outputs, seconds, _ = serve(llm)
+        assert tokens(outputs) == EXPECTED
+        rates.append(sum(LENGTHS) / seconds)
+    return statistics.median(rates)
+
+
+rows = {}
+for name, options in {"m1": {"milestone": "m1"}, "m2, max_num_seqs=1": {"max_num_seqs": 1}, "m2, max_num_seqs=4": {"max_num_seqs": 4}, "m2, max_num_seqs=16": {}}.items():
+    with load(**options) as engine_of:
+        serve(engine_of)  # warm
+        rows[name] = tokens_per_second(engine_of)
+for name, rate in rows.items():
+    print(f"{name:22} {rate:7.0f} tokens/s  {rate / rows['m1']:5.2f} x m1")
+assert rows["m2, max_num_seqs=16"] > rows["m2, max_num_seqs=1"]
+
+# %% [markdown]
+# `folovllm bench throughput --compare m1,m2` measures 64 larger requests; the chapter has its figures.
+#
+# ## Compare: a padded batch
+#
+# Before continuous batching, a batch was a rectangle: `transformers`' `generate` pads prompts on the left to the longest and goes on until
+# the longest answer is done. The tokens are the same; count what is computed for them.
+
+# %%
+hf = transformers.AutoModelForCausalLM.from_pretrained(mini_folder := load(max_num_seqs=1).engine.setup.path, dtype=torch.float32).eval()
+ids = [prompt for prompt, _ in requests]
+width, longest = max(map(len, ids)), max(LENGTHS)
+padded = torch.tensor([[0] * (width - len(i)) + i for i in ids])
+mask = torch.tensor([[0] * (width - len(i)) + [1] * len(i) for i in ids])
+with torch.inference_mode():
+    rectangle = hf.generate(padded, attention_mask=mask, max_new_tokens=longest, min_new_tokens=longest, do_sample=False, pad_token_id=0)
+same = [rectangle[i, width : width + n].tolist() == EXPECTED[i] for i, n in enumerate(LENGTHS)]
+computed = len(ids) * (width + longest - 1)
+useful = sum(map(len, ids)) + sum(LENGTHS) - len(ids)
+print(f"{sum(same)} of {len(same)} answers equal; {computed} positions computed, {useful} of them useful: {useful / computed:.0%}")
+assert useful == sum(step.num_tokens for step in history), "M2 computes the useful ones, and none besides"
+
+# %% [markdown]
+# | | this milestone | nano-vLLM | vLLM (v1) |
+# |---|---|---|---|
+# | who takes part | `Scheduler.schedule`, anew at every step | `Scheduler.schedule`: a step is all prefill *or* all decode | `Scheduler.schedule`, one token budget for prefill and decode |
+# | what a step is | tokens of sequences, decodes first | two kinds of batch, two code paths in the runner | `{request: number of tokens}` |
+# | the batch | flat, `query_start_loc` | flat, `cu_seqlens_q` | flat, `query_start_loc` |
+# | the cache | a slot a sequence | pages | pages |
+# | a prompt longer than the budget | refused (until M5) | computed in pieces | computed in pieces |
+#
+# The idea is Orca's (Yu et al., OSDI 2022): *iteration-level scheduling*. vLLM's paper added the pages.
+
+# %% [markdown]
+# ## Break it
+#
+# First: what if positions are counted from the share's own start? Prompts still work. Decoding does not.
+
+# %%
+reference_flatten = InputBatch.flatten
+
+
+def positions_from_zero(self, items):
+    arrays = reference_flatten(self, items)
+    arrays.positions = np.concatenate([np.arange(item.num_new_tokens) for item in items])
+    return arrays
+
+
+with load() as broken:
+    with patch.object(InputBatch, "flatten", positions_from_zero):
+        wrong = broken.generate(PROMPTS[1], greedy(40), use_tqdm=False)[0].outputs[0]
+    right = broken.generate(PROMPTS[1], greedy(40), use_tqdm=False)[0].outputs[0]
+print("right:", repr(right.text))
+print("wrong:", repr(wrong.text))
+assert wrong.token_ids[0] == right.token_ids[0], "the first token comes from the prompt, whose positions were right"
+assert wrong.token_ids != right.token_ids
+
+# %% [markdown]
+# Then: a finished sequence leaves the batch and keeps its slot. Nothing goes wrong for a while, which is the nasty kind of bug.
+
+# %%
+with load(max_num_seqs=4) as leaking:
+    for i, prompt in enumerate(PROMPTS):
+        leaking.engine.add_request(str(i), prompt, greedy(LENGTHS[i]), stream=False)
+    served = 0
+    with patch.object(SlotManager, "free", lambda self, seq: None):
+        for _ in range(200):
+            served += len(leaking.engine.step())
+    stats = leaking.engine.stats()
+print(f"after 200 steps: {served} served, {stats.running} running, {stats.waiting} waiting, {stats.kv_blocks_used} of {stats.kv_blocks_total} slots taken")
+assert served == 4 and stats.waiting == 12 and stats.running == 0
+
+# %% [markdown]
+# Four requests were served and the other twelve wait forever, with an idle processor. The property test in `tests/m2` looks for exactly
+# this: after everything has ended, every slot is free.
+#
+# To try on your own:
+#
+# - Let short requests overtake a long one that does not fit (`wrong/m2.2_overtakes.py`), under a stream of short ones. When does the
+#   long one run?
+# - Set `max_num_batched_tokens` to `max_model_len` and send long prompts: how do running users feel it? (M5 cuts prompts into pieces.)
+# - Sort `waiting` by answer length, shortest first, as if an oracle told you. Mean latency falls. Who pays?
