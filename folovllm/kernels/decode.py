@@ -118,11 +118,11 @@ def merge_partials(
     for c0 in range(0, num_chunks, STEP):
         c = c0 + tl.arange(0, STEP)
         rows = first_row + c[:, None] * stride + g[None, :]  # [STEP, GROUP]
-        valid = (c < num_chunks)[:, None] & (g >= 0)[None, :]
-        part_max = tl.load(max_ptr + rows, mask=valid, other=LOWEST, cache_modifier=".cg")
-        part_sum = tl.load(sum_ptr + rows, mask=valid, other=0.0, cache_modifier=".cg")
+        real = (c < num_chunks)[:, None]
+        part_max = tl.load(max_ptr + rows, mask=real, other=LOWEST, cache_modifier=".cg")
+        part_sum = tl.load(sum_ptr + rows, mask=real, other=0.0, cache_modifier=".cg")
         part_acc = tl.load(acc_ptr + rows[:, :, None].to(tl.int64) * D + dims[None, None, :],
-                           mask=valid[:, :, None], other=0.0, cache_modifier=".cg")  # fmt: skip
+                           mask=real[:, :, None], other=0.0, cache_modifier=".cg")  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(part_max, 0))
         shrink, weight = tl.exp2(row_max - new_max), tl.exp2(part_max - new_max[None, :])
         row_sum = row_sum * shrink + tl.sum(part_sum * weight, 0)
