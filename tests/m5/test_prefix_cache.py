@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import xxhash
@@ -80,7 +82,7 @@ class Chain:
 
 
 class TestLongestCachedPrefix:
-    tokens = list(range(50, 62))  # three pages: 10, 11, 12
+    tokens: ClassVar[list[int]] = list(range(50, 62))  # three pages: 10, 11, 12
 
     def test_finds_whole_pages_from_the_start(self) -> None:
         chain = Chain(self.tokens)
@@ -126,7 +128,7 @@ def pages(*ids: int) -> list[Block]:
 
 
 class TestPublish:
-    tokens = list(range(50, 62))
+    tokens: ClassVar[list[int]] = list(range(50, 62))
 
     def test_names_full_pages_in_a_chain(self) -> None:
         cache, seq, blocks = PrefixCache(B), sequence(self.tokens), pages(7, 8, 9)
