@@ -62,9 +62,6 @@ LENGTHS = [8, 64, 12, 48, 8, 16, 72, 10, 24, 8, 56, 14, 40, 8, 20, 32]  # tokens
 # Sixteen users press Enter in the same second. M1 takes them one after the other:
 
 # %%
-EXPECTED = None
-
-
 def serve(llm, static_groups_of=None):
     """All requests; returns (outputs in order, seconds, steps). Static batching: a group begins when the last one has ended."""
     engine, finished = llm.engine, {}
@@ -86,6 +83,7 @@ def tokens(outputs):
 
 
 with load("m1") as m1:
+    FOLDER = m1.engine.setup.path
     m1.generate(PROMPTS[0], greedy(4), use_tqdm=False)  # warm-up
     alone, m1_seconds, _ = serve(m1)
 
@@ -116,9 +114,8 @@ def step_ms(llm, batch):
 
 SIZES = [1, 2, 4, 8, 16]
 with load() as llm:
-    step_ms(llm, 1)
+    step_ms(llm, 1)  # warm-up
     cost = [step_ms(llm, batch) for batch in SIZES]
-    parameters = sum(p.numel() for p in llm.engine.executor._worker.runner.model.parameters())
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 2.8))
 left.plot(SIZES, cost, "o-", label="measured")
@@ -220,7 +217,7 @@ def mini_serve(model, requests, slots, continuous):
 # %%
 llm = load(max_num_seqs=4)
 requests = [(llm.tokenizer.encode(prompt), length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
-mini = MiniModel(llm.engine.setup.path, slots=4, context=max(len(p) + n for p, n in requests))
+mini = MiniModel(FOLDER, slots=4, context=max(len(p) + n for p, n in requests))
 for continuous in (False, True):
     answers, log = mini_serve(mini, requests, 4, continuous)
     idle = 1 - sum(map(len, log)) / (4 * len(log))
@@ -245,7 +242,8 @@ from folovllm.worker.input_batch import InputBatch
 
 
 def task(id, function):
-    print(f"--- {id}  {function.__qualname__}{inspect.signature(function)}\n{inspect.getdoc(function)}\n")
+    signature = str(inspect.signature(function)).replace("'", "")
+    print(f"--- {id}  {function.__qualname__}{signature}\n{inspect.getdoc(function)}\n")
 
 
 task("m2.1", Sequence.start)
@@ -389,7 +387,7 @@ assert rows["m2, max_num_seqs=16"] > rows["m2, max_num_seqs=1"]
 # the longest answer is done. The tokens are the same; count what is computed for them.
 
 # %%
-hf = transformers.AutoModelForCausalLM.from_pretrained(mini_folder := load(max_num_seqs=1).engine.setup.path, dtype=torch.float32).eval()
+hf = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
 ids = [prompt for prompt, _ in requests]
 width, longest = max(map(len, ids)), max(LENGTHS)
 padded = torch.tensor([[0] * (width - len(i)) + i for i in ids])
@@ -409,7 +407,6 @@ assert useful == sum(step.num_tokens for step in history), "M2 computes the usef
 # | what a step is | tokens of sequences, decodes first | two kinds of batch, two code paths in the runner | `{request: number of tokens}` |
 # | the batch | flat, `query_start_loc` | flat, `cu_seqlens_q` | flat, `query_start_loc` |
 # | the cache | a slot a sequence | pages | pages |
-# | a prompt longer than the budget | refused (until M5) | computed in pieces | computed in pieces |
 #
 # The idea is Orca's (Yu et al., OSDI 2022): *iteration-level scheduling*. vLLM's paper added the pages.
 
