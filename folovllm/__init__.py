@@ -13,7 +13,8 @@ if _os.environ.get("FOLOVLLM_MINE"):  # the learner's files first; in every proc
     _overlay.install()
 
 if not (_os.path.exists("/dev/nvidiactl") or _os.path.exists("/dev/dxg")):
-    _os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU: kernels run in Triton's interpreter, if told before import
+    # No GPU: kernels run in Triton's interpreter, if it is told so before it is imported.
+    _os.environ.setdefault("TRITON_INTERPRET", "1")
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

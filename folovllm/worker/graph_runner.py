@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -53,6 +53,7 @@ class GraphRunner(ModelRunner):
         self.packer = StepPacker(rows, setup.block_size)
         self._tables = DeviceTables(rows, -(-setup.max_model_len // setup.block_size), setup.block_size, device)
         self._graphs: dict[int, StepGraph] = {}
+        self._graph_pool: Any = None
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # what the step drew
         self._logits: dict[int, torch.Tensor] = {}  # [width, V], where the recorded step of a width leaves them
         self._steps_in, self._tokens_out = HostRing(torch.int32, device), HostRing(torch.int64, device)
@@ -65,23 +66,29 @@ class GraphRunner(ModelRunner):
         return num_blocks
 
     def capture_cudagraph(self) -> None:
-        """Record the decode step for every bucket, the widest first, so that all others fit into its memory."""
+        """Record the decode step for every bucket, the widest first, so that all others fit into its memory.
+
+        On CPU a bucket is recorded when it is first needed: nothing is gained by doing it earlier.
+        """
         setup = self._setup
         if not self._backend.supports_graph(setup.device):
             logger.warning("attention backend %s cannot be captured: decode runs eagerly", setup.backend)
             return
-        buckets = decode_buckets(setup.max_num_seqs)
-        static = torch.zeros(len(Field) * setup.max_num_seqs, dtype=torch.int32, device=setup.device)
-        on_gpu = setup.device.type == "cuda"
-        graph_class: Callable[..., StepGraph] = CudaGraph if on_gpu else RecordedGraph
-        pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        for width in tqdm(buckets[::-1], desc="Capturing graphs", disable=not setup.config.use_tqdm):
-            part = static[: len(Field) * width].view(len(Field), width)
-            part.copy_(torch.from_numpy(self.packer.pack_decode([], width).fields))
-            self._graphs[width] = graph_class(part, pool)
+        self.buckets = decode_buckets(setup.max_num_seqs)
+        if setup.device.type == "cuda":
+            self._graph_pool = torch.cuda.graph_pool_handle()
+            for width in tqdm(self.buckets[::-1], desc="Capturing graphs", disable=not setup.config.use_tqdm):
+                self._graph(width)
+
+    def _graph(self, width: int) -> StepGraph:
+        """The recorded decode step of a bucket; recorded now, with nothing but padding, if it is not yet."""
+        if width not in self._graphs:
+            padding = torch.from_numpy(self.packer.pack_decode([], width).fields).to(self._setup.device)
+            graph = RecordedGraph(padding) if self._graph_pool is None else CudaGraph(padding, self._graph_pool)
             with torch.inference_mode():
-                self._graphs[width].capture(self._decode)
-        self.buckets = buckets
+                graph.capture(self._decode)
+            self._graphs[width] = graph
+        return self._graphs[width]
 
     def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
         """Start a step and wait for it."""
@@ -99,7 +106,7 @@ class GraphRunner(ModelRunner):
         n = step.num_seqs
         if step.is_decode:
             width = step.fields.shape[1]
-            self._graphs[width].replay(self._steps_in.stage(step.fields.ravel()).view(step.fields.shape))
+            self._graph(width).replay(self._steps_in.stage(step.fields.ravel()).view(step.fields.shape))
             self._steps_in.mark()
             logits = self._logits[width]
         else:
