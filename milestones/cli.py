@@ -211,11 +211,15 @@ def update() -> None:
 
 @app.command()
 def read(id: MilestoneId) -> None:
-    """The code as of a milestone: what one request runs through, in call order; + is new since the milestone before."""
+    """The code as of a milestone: what one request runs through, in call order.
+
+    + is new since the milestone before; an id at the end says that it is an exercise.
+    """
     course = Course.here()
     milestone = course.milestone(id)
     before = [m for m in course.milestones if int(m.id[1:]) < int(id[1:])][-1:]
     known = {(s.file, s.name) for m in before for s in trace.read(course, m.preset)}
+    exercises = {(str(symbol.path), symbol.name): e.id for e in course.exercises for symbol in e.symbols}
     phase = ""
     for step in trace.read(course, milestone.preset):
         if step.phase != phase:
@@ -224,4 +228,6 @@ def read(id: MilestoneId) -> None:
         new = before and (step.file, step.name) not in known
         line = Text(f"{'+' if new else ' '} {'  ' * min(step.depth, 12)}{step.name}", style="green" if new else "")
         line.append(f"  {Path(step.file)}:{step.line}", style="cyan").append(f"  {step.summary}", style="dim")
+        line.append(f"  {exercises.get((step.file, step.name), '')}", style="yellow")
+        line.rstrip()
         console.print(line, soft_wrap=True)

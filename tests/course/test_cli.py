@@ -68,7 +68,8 @@ def test_read_marks_what_is_new(sample: Course) -> None:
     said = course(sample, "read", "m2")
     names = ["LLM.__init__", "Pool.__init__", "LLM.generate", "Pool.take", "Pool.share"]
     assert sorted(names, key=lambda name: said.index(f" {name} ")) == names
-    assert f"Pool.share  folovllm/pool.py:{line_of(sample, 'share')}  Split what is free" in said
+    assert f"Pool.share  folovllm/pool.py:{line_of(sample, 'share')}  Split what is free into" in said
+    assert next(line for line in said.splitlines() if "Pool.share" in line).endswith("  m2.1")
     assert [line.split()[1] for line in said.splitlines() if line.startswith("+")] == ["Pool.share"]
     assert "+" not in course(sample, "read", "m1")
 

@@ -97,7 +97,9 @@ def test_the_manifests_files_exist(milestone: Milestone) -> None:
         assert re.match(r"m\d+\.\d+", file.name)[0] in known, f"{file.name} belongs to no exercise"  # type: ignore[index]
 
 
-def test_markers_are_the_manifests() -> None:
+@each_milestone
+def test_marker_and_readme_say_the_manifests_title(milestone: Milestone) -> None:
+    title = milestone.title[0].lower() + milestone.title[1:]
     options = tomllib.loads((COURSE.root / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    markers = dict(marker.split(": ", 1) for marker in options["markers"])
-    assert {m.id for m in COURSE.milestones} <= set(markers)
+    assert f"{milestone.id}: {title}" in options["markers"]
+    assert f"| **{milestone.id.upper()}** {title} |" in (COURSE.root / "README.md").read_text()
