@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from numbers import Integral
 
 SMALLEST_TEMPERATURE = 1e-5  # below it is greedy: the same choice, and no quotient that overflows
 
@@ -65,6 +66,9 @@ class SamplingParams:
             self.temperature = 0.0
 
     def _validate_draw(self) -> None:
+        for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, Integral), f"{name} must be a whole number, not {value}")
         _require(self.n >= 1, f"n must be at least 1, not {self.n}")
         finite = math.isfinite(self.temperature) and self.temperature >= 0
         _require(finite, f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")

@@ -108,9 +108,9 @@ class TestPrompts:
     [
         ("temperature", [-0.1, float("nan"), float("inf")]),
         ("top_p", [0.0, -1.0, 1.1, float("nan")]),
-        ("top_k", [-2]),
+        ("top_k", [-2, 2.5]),
         ("min_p", [-0.1, 1.1, float("nan")]),
-        ("max_tokens", [0, -1]),
+        ("max_tokens", [0, -1, 2.5]),
         ("min_tokens", [-1, 257]),
         ("n", [0, -3]),
         ("seed", [-1, 2**63]),
