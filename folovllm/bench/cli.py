@@ -34,6 +34,7 @@ def build_bench_app() -> typer.Typer:
     )
     app.command()(with_flags(throughput, EngineConfig))
     app.command()(with_flags(latency, EngineConfig))
+    app.command()(with_flags(memory, EngineConfig))
     app.command()(attention)
     app.command()(compare)
     return app
@@ -72,6 +73,23 @@ def latency(
 
     with tempfile.TemporaryDirectory() as folder:
         found = bench_latency(contenders(given, compare, geometry, folder), repeats, limit)
+    finish(found, save)
+
+
+def memory(
+    compare: Compare = "m2,m3",
+    slots: Annotated[int, typer.Option(help="The memory, in sequences of max_model_len tokens.", min=1)] = 8,
+    requests: Annotated[int, typer.Option(help="How many requests, all there at the start.", min=1)] = 96,
+    geometry: Geometry = None,
+    save: Save = None,
+    **given: Any,
+) -> None:
+    """Pages against slots in the same bytes: sequences in flight, tokens a second, memory that is held and empty."""
+    from folovllm.bench.memory import bench_memory
+
+    longest = given.pop("max_model_len", None) or 512
+    with tempfile.TemporaryDirectory() as folder:
+        found = bench_memory(contenders(given, compare, geometry, folder), slots, longest, requests)
     finish(found, save)
 
 

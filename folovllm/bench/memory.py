@@ -1,26 +1,21 @@
-"""Pages against slots: how many sequences the same memory serves, how fast, and how much of it holds no token.
+"""`folovllm bench memory`: pages against slots in the same bytes.
 
-    python -m folovllm.bench.memory --slots 8 --max-model-len 512
-
-gives M2 eight slots of 512 tokens and M3 the same bytes in pages, and each the same requests, all there at the start:
-many short ones and a few long ones.
+M2 gets a number of slots, M3 the same memory in pages, and each the same requests, all there at the start: many short ones
+and a few long ones. How many run at once, how fast, and how much of what they hold is empty?
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
-import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from folovllm.bench.contenders import Contender
+from folovllm.bench.report import Metric, Result, Run
 from folovllm.config import PRESETS
+from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.metrics import EngineStats
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
@@ -55,6 +50,49 @@ class MemoryUse:
         """Generated tokens a second, prefill included."""
         return self.output_tokens / self.seconds
 
+    def metrics(self) -> dict[str, Metric]:
+        """The same for a report."""
+        return {
+            "sequences in flight, mean": Metric.of([self.mean_running]),
+            "sequences in flight, most": Metric.of([self.peak_running]),
+            "output tokens": Metric.of([self.tokens_per_second], "/s"),
+            "reserved and empty": Metric.of([100 * self.mean_waste], "%", higher_is_better=False),
+            "of the cache filled": Metric.of([100 * self.mean_stored], "%"),
+            "steps": Metric.of([self.steps], higher_is_better=False),
+            "preemptions": Metric.of([self.preemptions], higher_is_better=False),
+        }
+
+
+def bench_memory(
+    contenders: list[Contender], slots: int = 8, max_model_len: int = 512, count: int = 96, seed: int = 0
+) -> Result:
+    """One preset after the other, over the same requests and the same bytes.
+
+    Raises:
+        ValueError: a preset whose cache is no pool, or a size of the pool beside `slots`.
+    """
+    for name, overrides in contenders:
+        if PRESETS[overrides["milestone"]]["kv_cache"] == "growing":
+            raise ValueError(f"{name} has no pool of KV cache to compare: take m2 or later")
+        if overrides.get("num_kv_blocks"):
+            raise ValueError("bench memory sizes the pool itself: give --slots in place of num_kv_blocks")
+    prompts, answers = (max_model_len // 64 or 1, max_model_len // 4), (max_model_len // 32 or 1, max_model_len // 2)
+    requests = mixed_workload(count, seed, prompts, answers)
+    result = Result(
+        "memory",
+        {
+            "name": f"mixed, in the memory of {slots} sequences of {max_model_len} tokens",
+            "requests": count,
+            "prompt_tokens": sum(request.prompt for request in requests),
+            "output_tokens": sum(request.answer for request in requests),
+            "seed": seed,
+        },
+    )
+    for name, overrides in contenders:
+        use = measure(requests=requests, slots=slots, **{**overrides, "max_model_len": max_model_len})
+        result.runs.append(Run(name, {**overrides, **asdict(use)}, use.metrics()))
+    return result
+
 
 def mixed_workload(count: int, seed: int, prompts: tuple[int, int], answers: tuple[int, int]) -> list[Request]:
     """Lengths whose logarithm is uniform between the bounds: half of them lie below the geometric mean."""
@@ -74,17 +112,21 @@ def measure(
     cache = {"num_kv_blocks": slots} if PRESETS[milestone]["kv_cache"] == "slots" else pages
     options: dict[str, Any] = {"max_num_seqs": 256, "use_tqdm": False, **cache, **overrides}
     with LLM(milestone=milestone, max_model_len=max_model_len, **options) as llm:
-        vocab_size, rng = llm.engine.setup.vocab_size, random.Random(0)
         llm.generate([1] * 8, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)  # warm up
-        for i, request in enumerate(requests):
-            params = SamplingParams(temperature=0, max_tokens=request.answer, ignore_eos=True)
-            ids = [rng.randrange(vocab_size) for _ in range(request.prompt)]
-            llm.engine.add_request(str(i), ids, params, stream=False)
+        _submit(llm.engine, requests)
         start, seen = time.monotonic(), []
         while llm.engine.has_unfinished_requests():
             llm.engine.step()
             seen.append(llm.engine.stats())
         return _summary(milestone, llm.engine.setup.block_size, requests, time.monotonic() - start, seen)
+
+
+def _submit(engine: LLMEngine, requests: list[Request]) -> None:
+    """Prompts of random tokens, the same for every engine."""
+    vocab_size, rng = engine.setup.vocab_size, random.Random(0)
+    for i, request in enumerate(requests):
+        params = SamplingParams(temperature=0, max_tokens=request.answer, ignore_eos=True)
+        engine.add_request(str(i), [rng.randrange(vocab_size) for _ in range(request.prompt)], params, stream=False)
 
 
 def _summary(
@@ -104,51 +146,3 @@ def _summary(
         mean_waste=sum(stats.kv_waste for stats in busy) / len(busy),
         mean_stored=sum(stats.kv_bytes_used / stats.kv_bytes_total for stats in busy) / len(busy),
     )
-
-
-def compare(milestones: list[str], requests: list[Request], **options: Any) -> Iterator[MemoryUse]:
-    """One preset after the other, over the same requests and the same bytes."""
-    for milestone in milestones:
-        yield measure(milestone, requests, **options)
-
-
-def as_table(results: list[MemoryUse]) -> Table:
-    """A row a preset."""
-    title = f"{results[0].kv_bytes / 2**20:.1f} MiB of KV cache, {results[0].output_tokens} tokens to generate"
-    table = Table(title=title)
-    columns = "preset", "page", "in flight", "peak", "tokens/s", "waste", "filled", "steps", "preempted"
-    for name in columns:
-        table.add_column(name, justify="right")
-    for r in results:
-        table.add_row(
-            r.milestone, str(r.block_size), f"{r.mean_running:.1f}", str(r.peak_running), f"{r.tokens_per_second:.0f}",
-            f"{r.mean_waste:.1%}", f"{r.mean_stored:.1%}", str(r.steps), str(r.preemptions),
-        )  # fmt: skip
-    return table
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measure and print; `--help` lists the flags."""
-    parser = argparse.ArgumentParser(prog="python -m folovllm.bench.memory", description=__doc__)
-    parser.add_argument("--milestones", default="m2,m3")
-    parser.add_argument("--model")
-    parser.add_argument("--random-weights", action="store_true", help="make weights up: --model needs no weights then")
-    parser.add_argument("--requests", type=int, default=96)
-    parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--max-model-len", type=int, default=512)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
-    longest = given.max_model_len
-    prompts, answers = (longest // 64 or 1, longest // 4), (longest // 32 or 1, longest // 2)
-    requests = mixed_workload(given.requests, given.seed, prompts, answers)
-    options = {"slots": given.slots, "max_model_len": longest, "block_size": given.block_size}
-    if given.model:
-        options["model"] = given.model
-    if given.random_weights:
-        options["random_weights"] = True
-    Console().print(as_table(list(compare(given.milestones.split(","), requests, **options))))
-
-
-if __name__ == "__main__":
-    main()

@@ -389,9 +389,10 @@ assert (whole.steps, whole.mean_waste, whole.mean_running) == (m2.steps, m2.mean
 # the waste falls to at most B - 1 places per sequence. Beyond 16 or so there is nothing more to gain, and something to lose: the tables get
 # long, and a kernel (M4) wants many neighbouring tokens in one read. Pages of one token waste nothing and cost a table entry each.
 #
-# Mind the tokens per second of that last bar: the schedule is M2's, so what differs is `torch_paged` against `torch_naive`. The rest is
-# what more sequences in flight bring. It is less than their number promises, because on a CPU attention is a Python loop over sequences;
-# what a larger batch shares is the pass over the weights.
+# Mind the tokens per second of that last bar: the schedule is M2's, so what differs is `torch_paged` against `torch_naive`, and that is
+# little. The rest is what more sequences in flight bring: a step with eleven of them costs hardly more than one with four, because they share
+# the pass over the weights, and here the Python around it. It does not go on for ever. On a CPU attention is a loop over sequences, and at
+# some point that loop is the step.
 #
 # ## Compare
 #

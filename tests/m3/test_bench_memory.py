@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from folovllm.bench.memory import compare, main, measure, mixed_workload
+from folovllm.bench.memory import bench_memory, measure, mixed_workload
+from folovllm.bench.report import load
+from folovllm.cli import main
 from tests.helpers import tiny_checkpoint
 
 
@@ -18,7 +22,7 @@ def test_lengths_lie_between_the_bounds_and_most_are_short() -> None:
 def test_pages_hold_more_sequences_in_the_same_bytes() -> None:
     requests = mixed_workload(16, 0, (2, 16), (2, 32))
     options = {"model": str(tiny_checkpoint()), "slots": 2, "max_model_len": 64, "device": "cpu"}
-    m2, m3 = compare(["m2", "m3"], requests, block_size=4, **options)
+    m2, m3 = (measure(milestone, requests, block_size=4, **options) for milestone in ("m2", "m3"))
     assert m2.kv_bytes == m3.kv_bytes
     assert m2.output_tokens == m3.output_tokens == sum(r.answer for r in requests)
     assert (m2.block_size, m2.peak_running) == (64, 2)
@@ -35,7 +39,20 @@ def test_a_page_a_sequence_is_a_slot() -> None:
     assert (m3.steps, m3.mean_running, m3.mean_waste) == (m2.steps, m2.mean_running, m2.mean_waste)
 
 
-def test_prints_a_row_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--model", str(tiny_checkpoint()), "--requests", "4", "--slots", "2", "--max-model-len", "64"])
+def test_the_command_prints_a_column_a_preset(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = (
+        f"bench memory --model {tiny_checkpoint()} --requests 4 --slots 2 --max-model-len 64 --save {tmp_path}/r.json"
+    )
+    with pytest.raises(SystemExit) as exit:
+        main(flags.split())
+    assert exit.value.code == 0
     out = capsys.readouterr().out
-    assert "m2" in out and "m3" in out and "KV cache" in out
+    assert "m2" in out and "m3" in out and "reserved and empty" in out
+    assert [run.name for run in load(tmp_path / "r.json").runs] == ["m2", "m3"]
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(ValueError, match="m1 has no pool"):
+        bench_memory([("m1", {"milestone": "m1"})])
+    with pytest.raises(ValueError, match="give --slots"):
+        bench_memory([("m3", {"milestone": "m3", "num_kv_blocks": 7})])
