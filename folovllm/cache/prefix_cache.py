@@ -111,7 +111,11 @@ class PrefixCache:
             seq.page_serials.append(named.serial)
 
     def evict(self, block: Block) -> None:
-        """Forget what a page holds, for it is about to hold something else; without effect if it has no name."""
+        """Forget what a page holds, for it is about to hold something else.
+
+        Its name leaves `self._by_hash`; its `hash`, `token_ids`, `serial` and `parent` become those of a new `Block`;
+        `self.stats.evictions` counts it. Without any effect if the page has no name (`hash` is None).
+        """
         if block.hash is not None:
             del self._by_hash[block.hash]
             block.hash, block.token_ids, block.serial, block.parent = None, b"", 0, 0
@@ -171,7 +175,7 @@ class PrefixCachingBlockManager(BlockManager):
             seq.num_cached_tokens = seq.num_computed_tokens
 
     def adopt(self, block: Block) -> None:
-        """Hold a cached page: one more reference, and out of the free list if nobody else held it."""
+        """Hold a cached page: one more reference, and out of the free list (`self._free`) if nobody held it so far."""
         if block.ref_count == 0:
             self._free.remove(block)
         block.ref_count += 1

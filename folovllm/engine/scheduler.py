@@ -236,7 +236,7 @@ def chunk(seq: Sequence, budget: int, threshold: int = 0) -> int:
     """As many uncomputed tokens of `seq` as the budget has left, and no more than `threshold` if that is not 0.
 
     So a long prompt is computed over several steps, beside the decodes of others (chunked prefill; Sarathi-Serve,
-    Agrawal et al., OSDI 2024).
+    Agrawal et al., OSDI 2024). An empty budget leaves 0: not in this step.
     """
     n = min(seq.num_uncomputed_tokens, budget)
     return min(n, threshold) if threshold else n

@@ -56,6 +56,7 @@ class TestComputeHash:
 
     def test_takes_prefixes_of_all_64_bits(self) -> None:
         assert 0 <= compute_hash(self.tokens, 2**64 - 1) < 2**64
+        assert compute_hash(self.tokens, 5) != compute_hash(self.tokens, 5 + 2**32)
 
     def test_takes_views(self) -> None:
         assert compute_hash(np.arange(8, dtype=np.int32)[2:6], 0) == compute_hash(np.arange(2, 6, dtype=np.int32), 0)
@@ -70,10 +71,9 @@ class Chain:
         prefix = parent = 0
         for i in range(len(tokens) // B):
             page = np.array(tokens[i * B : (i + 1) * B], np.int32)
-            block = Block(
-                10 + i, hash=compute_hash(page, prefix), token_ids=page.tobytes(), serial=100 + i, parent=parent
-            )
-            prefix, parent = block.hash or 0, block.serial
+            prefix = xxhash.xxh64_intdigest(prefix.to_bytes(8, "little") + page.tobytes())
+            block = Block(10 + i, hash=prefix, token_ids=page.tobytes(), serial=100 + i, parent=parent)
+            parent = block.serial
             self.cache._by_hash[prefix] = block
             self.blocks.append(block)
 
@@ -127,6 +127,14 @@ def pages(*ids: int) -> list[Block]:
     return [Block(i) for i in ids]
 
 
+class Forgetful(PrefixCache):
+    """With an `evict` of its own, so that publishing can be tested by itself."""
+
+    def evict(self, block: Block) -> None:
+        self._by_hash = {hash_: other for hash_, other in self._by_hash.items() if other is not block}
+        block.hash = None
+
+
 class TestPublish:
     tokens: ClassVar[list[int]] = list(range(50, 62))
 
@@ -166,14 +174,86 @@ class TestPublish:
         assert second.page_serials == [] and all(b.hash is None for b in twos)
         assert cache._by_hash[42] is ones[0]
 
+    def test_a_page_whose_parent_was_a_twin_can_be_found(self) -> None:
+        cache, blocks = PrefixCache(B), pages(7, 17, 18)
+        cache.publish(sequence(self.tokens[:B]), blocks[:1])
+        cache.publish(sequence(self.tokens), [blocks[1], blocks[2]])
+        assert (blocks[1].serial, blocks[2].parent) == (0, blocks[0].serial)
+
     def test_an_orphan_gives_its_name_away(self) -> None:
-        cache, first, again = PrefixCache(B), sequence(self.tokens), sequence(self.tokens)
+        cache, first, again = Forgetful(B), sequence(self.tokens), sequence(self.tokens)
         ones, twos = pages(7, 8), pages(17, 18)
         cache.publish(first, ones)
         cache.evict(ones[0])  # page 8 can no longer be reached
         cache.publish(again, twos)
         assert ones[1].hash is None and cache._by_hash[twos[1].hash or 0] is twos[1]
         assert twos[1].parent == twos[0].serial
+
+
+class TestEvict:
+    """By hand, without the cache's other methods."""
+
+    def test_the_name_leads_nowhere_and_the_page_is_blank(self) -> None:
+        chain = Chain(list(range(8)))
+        first, second = chain.blocks
+        chain.cache.evict(second)
+        assert list(chain.cache._by_hash.values()) == [first]
+        assert (second.hash, second.token_ids, second.serial, second.parent) == (None, b"", 0, 0)
+        assert first.hash is not None and first.serial == 100
+        assert chain.cache.stats.evictions == 1
+
+    def test_a_second_time_is_once_too_often(self) -> None:
+        chain = Chain(list(range(8)))
+        block = chain.blocks[1]
+        name = block.hash
+        chain.cache.evict(block)
+        chain.cache._by_hash[name or 0] = heir = Block(99, hash=name)  # computed again, in another page
+        chain.cache.evict(block)
+        assert chain.cache._by_hash[name or 0] is heir and chain.cache.stats.evictions == 1
+
+    def test_a_page_without_a_name_is_no_eviction(self) -> None:
+        chain = Chain(list(range(8)))
+        chain.cache.evict(Block(3))
+        assert len(chain.cache) == 2 and chain.cache.stats.evictions == 0
+
+    def test_a_page_taken_for_something_else_is_forgotten(self) -> None:
+        manager = PrefixCachingBlockManager(2, B)
+        chain = Chain(list(range(8)))
+        manager.prefix_cache, manager.blocks[0].hash = chain.cache, chain.blocks[0].hash
+        chain.cache._by_hash[chain.blocks[0].hash or 0] = manager.blocks[0]
+        assert manager._take() == 0 and manager.blocks[0].hash is None and len(chain.cache) == 1
+
+
+class TestAdopt:
+    """Pages by hand: what counts is who holds them."""
+
+    def test_the_first_to_find_a_page_takes_it_out_of_the_free_list(self) -> None:
+        manager = PrefixCachingBlockManager(4, B)
+        manager.adopt(manager.blocks[2])
+        assert manager.blocks[2].ref_count == 1 and manager.num_free == 3
+        assert [manager._free.popleft().block_id for _ in range(3)] == [0, 1, 3]
+
+    def test_others_share_it(self) -> None:
+        manager = PrefixCachingBlockManager(4, B)
+        for count in (1, 2, 3):
+            manager.adopt(manager.blocks[2])
+            assert manager.blocks[2].ref_count == count and manager.num_free == 3
+
+    def test_a_shared_page_is_free_when_the_last_one_leaves(self) -> None:
+        manager = PrefixCachingBlockManager(4, B)
+        seqs = [sequence(list(range(5))) for _ in range(2)]
+        for seq in seqs:
+            manager.adopt(manager.blocks[2])
+            seq.block_table.append(2)
+        for seq, num_free in zip(seqs, (3, 4), strict=True):
+            manager.deallocate(seq)
+            assert manager.num_free == num_free
+
+    def test_finding_leaves_the_name(self) -> None:
+        manager = PrefixCachingBlockManager(4, B)
+        manager.blocks[1].hash = 42
+        manager.adopt(manager.blocks[1])
+        assert manager.blocks[1].hash == 42
 
 
 class TestEviction:
