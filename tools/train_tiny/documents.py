@@ -37,14 +37,28 @@ SENTENCES = [s for paragraph in PARAGRAPHS for s in re.split(r"(?<=[.?!]) ", par
 
 
 def document(rng: Random) -> list[Piece]:
-    """One document: eight in ten are chats. It ends with the separator."""
+    """One document; seven in ten are chats. It ends with the separator."""
     kind = rng.random()
-    if kind < 0.80:
+    if kind < 0.70:
         return [*chat(rng), (SEPARATOR, False)]
-    if kind < 0.92:
-        return [(request_and_story(rng)[1], True), (SEPARATOR, True)]
-    text = rng.choice(PARAGRAPHS) if kind < 0.93 else plain(rng)
+    if kind < 0.82:
+        return bare_question(rng)
+    text = story(rng) if kind < 0.92 else plain(rng) if kind < 0.99 else rng.choice(PARAGRAPHS)
     return [(text, True), (SEPARATOR, True)]
+
+
+def bare_question(rng: Random) -> list[Piece]:
+    """A question and its answer without chat markup, for those who forget the template."""
+    while True:
+        question, answer, _ = turn(rng, None)
+        if question[-1] in ".?!":  # "2+2=" is left to `plain`, which completes it
+            return [(question, False), (f" {answer}{SEPARATOR}", True)]
+
+
+def story(rng: Random) -> str:
+    """A story without markup; one in four begins with its second, third or fourth sentence."""
+    text = request_and_story(rng)[1]
+    return text.split(". ", rng.randint(1, 3))[-1] if rng.random() < 0.25 else text
 
 
 def chat(rng: Random) -> list[Piece]:
@@ -115,10 +129,10 @@ def _another(rng: Random, last: Scene, **hero: str) -> tuple[str, Scene]:
 def plain(rng: Random) -> str:
     """A short text without chat markup: an introduction, a sum, or a capital."""
     kind = rng.randrange(4)
-    if kind == 0:
+    if kind < 2:
         a, b = rng.randint(0, facts.LARGEST), rng.randint(0, facts.LARGEST)
         return rng.choice(("{a} + {b} = {c}", "{a}+{b}={c}", "{a} plus {b} is {c}.")).format(a=a, b=b, c=a + b)
-    if kind == 1:
+    if kind == 2:
         return facts.capital_answer(rng.choice(list(facts.CAPITALS)))
     name = draw_name(rng, known=0.9)
     noun = favor(rng, scene.NOUNS["thing"], len(name))

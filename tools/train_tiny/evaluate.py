@@ -104,7 +104,7 @@ class Figure:
 
 
 def share(name: str, target: float, answers: list[Answer], good: Callable[[int], bool]) -> Figure:
-    misses = [f"{a.prompt} -> {a.text}" for i, a in enumerate(answers) if not good(i)]
+    misses = [f"{a.prompt!r} -> {a.text}" for i, a in enumerate(answers) if not good(i)]
     return Figure(name, 1 - len(misses) / len(answers), target, len(answers), misses[:5])
 
 
@@ -183,6 +183,24 @@ def fact_figures(speaker: Speaker, limit: int | None) -> tuple[list[Figure], lis
     return figures, sums + capitals + manners + beyond
 
 
+def bare_figures(speaker: Speaker, count: int, limit: int | None) -> tuple[list[Figure], list[Answer]]:
+    """Prompts without chat markup: a request, and a sum to be completed."""
+    questions, scenes = held_out_requests("name stated noun color adjective", 2 * count, seed=12)
+    told = [(q, s) for q, s in zip(questions, scenes, strict=True) if q[-1] in ".?!"][:count]
+    stories = speaker.complete([q for q, _ in told])
+    pairs = [(a, b) for a in range(facts.LARGEST + 1) for b in range(facts.LARGEST + 1)][:limit]
+    sums = speaker.complete([f"{a} + {b} =" for a, b in pairs])
+    return [
+        share(
+            "no chat markup: name and object appear",
+            0.95,
+            stories,
+            lambda i: has(stories[i].text, told[i][1].name) and has(stories[i].text, told[i][1].noun),
+        ),
+        share("no chat markup: sums right", 0.95, sums, lambda i: sums[i].text.strip() == str(sum(pairs[i]))),
+    ], stories + sums
+
+
 def diversity(speaker: Speaker, count: int) -> tuple[list[Figure], list[Answer]]:
     torch.manual_seed(0)
     answers = speaker.answer(["Tell me a story about Lily and a red kite."] * count, temperature=0.8)
@@ -204,7 +222,12 @@ def evaluate(speaker: Speaker, count: int, limit: int | None) -> tuple[list[Figu
     figures: list[Figure] = []
     greedy: list[Answer] = []
     stories, answers = story_figures(speaker, count)
-    for more, said in ((stories, answers), unstated_figures(speaker, max(4, count // 5)), fact_figures(speaker, limit)):
+    for more, said in (
+        (stories, answers),
+        unstated_figures(speaker, max(4, count // 5)),
+        fact_figures(speaker, limit),
+        bare_figures(speaker, max(4, count // 5), limit),
+    ):
         figures += more
         greedy += said
     figures += [

@@ -80,6 +80,16 @@ def beyond(rng: Random, english: list[str]) -> str:
     if kind == 0:
         return rng.choice(english)
     if kind == 1:
-        a, b = rng.randint(21, 9999), rng.randint(0, 9999)
-        return rng.choice(("What is {} {} {}?", "{} {} {}", "Compute {} {} {}.")).format(a, rng.choice("+-*/"), b)
+        return hard_sum(rng)
     return rng.choice(OPEN_QUESTIONS).format(rng.choice(TOPICS), rng.choice(TOPICS))
+
+
+def hard_sum(rng: Random) -> str:
+    """A sum beyond 20 + 20, or one with another operation."""
+    while True:
+        largest = 10 ** rng.randint(1, 4)
+        a, b, operation = rng.randrange(largest), rng.randrange(largest), rng.choice("+-*/")
+        if operation != "+" or max(a, b) > LARGEST:
+            return rng.choice(
+                ("What is {}{}{}?", "What is {} {} {}?", "{} {} {}", "{}{}{}=?", "Compute {} {} {}.")
+            ).format(a, operation, b)

@@ -55,7 +55,7 @@ One {weather} day, {name} walked to the {place} and found {a_thing}. | On a walk
 ? It was the nicest {noun} {he} had ever seen. | Nobody was there.
 "Whose {noun} is this?" {he} thought. | {He} wanted to keep it, but {he} knew that somebody must miss it.
 So {name} asked {his} {family}, who did not know. | First {he} asked {an_animal}, but the {animal} shook its head.
-Then {he} put up a sign that said, "Found: a {color} {noun}." | Then {he} went from door to door and asked everybody.
+Then {he} put up a sign that said, "Found: {a_thing}." | Then {he} went from door to door and asked everybody.
 The next day, {friend} came running. "That is my {noun}!" | In the last house lived {friend}, who shouted, "My {noun}! You found it!"
 With a smile, {name} gave the {noun} back. | It was hard to give it back, but {name} did.
 "You are so kind," said {friend}. "Do you want to be my friend?" | To say thank you, {friend} asked {name} to stay for lunch.

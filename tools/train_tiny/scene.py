@@ -50,13 +50,13 @@ class Scene:
         return fields | phrases | PRONOUNS[self.gender]
 
 
-def favor(rng: Random, values: Sequence[T], turn: int = 0) -> T:
-    """A draw that prefers early values: the first of n with probability 1/sqrt(n). `turn` rotates the order.
+def favor(rng: Random, values: Sequence[T], turn: int = 0, sharpness: int = 3) -> T:
+    """A draw that prefers early values: the first of n with probability n ** (-1 / sharpness).
 
-    Even draws would leave a greedy decoder with near ties. The order is rotated by the story's noun, so that
-    different requests have different favorites.
+    Even draws would leave a greedy decoder with near ties. `turn` rotates the order, so that different requests have
+    different favorites.
     """
-    return values[(int(len(values) * rng.random() ** 2) + turn) % len(values)]
+    return values[(int(len(values) * rng.random() ** sharpness) + turn) % len(values)]
 
 
 def held_out(scene: Scene) -> bool:

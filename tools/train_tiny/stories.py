@@ -66,7 +66,7 @@ def tell(rng: Random, plot: Plot, about: Scene) -> str:
     """The story as one paragraph."""
     slots = about.slots()
     told = [step for step in plot.steps if not step.optional or rng.random() < 0.67]
-    return " ".join(favor(rng, step.wordings) for step in told).format(**slots)
+    return " ".join(favor(rng, step.wordings, sharpness=2) for step in told).format(**slots)
 
 
 # What a request may ask for, with its weight. "stated" says whether the hero is a boy or a girl.
@@ -74,7 +74,7 @@ SHAPES: dict[frozenset[str], int] = {
     frozenset(shape.split()): weight
     for shape, weight in {
         "": 4,
-        "name": 4,
+        "name": 6,
         "name stated": 3,
         "name stated adjective": 3,
         "noun": 2,
