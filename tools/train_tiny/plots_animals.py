@@ -39,13 +39,13 @@ In the morning, the sun was bright, and {name} felt proud. | They fell asleep, a
 At the {place}, {name} met {a_thing} that could talk. | One {weather} day, {a_thing} spoke to {him} at the {place}.
 "Good morning!" said the {noun}. | "Please do not run away," said the {noun}. "I only want to talk."
 At first, {name} could not believe it. | {name} looked left and right, but there was nobody else.
-"How did you learn to speak?" {he} asked. | "I have never met a {noun} like you," said {name}.
+"How did you learn to speak?" {he} asked. | "I have never met {a_noun} like you," said {name}.
 "I listened to the children at school," said the {color} {noun}. | "My grandmother taught me," said the {color} {noun}.
 They talked about clouds and cookies and stars. | They told each other jokes until their bellies hurt.
 ? Nobody else could hear it. | Then {friend} came by, and the {noun} said only one word.
 "Will you keep my secret?" asked the {noun}. | When it was late, the {noun} had to go home.
 "I will," said {name}, and {he} did. | "See you tomorrow!" said {name}.
-Now they meet at the {place} every Sunday. | And if you ever meet a {noun} there, say hello.
+Now they meet at the {place} every Sunday. | And if you ever meet {a_noun} there, say hello.
 """,
     "hurt": """
 Near the {place}, {name} heard a sad sound. It came from {a_thing}. | One day, {he} saw {a_thing} that could not walk.

@@ -59,7 +59,7 @@ Then {he} put up a sign that said, "Found: {a_thing}." | Then {he} went from doo
 The next day, {friend} came running. "That is my {noun}!" | In the last house lived {friend}, who shouted, "My {noun}! You found it!"
 With a smile, {name} gave the {noun} back. | It was hard to give it back, but {name} did.
 "You are so kind," said {friend}. "Do you want to be my friend?" | To say thank you, {friend} asked {name} to stay for lunch.
-So {name} lost a {noun} but found a friend. | They have been friends ever since.
+So {name} lost {a_noun} but found a friend. | They have been friends ever since.
 """,
     "race": """
 There was a big race at the {place}, and the prize was {a_thing}. | Every year, the village held a race, and this year the winner would get {a_thing}.
@@ -80,7 +80,7 @@ The next morning, {he} looked {hiding}, but nothing was there. | But the days we
 So they went to the {place} to find what they needed. | So {name} got some paper, wood and string.
 They cut and painted and glued all day. | It was hard work, but {he} did not give up.
 ? Their hands were full of {color} paint. | Even the {animal} next door came to look.
-When the sun went down, the {color} {noun} was ready. | At last, {he} held a {color} {noun} in {his} hands.
+When the sun went down, the {color} {noun} was ready. | At last, {he} held {a_thing} in {his} hands.
 "This is better than any wish," said {name}. | It was a bit crooked, but {name} thought it was perfect.
 That night, {name} thanked the star anyway. | And {he} was proud because it was {his} own work.
 """,
@@ -159,7 +159,7 @@ On day seven, a little tree stood there. | One morning, a small green plant came
 And on the tree grew one {color} {noun} after the other! | It grew and grew, and at the top hung a second {color} {noun}.
 What would {name} do with so many? | {He} laughed and danced around the tree.
 ? {He} gave the first one to {friend}. | Even {an_animal} came to look.
-In the end, every child at the {place} had a {noun}. | So {name} gave one to each child in the village.
+In the end, every child at the {place} had {a_noun}. | So {name} gave one to each child in the village.
 And {he} kept just one, the {noun} that started it all. | The best magic, {he} thought, is to give.
 """,
     "contest": """
@@ -175,7 +175,7 @@ First prize went to {friend}, and {name} clapped loudest of all. | In the end, {
 """,
     "moon": """
 One night, {name} looked at the moon and saw {a_thing} there. | One night, {name} could not sleep. {He} looked at the moon, and on it lay {a_thing}.
-"How did a {noun} get up there?" {he} asked. | At first, {name} could not believe it.
+"How did {a_noun} get up there?" {he} asked. | At first, {name} could not believe it.
 With a long ladder, {he} climbed up to see. | So {he} built a ladder, higher than all the trees, and climbed up.
 On the moon lived {an_animal} that was all alone. | Behind a hill sat {an_animal} and looked at the stars.
 "I have nobody to play with," said the {animal}. | The {animal} said, "You are the first friend who has come to see me."

@@ -44,6 +44,7 @@ class Scene:
         fields = {key: getattr(self, key) for key in self.__slots__}
         phrases = {
             "a_thing": words.with_article(self.the_thing),
+            "a_noun": words.with_article(self.noun),
             "an_animal": words.with_article(self.animal),
             "an_adjective": words.with_article(self.adjective),
         }
