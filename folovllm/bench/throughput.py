@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -15,8 +16,11 @@ from folovllm.bench.roofline import Rates, measure_rates, roofline_seconds
 from folovllm.bench.workload import Workload, load_workload
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.setup import set_up
 from folovllm.outputs import RequestMetrics, RequestOutput
 from folovllm.sampling_params import SamplingParams
+
+Answers = dict[str, list[int]]  # token ids by request
 
 SAMPLE_EVERY = 16  # steps between two looks at the cache
 
@@ -129,35 +133,45 @@ def bench_throughput(
 ) -> Result:
     """Run the workload through each contender, one after the other: (name, fields of EngineConfig).
 
-    Each engine serves a few other requests first (its warm-up); prefix caches are emptied before each pass.
+    Each engine serves a few other requests first (its warm-up); prefix caches are emptied before each pass. Greedy
+    answers are compared with the first contender's.
     """
-    result: Result | None = None
-    rates: Rates | None = None
-    answers: dict[str, dict[str, list[int]]] = {}
-    for name, overrides in contenders:
-        engine = LLMEngine(EngineConfig(**overrides))
-        try:
-            rates = rates or measure_rates(engine.setup.device, engine.setup.dtype)
-            workload = load_workload(workload_name, engine.setup.vocab_size, count)
-            result = result or Result("throughput", workload.describe())
-            warm_up(engine, workload)
-            passes = []
-            for _ in range(repeats):
-                empty_prefix_cache(engine)
-                passes.append(run_workload(engine, workload, limit))
-            bound = roofline_seconds(workload, engine.setup, rates)
-        finally:
-            engine.close()
-            torch.cuda.empty_cache()
-        answers[name] = {i: o.outputs[0].token_ids for i, o in passes[-1].outputs.items()}
-        metrics = metrics_of(passes, bound)
-        if workload.temperature == 0 and len(answers) > 1:
-            metrics["tokens as the first's"] = _agreement(next(iter(answers.values())), answers[name])
-        config = {k: v for k, v in asdict(engine.setup.config).items() if v is not None}
-        result.runs.append(Run(name, config, metrics, any(p.partial for p in passes)))
-    assert result is not None and rates is not None
+    configs = [(name, EngineConfig(**overrides)) for name, overrides in contenders]
+    setup = set_up(configs[0][1])
+    workload = load_workload(workload_name, setup.vocab_size, count)
+    rates = measure_rates(setup.device, setup.dtype)  # before an engine takes the memory
+    result = Result("throughput", workload.describe())
     result.machine = {"copy_gb_per_s": rates.copy / 1e9, "matmul_tflop_per_s": rates.matmul / 1e12}
+    first: Answers | None = None
+    for name, config in configs:
+        passes, bound = _measure(config, workload, rates, repeats, limit)
+        metrics = metrics_of(passes, bound)
+        answers = {i: output.outputs[0].token_ids for i, output in passes[-1].outputs.items()}
+        if first is not None and workload.temperature == 0:
+            metrics["tokens as the first's"] = _agreement(first, answers)
+        first = answers if first is None else first
+        settings = {key: value for key, value in asdict(config).items() if value is not None}
+        result.runs.append(Run(name, settings, metrics, any(p.partial for p in passes)))
     return result
+
+
+def _measure(
+    config: EngineConfig, workload: Workload, rates: Rates, repeats: int, limit: float | None
+) -> tuple[list[Observed], float]:
+    """Passes of the workload through an engine that lives for them, and the roofline's seconds."""
+    engine = LLMEngine(config)
+    try:
+        warm_up(engine, workload)
+        passes = []
+        for _ in range(repeats):
+            empty_prefix_cache(engine)
+            passes.append(run_workload(engine, workload, limit))
+        return passes, roofline_seconds(workload, engine.setup, rates)
+    finally:
+        engine.close()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()  # the next engine measures what is free
 
 
 def warm_up(engine: LLMEngine, workload: Workload) -> None:
@@ -177,7 +191,7 @@ def empty_prefix_cache(engine: LLMEngine) -> None:
         engine.reset_prefix_cache()
 
 
-def _agreement(first: dict[str, list[int]], other: dict[str, list[int]]) -> Metric:
+def _agreement(first: Answers, other: Answers) -> Metric:
     """Share of greedy tokens, up to the first that differs, over the requests that both finished."""
     same = total = 0
     for request_id in first.keys() & other.keys():
