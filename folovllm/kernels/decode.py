@@ -83,7 +83,9 @@ def decode_split(
 ):  # fmt: skip
     """Attention of `q` [M, D] over one chunk, the keys `first` to `last` of one KV head; `first` is a multiple of TILE.
 
-    Returns the state of the online softmax: row_max [M], row_sum [M], acc [M, D]. An empty chunk leaves it as it starts.
+    `k_ptr` and `v_ptr` point to the KV head, `table_ptr` to the sequence's row of the block tables; dimensions are
+    contiguous. K/V at and past `last` is not read, for it may be NaN. Returns the state of the online softmax: row_max
+    [M], row_sum [M], acc [M, D]. An empty chunk leaves it as it starts.
     """
     row_max = tl.full([M], LOWEST, tl.float32)
     row_sum = tl.zeros([M], tl.float32)
@@ -109,7 +111,7 @@ def merge_partials(
 
     Chunk c's rows start at row `first_row + c * stride`: max and sum are [rows], acc is [rows, D], float32. Each chunk
     was summed relative to its own maximum; exp2(its maximum - the largest) brings all to one scale. STEP chunks a turn.
-    Reads go past the L1 cache, which may hold what lay there before other programs wrote.
+    Reads go past the L1 cache (`cache_modifier=".cg"`), which may hold what lay there before other programs wrote.
     """
     g, dims = tl.arange(0, GROUP), tl.arange(0, D)
     row_max = tl.full([GROUP], LOWEST, tl.float32)

@@ -26,7 +26,9 @@ def online_softmax_tile(q, k, v, visible, row_max, row_sum, acc, scale):
         acc: [M, D] float32, the sum of exp2(score - row_max) * value; starts at 0.
         scale: the factor on q . k, log2(e) / sqrt(D).
 
-    Returns the new (row_max, row_sum, acc). After the last tile the attention is acc / row_sum.
+    Returns the new (row_max, row_sum, acc). After the last tile the attention is acc / row_sum. A query that sees no key
+    of the tile keeps its state. Products take `input_precision="ieee"` (else float32 is rounded to TF32), and the weights
+    are rounded to the dtype of `v` for theirs.
     """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [M, N]
     scores = tl.where(visible, scores, float("-inf"))

@@ -1,0 +1,11 @@
+"""Takes the new maximum, but does not scale down what was summed relative to the old one."""
+
+
+def online_softmax_tile(q, k, v, visible, row_max, row_sum, acc, scale):
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [M, N]
+    scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))  # [M]
+    weights = tl.exp2(scores - new_max[:, None])  # [M, N]
+    row_sum = row_sum + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return new_max, row_sum, acc
