@@ -346,7 +346,7 @@ figure, axes = plt.subplots(figsize=(9, 2.6))
 axes.fill_between(range(len(reserved)), reserved, step="post", color="lightgrey", label="reserved")
 axes.fill_between(range(len(used)), used, step="post", color="tab:blue", label="holds a token")
 axes.set(xlabel="step", ylabel="MiB of K/V")
-axes.legend(frameon=False, loc="lower right")
+axes.legend(frameon=False, loc="center")
 plt.show()
 share = sum(used) / sum(reserved)
 context = engine.setup.max_model_len
