@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -19,6 +20,7 @@ from rich.text import Text
 import folovllm
 
 if TYPE_CHECKING:
+    from folovllm.engine.input_processor import Prompt
     from folovllm.engine.metrics import StepStats
     from folovllm.llm import LLM
     from folovllm.outputs import RequestMetrics, RequestOutput
@@ -82,26 +84,37 @@ def _global_flags(
 
 
 def generate(
-    prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue.", show_default=False)] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Questions, or texts.", show_default=False)] = None,
     file: Annotated[
         typer.FileText | None, typer.Option("--file", "-f", help='Prompts, one a line; "-": stdin.')
     ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without chat markup.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, one a line.")] = False,
     show_steps: Annotated[
         bool, typer.Option("--show-steps", help="Print one line a step: waiting, running, tokens, time.")
     ] = False,
     **given: Any,
 ) -> None:
-    """Continue prompts from the arguments, from a file or from stdin."""
+    """Answer prompts from the arguments, from a file or from stdin.
+
+    A model with a chat template is asked through it; other models, and any with --raw, continue the text.
+    """
     from folovllm.flags import pick
     from folovllm.sampling_params import SamplingParams
 
     texts = read_prompts(prompts, file)
     params = SamplingParams(**pick(given, SamplingParams))
     llm = load_llm(given)
-    outputs = run_steps(llm, texts, params) if show_steps else llm.generate(texts, params, use_tqdm=len(texts) > 1)
-    for output in outputs:
-        print(json.dumps(as_dict(output), ensure_ascii=False)) if as_json else show(output)
+    asked = [llm.render_chat([{"role": "user", "content": text}]) for text in texts] if chats(llm, raw) else texts
+    outputs = run_steps(llm, asked, params) if show_steps else llm.generate(asked, params, use_tqdm=len(texts) > 1)
+    for text, output in zip(texts, outputs, strict=True):
+        output.prompt = text
+        print(json.dumps(as_dict(output), ensure_ascii=False)) if as_json else show(output, "\n" * chats(llm, raw))
+
+
+def chats(llm: LLM, raw: bool) -> bool:
+    """Whether prompts go through the model's chat template."""
+    return not raw and llm.has_chat_template
 
 
 def chat(
@@ -164,7 +177,7 @@ def started_milestone() -> str | None:
     return max(json.loads(note.read_text(encoding="utf-8")).get("started", []), default=None)
 
 
-def run_steps(llm: LLM, prompts: list[str], params: SamplingParams) -> list[RequestOutput]:
+def run_steps(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:
     """What `llm.generate` does, with a line on stderr for each step of the engine."""
     for index, prompt in enumerate(prompts):
         llm.engine.add_request(str(index), prompt, params, stream=False)
@@ -182,10 +195,11 @@ def step_line(stats: StepStats) -> str:
     return f"step {stats.index:<5} {queues} tokens {stats.num_tokens:<6} {stats.seconds * 1e3:8.2f} ms   KV blocks {stats.kv_blocks_used}"
 
 
-def show(output: RequestOutput) -> None:
+def show(output: RequestOutput, between: str) -> None:
     """Prompt and answers on stdout, the times on stderr."""
     for answer in output.outputs:
-        Console(highlight=False).print(Text(output.prompt or "", style="bold") + Text(answer.text), soft_wrap=True)
+        prompt = Text(f"{output.prompt}{between}", style="bold")
+        Console(highlight=False).print(prompt + Text(answer.text), soft_wrap=True)
     _stderr().print(times(output.metrics), style="dim")
 
 

@@ -41,6 +41,11 @@ class LLM:
         """The model's tokenizer."""
         return self.engine.tokenizer
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model can be asked through `chat`."""
+        return getattr(self.tokenizer, "chat_template", None) is not None
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -77,7 +82,7 @@ class LLM:
 
     def render_chat(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The token ids of a conversation, up to where the answer begins."""
-        if getattr(self.tokenizer, "chat_template", None) is None:
+        if not self.has_chat_template:
             raise ValueError("the model has no chat template: use generate with a plain prompt")
         text = self.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True, **template_options

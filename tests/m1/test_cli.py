@@ -92,6 +92,8 @@ class FakeLLM:
         self.prompts, self.params = prompts, params
         return [output(str(i), f" {prompt.upper()}") for i, prompt in enumerate(prompts)]
 
+    has_chat_template = False
+
     def render_chat(self, messages: list[dict[str, str]]) -> str:
         return messages[-1]["content"]
 
@@ -382,6 +384,17 @@ class TestTheProgram:
     def test_python_dash_m(self) -> None:
         done = subprocess.run([sys.executable, "-m", "folovllm", "--version"], capture_output=True, text=True)
         assert done.stdout == "folovllm 0.1.0\n"
+
+    def test_the_embedded_model_tells_the_story_that_was_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run("generate", "Tell me a story about Lily and a red kite.", "--temperature", "0") == 0
+        story = capsys.readouterr().out
+        assert story.count("Lily") > 1 and "red kite" in story.split("\n", 1)[1]
+
+    def test_raw_text_is_continued(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run("generate", "Once upon a time,", "--raw", "--temperature", "0", "--max-tokens", "8", "--json") == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["prompt"] == "Once upon a time," and "<|im_start|>" not in answer["outputs"][0]["text"]
+        assert len(answer["prompt_token_ids"]) < 8
 
     @pytest.mark.parametrize(
         "milestone", [pytest.param(id, marks=getattr(pytest.mark, id)) for id in ("m1", "m2", "m3")]
