@@ -35,6 +35,7 @@ def build_bench_app() -> typer.Typer:
     app.command()(with_flags(throughput, EngineConfig))
     app.command()(with_flags(latency, EngineConfig))
     app.command()(with_flags(memory, EngineConfig))
+    app.command()(with_flags(reuse, EngineConfig))
     app.command()(attention)
     app.command()(compare)
     return app
@@ -91,6 +92,25 @@ def memory(
     with tempfile.TemporaryDirectory() as folder:
         found = bench_memory(contenders(given, compare, geometry, folder), slots, longest, requests)
     finish(found, save)
+
+
+def reuse(
+    parts: Annotated[list[str] | None, typer.Argument(help="ttft, sharing, gaps; all if left out.")] = None,
+    prefix: Annotated[int | None, typer.Option(help="Tokens of a shared prefix: 16,000 on a GPU, else 2,000.")] = None,
+    prompt: Annotated[int, typer.Option(help="Tokens of the long prompt that arrives.")] = 8000,
+    requests: Annotated[int | None, typer.Option(help="Requests that share: 256 on a GPU, else 16.")] = None,
+    repeats: Annotated[int, typer.Option(help="Passes; the table shows median and spread.", min=1)] = 3,
+    geometry: Geometry = None,
+    save: Save = None,
+    **given: Any,
+) -> None:
+    """What a cached prefix saves, what hashing costs, and how long a long prompt holds up the others."""
+    from folovllm.bench.reuse import bench_reuse
+
+    with tempfile.TemporaryDirectory() as folder:
+        [contender] = contenders(given, None, geometry, folder)
+        for part, found in bench_reuse(contender, parts, prefix, prompt, requests, repeats):
+            finish(found, save and save.with_stem(f"{save.stem}-{part}"))
 
 
 def attention() -> None:

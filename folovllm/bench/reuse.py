@@ -1,0 +1,256 @@
+"""`folovllm bench reuse`: what a cached prefix saves, what hashing costs, and how long a long prompt holds others up."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from folovllm.bench.contenders import Contender
+from folovllm.bench.report import Metric, Result, Run
+from folovllm.bench.throughput import run_workload
+from folovllm.bench.workload import BenchRequest, Workload
+from folovllm.cache import kv_cache_manager
+from folovllm.cache.manager import KVCacheManager
+from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.overlap import make_engine
+from folovllm.engine.scheduler import Scheduler
+from folovllm.engine.setup import choose_device
+from folovllm.request import Sequence
+from folovllm.sampling_params import SamplingParams
+
+TAIL = 32  # tokens of a prompt that nobody shares
+CHUNKS = (8192, 4096, 2048, 1024, 512, 256)
+DECODED_BEFORE = 8  # tokens of the running request before the long prompt comes
+
+
+@contextmanager
+def engine_for(contender: Contender, longest: int, **overrides: Any) -> Iterator[LLMEngine]:
+    """An engine whose context is long enough; gone at the end."""
+    fields = {"max_model_len": longest} | contender[1] | overrides
+    engine = make_engine(EngineConfig(**fields))
+    try:
+        yield engine
+    finally:
+        engine.close()
+        torch.cuda.empty_cache()
+
+
+def greedy(count: int) -> SamplingParams:
+    """`count` tokens, whatever the model says."""
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+
+
+def random_ids(rng: random.Random, count: int, engine: LLMEngine) -> list[int]:
+    """Token ids that nobody has asked for before, in all likelihood."""
+    return [rng.randrange(engine.setup.vocab_size) for _ in range(count)]
+
+
+# --- times to the first token ---------------------------------------------------------------------------------------
+
+
+def bench_ttft(contender: Contender, prefix: int, repeats: int = 5) -> Result:
+    """Two prompts that share `prefix` tokens, one after the other; each repeat has tokens of its own."""
+    rng, times = random.Random(0), []
+    with engine_for(contender, prefix + TAIL + 8, enable_prefix_caching=True) as engine:
+        for _ in range(repeats + 1):
+            shared = random_ids(rng, prefix, engine)
+            prompts = [shared + random_ids(rng, TAIL, engine) for _ in range(2)]
+            times.append([time_to_first_token(engine, prompt) for prompt in prompts])
+        run = Run("the cache on", used_config(engine), {})
+    firsts, seconds = zip(*times[1:], strict=True)  # the first pair warms up
+    run.metrics = {
+        "TTFT of the first": Metric.of([1e3 * t for t in firsts], "ms", False),
+        "TTFT of the second": Metric.of([1e3 * t for t in seconds], "ms", False),
+        "first / second": Metric.of([a / b for a, b in zip(firsts, seconds, strict=True)]),
+    }
+    tokens = 2 * (prefix + TAIL)
+    return Result("reuse", describe(f"two prompts that share {prefix:,} tokens", 2, tokens, 4), [run])
+
+
+def time_to_first_token(engine: LLMEngine, prompt: list[int]) -> float:
+    """Seconds, of a request that has the engine to itself."""
+    engine.add_request("only", prompt, greedy(2))
+    ttft: float | None = None
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            ttft = output.metrics.ttft
+    assert ttft is not None
+    return ttft
+
+
+# --- throughput -----------------------------------------------------------------------------------------------------
+
+
+def bench_sharing(contender: Contender, prefix: int, count: int, output_len: int = 32, repeats: int = 3) -> Result:
+    """`count` requests that begin alike, and as many of the same lengths that do not, with the cache off and on.
+
+    One engine serves all of it, and off and on take turns: what else the machine does falls on both.
+    """
+    seconds: dict[tuple[str, bool], list[float]] = {}
+    found, spent = list[float](), list[float]()
+    with engine_for(contender, prefix + TAIL + output_len, enable_prefix_caching=True) as engine:
+        loads = {name: workload(engine, prefix, count, output_len, name == "alike") for name in ("alike", "unlike")}
+        serve(engine, loads["unlike"], True)  # warm-up
+        for (name, load), caching in itertools.product(loads.items(), (False, True) * repeats):
+            taken, inside, hit_rate = serve(engine, load, caching)
+            seconds.setdefault((name, caching), []).append(taken)
+            if caching and name == "alike":
+                found.append(100 * hit_rate)
+            elif caching:
+                spent.append(100 * inside / taken)
+        config = used_config(engine)
+    runs = [
+        Run(word, config | {"enable_prefix_caching": caching}, {
+            "prefix shared": rate(loads["alike"], seconds["alike", caching]),
+            "nothing shared": rate(loads["unlike"], seconds["unlike", caching]),
+        })
+        for word, caching in (("the cache off", False), ("the cache on", True))
+    ]  # fmt: skip
+    runs[1].metrics["tokens found, prefix shared"] = Metric.of(found, "%")
+    runs[1].metrics["hashing and look-ups, nothing shared"] = Metric.of(spent, "% of the time", False)
+    name = f"{prefix:,} tokens of {prefix + TAIL:,} shared"
+    return Result("reuse", describe(name, count, loads["alike"].prompt_tokens, count * output_len), runs)
+
+
+def workload(engine: LLMEngine, prefix: int, count: int, output_len: int, shared: bool) -> Workload:
+    """Prompts of equal lengths, with the same beginning or each with its own."""
+    rng = random.Random(0)
+    head = random_ids(rng, prefix, engine)
+    heads = [head if shared else random_ids(rng, prefix, engine) for _ in range(count)]
+    return Workload("reuse", [BenchRequest(head + random_ids(rng, TAIL, engine), output_len) for head in heads])
+
+
+def serve(engine: LLMEngine, load: Workload, caching: bool) -> tuple[float, float, float]:
+    """From an empty pool, the first request alone, then the others together.
+
+    Returns:
+        Seconds in all, seconds in `match` and `publish`, and the share of the tokens that were found.
+    """
+    assert isinstance(engine.scheduler, Scheduler), "prefix caching needs a pool of pages"
+    old = engine.scheduler.kv
+    engine.scheduler.kv = kv = kv_cache_manager("paged", caching)(old.num_blocks, old.block_size)
+    spent = [clocked(kv, name) for name in ("match", "publish")]
+    parts = [Workload(load.name, part) for part in (load.requests[:1], load.requests[1:]) if part]
+    taken = sum(run_workload(engine, part).seconds for part in parts)
+    return taken, sum(map(sum, spent)), engine.prefix_cache_stats().hit_rate if caching else 0.0
+
+
+def clocked(kv: KVCacheManager, name: str) -> list[float]:
+    """Seconds of every call of one method, from now on."""
+    spent, method = list[float](), getattr(kv, name)
+
+    def call(seq: Sequence) -> None:
+        start = time.perf_counter()
+        method(seq)
+        spent.append(time.perf_counter() - start)
+
+    setattr(kv, name, call)
+    return spent
+
+
+def rate(load: Workload, seconds: list[float]) -> Metric:
+    """Output tokens a second of all passes."""
+    return Metric.of([load.output_tokens / t for t in seconds], "tok/s")
+
+
+# --- gaps between tokens --------------------------------------------------------------------------------------------
+
+
+def bench_gaps(contender: Contender, prompt: int, chunks: tuple[int, ...] = CHUNKS, repeats: int = 3) -> Result:
+    """A request is running when a prompt of `prompt` tokens arrives: how long does it wait for its next token?
+
+    Once with the prompt in one step, then with steps of each of `chunks` tokens.
+    """
+    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": prompt + 512}
+    settings = {"whole": whole} | {
+        f"{n:,}": {"enable_chunked_prefill": True, "max_num_batched_tokens": n} for n in chunks if n < prompt
+    }
+    runs = []
+    for name, overrides in settings.items():
+        with engine_for(contender, prompt + 16, enable_prefix_caching=False, **overrides) as engine:
+            watch_gaps(engine, prompt, seed=0)
+            seen = [watch_gaps(engine, prompt, seed) for seed in range(1, repeats + 1)]
+            runs.append(Run(name, used_config(engine), gap_metrics(seen)))
+    return Result("reuse", describe(f"{prompt:,} tokens arrive, by tokens a step", 2, prompt + 8, 2), runs)
+
+
+def watch_gaps(engine: LLMEngine, prompt: int, seed: int) -> tuple[list[float], float]:
+    """Seconds between the running request's tokens until the long prompt has its first token, and its TTFT."""
+    rng = random.Random(seed)
+    engine.add_request("runs", random_ids(rng, 8, engine), greedy(prompt))
+    times, ttft = list[float](), None
+    for step in range(prompt):
+        if step == DECODED_BEFORE:
+            engine.add_request("long", random_ids(rng, prompt, engine), greedy(1))
+            times = times[-1:]
+        for output in engine.step():
+            if output.request_id == "long":
+                ttft = output.metrics.ttft
+            elif output.outputs[0].delta_token_ids:
+                times.append(time.perf_counter())
+        if ttft is not None:
+            break
+    engine.abort_request("runs")
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert ttft is not None, "the long prompt never got through"
+    return [b - a for a, b in itertools.pairwise(times)], ttft
+
+
+def gap_metrics(seen: list[tuple[list[float], float]]) -> dict[str, Metric]:
+    """The longest gap, how many there were, and what the newcomer paid."""
+    return {
+        "longest gap": Metric.of([1e3 * max(gaps) for gaps, _ in seen], "ms", False),
+        "tokens meanwhile": Metric.of([float(len(gaps)) for gaps, _ in seen]),
+        "TTFT of the long prompt": Metric.of([1e3 * ttft for _, ttft in seen], "ms", False),
+    }
+
+
+# --- all of it ------------------------------------------------------------------------------------------------------
+
+PARTS = ("ttft", "sharing", "gaps")
+
+
+def bench_reuse(
+    contender: Contender,
+    parts: list[str] | None = None,
+    prefix: int | None = None,
+    prompt: int = 8000,
+    requests: int | None = None,
+    repeats: int = 3,
+) -> Iterator[tuple[str, Result]]:
+    """The parts asked for, each as soon as it is done; sizes that are left open depend on the device.
+
+    Raises:
+        ValueError: no such part.
+    """
+    wanted = parts or list(PARTS)
+    if unknown := set(wanted) - set(PARTS):
+        raise ValueError(f"unknown part {min(unknown)!r}: choose of {', '.join(PARTS)}")
+    gpu = choose_device(contender[1].get("device")).type == "cuda"
+    prefix = prefix or (16_000 if gpu else 2_000)
+    benches: dict[str, Callable[[], Result]] = {
+        "ttft": lambda: bench_ttft(contender, prefix, repeats),
+        "sharing": lambda: bench_sharing(contender, prefix // 4, requests or (256 if gpu else 16), repeats=repeats),
+        "gaps": lambda: bench_gaps(contender, prompt, repeats=repeats),
+    }
+    for part in wanted:
+        yield part, benches[part]()
+
+
+def used_config(engine: LLMEngine) -> dict[str, Any]:
+    """For a result file."""
+    return {k: v for k, v in asdict(engine.setup.config).items() if v is not None}
+
+
+def describe(name: str, requests: int, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+    """As `Workload.describe`."""
+    return {"name": name, "requests": requests, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
