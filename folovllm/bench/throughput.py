@@ -30,6 +30,7 @@ class Observed:
     """What one pass of a workload through an engine showed."""
 
     seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of this process, all threads: what a busy machine does not disturb
     outputs: dict[str, RequestOutput] = field(default_factory=dict)  # of finished requests
     prompt_tokens: int = 0  # of all requests whose prefill was done in time
     output_tokens: int = 0  # generated in time, by unfinished requests too
@@ -57,6 +58,7 @@ def run_workload(engine: LLMEngine, workload: Workload, limit: float | None = No
             f"{engine.setup.max_model_len}: choose another workload or model, or raise max_model_len"
         )
     seen, queue, start = Observed(), list(reversed(list(enumerate(workload.requests)))), time.perf_counter()
+    cpu_start = time.process_time()
     while queue or engine.has_unfinished_requests():
         now = time.perf_counter() - start
         if limit is not None and now > limit:
@@ -72,7 +74,7 @@ def run_workload(engine: LLMEngine, workload: Workload, limit: float | None = No
             time.sleep(min(0.01, queue[-1][1].arrival - now))
             continue
         _step(engine, seen)
-    seen.seconds = time.perf_counter() - start
+    seen.seconds, seen.cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     _count(engine, workload, seen, len(workload.requests) - len(queue))
     return seen
 
@@ -103,6 +105,7 @@ def metrics_of(passes: list[Observed], bound: float | None) -> dict[str, Metric]
         "output tokens": over(lambda p: p.output_tokens / p.seconds, "tok/s"),
         "prompt and output tokens": over(lambda p: (p.prompt_tokens + p.output_tokens) / p.seconds, "tok/s"),
         "time": over(lambda p: p.seconds, "s", False),
+        "time on the CPU": over(lambda p: p.cpu_seconds, "s", False),
         "requests finished": over(lambda p: len(p.outputs)),
     }
     for name, quantile in (("TTFT median", 0.5), ("TTFT p99", 0.99), ("TPOT median", 0.5), ("TPOT p99", 0.99)):

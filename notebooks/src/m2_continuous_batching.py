@@ -45,7 +45,8 @@ def greedy(count):
 
 
 NAMES = ["Lily", "Tom", "Mia", "Ben", "Sue", "Max", "Ana", "Leo", "Zoe", "Sam", "Amy", "Dan", "Eva", "Jim", "Kim", "Ned"]
-PROMPTS = [f"Once upon a time, {name} " + "went very far and " * (i % 4) for i, name in enumerate(NAMES)]
+STORY = "Once upon a time, there was a curious child named {}. One night, {} looked at the moon and saw a"
+PROMPTS = [" ".join(STORY.format(name, name).split()[: 11 + 3 * (i % 4)]) for i, name in enumerate(NAMES)]
 LENGTHS = [8, 48, 12, 36, 8, 16, 56, 10, 24, 8, 44, 14, 32, 8, 20, 24]  # tokens of each answer: few long, many short
 
 # %% [markdown]
