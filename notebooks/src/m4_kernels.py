@@ -660,8 +660,8 @@ assert np.isnan(errors["masked scores, unmasked loads"][0])
 assert errors["always the first page"][0] < 1e-5 < 0.01 < errors["always the first page"][2]
 
 # %% [markdown]
-# Short sequences forgive everything: one tile needs no rescale, one chunk no merge, one page no table. Hence the tests at and around
-# every boundary of tile, chunk and page. The last mistake does nothing *here*, because every tile that these kernels fold shows each
+# At 32 tokens, exactly one tile, everything looks right: one tile needs no rescale, one chunk no merge, nothing is masked, and the first pages
+# are the right ones. Hence the tests at and around every boundary of tile, chunk and page. The last mistake does nothing *here*, because every tile that these kernels fold shows each
 # query at least one key; with a sliding window (the stretch above) it would be NaN.
 #
 # ## What the next milestone is for
