@@ -91,7 +91,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without chat markup.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, one a line.")] = False,
     show_steps: Annotated[
-        bool, typer.Option("--show-steps", help="Print one line a step: waiting, running, tokens, time.")
+        bool, typer.Option("--show-steps", help="Print a line a step, and draw the KV cache: a letter a page.")
     ] = False,
     **given: Any,
 ) -> None:
@@ -178,7 +178,9 @@ def started_milestone() -> str | None:
 
 
 def run_steps(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:
-    """What `llm.generate` does, with a line on stderr for each step of the engine."""
+    """What `llm.generate` does, with a line on stderr for each step of the engine, and its pool of KV cache under it."""
+    from folovllm.show import draw_pool
+
     for index, prompt in enumerate(prompts):
         llm.engine.add_request(str(index), prompt, params, stream=False)
     finished: dict[str, RequestOutput] = {}
@@ -186,6 +188,8 @@ def run_steps(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> li
         finished |= {output.request_id: output for output in llm.engine.step()}
         if llm.engine.last_stats is not None:
             _stderr().print(step_line(llm.engine.last_stats), style="dim", soft_wrap=True)
+        if pool := draw_pool(llm.engine):
+            _stderr().print(pool, soft_wrap=True)
     return [finished[str(index)] for index in range(len(prompts))]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.text import Text
 
-from folovllm.engine.llm_engine import LLMEngine
-from folovllm.request import Sequence
+if TYPE_CHECKING:
+    from folovllm.engine.llm_engine import LLMEngine
+    from folovllm.request import Sequence
 
 PAGES_A_LINE = 64
 MAX_LINES = 16  # a large pool would fill the screen

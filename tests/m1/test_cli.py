@@ -103,6 +103,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeLLM]]:
     module = ModuleType("folovllm.llm")
     module.LLM = FakeLLM  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "folovllm.llm", module)
+    monkeypatch.setattr("folovllm.show.draw_pool", lambda engine: "")  # tests/m3 has the picture
     monkeypatch.delenv("FOLOVLLM_MINE", raising=False)
     FakeLLM.made = []
     yield FakeLLM
@@ -187,9 +188,9 @@ class TestPrompts:
 
 class TestOutput:
     def test_text_on_stdout_times_on_stderr(self, llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
-        run("generate", "hi")
+        run("generate", "Say [/bold]:")
         out, err = capsys.readouterr()
-        assert out == "Say [/bold]: HI\n"  # markup in a text is text
+        assert out == "Say [/bold]: SAY [/BOLD]:\n"  # markup in a text is text
         assert err == "5 tokens · TTFT 500.0 ms · TPOT 500.0 ms · 2.0 tokens/s\n"
 
     def test_json_is_one_object_a_line(self, llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:

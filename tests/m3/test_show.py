@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from folovllm.cli import main
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams
 from folovllm.show import draw_pool, page_holders
@@ -65,3 +68,14 @@ def test_slots_and_no_pool_at_all() -> None:
     slots = started(9, 4, milestone="m2", num_kv_blocks=3, block_size=None)
     assert len(draw_pool(slots).plain.split()[1]) == 3
     assert draw_pool(started(9, milestone="m1", num_kv_blocks=None, block_size=None)).plain == ""
+
+
+def test_show_steps_draws_it(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--milestone", "m3", "--block-size", "2", "--num-kv-blocks", "16", "--max-model-len", "32", "--raw"]
+    with pytest.raises(SystemExit):
+        main(["generate", "abcde", "--model", str(tiny_checkpoint()), "--max-tokens", "3", "--show-steps", *flags])
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("step ", "     0 "))]
+    assert [line.split()[0] for line in lines] == ["step", "0", "step", "0", "step"]  # all is free after the last one
+    pools = [line.split()[1] for line in lines[1::2]]
+    letter = pools[0][0]
+    assert pools == [letter * 2 + letter.lower() + "·" * 13, letter * 3 + "·" * 13]
