@@ -1,0 +1,623 @@
+# %% [markdown]
+# # M5: reuse
+#
+# M3 gave a page back as soon as its sequence ended, and forgot what was on it. Yet the next turn of a conversation begins with all that was
+# said before, and a thousand users share one system prompt. Here a page keeps its contents and a *name* until somebody else needs it,
+# and whoever begins with the same words finds it. A second idea belongs to it: a long prompt that does have to be computed comes in
+# chunks, so that nobody else has to stop.
+#
+# The [chapter](../docs/5_reuse.md) explains at leisure. Here you predict, measure, and break things.
+
+# %%
+from milestones.notebooks import running
+
+running("m5")
+
+# %%
+import inspect
+import json
+import time
+import warnings
+from unittest.mock import patch
+
+warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm, about widgets that nothing here uses
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+from folovllm import LLM, SamplingParams
+from folovllm.bench.reuse import bench_sharing, time_to_first_token, watch_gaps
+
+MODEL = "stories-5m"  # comes with the package
+
+torch.set_num_threads(1)  # so that two runs of this notebook can be compared
+plt.rcParams.update({"figure.dpi": 72, "axes.spines.top": False, "axes.spines.right": False, "font.size": 10})
+
+
+def load(milestone="m5", **options):
+    options = {"max_model_len": 256, "device": "cpu", "use_tqdm": False} | options
+    return LLM(MODEL, milestone=milestone, **options)
+
+
+def greedy(count):
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+
+
+def serve(engine, requests, look=lambda: None):
+    """Submit (prompt, max_tokens) pairs at once, step until all are done, look after each step; the answers' token ids."""
+    for i, (prompt, count) in enumerate(requests):
+        engine.add_request(str(i), prompt, greedy(count), stream=False)
+    answers = {}
+    while engine.has_unfinished_requests():
+        answers |= {int(out.request_id): out.outputs[0].token_ids for out in engine.step()}
+        look()
+    return [answers[i] for i in range(len(requests))]
+
+
+# %% [markdown]
+# ## Predict
+#
+# Write your guesses down before you go on; each is measured below.
+#
+# 1. Two prompts share their first 1,600 tokens and differ in the last 32. How many times sooner does the second one's first token come?
+# 2. Two stories have a paragraph in common, in the middle. How much of the second one's paragraph need not be computed?
+# 3. What does it cost to look for prefixes if there are none to be found, in percent of the time?
+# 4. A request is being answered when a prompt of 1,600 tokens arrives. How many times longer than usual does it wait for its next
+#    token? And if the prompt comes in chunks of 128: how much later does the newcomer get its first token?
+#
+# ## Feel the problem
+#
+# A conversation with M4. Each turn sends all that was said so far, for that is all an engine ever gets. What does it compute?
+
+# %%
+TURNS = ["Tell me a story about a dog.", "What is the name of the boy?", "Tell me a story about a cat.", "Thank you!"]
+
+
+def converse(llm):
+    """The turns one after the other; for each, the tokens of its prompt and how many were computed for it."""
+    messages, counts, engine = [], [], llm.engine
+    for turn in TURNS:
+        messages.append({"role": "user", "content": turn})
+        engine.history = []
+        out = llm.chat(messages, SamplingParams(temperature=0, max_tokens=160), use_tqdm=False)[0]
+        messages.append({"role": "assistant", "content": out["text"]})
+        computed = sum(n for step in engine.history for *_, n in step.shares)
+        counts.append((len(out.prompt_token_ids), computed - len(out["token_ids"]) + 1, out.num_cached_tokens))
+    return messages, counts
+
+
+m4 = load("m4", max_model_len=1024)
+talk, m4_counts = converse(m4)
+for turn, (prompt, computed, _) in zip(TURNS, m4_counts, strict=True):
+    print(f"{turn:30} prompt {prompt:4} tokens, {computed:4} computed")
+assert all(prompt == computed for prompt, computed, _ in m4_counts)
+
+# %% [markdown]
+# And somebody who is waiting for the next token of an answer, while a long prompt arrives. The engine computes a prompt in one step,
+# and in that step nobody gets anything before all of it is done.
+
+# %%
+LONG = 1600
+m4_long = load("m4", max_model_len=LONG + 64, max_num_batched_tokens=LONG + 64)
+watch_gaps(m4_long.engine, 200, seed=0)  # warm up
+gaps, ttft = watch_gaps(m4_long.engine, LONG, seed=1)
+m4_long.engine.history = []
+serve(m4_long.engine, [([5] * 8, 12)])
+usual = float(np.median([step.seconds for step in m4_long.engine.history[1:]]))
+print(f"usual gap between two tokens {usual * 1e3:.0f} ms; while the prompt came {max(gaps) * 1e3:.0f} ms, {max(gaps) / usual:.0f} times as long")
+assert max(gaps) > 10 * usual
+
+# %% [markdown]
+# ## The mini: pages with names
+#
+# Below is M3's decoder over a pool of pages, with one thing more. A full page gets a name: the hash of *the name of the page before it* and
+# of its own tokens. So equal names mean equal prefixes, not just equal pages. A freed page keeps its name until it is taken for something
+# else, and a newcomer begins with the pages whose names it can compute. No import of the engine, and the same tokens as the preset.
+
+# %%
+from safetensors.torch import load_file
+
+
+class Pages:
+    """K/V of many sequences in pages of `size` tokens; full pages have names, and keep them when they are free."""
+
+    def __init__(self, config, count, size):
+        shape = config["num_hidden_layers"], 2, count, size, config["num_key_value_heads"], config["head_dim"]
+        self.kv, self.size, self.tables = torch.full(shape, torch.nan), size, {}
+        self.free = dict.fromkeys(range(count))  # longest free first; a dict, so that any page can leave at once
+        self.holders, self.page_of, self.name_of = [0] * count, {}, {}
+
+    def names(self, ids):
+        name = 0
+        for i in range(0, len(ids) - self.size + 1, self.size):
+            name = hash((name, *ids[i : i + self.size]))  # the chain
+            yield name
+
+    def match(self, seq, ids):
+        """Begin with what is there, but leave a token to compute; how many tokens were found."""
+        table = self.tables[seq] = []
+        for name in self.names(ids[:-1]):
+            if (page := self.page_of.get(name)) is None:
+                break
+            self.free.pop(page, None)  # found, hence no longer free
+            self.holders[page] += 1
+            table.append(page)
+        return len(table) * self.size
+
+    def reserve(self, seq, tokens):
+        table = self.tables[seq]
+        while len(table) * self.size < tokens:
+            page = next(iter(self.free))
+            del self.free[page]
+            self.page_of.pop(self.name_of.pop(page, None), None)  # taken, hence forgotten
+            self.holders[page] = 1
+            table.append(page)
+
+    def publish(self, seq, ids):
+        for page, name in zip(self.tables[seq], self.names(ids), strict=False):
+            if name not in self.page_of:
+                self.page_of[name], self.name_of[page] = page, name
+
+    def release(self, seq):
+        for page in reversed(self.tables.pop(seq)):
+            self.holders[page] -= 1
+            if self.holders[page] == 0:
+                self.free[page] = None
+
+    def write_and_read(self, layer, seq, start, kv):
+        table, p = torch.tensor(self.tables[seq]), torch.arange(start, start + kv.shape[1])
+        self.kv[layer][:, table[p // self.size], p % self.size] = kv
+        return self.kv[layer][:, table].flatten(1, 2)[:, : start + kv.shape[1]]
+
+
+@torch.inference_mode()
+def mini_serve(mini, requests, count, size, chunk):
+    """Requests take turns, each with at most `chunk` tokens; the answers, and how many tokens were computed."""
+    texts, done, computed = [list(ids) for ids, _ in requests], {}, 0
+    pages, todo = Pages(mini.c, count, size), list(range(len(requests)))
+    while todo:
+        for seq in list(todo):
+            text = texts[seq]
+            start = done[seq] if seq in done else pages.match(seq, text)
+            done[seq] = end = min(len(text), start + chunk)
+            pages.reserve(seq, end)
+            token, computed = mini.next_token(text[:end], start, pages, seq), computed + end - start
+            pages.publish(seq, text[:end])
+            if end == len(text):  # a chunk that ends earlier draws nothing
+                text.append(token)
+                if len(text) == len(requests[seq][0]) + requests[seq][1]:
+                    todo.remove(seq)
+                    pages.release(seq)
+    return [text[len(ids) :] for text, (ids, _) in zip(texts, requests, strict=True)], computed
+
+
+# %% [markdown]
+# The decoder itself is M3's, word for word.
+
+# %%
+class Mini:
+    def __init__(self, folder):
+        self.c = json.loads((folder / "config.json").read_text())
+        self.w = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+
+    def norm(self, x, name):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.c["rms_norm_eps"]) * self.w[f"{name}.weight"]
+
+    def rotate(self, x, positions):
+        theta, dim = self.c.get("rope_theta") or self.c["rope_parameters"]["rope_theta"], self.c["head_dim"]
+        angles = positions[:, None, None] * theta ** (-torch.arange(0, dim, 2) / dim)
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+
+    def next_token(self, ids, start, pages, seq):
+        """The greedy token after `ids`, of which those from `start` on are new."""
+        positions, dim = torch.arange(start, len(ids)), self.c["head_dim"]
+        x = self.w["model.embed_tokens.weight"][ids[start:]]  # [T, H]
+        for i in range(self.c["num_hidden_layers"]):
+            name, h = f"model.layers.{i}.self_attn", self.norm(x, f"model.layers.{i}.input_layernorm")
+            q, k, v = ((h @ self.w[f"{name}.{p}_proj.weight"].T).view(len(h), -1, dim) for p in "qkv")
+            q, k = (self.rotate(self.norm(t, f"{name}.{p}_norm"), positions) for p, t in (("q", q), ("k", k)))
+            k, v = pages.write_and_read(i, seq, start, torch.stack((k, v))).repeat_interleave(q.shape[1] // k.shape[1], 2)
+            scores = torch.einsum("qhd,khd->hqk", q, k) / dim**0.5
+            scores = scores.masked_fill(torch.arange(len(k)) > positions[:, None], -torch.inf)
+            x = x + torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1) @ self.w[f"{name}.o_proj.weight"].T
+            name, h = f"model.layers.{i}.mlp", self.norm(x, f"model.layers.{i}.post_attention_layernorm")
+            gate, up = (h @ self.w[f"{name}.{p}_proj.weight"].T for p in ("gate", "up"))
+            x = x + (torch.nn.functional.silu(gate) * up) @ self.w[f"{name}.down_proj.weight"].T
+        return int((self.w["model.embed_tokens.weight"] @ self.norm(x[-1], "model.norm")).argmax())
+
+
+# %%
+llm = load(block_size=4, num_kv_blocks=64)
+BEGINNING = "Once upon a time, there was a girl named Lily. She had a red ball and a small dog. One day,"
+ENDINGS = ["", " Lily saw a bird.", " Lily saw a bird. The dog", " the dog ran away. Lily was sad."]
+stories = [(llm.tokenizer.encode(BEGINNING + ending), 24) for ending in ENDINGS]
+mini_tokens, computed = mini_serve(Mini(llm.engine.setup.path), stories, count=64, size=4, chunk=10)
+preset_tokens = serve(llm.engine, stories)
+assert mini_tokens == preset_tokens
+in_all = sum(len(ids) + count - 1 for ids, count in stories)
+assert computed < in_all
+lines = sum(1 for line in In[-3].splitlines() if line.strip())  # the cell of Pages and mini_serve
+assert lines <= 80, lines
+print(f"{lines} lines; {in_all} tokens to compute, {computed} computed; all {sum(map(len, mini_tokens))} generated tokens equal")
+
+# %% [markdown]
+# The mini believes its 64-bit hash. The engine compares the tokens, too.
+#
+# ## Your turn
+#
+# Six functions, five exercises. In a terminal:
+#
+# ```
+# python -m milestones start m5        # their bodies are cut out of your copy, mine/
+# python -m milestones                 # where you are, and the next step
+# python -m milestones hint m5.1       # a nudge; twice more: the approach, nearly the code
+# ```
+#
+# `start` puts a copy of this notebook into `mine/`, and there it runs your code. What each function promises:
+
+# %%
+from folovllm.cache import prefix_cache
+from folovllm.cache.prefix_cache import PrefixCache, PrefixCachingBlockManager
+from folovllm.engine import scheduler
+
+EXERCISES = {
+    "m5.1": [prefix_cache.compute_hash],
+    "m5.2": [PrefixCache.longest_cached_prefix],
+    "m5.3": [PrefixCache.publish],
+    "m5.4": [PrefixCache.evict, PrefixCachingBlockManager.adopt],
+    "m5.5": [scheduler.chunk],
+}
+for id, functions in EXERCISES.items():
+    for f in functions:
+        print(f"{id}  {f.__module__}:{f.__qualname__}\n    {inspect.getdoc(f).splitlines()[0]}")
+
+# %% [markdown]
+# One of them in full, signature and docstring:
+
+# %%
+f = PrefixCache.longest_cached_prefix
+print(f"def {f.__name__}{inspect.signature(f)}:\n")
+print(inspect.getdoc(f))
+
+# %% [markdown]
+# ## See it: the chain in a live pool
+#
+# Four stories that begin alike; one has been told already, three are being told. Each box is a page that has a name: its number, the
+# number of sequences that hold it, its words. A line leads to the page that it follows. White boxes are held by nobody: free to take, and
+# still to be found. Below it, the free list, in the order in which its pages will be forgotten.
+
+# %%
+tokenizer = llm.tokenizer
+
+
+def chain(kv):
+    """Named pages as (block, depth, children); the roots, in order of their serials."""
+    blocks = sorted(kv.prefix_cache._by_hash.values(), key=lambda block: block.serial)
+    children = {block.serial: [] for block in blocks} | {prefix_cache.ROOT: []}
+    for block in blocks:
+        children.setdefault(block.parent, []).append(block)
+    return children
+
+
+def draw_chain(kv, title):
+    children, spots, rows = chain(kv), {}, 0
+
+    def place(parent, depth):
+        nonlocal rows
+        for i, block in enumerate(children.get(parent, [])):
+            rows += i > 0
+            spots[block.block_id] = depth, rows
+            place(block.serial, depth + 1)
+
+    place(prefix_cache.ROOT, 0)
+    depth = max(x for x, _ in spots.values()) + 1
+    figure, axes = plt.subplots(figsize=(max(9, 1.5 * depth), 0.8 * rows + 1.6))
+    shades = plt.get_cmap("Blues")
+    for siblings in children.values():
+        for block in siblings:
+            x, y = spots[block.block_id]
+            words = tokenizer.decode(np.frombuffer(block.token_ids, np.int32).tolist())
+            colour = shades(0.12 + 0.14 * block.ref_count) if block.ref_count else "white"
+            text = f"page {block.block_id} · held {block.ref_count}x\n{words.strip()[:19]}"
+            axes.text(x, -y, text, ha="center", va="center", fontsize=7.5, bbox={"boxstyle": "round", "fc": colour, "ec": "grey"})
+            for child in children.get(block.serial, []):
+                cx, cy = spots[child.block_id]
+                axes.plot([x + 0.1, cx - 0.1], [-y, -cy], color="grey", lw=1, zorder=0)
+    axes.set(xlim=(-0.6, depth - 0.4), ylim=(-rows - 0.6, 0.6), title=title)
+    axes.axis("off")
+    plt.show()
+    free, block = [], kv._free._ends._next
+    while block is not kv._free._ends:
+        free.append(f"{block.block_id}" + ("*" if block.hash is not None else ""))
+        block = block._next
+    print("free list, next to be taken first (* has a name):", " ".join(free))
+
+
+live = load(block_size=4, num_kv_blocks=32, max_model_len=96)
+serve(live.engine, [(stories[3][0], 6)])  # told and gone
+for i, (ids, _) in enumerate(stories[:3]):
+    live.engine.add_request(str(i), ids, greedy(9))
+for _ in range(7):
+    live.engine.step()
+pool = live.engine.scheduler.kv
+draw_chain(pool, "named pages after 7 steps: three sequences run, one is gone")
+held = [pool.blocks[page].ref_count for seq in live.engine.scheduler.running for page in seq.block_table]
+assert max(held) == 3 and any(b.ref_count == 0 for b in pool.prefix_cache._by_hash.values())
+
+# %% [markdown]
+# It is a tree, and nobody has built one: each page knows the serial number of the page it follows, and that is all. The beginning is held
+# three times and is stored once. The white chain is the story that has been told. The page before ", Lily saw a" has been followed by these
+# words in two running sequences, which computed them in the same step: one of the two pages has the name, its twin has none, and nobody
+# is moved from one to the other. Where a text goes on differently, so does the chain, at the granularity of a page: the page in which two
+# texts part is stored twice.
+#
+# And the conversation from above:
+
+# %%
+m5 = load(max_model_len=1024)
+same_talk, m5_counts = converse(m5)
+assert [m["content"] for m in same_talk] == [m["content"] for m in talk], "the cache changes no word"
+figure, axes = plt.subplots(figsize=(8, 2.6))
+for i, ((prompt, _, _), (_, mine, cached)) in enumerate(zip(m4_counts, m5_counts, strict=True)):
+    axes.barh(i - 0.2, prompt, 0.36, color="tab:red", label="M4: computed" if i == 0 else None)
+    axes.barh(i + 0.2, mine, 0.36, color="tab:blue", label="M5: computed" if i == 0 else None)
+    axes.barh(i + 0.2, cached, 0.36, left=mine, color="white", edgecolor="tab:blue", label="M5: found" if i == 0 else None)
+axes.set(yticks=range(len(TURNS)), yticklabels=TURNS, xlabel="tokens of the prompt")
+axes.invert_yaxis()
+axes.legend(frameon=False)
+plt.show()
+stats = m5.engine.prefix_cache_stats()
+print(f"found {stats.tokens_hit} of {stats.tokens} tokens ({stats.hit_rate:.0%}), in {stats.requests_hit} of {stats.requests} requests")
+assert sum(mine for _, mine, _ in m5_counts) < sum(prompt for prompt, *_ in m4_counts) / 2
+
+# %% [markdown]
+# Answers are found as well: what the engine generated in one turn is part of the prompt of the next.
+#
+# Now the paragraph in the middle: after another beginning, how much of it is found?
+
+# %%
+rng = np.random.default_rng(0)
+
+
+def fresh(count):
+    """Tokens that nobody has asked for."""
+    return rng.integers(3, 4000, count).tolist()
+
+
+paragraph, found = fresh(64), []
+for i, prompt in enumerate([paragraph + fresh(8), paragraph + fresh(8), fresh(16) + paragraph + fresh(8)]):
+    m5.engine.add_request(f"middle {i}", prompt, greedy(1))
+    [out] = m5.engine.step()
+    found.append(out.num_cached_tokens)
+print("the same 64 tokens, found:", dict(zip(["the first time", "at the beginning again", "in the middle"], found, strict=True)))
+assert found == [0, 64, 0]
+
+# %% [markdown]
+# Nothing, although the words are the same and lie on page boundaries. The K/V of a word is made from all words before it, so in another
+# story it is another K/V. The chain says just that.
+#
+# ## Measure: the first token, with and without a hit
+#
+# Prompts of 1,632 tokens, the first so many of which have been asked before.
+
+# %%
+reader = load(max_model_len=LONG + 64, max_num_batched_tokens=LONG + 64).engine
+time_to_first_token(reader, fresh(200))
+shared, ttfts = fresh(LONG), {}
+time_to_first_token(reader, shared + fresh(32))
+for known in (0, 400, 800, 1200, LONG):
+    ttfts[known] = min(time_to_first_token(reader, shared[:known] + fresh(LONG + 32 - known)) for _ in range(2))
+figure, axes = plt.subplots(figsize=(6, 2.6))
+axes.plot(list(ttfts), [1e3 * t for t in ttfts.values()], "o-", color="tab:blue")
+axes.set(xlabel="tokens known before, of 1,632", ylabel="ms", title="time to first token", ylim=0)
+plt.show()
+print(f"nothing known: {1e3 * ttfts[0]:.0f} ms; all but the tail: {1e3 * ttfts[LONG]:.0f} ms; {ttfts[0] / ttfts[LONG]:.0f} times sooner")
+assert ttfts[0] > 5 * ttfts[LONG]
+
+# %% [markdown]
+# ## Measure: sixteen requests, the cache off and on
+#
+# Eight requests with 192 tokens in common, and eight of the same lengths with nothing in common.
+
+# %%
+contender = ("m5", {"model": MODEL, "milestone": "m5", "device": "cpu", "use_tqdm": False})
+off, on = bench_sharing(contender, prefix=192, count=8, output_len=6, repeats=2).runs
+for name in on.metrics:
+    before = f"{off.metrics[name].median:8.1f}" if name in off.metrics else " " * 8
+    print(f"{name:38} off {before}   on {on.metrics[name].median:8.2f} {on.metrics[name].unit}")
+assert on.metrics["prefix shared"].median > off.metrics["prefix shared"].median
+assert on.metrics["hashing and look-ups, nothing shared"].median < 1
+
+# %% [markdown]
+# A cache that finds nothing costs next to nothing: a hash of 64 bytes per page, once per sequence, and a look into a dictionary.
+#
+# ## Measure: chunks against the longest gap
+#
+# The prompt of 1,600 tokens again, in one step or in chunks, while somebody waits for tokens. `max_num_batched_tokens` is the size of a
+# step: the running request takes one token of it, the prompt the rest.
+
+# %%
+curves = {}
+for size in (LONG + 64, 512, 128, 32):
+    engine = load(max_model_len=LONG + 64, max_num_batched_tokens=size, enable_prefix_caching=False).engine
+    watch_gaps(engine, 100, seed=0)
+    curves[size] = watch_gaps(engine, LONG, seed=1)
+figure, (left, right) = plt.subplots(1, 2, figsize=(12, 3))
+for size, (seen, _) in curves.items():
+    left.step(np.cumsum([0, *seen]), range(len(seen) + 1), where="post", label="whole" if size > LONG else f"{size} a step")
+left.set(xlabel="seconds after the long prompt arrives", ylabel="tokens", title="tokens of the running request", yscale="symlog")
+left.legend(frameon=False)
+names = ["whole", *map(str, list(curves)[1:])]
+places = np.arange(len(names))
+right.bar(places - 0.2, [1e3 * max(seen) for seen, _ in curves.values()], 0.4, label="longest gap", color="tab:red")
+right.bar(places + 0.2, [1e3 * first for _, first in curves.values()], 0.4, label="TTFT of the long prompt", color="tab:blue")
+right.set(xticks=places, xticklabels=names, ylabel="ms", yscale="log", xlabel="tokens a step")
+right.legend(frameon=False, bbox_to_anchor=(1, 1))
+figure.tight_layout()
+plt.show()
+for name, (seen, first) in zip(names, curves.values(), strict=True):
+    print(f"{name:>6}: longest gap {1e3 * max(seen):6.0f} ms, {len(seen):3} tokens meanwhile; TTFT of the long prompt {1e3 * first:6.0f} ms")
+assert max(curves[LONG + 64][0]) > 3 * max(curves[128][0])
+
+# %% [markdown]
+# The gap follows the chunk, as a step takes as long as the tokens in it. What do small chunks cost? Each reads the weights again, and the
+# K/V of all chunks before it. On a CPU the arithmetic outweighs both. On a GPU a chunk has to be large enough to be bound by arithmetic,
+# some hundred tokens, and so the usual budgets are 512 to 8,192.
+#
+# ## Compare
+#
+# | | this milestone | nano-vLLM | vLLM | SGLang |
+# |---|---|---|---|---|
+# | known prefixes are in | a dictionary of page names | a dictionary of page names | a dictionary of page names | a radix tree of token ids |
+# | a name is | xxh64(previous name, tokens) | the same | SHA-256 of the same, and more (images, adapters, salt) | none: a path |
+# | tokens compared on a hit | yes, and the parent | the page's own | no | yes, they are the tree's edges |
+# | granularity | a page, 16 tokens | a page, 256 | a page, 16 | a page, 1 token by default |
+# | forgotten first | freed for the longest time, tail first | freed for the longest time, tail first | freed for the longest time, tail first | the leaf unused for the longest time |
+# | the queue heeds the cache | no | no | no | yes: longest match first, if asked |
+#
+# The chapter compares the last two at length. In short: the tree is exact and finer, the dictionary is a few lines and its names mean
+# something on other machines, too.
+#
+# ## Break it
+#
+# Six requests in a small pool, after four others: prefixes are shared, and pages are forgotten all the time. The right answers come from
+# an engine without a cache.
+
+# %%
+def texts(*numbers):
+    """A first page of its own for each, then the same two pages, then a page of its own."""
+    words = tokenizer.encode(" She had a red ball and a small dog")[:8]
+    return [([100 + n] * 4 + words + [200 + n] * 3, 12) for n in numbers]
+
+
+waves = [texts(1, 2, 3, 4), texts(1, 5, 2, 1, 6, 3), texts(7, 3, 1)]
+SMALL = {"block_size": 4, "num_kv_blocks": 30, "max_model_len": 64}
+
+
+def play(engine):
+    answers = []
+    for wave in waves:
+        for i, (prompt, count) in enumerate(wave):
+            engine.add_request(str(i), prompt, greedy(count), stream=False)
+        done = {}
+        for _ in range(400):  # an engine that is stuck makes no progress, and no noise
+            done |= {int(out.request_id): out.outputs[0].token_ids for out in engine.step()}
+            if not engine.has_unfinished_requests():
+                break
+        answers += [done.get(i) for i in range(len(wave))]
+        if engine.has_unfinished_requests():
+            return answers, True
+    return answers, False
+
+
+right_answers, _ = play(load(enable_prefix_caching=False, **SMALL).engine)
+total = len(right_answers)
+
+
+def own_tokens_only(token_ids, prefix):
+    return real_hash(token_ids, 0)
+
+
+def trusting(self, seq):
+    found = []
+    for i in range((seq.num_tokens - 1) // self._block_size):
+        if (block := self._by_hash.get(self._hash(seq, i))) is None:
+            break
+        found.append(block)
+    return found
+
+
+def to_the_last_token(self, seq):
+    found = []
+    for i in range(seq.num_tokens // self._block_size):
+        if (block := self._by_hash.get(self._hash(seq, i))) is None:
+            break
+        found.append(block)
+    return found
+
+
+def found_and_free(self, block):
+    block.ref_count += 1
+
+
+def never_forgets(self, block):
+    pass
+
+
+real_hash = prefix_cache.compute_hash
+hash_alone = patch.object(prefix_cache, "compute_hash", own_tokens_only)
+trust = patch.object(PrefixCache, "longest_cached_prefix", trusting)
+breaks = {
+    "as it is": [],
+    "names without the parent": [hash_alone],
+    "hits believed, names right": [trust],
+    "both": [hash_alone, trust],
+    "found, and still free": [patch.object(PrefixCachingBlockManager, "adopt", found_and_free)],
+    "taken, and not forgotten": [patch.object(PrefixCache, "evict", never_forgets)],
+}
+said = {}
+for name, patches in breaks.items():
+    for broken in patches:
+        broken.start()
+    try:
+        engine = load(**SMALL).engine
+        answers, stuck = play(engine)
+        right = sum(a == b for a, b in zip(answers, right_answers, strict=False))
+        found = engine.prefix_cache_stats().tokens_hit
+        said[name] = f"{right:2} of {total} answers right, {found:3} tokens found" + (", and then it stands still" if stuck else "")
+    except (RuntimeError, IndexError, AssertionError, KeyError, ValueError) as error:
+        said[name] = f"{type(error).__name__}: {error}"
+    finally:
+        for broken in patches:
+            broken.stop()
+    print(f"{name:28} {said[name]}")
+
+# %%
+assert said["as it is"].startswith(f"{total} of {total}")
+assert said["names without the parent"].startswith(f"{total} of {total}"), "the comparison on a hit saves the day"
+assert not said["both"].startswith(f"{total} of {total}")
+assert play(load(**SMALL).engine)[0] == right_answers, "nothing stayed broken"
+
+# %% [markdown]
+# Look at the second, third and fourth line. Each check alone is enough to give right answers here: with wrong names, hits are refused because the parent is
+# another, and the cache merely finds less. With right names, belief does no harm until two hashes collide, once in many years. Without
+# either, users read the continuation of somebody else's story. It is worth the two comparisons.
+#
+# One more: leave nothing to compute.
+
+# %%
+with patch.object(PrefixCache, "longest_cached_prefix", to_the_last_token):
+    engine = load(**SMALL).engine
+    prompt = texts(1)[0][0][:12]  # three full pages
+    serve(engine, [(prompt, 2)])
+    engine.add_request("again", prompt, greedy(2))
+    steps = [engine.step() for _ in range(20)]
+    print(f"20 steps, {sum(map(len, steps))} outputs, {len(engine.scheduler.waiting)} request waits, nobody runs")
+assert not any(steps)
+
+# %% [markdown]
+# All of the prompt is cached, so there is nothing to compute, so there are no logits, so there is no token. K/V are what a token leaves
+# behind for others, not what it says itself.
+#
+# ## What the next milestone is for
+#
+# Where does a decode step spend its time now? Some of it is not the model's.
+
+# %%
+engine, marks = load().engine, []
+model = engine.executor._worker.runner.model
+model.register_forward_pre_hook(lambda *_: marks.append(time.perf_counter()))
+model.register_forward_hook(lambda *_: marks.append(time.perf_counter()))
+serve(engine, [(fresh(8), 4)])
+engine.history, marks[:] = [], []
+serve(engine, [(fresh(8), 60) for _ in range(8)])
+in_model = sum(b - a for a, b in zip(marks[::2], marks[1::2], strict=True))
+total = sum(step.seconds for step in engine.history)
+print(f"{in_model / total:.0%} of the time in the model's layers; the rest schedules, builds tensors, draws tokens, makes text")
+assert 0 < in_model < total
+
+# %% [markdown]
+# On this CPU the model is slow, and the rest looks small. On a large GPU the layers of a small model take a millisecond or two, the rest
+# takes as long as it does here, and the GPU waits for Python. To get Python out of the way is [M6](m6_speed_and_scale.ipynb).
