@@ -312,8 +312,8 @@ logits = caught[int((torch.stack(entropy) - 2).abs().argmin())][None]  # [1, V]
 one = lambda value: torch.tensor([value])
 stages = {"the model's own": logits, "temperature 0.8": logits / 0.8}
 stages["then min_p 0.02"] = filters.apply_min_p_filtering(stages["temperature 0.8"], one(0.02))
-stages["then top_k 12"] = filters.apply_top_k_filtering(stages["then min_p 0.02"], one(12))
-stages["then top_p 0.8"] = filters.apply_top_p_filtering(stages["then top_k 12"], one(0.8))
+stages["then top_k 6"] = filters.apply_top_k_filtering(stages["then min_p 0.02"], one(6))
+stages["then top_p 0.8"] = filters.apply_top_p_filtering(stages["then top_k 6"], one(0.8))
 
 top = logits[0].topk(16).indices
 figure, panels = plt.subplots(1, 5, figsize=(12, 3.2), sharey=True)
