@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
+from folovllm.kernels.pdl import launch_options, wait_for_inputs
 
 ITEM = tl.constexpr(4)  # int32s of a work item: sequence, chunk, tokens of the sequence, its first partial result
 
@@ -139,12 +140,13 @@ def decode_kernel(
     stride_q, stride_table, scale,
     STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
     B: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    TILE: tl.constexpr, M: tl.constexpr, STEP: tl.constexpr,
+    TILE: tl.constexpr, M: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Work through the plan's items, KV head by KV head. G query heads share one; GROUP and M round that up.
 
     queue = [items taken, programs gone] and done [S * Hkv] are zero before and after every launch.
     """
+    wait_for_inputs(PDL)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     num_items, chunk = tl.load(header_ptr), tl.load(header_ptr + 1)
     g, dims = tl.arange(0, M), tl.arange(0, D)
@@ -275,6 +277,6 @@ class SplitKVDecode:
             STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head,
             B=self.block_size, HKV=self.num_kv_heads, G=self.num_heads // self.num_kv_heads, GROUP=self.group,
             D=self.head_dim, TILE=self.config.tile, M=max(16, self.group), STEP=self.config.merge_step,
-            num_warps=self.config.num_warps, num_stages=self.config.num_stages,
+            num_warps=self.config.num_warps, num_stages=self.config.num_stages, **launch_options(query.device),
         )  # fmt: skip
         return out

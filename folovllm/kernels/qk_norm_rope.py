@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from folovllm.kernels.pdl import launch_options, wait_for_inputs
+
 
 @triton.jit
 def _norm_rope(
@@ -32,11 +34,13 @@ def qk_norm_rope_store_kernel(
     k_cache_ptr, v_cache_ptr, stride_q, stride_k, stride_v, eps,
     STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr, B: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, QS: tl.constexpr, KVS: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: its query heads to `out`, its key and value heads to their slot, or nowhere if that is -1.
 
     QS and KVS are the powers of two from HQ and HKV up.
     """
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = D // 2
     i = tl.arange(0, HALF)[None, :]
@@ -96,5 +100,6 @@ def qk_norm_rope_store(
         STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head, B=kv_cache.shape[2],
         HQ=num_heads, HKV=num_kv_heads, D=head_dim, QS=triton.next_power_of_2(num_heads),
         KVS=triton.next_power_of_2(num_kv_heads), NORM=q_weight is not None and k_weight is not None,
+        **launch_options(query.device),
     )  # fmt: skip
     return out

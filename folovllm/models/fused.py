@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from folovllm.kernels.activation import silu_and_mul
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
+from folovllm.kernels.small_linear import serves, small_linear
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.layernorm import RMSNorm
-from folovllm.models.llama import LlamaAttention
+from folovllm.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
+from folovllm.models.llama import LlamaAttention, LlamaMLP
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
 from folovllm.worker.input_batch import ForwardBatch
@@ -65,9 +68,41 @@ class FusedQwen2Attention(Qwen2Attention):
     prepare = FusedLlamaAttention.prepare
 
 
+class FusedLlamaMLP(LlamaMLP):
+    """Gate, up and activation in one kernel where the batch is small."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As `LlamaMLP`."""
+        if serves(len(x)) and self.gate_up_proj.bias is None:
+            return self.down_proj(small_linear(x, self.gate_up_proj.weight, gated=True))
+        return super().forward(x)
+
+
+def _linear(self: LinearBase, x: torch.Tensor) -> torch.Tensor:
+    """As `LinearBase`, by our own kernel where the batch is small."""
+    if serves(len(x)) and self.bias is None:
+        return small_linear(x, self.weight)
+    return F.linear(x, self.weight, self.bias)
+
+
+class FusedQKVParallelLinear(QKVParallelLinear):
+    """Few tokens: all bandwidth, no library."""
+
+    forward = _linear
+
+
+class FusedRowParallelLinear(RowParallelLinear):
+    """Few tokens: all bandwidth, no library."""
+
+    forward = _linear
+
+
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
     RMSNorm: FusedRMSNorm,
     SiluAndMul: FusedSiluAndMul,
+    QKVParallelLinear: FusedQKVParallelLinear,
+    RowParallelLinear: FusedRowParallelLinear,
+    LlamaMLP: FusedLlamaMLP,
     LlamaAttention: FusedLlamaAttention,
     Qwen2Attention: FusedQwen2Attention,
     Qwen3Attention: FusedQwen3Attention,

@@ -162,28 +162,24 @@ class DeviceTables:
         self.block_tables = torch.zeros(num_rows + 1, max_blocks, dtype=torch.int32, device=device)
         self.last_token = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self._block_size = block_size
+        self._counting = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
 
     def unpack_decode(self, fields: torch.Tensor, max_seq_len: int) -> ForwardBatch:
         """The batch of a padded decode step, from [len(Field), width] on the device. Device work only.
 
         Padding has length 0, position 0 and slot -1.
         """
-        rows, seq_lens, new_block = fields[Field.ROW].long(), fields[Field.SEQ_LEN], fields[Field.NEW_BLOCK]
-        width = len(rows)
-        positions = (seq_lens - 1).clamp(min=0).long()
-        column = positions // self._block_size
-        pages = torch.where(new_block == NOTHING, self.block_tables[rows, column], new_block)
-        self.block_tables[rows, column] = pages
-        slots = pages.long() * self._block_size + positions % self._block_size
-        given = fields[Field.TOKEN].long()
+        input_ids, positions, slots, tables = self._unpack(fields)
+        width = fields.shape[1]
+        seq_lens = fields[Field.SEQ_LEN]
         return ForwardBatch(
-            input_ids=torch.where(given == IN_FLIGHT, self.last_token[rows], given),
+            input_ids=input_ids,
             positions=positions,
-            slot_mapping=torch.where(seq_lens > 0, slots, -1),
-            query_start_loc=torch.arange(width + 1, dtype=torch.int32, device=fields.device),
+            slot_mapping=slots,
+            query_start_loc=self._counting[: width + 1],
             seq_lens=seq_lens,
-            block_tables=self.block_tables[rows],
-            logits_indices=torch.arange(width, device=fields.device),
+            block_tables=tables,
+            logits_indices=self._counting[:width],
             num_seqs=width,
             num_decodes=width,
             max_query_len=1,
@@ -191,6 +187,23 @@ class DeviceTables:
             query_lens_host=[1] * width,
             seq_lens_host=seq_lens.tolist() if fields.device.type == "cpu" else [],
         )
+
+    def _unpack(self, fields: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Input ids, positions, slots and block tables of a decode step; new pages are entered on the way."""
+        if fields.is_cuda:  # one kernel instead of a dozen
+            from folovllm.kernels.unpack_step import unpack_decode
+
+            lines = (int(Field.TOKEN), int(Field.ROW), int(Field.SEQ_LEN), int(Field.NEW_BLOCK))
+            return unpack_decode(fields, self.block_tables, self.last_token, self._block_size, lines)
+        rows, seq_lens, new_block = fields[Field.ROW].long(), fields[Field.SEQ_LEN], fields[Field.NEW_BLOCK]
+        positions = (seq_lens - 1).clamp(min=0).long()
+        column = positions // self._block_size
+        pages = torch.where(new_block == NOTHING, self.block_tables[rows, column], new_block)
+        self.block_tables[rows, column] = pages
+        slots = pages.long() * self._block_size + positions % self._block_size
+        given = fields[Field.TOKEN].long()
+        input_ids = torch.where(given == IN_FLIGHT, self.last_token[rows], given)
+        return input_ids, positions, torch.where(seq_lens > 0, slots, -1), self.block_tables[rows]
 
     def unpack_mixed(self, step: PackedStep, flat: torch.Tensor) -> ForwardBatch:
         """The batch of any step, from its flattened buffer on the device."""

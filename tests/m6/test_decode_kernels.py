@@ -1,0 +1,83 @@
+"""Kernels that a recorded decode step is made of, against their torch twins."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from folovllm.worker.packed_step import NOTHING, DeviceTables, Field
+from tests.m6.devices import DEVICE
+
+pytest.importorskip("triton", reason="Triton is for Linux only")
+
+from folovllm.kernels.small_linear import serves, small_linear
+from folovllm.kernels.unpack_step import unpack_decode
+
+
+class TestSmallLinear:
+    @pytest.mark.parametrize("tokens", [1, 2, 4])
+    @pytest.mark.parametrize(("width", "rows"), [(72, 8), (512, 10), (700, 3), (1100, 20)])
+    def test_is_a_matrix_product(self, tokens: int, width: int, rows: int) -> None:
+        generator = torch.Generator().manual_seed(width)
+        x = torch.randn(tokens, width, generator=generator).to(DEVICE)
+        weight = torch.randn(rows, width, generator=generator).to(DEVICE)
+        expected = (x.double() @ weight.double().T).float()
+        assert torch.allclose(small_linear(x, weight), expected, atol=1e-4, rtol=1e-5)
+
+    @pytest.mark.parametrize("tokens", [1, 4])
+    @pytest.mark.parametrize("rows", [3, 8, 20])
+    def test_gated_is_the_layer_and_its_activation(self, tokens: int, rows: int) -> None:
+        generator = torch.Generator().manual_seed(rows)
+        x = torch.randn(tokens, 130, generator=generator).to(DEVICE)
+        weight = 0.2 * torch.randn(2 * rows, 130, generator=generator).to(DEVICE)
+        gate, up = F.linear(x, weight).chunk(2, dim=-1)
+        assert torch.allclose(small_linear(x, weight, gated=True), F.silu(gate) * up, atol=1e-4, rtol=1e-4)
+
+    def test_takes_rows_of_a_larger_tensor(self) -> None:
+        x, weight = torch.randn(2, 100, device=DEVICE)[:, :64], torch.randn(8, 64, device=DEVICE)
+        assert torch.allclose(small_linear(x, weight), x @ weight.T, atol=1e-4)
+
+    def test_serves_few_tokens(self) -> None:
+        assert [n for n in range(10) if serves(n)] == [1, 2, 4]
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize(("width", "rows", "gated"), [(1024, 4096, False), (3072, 1024, False), (1024, 6144, True)])
+    def test_in_bfloat16_as_accurate_as_the_library(self, width: int, rows: int, gated: bool) -> None:
+        x = torch.randn(2, width, device="cuda", dtype=torch.bfloat16)
+        weight = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) * 0.03
+
+        def compute(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            y = F.linear(a, b)
+            return F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1] if gated else y
+
+        truth = compute(x.double(), weight.double())
+        ours, theirs = ((y.double() - truth).norm() for y in (small_linear(x, weight, gated), compute(x, weight)))
+        assert ours <= 1.2 * theirs
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_unpacking_in_one_kernel_is_unpacking_in_torch(block_size: int) -> None:
+    rng, rows, width, max_blocks = random.Random(block_size), 7, 6, 160
+    tables = DeviceTables(rows, max_blocks, block_size, torch.device("cpu"))
+    tables.block_tables.random_(0, 500, generator=torch.Generator().manual_seed(1))
+    tables.last_token.random_(0, 90, generator=torch.Generator().manual_seed(2))
+    fields = np.zeros((len(Field), width), np.int32)
+    fields[Field.ROW] = [*rng.sample(range(rows), 4), rows, rows]
+    fields[Field.SEQ_LEN] = [1, block_size, block_size + 1, 150 * block_size, 0, 0]
+    fields[Field.TOKEN] = [-1, 5, -1, 7, 0, 0]
+    fields[Field.NEW_BLOCK] = [NOTHING, 300, 301, NOTHING, NOTHING, NOTHING]
+    before = tables.block_tables.clone().to(DEVICE)
+    lines = (int(Field.TOKEN), int(Field.ROW), int(Field.SEQ_LEN), int(Field.NEW_BLOCK))
+    ids, positions, slots, batch_tables = unpack_decode(
+        torch.from_numpy(fields).to(DEVICE), before, tables.last_token.to(DEVICE), block_size, lines
+    )
+    expected = tables.unpack_decode(torch.from_numpy(fields), max_blocks * block_size)
+    assert torch.equal(ids.cpu(), expected.input_ids) and torch.equal(positions.cpu(), expected.positions)
+    assert torch.equal(slots.cpu(), expected.slot_mapping) and torch.equal(before.cpu(), tables.block_tables)
+    for row, wanted, length in zip(batch_tables.cpu(), expected.block_tables, fields[Field.SEQ_LEN], strict=True):
+        pages = -(-int(length) // block_size)
+        assert torch.equal(row[:pages], wanted[:pages])
