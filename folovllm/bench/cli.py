@@ -99,6 +99,7 @@ def reuse(
     prefix: Annotated[int | None, typer.Option(help="Tokens of a shared prefix: 16,000 on a GPU, else 2,000.")] = None,
     prompt: Annotated[int, typer.Option(help="Tokens of the long prompt that arrives.")] = 8000,
     requests: Annotated[int | None, typer.Option(help="Requests that share: 256 on a GPU, else 16.")] = None,
+    chunks: Annotated[str, typer.Option(help="Tokens a step while the long prompt arrives.")] = "2048,512,128",
     repeats: Annotated[int, typer.Option(help="Passes; the table shows median and spread.", min=1)] = 3,
     geometry: Geometry = None,
     save: Save = None,
@@ -109,7 +110,8 @@ def reuse(
 
     with tempfile.TemporaryDirectory() as folder:
         [contender] = contenders(given, None, geometry, folder)
-        for part, found in bench_reuse(contender, parts, prefix, prompt, requests, repeats):
+        sizes = tuple(int(size) for size in chunks.split(","))
+        for part, found in bench_reuse(contender, parts, prefix, prompt, requests, sizes, repeats):
             finish(found, save and save.with_stem(f"{save.stem}-{part}"))
 
 

@@ -27,7 +27,7 @@ from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
 
 TAIL = 32  # tokens of a prompt that nobody shares
-CHUNKS = (8192, 4096, 2048, 1024, 512, 256)
+CHUNKS = (2048, 512, 128)
 DECODED_BEFORE = 8  # tokens of the running request before the long prompt comes
 
 
@@ -225,6 +225,7 @@ def bench_reuse(
     prefix: int | None = None,
     prompt: int = 8000,
     requests: int | None = None,
+    chunks: tuple[int, ...] = CHUNKS,
     repeats: int = 3,
 ) -> Iterator[tuple[str, Result]]:
     """The parts asked for, each as soon as it is done; sizes that are left open depend on the device.
@@ -240,7 +241,7 @@ def bench_reuse(
     benches: dict[str, Callable[[], Result]] = {
         "ttft": lambda: bench_ttft(contender, prefix, repeats),
         "sharing": lambda: bench_sharing(contender, prefix // 4, requests or (256 if gpu else 16), repeats=repeats),
-        "gaps": lambda: bench_gaps(contender, prompt, repeats=repeats),
+        "gaps": lambda: bench_gaps(contender, prompt, chunks, repeats),
     }
     for part in wanted:
         yield part, benches[part]()
