@@ -18,10 +18,13 @@ from triton.compiler import ASTSource
 
 from folovllm.kernels.activation import silu_and_mul_kernel
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel, plan_kernel
+from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_kernel
 from folovllm.kernels.prefill import prefill_config, prefill_kernel
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
 from folovllm.kernels.rms_norm import add_rms_norm_kernel
+from folovllm.kernels.small_linear import WIDTH, small_linear_kernel
 from folovllm.kernels.store import store_kvcache_kernel
+from folovllm.kernels.unpack_step import unpack_decode_kernel
 
 # (D, B) to compile for: those that ask for the most where the limit is low, and few where compiling is slow.
 SHAPES = {75: [(128, 16)], 80: [(128, 16), (256, 256)], 86: [(128, 16), (256, 256)], 89: [(128, 16)],
@@ -33,11 +36,12 @@ HQ, HKV = 16, 8
 
 def pointer_type(name: str, dtype: str) -> str:
     """The element type behind a kernel's pointer argument."""
-    if name in ("slot_ptr", "position_ptr"):
+    if name in ("slot_ptr", "position_ptr", "token_ptr", "last_token_ptr", "input_ptr"):
         return "*i64"
-    if name in ("table_ptr", "start_ptr", "len_ptr", "item_ptr", "header_ptr", "queue_ptr", "done_ptr"):
+    if name in ("table_ptr", "start_ptr", "len_ptr", "item_ptr", "header_ptr", "queue_ptr", "done_ptr", "at_ptr",
+                "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr"):  # fmt: skip
         return "*i32"
-    return "*fp32" if name in ("max_ptr", "acc_ptr", "cos_sin_ptr") or name == "sum_ptr:decode" else f"*{dtype}"
+    return "*fp32" if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr") or name == "sum_ptr:decode" else f"*{dtype}"
 
 
 def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_warps=4, num_stages=2) -> int:
@@ -69,9 +73,10 @@ def kernels(capability: int, head_dim: int, block_size: int):
     yield (prefill_kernel, {**strides, "G": HQ // HKV, "D": d, "TILE_M": prefill.tile_m, "TILE_N": prefill.tile_n},
            prefill.num_warps, prefill.num_stages)  # fmt: skip
     group = HQ // HKV
-    shape = {"HKV": HKV, "G": group, "GROUP": group, "D": d, "TILE": decode.tile, "M": 16, "STEP": decode.merge_step}
+    shape = {"HKV": HKV, "G": group, "GROUP": group, "D": d, "TILE": decode.tile, "M": 16, "STEP": decode.merge_step,
+             "PDL": capability >= 90}  # fmt: skip
     yield decode_kernel, {**strides, **shape}, decode.num_warps, decode.num_stages
-    heads = {"HQ": HQ, "HKV": HKV, "D": d, "QS": HQ, "KVS": HKV, "NORM": True}
+    heads = {"HQ": HQ, "HKV": HKV, "D": d, "QS": HQ, "KVS": HKV, "NORM": True, "PDL": capability >= 90}
     yield qk_norm_rope_store_kernel, {**strides, **heads}, 4, 3
     if (d, b) == (128, 16):  # those below depend on neither
         chunks = {"MIN_CHUNK": decode.min_chunk, "MAX_CHUNK": decode.max_chunk, "QUEUE_CHUNK": decode.queue_chunk,
@@ -80,6 +85,13 @@ def kernels(capability: int, head_dim: int, block_size: int):
         yield plan_kernel, {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, "STEP": 32, **chunks}, 4, 3
         yield add_rms_norm_kernel, {"H": 1024, "WIDTH": 1024, "HAS_RESIDUAL": True}, 4, 3
         yield silu_and_mul_kernel, {"I": 3072, "WIDTH": 1024}, 4, 3
+        yield gumbel_max_kernel, {"WIDTH": TILE}, 8, 3
+        yield best_of_tiles_kernel, {"WIDTH": 64}, 1, 3
+        lines = {"TOKEN": 0, "ROW": 1, "SEQ_LEN": 2, "NEW_BLOCK": 7}
+        yield unpack_decode_kernel, {**lines, "B": b, "WIDTH": 128}, 1, 3
+        for tokens, gated in ((1, True), (4, False)):
+            linear = {"K": 1024, "GATED": gated, "M": tokens, "N": 4, "WIDTH": WIDTH, "PDL": capability >= 90}
+            yield small_linear_kernel, linear, 4, 3
 
 
 def main(capability: int) -> None:
