@@ -81,8 +81,8 @@ def test_a_story_honors_name_color_and_thing(markup: bool):
 
 
 def test_a_made_up_name_is_copied_and_its_stated_gender_kept():
-    story, ended = complete(chat("Tell me a story about a brave boy named Thoolos and a purple dragon."))
-    assert ended and "brave" in story and "Thoolos" in story and "purple dragon" in story
+    story, ended = complete(chat("Tell me a story about a brave boy named Floozem and a purple dragon."))
+    assert ended and "brave" in story and "Floozem" in story and "purple dragon" in story
     assert not re.search(r"\b(she|her)\b", story, re.IGNORECASE)
 
 
