@@ -1,0 +1,89 @@
+"""The order of things in one turn of the overlapped loop, with a scheduler and a device that only keep a log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from folovllm.engine.overlap import OverlappedEngine
+from folovllm.engine.scheduler import SchedulerOutput
+
+
+class Script:
+    """What the scheduler says, turn by turn: the steps' names ("" is nothing to do), and where it must wait."""
+
+    def __init__(self, log: list[str], steps: list[str], waits: set[int]) -> None:
+        self.log, self.steps, self.waits, self.turn = log, steps, waits, -1
+
+    def must_wait(self) -> bool:
+        self.turn += 1
+        return self.turn in self.waits
+
+    def schedule(self) -> SchedulerOutput:
+        name = self.steps[self.turn]
+        self.log.append(f"schedule {name}".strip())
+        return SchedulerOutput([name] if name else [])  # type: ignore[list-item]
+
+
+class Loop(OverlappedEngine):
+    """The real loop over a script; requests are finished when the turns are over."""
+
+    def __init__(self, steps: list[str], waits: set[int], turns: int) -> None:
+        self.log: list[str] = []
+        self.scheduler: Any = Script(self.log, steps, waits)
+        self._in_flight: Any = None
+        self._turns = turns
+
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.turn + 1 < self._turns
+
+    def _start(self, schedule: SchedulerOutput) -> Any:
+        name = schedule.scheduled[0]
+        self.log.append(f"start {name}")
+        return name
+
+    def _collect(self) -> list[Any]:
+        if self._in_flight is None:
+            return []
+        name, self._in_flight = self._in_flight, None
+        self.log.append(f"collect {name}")
+        return [f"out {name}"]
+
+
+def run(*steps: str, waits: set[int] = frozenset(), turns: int = 0) -> tuple[list[str], list[list[Any]], Loop]:  # type: ignore[assignment]
+    """All turns: the log, what each turn returned, and the loop."""
+    loop = Loop(list(steps), waits, turns or len(steps))
+    return loop.log, [loop.step_overlapped() for _ in steps], loop
+
+
+class TestStepOverlapped:
+    def test_a_step_is_started_before_the_one_before_it_is_taken_in(self) -> None:
+        log, outputs, loop = run("a", "b", turns=9)
+        assert log == ["schedule a", "start a", "schedule b", "start b", "collect a"]
+        assert outputs == [[], ["out a"]]
+        assert loop._in_flight == "b"
+
+    def test_one_that_must_wait_sees_everything_first(self) -> None:
+        log, outputs, _ = run("a", "b", "c", waits={1}, turns=9)
+        assert log[2:5] == ["collect a", "schedule b", "start b"]
+        assert outputs == [[], ["out a"], ["out b"]]
+
+    def test_with_nothing_to_do_it_still_takes_in_what_is_in_flight(self) -> None:
+        log, outputs, loop = run("a", "", turns=9)
+        assert log == ["schedule a", "start a", "schedule", "collect a"]
+        assert outputs == [[], ["out a"]] and loop._in_flight is None
+
+    def test_what_nobody_wants_any_more_is_not_left_behind(self) -> None:
+        log, outputs, loop = run("a", "b")
+        assert log[-2:] == ["collect a", "collect b"] and loop._in_flight is None
+        assert outputs[-1] == ["out a", "out b"]
+
+    def test_nothing_at_all_is_nothing(self) -> None:
+        assert run("")[:2] == (["schedule"], [[]])
+
+    @pytest.mark.parametrize("waits", [set(), {0}, {1, 2}, {3}, {0, 1, 2, 3, 4}])
+    def test_every_step_arrives_once_and_in_order(self, waits: set[int]) -> None:
+        log, outputs, _ = run("a", "b", "", "c", "d", waits=waits)
+        assert [out for turn in outputs for out in turn] == ["out a", "out b", "out c", "out d"]
+        assert sum(entry.startswith("start") for entry in log) == 4
