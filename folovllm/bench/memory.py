@@ -37,6 +37,7 @@ class MemoryUse:
     block_size: int
     kv_bytes: int
     seconds: float
+    cpu_seconds: float  # of this process: on a machine that others use too, the steadier of the two
     output_tokens: int
     steps: int
     preemptions: int
@@ -56,6 +57,7 @@ class MemoryUse:
             "sequences in flight, mean": Metric.of([self.mean_running]),
             "sequences in flight, most": Metric.of([self.peak_running]),
             "output tokens": Metric.of([self.tokens_per_second], "/s"),
+            "output tokens a CPU second": Metric.of([self.output_tokens / self.cpu_seconds], "/s"),
             "reserved and empty": Metric.of([100 * self.mean_waste], "%", higher_is_better=False),
             "of the cache filled": Metric.of([100 * self.mean_stored], "%"),
             "steps": Metric.of([self.steps], higher_is_better=False),
@@ -114,11 +116,13 @@ def measure(
     with LLM(milestone=milestone, max_model_len=max_model_len, **options) as llm:
         llm.generate([1] * 8, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)  # warm up
         _submit(llm.engine, requests)
-        start, seen = time.monotonic(), []
+        seen = []
+        start, cpu_start = time.monotonic(), time.process_time()
         while llm.engine.has_unfinished_requests():
             llm.engine.step()
             seen.append(llm.engine.stats())
-        return _summary(milestone, llm.engine.setup.block_size, requests, time.monotonic() - start, seen)
+        seconds, cpu_seconds = time.monotonic() - start, time.process_time() - cpu_start
+        return _summary(milestone, llm.engine.setup.block_size, requests, seconds, cpu_seconds, seen)
 
 
 def _submit(engine: LLMEngine, requests: list[Request]) -> None:
@@ -130,7 +134,12 @@ def _submit(engine: LLMEngine, requests: list[Request]) -> None:
 
 
 def _summary(
-    milestone: str, block_size: int, requests: list[Request], seconds: float, seen: list[EngineStats]
+    milestone: str,
+    block_size: int,
+    requests: list[Request],
+    seconds: float,
+    cpu_seconds: float,
+    seen: list[EngineStats],
 ) -> MemoryUse:
     busy = [stats for stats in seen if stats.running]
     return MemoryUse(
@@ -138,6 +147,7 @@ def _summary(
         block_size=block_size,
         kv_bytes=seen[0].kv_bytes_total,
         seconds=seconds,
+        cpu_seconds=cpu_seconds,
         output_tokens=sum(request.answer for request in requests),
         steps=len(seen),
         preemptions=seen[-1].preemptions,
