@@ -28,7 +28,7 @@ import transformers
 
 from folovllm import LLM, SamplingParams
 
-MODEL = "stories-5m"  # comes with the package: 5 million parameters, and it tells stories
+MODEL = "stories-5m"  # comes with the package: 5.8 million parameters, and it tells stories
 PROMPT = "Once upon a time, there was a"
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 
