@@ -58,7 +58,7 @@ class EngineConfig:
         long_prefill_token_threshold: most tokens of one prompt in one step; 0 sets no bound.
         enforce_eager: no CUDA graphs.
         async_scheduling: schedule a step while the one before it runs.
-        tensor_parallel_size: GPUs that share each layer.
+        tensor_parallel_size: GPUs (or, on CPU, processes) that share each layer.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
         use_tqdm: show progress while loading.
@@ -122,7 +122,8 @@ class EngineConfig:
         _one_of("model_impl", self.model_impl, MODEL_IMPLS)
         _one_of("kv_cache", self.kv_cache, KV_CACHES)
         _one_of("scheduling", self.scheduling, ("fcfs", "priority"))
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks"):
+        counts = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks")
+        for name in (*counts, "tensor_parallel_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
@@ -132,8 +133,6 @@ class EngineConfig:
             raise ValueError("long_prefill_token_threshold must be 0 (no bound) or a number of tokens")
         if self.kv_cache_memory < 1:
             raise ValueError(f"kv_cache_memory must be a positive number of bytes, not {self.kv_cache_memory}")
-        if self.tensor_parallel_size != 1:
-            raise ValueError("tensor_parallel_size must be 1: several GPUs are not supported yet")
         self._validate_combinations()
 
     def _validate_combinations(self) -> None:
@@ -146,14 +145,16 @@ class EngineConfig:
         if self.enable_chunked_prefill and self.kv_cache == "growing":
             raise ValueError("enable_chunked_prefill needs batches: take milestone m2 or later")
         if self.packed_steps and self.kv_cache != "paged":
-            raise ValueError('CUDA graphs and async_scheduling need kv_cache="paged", as from milestone m3 on')
+            raise ValueError(
+                'CUDA graphs, async_scheduling and tensor_parallel_size need kv_cache="paged", as from milestone m3 on'
+            )
         if self.random_weights and self.model_impl == "hf":
             raise ValueError('random_weights needs model_impl="native"')
 
     @property
     def packed_steps(self) -> bool:
-        """Whether a step travels to the device as one buffer, which graphs and overlap both build on."""
-        return self.async_scheduling is True or self.enforce_eager is False
+        """Whether a step travels to the device as one buffer, which graphs, overlap and several ranks build on."""
+        return self.async_scheduling is True or self.enforce_eager is False or self.tensor_parallel_size > 1
 
     def resolve_max_model_len(self, model_limit: int) -> int:
         """The context in tokens, given the model's own limit."""

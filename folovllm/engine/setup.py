@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.select import choose_backend
 from folovllm.config import EngineConfig
+from folovllm.distributed.sharding import local_config, num_kv_heads_of
 from folovllm.models.files import load_hf_config, resolve_model
 from folovllm.models.llama import context_limit, head_dim_of
 
@@ -47,7 +49,7 @@ class EngineSetup:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V that one token takes over all layers."""
+        """Bytes of K and V that one token takes over all layers, on one rank."""
         a = self.attention
         return 2 * self.num_layers * a.num_kv_heads * a.head_dim * self.dtype.itemsize
 
@@ -62,10 +64,12 @@ def set_up(config: EngineConfig) -> EngineSetup:
     dtype = choose_dtype(config.dtype, device, hf_config)
     assert config.max_num_seqs is not None and config.kv_cache is not None
     wanted_block_size = max_model_len if config.kv_cache == "slots" else config.block_size
+    share = local_config(hf_config, config.tensor_parallel_size)  # what one rank has of the model
+    check_gpus(device, config.tensor_parallel_size)
     attention = AttentionConfig(
-        num_heads=hf_config.num_attention_heads,
-        num_kv_heads=getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads,
-        head_dim=head_dim_of(hf_config),
+        num_heads=share.num_attention_heads,
+        num_kv_heads=num_kv_heads_of(share),
+        head_dim=head_dim_of(share),
         dtype=dtype,
         device=device,
         block_size=wanted_block_size,
@@ -115,6 +119,20 @@ def choose_device(name: str | None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda' was asked for, but PyTorch sees no CUDA GPU here: use device='cpu'")
     return torch.device("cuda", 0) if device == torch.device("cuda") else device
+
+
+def check_gpus(device: torch.device, tensor_parallel_size: int) -> None:
+    """Raise ValueError unless each rank of this machine can have a GPU of its own, the ranks' numbers counting from 0."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", tensor_parallel_size))  # under torchrun some are elsewhere
+    if device.type != "cuda" or tensor_parallel_size == 1:
+        return
+    if device.index:
+        raise ValueError(f"tensor_parallel_size {tensor_parallel_size} takes the first GPUs: device {device} cannot be kept")
+    if torch.cuda.device_count() < ranks:
+        raise ValueError(
+            f"tensor_parallel_size {tensor_parallel_size} needs {ranks} GPUs here, and there are "
+            f"{torch.cuda.device_count()}: lower it, or make more visible (CUDA_VISIBLE_DEVICES)"
+        )
 
 
 def choose_dtype(name: str, device: torch.device, hf_config: Any) -> torch.dtype:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,12 +19,26 @@ if TYPE_CHECKING:
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
 
+Shard = Callable[[str, Any], torch.Tensor]  # a tensor's name, and the tensor (or a `StoredTensor`) -> the part to keep
 
-def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True) -> None:
+
+class StoredTensor:
+    """A tensor that is still in its file: what is indexed is read, and nothing else."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+        self.shape = torch.Size(stored.get_shape())
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """As a tensor's, with slices."""
+        return cast(torch.Tensor, self._stored[index])
+
+
+def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard: Shard | None = None) -> None:
     """Fill `model` from the checkpoint in folder `path`, straight into its (merged) parameters.
 
     Each tensor is read from the memory-mapped file and copied where it belongs, converted to the parameter's dtype on
-    the way, so the weights are never in memory twice.
+    the way, so the weights are never in memory twice. With `shard`, only the part that it picks is read.
 
     Raises:
         ValueError: no safetensors here, a damaged file, or a weight that is missing, left over or of another shape
@@ -34,7 +48,7 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True) -> No
     embedding = model.model.embed_tokens.weight
     tied, copied_head = model.lm_head.weight is embedding, None
     with tqdm(total=len(destinations), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
-        for name, tensor in read_tensors(checkpoint_files(path)):
+        for name, tensor in read_tensors(checkpoint_files(path), shard):
             if tied and name == "lm_head.weight":
                 copied_head = tensor
             elif not name.endswith(IGNORED_SUFFIX):
@@ -89,27 +103,33 @@ def checkpoint_files(path: Path) -> list[Path]:
     return files
 
 
-def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(files: list[Path], shard: Shard | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied."""
     for file in files:
         try:
             with safe_open(file, framework="pt") as handle:
                 for name in handle.keys():  # noqa: SIM118  # a handle is no dict
-                    yield name, handle.get_tensor(name)
+                    whole = shard is None or name.endswith(IGNORED_SUFFIX)
+                    yield name, handle.get_tensor(name) if whole else shard(name, StoredTensor(handle.get_slice(name)))
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or incomplete ({error}): download it again") from error
 
 
-def init_random_weights(model: LlamaForCausalLM, seed: int) -> None:
-    """Weights made up on the model's own device: N(0, 0.02) everywhere, ones in the norms. For timing a geometry."""
-    generator: torch.Generator | None = None
-    for name, parameter in model.named_parameters():
-        if generator is None:
-            generator = torch.Generator(parameter.device).manual_seed(seed)
-        if name.endswith("norm.weight"):
-            parameter.data.fill_(1.0)
-        else:
-            parameter.data.normal_(0.0, 0.02, generator=generator)
+def init_random_weights(
+    model: LlamaForCausalLM, seed: int, whole: LlamaForCausalLM | None = None, shard: Shard | None = None
+) -> None:
+    """Weights made up on the model's own device: N(0, 0.02) everywhere, ones in the norms. For timing a geometry.
+
+    Where `model` is a part, `whole` (of which only shapes matter) is what is made up, and `shard` cuts each tensor.
+    """
+    destinations = checkpoint_destinations(model)
+    generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
+    for name, full in checkpoint_destinations(model if whole is None else whole).items():
+        place = destinations[name]
+        tensor = torch.ones(full.shape, dtype=place.dtype, device=place.device)
+        if not name.endswith("norm.weight"):
+            tensor.normal_(0.0, 0.02, generator=generator)
+        place.copy_(tensor if shard is None else shard(name, tensor))
 
 
 def _same(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -33,7 +33,7 @@ def philox_4x32_10(counter: list[torch.Tensor], key: list[torch.Tensor]) -> list
     return [c0, c1, c2, c3]
 
 
-def uniform(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def uniform(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, first_id: int = 0) -> torch.Tensor:
     """Uniform numbers in the open interval (0, 1), one for each token id of each row.
 
     Token id `v` takes output `v % 4` of the block with counter (v // 4, position, 0, 0) under the key (low and high
@@ -41,11 +41,12 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> to
 
     Args:
         seeds: [S] int64. positions: [S] int64, index of the token to draw in its sequence.
+        first_id: token id of column 0, a multiple of 4 (a rank's share of the vocabulary).
 
     Returns:
         [S, V] float32.
     """
-    block = torch.arange(-(-vocab_size // 4), device=seeds.device)[None, :]  # [1, V/4]
+    block = first_id // 4 + torch.arange(-(-vocab_size // 4), device=seeds.device)[None, :]  # [1, V/4]
     seeds, positions = seeds[:, None], positions[:, None]
     zero = torch.zeros_like(block)
     words = philox_4x32_10([block, positions, zero, zero], [seeds & _MASK, seeds >> 32 & _MASK])
@@ -53,6 +54,6 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> to
     return ((bits >> 9).float() + 0.5) * 2.0**-23
 
 
-def gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, first_id: int = 0) -> torch.Tensor:
     """Standard Gumbel noise [S, V]: argmax(log p + noise) is a draw from p (Gumbel-max; Maddison et al. 2014)."""
-    return -torch.log(-torch.log(uniform(seeds, positions, vocab_size)))
+    return -torch.log(-torch.log(uniform(seeds, positions, vocab_size, first_id)))

@@ -1,0 +1,131 @@
+"""The ranks that share a model, and the two things they do together: add up, and collect."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger("folovllm")
+
+TIMEOUT = timedelta(minutes=10)  # of one collective; a rank that dies ends the others long before
+
+
+class PeersLost(ConnectionError):
+    """A collective failed, most likely because another rank is gone: a consequence, not a cause."""
+
+
+class Group(Protocol):
+    """What a sharded layer needs from the other ranks. Every rank calls the same, in the same order."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `x`, on every rank. `x` may be overwritten."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' `x`, on every rank: [size, *x.shape]."""
+
+
+class ProcessGroup:
+    """A `Group` of processes, by torch.distributed's default group: NCCL between GPUs, gloo between CPUs.
+
+    A process can be in one such group only, which is why each rank of each engine is a process of its own.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, store: Any = None) -> None:
+        """Meet the others at `store`, or where torchrun's environment says. Blocks until all are there."""
+        self.rank, self.size = rank, size
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            dist.init_process_group(
+                "nccl", store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=device
+            )
+        else:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        self._one_shot = make_one_shot(device, size) if device.type == "cuda" else None
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Group`. Small sums on GPUs go through memory that all of them see."""
+        if self._one_shot is not None and self._one_shot.takes(x):
+            return self._one_shot(x)
+        return self._together(lambda: dist.all_reduce(x), x)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Group`."""
+        everyone = x.new_empty(self.size * x.numel())
+        self._together(lambda: dist.all_gather_into_tensor(everyone, x.contiguous().view(-1)), x)
+        return everyone.view(self.size, *x.shape)
+
+    def close(self) -> None:
+        """Leave the group. Graphs that recorded a collective must be gone by now, or this never returns."""
+        self._one_shot = None
+        dist.destroy_process_group()
+
+    def _together(self, collective: Callable[[], object], x: torch.Tensor) -> torch.Tensor:
+        try:
+            collective()
+        except RuntimeError as error:
+            raise PeersLost(f"rank {self.rank} lost its peers: {error}") from error
+        return x
+
+
+class OneShotAllReduce:
+    """A sum in a single kernel: each GPU reads all others' numbers and adds them up itself.
+
+    Twice the traffic of a ring and a fraction of its latency, so it is for the small tensors of a decode step. The kernel
+    waits for everybody at its beginning and at its end, so one buffer serves all calls, under a graph too.
+    """
+
+    LARGEST = 512 * 1024  # bytes; beyond it NCCL's ring is faster
+
+    def __init__(self, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        assert dist.group.WORLD is not None
+        self._name = dist.group.WORLD.group_name
+        self._buffer = symm_mem.empty(self.LARGEST, dtype=torch.uint8, device=device)
+        self._handle = symm_mem.rendezvous(self._buffer, self._name)
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether `x` is small enough, and a multiple of the 16 bytes that the kernel moves at a time."""
+        size = x.numel() * x.itemsize
+        return size <= self.LARGEST and size % 16 == 0 and x.dtype in (torch.bfloat16, torch.float32)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum, in a tensor of its own."""
+        shared = self._buffer[: x.numel() * x.itemsize].view(x.dtype).view(x.shape)
+        shared.copy_(x)
+        return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", self._name)
+
+
+def make_one_shot(device: torch.device, size: int) -> OneShotAllReduce | None:
+    """The quick sum where it works: the GPUs see each other's memory, and a trial gives what NCCL gives on all ranks."""
+    verdict = torch.ones(1, device=device)
+    one_shot = None
+    try:
+        one_shot = OneShotAllReduce(device)
+        x = torch.arange(64, device=device).float() * (dist.get_rank() + 1)
+        expected = torch.arange(64, device=device).float() * (size * (size + 1) // 2)
+        verdict *= bool(torch.equal(one_shot(x), expected))
+    except (RuntimeError, ImportError, AttributeError) as error:
+        logger.warning("one-shot all-reduce is not available (%s): NCCL adds up", error)
+        verdict.zero_()
+    dist.all_reduce(verdict, op=dist.ReduceOp.MIN)  # all or none
+    return one_shot if verdict.item() else None
+
+
+def child_environment() -> dict[str, str]:
+    """What torch's and NCCL's libraries read when a rank starts. Multicast over NVLink stays off."""
+    extra = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if loopback:
+        extra["GLOO_SOCKET_IFNAME"] = loopback[0]
+    return extra | dict(os.environ)

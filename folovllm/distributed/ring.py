@@ -1,0 +1,95 @@
+"""A few slots of memory that processes share: one writes numbered messages, some read each of them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from folovllm.worker.packed_step import Int32
+
+SLOTS = 4
+T = TypeVar("T")
+
+
+class Ring:
+    """Messages of int32 numbers, in order, from one writer to `num_readers` readers.
+
+    Message n lies in slot n % SLOTS until n + SLOTS takes its place, which may happen only when every reader has taken n.
+    The memory has no name, only a file descriptor that children inherit: once all processes are gone so is the memory,
+    however they ended. Pages are real only once they were written to.
+    """
+
+    def __init__(self, num_readers: int, capacity: int, fd: int | None = None) -> None:
+        """A new ring, or the one behind `fd` (with the same numbers)."""
+        head = 8 * (1 + num_readers + SLOTS)
+        size = head + 4 * SLOTS * capacity
+        self.fd = anonymous_file(size) if fd is None else fd
+        memory = mmap.mmap(self.fd, size)
+        numbers = np.frombuffer(memory, np.int64, 1 + num_readers + SLOTS)
+        self._written = numbers[:1]  # how many messages there have been
+        self._taken = numbers[1 : 1 + num_readers]  # up to which message each reader has come
+        self._lengths = numbers[1 + num_readers :]
+        self._slots = np.frombuffer(memory, np.int32, offset=head).reshape(SLOTS, capacity)
+        self._fence = threading.Lock()
+
+    def has_room(self) -> bool:
+        """Whether every reader is done with the slot that comes next."""
+        return int(self._written[0] - self._taken.min()) < SLOTS
+
+    def write(self, message: Int32) -> int:
+        """Publish a message; its number. Only when `has_room`."""
+        number = int(self._written[0])
+        self._slots[number % SLOTS, : len(message)] = message
+        self._lengths[number % SLOTS] = len(message)
+        self._order()
+        self._written[0] = number + 1
+        return number
+
+    def read(self, reader: int, number: int | None = None) -> Int32 | None:
+        """A copy of the next message, or of a later one by its `number`; None if it is not there yet."""
+        number = int(self._taken[reader]) if number is None else number
+        if self._written[0] <= number:
+            return None
+        self._order()
+        message = self._slots[number % SLOTS, : self._lengths[number % SLOTS]].copy()
+        self._order()
+        self._taken[reader] = number + 1
+        return message
+
+    def _order(self) -> None:
+        """Let no processor move memory accesses across this line: that is what taking a lock guarantees."""
+        with self._fence:
+            pass
+
+
+def anonymous_file(size: int) -> int:
+    """The descriptor of a file in memory that has no name."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("folovllm-ring")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd
+
+
+def wait_for(poll: Callable[[], T | None], spin: float, check: Callable[[], None] = lambda: None) -> T:
+    """The first value of `poll` that is not None.
+
+    For `spin` seconds it is called without a pause; then with pauses that grow with the wait, up to a millisecond, and
+    with `check` each time, which raises when waiting is hopeless.
+    """
+    start = time.perf_counter()
+    while (value := poll()) is None:
+        waited = time.perf_counter() - start
+        if waited > spin:
+            check()
+            time.sleep(min(1e-3, waited / 8))
+    return value

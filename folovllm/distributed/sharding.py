@@ -1,0 +1,145 @@
+"""Which part of a model each rank holds (tensor parallelism; Shoeybi et al. 2019, "Megatron-LM").
+
+A layer computes y = x W^T. Cut along its outputs (columns of W^T), each rank has some of y and needs all of x; cut along
+its inputs (rows of W^T), each needs only its part of x, and the ranks' results add up to y. A column cut followed by a
+row cut therefore needs nothing in between: one sum after attention and one after the MLP is all that a layer costs.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from folovllm.models.llama import head_dim_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Weight(Protocol):
+    """A tensor, or one that is still in its file, of which only what is indexed is read."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """As a tensor's."""
+
+    def __getitem__(self, index: Any, /) -> torch.Tensor:
+        """As a tensor's, with slices."""
+
+
+def shard_column(weight: Weight, rank: int, size: int) -> torch.Tensor:
+    """The rank's outputs of a layer: an equal share of the rows of `weight`, in the order of ranks.
+
+    Args:
+        weight: [outputs, inputs], or a bias [outputs]; `size` divides the outputs.
+
+    Returns:
+        [outputs / size, inputs], or [outputs / size].
+    """
+    rows = weight.shape[0] // size
+    return weight[rank * rows : (rank + 1) * rows]
+
+
+def shard_row(weight: Weight, rank: int, size: int) -> torch.Tensor:
+    """The rank's inputs of a layer: an equal share of the columns of `weight`, in the order of ranks.
+
+    Args:
+        weight: [outputs, inputs]; `size` divides the inputs.
+
+    Returns:
+        [outputs, inputs / size].
+    """
+    columns = weight.shape[1] // size
+    return weight[:, rank * columns : (rank + 1) * columns]
+
+
+def shard_qkv(weight: Weight, head_dim: int, rank: int, size: int) -> torch.Tensor:
+    """The rank's heads of a query, key or value projection; heads stay whole.
+
+    With at least as many heads as ranks, each rank has an equal share of them. With fewer (the KV heads of grouped-query
+    attention), each head lives on `size / heads` neighbouring ranks, those whose query heads read it.
+
+    Args:
+        weight: [heads * head_dim, inputs], or a bias [heads * head_dim]; one of `heads` and `size` divides the other.
+
+    Returns:
+        [max(1, heads / size) * head_dim, inputs], or a bias likewise.
+    """
+    heads = weight.shape[0] // head_dim
+    count = max(1, heads // size)
+    first = rank * heads // size
+    return weight[first * head_dim : (first + count) * head_dim]
+
+
+def shard_vocab(weight: Weight, rank: int, size: int) -> torch.Tensor:
+    """The rank's rows of an embedding or head [V, H], filled up with zeros: [vocab_shard_size(V, size), H].
+
+    The last ranks' parts may reach beyond V, or lie there altogether; those rows belong to no token.
+    """
+    rows = vocab_shard_size(weight.shape[0], size)
+    part = weight[min(rank * rows, weight.shape[0]) : min((rank + 1) * rows, weight.shape[0])]
+    return F.pad(part, (0, 0, 0, rows - len(part)))
+
+
+def vocab_shard_size(vocab_size: int, size: int) -> int:
+    """Token ids a rank has: V / size rounded up to a multiple of 4, for a block of noise covers four ids."""
+    return 4 * -(-vocab_size // (4 * size))
+
+
+def shard_named(name: str, weight: Weight, head_dim: int, rank: int, size: int) -> torch.Tensor:
+    """The rank's part of a tensor, chosen by its name in the checkpoint. What has no rule here is held by all (norms).
+
+    The bias of a layer cut along its inputs is whole too: it is added once, to the sum.
+    """
+    leaf, kind = name.split(".")[-2:]
+    match leaf:
+        case "q_proj" | "k_proj" | "v_proj":
+            return shard_qkv(weight, head_dim, rank, size)
+        case "gate_proj" | "up_proj":
+            return shard_column(weight, rank, size)
+        case "o_proj" | "down_proj" if kind == "weight":
+            return shard_row(weight, rank, size)
+        case "embed_tokens" | "lm_head":
+            return shard_vocab(weight, rank, size)
+    return weight[:]
+
+
+def local_config(hf_config: PretrainedConfig, size: int) -> PretrainedConfig:
+    """The configuration of one rank's part, so that the model's classes build it without knowing about ranks.
+
+    Raises:
+        ValueError: the model cannot be split into `size`; the sentence says which sizes work.
+    """
+    if size == 1:
+        return hf_config
+    check_size(hf_config, size)
+    local = deepcopy(hf_config)
+    local.head_dim = head_dim_of(hf_config)  # before the number of heads changes
+    local.num_attention_heads = hf_config.num_attention_heads // size
+    local.num_key_value_heads = max(1, num_kv_heads_of(hf_config) // size)
+    local.intermediate_size = hf_config.intermediate_size // size
+    local.vocab_size = vocab_shard_size(hf_config.vocab_size, size)
+    return local
+
+
+def num_kv_heads_of(hf_config: PretrainedConfig) -> int:
+    """Hkv of the whole model."""
+    return getattr(hf_config, "num_key_value_heads", None) or int(hf_config.num_attention_heads)
+
+
+def check_size(hf_config: PretrainedConfig, size: int) -> None:
+    """Raise ValueError unless every rank gets whole heads and the same number of them, and an equal part of the MLP."""
+    heads, kv_heads, inner = hf_config.num_attention_heads, num_kv_heads_of(hf_config), hf_config.intermediate_size
+
+    def works(n: int) -> bool:
+        return heads % n == 0 and inner % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+
+    if not works(size):
+        sizes = ", ".join(str(n) for n in range(1, heads + 1) if works(n))
+        raise ValueError(
+            f"tensor_parallel_size {size} cannot split this model, which has {heads} query heads, {kv_heads} KV heads "
+            f"and an MLP of {inner}: sizes that work are {sizes}"
+        )
