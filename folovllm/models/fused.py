@@ -68,19 +68,24 @@ class FusedQwen2Attention(Qwen2Attention):
     prepare = FusedLlamaAttention.prepare
 
 
+def _few(x: torch.Tensor) -> bool:
+    """Whether `small_linear` should take this batch: not in the interpreter, where its many programs take minutes."""
+    return x.is_cuda and serves(len(x))
+
+
 class FusedLlamaMLP(LlamaMLP):
     """Gate, up and activation in one kernel where the batch is small."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As `LlamaMLP`."""
-        if serves(len(x)) and self.gate_up_proj.bias is None:
+        if _few(x) and self.gate_up_proj.bias is None:
             return self.down_proj(small_linear(x, self.gate_up_proj.weight, gated=True))
         return super().forward(x)
 
 
 def _linear(self: LinearBase, x: torch.Tensor) -> torch.Tensor:
     """As `LinearBase`, by our own kernel where the batch is small."""
-    if serves(len(x)) and self.bias is None:
+    if _few(x) and self.bias is None:
         return small_linear(x, self.weight)
     return F.linear(x, self.weight, self.bias)
 
