@@ -100,6 +100,9 @@ def reuse(
     prompt: Annotated[int, typer.Option(help="Tokens of the long prompt that arrives.")] = 8000,
     requests: Annotated[int | None, typer.Option(help="Requests that share: 256 on a GPU, else 16.")] = None,
     chunks: Annotated[str, typer.Option(help="Tokens a step while the long prompt arrives.")] = "2048,512,128",
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="Count the process's own time: for one thread of a busy machine.")
+    ] = False,
     repeats: Annotated[int, typer.Option(help="Passes; the table shows median and spread.", min=1)] = 3,
     geometry: Geometry = None,
     save: Save = None,
@@ -111,7 +114,7 @@ def reuse(
     with tempfile.TemporaryDirectory() as folder:
         [contender] = contenders(given, None, geometry, folder)
         sizes = tuple(int(size) for size in chunks.split(","))
-        for part, found in bench_reuse(contender, parts, prefix, prompt, requests, sizes, repeats):
+        for part, found in bench_reuse(contender, parts, prefix, prompt, requests, sizes, repeats, cpu_time):
             finish(found, save and save.with_stem(f"{save.stem}-{part}"))
 
 

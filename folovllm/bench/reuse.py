@@ -26,6 +26,8 @@ from folovllm.engine.setup import choose_device
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
 
+Clock = Callable[[], float]  # the wall's, or that of the process alone, which a busy machine does not disturb
+
 TAIL = 32  # tokens of a prompt that nobody shares
 CHUNKS = (2048, 512, 128)
 DECODED_BEFORE = 8  # tokens of the running request before the long prompt comes
@@ -56,14 +58,14 @@ def random_ids(rng: random.Random, count: int, engine: LLMEngine) -> list[int]:
 # --- times to the first token ---------------------------------------------------------------------------------------
 
 
-def bench_ttft(contender: Contender, prefix: int, repeats: int = 5) -> Result:
+def bench_ttft(contender: Contender, prefix: int, repeats: int = 5, clock: Clock = time.perf_counter) -> Result:
     """Two prompts that share `prefix` tokens, one after the other; each repeat has tokens of its own."""
     rng, times = random.Random(0), []
     with engine_for(contender, prefix + TAIL + 8, enable_prefix_caching=True) as engine:
         for _ in range(repeats + 1):
             shared = random_ids(rng, prefix, engine)
             prompts = [shared + random_ids(rng, TAIL, engine) for _ in range(2)]
-            times.append([time_to_first_token(engine, prompt) for prompt in prompts])
+            times.append([time_to_first_token(engine, prompt, clock) for prompt in prompts])
         run = Run("the cache on", used_config(engine), {})
     firsts, seconds = zip(*times[1:], strict=True)  # the first pair warms up
     run.metrics = {
@@ -72,24 +74,29 @@ def bench_ttft(contender: Contender, prefix: int, repeats: int = 5) -> Result:
         "first / second": Metric.of([a / b for a, b in zip(firsts, seconds, strict=True)]),
     }
     tokens = 2 * (prefix + TAIL)
-    return Result("reuse", describe(f"two prompts that share {prefix:,} tokens", 2, tokens, 4), [run])
+    return Result("reuse", describe(f"two prompts that share {prefix:,} tokens", 2, tokens, 2), [run])
 
 
-def time_to_first_token(engine: LLMEngine, prompt: list[int]) -> float:
+def time_to_first_token(engine: LLMEngine, prompt: list[int], clock: Clock = time.perf_counter) -> float:
     """Seconds, of a request that has the engine to itself."""
-    engine.add_request("only", prompt, greedy(2))
-    ttft: float | None = None
+    start = clock()
+    engine.add_request("only", prompt, greedy(1))
     while engine.has_unfinished_requests():
-        for output in engine.step():
-            ttft = output.metrics.ttft
-    assert ttft is not None
-    return ttft
+        engine.step()
+    return clock() - start
 
 
 # --- throughput -----------------------------------------------------------------------------------------------------
 
 
-def bench_sharing(contender: Contender, prefix: int, count: int, output_len: int = 32, repeats: int = 3) -> Result:
+def bench_sharing(
+    contender: Contender,
+    prefix: int,
+    count: int,
+    output_len: int = 32,
+    repeats: int = 3,
+    clock: Clock = time.perf_counter,
+) -> Result:
     """`count` requests that begin alike, and as many of the same lengths that do not, with the cache off and on.
 
     One engine serves all of it, and off and on take turns: what else the machine does falls on both.
@@ -98,9 +105,9 @@ def bench_sharing(contender: Contender, prefix: int, count: int, output_len: int
     found, spent = list[float](), list[float]()
     with engine_for(contender, prefix + TAIL + output_len, enable_prefix_caching=True) as engine:
         loads = {name: workload(engine, prefix, count, output_len, name == "alike") for name in ("alike", "unlike")}
-        serve(engine, loads["unlike"], True)  # warm-up
+        serve(engine, loads["unlike"], True, clock)  # warm-up
         for (name, load), caching in itertools.product(loads.items(), (False, True) * repeats):
-            taken, inside, hit_rate = serve(engine, load, caching)
+            taken, inside, hit_rate = serve(engine, load, caching, clock)
             seconds.setdefault((name, caching), []).append(taken)
             if caching and name == "alike":
                 found.append(100 * hit_rate)
@@ -128,7 +135,7 @@ def workload(engine: LLMEngine, prefix: int, count: int, output_len: int, shared
     return Workload("reuse", [BenchRequest(head + random_ids(rng, TAIL, engine), output_len) for head in heads])
 
 
-def serve(engine: LLMEngine, load: Workload, caching: bool) -> tuple[float, float, float]:
+def serve(engine: LLMEngine, load: Workload, caching: bool, clock: Clock) -> tuple[float, float, float]:
     """From an empty pool, the first request alone, then the others together.
 
     Returns:
@@ -137,20 +144,23 @@ def serve(engine: LLMEngine, load: Workload, caching: bool) -> tuple[float, floa
     assert isinstance(engine.scheduler, Scheduler), "prefix caching needs a pool of pages"
     old = engine.scheduler.kv
     engine.scheduler.kv = kv = kv_cache_manager("paged", caching)(old.num_blocks, old.block_size)
-    spent = [clocked(kv, name) for name in ("match", "publish")]
+    spent = [clocked(kv, name, clock) for name in ("match", "publish")]
     parts = [Workload(load.name, part) for part in (load.requests[:1], load.requests[1:]) if part]
-    taken = sum(run_workload(engine, part).seconds for part in parts)
+    start = clock()
+    for part in parts:
+        run_workload(engine, part)
+    taken = clock() - start
     return taken, sum(map(sum, spent)), engine.prefix_cache_stats().hit_rate if caching else 0.0
 
 
-def clocked(kv: KVCacheManager, name: str) -> list[float]:
+def clocked(kv: KVCacheManager, name: str, clock: Clock) -> list[float]:
     """Seconds of every call of one method, from now on."""
     spent, method = list[float](), getattr(kv, name)
 
     def call(seq: Sequence) -> None:
-        start = time.perf_counter()
+        start = clock()
         method(seq)
-        spent.append(time.perf_counter() - start)
+        spent.append(clock() - start)
 
     setattr(kv, name, call)
     return spent
@@ -164,7 +174,13 @@ def rate(load: Workload, seconds: list[float]) -> Metric:
 # --- gaps between tokens --------------------------------------------------------------------------------------------
 
 
-def bench_gaps(contender: Contender, prompt: int, chunks: tuple[int, ...] = CHUNKS, repeats: int = 3) -> Result:
+def bench_gaps(
+    contender: Contender,
+    prompt: int,
+    chunks: tuple[int, ...] = CHUNKS,
+    repeats: int = 3,
+    clock: Clock = time.perf_counter,
+) -> Result:
     """A request is running when a prompt of `prompt` tokens arrives: how long does it wait for its next token?
 
     Once with the prompt in one step, then with steps of each of `chunks` tokens.
@@ -177,31 +193,31 @@ def bench_gaps(contender: Contender, prompt: int, chunks: tuple[int, ...] = CHUN
     for name, overrides in settings.items():
         with engine_for(contender, prompt + 16, enable_prefix_caching=False, **overrides) as engine:
             watch_gaps(engine, prompt, seed=0)
-            seen = [watch_gaps(engine, prompt, seed) for seed in range(1, repeats + 1)]
+            seen = [watch_gaps(engine, prompt, seed, clock) for seed in range(1, repeats + 1)]
             runs.append(Run(name, used_config(engine), gap_metrics(seen)))
     return Result("reuse", describe(f"{prompt:,} tokens arrive, by tokens a step", 2, prompt + 8, 2), runs)
 
 
-def watch_gaps(engine: LLMEngine, prompt: int, seed: int) -> tuple[list[float], float]:
+def watch_gaps(
+    engine: LLMEngine, prompt: int, seed: int, clock: Clock = time.perf_counter
+) -> tuple[list[float], float]:
     """Seconds between the running request's tokens until the long prompt has its first token, and its TTFT."""
     rng = random.Random(seed)
     engine.add_request("runs", random_ids(rng, 8, engine), greedy(prompt))
-    times, ttft = list[float](), None
-    for step in range(prompt):
-        if step == DECODED_BEFORE:
-            engine.add_request("long", random_ids(rng, prompt, engine), greedy(1))
-            times = times[-1:]
-        for output in engine.step():
-            if output.request_id == "long":
-                ttft = output.metrics.ttft
-            elif output.outputs[0].delta_token_ids:
-                times.append(time.perf_counter())
-        if ttft is not None:
-            break
+    decoded = 0
+    while decoded < DECODED_BEFORE:
+        decoded += sum(len(output.outputs[0].delta_token_ids) for output in engine.step())
+    times, arrival, through = [clock()], clock(), False
+    engine.add_request("long", random_ids(rng, prompt, engine), greedy(1))
+    while not through:
+        ids = {output.request_id for output in engine.step() if output.outputs[0].delta_token_ids}
+        through = "long" in ids
+        if "runs" in ids:
+            times.append(clock())
+    ttft = clock() - arrival
     engine.abort_request("runs")
     while engine.has_unfinished_requests():
         engine.step()
-    assert ttft is not None, "the long prompt never got through"
     return [b - a for a, b in itertools.pairwise(times)], ttft
 
 
@@ -227,6 +243,7 @@ def bench_reuse(
     requests: int | None = None,
     chunks: tuple[int, ...] = CHUNKS,
     repeats: int = 3,
+    cpu_time: bool = False,
 ) -> Iterator[tuple[str, Result]]:
     """The parts asked for, each as soon as it is done; sizes that are left open depend on the device.
 
@@ -237,11 +254,12 @@ def bench_reuse(
     if unknown := set(wanted) - set(PARTS):
         raise ValueError(f"unknown part {min(unknown)!r}: choose of {', '.join(PARTS)}")
     gpu = choose_device(contender[1].get("device")).type == "cuda"
+    clock = time.process_time if cpu_time else time.perf_counter
     prefix = prefix or (16_000 if gpu else 2_000)
     benches: dict[str, Callable[[], Result]] = {
-        "ttft": lambda: bench_ttft(contender, prefix, repeats),
-        "sharing": lambda: bench_sharing(contender, prefix // 4, requests or (256 if gpu else 16), repeats=repeats),
-        "gaps": lambda: bench_gaps(contender, prompt, chunks, repeats),
+        "ttft": lambda: bench_ttft(contender, prefix, repeats, clock),
+        "sharing": lambda: bench_sharing(contender, prefix // 4, requests or (256 if gpu else 16), 32, repeats, clock),
+        "gaps": lambda: bench_gaps(contender, prompt, chunks, repeats, clock),
     }
     for part in wanted:
         yield part, benches[part]()
