@@ -23,6 +23,7 @@ from folovllm.engine.scheduler import (
     whole_prompt,
 )
 from folovllm.engine.setup import EngineSetup, set_up
+from folovllm.executor.abstract import Executor
 from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.models.files import load_tokenizer
 from folovllm.outputs import RequestOutput, TokenLogprob
@@ -40,7 +41,7 @@ class LLMEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.setup = set_up(config)
         self.tokenizer = load_tokenizer(self.setup.path, config)
-        self.executor = GPUExecutor(self.setup)
+        self.executor = make_executor(self.setup)
         self.scheduler = make_scheduler(self.setup, self.executor.num_kv_blocks)
         capacity = self.executor.num_kv_blocks * self.setup.block_size or self.setup.max_model_len
         self._processor = InputProcessor(self.setup, self.tokenizer, capacity)
@@ -158,10 +159,12 @@ class LLMEngine:
         outputs = []
         for request_id in dict.fromkeys(seq.request_id for seq in updated):
             state = self._requests[request_id]
-            state.note_progress(now)
-            if state.finished:
+            finished = state.finished
+            if finished or state.stream or state.metrics.first_token_time is None:
+                state.note_progress(now)
+            if finished:
                 del self._requests[request_id]
-            if state.finished or state.stream:
+            if finished or state.stream:
                 outputs.append(state.output())
         return outputs
 
@@ -203,6 +206,15 @@ class LLMEngine:
         self._num_steps += 1
         if self.history is not None:
             self.history.append(self.last_stats)
+
+
+def make_executor(setup: EngineSetup) -> Executor:
+    """A device in this process, or several in processes of their own."""
+    if setup.config.tensor_parallel_size == 1:
+        return GPUExecutor(setup)
+    from folovllm.executor.multiproc_executor import MultiprocExecutor
+
+    return MultiprocExecutor(setup)
 
 
 def make_scheduler(setup: EngineSetup, num_kv_blocks: int) -> SchedulerLike:

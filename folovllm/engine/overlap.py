@@ -6,6 +6,7 @@ scheduling, and for nothing else, since nobody on the host knows it. The device 
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from typing import Any
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.scheduler import MakeRoom, Scheduler, SchedulerOutput, TokensOfStep
+from folovllm.executor.abstract import Pending
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
-from folovllm.worker.graph_runner import PendingStep
 
 
 class OverlapScheduler(Scheduler):
@@ -97,7 +98,7 @@ class InFlight:
     """A step that was started and not taken in yet."""
 
     schedule: SchedulerOutput
-    pending: PendingStep
+    pending: Pending
     start: float
 
 
@@ -157,4 +158,7 @@ class OverlappedEngine(LLMEngine):
 
 def make_engine(config: EngineConfig) -> LLMEngine:
     """The engine with the loop that the configuration asks for."""
-    return OverlappedEngine(config) if config.async_scheduling else LLMEngine(config)
+    engine = OverlappedEngine(config) if config.async_scheduling else LLMEngine(config)
+    gc.collect()
+    gc.freeze()  # what exists by now stays: a collection that searched it again would stall a step
+    return engine

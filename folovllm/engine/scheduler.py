@@ -14,7 +14,7 @@ from folovllm.engine.stop import check_stop_conditions
 from folovllm.request import Sequence, SequenceStatus
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class ScheduledSequence:
     """A sequence's share of a step: its tokens `start` to `start + num_new_tokens`."""
 

@@ -277,6 +277,6 @@ class SplitKVDecode:
             STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head,
             B=self.block_size, HKV=self.num_kv_heads, G=self.num_heads // self.num_kv_heads, GROUP=self.group,
             D=self.head_dim, TILE=self.config.tile, M=max(16, self.group), STEP=self.config.merge_step,
-            num_warps=self.config.num_warps, num_stages=self.config.num_stages, **launch_options(query.device),
+            num_warps=self.config.num_warps, num_stages=self.config.num_stages, **launch_options(query.device, num_seqs),
         )  # fmt: skip
         return out

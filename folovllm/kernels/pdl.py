@@ -15,6 +15,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
+MAX_TOKENS = 8
+
+
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
     """Let the next kernel start, then wait until all kernels before this one are complete and their writes visible.
@@ -35,6 +38,9 @@ def available(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def launch_options(device: torch.device) -> dict[str, bool]:
-    """Keywords of a launch whose kernel takes `PDL` and calls `wait_for_inputs`."""
-    return {"PDL": True, "launch_pdl": True} if available(device) else {"PDL": False}
+def launch_options(device: torch.device, num_tokens: int) -> dict[str, bool]:
+    """Keywords of a launch whose kernel takes `PDL` and calls `wait_for_inputs`.
+
+    Only for few tokens: at large batch the kernels are long, and nothing was gained (`docs/performance_log.md`).
+    """
+    return {"PDL": True, "launch_pdl": True} if num_tokens <= MAX_TOKENS and available(device) else {"PDL": False}

@@ -100,6 +100,6 @@ def qk_norm_rope_store(
         STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head, B=kv_cache.shape[2],
         HQ=num_heads, HKV=num_kv_heads, D=head_dim, QS=triton.next_power_of_2(num_heads),
         KVS=triton.next_power_of_2(num_kv_heads), NORM=q_weight is not None and k_weight is not None,
-        **launch_options(query.device),
+        **launch_options(query.device, num_tokens),
     )  # fmt: skip
     return out

@@ -73,7 +73,7 @@ def small_linear(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> 
     small_linear_kernel[(triton.cdiv(rows, per_program),)](
         x, weight, out, x.stride(0), rows, K=width, GATED=gated, M=num_tokens, N=per_program,
         WIDTH=min(WIDTH, triton.next_power_of_2(width)), num_warps=4,
-        **launch_options(x.device),
+        **launch_options(x.device, num_tokens),
     )  # fmt: skip
     return out
 

@@ -85,7 +85,7 @@ def kernels(capability: int, head_dim: int, block_size: int):
         yield plan_kernel, {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, "STEP": 32, **chunks}, 4, 3
         yield add_rms_norm_kernel, {"H": 1024, "WIDTH": 1024, "HAS_RESIDUAL": True}, 4, 3
         yield silu_and_mul_kernel, {"I": 3072, "WIDTH": 1024}, 4, 3
-        yield gumbel_max_kernel, {"WIDTH": TILE}, 8, 3
+        yield gumbel_max_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
         yield best_of_tiles_kernel, {"WIDTH": 64}, 1, 3
         lines = {"TOKEN": 0, "ROW": 1, "SEQ_LEN": 2, "NEW_BLOCK": 7}
         yield unpack_decode_kernel, {**lines, "B": b, "WIDTH": 128}, 1, 3
