@@ -3,7 +3,8 @@
 #
 # M3 copies all pages of all running sequences together, in every layer of every step, before it attends. Here attention walks the pages
 # itself, a tile at a time, and keeps three running numbers per query. That needs code of our own on the GPU: Triton. Without a GPU
-# the same code runs in Triton's interpreter, slowly and exactly.
+# the same code runs in Triton's interpreter, slowly and exactly. This notebook interprets everywhere, for it looks into the kernels; Triton
+# itself exists on Linux only.
 #
 # The [chapter](../docs/4_kernels.md) explains at leisure. Here you predict, count, and break things.
 
@@ -15,14 +16,14 @@ running("m4")
 # %%
 import inspect
 import json
-import logging
+import os
 import time
 import warnings
 from unittest.mock import patch
 
 warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm, about widgets that nothing here uses
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
-import folovllm  # noqa: F401 -- before triton: where there is no GPU it turns the interpreter on
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
@@ -591,7 +592,7 @@ assert rates.matmul / rates.copy > 1
 # | decode | Triton, split K/V, one launch with the merge | `flash_attn_with_kvcache` | the same choice |
 # | how it is split | plan on the device, once a step | inside flash-attn | scheduler metadata per step, or fixed segments (Triton) |
 # | store | Triton, slot mapping, -1 skipped | Triton, slot mapping, -1 skipped | CUDA, slot mapping, -1 skipped |
-# | element-wise | four fused Triton kernels | `torch.compile` | hand-written CUDA, and `torch.compile` |
+# | element-wise | three fused Triton kernels | `torch.compile` | hand-written CUDA, and `torch.compile` |
 # | sizes | a small table | | autotuned tables per card |
 #
 # ## Break it
