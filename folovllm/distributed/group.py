@@ -45,9 +45,7 @@ class ProcessGroup:
         self.rank, self.size = rank, size
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            dist.init_process_group(
-                "nccl", store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=device
-            )
+            dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=device)
         else:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         self._one_shot = make_one_shot(device, size) if device.type == "cuda" else None

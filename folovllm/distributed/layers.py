@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,14 +23,13 @@ if TYPE_CHECKING:
 
 
 class ShardedRowLinear(RowParallelLinear):
-    """Adds up what the ranks computed from their inputs. The bias, which all of them hold, is added once."""
+    """Adds up what the ranks computed from their inputs. Only rank 0 has a bias that is not zero, so it counts once."""
 
     group: Group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, inputs / size] -> [T, outputs], whole on every rank."""
-        total = self.group.all_reduce(F.linear(x, self.weight))
-        return total if self.bias is None else total + self.bias
+        return self.group.all_reduce(super().forward(x))
 
 
 class ShardedEmbedding(VocabParallelEmbedding):
@@ -57,29 +56,35 @@ class ShardedHead(ParallelLMHead):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, H] -> [S, V / size]."""
-        logits = F.linear(hidden, self.weight)
+        logits = super().forward(hidden)
         logits[:, self.num_ids :] = -torch.inf
         return logits
 
 
-SHARDED: dict[type[nn.Module], type[nn.Module]] = {
-    RowParallelLinear: ShardedRowLinear,
-    VocabParallelEmbedding: ShardedEmbedding,
-    ParallelLMHead: ShardedHead,
-}
+SHARDED: list[tuple[type[nn.Module], type[nn.Module]]] = [  # the first that fits
+    (RowParallelLinear, ShardedRowLinear),
+    (ParallelLMHead, ShardedHead),
+    (VocabParallelEmbedding, ShardedEmbedding),
+]
 
 
 def parallelize(model: nn.Module, group: Group, vocab_size: int) -> None:
     """Turn the layers of a rank's part of a model into their sharded twins, in place. `vocab_size` is the whole model's."""
     for module in model.modules():
-        if (twin := SHARDED.get(type(module))) is None:
+        twin = next((twin for layer, twin in SHARDED if isinstance(module, layer)), None)
+        if twin is None:
             continue
-        module.__class__ = twin
+        module.__class__ = mixed(twin, type(module))
+        module.group = group  # type: ignore[assignment]
         if isinstance(module, ShardedHead):
             rows = len(module.weight)
             module.num_ids = min(max(vocab_size - group.rank * rows, 0), rows)
-        else:
-            module.group = group  # type: ignore[assignment]
+
+
+@cache
+def mixed(twin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
+    """`twin` on top of `own`, so that what the twin inherits is what the module, perhaps a fused one, did before."""
+    return twin if issubclass(twin, own) else type(f"Sharded{own.__name__}", (twin, own), {})
 
 
 def load_sharded_model(setup: EngineSetup, group: Group) -> LlamaForCausalLM:
@@ -94,5 +99,4 @@ def load_sharded_model(setup: EngineSetup, group: Group) -> LlamaForCausalLM:
         init_random_weights(model, setup.config.seed, build_model(setup.hf_config, setup.dtype, "meta"), shard)
     else:
         load_model(model, setup.path, use_tqdm=setup.config.use_tqdm and group.rank == 0, shard=shard)
-    parallelize(model, group, setup.vocab_size)
     return model

@@ -63,6 +63,12 @@ class Ring:
         self._taken[reader] = number + 1
         return message
 
+    def close(self) -> None:
+        """Give the descriptor back; the memory goes with its last user."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
     def _order(self) -> None:
         """Let no processor move memory accesses across this line: that is what taking a lock guarantees."""
         with self._fence:

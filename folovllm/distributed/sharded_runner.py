@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from folovllm.distributed.group import Group
-from folovllm.distributed.layers import load_sharded_model
+from folovllm.distributed.layers import load_sharded_model, parallelize
 from folovllm.distributed.sharding import local_config, vocab_shard_size
 from folovllm.engine.setup import EngineSetup
 from folovllm.models.llama import LlamaForCausalLM
@@ -32,6 +32,11 @@ class ShardedRunner(GraphRunner):
         self._whole = setup
         self._group = group
         self._first_id = group.rank * vocab_shard_size(setup.vocab_size, group.size)
+
+    def load_model(self) -> None:
+        """As on one rank, with layers that talk to the others."""
+        super().load_model()
+        parallelize(self.model, self._group, self._whole.vocab_size)
 
     def load_weights(self) -> LlamaForCausalLM:
         """The rank's part."""

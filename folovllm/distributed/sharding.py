@@ -92,7 +92,7 @@ def vocab_shard_size(vocab_size: int, size: int) -> int:
 def shard_named(name: str, weight: Weight, head_dim: int, rank: int, size: int) -> torch.Tensor:
     """The rank's part of a tensor, chosen by its name in the checkpoint. What has no rule here is held by all (norms).
 
-    The bias of a layer cut along its inputs is whole too: it is added once, to the sum.
+    The bias of a layer cut along its inputs belongs to rank 0, and is zero elsewhere: it must enter the sum once.
     """
     leaf, kind = name.split(".")[-2:]
     match leaf:
@@ -102,6 +102,8 @@ def shard_named(name: str, weight: Weight, head_dim: int, rank: int, size: int) 
             return shard_column(weight, rank, size)
         case "o_proj" | "down_proj" if kind == "weight":
             return shard_row(weight, rank, size)
+        case "o_proj" | "down_proj":
+            return weight[:] if rank == 0 else torch.zeros_like(weight[:])
         case "embed_tokens" | "lm_head":
             return shard_vocab(weight, rank, size)
     return weight[:]

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from folovllm.distributed.group import Group
 from folovllm.engine.scheduler import SchedulerOutput
 from folovllm.engine.setup import EngineSetup
 from folovllm.sample.sampler import SamplerOutput
@@ -29,10 +30,10 @@ class Runner(Protocol):
 class GPUWorker:
     """Sets the device up, and passes steps to the runner."""
 
-    def __init__(self, setup: EngineSetup) -> None:
+    def __init__(self, setup: EngineSetup, group: Group | None = None) -> None:
         self._setup = setup
         self.num_kv_blocks = 0
-        self.runner = make_runner(setup)
+        self.runner = make_runner(setup, group)
 
     def load_model(self) -> None:
         """Load the weights, then give the KV cache its memory."""
@@ -55,8 +56,12 @@ class GPUWorker:
             return self.runner.submit(output)
 
 
-def make_runner(setup: EngineSetup) -> Runner:
-    """The runner that the configuration asks for."""
+def make_runner(setup: EngineSetup, group: Group | None = None) -> Runner:
+    """The runner that the configuration asks for; with a group, that of one rank among several."""
+    if group is not None:
+        from folovllm.distributed.sharded_runner import ShardedRunner
+
+        return ShardedRunner(setup, group)
     if setup.config.model_impl == "hf":
         from folovllm.worker.hf_model_runner import HFModelRunner
 

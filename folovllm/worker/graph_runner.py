@@ -31,6 +31,10 @@ class PendingStep:
         self._arrived = arrived
         self._logprobs = logprobs
 
+    def is_here(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._arrived is None or self._arrived.query()
+
     def wait(self) -> SamplerOutput:
         """The tokens, as soon as they are here."""
         if self._arrived is not None:
@@ -151,13 +155,17 @@ class GraphRunner(ModelRunner):
         at = torch.tensor(index, device=logits.device)
         seqs = [full[i] for i in index]
         batch = SamplingBatch.from_sequences(seqs, logits.device)
-        tokens = self._sampler.choose(logits[at].float(), batch)
+        rows = self._whole_logits(logits[at]).float()
+        tokens = self._sampler.choose(rows, batch)
         self._tokens[at] = tokens
         self._tables.last_token[torch.from_numpy(step.fields[Field.ROW, index]).long().to(logits.device)] = tokens
         if any(seq.params.logprobs is not None for seq in seqs):  # the host waits here
-            rows = self._sampler.logprobs(logits[at].float(), tokens.tolist(), seqs)
-            for i, row in zip(index, rows, strict=True):
-                out[i] = row
+            for i, logprobs in zip(index, self._sampler.logprobs(rows, tokens.tolist(), seqs), strict=True):
+                out[i] = logprobs
+
+    def _whole_logits(self, logits: Logits) -> Logits:
+        """Rows over the whole vocabulary, [n, V]; on one rank they are that already."""
+        return logits
 
 
 def needs_full_path(seq: Sequence) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from folovllm.attention.backends.registry import get_backend
@@ -16,6 +18,9 @@ from folovllm.worker.input_batch import InputBatch
 from folovllm.worker.kv_memory import num_blocks_that_fit
 from folovllm.worker.native_model import attention_layers, load_native_model
 
+if TYPE_CHECKING:
+    from folovllm.models.llama import LlamaForCausalLM
+
 
 class ModelRunner:
     """Runs a step: tensors, model, logits of the last tokens, draw."""
@@ -29,13 +34,17 @@ class ModelRunner:
 
     def load_model(self) -> None:
         """Build the model and load its weights."""
-        self.model = load_native_model(self._setup)
+        self.model = self.load_weights()
         for attention in attention_layers(self.model):
             attention.backend = self._backend
         if setup_fuses(self._setup):
             from folovllm.models.fused import fuse
 
             fuse(self.model)
+
+    def load_weights(self) -> LlamaForCausalLM:
+        """The model, as its checkpoint has it."""
+        return load_native_model(self._setup)
 
     def initialize_kv_cache(self) -> int:
         """Find out how many blocks fit, and allocate them; returns their number."""

@@ -1,0 +1,142 @@
+"""One rank: a child process that takes steps from a ring and runs them; rank 0 hands back what was drawn."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import threading
+import traceback
+from collections import deque
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from folovllm.config import EngineConfig
+from folovllm.distributed.group import PeersLost, ProcessGroup
+from folovllm.distributed.messages import decode_step, encode_result, longest_messages
+from folovllm.distributed.ring import Ring, wait_for
+from folovllm.engine.setup import EngineSetup, set_up
+from folovllm.worker.gpu_worker import GPUWorker
+from folovllm.worker.graph_runner import GraphRunner, PendingStep
+from folovllm.worker.packed_step import Int32
+
+
+@dataclass(slots=True, frozen=True)
+class Assignment:
+    """What a rank is told when it starts."""
+
+    config: EngineConfig
+    rank: int
+    rendezvous: Path  # a file by which the ranks find each other
+    steps_fd: int
+    results_fd: int
+    num_threads: int  # of torch, on CPU
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.config.tensor_parallel_size
+
+
+@dataclass(slots=True, frozen=True)
+class Ready:
+    """A rank's report: weights are loaded, the cache is there."""
+
+    num_kv_blocks: int
+    buckets: list[int]  # widths of the recorded decode steps
+
+
+@dataclass(slots=True, frozen=True)
+class Failure:
+    """A rank's last words."""
+
+    message: str  # type and text of the exception
+    details: str  # its traceback
+    is_user_error: bool  # a ValueError, whose sentence says what to do
+    is_consequence: bool  # it only missed another rank
+
+
+def main(fd: int) -> None:
+    """Run the rank that is described by what comes from the parent through `fd`, until it says stop or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to answer
+    parent = Connection(fd)
+    assignment: Assignment = parent.recv()
+    threading.Thread(target=_die_with, args=[parent], daemon=True).start()
+    try:
+        _run(assignment, parent)
+    except BaseException as error:
+        message = f"{type(error).__name__}: {error}"
+        is_consequence = isinstance(error, PeersLost)
+        parent.send(Failure(message, traceback.format_exc(), isinstance(error, ValueError), is_consequence))
+        os._exit(1)  # no collective may hold up the end
+
+
+def _die_with(parent: Connection) -> None:
+    """End this process as soon as the other end of the connection is closed, whatever it is doing."""
+    try:
+        parent.recv()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _run(assignment: Assignment, parent: Connection) -> None:
+    """From set-up to the end."""
+    torch.set_num_threads(assignment.num_threads)
+    if assignment.rank:
+        logging.getLogger("folovllm").setLevel(logging.ERROR)  # rank 0 has said it already
+    setup = rank_setup(set_up(assignment.config), assignment.rank)
+    store = dist.FileStore(str(assignment.rendezvous), assignment.size)
+    group = ProcessGroup(assignment.rank, assignment.size, setup.device, store)
+    server = RankServer(assignment, setup, group)
+    parent.send(Ready(server.worker.num_kv_blocks, server.runner.buckets))
+    server.serve()
+    del server  # graphs first, for they hold on to the group
+    gc.collect()
+    group.close()
+
+
+def rank_setup(setup: EngineSetup, rank: int) -> EngineSetup:
+    """The set-up on the rank's own device."""
+    device = torch.device("cuda", rank) if setup.device.type == "cuda" else setup.device
+    config = setup.config if rank == 0 else replace(setup.config, use_tqdm=False)
+    return replace(setup, device=device, config=config, attention=replace(setup.attention, device=device))
+
+
+class RankServer:
+    """A worker between two rings."""
+
+    def __init__(self, assignment: Assignment, setup: EngineSetup, group: ProcessGroup) -> None:
+        longest_step, longest_result = longest_messages(setup)
+        self._rank = assignment.rank
+        self._steps = Ring(assignment.size, longest_step, assignment.steps_fd)
+        self._results = Ring(1, longest_result, assignment.results_fd)
+        self._started: deque[PendingStep] = deque()  # rank 0: not handed back yet
+        self._spin = spin_seconds(setup)
+        self.worker = GPUWorker(setup, group)
+        self.worker.load_model()
+        assert isinstance(self.worker.runner, GraphRunner)
+        self.runner = self.worker.runner
+
+    def serve(self) -> None:
+        """Run steps as they come, until the empty message."""
+        with torch.inference_mode():
+            while len(message := wait_for(self._next_step, self._spin)):
+                pending = self.runner.run(*decode_step(message))
+                if self._rank == 0:
+                    self._started.append(pending)
+
+    def _next_step(self) -> Int32 | None:
+        """The next message, if it is there. Meanwhile, tokens that have arrived are handed back."""
+        if self._started and self._started[0].is_here():
+            self._results.write(encode_result(self._started.popleft().wait()))
+        return self._steps.read(self._rank)
+
+
+def spin_seconds(setup: EngineSetup) -> float:
+    """How long to look for a message without a pause: longer than a step takes on a GPU. CPUs have better things to do."""
+    return 0.02 if setup.device.type == "cuda" else 0.0

@@ -1,0 +1,222 @@
+"""The executor of several devices: a child process for each rank, steps through shared memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+import torch
+
+from folovllm.distributed.group import child_environment
+from folovllm.distributed.messages import STOP, decode_result, encode_step, longest_messages
+from folovllm.distributed.rank import Assignment, Failure, Ready, spin_seconds
+from folovllm.distributed.ring import Ring, wait_for
+from folovllm.engine.scheduler import SchedulerOutput
+from folovllm.engine.setup import EngineSetup
+from folovllm.sample.sampler import SamplerOutput
+from folovllm.worker.graph_runner import needs_full_path
+from folovllm.worker.packed_step import StepPacker
+
+GRACE = 5.0  # seconds that ranks have to end by themselves
+HEARSAY = 1.0  # seconds to wait for the cause of a failure, once its consequences are seen
+
+
+class WorkerDied(RuntimeError):
+    """A rank has ended, and the engine with it: make a new one. The message names the rank and its exception."""
+
+
+@dataclass(slots=True)
+class Rank:
+    """A child process, as its parent sees it."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    failure: Failure | None = None
+
+    def hear(self) -> Ready | None:
+        """What the rank says, if anything; its last words are kept in `failure`."""
+        try:
+            said = self.connection.recv() if self.connection.poll() else None
+        except (EOFError, OSError):  # it is gone; its exit code says how
+            return None
+        if isinstance(said, Failure):
+            self.failure = said
+            return None
+        return said
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it has ended, or is about to."""
+        return self.failure is not None or self.process.poll() is not None
+
+
+class Ranks:
+    """All ranks of one engine, from their start to their end."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="folovllm-"))
+        self.size = setup.config.tensor_parallel_size
+        longest_step, longest_result = longest_messages(setup)
+        self.steps, self.results = Ring(self.size, longest_step), Ring(1, longest_result)
+        self._ranks: list[Rank] = []
+        self._error: WorkerDied | None = None
+        try:
+            for rank in range(self.size):
+                self._ranks.append(self._start(setup, rank))
+            self.ready = [self._wait_until_ready(rank) for rank in self._ranks]
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank."""
+        return [rank.process.pid for rank in self._ranks]
+
+    def check(self) -> None:
+        """Raise `WorkerDied` if a rank has ended; the others are ended then."""
+        if self._error is None:
+            for rank in self._ranks:
+                rank.hear()
+            if any(rank.is_dead for rank in self._ranks):
+                self._error = WorkerDied(self._cause())
+                self.kill()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """End all ranks: let them finish if they can, and see to it if they cannot."""
+        if self._ranks and self._error is None and self.steps.has_room():
+            self.steps.write(STOP)
+            deadline = time.monotonic() + GRACE
+            while any(rank.process.poll() is None for rank in self._ranks) and time.monotonic() < deadline:
+                time.sleep(0.005)
+        self._error = self._error or WorkerDied("the engine was closed")
+        self.kill()
+
+    def kill(self) -> None:
+        """End what is still running, and leave nothing behind."""
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.wait()
+            rank.connection.close()
+        self._ranks.clear()
+        self.steps.close()
+        self.results.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, setup: EngineSetup, rank: int) -> Rank:
+        """Start a process that runs `folovllm.distributed.rank.main`, and tell it who it is.
+
+        Not by `multiprocessing`, whose children import the user's main script once more.
+        """
+        parent, child = Pipe()
+        fds = child.fileno(), self.steps.fd, self.results.fd
+        code = f"from folovllm.distributed.rank import main; main({child.fileno()})"
+        environment = child_environment() | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], env=environment, pass_fds=fds, stdin=subprocess.DEVNULL
+        )
+        child.close()
+        threads = max(1, torch.get_num_threads() // self.size)
+        config = replace(setup.config, model=str(setup.path), device=setup.device.type)
+        parent.send(Assignment(config, rank, self._folder / "rendezvous", *fds[1:], threads))
+        return Rank(process, parent)
+
+    def _wait_until_ready(self, rank: Rank) -> Ready:
+        try:
+            return wait_for(rank.hear, 0.0, self.check)
+        except WorkerDied:
+            failures = [r.failure for r in self._ranks if r.failure and r.failure.is_user_error]
+            if failures:
+                raise ValueError(failures[0].message.partition(": ")[2]) from None
+            raise
+
+    def _cause(self) -> str:
+        """Which rank failed first, and how. Ranks that only missed another one are not the cause."""
+        deadline = time.monotonic() + HEARSAY
+        while True:
+            for rank in self._ranks:
+                rank.hear()
+            for number, rank in enumerate(self._ranks):
+                if rank.failure is not None and not rank.failure.is_consequence:
+                    return f"rank {number} failed with {rank.failure.message}\n\n{rank.failure.details}"
+            late = time.monotonic() > deadline
+            for number, rank in enumerate(self._ranks):
+                code = rank.process.poll()
+                if rank.failure is None and code is not None:
+                    return f"rank {number} (process {rank.process.pid}) ended without a word, {how_it_ended(code)}"
+                if late and rank.failure is not None:
+                    return f"rank {number} failed with {rank.failure.message}\n\n{rank.failure.details}"
+            time.sleep(0.01)
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words."""
+    return f"with exit code {code}" if code >= 0 else f"killed by signal {-code} (out of memory, perhaps)"
+
+
+class MultiprocExecutor:
+    """Packs each step once and hands it to all ranks; rank 0 hands back what was drawn."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        """Start the ranks and wait until all are ready.
+
+        Raises:
+            ValueError: something cannot be had there, memory for the cache say. WorkerDied: a rank failed.
+        """
+        self._ranks = Ranks(setup)
+        self._end = weakref.finalize(self, self._ranks.stop)
+        self._buckets = self._ranks.ready[0].buckets
+        self._packer = StepPacker(setup.max_num_seqs, setup.block_size)
+        self._spin = spin_seconds(setup)
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Pages that the KV cache of every rank holds."""
+        return min(ready.num_kv_blocks for ready in self._ranks.ready)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank; none once they are ended."""
+        return self._ranks.pids
+
+    def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
+        """Run one step on all ranks; returns a token for each scheduled sequence."""
+        return self.submit(output).wait()
+
+    def submit(self, output: SchedulerOutput) -> RemoteStep:
+        """Start one step on all ranks and return at once. Raises `WorkerDied` if one of them has ended."""
+        items, steps = output.scheduled, self._ranks.steps
+        self._ranks.check()
+        step = self._packer.pack(items, self._buckets)
+        full = {i: item.seq for i, item in enumerate(items) if item.draws and needs_full_path(item.seq)}
+        wait_for(lambda: steps.has_room() or None, self._spin, self._ranks.check)
+        return RemoteStep(self._ranks, steps.write(encode_step(step, full)), self._spin)
+
+    def shutdown(self) -> None:
+        """End the ranks; twice is once."""
+        self._end()
+
+
+class RemoteStep:
+    """A step that the ranks have been given."""
+
+    def __init__(self, ranks: Ranks, number: int, spin: float) -> None:
+        self._ranks = ranks
+        self._number = number
+        self._spin = spin
+
+    def wait(self) -> SamplerOutput:
+        """What rank 0 hands back. Raises `WorkerDied` if a rank has ended."""
+        results, number = self._ranks.results, self._number
+        return decode_result(wait_for(lambda: results.read(0, number), self._spin, self._ranks.check))
