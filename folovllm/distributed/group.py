@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 logger = logging.getLogger("folovllm")
 
+# torch 2.13 has a new name for it, and warns where the old one is used.
+gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 TIMEOUT = timedelta(minutes=10)  # of one collective; a rank that dies ends the others long before
 
 
@@ -59,7 +61,7 @@ class ProcessGroup:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """As `Group`."""
         everyone = x.new_empty(self.size * x.numel())
-        self._together(lambda: dist.all_gather_into_tensor(everyone, x.contiguous().view(-1)), x)
+        self._together(lambda: gather(everyone, x.contiguous().view(-1)), x)
         return everyone.view(self.size, *x.shape)
 
     def close(self) -> None:

@@ -74,14 +74,14 @@ def parallelize(model: nn.Module, group: Group, vocab_size: int) -> None:
         twin = next((twin for layer, twin in SHARDED if isinstance(module, layer)), None)
         if twin is None:
             continue
-        module.__class__ = mixed(twin, type(module))
+        module.__class__ = mixed(twin, type(module))  # type: ignore[arg-type]  # nn.Module's typing hides its hash
         module.group = group  # type: ignore[assignment]
         if isinstance(module, ShardedHead):
             rows = len(module.weight)
             module.num_ids = min(max(vocab_size - group.rank * rows, 0), rows)
 
 
-@cache
+@cache  # one class for all layers of a kind
 def mixed(twin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     """`twin` on top of `own`, so that what the twin inherits is what the module, perhaps a fused one, did before."""
     return twin if issubclass(twin, own) else type(f"Sharded{own.__name__}", (twin, own), {})

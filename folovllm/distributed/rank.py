@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from folovllm.config import EngineConfig
 from folovllm.distributed.group import PeersLost, ProcessGroup
@@ -90,7 +90,7 @@ def _run(assignment: Assignment, parent: Connection) -> None:
     if assignment.rank:
         logging.getLogger("folovllm").setLevel(logging.ERROR)  # rank 0 has said it already
     setup = rank_setup(set_up(assignment.config), assignment.rank)
-    store = dist.FileStore(str(assignment.rendezvous), assignment.size)
+    store = FileStore(str(assignment.rendezvous), assignment.size)
     group = ProcessGroup(assignment.rank, assignment.size, setup.device, store)
     server = RankServer(assignment, setup, group)
     parent.send(Ready(server.worker.num_kv_blocks, server.runner.buckets))

@@ -109,8 +109,10 @@ def read_tensors(files: list[Path], shard: Shard | None = None) -> Iterator[tupl
         try:
             with safe_open(file, framework="pt") as handle:
                 for name in handle.keys():  # noqa: SIM118  # a handle is no dict
-                    whole = shard is None or name.endswith(IGNORED_SUFFIX)
-                    yield name, handle.get_tensor(name) if whole else shard(name, StoredTensor(handle.get_slice(name)))
+                    if shard is None or name.endswith(IGNORED_SUFFIX):
+                        yield name, handle.get_tensor(name)
+                    else:
+                        yield name, shard(name, StoredTensor(handle.get_slice(name)))
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or incomplete ({error}): download it again") from error
 
