@@ -1,7 +1,7 @@
-"""Compile every kernel for one compute capability with no GPU: prints a JSON list of [kernel, shared bytes, limit].
+"""Compile a milestone's kernels for one compute capability with no GPU: prints a JSON list of [kernel, shared bytes, limit].
 
 A program of its own, because Triton decides when it is first imported whether kernels are compiled or interpreted:
-    python tests/m4/offline_compile.py 90
+    python tests/m4/offline_compile.py 90 m4
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ def pointer_type(name: str, dtype: str) -> str:
     if name in ("table_ptr", "start_ptr", "len_ptr", "item_ptr", "header_ptr", "queue_ptr", "done_ptr", "at_ptr",
                 "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr"):  # fmt: skip
         return "*i32"
-    return "*fp32" if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr") or name == "sum_ptr:decode" else f"*{dtype}"
+    return (
+        "*fp32"
+        if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr") or name == "sum_ptr:decode"
+        else f"*{dtype}"
+    )
 
 
 def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_warps=4, num_stages=2) -> int:
@@ -66,7 +70,7 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
 
 
 def kernels(capability: int, head_dim: int, block_size: int):
-    """Every kernel with the constants and options it is launched with for this shape."""
+    """Every kernel of M4 with the constants and options it is launched with for this shape."""
     d, b, major_minor = head_dim, block_size, divmod(capability, 10)
     strides = {"STRIDE_BLOCK": HKV * b * d, "STRIDE_TOKEN": d, "STRIDE_HEAD": b * d, "B": b}
     prefill, decode = prefill_config(d, 2, major_minor), DecodeConfig()
@@ -85,25 +89,32 @@ def kernels(capability: int, head_dim: int, block_size: int):
         yield plan_kernel, {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, "STEP": 32, **chunks}, 4, 3
         yield add_rms_norm_kernel, {"H": 1024, "WIDTH": 1024, "HAS_RESIDUAL": True}, 4, 3
         yield silu_and_mul_kernel, {"I": 3072, "WIDTH": 1024}, 4, 3
-        yield gumbel_max_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
-        yield best_of_tiles_kernel, {"WIDTH": 64}, 1, 3
-        lines = {"TOKEN": 0, "ROW": 1, "SEQ_LEN": 2, "NEW_BLOCK": 7}
-        yield unpack_decode_kernel, {**lines, "B": b, "WIDTH": 128}, 1, 3
-        for tokens, gated in ((1, True), (4, False)):
-            linear = {"K": 1024, "GATED": gated, "M": tokens, "N": 4, "WIDTH": WIDTH, "PDL": capability >= 90}
-            yield small_linear_kernel, linear, 4, 3
 
 
-def main(capability: int) -> None:
+def kernels_of_m6(capability: int, head_dim: int, block_size: int):
+    """Those of the sixth milestone, in the one shape."""
+    if (head_dim, block_size) != (128, 16):
+        return
+    yield gumbel_max_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
+    yield best_of_tiles_kernel, {"WIDTH": 64}, 1, 3
+    lines = {"TOKEN": 0, "ROW": 1, "SEQ_LEN": 2, "NEW_BLOCK": 7}
+    yield unpack_decode_kernel, {**lines, "B": block_size, "WIDTH": 128}, 1, 3
+    for tokens, gated in ((1, True), (4, False)):
+        linear = {"K": 1024, "GATED": gated, "M": tokens, "N": 4, "WIDTH": WIDTH, "PDL": capability >= 90}
+        yield small_linear_kernel, linear, 4, 3
+
+
+def main(capability: int, milestone: str) -> None:
     """Compile in the dtype that is usual on the card: bf16 where it has that."""
+    kernels_of = {"m4": kernels, "m6": kernels_of_m6}[milestone]
     dtype = "bf16" if capability >= 80 else "fp16"
     rows = []
     for head_dim, block_size in SHAPES[capability]:
-        for kernel, constants, num_warps, num_stages in kernels(capability, head_dim, block_size):
+        for kernel, constants, num_warps, num_stages in kernels_of(capability, head_dim, block_size):
             shared = compile_kernel(kernel, capability, dtype, constants, num_warps, num_stages)
             rows.append([f"{kernel.__name__} D={head_dim} B={block_size}", shared, LIMIT_KIB[capability] * 1024])
     print(json.dumps(rows))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])
