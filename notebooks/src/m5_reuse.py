@@ -465,7 +465,7 @@ assert max(curves[LONG + 64][0]) > 3 * max(curves[128][0])
 
 # %% [markdown]
 # The gap follows the chunk, as a step takes as long as the tokens in it. What do small chunks cost? Each reads the weights again, and the
-# K/V of all chunks before it. On a CPU the arithmetic outweighs both. On a GPU a chunk has to be large enough to be bound by arithmetic,
+# K/V of all chunks before it. Here that shows below a hundred tokens or so. On a GPU a chunk has to be large enough to be bound by arithmetic,
 # some hundred tokens, and so the usual budgets are 512 to 8,192.
 #
 # ## Compare
