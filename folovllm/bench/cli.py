@@ -49,7 +49,7 @@ def throughput(
     compare: Compare = None,
     limit: Limit = None,
     repeats: Annotated[int, typer.Option(help="Passes; the table shows median and spread.", min=1)] = 1,
-    geometry: Geometry = None,
+    random_weights: Geometry = None,
     save: Save = None,
     **given: Any,
 ) -> None:
@@ -57,7 +57,7 @@ def throughput(
     from folovllm.bench.throughput import bench_throughput
 
     with tempfile.TemporaryDirectory() as folder:
-        found = bench_throughput(contenders(given, compare, geometry, folder), workload, requests, repeats, limit)
+        found = bench_throughput(contenders(given, compare, random_weights, folder), workload, requests, repeats, limit)
     finish(found, save)
 
 
@@ -65,7 +65,7 @@ def latency(
     compare: Compare = None,
     limit: Limit = None,
     repeats: Annotated[int, typer.Option(help="Passes; the table shows median and spread.", min=1)] = 3,
-    geometry: Geometry = None,
+    random_weights: Geometry = None,
     save: Save = None,
     **given: Any,
 ) -> None:
@@ -73,7 +73,7 @@ def latency(
     from folovllm.bench.latency import bench_latency
 
     with tempfile.TemporaryDirectory() as folder:
-        found = bench_latency(contenders(given, compare, geometry, folder), repeats, limit)
+        found = bench_latency(contenders(given, compare, random_weights, folder), repeats, limit)
     finish(found, save)
 
 
@@ -81,7 +81,7 @@ def memory(
     compare: Compare = "m2,m3",
     slots: Annotated[int, typer.Option(help="The memory, in sequences of max_model_len tokens.", min=1)] = 8,
     requests: Annotated[int, typer.Option(help="How many requests, all there at the start.", min=1)] = 96,
-    geometry: Geometry = None,
+    random_weights: Geometry = None,
     save: Save = None,
     **given: Any,
 ) -> None:
@@ -90,7 +90,7 @@ def memory(
 
     longest = given.pop("max_model_len", None) or 512
     with tempfile.TemporaryDirectory() as folder:
-        found = bench_memory(contenders(given, compare, geometry, folder), slots, longest, requests)
+        found = bench_memory(contenders(given, compare, random_weights, folder), slots, longest, requests)
     finish(found, save)
 
 
@@ -104,7 +104,7 @@ def reuse(
         bool, typer.Option("--cpu-time", help="Count the process's own time: for one thread of a busy machine.")
     ] = False,
     repeats: Annotated[int, typer.Option(help="Passes; the table shows median and spread.", min=1)] = 3,
-    geometry: Geometry = None,
+    random_weights: Geometry = None,
     save: Save = None,
     **given: Any,
 ) -> None:
@@ -112,7 +112,7 @@ def reuse(
     from folovllm.bench.reuse import bench_reuse
 
     with tempfile.TemporaryDirectory() as folder:
-        [contender] = contenders(given, None, geometry, folder)
+        [contender] = contenders(given, None, random_weights, folder)
         sizes = tuple(int(size) for size in chunks.split(","))
         for part, found in bench_reuse(contender, parts, prefix, prompt, requests, sizes, repeats, cpu_time):
             finish(found, save and save.with_stem(f"{save.stem}-{part}"))
