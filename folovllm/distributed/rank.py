@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from folovllm.config import EngineConfig
 from folovllm.distributed.group import PeersLost, ProcessGroup
 from folovllm.distributed.messages import decode_step, encode_result, longest_messages
 from folovllm.distributed.ring import Ring, wait_for
-from folovllm.engine.setup import EngineSetup, set_up
+from folovllm.engine.setup import EngineSetup
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner, PendingStep
 from folovllm.worker.packed_step import Int32
@@ -30,7 +29,7 @@ from folovllm.worker.packed_step import Int32
 class Assignment:
     """What a rank is told when it starts."""
 
-    config: EngineConfig
+    setup: EngineSetup
     rank: int
     rendezvous: Path  # a file by which the ranks find each other
     steps_fd: int
@@ -40,7 +39,7 @@ class Assignment:
     @property
     def size(self) -> int:
         """How many ranks there are."""
-        return self.config.tensor_parallel_size
+        return self.setup.config.tensor_parallel_size
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,7 +88,7 @@ def _run(assignment: Assignment, parent: Connection) -> None:
     torch.set_num_threads(assignment.num_threads)
     if assignment.rank:
         logging.getLogger("folovllm").setLevel(logging.ERROR)  # rank 0 has said it already
-    setup = rank_setup(set_up(assignment.config), assignment.rank)
+    setup = rank_setup(assignment.setup, assignment.rank)
     store = FileStore(str(assignment.rendezvous), assignment.size)
     group = ProcessGroup(assignment.rank, assignment.size, setup.device, store)
     server = RankServer(assignment, setup, group)
@@ -98,6 +97,7 @@ def _run(assignment: Assignment, parent: Connection) -> None:
     del server  # graphs first, for they hold on to the group
     gc.collect()
     group.close()
+    os._exit(0)  # the interpreter would take seconds to take itself apart
 
 
 def rank_setup(setup: EngineSetup, rank: int) -> EngineSetup:

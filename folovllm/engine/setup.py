@@ -15,7 +15,6 @@ from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.select import choose_backend
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config, num_kv_heads_of
-from folovllm.models.files import load_hf_config, resolve_model
 from folovllm.models.llama import context_limit, head_dim_of
 
 logger = logging.getLogger("folovllm")
@@ -56,6 +55,8 @@ class EngineSetup:
 
 def set_up(config: EngineConfig) -> EngineSetup:
     """Decide what `config` left open. Raises ValueError before any work where something cannot be had."""
+    from folovllm.models.files import load_hf_config, resolve_model  # here, for ranks do without transformers
+
     path = resolve_model(config.model)
     hf_config = load_hf_config(path, config)
     device = choose_device(config.device)

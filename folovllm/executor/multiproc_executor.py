@@ -12,6 +12,7 @@ import weakref
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -128,8 +129,8 @@ class Ranks:
         )
         child.close()
         threads = max(1, torch.get_num_threads() // self.size)
-        config = replace(setup.config, model=str(setup.path), device=setup.device.type)
-        parent.send(Assignment(config, rank, self._folder / "rendezvous", *fds[1:], threads))
+        plain = replace(setup, hf_config=SimpleNamespace(**setup.hf_config.to_dict()))  # a rank needs no transformers
+        parent.send(Assignment(plain, rank, self._folder / "rendezvous", *fds[1:], threads))
         return Rank(process, parent)
 
     def _wait_until_ready(self, rank: Rank) -> Ready:
