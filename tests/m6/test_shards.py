@@ -1,0 +1,135 @@
+"""What a rank holds, a function at a time: no process is started here, the ranks are computed one after the other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from folovllm.distributed.layers import ShardedEmbedding
+from folovllm.distributed.sharded_runner import best_of_ranks
+from folovllm.distributed.sharding import shard_column, shard_qkv, shard_row, shard_vocab
+
+SIZES = [1, 2, 3, 4]
+
+
+def numbered(rows: int, columns: int) -> torch.Tensor:
+    """A matrix in which every number says where it is."""
+    return torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
+
+
+class TestColumnAndRow:
+    @pytest.mark.parametrize("size", SIZES)
+    def test_the_ranks_together_are_the_whole(self, size: int) -> None:
+        weight, bias = numbered(24, 12), torch.arange(24.0)
+        assert torch.equal(torch.cat([shard_column(weight, r, size) for r in range(size)]), weight)
+        assert torch.equal(torch.cat([shard_column(bias, r, size) for r in range(size)]), bias)
+        assert torch.equal(torch.cat([shard_row(weight, r, size) for r in range(size)], 1), weight)
+
+    def test_shapes(self) -> None:
+        weight = numbered(24, 12)
+        assert shard_column(weight, 1, 2).shape == (12, 12) and shard_row(weight, 1, 2).shape == (24, 6)
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_an_mlp_by_hand(self, size: int) -> None:
+        """A column cut, then a row cut: each rank alone up to one sum."""
+        generator = torch.Generator().manual_seed(size)
+        gate, up, down, x = (
+            torch.randn(shape, generator=generator, dtype=torch.float64)
+            for shape in ((24, 8), (24, 8), (8, 24), (5, 8))
+        )
+        total = torch.zeros(5, 8, dtype=torch.float64)
+        for rank in range(size):
+            own_gate, own_up = shard_column(gate, rank, size), shard_column(up, rank, size)
+            total += (F.silu(x @ own_gate.T) * (x @ own_up.T)) @ shard_row(down, rank, size).T
+        torch.testing.assert_close(total, (F.silu(x @ gate.T) * (x @ up.T)) @ down.T)
+
+
+class TestQkv:
+    DIM = 4
+
+    def heads(self, count: int, rank: int, size: int) -> list[int]:
+        """Which of `count` heads the rank gets; each must come whole."""
+        weight = torch.arange(float(count)).repeat_interleave(self.DIM)[:, None].expand(-1, 3)
+        part = shard_qkv(weight, self.DIM, rank, size)
+        assert part.shape[1] == 3
+        return part.view(-1, self.DIM, 3)[:, 0, 0].tolist()
+
+    @pytest.mark.parametrize(("heads", "size"), [(8, 1), (8, 2), (8, 4), (8, 8), (6, 3)])
+    def test_an_equal_share_of_the_heads(self, heads: int, size: int) -> None:
+        shares = [self.heads(heads, rank, size) for rank in range(size)]
+        assert {len(share) for share in shares} == {heads // size}
+        assert [head for share in shares for head in share] == list(range(heads))
+
+    @pytest.mark.parametrize(
+        ("heads", "size", "owners"), [(1, 2, [0, 0]), (2, 4, [0, 0, 1, 1]), (2, 8, [0] * 4 + [1] * 4)]
+    )
+    def test_fewer_kv_heads_than_ranks_live_on_several(self, heads: int, size: int, owners: list[int]) -> None:
+        assert [self.heads(heads, rank, size) for rank in range(size)] == [[owner] for owner in owners]
+
+    @pytest.mark.parametrize(("hq", "hkv", "size"), [(8, 4, 2), (8, 2, 2), (8, 2, 4), (8, 2, 8), (6, 3, 3)])
+    def test_query_heads_find_their_kv_head_on_their_own_rank(self, hq: int, hkv: int, size: int) -> None:
+        for rank in range(size):
+            queries, kv = self.heads(hq, rank, size), self.heads(hkv, rank, size)
+            group = len(queries) // len(kv)
+            for i, query in enumerate(queries):
+                assert kv[i // group] == query // (hq // hkv)
+
+    def test_a_bias(self) -> None:
+        assert shard_qkv(torch.arange(16.0), 4, 1, 2).tolist() == list(range(8, 16))
+
+
+class TestVocabParallelEmbedding:
+    VOCAB, WIDTH = 10, 3
+
+    def parts(self, ids: torch.Tensor, size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The whole embedding, and what each rank gives into the sum."""
+        weight, given = 1 + numbered(self.VOCAB, self.WIDTH), []
+        for rank in range(size):
+            layer = ShardedEmbedding.__new__(ShardedEmbedding)
+            torch.nn.Module.__init__(layer)
+            layer.weight = torch.nn.Parameter(shard_vocab(weight, rank, size), requires_grad=False)
+
+            def all_reduce(part: torch.Tensor) -> torch.Tensor:
+                given.append(part.clone())
+                return 100 + part
+
+            layer.group = SimpleNamespace(rank=rank, size=size, all_reduce=all_reduce)  # type: ignore[assignment]
+            out = layer(ids)
+            assert torch.equal(out, 100 + given[-1]), "what all_reduce returns is the result"
+        assert len(given) == size
+        return weight, given
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_the_parts_add_up(self, size: int) -> None:
+        ids = torch.tensor([0, 9, 3, 4, 7, 8, 5, 4])
+        weight, given = self.parts(ids, size)
+        assert torch.equal(sum(given), weight[ids])  # type: ignore[arg-type]
+
+    def test_one_rank_has_it_and_the_others_give_zeros(self) -> None:
+        _, given = self.parts(torch.arange(self.VOCAB), 3)  # 4 rows each, two of them padding
+        owners = torch.stack([(part != 0).any(-1) for part in given])
+        assert owners.int().argmax(0).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
+        assert (owners.sum(0) == 1).all()
+
+
+class TestVocabParallelArgmax:
+    def test_is_that_of_the_whole_row(self) -> None:
+        logits = torch.randn(7, 32, generator=torch.Generator().manual_seed(0))
+        shares = logits.chunk(4, 1)
+        scores = torch.stack([share.amax(-1) for share in shares])
+        ids = torch.stack([8 * rank + share.argmax(-1) for rank, share in enumerate(shares)]).int()
+        best, winners = best_of_ranks(scores, ids)
+        assert torch.equal(best, logits.amax(-1)) and torch.equal(winners.long(), logits.argmax(-1))
+
+    def test_of_equals_the_lowest_id_in_whatever_order_they_come(self) -> None:
+        scores = torch.tensor([[1.0, 2.0, 0.0], [1.0, 2.0, 5.0], [0.0, 2.0, 5.0]])
+        ids = torch.tensor([[30, 9, 1], [10, 8, 40], [20, 7, 50]], dtype=torch.int32)
+        best, winners = best_of_ranks(scores, ids)
+        assert best.tolist() == [1.0, 2.0, 5.0] and winners.tolist() == [10, 7, 40]
+
+    def test_a_rank_without_tokens_never_wins(self) -> None:
+        scores = torch.tensor([[-torch.inf, -3.0], [-50.0, -torch.inf]])
+        assert best_of_ranks(scores, torch.tensor([[2, 2], [9, 9]], dtype=torch.int32))[1].tolist() == [9, 2]
