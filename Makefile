@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 MODEL  ?= $(if $(wildcard folovllm/assets/stories-5m/config.json),stories-5m,smollm2)
-PROMPT ?= Once upon a time
+PROMPT ?= Tell me a story about Lily and a red kite.
 
 BIN     := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -31,6 +31,7 @@ test: .venv/.dev
 # The course's tests start processes of their own, so not under xdist.
 ci: test docs .venv/.notebooks
 	$(BIN)/python -m pytest -q tests/course
+	OMP_NUM_THREADS=2 $(BIN)/python -m tools.train_tiny.train $$(mktemp -d) --smoke
 	$(if $(wildcard notebooks/src/*.py),$(BIN)/python -m milestones.notebooks --check)
 
 notebooks: .venv/.notebooks
