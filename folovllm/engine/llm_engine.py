@@ -12,6 +12,7 @@ from folovllm.config import EngineConfig
 from folovllm.engine.input_processor import InputProcessor, Prompt
 from folovllm.engine.metrics import EngineStats, StepStats
 from folovllm.engine.output_processor import RequestState
+from folovllm.engine.overlap_scheduler import OverlapScheduler
 from folovllm.engine.scheduler import (
     Scheduler,
     SchedulerLike,
@@ -222,11 +223,7 @@ def make_scheduler(setup: EngineSetup, num_kv_blocks: int) -> SchedulerLike:
     config = setup.config
     if config.kv_cache == "growing":
         return SerialScheduler()
-    scheduler_class: Callable[..., Scheduler] = Scheduler
-    if config.packed_steps:
-        from folovllm.engine.overlap import OverlapScheduler
-
-        scheduler_class = OverlapScheduler
+    scheduler_class: Callable[..., Scheduler] = OverlapScheduler if config.packed_steps else Scheduler
     tokens_of_step = partial(chunk, threshold=config.long_prefill_token_threshold)
     return scheduler_class(
         kv=kv_cache_manager(str(config.kv_cache), bool(config.enable_prefix_caching))(num_kv_blocks, setup.block_size),
