@@ -1,0 +1,173 @@
+"""Two ranks give what one gives: real processes, gloo between them, every feature that looks at a token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.config import EngineConfig
+from folovllm.distributed.messages import decode_result, decode_step, encode_result, encode_step
+from folovllm.distributed.ring import SLOTS, Ring
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.overlap import make_engine
+from folovllm.sample.sampler import SamplerOutput
+from folovllm.sampling_params import SamplingParams
+from folovllm.worker.packed_step import Field, PackedStep
+from tests.helpers import prompts, tiny_checkpoint
+from tests.m6.test_overlap import assert_clean, essence, run
+from tests.sequences import make_seq
+from tests.workloads import ARRIVALS, MAX_MODEL_LEN, serve, workload
+
+SMALL = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}  # preemption, and prompts in chunks
+ENGINES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama, small pool": {"family": "llama", **SMALL},
+    "qwen3, eager and not overlapped": {"enforce_eager": True, "async_scheduling": False, **SMALL},
+}
+
+
+def engine(family: str = "qwen3", **overrides: Any) -> LLMEngine:
+    fields = {"max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False, "max_num_seqs": 24} | overrides
+    return make_engine(EngineConfig(model=str(tiny_checkpoint(family)), **fields))
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def served(name: str) -> Iterator[LLMEngine]:
+    two = engine(tensor_parallel_size=2, **ENGINES[name])
+    yield two
+    two.close()
+
+
+def family_of(name: str) -> str:
+    return ENGINES[name].get("family", "qwen3")
+
+
+class TestTwoRanks:
+    @pytest.mark.parametrize("kind", ["greedy", "seeded"])
+    def test_answers_are_those_of_m1(self, served: LLMEngine, name: str, kind: str) -> None:
+        load = workload(kind, 16, family=family_of(name))
+        load.check(serve(served, load.requests, ARRIVALS[2]))
+        assert_clean(served)
+        if "num_kv_blocks" in ENGINES[name] and kind == "seeded":
+            assert served.stats().preemptions > 0
+
+    def test_every_kind_of_request(self, served: LLMEngine, name: str) -> None:
+        """Penalties, stop strings, min_tokens, filters, n, log-probabilities: tokens and texts are those of one rank."""
+        expected, actual = run(engine(milestone="m5", **ENGINES[name]), {}), run(served, {})
+        for request_id, output in expected.items():
+            assert essence(actual[request_id]) == essence(output), request_id
+            for mine, theirs in zip(actual[request_id].outputs, output.outputs, strict=True):
+                assert (mine.logprobs is None) == (theirs.logprobs is None)
+                for a, b in zip(mine.logprobs or [], theirs.logprobs or [], strict=True):
+                    assert [x.token_id for x in a] == [x.token_id for x in b]
+                    assert [x.logprob for x in a] == pytest.approx([x.logprob for x in b], abs=1e-3)
+        assert_clean(served)
+
+    def test_prefixes_are_found_again(self, served: LLMEngine) -> None:
+        prompt, params = prompts([50], seed=9)[0], SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
+        answers = []
+        for i in range(2):
+            served.add_request(f"p{i}", prompt, params)
+            while served.has_unfinished_requests():
+                answers += [o.outputs[0].token_ids for o in served.step() if o.finished]
+        assert answers[0] == answers[1]
+        assert served.prefix_cache_stats().tokens_hit >= 48
+
+    def test_aborts(self, served: LLMEngine) -> None:
+        run(served, {3: ["r0"], 5: ["r1", "r2"], 9: ["r5"]}, seed=2)
+        assert_clean(served)
+
+    def test_a_rank_holds_a_part(self, served: LLMEngine) -> None:
+        attention = served.setup.attention
+        assert (attention.num_heads, attention.num_kv_heads) == (2, 1)
+        assert served.setup.vocab_size == 259
+
+
+# --- what crosses from process to process ---------------------------------------------------------------------------
+
+
+@given(
+    floats=st.tuples(st.floats(0, 2), st.floats(0.01, 1), st.floats(0, 1), st.floats(0.1, 3), st.floats(-2, 2)),
+    seed=st.integers(0, 2**63 - 1),
+    whole=st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 1), st.sampled_from([None, 0, 5])),
+    stops=st.lists(st.integers(0, 258), max_size=4),
+)
+def test_a_sequence_crosses(
+    floats: tuple[float, ...], seed: int, whole: tuple[int, int, int, int | None], stops: list[int]
+) -> None:
+    temperature, top_p, min_p, repetition, presence = floats
+    num_prompt, num_output, in_flight, logprobs = whole
+    seq = make_seq(
+        num_prompt, 20, temperature=temperature, top_p=top_p, min_p=min_p, repetition_penalty=repetition, top_k=7,
+        presence_penalty=presence, min_tokens=5, stop_token_ids=stops, logprobs=logprobs,
+    )  # fmt: skip
+    seq.seed, seq.num_in_flight = seed, in_flight
+    for token in range(num_output):
+        seq.append_token(50 + token)
+    fields = np.arange(len(Field) * 3, dtype=np.int32).reshape(len(Field), 3)
+    step = PackedStep(fields, 3, 1, np.arange(5, dtype=np.int32), np.ones((3, 2), np.int32))
+    back, full = decode_step(encode_step(step, {2: seq, 0: make_seq()}))
+    assert np.array_equal(back.fields, fields) and np.array_equal(back.tokens, step.tokens)
+    assert np.array_equal(back.updates, step.updates) and (back.num_seqs, back.num_decodes) == (3, 1)
+    other = full[2]
+    assert list(full) == [2, 0] and other.seed == seed and other.num_in_flight == in_flight
+    assert (other.num_tokens, other.num_output_tokens) == (seq.num_tokens, num_output)
+    same = replace(seq.params, stop_token_ids=[], max_tokens=None)
+    assert other.params == same
+    if num_output + in_flight < 5:
+        assert {*other.eos_token_ids} == {*seq.eos_token_ids, *stops}
+    if seq.params.has_penalties:
+        assert other.token_ids.tolist() == seq.token_ids.tolist()
+        assert other.output_token_ids.tolist() == seq.output_token_ids.tolist()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.none() | st.lists(st.floats(-50, 0, width=32), min_size=1, max_size=4)))
+)
+def test_a_result_crosses(rows: list[tuple[int, list[float] | None]]) -> None:
+    logprobs = [None if values is None else list(enumerate(values)) for _, values in rows]
+    result = SamplerOutput([token for token, _ in rows], logprobs)
+    assert decode_result(encode_result(result)) == result
+
+
+def test_a_ring_waits_for_its_slowest_reader() -> None:
+    ring = Ring(2, 10)
+    other = Ring(2, 10, ring.fd)
+    for i in range(SLOTS):
+        assert ring.write(np.arange(i, dtype=np.int32)) == i
+    assert not ring.has_room()
+    assert [len(other.read(0)) for _ in range(SLOTS)] == [0, 1, 2, 3]  # type: ignore[arg-type]
+    assert other.read(0) is None and not ring.has_room()
+    assert other.read(1).tolist() == [] and ring.has_room()  # type: ignore[union-attr]
+    ring.write(np.full(10, 7, np.int32))
+    assert other.read(0).tolist() == [7] * 10  # type: ignore[union-attr]
+    assert other.read(1, 4).tolist() == [7] * 10  # type: ignore[union-attr]
+    ring.close()
+
+
+# --- on GPUs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+def test_on_gpus(kind: str, size: int) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    load = workload(kind)
+    served = engine(device="cuda", dtype="float32", attention_backend="triton", tensor_parallel_size=size)
+    load.check(serve(served, load.requests), tol=0.05)
+    assert_clean(served)
+    served.close()

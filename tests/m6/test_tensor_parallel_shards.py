@@ -1,0 +1,308 @@
+"""Who holds what: shards put together give the whole, and so does what is computed from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from folovllm.config import EngineConfig
+from folovllm.distributed.layers import ShardedEmbedding, ShardedHead, parallelize
+from folovllm.distributed.sharded_runner import ShardedRunner, best_of_ranks
+from folovllm.distributed.sharding import (
+    local_config,
+    shard_column,
+    shard_named,
+    shard_qkv,
+    shard_row,
+    shard_vocab,
+    vocab_shard_size,
+)
+from folovllm.engine.setup import set_up
+from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from folovllm.layers.linear import RowParallelLinear
+from folovllm.sample.noise import gumbel
+from folovllm.worker.model_runner import dummy_items
+from folovllm.worker.native_model import load_native_model
+from tests.helpers import assert_logits_equal, hf_logits, prompts, tiny_checkpoint
+from tests.m6.ranks import ThreadGroup, on_ranks
+
+SIZES = st.integers(1, 6)
+
+
+def numbered(*shape: int) -> torch.Tensor:
+    """A tensor in which no two numbers are the same."""
+    count = int(torch.tensor(shape).prod())
+    return torch.arange(count).float().view(*shape)
+
+
+class OnlySlices:
+    """A tensor of which only slices can be had, as if it were in its file. Notes how much was read."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole, self.shape, self.num_read = whole, whole.shape, 0
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part = self.whole[index]
+        self.num_read += part.numel()
+        return part
+
+
+class TestShardColumnAndRow:
+    @given(size=SIZES, share=st.integers(1, 5), other=st.integers(1, 5))
+    def test_shards_put_together_are_the_whole(self, size: int, share: int, other: int) -> None:
+        tall, wide = numbered(size * share, other), numbered(other, size * share)
+        columns = [shard_column(tall, rank, size) for rank in range(size)]
+        rows = [shard_row(wide, rank, size) for rank in range(size)]
+        assert all(part.shape == (share, other) for part in columns)
+        assert all(part.shape == (other, share) for part in rows)
+        assert torch.equal(torch.cat(columns), tall)
+        assert torch.equal(torch.cat(rows, dim=1), wide)
+
+    @given(size=SIZES, share=st.integers(1, 5))
+    def test_a_bias_is_cut_like_the_outputs(self, size: int, share: int) -> None:
+        bias = numbered(size * share)
+        assert torch.equal(torch.cat([shard_column(bias, rank, size) for rank in range(size)]), bias)
+
+    def test_only_the_part_is_read(self) -> None:
+        for shard in (shard_column, shard_row):
+            weight = OnlySlices(numbered(8, 12))
+            assert shard(weight, 1, 4).numel() == weight.num_read == 24
+
+    def test_an_mlp_on_two_ranks_by_hand(self) -> None:
+        """Columns, then rows: nothing is exchanged in between, and one sum gives what one rank computes."""
+        x, up, down = torch.randn(3, 5), torch.randn(8, 5), torch.randn(5, 8)
+        whole = F.linear(F.silu(F.linear(x, up)), down)
+        partial = [
+            F.linear(F.silu(F.linear(x, shard_column(up, rank, 2))), shard_row(down, rank, 2)) for rank in range(2)
+        ]
+        torch.testing.assert_close(sum(partial), whole)
+        assert not torch.allclose(partial[0], whole)
+
+
+class TestShardQKV:
+    @given(size=SIZES, share=st.integers(1, 4), head_dim=st.integers(1, 4))
+    def test_as_many_heads_as_ranks_or_more(self, size: int, share: int, head_dim: int) -> None:
+        weight = numbered(size * share * head_dim, 3)
+        parts = [shard_qkv(weight, head_dim, rank, size) for rank in range(size)]
+        assert all(len(part) == share * head_dim for part in parts)
+        assert torch.equal(torch.cat(parts), weight)
+
+    @given(heads=st.integers(1, 4), copies=st.integers(2, 4), head_dim=st.integers(1, 4))
+    def test_fewer_heads_than_ranks(self, heads: int, copies: int, head_dim: int) -> None:
+        weight, size = numbered(heads * head_dim, 3), heads * copies
+        for rank in range(size):
+            head = weight.view(heads, head_dim, 3)[rank // copies]
+            assert torch.equal(shard_qkv(weight, head_dim, rank, size), head)
+
+    @given(kv_heads=st.sampled_from([1, 2, 4]), group=st.sampled_from([1, 2, 4]), size=st.sampled_from([1, 2, 4]))
+    def test_each_query_head_finds_its_kv_head(self, kv_heads: int, group: int, size: int) -> None:
+        """Query head q reads KV head q // group of the whole; on its rank it reads the local one of that number."""
+        heads = kv_heads * group
+        if heads % size:
+            return
+        query, key = torch.arange(heads)[:, None], torch.arange(kv_heads)[:, None]  # one number a head
+        for rank in range(size):
+            own, keys = shard_qkv(query, 1, rank, size), shard_qkv(key, 1, rank, size)
+            local_group = len(own) // len(keys)
+            for i, head in enumerate(own.flatten().tolist()):
+                assert keys[i // local_group].item() == head // group
+
+    def test_biases_and_files(self) -> None:
+        weight, bias = OnlySlices(numbered(8, 5)), numbered(8)
+        assert torch.equal(shard_qkv(weight, 4, 3, 4), weight.whole[4:])
+        assert weight.num_read == 20
+        assert shard_qkv(bias, 4, 1, 2).tolist() == [4, 5, 6, 7]
+
+
+class TestShardVocab:
+    @given(vocab_size=st.integers(1, 40), size=SIZES)
+    def test_shards_are_the_whole_and_zeros(self, vocab_size: int, size: int) -> None:
+        weight, rows = 1 + numbered(vocab_size, 2), vocab_shard_size(vocab_size, size)
+        assert rows % 4 == 0 and rows * size >= vocab_size and (rows - 4) * size < vocab_size
+        parts = torch.cat([shard_vocab(weight, rank, size) for rank in range(size)])
+        assert parts.shape == (rows * size, 2)
+        assert torch.equal(parts[:vocab_size], weight) and not parts[vocab_size:].any()
+
+
+def sharded_embedding(weight: torch.Tensor, group: ThreadGroup) -> ShardedEmbedding:
+    rows = vocab_shard_size(len(weight), group.size)
+    part = F.pad(weight, (0, 0, 0, rows * group.size - len(weight)))[group.rank * rows : (group.rank + 1) * rows]
+    layer = VocabParallelEmbedding(rows, weight.shape[1]).requires_grad_(False)
+    layer.weight.copy_(part)
+    parallelize(layer, group, len(weight))
+    assert type(layer) is ShardedEmbedding
+    return layer
+
+
+class TestVocabParallelEmbedding:
+    @settings(max_examples=30)
+    @given(vocab_size=st.integers(1, 40), size=st.integers(1, 4), data=st.data())
+    def test_every_rank_has_the_embedding(self, vocab_size: int, size: int, data: st.DataObject) -> None:
+        weight = 1 + numbered(vocab_size, 3)
+        ids = torch.tensor(data.draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=9)))
+        for result in on_ranks(size, lambda group: sharded_embedding(weight, group)(ids)):
+            assert torch.equal(result, weight[ids])
+
+    def test_a_rank_adds_only_what_it_holds(self) -> None:
+        weight = 1 + numbered(8, 2)
+        added: list[torch.Tensor] = []
+
+        def work(group: ThreadGroup) -> None:
+            layer = sharded_embedding(weight, group)
+            layer.group = SimpleNamespace(rank=group.rank, size=2, all_reduce=lambda x: added.append(x) or x)  # type: ignore[assignment]
+            layer(torch.tensor([0, 4, 3, 7]))
+
+        for rank in range(2):
+            work(ThreadGroup(rank, [None, None], None))  # type: ignore[arg-type]
+        assert added[0][[1, 3]].eq(0).all() and added[1][[0, 2]].eq(0).all()
+        assert torch.equal(added[0] + added[1], weight[[0, 4, 3, 7]])
+
+
+class TestBestOfRanks:
+    @given(data=st.data(), size=SIZES, rows=st.integers(1, 4))
+    def test_it_is_the_argmax_of_the_whole(self, data: st.DataObject, size: int, rows: int) -> None:
+        """Small whole numbers, so that ties are common: the lowest id wins, as in argmax."""
+        values = st.lists(st.integers(-2, 2), min_size=8 * size, max_size=8 * size)
+        logits = torch.tensor([data.draw(values) for _ in range(rows)]).float()
+        parts = logits.view(rows, size, 8)
+        scores = parts.amax(-1).T
+        ids = (parts.argmax(-1) + 8 * torch.arange(size)).T.int()
+        best, winners = best_of_ranks(scores, ids)
+        assert torch.equal(best, logits.amax(-1))
+        assert winners.tolist() == logits.argmax(-1).tolist()
+
+    def test_the_ranks_may_come_in_any_order(self) -> None:
+        scores, ids = torch.tensor([[1.0, 5.0], [1.0, 5.0], [0.0, 9.0]]), torch.tensor([[7, 2], [3, 4], [1, 8]])
+        assert best_of_ranks(scores, ids.int())[1].tolist() == [3, 8]
+
+    def test_a_rank_with_nothing_never_wins(self) -> None:
+        scores = torch.tensor([[-1e30], [-torch.inf]])
+        assert best_of_ranks(scores, torch.tensor([[9], [0]]).int())[1].tolist() == [9]
+
+
+@pytest.mark.parametrize("first", [0, 4, 128])
+def test_noise_of_a_part_is_that_part_of_the_noise(first: int) -> None:
+    seeds, positions = torch.tensor([3, 2**62 + 5]), torch.tensor([0, 77])
+    assert torch.equal(gumbel(seeds, positions, 30, first), gumbel(seeds, positions, first + 30)[:, first:])
+
+
+def test_padding_cannot_be_drawn() -> None:
+    def work(group: ThreadGroup) -> torch.Tensor:
+        head = ParallelLMHead(vocab_shard_size(5, 3), 2).requires_grad_(False)
+        head.weight.zero_()
+        parallelize(head, group, 5)
+        assert type(head) is ShardedHead
+        return head(torch.ones(1, 2))
+
+    logits = torch.cat(on_ranks(3, work), dim=1)
+    assert logits[:, :5].eq(0).all() and logits[:, 5:].eq(-torch.inf).all() and logits.shape == (1, 12)
+
+
+def test_a_layer_that_is_another_class_already_keeps_its_ways() -> None:
+    class Doubled(RowParallelLinear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    weight, x = torch.randn(3, 4), torch.randn(2, 4)
+
+    def work(group: ThreadGroup) -> torch.Tensor:
+        layer = Doubled(2, 3).requires_grad_(False)
+        layer.weight.copy_(shard_row(weight, group.rank, 2))
+        parallelize(layer, group, 1)
+        return layer(shard_row(x, group.rank, 2))
+
+    for result in on_ranks(2, work):
+        torch.testing.assert_close(result, 2 * F.linear(x, weight))
+
+
+def test_a_bias_enters_a_sum_once() -> None:
+    bias = numbered(3) + 1
+    parts = [shard_named("model.layers.0.self_attn.o_proj.bias", bias, 2, rank, 4) for rank in range(4)]
+    assert torch.equal(sum(parts), bias)
+
+
+class TestSizes:
+    def config(self, heads: int, kv_heads: int, inner: int = 48) -> Any:
+        return SimpleNamespace(
+            num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=inner, hidden_size=96, vocab_size=259
+        )  # fmt: skip
+
+    def test_what_one_rank_has(self) -> None:
+        whole = self.config(8, 2)
+        local = local_config(whole, 4)
+        assert (local.num_attention_heads, local.num_key_value_heads, local.head_dim) == (2, 1, 12)
+        assert (local.intermediate_size, local.vocab_size) == (12, 68)
+        assert whole.num_attention_heads == 8 and not hasattr(whole, "head_dim")
+
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "inner", "size", "works"),
+        [
+            (8, 2, 48, 3, "1, 2, 4, 8"),
+            (6, 2, 48, 3, "1, 2, 6"),
+            (8, 8, 48, 16, "1, 2, 4, 8"),
+            (8, 4, 6, 4, "1, 2"),
+        ],
+    )
+    def test_sizes_that_do_not_work(self, heads: int, kv_heads: int, inner: int, size: int, works: str) -> None:
+        with pytest.raises(ValueError, match=f"sizes that work are {works}$"):
+            local_config(self.config(heads, kv_heads, inner), size)
+
+    def test_before_any_work(self) -> None:
+        with pytest.raises(ValueError, match="sizes that work are 1, 2, 4"):
+            set_up(EngineConfig(model=str(tiny_checkpoint()), device="cpu", tensor_parallel_size=3))
+        with pytest.raises(ValueError, match="tensor_parallel_size must be at least 1"):
+            EngineConfig(tensor_parallel_size=0)
+        with pytest.raises(ValueError, match="tensor_parallel_size"):
+            EngineConfig(milestone="m2", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("qwen3", {}),  # tied; with 4 ranks its 2 KV heads are copied
+        ("llama", {"tied": False, "attention_bias": True, "mlp_bias": True}),
+        ("qwen2", {"num_kv_heads": 4}),
+        ("mistral", {"tied": False, "num_kv_heads": 1}),
+    ],
+)
+def test_the_whole_model(family: str, fields: dict[str, Any], size: int) -> None:
+    """Ranks that read their parts from the file compute the logits that transformers' model does."""
+    path, tokens = tiny_checkpoint(family, **fields), prompts([23])[0]
+    setup = set_up(
+        EngineConfig(model=str(path), device="cpu", tensor_parallel_size=size, use_tqdm=False, max_num_seqs=4)
+    )
+
+    @torch.inference_mode()
+    def work(group: ThreadGroup) -> torch.Tensor:
+        runner = ShardedRunner(setup, group)
+        runner.load_model()
+        runner.allocate_kv_cache(2)
+        item = dummy_items(1, len(tokens), setup.block_size)[0]
+        item.seq.token_ids[:] = tokens
+        batch = runner._input_batch.build([item])
+        runner._backend.plan(batch)
+        hidden = runner.model(batch)
+        batch.logits_indices = torch.arange(len(tokens))
+        return runner._whole_logits(runner.model.compute_logits(hidden, batch))
+
+    for logits in on_ranks(size, work):
+        assert_logits_equal(logits, hf_logits(path, tokens))
+
+
+def test_random_weights_are_those_of_one_rank() -> None:
+    config = EngineConfig(model=str(tiny_checkpoint()), device="cpu", random_weights=True, use_tqdm=False)
+    setup = set_up(replace(config, tensor_parallel_size=2))
+    whole = load_native_model(set_up(config)).state_dict()
+    parts = on_ranks(2, lambda group: ShardedRunner(setup, group).load_weights().state_dict())
+    down, embedding, norm = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight", "model.norm.weight"
+    assert torch.equal(torch.cat([part[down] for part in parts], dim=1), whole[down])
+    assert torch.equal(torch.cat([part[embedding] for part in parts])[:259], whole[embedding])
+    assert all(torch.equal(part[norm], whole[norm]) for part in parts)
