@@ -58,6 +58,7 @@ class EngineConfig:
         long_prefill_token_threshold: most tokens of one prompt in one step; 0 sets no bound.
         enforce_eager: no CUDA graphs.
         async_scheduling: schedule a step while the one before it runs.
+        compile: put element-wise layers through torch.compile instead of the fused kernels.
         tensor_parallel_size: GPUs (or, on CPU, processes) that share each layer.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
@@ -89,6 +90,7 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     enforce_eager: bool | None = None
     async_scheduling: bool | None = None
+    compile: bool = False
     tensor_parallel_size: int = 1
     trust_remote_code: bool = False
     random_weights: bool = False
@@ -148,6 +150,8 @@ class EngineConfig:
             raise ValueError(
                 'CUDA graphs, async_scheduling and tensor_parallel_size need kv_cache="paged", as from milestone m3 on'
             )
+        if self.compile and self.model_impl == "hf":
+            raise ValueError('compile needs model_impl="native": it is our layers that are compiled')
         if self.random_weights and self.model_impl == "hf":
             raise ValueError('random_weights needs model_impl="native"')
 

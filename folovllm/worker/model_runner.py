@@ -37,10 +37,7 @@ class ModelRunner:
         self.model = self.load_weights()
         for attention in attention_layers(self.model):
             attention.backend = self._backend
-        if setup_fuses(self._setup):
-            from folovllm.models.fused import fuse
-
-            fuse(self.model)
+        choose_layers(self.model, self._setup)
 
     def load_weights(self) -> LlamaForCausalLM:
         """The model, as its checkpoint has it."""
@@ -93,9 +90,16 @@ class ModelRunner:
         self.kv_cache = torch.empty(0)
 
 
-def setup_fuses(setup: EngineSetup) -> bool:
-    """Whether element-wise layers run as fused Triton kernels: where attention is a kernel, so that Triton is there."""
-    return "triton" in setup.backend or "flash_attn" in setup.backend
+def choose_layers(model: LlamaForCausalLM, setup: EngineSetup) -> None:
+    """Element-wise layers: compiled where asked for, else fused kernels where attention is a kernel, else plain torch."""
+    if setup.config.compile:
+        from folovllm.models.compiled import compile_layers
+
+        compile_layers(model)
+    elif "triton" in setup.backend or "flash_attn" in setup.backend:
+        from folovllm.models.fused import fuse
+
+        fuse(model)
 
 
 def dummy_items(count: int, length: int, block_size: int) -> list[ScheduledSequence]:
