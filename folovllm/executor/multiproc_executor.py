@@ -40,18 +40,20 @@ class Rank:
 
     process: subprocess.Popen[bytes]
     connection: Connection
+    ready: Ready | None = None
     failure: Failure | None = None
 
     def hear(self) -> Ready | None:
-        """What the rank says, if anything; its last words are kept in `failure`."""
+        """Listen; once it is ready, what it said then. Its last words are kept in `failure`."""
         try:
             said = self.connection.recv() if self.connection.poll() else None
         except (EOFError, OSError):  # it is gone; its exit code says how
             return None
         if isinstance(said, Failure):
             self.failure = said
-            return None
-        return said
+        elif said is not None:
+            self.ready = said
+        return None if self.failure else self.ready
 
     @property
     def is_dead(self) -> bool:
