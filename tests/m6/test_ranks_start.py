@@ -1,0 +1,22 @@
+"""What ranks say while they start is never lost, whoever listens."""
+
+from __future__ import annotations
+
+from multiprocessing import Pipe
+from types import SimpleNamespace
+from typing import Any, cast
+
+from folovllm.distributed.rank import Failure, Ready
+from folovllm.executor.multiproc_executor import Rank
+
+
+def test_readiness_is_remembered_until_it_is_asked_for() -> None:
+    """`check` listens to all ranks while one of them is waited for."""
+    ours, theirs = Pipe()
+    rank = Rank(cast(Any, SimpleNamespace(poll=lambda: None)), ours)
+    assert rank.hear() is None
+    ready = Ready(7, [1, 2])
+    theirs.send(ready)
+    assert rank.hear() == ready and rank.hear() == ready and not rank.is_dead
+    theirs.send(Failure("OSError: gone", "", False, False))
+    assert rank.hear() is None and rank.is_dead
