@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import signal
 import threading
 import traceback
@@ -65,7 +66,7 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to answer
     parent = Connection(fd)
     assignment: Assignment = parent.recv()
-    threading.Thread(target=_die_with, args=[parent], daemon=True).start()
+    threading.Thread(target=_die_with, args=[parent, assignment.rendezvous.parent], daemon=True).start()
     try:
         _run(assignment, parent)
     except BaseException as error:
@@ -75,11 +76,12 @@ def main(fd: int) -> None:
         os._exit(1)  # no collective may hold up the end
 
 
-def _die_with(parent: Connection) -> None:
-    """End this process as soon as the other end of the connection is closed, whatever it is doing."""
+def _die_with(parent: Connection, folder: Path) -> None:
+    """End this process as soon as its parent is gone, whatever it is doing, and tidy up in the parent's place."""
     try:
         parent.recv()
     except (EOFError, OSError):
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
 

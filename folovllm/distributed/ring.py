@@ -64,10 +64,12 @@ class Ring:
         return message
 
     def close(self) -> None:
-        """Give the descriptor back; the memory goes with its last user."""
+        """Let go of the memory, which goes with its last user. From now on there is nothing to read."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        self._written, self._taken = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self._lengths, self._slots = np.zeros(SLOTS, np.int64), np.zeros((SLOTS, 0), np.int32)
 
     def _order(self) -> None:
         """Let no processor move memory accesses across this line: that is what taking a lock guarantees."""

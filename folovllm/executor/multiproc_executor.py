@@ -43,17 +43,15 @@ class Rank:
     ready: Ready | None = None
     failure: Failure | None = None
 
-    def hear(self) -> Ready | None:
-        """Listen; once it is ready, what it said then. Its last words are kept in `failure`."""
+    def hear(self) -> None:
+        """Note what the rank has said, if anything."""
         try:
-            said = self.connection.recv() if self.connection.poll() else None
+            while self.connection.poll():
+                said = self.connection.recv()
+                self.ready = said if isinstance(said, Ready) else self.ready
+                self.failure = said if isinstance(said, Failure) else self.failure
         except (EOFError, OSError):  # it is gone; its exit code says how
-            return None
-        if isinstance(said, Failure):
-            self.failure = said
-        elif said is not None:
-            self.ready = said
-        return None if self.failure else self.ready
+            return
 
     @property
     def is_dead(self) -> bool:
@@ -70,11 +68,13 @@ class Ranks:
         longest_step, longest_result = longest_messages(setup)
         self.steps, self.results = Ring(self.size, longest_step), Ring(1, longest_result)
         self._ranks: list[Rank] = []
-        self._error: WorkerDied | None = None
+        self._error: WorkerDied | ValueError | None = None
+        self._is_started = False
         try:
             for rank in range(self.size):
                 self._ranks.append(self._start(setup, rank))
             self.ready = [self._wait_until_ready(rank) for rank in self._ranks]
+            self._is_started = True
         except BaseException:
             self.kill()
             raise
@@ -85,12 +85,15 @@ class Ranks:
         return [rank.process.pid for rank in self._ranks]
 
     def check(self) -> None:
-        """Raise `WorkerDied` if a rank has ended; the others are ended then."""
+        """Raise an error if a rank has ended; the others are ended then.
+
+        It is `WorkerDied`, or a ValueError if that is what kept a rank from starting.
+        """
         if self._error is None:
             for rank in self._ranks:
                 rank.hear()
             if any(rank.is_dead for rank in self._ranks):
-                self._error = WorkerDied(self._cause())
+                self._error = self._cause()
                 self.kill()
         if self._error is not None:
             raise self._error
@@ -136,36 +139,30 @@ class Ranks:
         return Rank(process, parent)
 
     def _wait_until_ready(self, rank: Rank) -> Ready:
-        try:
-            return wait_for(rank.hear, 0.0, self.check)
-        except WorkerDied:
-            failures = [r.failure for r in self._ranks if r.failure and r.failure.is_user_error]
-            if failures:
-                raise ValueError(failures[0].message.partition(": ")[2]) from None
-            raise
+        return wait_for(lambda: rank.ready, 0.0, self.check)
 
-    def _cause(self) -> str:
+    def _cause(self) -> WorkerDied | ValueError:
         """Which rank failed first, and how. Ranks that only missed another one are not the cause."""
         deadline = time.monotonic() + HEARSAY
         while True:
+            is_late = time.monotonic() > deadline
             for rank in self._ranks:
                 rank.hear()
             for number, rank in enumerate(self._ranks):
-                if rank.failure is not None and not rank.failure.is_consequence:
-                    return f"rank {number} failed with {rank.failure.message}\n\n{rank.failure.details}"
-            late = time.monotonic() > deadline
+                if rank.failure is not None and (is_late or not rank.failure.is_consequence):
+                    return self._error_of(number, rank.failure)
             for number, rank in enumerate(self._ranks):
                 code = rank.process.poll()
+                rank.hear()  # once more: what it said at the very end
                 if rank.failure is None and code is not None:
-                    return f"rank {number} (process {rank.process.pid}) ended without a word, {how_it_ended(code)}"
-                if late and rank.failure is not None:
-                    return f"rank {number} failed with {rank.failure.message}\n\n{rank.failure.details}"
+                    how = f"with exit code {code}" if code >= 0 else f"killed by signal {-code}"
+                    return WorkerDied(f"rank {number} (process {rank.process.pid}) ended without a word, {how}")
             time.sleep(0.01)
 
-
-def how_it_ended(code: int) -> str:
-    """An exit code in words."""
-    return f"with exit code {code}" if code >= 0 else f"killed by signal {-code} (out of memory, perhaps)"
+    def _error_of(self, number: int, failure: Failure) -> WorkerDied | ValueError:
+        if failure.is_user_error and not self._is_started:
+            return ValueError(failure.message.partition(": ")[2])
+        return WorkerDied(f"rank {number} failed with {failure.message}\n\n{failure.details}")
 
 
 class MultiprocExecutor:

@@ -1,0 +1,182 @@
+"""However an engine of several ranks ends, it ends soon, says why, and leaves nothing: no process, no file, no descriptor."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from folovllm import LLM, SamplingParams
+from folovllm.executor.multiproc_executor import WorkerDied
+from folovllm.worker.packed_step import Field, PackedStep
+from tests.helpers import tiny_checkpoint
+
+KILLS = int(os.environ.get("FOLOVLLM_KILLS", "2"))  # 20 for the whole proof
+SECONDS = 10.0  # an error must be there by then, on a busy machine too
+FOREVER = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
+
+
+def engine(**overrides: Any) -> LLM:
+    fields = {"device": "cpu", "max_model_len": 512, "max_num_seqs": 4, "use_tqdm": False, "tensor_parallel_size": 2}
+    return LLM(str(tiny_checkpoint()), **(fields | overrides))
+
+
+def exists(pid: int) -> bool:
+    """Whether a process runs; a zombie that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def assert_gone(pids: list[int], within: float = SECONDS) -> None:
+    deadline = time.monotonic() + within
+    while any(map(exists, pids)):
+        assert time.monotonic() < deadline, f"{[pid for pid in pids if exists(pid)]} are still there"
+        time.sleep(0.05)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After the test there is nothing in the temporary folder, and no descriptor more than before."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    checkpoint = tiny_checkpoint()  # before the temporary folder moves
+    monkeypatch.setattr(sys.modules[__name__], "tiny_checkpoint", lambda: checkpoint)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    before = descriptors()
+    yield
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert list(tmp_path.iterdir()) == []
+    assert descriptors() <= before
+
+
+@pytest.mark.parametrize("attempt", range(KILLS))
+def test_a_killed_rank_is_named(leftovers: None, attempt: int) -> None:
+    rng, llm = random.Random(attempt), engine(async_scheduling=attempt % 3 > 0)
+    pids, victim = llm.engine.executor.pids, attempt % 2
+    for i in range(3):
+        llm.engine.add_request(f"r{i}", [1, 2, 3 + i], FOREVER)
+    for _ in range(rng.randint(0, 30)):
+        llm.engine.step()
+    os.kill(pids[victim], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerDied, match=rf"rank {victim} \(process {pids[victim]}\).*signal 9"):
+        while True:
+            llm.engine.step()
+    assert time.monotonic() - start < SECONDS
+    assert_gone(pids, 0.0)
+    with pytest.raises(WorkerDied, match=f"rank {victim}"):
+        llm.generate([[1]], use_tqdm=False)
+    llm.close()
+
+
+def test_an_exception_is_named(leftovers: None) -> None:
+    with engine() as llm:
+        pids = llm.engine.executor.pids
+        fields = np.zeros((len(Field), 1), np.int32)
+        fields[[Field.ROW, Field.SEQ_LEN, Field.QUERY_LEN]] = [[1_000_000], [1], [1]]
+        nonsense = PackedStep(fields, 1, 1, np.zeros(1, np.int32), np.zeros((3, 0), np.int32))
+        llm.engine.executor._packer.pack = lambda items, buckets: nonsense
+        with pytest.raises(WorkerDied, match=r"rank [01] failed with IndexError: [\s\S]*Traceback") as caught:
+            llm.generate([[1]], use_tqdm=False)
+        assert "lost its peers" not in str(caught.value)
+        assert_gone(pids, 0.0)
+
+
+def test_an_error_of_the_user_is_a_value_error(leftovers: None) -> None:
+    with pytest.raises(ValueError, match="the KV cache has room for"):
+        engine(kv_cache_memory=4096)
+
+
+def test_two_engines_side_by_side(leftovers: None) -> None:
+    """They do not disturb each other; the one that is garbage goes, the other goes on."""
+    first, second = engine(), engine(async_scheduling=False)
+    pids = first.engine.executor.pids, second.engine.executor.pids
+    params = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
+    with engine(tensor_parallel_size=1) as alone:
+        expected = alone.generate([[4, 5, 6]], params, use_tqdm=False)[0].outputs[0].token_ids
+    for llm in (first, second, first):
+        assert llm.generate([[4, 5, 6]], params, use_tqdm=False)[0].outputs[0].token_ids == expected
+    del first, llm
+    import gc
+
+    gc.collect()
+    assert_gone(pids[0])
+    with second:
+        assert second.generate([[4, 5, 6]], params, use_tqdm=False)[0].outputs[0].token_ids == expected
+    assert_gone(pids[1], 0.0)
+
+
+SCRIPT = """
+from folovllm import LLM, SamplingParams
+llm = LLM({model!r}, device="cpu", max_model_len=512, max_num_seqs=4, use_tqdm=False, tensor_parallel_size=2)
+print(*llm.engine.executor.pids, flush=True)
+while {forever}:
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)
+llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
+"""  # no `if __name__ == "__main__"`, and no close
+
+
+def script(tmp_path: Path, forever: bool, **environment: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A program of its own that has started an engine, and the engine's ranks."""
+    code = SCRIPT.format(model=str(tiny_checkpoint()), forever=forever)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)} | environment,
+    )  # fmt: skip
+    assert process.stdout is not None
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+def test_the_interpreter_ends(tmp_path: Path) -> None:
+    """With no word of goodbye. And a learner's file reaches every rank."""
+    mine, marks = tmp_path / "mine", tmp_path / "marks"
+    (mine / "folovllm/distributed").mkdir(parents=True)
+    marks.mkdir()
+    import folovllm.distributed.sharding as reference
+
+    own = Path(str(reference.__file__)).read_text() + f"\nimport os\nopen(f'{marks}/{{os.getpid()}}', 'w').close()\n"
+    (mine / "folovllm/distributed/sharding.py").write_text(own)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    process, pids = script(temporary, forever=False, FOLOVLLM_MINE=str(mine))
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    assert len(pids) == 2 and {int(mark.name) for mark in marks.iterdir()} == {process.pid, *pids}
+    assert_gone(pids)
+    assert list(temporary.iterdir()) == []
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    process, pids = script(tmp_path, forever=True)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+    _, errors = process.communicate(timeout=60)
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert len(pids) == 2
+    assert_gone(pids)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_parent_is_killed(tmp_path: Path) -> None:
+    process, pids = script(tmp_path, forever=True)
+    process.kill()
+    process.communicate(timeout=60)
+    assert len(pids) == 2
+    assert_gone(pids)
+    assert list(tmp_path.iterdir()) == []
