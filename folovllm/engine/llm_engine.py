@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -210,9 +211,13 @@ class LLMEngine:
 
 
 def make_executor(setup: EngineSetup) -> Executor:
-    """A device in this process, or several in processes of their own."""
+    """A device in this process, or several: in processes of their own, or in those that torchrun has started."""
     if setup.config.tensor_parallel_size == 1:
         return GPUExecutor(setup)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from folovllm.executor.torchrun_executor import TorchrunExecutor
+
+        return TorchrunExecutor(setup)
     from folovllm.executor.multiproc_executor import MultiprocExecutor
 
     return MultiprocExecutor(setup)

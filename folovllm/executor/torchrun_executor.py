@@ -1,0 +1,65 @@
+"""The executor of a rank that torchrun has started, perhaps on one of several machines."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from folovllm.distributed.group import ProcessGroup
+from folovllm.distributed.rank import rank_setup
+from folovllm.engine.scheduler import SchedulerOutput
+from folovllm.engine.setup import EngineSetup
+from folovllm.executor.abstract import Pending
+from folovllm.sample.sampler import SamplerOutput
+from folovllm.worker.gpu_worker import GPUWorker
+
+
+class TorchrunExecutor:
+    """A worker in this very process, whose peers run the same program.
+
+    Under torchrun every rank has an engine of its own. Given the same requests they all schedule the same steps, for
+    scheduling knows neither time nor chance, and they draw the same tokens; so nothing needs to travel but what the
+    layers exchange. A program prints on rank 0 and does everything else everywhere.
+    """
+
+    def __init__(self, setup: EngineSetup) -> None:
+        """Meet the other ranks and load this one's part. Raises ValueError if torchrun started another number of them."""
+        size, started = setup.config.tensor_parallel_size, int(os.environ["WORLD_SIZE"])
+        if size != started:
+            raise ValueError(
+                f"torchrun started {started} ranks: tensor_parallel_size must be {started} too, not {size}"
+            )
+        if dist.is_initialized():
+            raise ValueError(
+                "under torchrun a process has one engine with tensor_parallel_size > 1: close the first one"
+            )
+        own = rank_setup(setup, int(os.environ["LOCAL_RANK"]))
+        self._group = ProcessGroup(int(os.environ["RANK"]), size, own.device)
+        self._worker: GPUWorker | None = GPUWorker(own, self._group)
+        self._worker.load_model()
+        self.num_kv_blocks = self._smallest(self._worker.num_kv_blocks, own.device)
+
+    def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
+        """Run one step, as all ranks do; returns a token for each scheduled sequence."""
+        return self._running().execute_model(output)
+
+    def submit(self, output: SchedulerOutput) -> Pending:
+        """Start one step, as all ranks do, and return at once."""
+        return self._running().submit(output)
+
+    def shutdown(self) -> None:
+        """Drop the part of the model, then leave the group, as all ranks must; twice is once."""
+        if self._worker is not None:
+            self._worker = None  # graphs first, for they hold on to the group
+            self._group.close()
+
+    def _running(self) -> GPUWorker:
+        if self._worker is None:
+            raise RuntimeError("the engine was closed: make a new one")
+        return self._worker
+
+    def _smallest(self, number: int, device: torch.device) -> int:
+        """The least of what the ranks have."""
+        return int(self._group.all_gather(torch.tensor([number], device=device)).min())

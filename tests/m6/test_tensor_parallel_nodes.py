@@ -1,0 +1,59 @@
+"""Several machines, or so it seems: two torchruns on the loopback interface, one rank each; and a rank for each of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from folovllm import LLM, SamplingParams
+from tests.helpers import tiny_checkpoint
+
+PROGRAM = """
+import json, os, sys
+from folovllm import LLM, SamplingParams
+with LLM({model!r}, device="cpu", max_model_len=128, max_num_seqs=4, use_tqdm=False, tensor_parallel_size=2) as llm:
+    params = [SamplingParams(max_tokens=12, seed=5, ignore_eos=True), SamplingParams(max_tokens=9, seed=6, top_p=0.8)]
+    answers = llm.generate([[1, 2, 3], [9] * 20], params, use_tqdm=False)
+    tokens = [answer.outputs[0].token_ids for answer in answers]
+    open(os.path.join({folder!r}, os.environ["RANK"]), "w").write(json.dumps(tokens))
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def torchrun(program: Path, node: int, port: int, nodes: int, ranks: int) -> subprocess.Popen[str]:
+    where = [f"--nnodes={nodes}", f"--node-rank={node}", f"--nproc-per-node={ranks}"]
+    where += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *where, str(program)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names Linux's loopback interface")
+def test_two_nodes(tmp_path: Path) -> None:
+    program, model = tmp_path / "program.py", str(tiny_checkpoint())
+    program.write_text(PROGRAM.format(model=model, folder=str(tmp_path)))
+    port = free_port()
+    nodes = [torchrun(program, node, port, nodes=2, ranks=1) for node in range(2)]
+    for node in nodes:
+        output, _ = node.communicate(timeout=120)
+        assert node.returncode == 0, output
+    with LLM(model, device="cpu", max_model_len=128, max_num_seqs=4, use_tqdm=False) as alone:
+        params = [
+            SamplingParams(max_tokens=12, seed=5, ignore_eos=True),
+            SamplingParams(max_tokens=9, seed=6, top_p=0.8),
+        ]
+        answers = alone.generate([[1, 2, 3], [9] * 20], params, use_tqdm=False)
+    expected = [answer.outputs[0].token_ids for answer in answers]
+    assert [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)] == [expected, expected]
