@@ -29,6 +29,13 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
     },
 }
+GEOMETRIES["qwen3-8b"] = GEOMETRIES["qwen3-0.6b"] | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+}
 
 
 def write_geometry(name: str, folder: Path) -> Path:

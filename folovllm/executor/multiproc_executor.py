@@ -197,7 +197,8 @@ class MultiprocExecutor:
     def submit(self, output: SchedulerOutput) -> RemoteStep:
         """Start one step on all ranks and return at once. Raises `WorkerDied` if one of them has ended."""
         items, steps = output.scheduled, self._ranks.steps
-        self._ranks.check()
+        if not self._ranks.pids:
+            self._ranks.check()
         step = self._packer.pack(items, self._buckets)
         full = {i: item.seq for i, item in enumerate(items) if item.draws and needs_full_path(item.seq)}
         wait_for(lambda: steps.has_room() or None, self._spin, self._ranks.check)
