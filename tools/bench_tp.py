@@ -101,6 +101,8 @@ def scaling(geometry: str, sizes: list[int], device: str, requests: int | None, 
             for run in result.runs:
                 run.metrics.pop("of the roofline", None)  # which is that of one card
             print(f"\n{geometry}")
+            measured = result.machine
+            result.describe_here().machine |= measured
             show(result)
             result.save(out / f"{geometry}-{name}.json")
 
