@@ -60,7 +60,8 @@ def _parameter(field: Field[Any], hint: Any, text: str, panel: str) -> inspect.P
     default = default_of(field)
     shown = "" if default is None or isinstance(default, bool) else f" (default: {default})"
     name = flag_name(field)
-    names = f"{name}/--no-{name[2:]}" if default is True else name
+    can_be_off = default is True or (default is None and bool in typing.get_args(hint))  # None: the preset decides
+    names = f"{name}/--no-{name[2:]}" if can_be_off else name
     option = typer.Option(names, help=text + shown, rich_help_panel=panel, show_default=False)
     annotation = Annotated[hint | None, option]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

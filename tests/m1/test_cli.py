@@ -16,10 +16,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from folovllm.chat import Chat, interrupts
+from folovllm.chat import Chat
 from folovllm.cli import main
 from folovllm.config import EngineConfig
 from folovllm.flags import described_fields, pick
+from folovllm.interrupts import interrupts
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from folovllm.sampling_params import SamplingParams
 
@@ -148,6 +149,10 @@ class TestFlags:
     def test_seed_is_the_engines_and_the_requests(self, llm: type[FakeLLM]) -> None:
         run("generate", "hi", "--seed", "5")
         assert (llm.made[0].config, llm.made[0].params.seed) == ({"seed": 5}, 5)
+
+    def test_what_the_preset_decides_can_be_turned_on_and_off(self, llm: type[FakeLLM]) -> None:
+        assert run("generate", "hi", "--enforce-eager", "--no-async-scheduling") == 0
+        assert llm.made[0].config == {"enforce_eager": True, "async_scheduling": False}
 
     def test_what_is_not_given_is_left_to_the_dataclass(self) -> None:
         assert pick({"n": None, "stop": [], "top_k": 0, "model": "x"}, SamplingParams) == {"top_k": 0}
