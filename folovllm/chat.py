@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+
+from folovllm.interrupts import interrupts
 
 if TYPE_CHECKING:
     from folovllm.llm import LLM
@@ -88,14 +87,3 @@ class Chat:
                 outputs = [engine.abort_request(request_id)] if interrupted.is_set() else engine.step()
                 for output in outputs:
                     yield output.outputs[0].delta_text
-
-
-@contextmanager
-def interrupts() -> Iterator[threading.Event]:
-    """An event that Ctrl-C sets, in place of an exception that would tear a step of the engine in two."""
-    event = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: event.set())
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from folovllm.config import EngineConfig
 from folovllm.engine.input_processor import Prompt
 from folovllm.engine.overlap import make_engine
+from folovllm.interrupts import interrupts
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 
@@ -91,22 +92,23 @@ class LLM:
 
     def _run(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
         ids = [f"generate-{next(self._ids)}" for _ in prompts]
-        pending: list[str] = []
         outputs: dict[str, RequestOutput] = {}
-        try:
-            for request_id, prompt, p in zip(ids, prompts, params, strict=True):
-                self.engine.add_request(request_id, prompt, p, stream=False)
-                pending.append(request_id)
-            with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
-                for output in self._steps(bar):
-                    outputs[output.request_id] = output
-        finally:  # an error or Ctrl-C leaves no request behind
-            for request_id in set(pending) - set(outputs):
-                self.engine.abort_request(request_id)
+        with interrupts() as ctrl_c:
+            try:
+                for request_id, prompt, p in zip(ids, prompts, params, strict=True):
+                    self.engine.add_request(request_id, prompt, p, stream=False)
+                with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+                    for finished in self._steps(bar):
+                        outputs |= {output.request_id: output for output in finished}
+                        if ctrl_c.is_set():
+                            raise KeyboardInterrupt
+            finally:  # an error or Ctrl-C leaves no request behind
+                for request_id in filter(self.engine.has_request, ids):
+                    self.engine.abort_request(request_id)
         return [outputs[request_id] for request_id in ids]
 
-    def _steps(self, bar: Any) -> Iterable[RequestOutput]:
-        """Finished requests as they come; the bar shows tokens a second of prefill and of decode."""
+    def _steps(self, bar: Any) -> Iterable[list[RequestOutput]]:
+        """What each step finished; the bar shows tokens a second of prefill and of decode."""
         speeds = {"prefill": (0, 0.0), "decode": (0, 0.0)}
         shown = 0.0
         while self.engine.has_unfinished_requests():
@@ -121,7 +123,7 @@ class LLM:
                     shown = now
                     bar.set_postfix({k: f"{n / s:.0f} tok/s" for k, (n, s) in speeds.items() if s}, refresh=True)
             bar.update(len(finished))
-            yield from finished
+            yield finished
 
     def close(self) -> None:
         """Give everything back; the object is of no use afterwards."""

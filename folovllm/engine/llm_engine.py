@@ -97,6 +97,10 @@ class LLMEngine:
         state.note_progress(time.monotonic())
         return state.output()
 
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request of this id is being served."""
+        return request_id in self._requests
+
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
         return bool(self._requests)

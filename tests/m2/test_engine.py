@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +186,21 @@ class TestAborts:
             monkeypatch.setattr(llm.engine, "step", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(["a", "b"], LONG, use_tqdm=False)
+            assert_nothing_left(llm.engine)
+
+    def test_ctrl_c_waits_for_the_end_of_a_step(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Even in the step that ends an answer, before `generate` has seen it."""
+        with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
+            step = llm.engine.step
+
+            def interrupted() -> list[RequestOutput]:
+                if outputs := step():
+                    os.kill(os.getpid(), signal.SIGINT)
+                return outputs
+
+            monkeypatch.setattr(llm.engine, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(["a", "b"], [GREEDY, LONG], use_tqdm=False)
             assert_nothing_left(llm.engine)
 
 
