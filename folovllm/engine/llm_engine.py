@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -126,6 +127,8 @@ class LLMEngine:
         for request_id in list(self._requests):
             self.abort_request(request_id)
         self.executor.shutdown()
+        gc.unfreeze()  # `make_engine` froze what refers to itself; only thawed can it be collected
+        gc.collect()
 
     def stats(self) -> EngineStats:
         """Requests and KV cache as they are now."""

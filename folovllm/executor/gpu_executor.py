@@ -26,8 +26,8 @@ class GPUExecutor:
         return self._worker.submit(output)
 
     def shutdown(self) -> None:
-        """Drop the model and its cache."""
-        del self._worker
+        """Drop the model and its cache; twice is once."""
+        self.__dict__.pop("_worker", None)
 
     def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
         """Run one step; returns a token for each scheduled sequence."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,15 @@ def test_priority_is_an_option(model: Path) -> None:
             engine.add_request(name, [1, 2, 3], GREEDY, priority=priority, stream=False)
         order[scheduling] = [output.request_id for _ in range(18) for output in engine.step()]
     assert order == {"fcfs": ["a", "b", "c"], "priority": ["c", "a", "b"]}
+
+
+@pytest.mark.parametrize("milestone", ["m1", "m2", "m6"])
+def test_a_closed_engine_gives_its_model_back_and_may_be_closed_again(model: Path, milestone: str) -> None:
+    with LLM(str(model), milestone=milestone, max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
+        llm.generate(["a"], GREEDY, use_tqdm=False)
+        weights = weakref.ref(llm.engine.executor._worker.runner.model)  # type: ignore[attr-defined]
+        llm.close()
+        assert weights() is None
 
 
 def test_two_engines_in_one_process(model: Path) -> None:
