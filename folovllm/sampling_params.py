@@ -68,11 +68,13 @@ class SamplingParams:
     def _validate_draw(self) -> None:
         for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs"):
             value = getattr(self, name)
-            _require(value is None or isinstance(value, Integral), f"{name} must be a whole number, not {value}")
+            left_open = value is None and name in ("seed", "max_tokens", "logprobs")
+            _require(left_open or isinstance(value, Integral), f"{name} must be a whole number, not {value}")
         _require(self.n >= 1, f"n must be at least 1, not {self.n}")
         finite = math.isfinite(self.temperature) and self.temperature >= 0
         _require(finite, f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
-        _require(self.top_k >= -1, f"top_k must be -1 or 0 (keep all) or at least 1, not {self.top_k}")
+        in_range = -1 <= self.top_k < 2**63
+        _require(in_range, f"top_k must be -1 or 0 (keep all) or at least 1 (and below 2**63), not {self.top_k}")
         _require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1 (keep all), not {self.top_p}")
         _require(0 <= self.min_p <= 1, f"min_p must be between 0 (off) and 1, not {self.min_p}")
         in_range = self.seed is None or 0 <= self.seed < 2**63
@@ -88,7 +90,13 @@ class SamplingParams:
         _require(self.min_tokens >= 0, f"min_tokens must be 0 or more, not {self.min_tokens}")
         fits = unlimited or self.min_tokens <= self.max_tokens  # type: ignore[operator]
         _require(fits, f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        strings = isinstance(self.stop, list | tuple) and all(isinstance(s, str) for s in self.stop)
+        _require(strings, f"stop strings must be given as a list of texts, not {self.stop}")
         _require(all(self.stop), "a stop string must not be empty")
+        ids = isinstance(self.stop_token_ids, list | tuple) and all(
+            isinstance(i, Integral) for i in self.stop_token_ids
+        )
+        _require(ids, f"stop_token_ids must be a list of token ids (whole numbers), not {self.stop_token_ids}")
         _require(self.logprobs is None or self.logprobs >= 0, f"logprobs must be 0 or more, not {self.logprobs}")
 
     @property
