@@ -108,6 +108,7 @@ def test_composite_asks_both():
         composite.check_available(replace(CONFIG, device=torch.device("cpu")))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks about the interpreter, which does not run beside a GPU")
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"head_dim": 80}, "power of two"), ({"head_dim": 8}, "power of two"), ({"dtype": torch.bfloat16}, "float16")],
