@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from folovllm import LLM
 from folovllm.attention.backends import registry
 from folovllm.attention.backends.abstract import AttentionBackend, BackendUnavailable
 from folovllm.attention.backends.registry import BACKENDS, get_backend
@@ -47,6 +48,11 @@ class TestRegistry:
 
 
 class TestTorchCat:
+    @pytest.mark.parametrize("name", ["torch_cat", "torch_cat,torch_paged"])
+    def test_is_refused_where_the_cache_is_one_tensor(self, name: str) -> None:
+        with pytest.raises(BackendUnavailable, match="comes with kv_cache"):
+            LLM(str(tiny_checkpoint()), milestone="m3", attention_backend=name, device="cpu", use_tqdm=False)
+
     def test_reset_begins_another_sequence(self) -> None:
         driver = Driver(tiny_checkpoint("qwen3"), "torch_cat", max_seqs=1)
         first, second = prompts([20, 15])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from folovllm.attention.backends.abstract import AttentionBackend
+from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.attention.ops import create_causal_mask, naive_attention
 from folovllm.cache.growing_cache import GrowingKVCache
 from folovllm.worker.input_batch import ForwardBatch
@@ -17,6 +17,13 @@ class TorchCatBackend(AttentionBackend):
     """
 
     name = "torch_cat"
+
+    @classmethod
+    def check_available(cls, config: AttentionConfig) -> None:
+        """Asked for by name, it cannot be had: `kv_cache="growing"`, which alone has such caches, brings it along."""
+        raise BackendUnavailable(
+            'attention_backend "torch_cat" comes with kv_cache="growing": leave it out, or take "m1"'
+        )
 
     def store(  # type: ignore[override]  # a cache that grows cannot be one tensor
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: GrowingKVCache, slot_mapping: torch.Tensor
