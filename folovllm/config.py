@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
 DEFAULT_MODEL = "stories-5m"  # embedded in the package
@@ -127,8 +128,10 @@ class EngineConfig:
         counts = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks")
         for name in (*counts, "tensor_parallel_size"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+            if value is not None and not (_is_whole(value) and value >= 1):
+                raise ValueError(f"{name} must be at least 1 (a whole number), not {value!r}")
+        if not _is_whole(self.seed) or not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be a whole number between 0 and 2**63 - 1, not {self.seed!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
         if self.long_prefill_token_threshold < 0:
@@ -186,6 +189,10 @@ class EngineConfig:
 def config_field_names() -> list[str]:
     """Names of all fields, for command lines and compatibility layers."""
     return [f.name for f in fields(EngineConfig)]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral)
 
 
 def _one_of(name: str, value: str | None, known: tuple[str, ...]) -> None:

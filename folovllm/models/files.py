@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from folovllm.config import EngineConfig
@@ -50,7 +51,7 @@ def load_hf_config(path: Path, config: EngineConfig) -> Any:
     """The model's `PretrainedConfig`. Raises ValueError where it cannot be read."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ValueError(f"cannot read the configuration in {path}: {error}") from error
 
 
@@ -69,10 +70,13 @@ def eos_token_ids(path: Path, hf_config: Any, tokenizer: PreTrainedTokenizerBase
     """All ids that end a text: the generation config's, else the model config's, and the tokenizer's."""
     declared: Any = None
     if (path / "generation_config.json").is_file():
-        declared = GenerationConfig.from_pretrained(path).eos_token_id
+        try:
+            declared = GenerationConfig.from_pretrained(path).eos_token_id
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read generation_config.json in {path}: {error}") from error
     if declared is None:
         declared = getattr(hf_config, "eos_token_id", None)
     ids = {declared} if isinstance(declared, int) else set(declared or ())
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
-    return frozenset(ids)
+    return frozenset(id_ for id_ in ids if id_ < hf_config.vocab_size)  # what has no logit is never drawn

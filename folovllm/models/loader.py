@@ -92,7 +92,10 @@ def copy_weight(name: str, tensor: torch.Tensor, destinations: dict[str, torch.T
 def checkpoint_files(path: Path) -> list[Path]:
     """The files that make up the checkpoint: those its index names, else the single one."""
     index = path / INDEX
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
+    except (json.JSONDecodeError, KeyError) as error:
+        raise ValueError(f"{index} is damaged ({error!r}): download it again") from error
     files = [path / name for name in sorted(names)]
     absent = [file.name for file in files if not file.is_file()]
     if absent:

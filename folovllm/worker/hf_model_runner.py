@@ -36,7 +36,7 @@ class HFModelRunner:
                 output_loading_info=True,
                 trust_remote_code=setup.config.trust_remote_code,
             )
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
             raise ValueError(f"cannot load the model in {setup.path}: {error}") from error
         if report["missing_keys"]:  # transformers would make them up
             raise ValueError(f"the checkpoint in {setup.path} lacks {', '.join(sorted(report['missing_keys'])[:5])}")

@@ -149,6 +149,8 @@ BROKEN: list[tuple[str, Callable[[Path], Any], str]] = [
         lambda p: edit_config(p, model_type="vit", architectures=["ViTModel"]),
         "no model for architecture ViTModel.*LlamaForCausalLM|Unrecognized configuration class",
     ),
+    ("config contradicts itself", lambda p: edit_config(p, num_hidden_layers=99), "cannot read the configuration"),
+    ("damaged generation config", lambda p: (p / "generation_config.json").write_text("{"), "generation_config.json"),
     ("no tokenizer", lambda p: (p / "tokenizer.json").unlink(), "no tokenizer"),
     ("damaged tokenizer", lambda p: (p / "tokenizer.json").write_text("{"), "cannot read the tokenizer"),
     ("no weights", lambda p: (p / "model.safetensors").unlink(), "model.safetensors"),
@@ -170,6 +172,20 @@ def test_broken_models(folder: Path, damage: Callable[[Path], Any], says: str, m
         LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
 
 
+@pytest.mark.parametrize("index", ["{", "{}"])
+def test_a_damaged_index(folder: Path, index: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"index.json is damaged"):
+        LLM(str(folder), milestone="m1", model_impl="native", use_tqdm=False)
+
+
+def test_an_end_of_text_outside_the_vocabulary(folder: Path) -> None:
+    """Nobody can draw it, so `min_tokens` need not forbid it."""
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 999999]}')
+    llm = LLM(str(folder), milestone="m1", model_impl="native", use_tqdm=False)
+    assert llm.generate("a", SamplingParams(min_tokens=1, max_tokens=1), use_tqdm=False)[0].finished
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -178,6 +194,8 @@ def test_broken_models(folder: Path, damage: Callable[[Path], Any], says: str, m
         ({"model_impl": "jax"}, "unknown model_impl"),
         ({"max_num_seqs": 4}, "one request at a time"),
         ({"max_model_len": 0}, "max_model_len must be at least 1"),
+        ({"max_model_len": 1.5}, "max_model_len must be at least 1 .a whole number"),
+        ({"seed": None}, "seed must be a whole number"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"kv_cache_memory": 0}, "kv_cache_memory"),
     ],
