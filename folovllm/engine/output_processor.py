@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from folovllm.request import Sequence
 
@@ -38,7 +40,7 @@ class RequestState:
             prompt_token_ids=self.seqs[0].prompt_token_ids,
             outputs=[self._completion(i, seq) for i, seq in enumerate(self.seqs)],
             finished=self.finished,
-            metrics=self.metrics,
+            metrics=replace(self.metrics),  # a snapshot, as all the rest
             num_cached_tokens=self.seqs[0].num_cached_tokens,
         )
 
@@ -50,7 +52,7 @@ class RequestState:
             index=seq.index,
             text=text,
             token_ids=token_ids,
-            logprobs=seq.logprobs if seq.params.logprobs is not None else None,
+            logprobs=list(seq.logprobs) if seq.params.logprobs is not None else None,
             finish_reason=seq.status.value if seq.status.is_finished else None,
             stop_reason=seq.stop_reason,
             delta_text=text[characters:],

@@ -157,6 +157,12 @@ class TestStreaming:
         for before, after in pairwise(parts):
             assert after.text.startswith(before.text), "text was taken back"
 
+    def test_what_was_handed_out_does_not_change(self, llm: LLM) -> None:
+        outputs = self.stream(llm, replace(GREEDY, logprobs=1))
+        assert [len(o["logprobs"]) for o in outputs] == [len(o["token_ids"]) for o in outputs]
+        assert [o.metrics.num_generated_tokens for o in outputs] == list(range(1, 25))
+        assert outputs[0].metrics.finish_time is None
+
     def test_text_is_that_of_the_tokens(self, llm: LLM) -> None:
         for output in run(llm, MIXED, GREEDY):
             assert output["text"] == llm.tokenizer.decode(output["token_ids"], skip_special_tokens=True)
