@@ -135,10 +135,12 @@ class LLMEngine:
         num_blocks, num_used = self.executor.num_kv_blocks, self._num_used_blocks()
         bytes_per_token = self.setup.kv_bytes_per_token
         bytes_per_block = self.setup.block_size * bytes_per_token
-        stored = sum(seq.num_computed_tokens for seq in self.scheduler.running)
+        running = self.scheduler.running
+        num_shared = sum(len(seq.block_table) for seq in running) - num_used  # pages are full before they are shared
+        stored = sum(seq.num_computed_tokens for seq in running) - num_shared * self.setup.block_size
         return EngineStats(
             waiting=len(self.scheduler.waiting),
-            running=len(self.scheduler.running),
+            running=len(running),
             steps=self._num_steps,
             preemptions=self._num_preemptions,
             kv_blocks_total=num_blocks,

@@ -50,6 +50,21 @@ def answers(
     return result
 
 
+def test_a_shared_page_counts_once() -> None:
+    served = engine()
+    (prefix,) = prompts([5 * BLOCK])
+    for name, own in zip("abc", prompts([2, 3, 4]), strict=True):
+        served.add_request(name, prefix + own, GREEDY)
+        served.step()
+        stats = served.stats()
+        assert 0 <= stats.kv_waste < 1 and stats.kv_tokens_stored <= stats.kv_blocks_used * BLOCK
+    assert [seq.num_computed_tokens for seq in served.scheduler.running] == [24, 24, 24]
+    assert stats.kv_tokens_stored == 5 * BLOCK + 3 * 4
+    for name in "abc":
+        served.abort_request(name)
+    assert_nothing_left(served)
+
+
 @pytest.mark.parametrize("arrival", ARRIVALS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_of_m1(kind: str, arrival: str) -> None:
