@@ -1,6 +1,6 @@
 """Offline data parallelism: one engine a GPU, each with its share of the prompts, by Ray Data.
 
-    pip install "ray[data]"
+    pip install "folovllm[ray]"
     python examples/ray_data.py prompts.txt answers --engines 8                # a prompt a line; answers as JSON lines
     python examples/ray_data.py prompts.txt answers --engines 2 --device cpu
 
@@ -50,6 +50,7 @@ def main() -> None:
         compute=ray.data.ActorPoolStrategy(size=given.engines),
         batch_size=given.batch_size,
         num_gpus=1 if given.device == "cuda" else 0,
+        num_cpus=0,  # or engines could keep the tasks that read and write from running
     ).write_json(given.answers)
 
 

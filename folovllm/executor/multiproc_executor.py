@@ -70,6 +70,7 @@ class Ranks:
         self._ranks: list[Rank] = []
         self._error: WorkerDied | ValueError | None = None
         self._is_started = False
+        self._owner = os.getpid()
         try:
             for rank in range(self.size):
                 self._ranks.append(self._start(setup, rank))
@@ -99,7 +100,9 @@ class Ranks:
             raise self._error
 
     def stop(self) -> None:
-        """End all ranks: let them finish if they can, and see to it if they cannot."""
+        """End all ranks: let them finish if they can, and see to it if they cannot. A fork of their parent may not."""
+        if os.getpid() != self._owner:
+            return
         if self._ranks and self._error is None and self.steps.has_room():
             self.steps.write(STOP)
             deadline = time.monotonic() + GRACE

@@ -16,14 +16,14 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'ray[data]'")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_data.py"
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(200)
 def test_two_actors(tmp_path: Path) -> None:
     prompts = [f"Lily found {number} red kites." for number in range(12)]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts))
     command = [sys.executable, EXAMPLE, tmp_path / "prompts.txt", tmp_path / "answers", "--engines", "2"]
     done = subprocess.run(
         [str(part) for part in [*command, "--device", "cpu", "--batch-size", "2"]],
-        capture_output=True, text=True, timeout=270, env=os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"},
+        capture_output=True, text=True, timeout=180, env=os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     files = (tmp_path / "answers").glob("*.json")
