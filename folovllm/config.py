@@ -143,6 +143,10 @@ class EngineConfig:
     def _validate_combinations(self) -> None:
         if self.model_impl == "hf" and self.kv_cache != "growing":
             raise ValueError('model_impl="hf" keeps its own growing cache: use milestone="m1", or model_impl="native"')
+        if self.kv_cache == "growing" and self.scheduling != "fcfs":
+            raise ValueError(
+                'kv_cache="growing" serves in the order of arrival: leave scheduling at "fcfs", or use "m2"'
+            )
         if self.kv_cache == "growing" and self.max_num_seqs != 1:
             raise ValueError('kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, or use "m2"')
         if self.enable_prefix_caching and self.kv_cache != "paged":

@@ -193,6 +193,7 @@ def test_an_end_of_text_outside_the_vocabulary(folder: Path) -> None:
         ({"dtype": "int8"}, "unknown dtype 'int8'.*float32"),
         ({"model_impl": "jax"}, "unknown model_impl"),
         ({"max_num_seqs": 4}, "one request at a time"),
+        ({"scheduling": "priority"}, "in the order of arrival"),
         ({"max_model_len": 0}, "max_model_len must be at least 1"),
         ({"max_model_len": 1.5}, "max_model_len must be at least 1 .a whole number"),
         ({"seed": None}, "seed must be a whole number"),
