@@ -23,12 +23,14 @@ Prompt = str | SequenceOf[int]
 
 
 class InputProcessor:
-    """Tokenizes, validates, and splits a request of `n` answers into `n` sequences."""
+    """Tokenizes, validates, and splits a request of `n` answers into `n` sequences.
 
-    def __init__(self, setup: EngineSetup, tokenizer: PreTrainedTokenizerBase, max_tokens_in_cache: int) -> None:
+    What fits into the context fits into the cache: a cache that cannot hold `max_model_len` tokens is refused earlier.
+    """
+
+    def __init__(self, setup: EngineSetup, tokenizer: PreTrainedTokenizerBase) -> None:
         self._setup = setup
         self._tokenizer = tokenizer
-        self._capacity = max_tokens_in_cache
         self._eos = eos_token_ids(setup.path, setup.hf_config, tokenizer)
         self._seeds = random.Random(setup.config.seed)  # for requests that bring none
 
@@ -38,13 +40,12 @@ class InputProcessor:
         """The sequences of one request.
 
         Raises:
-            ValueError: the prompt is empty, too long for the context or the cache, or holds an id outside 0..V-1.
+            ValueError: the prompt is empty, too long for the context, or holds an id outside 0..V-1.
         """
         token_ids = self._tokenize(prompt)
         self._validate(token_ids, params)
         room = self._setup.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        self._check_capacity(len(token_ids) + max_tokens)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         decode = partial(
             self._tokenizer.decode,
@@ -89,13 +90,6 @@ class InputProcessor:
             raise ValueError(f"token id {bad} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
         if any(not 0 <= t < vocab_size for t in params.stop_token_ids):
             raise ValueError(f"stop_token_ids must lie between 0 and {vocab_size - 1}")
-
-    def _check_capacity(self, num_tokens: int) -> None:
-        if num_tokens > self._capacity:
-            raise ValueError(
-                f"the request may need {num_tokens} tokens of KV cache, and there is room for {self._capacity}: "
-                "lower max_tokens, or give the cache more memory (num_kv_blocks, kv_cache_memory)"
-            )
 
 
 def child_seed(seed: int, index: int) -> int:

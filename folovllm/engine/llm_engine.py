@@ -46,8 +46,7 @@ class LLMEngine:
         self.tokenizer = load_tokenizer(self.setup.path, config)
         self.executor = make_executor(self.setup)
         self.scheduler = make_scheduler(self.setup, self.executor.num_kv_blocks)
-        capacity = self.executor.num_kv_blocks * self.setup.block_size or self.setup.max_model_len
-        self._processor = InputProcessor(self.setup, self.tokenizer, capacity)
+        self._processor = InputProcessor(self.setup, self.tokenizer)
         self._requests: dict[str, RequestState] = {}
         self.last_stats: StepStats | None = None
         self.history: list[StepStats] | None = None  # set it to [] to keep every step's snapshot
