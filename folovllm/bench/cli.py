@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,6 +37,7 @@ def build_bench_app() -> typer.Typer:
     app.command()(with_flags(latency, EngineConfig))
     app.command()(with_flags(memory, EngineConfig))
     app.command()(with_flags(reuse, EngineConfig))
+    app.command()(with_flags(ladder, EngineConfig))
     app.command()(attention)
     app.command()(compare)
     return app
@@ -118,6 +120,45 @@ def reuse(
             finish(found, save and save.with_stem(f"{save.stem}-{part}"))
 
 
+def ladder(
+    upto: Annotated[
+        str | None, typer.Option(help="The last milestone: m6, or with --mine the one you started.")
+    ] = None,
+    workload: Annotated[
+        str | None, typer.Option(help="default, nano-vllm (what a GPU gets), latency, or a file of JSON lines.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="Only the first so many requests.")] = None,
+    limit: Limit = 60.0,
+    repeats: Annotated[int, typer.Option(help="Passes; the table shows the median.", min=1)] = 1,
+    chart: Annotated[Path | None, typer.Option(help="Draw it: x.png writes x.png and x.svg; needs matplotlib.")] = None,
+    random_weights: Geometry = None,
+    save: Save = None,
+    **given: Any,
+) -> None:
+    """One workload through every milestone; with --mine, your ladder beside the reference's."""
+    from folovllm.bench.ladder import Plan, bench_ladder, bench_reference, beside, rungs, show_ladder
+    from folovllm.bench.ladder_chart import draw_ladder, plotting
+    from folovllm.cli import started_milestone
+    from folovllm.config import LATEST
+    from folovllm.engine.setup import choose_device
+
+    if given.pop("milestone", None):
+        raise ValueError("the ladder runs all milestones: say --upto m3, not --milestone m3")
+    if chart is not None:
+        plotting()  # its absence is told before anything runs
+    with_mine = bool(os.environ.get("FOLOVLLM_MINE"))
+    upto = upto or (started_milestone() if with_mine else None) or LATEST
+    workload = workload or ("nano-vllm" if choose_device(given.get("device")).type == "cuda" else "default")
+    with tempfile.TemporaryDirectory() as folder:
+        [(_, fields)] = contenders(given, None, random_weights, folder)
+        plan = Plan(rungs(upto, fields), workload, requests, limit, repeats)
+        found = bench_ladder(plan)
+        found = beside(found, bench_reference(plan)) if with_mine else found
+    finish(found, save, show_ladder)
+    for file in draw_ladder(found, chart) if chart is not None else ():
+        print(file)
+
+
 def attention() -> None:
     """Every attention backend on the same pages, against the card's own copy bandwidth. Needs a GPU."""
     from folovllm.bench.attention import bench_attention
@@ -157,13 +198,13 @@ def contenders(given: dict[str, Any], compare: str | None, geometry: str | None,
     return parse_contenders(compare or milestone or mine or LATEST, chosen)
 
 
-def finish(result: Result, save: Path | None) -> None:
+def finish(result: Result, save: Path | None, printer: Callable[[Result], None] | None = None) -> None:
     """Print, and write the file."""
     from folovllm.bench.report import show
 
     measured = result.machine
     result.describe_here()
     result.machine |= measured
-    show(result)
+    (printer or show)(result)
     if save is not None:
         result.save(save)

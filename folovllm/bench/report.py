@@ -147,7 +147,7 @@ def commit() -> str | None:
 def show(result: Result, console: Console | None = None) -> None:
     """The table: a row a metric, a column a run; beside each further run, its ratio to the first (above 1: better)."""
     console = console or Console(highlight=False)
-    table = Table(title=f"bench {result.benchmark}: {_workload_line(result.workload)}", title_justify="left")
+    table = Table(title=f"bench {result.benchmark}: {workload_line(result.workload)}", title_justify="left")
     table.add_column("")
     for i, run in enumerate(result.runs):
         table.add_column(run.name + (" (partial)" if run.partial else ""), justify="right")
@@ -156,7 +156,7 @@ def show(result: Result, console: Console | None = None) -> None:
     for name in dict.fromkeys(name for run in result.runs for name in run.metrics):
         table.add_row(*_row(name, [run.metrics.get(name) for run in result.runs]))
     console.print(table)
-    console.print(_machine_line(result), style="dim")
+    console.print(machine_line(result), style="dim")
 
 
 def _row(name: str, metrics: list[Metric | None]) -> list[str]:
@@ -173,11 +173,12 @@ def _number(metric: Metric | None) -> str:
     if metric is None:
         return "-"
     low, high = metric.spread
-    text = _digits(metric.median)
-    return text if low == high else f"{text} ({_digits(low)}..{_digits(high)})"
+    text = digits(metric.median)
+    return text if low == high else f"{text} ({digits(low)}..{digits(high)})"
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
+    """Whole from 100 on, else three digits."""
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
@@ -188,12 +189,14 @@ def _ratio(first: Metric | None, other: Metric | None) -> str:
     return f"{ratio if other.higher_is_better else 1 / ratio:.2f}x"
 
 
-def _workload_line(workload: dict[str, Any]) -> str:
+def workload_line(workload: dict[str, Any]) -> str:
+    """Name and size."""
     sizes = f"{workload['prompt_tokens']:,} prompt and {workload['output_tokens']:,} output tokens"
     return f"workload {workload['name']}, {workload['requests']} requests, {sizes}"
 
 
-def _machine_line(result: Result) -> str:
+def machine_line(result: Result) -> str:
+    """Where, with what, by which command."""
     where = result.machine.get("gpu") or f"{result.machine.get('cpu')}, {result.machine.get('torch_threads')} threads"
     versions = " ".join(f"{k} {v}" for k, v in result.versions.items() if k in ("torch", "folovllm"))
     return f"{where}; {versions}; commit {result.commit}; {result.command}"

@@ -16,12 +16,14 @@ from folovllm.bench.roofline import Rates, measure_rates, roofline_seconds
 from folovllm.bench.workload import Workload, load_workload
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.overlap import make_engine
 from folovllm.engine.setup import set_up
 from folovllm.outputs import RequestMetrics, RequestOutput
 from folovllm.sampling_params import SamplingParams
 
 Answers = dict[str, list[int]]  # token ids by request
 
+AGREEMENT = "tokens as the first's"
 SAMPLE_EVERY = 16  # steps between two looks at the cache
 
 
@@ -104,6 +106,7 @@ def metrics_of(passes: list[Observed], bound: float | None) -> dict[str, Metric]
     metrics = {
         "output tokens": over(lambda p: p.output_tokens / p.seconds, "tok/s"),
         "prompt and output tokens": over(lambda p: (p.prompt_tokens + p.output_tokens) / p.seconds, "tok/s"),
+        "output tokens a CPU second": over(lambda p: p.output_tokens / max(p.cpu_seconds, 1e-9), "tok/s"),
         "time": over(lambda p: p.seconds, "s", False),
         "time on the CPU": over(lambda p: p.cpu_seconds, "s", False),
         "requests finished": over(lambda p: len(p.outputs)),
@@ -151,7 +154,7 @@ def bench_throughput(
         metrics = metrics_of(passes, bound)
         answers = {i: output.outputs[0].token_ids for i, output in passes[-1].outputs.items()}
         if first is not None and workload.temperature == 0:
-            metrics["tokens as the first's"] = _agreement(first, answers)
+            metrics |= _agreement(first, answers)
         first = answers if first is None else first
         settings = {key: value for key, value in asdict(config).items() if value is not None}
         result.runs.append(Run(name, settings, metrics, any(p.partial for p in passes)))
@@ -162,7 +165,7 @@ def _measure(
     config: EngineConfig, workload: Workload, rates: Rates, repeats: int, limit: float | None
 ) -> tuple[list[Observed], float]:
     """Passes of the workload through an engine that lives for them, and the roofline's seconds."""
-    engine = LLMEngine(config)
+    engine = make_engine(config)
     try:
         warm_up(engine, workload)
         passes = []
@@ -173,6 +176,7 @@ def _measure(
     finally:
         engine.close()
         del engine
+        gc.unfreeze()  # make_engine froze what there was
         gc.collect()
         torch.cuda.empty_cache()  # the next engine measures what is free
 
@@ -194,11 +198,11 @@ def empty_prefix_cache(engine: LLMEngine) -> None:
         engine.reset_prefix_cache()
 
 
-def _agreement(first: Answers, other: Answers) -> Metric:
-    """Share of greedy tokens, up to the first that differs, over the requests that both finished."""
+def _agreement(first: Answers, other: Answers) -> dict[str, Metric]:
+    """Share of greedy tokens, up to the first that differs, over the requests that both finished; none if there are none."""
     same = total = 0
     for request_id in first.keys() & other.keys():
         pairs = list(zip(first[request_id], other[request_id], strict=True))
         total += len(pairs)
         same += next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-    return Metric.of([100 * same / max(1, total)], "%")
+    return {AGREEMENT: Metric.of([100 * same / total], "%")} if total else {}

@@ -1,0 +1,178 @@
+"""`folovllm bench ladder`: one workload through every milestone, so that each step up can be seen.
+
+On a GPU the last milestone also runs with every other attention backend that the machine has. On CPU in float32 greedy
+answers must be the same on every rung; a ladder whose rungs answer differently is refused, not drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from folovllm.attention.backends.abstract import BackendUnavailable
+from folovllm.attention.backends.registry import BACKENDS
+from folovllm.bench.contenders import Contender, parse_contenders
+from folovllm.bench.report import Metric, Result, Run, digits, load, machine_line, workload_line
+from folovllm.bench.throughput import AGREEMENT, bench_throughput
+from folovllm.config import PRESETS, EngineConfig
+from folovllm.engine.setup import choose_device, set_up
+
+PER_CPU_SECOND = "output tokens a CPU second"  # what a busy machine does not disturb
+COLUMNS = (
+    "output tokens",
+    PER_CPU_SECOND,
+    "TTFT median",
+    "TPOT median",
+    "KV memory wasted",
+    "of the roofline",
+    AGREEMENT,
+)
+FIRST_WITH_BACKENDS = "m4"
+
+
+@dataclass(slots=True, frozen=True)
+class Plan:
+    """What to run; as JSON it also goes to the process that measures the reference."""
+
+    contenders: list[Contender]
+    workload: str
+    requests: int | None = None
+    limit: float | None = 60.0
+    repeats: int = 1
+
+
+def rungs(upto: str, common: dict[str, Any]) -> list[Contender]:
+    """The presets up to `upto`; on a GPU, the other attention backends after them.
+
+    Raises:
+        ValueError: no such milestone.
+    """
+    if upto not in PRESETS:
+        raise ValueError(f"unknown milestone {upto!r}: choose one of {', '.join(PRESETS)}")
+    names = list(PRESETS)[: list(PRESETS).index(upto) + 1]
+    found = parse_contenders(",".join(names), common)
+    on_gpu = choose_device(common.get("device")).type == "cuda"
+    return found + (other_backends(found[-1]) if on_gpu and upto >= FIRST_WITH_BACKENDS else [])
+
+
+def other_backends(contender: Contender) -> list[Contender]:
+    """The same engine with each paged backend that runs here and that "auto" did not choose."""
+    name, overrides = contender
+    chosen, found = set_up(EngineConfig(**overrides)).backend, []
+    for backend in ("torch_paged", *list(BACKENDS)[list(BACKENDS).index("torch_paged") + 1 :]):
+        fields = {**overrides, "attention_backend": backend}
+        try:
+            set_up(EngineConfig(**fields))
+        except BackendUnavailable:
+            continue  # what a machine does not have is no rung
+        if backend != chosen:
+            found.append((f"{name} {backend}", fields))
+    return found
+
+
+def bench_ladder(plan: Plan) -> Result:
+    """Measure each rung, and check that the answers agree where they must.
+
+    Raises:
+        ValueError: greedy float32 answers on CPU differ between rungs.
+    """
+    result = bench_throughput(plan.contenders, plan.workload, plan.requests, plan.repeats, plan.limit)
+    result.benchmark = "ladder"
+    if choose_device(plan.contenders[0][1].get("device")).type == "cuda":
+        for run in result.runs:
+            del run.metrics[PER_CPU_SECOND]  # the work is on the GPU
+    if must_agree(plan):
+        check_answers(result)
+    return result
+
+
+def must_agree(plan: Plan) -> bool:
+    """Whether rounding cannot explain a difference: float32 on a CPU. (Answers that were drawn are not compared.)"""
+    fields = plan.contenders[0][1]
+    return choose_device(fields.get("device")).type == "cpu" and fields.get("dtype", "auto") in ("auto", "float32")
+
+
+def check_answers(result: Result) -> None:
+    """Raise ValueError where a rung's greedy tokens are not the first's."""
+    for run in result.runs:
+        same = run.metrics.get(AGREEMENT)
+        if same is not None and same.median < 100:
+            raise ValueError(
+                f"{run.name} gave only {same.median:.1f}% of {result.runs[0].name}'s tokens: greedy answers in float32 "
+                "must be the same on every rung; its tests will say more"
+            )
+
+
+def bench_reference(plan: Plan) -> Result:
+    """The ladder of the package's own code, in a process without `FOLOVLLM_MINE`.
+
+    Raises:
+        RuntimeError: that process failed; its last line says why.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "FOLOVLLM_MINE"}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "reference.json"
+        asked = json.dumps([[list(c) for c in plan.contenders], plan.workload, plan.requests, plan.limit, plan.repeats])
+        code = "import sys; from folovllm.bench.ladder import measure_to; measure_to(*sys.argv[1:])"
+        child = subprocess.run([sys.executable, "-c", code, asked, str(file)], env=environment, stderr=subprocess.PIPE)
+        if child.returncode:
+            raise RuntimeError(f"the reference's ladder failed: {child.stderr.decode(errors='replace')[-500:].strip()}")
+        return load(file)
+
+
+def measure_to(asked: str, file: str) -> None:
+    """What the child process of `bench_reference` does."""
+    contenders, *others = json.loads(asked)
+    bench_ladder(Plan([(name, fields) for name, fields in contenders], *others)).save(Path(file))
+
+
+def beside(mine: Result, reference: Result) -> Result:
+    """One ladder with two runs a rung, the reference's first."""
+    both = replace(mine)
+    both.runs = [
+        renamed
+        for own, other in zip(mine.runs, reference.runs, strict=True)
+        for renamed in (replace(other, name=f"{other.name} reference"), replace(own, name=f"{own.name} mine"))
+    ]
+    return both
+
+
+def show_ladder(result: Result, console: Console | None = None) -> None:
+    """A row a rung; the ratio is of its tokens a second to those of the first."""
+    console = console or Console(highlight=False)
+    table = Table(title=f"bench ladder: {workload_line(result.workload)}", title_justify="left")
+    table.add_column("")
+    columns = [name for name in COLUMNS if any(name in run.metrics for run in result.runs)]
+    for name in columns:
+        unit = next(run.metrics[name].unit for run in result.runs if name in run.metrics)
+        table.add_column(f"{name}\n\\[{unit}]", justify="right")
+        if name == COLUMNS[0]:
+            table.add_column("", justify="right", style="bold")
+    for run in result.runs:
+        table.add_row(*_cells(run, result.runs[0], columns))
+    console.print(table)
+    console.print(machine_line(result), style="dim", soft_wrap=True)
+
+
+def _cells(run: Run, first: Run, columns: list[str]) -> list[str]:
+    rate, base = run.metrics[COLUMNS[0]].median, first.metrics[COLUMNS[0]].median
+    cells = [_text(run.metrics.get(name)) for name in columns]
+    return [
+        run.name + (" (partial)" if run.partial else ""),
+        cells[0],
+        f"{rate / base:.2f}x" if base else "",
+        *cells[1:],
+    ]
+
+
+def _text(metric: Metric | None) -> str:
+    return "-" if metric is None else digits(metric.median)

@@ -1,0 +1,90 @@
+"""The ladder as a picture: one panel a figure, one bar a rung. Drawn from a result file, so it can be redrawn without measuring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from folovllm.bench.report import Result, Run, digits
+
+PANELS = (
+    ("output tokens", "output tokens a second"),
+    ("output tokens a CPU second", "output tokens a CPU second"),
+    ("TTFT median", "time to the first token, ms"),
+    ("TPOT median", "time per output token, ms"),
+    ("KV memory wasted", "KV cache held and empty, %"),
+    ("of the roofline", "of the roofline, %"),
+)
+COLORS = {"mine": "#d97706", "reference": "#9ca3af"}
+PLAIN = "#4f6bdc"
+
+
+def draw_ladder(result: Result, path: Path) -> list[Path]:
+    """Write the chart as PNG and as SVG beside it; panels that no run has a figure for are left out.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    pyplot = plotting()
+    panels = [panel for panel in PANELS if any(panel[0] in run.metrics for run in result.runs)]
+    height = 1.0 + 0.3 * len(result.runs)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(2.7 * len(panels), height), sharey=True, squeeze=False)
+    for axis, (metric, title) in zip(axes[0], panels, strict=True):
+        _draw_panel(axis, result.runs, metric, title)
+    axes[0][0].set_yticks(range(len(result.runs)), [_label(run) for run in result.runs])
+    axes[0][0].invert_yaxis()
+    figure.text(0.005, 0.01, _caption(result), fontsize=6, color="#6b7280")
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    files = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+    for file in files:
+        figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+    pyplot.close(figure)
+    return files
+
+
+def plotting() -> Any:
+    """matplotlib's pyplot, without a display. Raises ValueError where it is missing: call it before measuring."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            '--chart needs matplotlib: pip install matplotlib, or pip install -e ".[notebooks]"'
+        ) from error
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "folovllm"  # the same data gives the same file
+    import matplotlib.pyplot as pyplot
+
+    return pyplot
+
+
+def _draw_panel(axis: Any, runs: list[Run], metric: str, title: str) -> None:
+    values = [run.metrics[metric].median if metric in run.metrics else None for run in runs]
+    widest = max([value for value in values if value is not None], default=0) or 1
+    axis.barh(range(len(runs)), [value or 0 for value in values], color=[_color(run) for run in runs], height=0.7)
+    for row, value in enumerate(values):
+        text = "none" if value is None else digits(value)
+        axis.text((value or 0) + 0.02 * widest, row, text, va="center", fontsize=8)
+    axis.set_xlim(0, 1.3 * widest)
+    axis.set_xticks([])
+    axis.set_title(title, fontsize=8)
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
+    axis.tick_params(length=0)
+
+
+def _color(run: Run) -> str:
+    return COLORS.get(run.name.rpartition(" ")[2], PLAIN)
+
+
+def _label(run: Run) -> str:
+    return run.name + (" (partial)" if run.partial else "")
+
+
+def _caption(result: Result) -> str:
+    machine = (
+        result.machine.get("gpu") or f"{result.machine.get('cpu')}, {result.machine.get('torch_threads')} thread(s)"
+    )
+    work = result.workload
+    return (
+        f"{machine}; workload {work['name']}: {work['requests']} requests, {work['prompt_tokens']:,} prompt and "
+        f"{work['output_tokens']:,} output tokens; commit {result.commit}, {result.date[:10]}"
+    )
