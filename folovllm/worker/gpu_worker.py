@@ -39,7 +39,6 @@ class GPUWorker:
         """Load the weights, then give the KV cache its memory."""
         if self._setup.device.type == "cuda":
             torch.cuda.set_device(self._setup.device)
-        torch.manual_seed(self._setup.config.seed)
         self.runner.load_model()
         self.num_kv_blocks = self.runner.initialize_kv_cache()
 
