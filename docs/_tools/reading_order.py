@@ -1,0 +1,112 @@
+"""Writes docs/reading_order.md: `python docs/_tools/reading_order.py`. Lines are counted, exercises come from the manifests."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LINES_A_MINUTE = 12
+
+# milestone: (our file, nano-vLLM's under nanovllm/, vLLM's under vllm/); "" where there is none
+ORDER: dict[str, list[tuple[str, str, str]]] = {
+    "m1": [
+        ("llm.py", "llm.py", "entrypoints/llm.py"),
+        ("config.py", "config.py", "config/"),
+        ("sampling_params.py", "sampling_params.py", "sampling_params.py"),
+        ("request.py", "engine/sequence.py", "v1/request.py"),
+        ("engine/llm_engine.py", "engine/llm_engine.py", "v1/engine/core.py"),
+        ("engine/stop.py", "engine/scheduler.py", "v1/core/sched/utils.py"),
+        ("engine/detokenizer.py", "", "v1/engine/detokenizer.py"),
+        ("executor/gpu_executor.py", "", "v1/executor/uniproc_executor.py"),
+        ("worker/gpu_worker.py", "engine/model_runner.py", "v1/worker/gpu_worker.py"),
+        ("worker/hf_model_runner.py", "", ""),
+        ("sample/sampler.py", "layers/sampler.py", "v1/sample/sampler.py"),
+        ("sample/filters.py", "", "v1/sample/ops/topk_topp_sampler.py"),
+        ("sample/noise.py", "", ""),
+        ("models/llama.py", "", "model_executor/models/llama.py"),
+        ("models/qwen3.py", "models/qwen3.py", "model_executor/models/qwen3.py"),
+        ("layers/layernorm.py", "layers/layernorm.py", "model_executor/layers/layernorm.py"),
+        ("layers/rotary_embedding.py", "layers/rotary_embedding.py", "model_executor/layers/rotary_embedding/"),
+        ("attention/ops.py", "", ""),
+        ("models/loader.py", "utils/loader.py", "model_executor/model_loader/"),
+    ],
+    "m2": [
+        ("engine/scheduler.py", "engine/scheduler.py", "v1/core/sched/scheduler.py"),
+        ("cache/manager.py", "", "v1/core/kv_cache_manager.py"),
+        ("cache/slot_manager.py", "", ""),
+        ("worker/input_batch.py", "utils/context.py", "v1/worker/gpu_input_batch.py"),
+        ("worker/model_runner.py", "engine/model_runner.py", "v1/worker/gpu_model_runner.py"),
+        ("attention/backends/abstract.py", "layers/attention.py", "v1/attention/backend.py"),
+        ("attention/backends/torch_naive.py", "", ""),
+    ],
+    "m3": [
+        ("cache/block_manager.py", "engine/block_manager.py", "v1/core/block_pool.py"),
+        ("worker/kv_memory.py", "engine/model_runner.py", "v1/core/kv_cache_utils.py"),
+        ("attention/backends/torch_paged.py", "", ""),
+    ],
+    "m4": [
+        ("kernels/online_softmax.py", "", ""),
+        ("kernels/store.py", "layers/attention.py", ""),
+        ("kernels/prefill.py", "", "v1/attention/ops/"),
+        ("kernels/decode.py", "", "v1/attention/ops/"),
+        ("attention/backends/triton.py", "", "v1/attention/backends/triton_attn.py"),
+        ("attention/backends/flash_attn.py", "layers/attention.py", "v1/attention/backends/flash_attn.py"),
+        ("models/fused.py", "", ""),
+    ],
+    "m5": [
+        ("cache/prefix_cache.py", "engine/block_manager.py", "v1/core/kv_cache_utils.py"),
+        ("cache/free_list.py", "", "v1/core/kv_cache_utils.py"),
+    ],
+    "m6": [
+        ("worker/step_graph.py", "engine/model_runner.py", "compilation/cuda_graph.py"),
+        ("worker/graph_runner.py", "engine/model_runner.py", "v1/worker/gpu_model_runner.py"),
+        ("worker/packed_step.py", "", ""),
+        ("engine/overlap_scheduler.py", "", "v1/core/sched/async_scheduler.py"),
+        ("engine/overlap.py", "", "v1/engine/core.py"),
+        ("kernels/gumbel_max.py", "layers/sampler.py", ""),
+        ("distributed/sharding.py", "layers/linear.py", "model_executor/layers/linear.py"),
+        ("distributed/layers.py", "layers/embed_head.py", "model_executor/layers/vocab_parallel_embedding.py"),
+        ("executor/multiproc_executor.py", "engine/model_runner.py", "v1/executor/multiproc_executor.py"),
+    ],
+}
+
+INTRO = """# Reading order
+
+The source from the outside in, in the order in which the milestones add it. Minutes are lines over {rate}, which is slow reading with the
+chapter beside it; {files} files, about {hours:.0f} hours in all. The exercises are the functions of that file that you may write yourself:
+read their docstrings, and leave the bodies until you have tried.
+
+The last two columns name the file that does the same (or most of it) in nano-vLLM, under `nanovllm/`, and in vLLM's v1 engine, under
+`vllm/`. vLLM moves its files now and then: search for the class when a path is gone. A dash means that we know of no counterpart.
+"""
+
+
+def minutes(file: str) -> int:
+    return max(1, round(len((ROOT / "folovllm" / file).read_text("utf-8").splitlines()) / LINES_A_MINUTE))
+
+
+def exercises(manifest: list[dict[str, object]], file: str) -> str:
+    module = "folovllm." + file.removesuffix(".py").replace("/", ".") + ":"
+    found = [m["id"] for m in manifest if any(str(s).startswith(module) for s in m["symbols"])]  # type: ignore[attr-defined]
+    return ", ".join(map(str, found))
+
+
+def page() -> str:
+    files = [file for rows in ORDER.values() for file, _, _ in rows]
+    parts = [INTRO.format(rate=LINES_A_MINUTE, files=len(files), hours=sum(map(minutes, files)) / 60)]
+    manifests = [tomllib.loads(f.read_text("utf-8")) for f in sorted((ROOT / "milestones").glob("*/milestone.toml"))]
+    every = [exercise for manifest in manifests for exercise in manifest["exercise"]]
+    for manifest in manifests:
+        chapter = Path(manifest["chapter"]).name
+        parts.append(f"## {manifest['id'].upper()}: [{manifest['title']}]({chapter})\n")
+        parts.append("| file | minutes | exercises | nano-vLLM | vLLM |\n|---|---|---|---|---|")
+        for file, nano, vllm in ORDER[manifest["id"]]:
+            theirs = " | ".join(f"`{name}`" if name else "-" for name in (nano, vllm))
+            parts.append(f"| `{file}` | {minutes(file)} | {exercises(every, file)} | {theirs} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "reading_order.md").write_text(page(), "utf-8")
