@@ -62,7 +62,7 @@ def _draw_panel(axis: Any, runs: list[Run], metric: str, title: str) -> None:
     widest = max([value for value in values if value is not None], default=0) or 1
     axis.barh(range(len(runs)), [value or 0 for value in values], color=[_color(run) for run in runs], height=0.7)
     for row, value in enumerate(values):
-        text = "none" if value is None else digits(value)
+        text = "-" if value is None else digits(value)
         axis.text((value or 0) + 0.02 * widest, row, text, va="center", fontsize=8)
     axis.set_xlim(0, 1.3 * widest)
     axis.set_xticks([])
