@@ -270,7 +270,7 @@ def test_priority_is_an_option(model: Path) -> None:
     assert order == {"fcfs": ["a", "b", "c"], "priority": ["c", "a", "b"]}
 
 
-@pytest.mark.parametrize("milestone", ["m1", "m2", "m6"])
+@pytest.mark.parametrize("milestone", ["m1", "m2", pytest.param("m6", marks=pytest.mark.m6)])
 def test_a_closed_engine_gives_its_model_back_and_may_be_closed_again(model: Path, milestone: str) -> None:
     with LLM(str(model), milestone=milestone, max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
         llm.generate(["a"], GREEDY, use_tqdm=False)
