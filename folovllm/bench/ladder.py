@@ -153,7 +153,7 @@ def show_ladder(result: Result, console: Console | None = None) -> None:
     """A row a rung; the ratio is of its tokens a second to those of the first."""
     console = console or Console(highlight=False)
     table = Table(title=f"bench ladder: {workload_line(result.workload)}", title_justify="left")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     columns = [name for name in COLUMNS if any(name in run.metrics for run in result.runs)]
     for name in columns:
         unit = next(run.metrics[name].unit for run in result.runs if name in run.metrics)
