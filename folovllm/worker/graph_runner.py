@@ -145,7 +145,8 @@ class GraphRunner(ModelRunner):
 
             return gumbel_max(logits, temperature, low, high, positions)
         seeds = high.long() << 32 | low.long() & 0xFFFFFFFF
-        batch = SamplingBatch(temperature, seeds, positions.long(), False, None, None, None, [])
+        greedy = not bool(temperature.any())
+        batch = SamplingBatch(temperature, seeds, positions.long(), greedy, None, None, None, [])
         scaled = self._sampler.filter(logits.float(), batch)
         return self._sampler.draw(scaled, batch)
 
