@@ -153,13 +153,14 @@ class GraphRunner(ModelRunner):
     def _redraw(self, logits: Logits, step: PackedStep, full: dict[int, Sequence], out: list[Logprobs | None]) -> None:
         """Draw again, with everything, for the rows whose requests ask for it."""
         index = list(full)
-        at = torch.tensor(index, device=logits.device)
+        at = torch.tensor(index).to(logits.device, non_blocking=True)
         seqs = [full[i] for i in index]
         batch = SamplingBatch.from_sequences(seqs, logits.device)
         rows = self._whole_logits(logits[at]).float()
         tokens = self._sampler.choose(rows, batch)
         self._tokens[at] = tokens
-        self._tables.last_token[torch.from_numpy(step.fields[Field.ROW, index]).long().to(logits.device)] = tokens
+        table_rows = torch.from_numpy(step.fields[Field.ROW, index]).long().to(logits.device, non_blocking=True)
+        self._tables.last_token[table_rows] = tokens
         if any(seq.params.logprobs is not None for seq in seqs):  # the host waits here
             for i, logprobs in zip(index, self._sampler.logprobs(rows, tokens.tolist(), seqs), strict=True):
                 out[i] = logprobs
