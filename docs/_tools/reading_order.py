@@ -14,22 +14,32 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("llm.py", "llm.py", "entrypoints/llm.py"),
         ("config.py", "config.py", "config/"),
         ("sampling_params.py", "sampling_params.py", "sampling_params.py"),
+        ("outputs.py", "", "outputs.py"),
+        ("engine/input_processor.py", "", "v1/engine/input_processor.py"),
         ("request.py", "engine/sequence.py", "v1/request.py"),
         ("engine/llm_engine.py", "engine/llm_engine.py", "v1/engine/core.py"),
+        ("engine/setup.py", "", ""),
         ("engine/stop.py", "engine/scheduler.py", "v1/core/sched/utils.py"),
         ("engine/detokenizer.py", "", "v1/engine/detokenizer.py"),
+        ("engine/output_processor.py", "", "v1/engine/output_processor.py"),
         ("executor/gpu_executor.py", "", "v1/executor/uniproc_executor.py"),
         ("worker/gpu_worker.py", "engine/model_runner.py", "v1/worker/gpu_worker.py"),
         ("worker/hf_model_runner.py", "", ""),
+        ("worker/serial_model_runner.py", "", ""),
+        ("cache/growing_cache.py", "", ""),
         ("sample/sampler.py", "layers/sampler.py", "v1/sample/sampler.py"),
+        ("sample/penalties.py", "", "v1/sample/ops/penalties.py"),
         ("sample/filters.py", "", "v1/sample/ops/topk_topp_sampler.py"),
         ("sample/noise.py", "", ""),
         ("models/llama.py", "", "model_executor/models/llama.py"),
         ("models/qwen3.py", "models/qwen3.py", "model_executor/models/qwen3.py"),
+        ("layers/linear.py", "layers/linear.py", "model_executor/layers/linear.py"),
         ("layers/layernorm.py", "layers/layernorm.py", "model_executor/layers/layernorm.py"),
         ("layers/rotary_embedding.py", "layers/rotary_embedding.py", "model_executor/layers/rotary_embedding/"),
+        ("layers/activation.py", "layers/activation.py", "model_executor/layers/activation.py"),
         ("attention/ops.py", "", ""),
-        ("models/loader.py", "utils/loader.py", "model_executor/model_loader/"),
+        ("models/registry.py", "", "model_executor/models/registry.py"),
+        ("models/loader.py", "utils/loader.py", "model_executor/model_loader/default_loader.py"),
     ],
     "m2": [
         ("engine/scheduler.py", "engine/scheduler.py", "v1/core/sched/scheduler.py"),
@@ -37,36 +47,48 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("cache/slot_manager.py", "", ""),
         ("worker/input_batch.py", "utils/context.py", "v1/worker/gpu_input_batch.py"),
         ("worker/model_runner.py", "engine/model_runner.py", "v1/worker/gpu_model_runner.py"),
-        ("attention/backends/abstract.py", "layers/attention.py", "v1/attention/backend.py"),
+        ("layers/attention.py", "layers/attention.py", ""),
+        ("attention/backends/abstract.py", "", "v1/attention/backend.py"),
         ("attention/backends/torch_naive.py", "", ""),
     ],
     "m3": [
+        ("cache/free_list.py", "", "v1/core/kv_cache_utils.py"),
         ("cache/block_manager.py", "engine/block_manager.py", "v1/core/block_pool.py"),
         ("worker/kv_memory.py", "engine/model_runner.py", "v1/core/kv_cache_utils.py"),
         ("attention/backends/torch_paged.py", "", ""),
     ],
     "m4": [
         ("kernels/online_softmax.py", "", ""),
-        ("kernels/store.py", "layers/attention.py", ""),
-        ("kernels/prefill.py", "", "v1/attention/ops/"),
-        ("kernels/decode.py", "", "v1/attention/ops/"),
+        ("kernels/store.py", "layers/attention.py", "v1/attention/ops/triton_reshape_and_cache_flash.py"),
+        ("kernels/prefill.py", "", "v1/attention/ops/triton_unified_attention.py"),
+        ("kernels/decode.py", "", "v1/attention/ops/triton_unified_attention.py"),
         ("attention/backends/triton.py", "", "v1/attention/backends/triton_attn.py"),
         ("attention/backends/flash_attn.py", "layers/attention.py", "v1/attention/backends/flash_attn.py"),
+        ("attention/backends/select.py", "", ""),
+        ("kernels/rms_norm.py", "", ""),
+        ("kernels/qk_norm_rope.py", "", ""),
+        ("kernels/activation.py", "", ""),
         ("models/fused.py", "", ""),
     ],
     "m5": [
         ("cache/prefix_cache.py", "engine/block_manager.py", "v1/core/kv_cache_utils.py"),
-        ("cache/free_list.py", "", "v1/core/kv_cache_utils.py"),
     ],
     "m6": [
         ("worker/step_graph.py", "engine/model_runner.py", "compilation/cuda_graph.py"),
         ("worker/graph_runner.py", "engine/model_runner.py", "v1/worker/gpu_model_runner.py"),
         ("worker/packed_step.py", "", ""),
+        ("kernels/unpack_step.py", "", ""),
+        ("worker/host_ring.py", "", ""),
         ("engine/overlap_scheduler.py", "", "v1/core/sched/async_scheduler.py"),
         ("engine/overlap.py", "", "v1/engine/core.py"),
-        ("kernels/gumbel_max.py", "layers/sampler.py", ""),
+        ("kernels/gumbel_max.py", "layers/sampler.py", "v1/worker/gpu/sample/gumbel.py"),
         ("distributed/sharding.py", "layers/linear.py", "model_executor/layers/linear.py"),
         ("distributed/layers.py", "layers/embed_head.py", "model_executor/layers/vocab_parallel_embedding.py"),
+        ("distributed/group.py", "", "distributed/parallel_state.py"),
+        ("distributed/sharded_runner.py", "layers/embed_head.py", "model_executor/layers/logits_processor.py"),
+        ("distributed/messages.py", "", ""),
+        ("distributed/ring.py", "engine/model_runner.py", "distributed/device_communicators/shm_broadcast.py"),
+        ("distributed/rank.py", "engine/model_runner.py", "v1/executor/multiproc_executor.py"),
         ("executor/multiproc_executor.py", "engine/model_runner.py", "v1/executor/multiproc_executor.py"),
     ],
 }
@@ -77,8 +99,12 @@ The source from the outside in, in the order in which the milestones add it. Min
 chapter beside it; {files} files, about {hours:.0f} hours in all. The exercises are the functions of that file that you may write yourself:
 read their docstrings, and leave the bodies until you have tried.
 
-The last two columns name the file that does the same (or most of it) in nano-vLLM, under `nanovllm/`, and in vLLM's v1 engine, under
-`vllm/`. vLLM moves its files now and then: search for the class when a path is gone. A dash means that we know of no counterpart.
+The last two columns name the file that does the same (or most of it) in [nano-vLLM](https://github.com/GeeeekExplorer/nano-vllm), under
+`nanovllm/`, and in [vLLM](https://github.com/vllm-project/vllm)'s v1 engine, under `vllm/`. Each path was looked up in those repositories. vLLM
+moves its files now and then: search for the class when one is gone. A dash means that we know of no counterpart.
+
+What is not listed is not needed to follow the chapters: the command line (`cli.py`, `chat.py`, `flags.py`), the benchmarks (`bench/`), what
+fetches and converts a model (`models/files.py`, `models/smollm2.py`), and the import finder of `mine/` (`_overlay.py`).
 """
 
 
