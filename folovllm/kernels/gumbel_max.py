@@ -74,7 +74,10 @@ def gumbel_max_tile(
     return best, tl.min(tl.where(value == best, index, 0x7FFFFFFF))
 
 
-@triton.jit(do_not_specialize=["vocab_size", "offset"])
+@triton.jit(
+    do_not_specialize=["vocab_size", "offset"],
+    do_not_specialize_on_alignment=["temperature_ptr", "seed_low_ptr", "seed_high_ptr", "position_ptr"],
+)
 def gumbel_max_kernel(
     logits_ptr, temperature_ptr, seed_low_ptr, seed_high_ptr, position_ptr, best_ptr, at_ptr, stride_logits,
     vocab_size, offset, WIDTH: tl.constexpr, FAST: tl.constexpr,
@@ -149,7 +152,5 @@ def best_of_tiles(best: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """The second launch: [S, tiles] twice -> [S] int64."""
     num_rows, num_tiles = best.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=best.device)
-    best_of_tiles_kernel[(num_rows,)](
-        best, at, tokens, num_tiles, WIDTH=triton.next_power_of_2(num_tiles), num_warps=1
-    )
+    best_of_tiles_kernel[(num_rows,)](best, at, tokens, num_tiles, WIDTH=triton.next_power_of_2(num_tiles), num_warps=1)
     return tokens

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from folovllm.models.llama import LlamaForCausalLM
 
 
+WARM_UP_TOKENS = 256  # from here on more tokens, or more sequences, change no kernel
+
+
 class ModelRunner:
     """Runs a step: tensors, model, logits of the last tokens, draw."""
 
@@ -47,6 +50,8 @@ class ModelRunner:
         """Find out how many blocks fit, and allocate them; returns their number."""
         num_blocks = num_blocks_that_fit(self._setup, self.warmup_model)
         self.allocate_kv_cache(num_blocks)
+        if self._setup.device.type == "cuda":
+            self.compile_kernels()
         return num_blocks
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
@@ -89,6 +94,26 @@ class ModelRunner:
             self._sampler(logits, SamplingBatch.from_sequences(seqs, setup.device))
         self.kv_cache = torch.empty(0)
 
+    def compile_kernels(self) -> None:
+        """Run small steps of every kind, so that no kernel is compiled while requests wait.
+
+        Which variant a kernel is launched as may depend on the number of tokens or of decodes, by limits and by powers
+        of two; lengths, and how the pages lie, never matter. So: prompts of 1, 2, 4, ... tokens, then as many decodes.
+        What they leave in the cache belongs to nobody.
+        """
+        setup = self._setup
+        longest = min(setup.max_model_len, setup.max_num_batched_tokens, WARM_UP_TOKENS)
+        most = min(setup.max_num_seqs, WARM_UP_TOKENS)
+        shapes = [(1, n) for n in doublings(longest)] + [(n, 1) for n in doublings(most)]
+        with torch.inference_mode():
+            for count, length in shapes:
+                self.execute_model(SchedulerOutput(dummy_items(count, length, setup.block_size)))
+
+
+def doublings(limit: int) -> list[int]:
+    """1, 2, 4, ... below `limit`, and `limit`."""
+    return [1 << i for i in range((limit - 1).bit_length())] + [limit]
+
 
 def choose_layers(model: LlamaForCausalLM, setup: EngineSetup) -> None:
     """Element-wise layers: compiled where asked for, else fused kernels where attention is a kernel, else plain torch."""
@@ -106,8 +131,9 @@ def dummy_items(count: int, length: int, block_size: int) -> list[ScheduledSeque
     """Made-up sequences that all share the same first blocks, for measuring and warming up."""
     params = SamplingParams(temperature=1.0, top_p=0.9)
     items = []
-    for _ in range(count):
+    for row in range(count):
         seq = Sequence("warm-up", [0] * length, params, 1, 0, IncrementalDetokenizer(str))
         seq.block_table = list(range(-(-length // block_size)))
+        seq.row = row
         items.append(ScheduledSequence(seq, 0, length, draws=True))
     return items

@@ -1,0 +1,67 @@
+"""Serve with every kernel launch noted and none done: which variants Triton would compile, and when, with no GPU.
+
+The engine takes the paths of a GPU, over the memory of the CPU; a launch only leaves the key under which Triton would
+look for compiled code. A program of its own, because Triton decides when it is first imported whether it interprets:
+    python -m tests.m6.launch_variants m6 "three rows"
+prints a JSON object: for each engine, how many variants the start made, and those that only serving met.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+import folovllm.attention.backends.triton as triton_backend
+from folovllm.config import EngineConfig
+from folovllm.engine.overlap import make_engine
+from folovllm.kernels import pdl
+from tests.m6.traffic import ENGINES, FIELDS, serve_everything
+
+BACKEND = make_backend(GPUTarget("cuda", 90, 32))
+seen: dict[str, None] = {}
+
+
+def note(self, *args, grid, warmup, **kwargs):
+    """In place of a launch: the kernel's name, how its arguments are specialized, and its options."""
+    if not hasattr(self, "binder"):
+        self.binder = create_function_from_signature(self.signature, self.params, BACKEND)
+    _, specialization, options = self.binder(*args, **kwargs)
+    seen.setdefault(f"{self.__name__} {specialization} {sorted(options.items())}")
+
+
+def pretend_gpu() -> None:
+    """CPU tensors say that they are on a GPU; what a kernel would have written is zero."""
+    JITFunction.run = note
+    torch.Tensor.is_cuda = property(lambda _: True)
+    torch.empty, torch.empty_like, torch.Tensor.new_empty = torch.zeros, torch.zeros_like, torch.Tensor.new_zeros
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    triton_backend.interpreted = pdl.available = lambda *_: True
+
+
+def measure(overrides: dict) -> dict:
+    """Start as on a GPU, then serve."""
+    seen.clear()
+    engine = make_engine(EngineConfig(**{**FIELDS, "device": "cpu", "dtype": "float16"} | overrides))
+    runner = engine.executor._worker.runner
+    with torch.inference_mode():
+        runner.compile_kernels()
+        for width in getattr(runner, "buckets", []):
+            runner._graph(width)
+    at_start = len(seen)
+    steps = serve_everything(engine)
+    engine.close()
+    return {"at start": at_start, "steps": steps, "later": list(seen)[at_start:]}
+
+
+if __name__ == "__main__":
+    pretend_gpu()
+    torch.set_num_threads(1)
+    print(json.dumps({name: measure(ENGINES[name]) for name in sys.argv[1:] or ENGINES}))

@@ -1,0 +1,72 @@
+"""Requests that take an engine through every kind of step, and a look at what Triton keeps compiled."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import folovllm.kernels
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.sampling_params import SamplingParams
+
+LENGTHS = [*range(1, 10), 15, 16, 17, 24, 31, 32, 33, 48, 49, 64, 65, 129]  # of prompts
+FIELDS: dict[str, Any] = {"milestone": "m6", "max_model_len": 256, "max_num_seqs": 20, "attention_backend": "triton",
+                          "max_num_batched_tokens": 96, "long_prefill_token_threshold": 50, "use_tqdm": False}  # fmt: skip
+ENGINES: dict[str, dict[str, Any]] = {  # what changes the way to the first request
+    "m6": {},
+    "no graphs": {"enforce_eager": True},
+    "no memory profile": {"num_kv_blocks": 800},
+    "three rows": {"max_num_seqs": 3},
+    "one row": {"max_num_seqs": 1, "async_scheduling": False},
+    "m5": {"milestone": "m5"},
+}
+
+
+def rows() -> list[SamplingParams]:
+    """Every way to draw a token."""
+    common = {"ignore_eos": True, "seed": 1}
+    return [
+        SamplingParams(temperature=0.0, **common),
+        SamplingParams(temperature=0.8, **common),
+        SamplingParams(temperature=0.8, top_k=5, top_p=0.9, min_p=0.01, **common),
+        SamplingParams(temperature=0.8, repetition_penalty=1.2, presence_penalty=0.1, **common),
+        SamplingParams(temperature=0.0, logprobs=3, min_tokens=2, **common),
+    ]
+
+
+def serve_everything(engine: LLMEngine) -> int:
+    """Prompts of many lengths, alone and together, in chunks, with prefixes that are cached; returns the steps taken.
+
+    Answers end one after the other, so that decodes come in every batch size from all to one.
+    """
+    kinds, steps = rows(), 0
+    for turn in range(3):
+        for i, length in enumerate(LENGTHS):
+            shared = turn == 1  # the prompts of the first turn, a little longer
+            prompt = [(7 * i + j * j) % 97 + (0 if shared else turn) for j in range(length + shared)]
+            params = replace(kinds[(i + turn) % len(kinds)], max_tokens=2 + i)
+            engine.add_request(f"{turn} {i}", prompt, params, stream=False)
+            if turn == 2:  # alone
+                steps += drain(engine)
+        steps += drain(engine)
+    return steps
+
+
+def drain(engine: LLMEngine) -> int:
+    """Step until nobody is left."""
+    steps = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        steps += 1
+    return steps
+
+
+def kernels() -> Iterator[Any]:
+    """Every function of `folovllm.kernels` that Triton made."""
+    for module in pkgutil.iter_modules(folovllm.kernels.__path__):
+        for value in vars(import_module(f"folovllm.kernels.{module.name}")).values():
+            if hasattr(value, "device_caches"):
+                yield value
