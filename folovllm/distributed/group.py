@@ -17,6 +17,7 @@ logger = logging.getLogger("folovllm")
 # torch 2.13 has a new name for it, and warns where the old one is used.
 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 TIMEOUT = timedelta(minutes=10)  # of one collective; a rank that dies ends the others long before
+NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}  # over NVLink
 
 
 class PeersLost(ConnectionError):
@@ -45,6 +46,8 @@ class ProcessGroup:
     def __init__(self, rank: int, size: int, device: torch.device, store: Any = None) -> None:
         """Meet the others at `store`, or where torchrun's environment says. Blocks until all are there."""
         self.rank, self.size = rank, size
+        for name, value in NO_MULTICAST.items():
+            os.environ.setdefault(name, value)
         if device.type == "cuda":
             torch.cuda.set_device(device)
             dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=device)
@@ -70,7 +73,9 @@ class ProcessGroup:
 
     def close(self) -> None:
         """Leave the group. Graphs that recorded a collective must be gone by now, or this never returns."""
-        self._one_shot = None
+        if self._one_shot is not None:
+            torch.cuda.synchronize()  # peers may read our memory until our last sum is over
+            self._one_shot = None
         dist.destroy_process_group()
 
     def _together(self, collective: Callable[[], object], x: torch.Tensor) -> torch.Tensor:
@@ -115,38 +120,54 @@ def make_one_shot(device: torch.device, size: int) -> OneShotAllReduce | None:
 
     `FOLOVLLM_ONE_SHOT=0` does without, to compare.
     """
-    if os.environ.get("FOLOVLLM_ONE_SHOT") == "0":
+    if os.environ.get("FOLOVLLM_ONE_SHOT") == "0" or not all_say(_sees_all(device, size), device):
         return None
-    verdict, one_shot = torch.zeros(1, device=device), None
+    is_right, one_shot = False, None
     try:
         one_shot = OneShotAllReduce(device)
-        verdict.fill_(float(_sums_right(one_shot, size)))
+        is_right = _sums_right(one_shot, size)
     except (RuntimeError, ImportError, AttributeError) as error:
         logger.warning("one-shot all-reduce is not available (%s): NCCL adds up", error)
-    dist.all_reduce(verdict, op=dist.ReduceOp.MIN)  # all or none
-    return one_shot if verdict.item() else None
+    return one_shot if all_say(is_right, device) else None
+
+
+def all_say(yes: bool, device: torch.device) -> bool:
+    """Whether all ranks say yes. What one of them cannot do, none may begin."""
+    verdict = torch.tensor([float(yes)], device=device)
+    dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
+    return bool(verdict.item())
+
+
+def _sees_all(device: torch.device, size: int) -> bool:
+    """Whether all ranks are on this machine, and their GPUs' memory can be read from `device`."""
+    if int(os.environ.get("LOCAL_WORLD_SIZE", size)) < size or torch.cuda.device_count() < size:
+        return False
+    return all(torch.cuda.can_device_access_peer(device, other) for other in range(size) if other != device.index)
 
 
 def _sums_right(one_shot: OneShotAllReduce, size: int) -> bool:
-    """Whether a recorded graph of the sum is right, replayed with other numbers, twice."""
+    """Whether a recorded graph of sums, the largest and a small one, is right when it is replayed with other numbers."""
     rank = dist.get_rank()
-    x = torch.zeros(4, 64, device="cuda")
+    large = torch.arange(one_shot.LARGEST // 4, device="cuda") % 1000.0
+    x, small = large.clone(), large[:256].clone()
     one_shot(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        total = one_shot(x)
-    for number in (1, 5):
-        x.fill_(number + rank)
+        totals = one_shot(x), one_shot(small)
+    right = True
+    for number in (1, 5, 7):  # all of them, whatever the first says: the others wait for us
+        x.copy_(large + number + rank)
+        small.copy_(x[:256])
         graph.replay()
-        if not bool((total == number * size + size * (size - 1) // 2).all()):
-            return False
-    return True
+        expected = size * (large + number) + size * (size - 1) // 2
+        right &= torch.equal(totals[0], expected) and torch.equal(totals[1], expected[:256])
+    return right
 
 
 def child_environment() -> dict[str, str]:
     """What torch's and NCCL's libraries read when a rank starts. Multicast over NVLink stays off."""
-    extra = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+    extra = dict(NO_MULTICAST)
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
         extra["GLOO_SOCKET_IFNAME"] = loopback[0]

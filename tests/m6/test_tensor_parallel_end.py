@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from folovllm import LLM, SamplingParams
 from folovllm.executor.multiproc_executor import WorkerDied
@@ -80,6 +81,8 @@ def test_a_killed_rank_is_named(leftovers: None, attempt: int) -> None:
             llm.engine.step()
     assert time.monotonic() - start < SECONDS
     assert_gone(pids, 0.0)
+    for i in range(3):
+        llm.engine.abort_request(f"r{i}")
     with pytest.raises(WorkerDied, match=f"rank {victim}"):
         llm.generate([[1]], use_tqdm=False)
     llm.close()
@@ -180,3 +183,35 @@ def test_the_parent_is_killed(tmp_path: Path) -> None:
     assert len(pids) == 2
     assert_gone(pids)
     assert list(tmp_path.iterdir()) == []
+
+
+# --- on GPUs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_on_gpus(victim: int) -> None:
+    """The others wait in a kernel for a sum that never comes; that must not keep them, nor their memory."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    before, llm = memory_in_use(), engine(device="cuda")
+    pids = llm.engine.executor.pids
+    llm.engine.add_request("r", [1, 2, 3], FOREVER)
+    for _ in range(10):
+        llm.engine.step()
+    assert memory_in_use() > before
+    os.kill(pids[victim], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerDied, match=rf"rank {victim} \(process {pids[victim]}\).*signal 9"):
+        while True:
+            llm.engine.step()
+    assert time.monotonic() - start < SECONDS
+    assert_gone(pids, 0.0)
+    assert memory_in_use() <= before + 64
+    llm.close()
+
+
+def memory_in_use() -> int:
+    """MiB on all GPUs, as the driver sees it, whoever uses them."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return sum(map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
