@@ -203,12 +203,13 @@ def watch_gaps(
 ) -> tuple[list[float], float]:
     """Seconds between the running request's tokens until the long prompt has its first token, and its TTFT."""
     rng = random.Random(seed)
-    engine.add_request("runs", random_ids(rng, 8, engine), greedy(prompt))
+    short, long = random_ids(rng, 8, engine), random_ids(rng, prompt, engine)  # drawn here: it takes milliseconds
+    engine.add_request("runs", short, greedy(prompt))
     decoded = 0
     while decoded < DECODED_BEFORE:
         decoded += sum(len(output.outputs[0].delta_token_ids) for output in engine.step())
     times, arrival, through = [clock()], clock(), False
-    engine.add_request("long", random_ids(rng, prompt, engine), greedy(1))
+    engine.add_request("long", long, greedy(1))
     while not through:
         ids = {output.request_id for output in engine.step() if output.outputs[0].delta_token_ids}
         through = "long" in ids
