@@ -67,7 +67,11 @@ class Sampler:
     def choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """All steps from `logits` [S, V] float32 to tokens [S]; the device is not waited for."""
         adjusted = forbid_stop_tokens(apply_penalties(logits, batch.seqs), batch.seqs)
-        return self.draw(self.filter(adjusted, batch), batch)
+        return self.sample(adjusted, batch)
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """Filter and draw: [S, V], penalties applied, to [S]. What depends on logits and parameters alone."""
+        return self.draw(self.filter(logits, batch), batch)
 
     def filter(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Temperature, then min_p, top_k and top_p. Greedy rows keep their scale; no filter drops their maximum."""

@@ -140,15 +140,14 @@ class GraphRunner(ModelRunner):
         """One token a row, in one pass over the logits [S, V]: no filters, no penalties."""
         temperature = fields[Field.TEMPERATURE].view(torch.float32)
         low, high, positions = fields[Field.SEED_LOW], fields[Field.SEED_HIGH], fields[Field.SEQ_LEN]
-        if logits.is_cuda:
+        if logits.is_cuda and not self._setup.config.compile:
             from folovllm.kernels.gumbel_max import gumbel_max
 
             return gumbel_max(logits, temperature, low, high, positions)
         seeds = high.long() << 32 | low.long() & 0xFFFFFFFF
-        greedy = not bool(temperature.any())
+        greedy = not logits.is_cuda and not bool(temperature.any())  # to ask a GPU is to wait for it
         batch = SamplingBatch(temperature, seeds, positions.long(), greedy, None, None, None, [])
-        scaled = self._sampler.filter(logits.float(), batch)
-        return self._sampler.draw(scaled, batch)
+        return self._sampler.sample(logits, batch)
 
     def _redraw(self, logits: Logits, step: PackedStep, full: dict[int, Sequence], out: list[Logprobs | None]) -> None:
         """Draw again, with everything, for the rows whose requests ask for it."""

@@ -30,7 +30,7 @@ class ModelRunner:
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
-        self._sampler = Sampler()
+        self._sampler = make_sampler(setup)
         manager = kv_cache_manager(str(setup.config.kv_cache))
         self._input_batch = InputBatch(manager, setup.block_size, setup.device)
         self._backend = get_backend(setup.backend)(setup.attention)
@@ -113,6 +113,15 @@ class ModelRunner:
 def doublings(limit: int) -> list[int]:
     """1, 2, 4, ... below `limit`, and `limit`."""
     return [1 << i for i in range((limit - 1).bit_length())] + [limit]
+
+
+def make_sampler(setup: EngineSetup) -> Sampler:
+    """The draw, compiled where asked for."""
+    if setup.config.compile:
+        from folovllm.sample.compiled import CompiledSampler
+
+        return CompiledSampler()
+    return Sampler()
 
 
 def choose_layers(model: LlamaForCausalLM, setup: EngineSetup) -> None:

@@ -8,8 +8,9 @@ from folovllm.attention.backends.registry import get_backend
 from folovllm.cache.growing_cache import GrowingKVCache
 from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
 from folovllm.engine.setup import EngineSetup
-from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
+from folovllm.sample.sampler import SamplerOutput, SamplingBatch
 from folovllm.worker.input_batch import ForwardBatch
+from folovllm.worker.model_runner import choose_layers, make_sampler
 from folovllm.worker.native_model import attention_layers, load_native_model
 
 
@@ -18,12 +19,13 @@ class SerialModelRunner:
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
-        self._sampler = Sampler()
+        self._sampler = make_sampler(setup)
         self._caches: list[GrowingKVCache] = []
 
     def load_model(self) -> None:
         """Build the model and load its weights."""
         self.model = load_native_model(self._setup)
+        choose_layers(self.model, self._setup)
 
     def initialize_kv_cache(self) -> int:
         """Give each attention layer an empty cache."""

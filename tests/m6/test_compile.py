@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,19 +11,51 @@ import torch
 from folovllm.config import EngineConfig
 from folovllm.engine.overlap import make_engine
 from folovllm.layers.layernorm import RMSNorm
+from folovllm.sample.compiled import CompiledSampler
+from folovllm.sample.sampler import Sampler, SamplingBatch
 from tests.helpers import tiny_checkpoint
 from tests.workloads import MAX_MODEL_LEN, serve, workload
 
+FIELDS: dict[str, Any] = {"milestone": "m6", "max_model_len": MAX_MODEL_LEN, "use_tqdm": False, "max_num_seqs": 4}
+ENGINES = [
+    ("greedy", {}),
+    ("seeded", {}),
+    ("seeded", {"milestone": "m2"}),
+    ("greedy", {"milestone": "m1", "model_impl": "native", "max_num_seqs": 1}),
+]
 
-def test_compiled_layers_answer_as_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through dynamo alone: a code generator would take a minute here and is not what is under test."""
-    calls = []
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=lambda graph, _: calls.append(1) or graph))
-    load = workload("greedy", count=6)
-    fields = {"milestone": "m6", "max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False, "max_num_seqs": 4}
-    engine = make_engine(EngineConfig(model=str(tiny_checkpoint()), compile=True, **fields))
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_yet() -> None:
+    torch._dynamo.reset()  # what it compiles is kept by function, not by engine
+
+
+@pytest.mark.parametrize(("kind", "fields"), ENGINES)
+def test_compiled_engines_answer_as_plain_ones(
+    kind: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through dynamo alone: a code generator would take minutes here and is not what is under test."""
+    graphs: list[str] = []
+    backend = partial(torch.compile, backend=lambda module, _: graphs.append(str(module.graph)) or module)
+    monkeypatch.setattr(torch, "compile", backend)
+    load = workload(kind, count=6)
+    engine = make_engine(EngineConfig(model=str(tiny_checkpoint()), compile=True, device="cpu", **FIELDS | fields))
     load.check(serve(engine, load.requests))
-    assert len(calls) >= 3  # at least one graph of each kind of layer
+    for traces_of in ("rsqrt", "silu", "cat", "argmax"):  # norm, activation, rotation, draw
+        assert any(traces_of in graph for graph in graphs), traces_of
+
+
+def test_the_compiled_draw_is_the_same() -> None:
+    """One row or several, filtered or not, through the tracer: token by token what the plain sampler draws."""
+    plain, compiled = Sampler(), CompiledSampler()
+    compiled._sample = torch.compile(plain.sample, dynamic=True, backend="eager")
+    for num_rows, filtered in ((3, False), (1, False), (5, False), (4, True), (1, True)):
+        filters = [torch.full((num_rows,), x) for x in (0.05, 20, 0.9)] if filtered else [None] * 3
+        temperature = torch.linspace(0, 1.5, num_rows)
+        seeds, positions = torch.arange(num_rows) * 10**12 + 7, torch.arange(num_rows) + 3
+        batch = SamplingBatch(temperature, seeds, positions, False, *filters, [])
+        logits = 3 * torch.randn(num_rows, 259, generator=torch.Generator().manual_seed(num_rows))
+        assert compiled.sample(logits, batch).tolist() == plain.sample(logits, batch).tolist()
 
 
 def test_hugging_faces_model_is_not_ours_to_compile() -> None:
@@ -31,10 +64,13 @@ def test_hugging_faces_model_is_not_ours_to_compile() -> None:
 
 
 @pytest.mark.gpu
-def test_compiled_for_a_gpu() -> None:
-    load = workload("greedy", count=6)
-    fields = {"milestone": "m6", "max_model_len": MAX_MODEL_LEN, "use_tqdm": False, "dtype": "float32"}
-    engine = make_engine(EngineConfig(model=str(tiny_checkpoint()), compile=True, attention_backend="triton", **fields))
-    layers = [m for m in engine.executor._worker.runner.model.modules() if isinstance(m, RMSNorm)]
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+def test_compiled_for_a_gpu(kind: str) -> None:
+    load = workload(kind, count=6)
+    fields = FIELDS | {"max_num_seqs": 16, "dtype": "float32", "attention_backend": "triton"}
+    engine = make_engine(EngineConfig(model=str(tiny_checkpoint()), compile=True, **fields))
+    runner = engine.executor._worker.runner
+    layers = [m for m in runner.model.modules() if isinstance(m, RMSNorm)]
     assert layers and all("forward" in vars(layer) for layer in layers)
+    assert isinstance(runner._sampler, CompiledSampler)
     load.check(serve(engine, load.requests), tol=0.05)

@@ -1,0 +1,23 @@
+"""The draw through `torch.compile`, as nano-vLLM does it: the rival of the one-pass kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from folovllm.sample.sampler import Sampler, SamplingBatch
+
+
+class CompiledSampler(Sampler):
+    """A `Sampler` whose arithmetic, from the logits to the tokens, is generated code; the tokens are the same.
+
+    One piece of code serves batches of any size, but one row alone, and each set of filters, takes another. That is
+    compiled when it is first met: seconds on a GPU, up to half a minute on a CPU. After eight of them, dynamo's limit,
+    what is new runs uncompiled.
+    """
+
+    def __init__(self) -> None:
+        self._sample = torch.compile(super().sample, dynamic=True)
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """As `Sampler`."""
+        return self._sample(logits, batch)
