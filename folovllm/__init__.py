@@ -1,7 +1,7 @@
 """FoloVLLM: a mini-vLLM that you grow in six milestones, and the engine that results.
 
-    from folovllm import LLM, SamplingParams
-    print(LLM().generate("Tell me a story about Lily and a red kite.")[0].outputs[0].text)
+from folovllm import LLM, SamplingParams
+print(LLM().generate("Tell me a story about Lily and a red kite.")[0].outputs[0].text)
 """
 
 import importlib as _importlib

@@ -29,6 +29,8 @@ LATEST = "m6"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODEL_IMPLS = ("hf", "native")
 KV_CACHES = ("growing", "slots", "paged")
+MAY_BE_OPEN = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks")  # None: the engine decides
+COUNTS = (*MAY_BE_OPEN, "max_num_seqs", "kv_cache_memory", "tensor_parallel_size", "long_prefill_token_threshold")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class EngineConfig:
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step; None fits at least one whole prompt.
         block_size: tokens a page holds; None is the smallest from 16 up that the attention backend accepts.
-        num_kv_blocks: pages of the KV cache, instead of measuring how many fit.
+        num_kv_blocks: pages of the KV cache, instead of measuring how many fit; enough for one `max_model_len`.
         gpu_memory_utilization: share of the card's memory that the engine may fill.
         kv_cache_memory: bytes of KV cache on CPU.
         attention_backend: a name, "auto", or "prefill,decode".
@@ -59,7 +61,7 @@ class EngineConfig:
         long_prefill_token_threshold: most tokens of one prompt in one step; 0 sets no bound.
         enforce_eager: no CUDA graphs.
         async_scheduling: schedule a step while the one before it runs.
-        compile: put element-wise layers through torch.compile instead of the fused kernels.
+        compile: put element-wise layers and the draw through torch.compile instead of our kernels.
         tensor_parallel_size: GPUs (or, on CPU, processes) that share each layer.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
@@ -125,19 +127,16 @@ class EngineConfig:
         _one_of("model_impl", self.model_impl, MODEL_IMPLS)
         _one_of("kv_cache", self.kv_cache, KV_CACHES)
         _one_of("scheduling", self.scheduling, ("fcfs", "priority"))
-        counts = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks")
-        for name in (*counts, "tensor_parallel_size"):
-            value = getattr(self, name)
-            if value is not None and not (_is_whole(value) and value >= 1):
-                raise ValueError(f"{name} must be at least 1 (a whole number), not {value!r}")
+        for name in COUNTS:
+            value, least = getattr(self, name), 0 if name == "long_prefill_token_threshold" else 1
+            if value is None and name in MAY_BE_OPEN:
+                continue
+            if not (_is_whole(value) and value >= least):
+                raise ValueError(f"{name} must be at least {least} (a whole number), not {value!r}")
         if not _is_whole(self.seed) or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be a whole number between 0 and 2**63 - 1, not {self.seed!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
-        if self.long_prefill_token_threshold < 0:
-            raise ValueError("long_prefill_token_threshold must be 0 (no bound) or a number of tokens")
-        if self.kv_cache_memory < 1:
-            raise ValueError(f"kv_cache_memory must be a positive number of bytes, not {self.kv_cache_memory}")
         self._validate_combinations()
 
     def _validate_combinations(self) -> None:

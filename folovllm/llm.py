@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, cast
@@ -12,7 +13,7 @@ from typing import Any, Self, cast
 from tqdm import tqdm
 
 from folovllm.config import EngineConfig
-from folovllm.engine.input_processor import Prompt
+from folovllm.engine.input_processor import Prompt, encode
 from folovllm.engine.overlap import make_engine
 from folovllm.interrupts import interrupts
 from folovllm.outputs import RequestOutput
@@ -36,6 +37,7 @@ class LLM:
             overrides["model"] = model
         self.engine = make_engine(EngineConfig(**overrides))
         self._ids = itertools.count()
+        self._turn = threading.Lock()
 
     @property
     def tokenizer(self) -> Any:
@@ -53,7 +55,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer prompts; results come in their order.
+        """Answer prompts; results come in their order. Calls from several threads take turns.
 
         Args:
             prompts: a string, a list of token ids, or a list of either.
@@ -61,7 +63,9 @@ class LLM:
             use_tqdm: show progress with the speed of prefill and decode.
 
         Raises:
-            ValueError: a prompt cannot be served; raised before any work starts.
+            ValueError: a prompt cannot be served, or `engine` still serves requests that were added to it directly, whose
+                outputs would be lost; raised before any work starts.
+            RuntimeError: the engine was closed.
         """
         items = as_prompt_list(prompts)
         return self._run(items, spread_params(sampling_params, len(items)), use_tqdm)
@@ -76,7 +80,7 @@ class LLM:
         """Answer one conversation or several: lists of {"role", "content"}, put through the model's chat template."""
         if not messages:
             raise ValueError("the conversation is empty: give at least one message")
-        several = not isinstance(messages[0], Mapping)
+        several = not isinstance(messages, Mapping) and not isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", messages if several else [messages])
         prompts = [self.render_chat(conversation, **template_options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
@@ -85,15 +89,20 @@ class LLM:
         """The token ids of a conversation, up to where the answer begins."""
         if not self.has_chat_template:
             raise ValueError("the model has no chat template: use generate with a plain prompt")
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise ValueError('a conversation is a list of messages {"role": "user", "content": "..."}')
         text = self.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True, **template_options
         )
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return encode(self.tokenizer, text, add_special_tokens=False)
 
     def _run(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
         ids = [f"generate-{next(self._ids)}" for _ in prompts]
         outputs: dict[str, RequestOutput] = {}
-        with interrupts() as ctrl_c:
+        with self._turn, interrupts() as ctrl_c:
+            self.engine.require_open()
+            if self.engine.has_unfinished_requests():
+                raise ValueError("the engine has requests of its own: step it until they end, or abort them, first")
             try:
                 for request_id, prompt, p in zip(ids, prompts, params, strict=True):
                     self.engine.add_request(request_id, prompt, p, stream=False)
@@ -126,7 +135,7 @@ class LLM:
             yield finished
 
     def close(self) -> None:
-        """Give everything back; the object is of no use afterwards."""
+        """Give everything back; the object is of no use afterwards. Twice is once."""
         self.engine.close()
 
     def __enter__(self) -> Self:
@@ -140,8 +149,8 @@ class LLM:
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many as a list; a flat list of numbers is one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sized):
+        return [cast("Prompt", prompts)]  # of these the engine takes only strings, and says so
     if len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts):
         return [cast("Sequence[int]", prompts)]
     return list(cast("Sequence[Prompt]", prompts))

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
+from typing import Any
 
 SMALLEST_TEMPERATURE = 1e-5  # below it is greedy: the same choice, and no quotient that overflows
+RANGES: dict[str, tuple[float, float, str]] = {  # no draw from finite logits overflows within them
+    "temperature": (0, 1e6, "0 is greedy"),
+    "min_p": (0, 1, "0 is off"),
+    "repetition_penalty": (0.01, 100, "1 is off"),
+    "presence_penalty": (-2, 2, "0 is off"),
+    "frequency_penalty": (-2, 2, "0 is off"),
+}
 
 
 @dataclass(slots=True)
@@ -29,9 +36,9 @@ class SamplingParams:
         ignore_eos: go on past the model's end-of-text ids.
         include_stop_str_in_output: leave the stop string that ended the text in it.
         logprobs: return the log-probabilities of the chosen and of this many most likely tokens.
-        repetition_penalty: > 1 makes every token seen in prompt or answer less likely (multiplicative).
-        presence_penalty: subtracted once from each token that the answer already holds.
-        frequency_penalty: subtracted once per occurrence in the answer.
+        repetition_penalty: > 1 makes every token seen in prompt or answer less likely (multiplicative); 0.01 to 100.
+        presence_penalty: subtracted once from each token that the answer already holds; -2 to 2, as elsewhere.
+        frequency_penalty: subtracted once per occurrence in the answer; -2 to 2.
         skip_special_tokens: leave tokens such as `<|im_end|>` out of the text.
 
     Raises:
@@ -71,18 +78,16 @@ class SamplingParams:
             left_open = value is None and name in ("seed", "max_tokens", "logprobs")
             _require(left_open or isinstance(value, Integral), f"{name} must be a whole number, not {value}")
         _require(self.n >= 1, f"n must be at least 1, not {self.n}")
-        finite = math.isfinite(self.temperature) and self.temperature >= 0
-        _require(finite, f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
         in_range = -1 <= self.top_k < 2**63
         _require(in_range, f"top_k must be -1 or 0 (keep all) or at least 1 (and below 2**63), not {self.top_k}")
-        _require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1 (keep all), not {self.top_p}")
-        _require(0 <= self.min_p <= 1, f"min_p must be between 0 (off) and 1, not {self.min_p}")
         in_range = self.seed is None or 0 <= self.seed < 2**63
         _require(in_range, f"seed must be between 0 and 2**63 - 1, not {self.seed}")
-        finite = 0 < self.repetition_penalty < math.inf
-        _require(finite, f"repetition_penalty must be a positive number, not {self.repetition_penalty}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(math.isfinite(getattr(self, name)), f"{name} must be a finite number")
+        in_range = _is_number(self.top_p) and 0 < self.top_p <= 1
+        _require(in_range, f"top_p must be above 0 and at most 1 (keep all), not {self.top_p!r}")
+        for name, (low, high, neutral) in RANGES.items():
+            value = getattr(self, name)
+            in_range = _is_number(value) and low <= value <= high
+            _require(in_range, f"{name} must be a number from {low:g} to {high:g} ({neutral}), not {value!r}")
 
     def _validate_stop(self) -> None:
         unlimited = self.max_tokens is None
@@ -108,6 +113,10 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether the draw depends on the tokens so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real)
 
 
 def _require(condition: bool, message: str) -> None:

@@ -6,7 +6,8 @@ import operator
 import random
 from collections.abc import Sequence as SequenceOf
 from functools import partial
-from typing import TYPE_CHECKING
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -40,8 +41,12 @@ class InputProcessor:
         """The sequences of one request.
 
         Raises:
-            ValueError: the prompt is empty, too long for the context, or holds an id outside 0..V-1.
+            ValueError: the prompt is empty, too long for the context, or holds an id outside 0..V-1; or something is of
+                the wrong kind.
         """
+        _require(isinstance(params, SamplingParams), f"sampling parameters are a SamplingParams, not {params!r}")
+        _require(isinstance(priority, Integral), f"priority must be a whole number, not {priority!r}")
+        _require(cache_salt is None or isinstance(cache_salt, str), f"cache_salt must be a string, not {cache_salt!r}")
         token_ids = self._tokenize(prompt)
         self._validate(token_ids, params)
         room = self._setup.max_model_len - len(token_ids)
@@ -70,8 +75,10 @@ class InputProcessor:
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return list(self._tokenizer.encode(prompt))
+            return encode(self._tokenizer, prompt)
         try:
+            if isinstance(prompt, bytes):  # numbers, but hardly meant as ids
+                raise TypeError("bytes are not text")
             return [operator.index(token_id) for token_id in prompt]
         except TypeError as error:
             raise ValueError("a prompt is a string or a list of token ids (whole numbers)") from error
@@ -90,6 +97,19 @@ class InputProcessor:
             raise ValueError(f"token id {bad} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
         if any(not 0 <= t < vocab_size for t in params.stop_token_ids):
             raise ValueError(f"stop_token_ids must lie between 0 and {vocab_size - 1}")
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:
+    """The token ids of a text. Raises ValueError if it holds half a character (a lone surrogate), which has no bytes."""
+    try:
+        return list(tokenizer.encode(text, **options))
+    except TypeError as error:
+        raise ValueError("the prompt is not valid Unicode: was it read in another encoding?") from error
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
 def child_seed(seed: int, index: int) -> int:

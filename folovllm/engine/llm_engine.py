@@ -52,6 +52,7 @@ class LLMEngine:
         self.history: list[StepStats] | None = None  # set it to [] to keep every step's snapshot
         self._num_steps = 0
         self._num_preemptions = 0
+        self._is_closed = False
 
     def add_request(
         self,
@@ -72,7 +73,9 @@ class LLMEngine:
 
         Raises:
             ValueError: the id is in use, or the request can never be served. Nothing else is disturbed.
+            RuntimeError: the engine was closed.
         """
+        self.require_open()
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         params = SamplingParams() if params is None else params
@@ -107,6 +110,7 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Schedule, compute, draw, and hand out what is new. Without work it returns an empty list."""
+        self.require_open()
         start = time.monotonic()
         output = self.scheduler.schedule()
         if not output.scheduled:
@@ -121,8 +125,14 @@ class LLMEngine:
         self._record(output, start, now)
         return self._outputs(updated, now)
 
+    def require_open(self) -> None:
+        """Raise RuntimeError if the engine was closed: there is no model any more."""
+        if self._is_closed:
+            raise RuntimeError("the engine was closed: make a new one")
+
     def close(self) -> None:
-        """End what is being served and give the model's memory back."""
+        """End what is being served and give the model's memory back; twice is once."""
+        self._is_closed = True
         for request_id in list(self._requests):
             self.abort_request(request_id)
         self.executor.shutdown()
@@ -131,6 +141,7 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """Requests and KV cache as they are now."""
+        self.require_open()
         num_blocks, num_used = self.executor.num_kv_blocks, self._num_used_blocks()
         bytes_per_token = self.setup.kv_bytes_per_token
         bytes_per_block = self.setup.block_size * bytes_per_token

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from dataclasses import dataclass
 
 from folovllm.config import EngineConfig
@@ -39,6 +40,7 @@ class OverlappedEngine(LLMEngine):
 
     def step(self) -> list[RequestOutput]:
         """Start the next step, then hand out what the step before it drew."""
+        self.require_open()
         return self.step_overlapped()
 
     def step_overlapped(self) -> list[RequestOutput]:
@@ -86,4 +88,5 @@ def make_engine(config: EngineConfig) -> LLMEngine:
     engine = OverlappedEngine(config) if config.async_scheduling else LLMEngine(config)
     gc.collect()
     gc.freeze()  # what exists by now stays: a collection that searched it again would stall a step
+    weakref.finalize(engine, gc.unfreeze).atexit = False  # what refers to itself is collected only if thawed
     return engine

@@ -113,7 +113,7 @@ def choose_device(name: str | None) -> torch.device:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"unknown device {name!r}: choose cuda or cpu") from error
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f"device {name!r} is not supported: choose cuda or cpu")
@@ -128,7 +128,9 @@ def check_gpus(device: torch.device, tensor_parallel_size: int) -> None:
     if device.type != "cuda" or tensor_parallel_size == 1:
         return
     if device.index:
-        raise ValueError(f"tensor_parallel_size {tensor_parallel_size} takes the first GPUs: device {device} cannot be kept")
+        raise ValueError(
+            f"tensor_parallel_size {tensor_parallel_size} takes the first GPUs: device {device} cannot be kept"
+        )
     if torch.cuda.device_count() < ranks:
         raise ValueError(
             f"tensor_parallel_size {tensor_parallel_size} needs {ranks} GPUs here, and there are "

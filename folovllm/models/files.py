@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from folovllm.config import EngineConfig
 
 ASSETS = Path(__file__).parent.parent / "assets"
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings",
+)  # fmt: skip
 
 
 def resolve_model(name: str) -> Path:
@@ -50,9 +55,22 @@ def _from_hub(name: str) -> Path:
 def load_hf_config(path: Path, config: EngineConfig) -> Any:
     """The model's `PretrainedConfig`. Raises ValueError where it cannot be read."""
     try:
+        check_sizes(json.loads((path / "config.json").read_text(encoding="utf-8")))
         return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ValueError(f"cannot read the configuration in {path}: {error}") from error
+
+
+def check_sizes(fields: dict[str, Any]) -> None:
+    """Raise ValueError if a `config.json` states a size below 1, or query heads that its KV heads cannot share."""
+    sizes = {name: fields[name] for name in SIZES if isinstance(fields.get(name), int)}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}, and must be at least 1")
+    kv_heads = sizes.get("num_key_value_heads", 1)
+    heads = sizes.get("num_attention_heads", kv_heads)
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
 
 
 def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:

@@ -233,7 +233,7 @@ class TestErrors:
         ("flags", "words"),
         [
             (["--top-p", "3"], "top_p must be above 0"),
-            (["--temperature", "nan"], "temperature must be 0"),
+            (["--temperature", "nan"], "temperature must be a number from 0"),
             (["--milestone", "m99"], "unknown milestone 'm99'"),
             (["--max-tokens", "0"], "max_tokens must be at least 1"),
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -92,6 +93,47 @@ def test_an_id_may_be_used_again(llm: LLM) -> None:
 
 def test_step_without_work_does_nothing(llm: LLM) -> None:
     assert llm.engine.step() == [] and llm.engine.stats().steps == 0
+
+
+def test_generate_leaves_requests_alone_that_somebody_else_added(llm: LLM) -> None:
+    """It would run them to their end, and nobody would ever see their answers."""
+    llm.engine.add_request("theirs", "Hello", PARAMS, stream=False)
+    llm.engine.step()
+    with pytest.raises(ValueError, match="the engine has requests of its own"):
+        llm.generate("mine", PARAMS, use_tqdm=False)
+    outputs = [output for _ in range(5) for output in llm.engine.step()]
+    assert [output.request_id for output in outputs] == ["theirs"] and len(outputs[0]["token_ids"]) == 5
+    assert llm.generate("mine", PARAMS, use_tqdm=False)[0].finished
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    texts = ["Hello", "Hi", "Once", "Why"]
+    alone = [llm.generate(text, PARAMS, use_tqdm=False)[0]["token_ids"] for text in texts]
+    with ThreadPoolExecutor(len(texts)) as threads:
+        together = list(threads.map(lambda text: llm.generate(text, PARAMS, use_tqdm=False)[0]["token_ids"], texts))
+    assert together == alone
+
+
+@pytest.mark.parametrize(
+    "milestone", ["m1", *(pytest.param(m, marks=getattr(pytest.mark, m)) for m in ("m2", "m3", "m5", "m6"))]
+)
+def test_a_closed_engine_says_so(milestone: str) -> None:
+    llm = LLM(str(tiny_checkpoint()), milestone=milestone, device="cpu", use_tqdm=False)
+    llm.engine.add_request("cut off", "Hello", PARAMS)
+    llm.engine.step()
+    llm.close()
+    llm.close()
+    for use in (
+        lambda: llm.generate("Hello", PARAMS, use_tqdm=False),
+        lambda: llm.generate([], use_tqdm=False),
+        lambda: llm.chat([{"role": "user", "content": "Hello"}], PARAMS, use_tqdm=False),
+        lambda: llm.engine.add_request("r", "Hello", PARAMS),
+        lambda: llm.engine.step(),
+        lambda: llm.engine.stats(),
+    ):
+        with pytest.raises(RuntimeError, match="the engine was closed: make a new one"):
+            use()
+    assert not llm.engine.has_unfinished_requests()
 
 
 def test_two_engines_in_turn_do_not_disturb_each_other() -> None:

@@ -50,6 +50,13 @@ class TestPrompts:
             ([1, 259], "token id 259.*0 to 258"),
             ([1, -1], "token id -1"),
             ([[1, 2.5]], "whole numbers"),
+            (b"text", "a string or a list of token ids"),
+            ([b"text"], "a string or a list of token ids"),
+            ({"prompt": "text"}, "a string or a list of token ids"),
+            (None, "a string or a list of token ids"),
+            (7, "a string or a list of token ids"),
+            (["good", None], "a string or a list of token ids"),
+            ("half a character: \ud83d", "not valid Unicode"),
         ],
     )
     def test_is_refused(self, llm: LLM, prompt: Any, says: str) -> None:
@@ -94,6 +101,26 @@ class TestPrompts:
         with pytest.raises(ValueError, match="3 sampling_params for 2 prompts"):
             llm.generate(["a", "b"], [SHORT] * 3, use_tqdm=False)
 
+    @pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], "x"])
+    def test_params_of_another_kind(self, llm: LLM, params: Any) -> None:
+        with pytest.raises(ValueError, match="a SamplingParams, not"):
+            llm.generate("a", params, use_tqdm=False)
+
+    @pytest.mark.parametrize("field", [{"priority": "first"}, {"cache_salt": 5}])
+    def test_other_fields_of_another_kind(self, llm: LLM, field: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=next(iter(field))):
+            llm.engine.add_request("r", "a", SHORT, **field)
+        assert not llm.engine.has_request("r")
+
+    @pytest.mark.parametrize("messages", ["Hello", {"role": "user", "content": "Hello"}, ["Hello"], [["Hello"]]])
+    def test_what_is_no_conversation(self, llm: LLM, messages: Any) -> None:
+        with pytest.raises(ValueError, match="a conversation is a list of messages"):
+            llm.chat(messages, SHORT, use_tqdm=False)
+
+    def test_a_conversation_with_half_a_character(self, llm: LLM) -> None:
+        with pytest.raises(ValueError, match="not valid Unicode"):
+            llm.chat([{"role": "user", "content": "\ud83d"}], SHORT, use_tqdm=False)
+
     def test_a_stop_token_outside_the_vocabulary(self, llm: LLM) -> None:
         with pytest.raises(ValueError, match="stop_token_ids"):
             llm.generate("a", SamplingParams(stop_token_ids=[259]), use_tqdm=False)
@@ -106,8 +133,8 @@ class TestPrompts:
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("temperature", [-0.1, float("nan"), float("inf")]),
-        ("top_p", [0.0, -1.0, 1.1, float("nan")]),
+        ("temperature", [-0.1, float("nan"), float("inf"), 1e300, "hot", None]),
+        ("top_p", [0.0, -1.0, 1.1, float("nan"), "0.9", None]),
         ("top_k", [-2, 2.5, 2**63, None]),
         ("min_p", [-0.1, 1.1, float("nan")]),
         ("max_tokens", [0, -1, 2.5]),
@@ -117,9 +144,9 @@ class TestPrompts:
         ("logprobs", [-1]),
         ("stop", [[""], "", [1], None]),
         ("stop_token_ids", [["a"], None]),
-        ("repetition_penalty", [0.0, -1.0, float("nan"), float("inf")]),
-        ("presence_penalty", [float("nan")]),
-        ("frequency_penalty", [float("inf")]),
+        ("repetition_penalty", [0.0, -1.0, float("nan"), float("inf"), 1e300, 1e-300]),
+        ("presence_penalty", [float("nan"), 1e300, -2.1, "2"]),
+        ("frequency_penalty", [float("inf"), 1e300, 2.1, None]),
     ],
 )
 def test_sampling_params(field: str, values: list[Any]) -> None:
@@ -131,7 +158,16 @@ def test_sampling_params(field: str, values: list[Any]) -> None:
 def test_sampling_params_at_the_ends_of_their_ranges() -> None:
     SamplingParams(temperature=0, top_k=-1, top_p=1.0, min_p=0.0, max_tokens=1, min_tokens=1, n=1, logprobs=0)
     SamplingParams(temperature=5, top_k=0, top_p=1e-6, min_p=1.0, max_tokens=None, min_tokens=9, seed=2**63 - 1)
+    SamplingParams(presence_penalty=-2, frequency_penalty=2, repetition_penalty=100)
     assert SamplingParams(stop="x").stop == ["x"]
+
+
+def test_the_strongest_penalties_and_the_highest_temperature_leave_the_logits_finite(llm: LLM) -> None:
+    strong = SamplingParams(
+        temperature=1e6, repetition_penalty=100, presence_penalty=2, frequency_penalty=-2, min_tokens=8, max_tokens=8
+    )
+    answer = llm.generate([[5] * 3], strong, use_tqdm=False)[0]["token_ids"]
+    assert len(set(answer)) > 4 and not set(answer) & {256}, "a token that was forbidden, or the same all the time"
 
 
 def test_a_temperature_near_0_is_greedy() -> None:
@@ -172,6 +208,29 @@ def test_broken_models(folder: Path, damage: Callable[[Path], Any], says: str, m
         LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("model_impl", ["hf", "native"])
+@pytest.mark.parametrize(
+    ("name", "size", "says"),
+    [
+        ("num_attention_heads", 0, "num_attention_heads is 0"),
+        ("num_attention_heads", -4, "num_attention_heads is -4"),
+        ("num_key_value_heads", 0, "num_key_value_heads is 0"),
+        ("num_key_value_heads", 3, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ("hidden_size", 0, "hidden_size is 0"),
+        ("num_hidden_layers", 0, "num_hidden_layers is 0"),
+        ("vocab_size", 0, "vocab_size is 0"),
+        ("head_dim", 0, "head_dim is 0"),
+        ("max_position_embeddings", 0, "max_position_embeddings is 0"),
+    ],
+)
+def test_sizes_that_no_model_has(tmp_path: Path, family: str, model_impl: str, name: str, size: int, says: str) -> None:
+    shutil.copytree(tiny_checkpoint(family), tmp_path / "model")
+    edit_config(tmp_path / "model", **{name: size})
+    with pytest.raises(ValueError, match=f"cannot read the configuration.*{says}"):
+        LLM(str(tmp_path / "model"), milestone="m1", model_impl=model_impl, use_tqdm=False)
+
+
 @pytest.mark.parametrize("index", ["{", "{}"])
 def test_a_damaged_index(folder: Path, index: str) -> None:
     (folder / "model.safetensors.index.json").write_text(index)
@@ -196,6 +255,9 @@ def test_an_end_of_text_outside_the_vocabulary(folder: Path) -> None:
         ({"scheduling": "priority"}, "in the order of arrival"),
         ({"max_model_len": 0}, "max_model_len must be at least 1"),
         ({"max_model_len": 1.5}, "max_model_len must be at least 1 .a whole number"),
+        ({"max_num_seqs": 2.0}, "max_num_seqs must be at least 1"),
+        ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold must be at least 0"),
+        ({"kv_cache_memory": None}, "kv_cache_memory must be at least 1"),
         ({"seed": None}, "seed must be a whole number"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"kv_cache_memory": 0}, "kv_cache_memory"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from folovllm.attention.backends.torch_paged import gather_pages
 from folovllm.attention.ops import reshape_and_cache_kv
@@ -55,3 +58,23 @@ class TestGatherPages:
         got_key, got_value = gather_pages(kv_cache, torch.tensor(table), seq_len)
         assert torch.equal(got_key, key)
         assert torch.equal(got_value, value)
+
+
+class Written(TorchDispatchMode):
+    """Counts the numbers that operations write to new memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.is_floating_point() and not func.is_view:
+            self.count += result.numel()
+        return result
+
+
+def test_pages_are_copied_once() -> None:
+    """K and V of three pages of 4 tokens with 2 heads of 4 numbers, and not twice as many."""
+    kv_cache, *_ = stored([5, 0, 3], 4, 11, 6)
+    with Written() as written:
+        gather_pages(kv_cache, torch.tensor([5, 0, 3], dtype=torch.int32), 11)
+    assert written.count == 2 * 3 * 4 * 2 * 4

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -220,6 +222,20 @@ def test_a_long_random_run_leaks_nothing() -> None:
     while served.has_unfinished_requests():
         served.step()
     assert_clean(served)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_engine_that_was_dropped_without_close_is_collected(mode: str) -> None:
+    """What is frozen would never be: not the pages, and not a model that a recorded step on a CPU refers to."""
+    served = engine(**MODES[mode])
+    served.add_request("r", [5, 6, 7], SamplingParams(max_tokens=4), stream=False)
+    while served.has_unfinished_requests():
+        served.step()
+    held = [weakref.ref(served), weakref.ref(served.scheduler), weakref.ref(served.executor._worker.runner.model)]  # type: ignore[attr-defined]
+    assert all(ref() is not None for ref in held)
+    del served
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 3
 
 
 def test_the_overlapped_engine_is_what_the_preset_makes() -> None:

@@ -38,10 +38,13 @@ def gather_pages(
 
     The sequence's first ceil(seq_len / B) pages, in the order of its block table, one behind the other; the places of
     the last page that hold no token of it are cut off. Entries of the table beyond those pages mean nothing.
+
+    One copy and no more: `kv_cache[:, pages]` would keep the order of memory, heads before places, and pages and places
+    could only be merged by copying once again.
     """
     block_size = kv_cache.shape[2]
     pages = block_table[: -(-seq_len // block_size)]
-    key, value = kv_cache[:, pages].flatten(1, 2)[:, :seq_len]  # [2, pages, B, Hkv, D] -> [2, seq_len, Hkv, D]
+    key, value = (part.index_select(0, pages).flatten(0, 1)[:seq_len] for part in kv_cache)  # from [pages, B, Hkv, D]
     return key, value
 
 
