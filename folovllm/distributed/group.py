@@ -93,7 +93,7 @@ class OneShotAllReduce:
     waits for everybody at its beginning and at its end, so one buffer serves all calls, under a graph too.
     """
 
-    LARGEST = 512 * 1024  # bytes; beyond it NCCL's ring is faster
+    LARGEST = 2 << 20  # bytes; up to here it was faster than NCCL (`tools/bench_tp.py`)
 
     def __init__(self, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symm_mem
