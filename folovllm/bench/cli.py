@@ -55,11 +55,12 @@ def throughput(
     save: Save = None,
     **given: Any,
 ) -> None:
-    """Serve a workload and report tokens a second, times to first token, memory wasted, share of the roofline."""
+    """Serve a workload: tokens a second, times to first token, memory wasted, share of the roofline, Python's cost."""
     from folovllm.bench.throughput import bench_throughput
 
     with tempfile.TemporaryDirectory() as folder:
-        found = bench_throughput(contenders(given, compare, random_weights, folder), workload, requests, repeats, limit)
+        engines = contenders(given, compare, random_weights, folder)
+        found = bench_throughput(engines, workload, requests, repeats, limit, with_step_times=True)
     finish(found, save)
 
 

@@ -9,7 +9,7 @@ from folovllm.bench.throughput import bench_throughput
 
 def bench_latency(contenders: list[Contender], repeats: int = 3, limit: float | None = None) -> Result:
     """A prompt of 128 tokens and an answer of 256, batch 1; times of the median repeat."""
-    result = bench_throughput(contenders, "latency", repeats=repeats, limit=limit)
+    result = bench_throughput(contenders, "latency", repeats=repeats, limit=limit, with_step_times=True)
     result.benchmark = "latency"
     for run in result.runs:
         for name in (

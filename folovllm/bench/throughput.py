@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from folovllm.bench.contenders import Contender
+from folovllm.bench.host_time import StepTime, step_times
 from folovllm.bench.report import Metric, Result, Run
 from folovllm.bench.roofline import Rates, measure_rates, roofline_seconds
 from folovllm.bench.workload import Workload, load_workload
@@ -46,6 +47,24 @@ class Observed:
         self.output_tokens += metrics.num_generated_tokens
         if metrics.num_generated_tokens:
             self.prompt_tokens += metrics.num_prompt_tokens
+
+
+@dataclass(slots=True)
+class OfEngine:
+    """What was found out once for an engine, not in each pass."""
+
+    start_up: float  # seconds: weights, cache, compiled kernels, recorded graphs
+    bound: float  # the roofline's seconds
+    steps: list[StepTime] = field(default_factory=list)
+
+    def metrics(self) -> dict[str, Metric]:
+        """All but the bound, which says something only beside a pass."""
+        found = {"start-up": Metric.of([self.start_up], "s", False)}
+        for step in self.steps:
+            batch = f"a step, {step.num_seqs} sequence{'s' if step.num_seqs > 1 else ''}"
+            found[f"Python {batch}"] = Metric.of([1e3 * step.host], "ms", False)
+            found[f"waiting {batch}"] = Metric.of([1e3 * step.waiting], "ms", False)
+        return found
 
 
 def run_workload(engine: LLMEngine, workload: Workload, limit: float | None = None) -> Observed:
@@ -136,11 +155,13 @@ def bench_throughput(
     count: int | None = None,
     repeats: int = 1,
     limit: float | None = None,
+    with_step_times: bool = False,
 ) -> Result:
     """Run the workload through each contender, one after the other: (name, fields of EngineConfig).
 
     Each engine serves a few other requests first (its warm-up); prefix caches are emptied before each pass. Greedy
-    answers are compared with the first contender's.
+    answers are compared with the first contender's. With `with_step_times`, what Python costs is measured afterwards
+    (`folovllm.bench.host_time`).
     """
     configs = [(name, EngineConfig(**overrides)) for name, overrides in contenders]
     setup = set_up(configs[0][1])
@@ -150,8 +171,8 @@ def bench_throughput(
     result.machine = {"copy_gb_per_s": rates.copy / 1e9, "matmul_tflop_per_s": rates.matmul / 1e12}
     first: Answers | None = None
     for name, config in configs:
-        passes, bound = _measure(config, workload, rates, repeats, limit)
-        metrics = metrics_of(passes, bound)
+        passes, more = _measure(config, workload, rates, repeats, limit, with_step_times)
+        metrics = metrics_of(passes, more.bound) | more.metrics()
         answers = {i: output.outputs[0].token_ids for i, output in passes[-1].outputs.items()}
         if first is not None and workload.temperature == 0:
             metrics |= _agreement(first, answers)
@@ -162,17 +183,21 @@ def bench_throughput(
 
 
 def _measure(
-    config: EngineConfig, workload: Workload, rates: Rates, repeats: int, limit: float | None
-) -> tuple[list[Observed], float]:
-    """Passes of the workload through an engine that lives for them, and the roofline's seconds."""
+    config: EngineConfig, workload: Workload, rates: Rates, repeats: int, limit: float | None, with_step_times: bool
+) -> tuple[list[Observed], OfEngine]:
+    """Passes of the workload through an engine that lives for them, and what holds for all of them."""
+    start = time.perf_counter()
     engine = make_engine(config)
     try:
+        found = OfEngine(time.perf_counter() - start, roofline_seconds(workload, engine.setup, rates))
         warm_up(engine, workload)
         passes = []
         for _ in range(repeats):
             empty_prefix_cache(engine)
             passes.append(run_workload(engine, workload, limit))
-        return passes, roofline_seconds(workload, engine.setup, rates)
+        if with_step_times:
+            found.steps = step_times(engine)
+        return passes, found
     finally:
         engine.close()
         del engine

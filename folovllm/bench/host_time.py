@@ -1,0 +1,158 @@
+"""What Python costs: the part of a decode step in which the host works, apart from that in which it waits for the device.
+
+With overlap the two do not add up to anything a user feels: as long as the host waits at all, the device has work, and
+Python is free. Without overlap, the device has nothing to do while the host works.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.executor.abstract import Pending
+from folovllm.executor.gpu_executor import GPUExecutor
+from folovllm.sample.sampler import SamplerOutput
+from folovllm.sampling_params import SamplingParams
+from folovllm.worker.graph_runner import GraphRunner
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+BATCHES = (1, 256)
+PROMPT, STEPS, SETTLE = 16, 32, 4  # tokens of a prompt; steps that count, and those before them that do not
+MOST_SECONDS = 2.0  # then fewer steps have to do
+
+
+class WaitClock:
+    """Adds up the seconds inside the functions that it was put around: the host's wait for the device."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, work: Callable[P, R]) -> Callable[P, R]:
+        """`work`, on the clock."""
+
+        def on_the_clock(*args: P.args, **kwargs: P.kwargs) -> R:
+            start = time.perf_counter()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return on_the_clock
+
+    def around_wait(self, start: Callable[P, Pending]) -> Callable[P, TimedPending]:
+        """`start`, which starts a step and takes the host's time, with the wait for that step on the clock."""
+        return lambda *args, **kwargs: TimedPending(start(*args, **kwargs), self)
+
+    def then_synchronize(self, launch: Callable[P, R]) -> Callable[P, R]:
+        """`launch`, which queues work and takes the host's time, followed by a wait, on the clock, for all that is queued."""
+
+        def launch_and_wait(*args: P.args, **kwargs: P.kwargs) -> R:
+            result = launch(*args, **kwargs)
+            self.around(torch.cuda.synchronize)()
+            return result
+
+        return launch_and_wait
+
+
+@dataclass(slots=True)
+class TimedPending:
+    """A step that was started; waiting for it counts."""
+
+    step: Pending
+    clock: WaitClock
+
+    def wait(self) -> SamplerOutput:
+        """As the step's own."""
+        return self.clock.around(self.step.wait)()
+
+
+@contextmanager
+def watched(engine: LLMEngine, clock: WaitClock) -> Iterator[None]:
+    """Within this, the clock runs whenever the engine waits for its device."""
+    with ExitStack() as stack:
+        for target, name, wrap in _waits(engine, clock):
+            own = vars(target).get(name)  # else it is the class's, which comes to light again by itself
+            stack.callback(*((setattr, target, name, own) if own else (delattr, target, name)))
+            setattr(target, name, wrap(getattr(target, name)))
+        yield
+
+
+def _waits(engine: LLMEngine, clock: WaitClock) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Where the host waits: (object, method, what to put around it). On a CPU the device's work is done by the host itself."""
+    executor = engine.executor
+    if not isinstance(executor, GPUExecutor):
+        return [(executor, "submit", clock.around_wait)]
+    runner: Any = executor._worker.runner
+    if engine.setup.device.type == "cpu":
+        model, sampler = runner.model, runner._sampler
+        work = [(model, "forward"), (model, "compute_logits"), (sampler, "choose"), (runner, "_draw")]
+        return [(target, name, clock.around) for target, name in work if hasattr(target, name)]
+    if isinstance(runner, GraphRunner):
+        return [(runner, "run", clock.around_wait)]
+    return [(runner._sampler, "choose", clock.then_synchronize)]
+
+
+@dataclass(slots=True, frozen=True)
+class StepTime:
+    """Median seconds of a decode step: the host's own, and those of its wait."""
+
+    num_seqs: int
+    host: float
+    waiting: float
+
+
+def step_times(engine: LLMEngine, batches: tuple[int, ...] = BATCHES) -> list[StepTime]:
+    """Decode steps with as many sequences as `batches` says, or as the engine serves at once; short contexts.
+
+    The engine must be idle, and is so afterwards.
+    """
+    sizes = dict.fromkeys(min(size, _room(engine)) for size in batches)
+    return [_step_time(engine, size) for size in sizes]
+
+
+def _room(engine: LLMEngine) -> int:
+    """Sequences that decode together with no preemption."""
+    setup, num_blocks = engine.setup, engine.executor.num_kv_blocks
+    if not num_blocks:  # caches that grow
+        return setup.max_num_seqs
+    first_steps = -(-setup.max_num_seqs * PROMPT // setup.max_num_batched_tokens)  # until all prompts are computed
+    tokens = min(setup.max_model_len, PROMPT + first_steps + SETTLE + STEPS + 2)
+    return max(1, min(setup.max_num_seqs, num_blocks // -(-tokens // setup.block_size)))
+
+
+def _step_time(engine: LLMEngine, num_seqs: int) -> StepTime:
+    clock, times = WaitClock(), list[tuple[float, float]]()
+    params = SamplingParams(temperature=0.6, max_tokens=None, ignore_eos=True)
+    names = [f"step time {i}" for i in range(num_seqs)]
+    for i, name in enumerate(names):
+        prompt = [(31 * i + j) % engine.setup.vocab_size for j in range(PROMPT)]
+        engine.add_request(name, prompt, params, stream=False)
+    with watched(engine, clock):
+        _until_all_decode(engine, num_seqs)
+        end = time.perf_counter() + MOST_SECONDS
+        while len(times) < STEPS and (len(times) < 3 or time.perf_counter() < end):
+            start, clock.seconds = time.perf_counter(), 0.0
+            engine.step()
+            times.append((time.perf_counter() - start - clock.seconds, clock.seconds))
+        for name in names:
+            engine.abort_request(name)
+        engine.step()  # takes in what is in flight
+    host, waiting = (statistics.median(column) for column in zip(*times, strict=True))
+    return StepTime(num_seqs, host, waiting)
+
+
+def _until_all_decode(engine: LLMEngine, num_seqs: int) -> None:
+    decodes = 0
+    while decodes < SETTLE:
+        engine.step()
+        stats = engine.last_stats
+        decodes += stats is not None and stats.num_decode_tokens == num_seqs == stats.num_tokens
