@@ -480,8 +480,8 @@ assert moved["decode", "torch_paged"][-1] > 2.5 * moved["decode", "triton"][-1]
 assert moved["prefill", "torch_naive"][-1] > 4 * moved["prefill", "triton"][-1]
 
 # %% [markdown]
-# A decode by tiles touches each key and value once, which is all one can ask for. `torch_paged` touches them five times: the pages are
-# picked (read, written), brought into the order of tokens (read, written: the cache keeps a page's heads apart), and attended to (read).
+# A decode by tiles touches each key and value once, which is all one can ask for. `torch_paged` touches them three times: the pages are
+# copied into the order of tokens (read, written), and attended to (read).
 #
 # In its prefill the kernel inside PyTorch is one operation to us, of which we see what goes in and comes out; it is a flash kernel
 # itself, and its re-reads are not counted. Ours are: in a prefill each tile of queries walks over the keys anew,
