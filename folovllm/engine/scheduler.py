@@ -157,7 +157,8 @@ class Scheduler:
         """Decide the next step: first those that run, then as many of those that wait as fit.
 
         1. Running sequences, decodes (one uncomputed token) before the rest: each gets `_tokens_of_step(seq, budget)`
-           tokens if `_reserve(seq, n, rest)` finds room, where `rest` are the running sequences that come after it.
+           tokens if `_reserve(seq, n, rest, output)` finds room, else none, and the next is asked. `rest` is the list
+           of those that come after it; `_reserve` takes out whoever gives way, who has no part in this step then.
         2. Waiting sequences, in order, while fewer than `max_num_seqs` run and nobody was preempted in this step:
            `kv.match(seq)`, then its tokens of this step. If they are 0 or `kv.reserve` fails, it and all behind it wait
            (`kv.free(seq)` gives back what it matched): overtaking would let short requests starve a long one. Else it
@@ -203,10 +204,10 @@ class Scheduler:
     def postprocess(self, output: SchedulerOutput, token_ids: Iterable[int]) -> list[Sequence]:
         """Take in the tokens that a step drew, one for each scheduled sequence, in order.
 
-        For each: the K/V of its tokens is written now (`kv.publish`). A share that did not reach the sequence's last
-        token (`item.draws` is False) has no next token: its row is ignored. Else the token is appended, to the sequence
-        and to its detokenizer, and `check_stop_conditions` asked: a sequence that ends takes its status, leaves
-        `running` and frees its cache in this very step, so that the next one can use it.
+        For each: the K/V of its tokens is written now (`kv.publish(seq)`). A share that did not reach the last token of
+        the sequence (`item.draws` is False) has no next token: its row is ignored. Else the token is appended, to the
+        sequence and to its detokenizer, and `check_stop_conditions` asked: a sequence that ends takes its status,
+        leaves `running` and frees its cache in this very step, so that the next one can use it.
 
         Returns:
             The sequences that got a token.
@@ -258,7 +259,7 @@ def preempt(scheduler: Scheduler, candidates: list[Sequence]) -> Sequence | None
 
     Returns:
         The victim, which has left `running`, freed its cache (`kv.free`), turned to WAITING (`requeue`) and been
-        queued again by rank (`scheduler.add`), ahead of all that never ran.
+        queued again by rank (`scheduler.add`): ahead of all that arrived later, behind all that are more urgent.
     """
     victim = max(candidates, key=scheduler.rank)
     scheduler.running.remove(victim)

@@ -86,6 +86,8 @@ class InputBatch:
         - slot_mapping: `self._slots(seq.block_table, self._block_size, start, end)`;
         - query_start_loc: [0, n_0, n_0 + n_1, ...], so that item i's tokens are query_start_loc[i] to [i + 1];
         - logits_indices: the last token of each item, the only one whose logits are needed.
+
+        All are int64, which torch takes as an index; `seq.token_ids` is int32.
         """
         spans = [(item.seq, item.start, item.start + item.num_new_tokens) for item in items]
         ends = np.cumsum([item.num_new_tokens for item in items])

@@ -150,6 +150,20 @@ class TestSchedule:
         assert shares(scheduler.schedule()) == [("a", 4, 1)]
         assert names(scheduler.running) == ["a", "b"] and seqs[1].num_computed_tokens == 4
 
+    def test_who_gets_no_room_does_not_stop_the_rest(self) -> None:
+        """The one that needs room gives way itself; those behind it can use what it held."""
+
+        def asker_gives_way(scheduler: Scheduler, candidates: list[Sequence]) -> Sequence:
+            scheduler.running.remove(candidates[0])
+            scheduler.kv.free(candidates[0])
+            return candidates[0]
+
+        scheduler = make_scheduler(CountingCache(12), make_room=asker_gives_way)
+        for name in "abc":
+            run(scheduler, name, 5, 4)
+        output = scheduler.schedule()
+        assert shares(output) == [("b", 4, 1), ("c", 4, 1)] and names(output.preempted) == ["a"]
+
     def test_after_a_preemption_nobody_is_admitted(self) -> None:
         """The room that a victim left is for those who run; whoever came in now would be the next victim."""
         asked: list[list[str]] = []

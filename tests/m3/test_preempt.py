@@ -75,6 +75,15 @@ class TestPreempt:
         preempt(scheduler, [a, b])
         assert scheduler.waiting == [b, c, new]
 
+    def test_behind_those_that_are_more_urgent(self) -> None:
+        scheduler = make_scheduler(by_priority=True)
+        a, b = (run(scheduler, name, priority=p) for name, p in (("a", 0), ("b", 2)))
+        urgent, later = make_seq(name="urgent", priority=1), make_seq(name="later", priority=2)
+        scheduler.add(later)
+        scheduler.add(urgent)
+        preempt(scheduler, [a, b])
+        assert scheduler.waiting == [urgent, b, later]
+
     def test_resumes_where_it_was(self) -> None:
         """No room for a fourth token of both: b gives way, and when a has gone computes all it had in one step."""
         scheduler = make_scheduler(num_tokens=12)
