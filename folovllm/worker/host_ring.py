@@ -39,7 +39,12 @@ class HostRing:
         return staged
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """A copy of `tensor` [n] in host memory, complete once the event has passed."""
+        """A copy of `tensor` [n] in host memory, complete once the event has passed.
+
+        It is queued on the current stream, and so delays the next step by a microsecond or two. A stream of its own would
+        not help: the next step writes `tensor` again, at an address that its graph cannot change, and would have to wait
+        for the copy, or for one that puts the numbers aside and takes as long.
+        """
         if not self._on_gpu:
             return tensor.clone(), None
         slot = self._take(len(tensor))
