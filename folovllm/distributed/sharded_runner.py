@@ -51,12 +51,12 @@ class ShardedRunner(GraphRunner):
             seqs = [item.seq for item in dummy_items(rows, 1, self._setup.block_size)]
             self._sampler(self._whole_logits(part), SamplingBatch.from_sequences(seqs, self._setup.device))
 
-    def _draw(self, logits: torch.Tensor, fields: torch.Tensor) -> torch.Tensor:
+    def _draw(self, logits: torch.Tensor, fields: torch.Tensor) -> None:
         """One token a row: each rank finds its own best, and only the bests are exchanged."""
         values, ids = self._own_best(logits, fields)
         mine = torch.stack([values.view(torch.int32), ids])  # [2, S]
         everyone = self._group.all_gather(mine)  # [size, 2, S]
-        return best_of_ranks(everyone[:, 0].view(torch.float32), everyone[:, 1])[1].long()
+        self._keep(best_of_ranks(everyone[:, 0].view(torch.float32), everyone[:, 1])[1].long(), fields)
 
     def _own_best(self, logits: torch.Tensor, fields: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Score [S] float32 and token id [S] int32 of the rank's best tokens."""

@@ -6,26 +6,44 @@ import torch
 import triton
 import triton.language as tl
 
+from folovllm.kernels.rms_norm import inverse_rms
+
 
 @triton.jit
-def silu_and_mul_kernel(gate_up_ptr, out_ptr, stride, I: tl.constexpr, WIDTH: tl.constexpr):  # noqa: E741
-    """WIDTH columns of one token: gate in [0, I), up in [I, 2I); SiLU in float32, rounded before it multiplies."""
+def silu_and_mul_kernel(
+    gate_up_ptr, stream_ptr, out_ptr, stride, eps, I: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr,  # noqa: E741
+    STREAM_WIDTH: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """WIDTH columns of one token: gate in [0, I), up in [I, 2I); SiLU in float32, rounded before it multiplies.
+
+    SCALE: both are first divided by the root mean square of the token's row of the stream [T, H].
+    """
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = i < I
-    gate = tl.load(gate_up_ptr + token * stride + i, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up_ptr + token * stride + i, mask=inside, other=0.0)
     up = tl.load(gate_up_ptr + token * stride + I + i, mask=inside, other=0.0)
+    if SCALE:
+        scale = inverse_rms(stream_ptr + token * H, eps, H, STREAM_WIDTH)
+        gate, up = (gate * scale).to(gate.dtype), (up * scale).to(up.dtype)
+    gate = gate.to(tl.float32)
     silu = gate / (1.0 + tl.exp(-gate))
     tl.store(out_ptr + token * I + i, silu.to(up.dtype) * up, mask=inside)
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """SiLU of the first half of `gate_up` [T, 2I] times its second half; returns [T, I] (SwiGLU: Shazeer, 2020)."""
+def silu_and_mul(gate_up: torch.Tensor, stream: torch.Tensor | None = None, eps: float = 0.0) -> torch.Tensor:
+    """SiLU of the first half of `gate_up` [T, 2I] times its second half; returns [T, I] (SwiGLU: Shazeer, 2020).
+
+    With the residual `stream` [T, H], contiguous, `gate_up` was computed from it without its norm, and is divided by its
+    rows' root mean square first.
+    """
     num_tokens, width = gate_up.shape
     out = gate_up.new_empty(num_tokens, width // 2)
     if num_tokens:
         block = min(1024, triton.next_power_of_2(width // 2))
+        hidden = 1 if stream is None else stream.shape[1]
         silu_and_mul_kernel[(num_tokens, triton.cdiv(width // 2, block))](
-            gate_up, out, gate_up.stride(0), I=width // 2, WIDTH=block
-        )
+            gate_up, gate_up if stream is None else stream, out, gate_up.stride(0), eps, I=width // 2, WIDTH=block,
+            H=hidden, STREAM_WIDTH=triton.next_power_of_2(hidden), SCALE=stream is not None,
+        )  # fmt: skip
     return out

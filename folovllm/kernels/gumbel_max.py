@@ -93,15 +93,23 @@ def gumbel_max_kernel(
     tl.store(at_ptr + out, offset + at)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
-def best_of_tiles_kernel(best_ptr, at_ptr, token_ptr, num_tiles, WIDTH: tl.constexpr):
-    """Program (row): the best of the tiles' bests; the lowest id where several are best."""
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_ptr"])
+def best_of_tiles_kernel(
+    best_ptr, at_ptr, token_ptr, row_ptr, last_token_ptr, num_tiles, WIDTH: tl.constexpr, KEEP: tl.constexpr
+):
+    """Program (row): the best of the tiles' bests; the lowest id where several are best.
+
+    KEEP: it is also written to `last_token_ptr`, where `row_ptr` says.
+    """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, WIDTH)
     best = tl.load(best_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
     at = tl.load(at_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=0x7FFFFFFF)
     winners = tl.where(best == tl.max(best, 0), at, 0x7FFFFFFF)
-    tl.store(token_ptr + row, tl.min(winners, 0).to(tl.int64))
+    token = tl.min(winners, 0).to(tl.int64)
+    tl.store(token_ptr + row, token)
+    if KEEP:
+        tl.store(last_token_ptr + tl.load(row_ptr + row), token)
 
 
 def gumbel_max(
@@ -111,6 +119,8 @@ def gumbel_max(
     seed_high: torch.Tensor,
     positions: torch.Tensor,
     offset: int = 0,
+    out: torch.Tensor | None = None,
+    keep: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Draw a token for every row.
 
@@ -120,12 +130,14 @@ def gumbel_max(
         seed_low: [S] int32, `seed_high` [S] int32: the two words of each row's seed.
         positions: [S] int32, index of the token to draw in its sequence.
         offset: token id of column 0, a multiple of 4 (a rank's share of the vocabulary).
+        out: [at least S] int64, where the tokens go.
+        keep: `last_token` int64 and `rows` [S] int32: the tokens go to `last_token[rows]` too.
 
     Returns:
         [S] int64.
     """
     best, at = tile_bests(logits, temperature, seed_low, seed_high, positions, offset)
-    return best_of_tiles(best, at)
+    return best_of_tiles(best, at, out, keep)
 
 
 def tile_bests(
@@ -148,9 +160,18 @@ def tile_bests(
     return best, at
 
 
-def best_of_tiles(best: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """The second launch: [S, tiles] twice -> [S] int64."""
+def best_of_tiles(
+    best: torch.Tensor,
+    at: torch.Tensor,
+    out: torch.Tensor | None = None,
+    keep: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The second launch: [S, tiles] twice -> [S] int64, and to where `gumbel_max` says."""
     num_rows, num_tiles = best.shape
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=best.device)
-    best_of_tiles_kernel[(num_rows,)](best, at, tokens, num_tiles, WIDTH=triton.next_power_of_2(num_tiles), num_warps=1)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=best.device) if out is None else out[:num_rows]
+    last_token, rows = keep or (tokens, at)
+    best_of_tiles_kernel[(num_rows,)](
+        best, at, tokens, rows, last_token, num_tiles, WIDTH=triton.next_power_of_2(num_tiles),
+        KEEP=keep is not None, num_warps=1,
+    )  # fmt: skip
     return tokens

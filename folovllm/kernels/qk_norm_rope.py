@@ -11,15 +11,16 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.pdl import launch_options, wait_for_inputs
+from folovllm.kernels.rms_norm import inverse_rms
 
 
 @triton.jit
 def _norm_rope(
-    x_ptr, weight_ptr, cos, sin, offsets, mask, eps, NORM: tl.constexpr, HALF: tl.constexpr
+    x_ptr, weight_ptr, cos, sin, offsets, mask, scale, eps, NORM: tl.constexpr, HALF: tl.constexpr
 ):  # the two halves of each head: [heads, D/2]
     dtype = x_ptr.dtype.element_ty
-    first = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + offsets + HALF, mask=mask, other=0.0).to(tl.float32)
+    first = (tl.load(x_ptr + offsets, mask=mask, other=0.0) * scale).to(dtype).to(tl.float32)
+    second = (tl.load(x_ptr + offsets + HALF, mask=mask, other=0.0) * scale).to(dtype).to(tl.float32)
     if NORM:
         inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
         i = tl.arange(0, HALF)[None, :]
@@ -31,24 +32,28 @@ def _norm_rope(
 @triton.jit(do_not_specialize_on_alignment=["position_ptr", "slot_ptr"])
 def qk_norm_rope_store_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, position_ptr, slot_ptr,
-    k_cache_ptr, v_cache_ptr, stride_q, stride_k, stride_v, eps,
+    k_cache_ptr, v_cache_ptr, stream_ptr, stride_q, stride_k, stride_v, eps, stream_eps,
     STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr, B: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, QS: tl.constexpr, KVS: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    H: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: its query heads to `out`, its key and value heads to their slot, or nowhere if that is -1.
 
-    QS and KVS are the powers of two from HQ and HKV up.
+    QS and KVS are the powers of two from HQ and HKV up. SCALE: all are first divided by the root mean square of the
+    token's row of the stream [T, H]; WIDTH is the power of two from H up.
     """
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
+    scale = 1.0
+    if SCALE:
+        scale = inverse_rms(stream_ptr + token * H, stream_eps, H, WIDTH)
     HALF: tl.constexpr = D // 2
     i = tl.arange(0, HALF)[None, :]
     angles = cos_sin_ptr + tl.load(position_ptr + token).to(tl.int64) * D
     cos, sin = tl.load(angles + i), tl.load(angles + HALF + i)  # [1, D/2] float32
     head = tl.arange(0, QS)[:, None]
     first, second = _norm_rope(
-        q_ptr + token * stride_q, q_weight_ptr, cos, sin, head * D + i, head < HQ, eps, NORM, HALF)  # fmt: skip
+        q_ptr + token * stride_q, q_weight_ptr, cos, sin, head * D + i, head < HQ, scale, eps, NORM, HALF)  # fmt: skip
     out = out_ptr + token * HQ * D + head * D + i
     tl.store(out, first, mask=head < HQ)
     tl.store(out + HALF, second, mask=head < HQ)
@@ -58,12 +63,12 @@ def qk_norm_rope_store_kernel(
     keep = (head < HKV) & (slot >= 0)
     target = slot // B * STRIDE_BLOCK + slot % B * STRIDE_TOKEN + head * STRIDE_HEAD
     first, second = _norm_rope(
-        k_ptr + token * stride_k, k_weight_ptr, cos, sin, head * D + i, head < HKV, eps, NORM, HALF)  # fmt: skip
+        k_ptr + token * stride_k, k_weight_ptr, cos, sin, head * D + i, head < HKV, scale, eps, NORM, HALF)  # fmt: skip
     tl.store(k_cache_ptr + target + i, first, mask=keep)
     tl.store(k_cache_ptr + target + HALF + i, second, mask=keep)
     whole = tl.arange(0, D)[None, :]
     value = tl.load(v_ptr + token * stride_v + head * D + whole, mask=keep, other=0.0)
-    tl.store(v_cache_ptr + target + whole, value, mask=keep)
+    tl.store(v_cache_ptr + target + whole, (value * scale).to(value.dtype), mask=keep)
 
 
 def qk_norm_rope_store(
@@ -77,6 +82,8 @@ def qk_norm_rope_store(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
+    stream: torch.Tensor | None = None,
+    stream_eps: float = 0.0,
 ) -> torch.Tensor:
     """Normalise (with both weights given) and rotate Q and K, and store K and V; returns the rotated Q [T, Hq, D].
 
@@ -87,19 +94,24 @@ def qk_norm_rope_store(
         kv_cache: [2, N, B, Hkv, D], any strides but D contiguous.
         slot_mapping: [T]; -1 stores nothing.
         q_weight: [D], `k_weight` [D]: RMSNorm's, with `eps`; None for a model without QK-norm.
+        stream: [T, H], contiguous: the residual stream, if Q, K and V were computed from it without its norm. They are
+            divided by its rows' root mean square (with `stream_eps`) first.
     """
     (num_tokens, num_heads, head_dim), num_kv_heads = query.shape, key.shape[1]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return out
+    hidden = 1 if stream is None else stream.shape[1]
     k_cache, v_cache = kv_cache.unbind(0)
     stride_block, stride_token, stride_head, _ = k_cache.stride()
     qk_norm_rope_store_kernel[(num_tokens,)](
         query, key, value, out, query if q_weight is None else q_weight, key if k_weight is None else k_weight,
-        cos_sin_cache, positions, slot_mapping, k_cache, v_cache, query.stride(0), key.stride(0), value.stride(0), eps,
+        cos_sin_cache, positions, slot_mapping, k_cache, v_cache, query if stream is None else stream,
+        query.stride(0), key.stride(0), value.stride(0), eps, stream_eps,
         STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head, B=kv_cache.shape[2],
         HQ=num_heads, HKV=num_kv_heads, D=head_dim, QS=triton.next_power_of_2(num_heads),
         KVS=triton.next_power_of_2(num_kv_heads), NORM=q_weight is not None and k_weight is not None,
+        H=hidden, WIDTH=triton.next_power_of_2(hidden), SCALE=stream is not None,
         **launch_options(query.device, num_tokens),
     )  # fmt: skip
     return out

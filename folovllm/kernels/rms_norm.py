@@ -8,6 +8,14 @@ import triton.language as tl
 
 
 @triton.jit
+def inverse_rms(row_ptr, eps, H: tl.constexpr, WIDTH: tl.constexpr):
+    """1 / rms of a contiguous row [H], float32; WIDTH is the power of two from H up."""
+    i = tl.arange(0, WIDTH)
+    x = tl.load(row_ptr + i, mask=i < H, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+
+
+@triton.jit
 def add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, stride_x, stride_residual, eps,
     H: tl.constexpr, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr,

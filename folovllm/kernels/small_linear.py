@@ -17,62 +17,74 @@ WIDTH = 512  # elements of a row that are read at a time
 
 
 @triton.jit
-def row_products(
-    x_ptr, weight_ptr, rows, keep, stride_x, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr,
+def small_linear_kernel(
+    x_ptr, weight_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, K: tl.constexpr, NORM: tl.constexpr,
+    GATED: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Inner products of M inputs [K] with N rows of the weight [*, K], masked by `keep` [N]: [M, N] float32.
+    """Program p: outputs p * N to p * N + N of all M tokens. The first weights are under way before the inputs are there.
 
-    The first weights are on their way before the inputs are waited for.
-    """
-    inputs = tl.arange(0, M)
-    acc = tl.zeros([M, N, WIDTH], tl.float32)
-    for start in tl.static_range(0, K, WIDTH):
-        k = start + tl.arange(0, WIDTH)
-        inside = k < K
-        w = tl.load(weight_ptr + rows[:, None] * K + k[None, :], mask=keep[:, None] & inside[None, :], other=0.0)
-        if start == 0:
-            wait_for_inputs(PDL)
-        x = tl.load(x_ptr + inputs[:, None] * stride_x + k[None, :], mask=inside[None, :], other=0.0)
-        acc += x[:, None, :].to(tl.float32) * w[None, :, :].to(tl.float32)
-    return tl.sum(acc, 2)
-
-
-@triton.jit
-def small_linear_kernel(
-    x_ptr, weight_ptr, out_ptr, stride_x, num_rows, K: tl.constexpr, GATED: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Program p: outputs p * N to p * N + N of all M tokens.
-
-    GATED: the weight is gate and up stacked, `num_rows` rows each, and the output silu(gate) * up, rounded as the
-    separate layers round: SiLU of the rounded gate, times the rounded up.
+    NORM: x is divided by its root mean square, after the product; every program takes the mean anew, which costs less
+    than a kernel that does it once. GATED: the weight is gate and up stacked, `num_rows` rows
+    each, and the output silu(gate) * up, both rounded before they meet. RESIDUAL: [M, num_rows], added.
     """
     rows = tl.program_id(0) * N + tl.arange(0, N)
     keep = rows < num_rows
-    rows = rows.to(tl.int64)
+    tokens = tl.arange(0, M)
+    y = tl.zeros([M, N, WIDTH], tl.float32)
+    up = tl.zeros([M, N, WIDTH], tl.float32)
+    squares = tl.zeros([M, WIDTH], tl.float32)
+    for start in tl.static_range(0, K, WIDTH):
+        k = start + tl.arange(0, WIDTH)
+        mask = keep[:, None] & (k < K)[None, :]
+        row = weight_ptr + rows.to(tl.int64)[:, None] * K + k[None, :]
+        w = tl.load(row, mask=mask, other=0.0)
+        if GATED:
+            w_up = tl.load(row + num_rows.to(tl.int64) * K, mask=mask, other=0.0)
+        if start == 0:
+            wait_for_inputs(PDL)
+        x = tl.load(x_ptr + tokens[:, None] * stride_x + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+        y += x[:, None, :] * w[None, :, :].to(tl.float32)
+        if GATED:
+            up += x[:, None, :] * w_up[None, :, :].to(tl.float32)
     dtype = out_ptr.dtype.element_ty
-    y = row_products(x_ptr, weight_ptr, rows, keep, stride_x, K, M, N, WIDTH, PDL)
+    result = tl.sum(y, 2)
+    factor = tl.sum(up, 2)
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
+        result *= inverse
+        factor *= inverse
     if GATED:
-        up = row_products(x_ptr, weight_ptr, rows + num_rows, keep, stride_x, K, M, N, WIDTH, False).to(dtype)
-        gate = y.to(dtype).to(tl.float32)
-        y = (gate / (1.0 + tl.exp(-gate))).to(dtype) * up
-    out = out_ptr + tl.arange(0, M)[:, None] * num_rows + rows[None, :]
-    tl.store(out, y.to(dtype), mask=keep[None, :])
+        gate = result.to(dtype).to(tl.float32)
+        result = (gate / (1.0 + tl.exp(-gate))).to(dtype) * factor.to(dtype)
+    at = tokens[:, None] * num_rows + rows[None, :]
+    if RESIDUAL:
+        result += tl.load(residual_ptr + at, mask=keep[None, :], other=0.0)
+    tl.store(out_ptr + at, result.to(dtype), mask=keep[None, :])
 
 
-def small_linear(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
+def small_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm_eps: float | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`x` [T, K] times the transpose of `weight` [rows, K], for T = 1, 2 or 4; accumulated in float32.
 
-    With `gated`, `weight` is [2I, K] and the result silu(first half) * second half: [T, I].
+    With `norm_eps`, each row of `x` is first divided by its root mean square (RMSNorm without weights). With `gated`, `weight` is [2I, K] and the result
+    silu(first half) * second half, [T, I]. With `residual` [T, rows], contiguous, that is added.
     """
     num_tokens, width = x.shape
     rows = len(weight) // 2 if gated else len(weight)
     out = x.new_empty(num_tokens, rows)
     per_program = 8 if rows > 2048 and num_tokens <= 2 else 4
     small_linear_kernel[(triton.cdiv(rows, per_program),)](
-        x, weight, out, x.stride(0), rows, K=width, GATED=gated, M=num_tokens, N=per_program,
-        WIDTH=min(WIDTH, triton.next_power_of_2(width)), num_warps=4,
+        x, weight, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
+        K=width, NORM=norm_eps is not None, GATED=gated, RESIDUAL=residual is not None,
+        M=num_tokens, N=per_program, WIDTH=min(WIDTH, triton.next_power_of_2(width)), num_warps=4,
         **launch_options(x.device, num_tokens),
     )  # fmt: skip
     return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,8 +14,8 @@ from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from folovllm.kernels.small_linear import serves, small_linear
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.layernorm import RMSNorm
-from folovllm.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
-from folovllm.models.llama import LlamaAttention, LlamaMLP
+from folovllm.layers.linear import QKVParallelLinear, RowParallelLinear
+from folovllm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
 from folovllm.worker.input_batch import ForwardBatch
@@ -40,32 +42,33 @@ class FusedSiluAndMul(SiluAndMul):
 
 
 class FusedLlamaAttention(LlamaAttention):
-    """Rotation and the store into the cache in one pass."""
+    """Rotation and the store into the cache in one pass, and QK-norm where the model has one."""
 
-    def prepare(self, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """As `LlamaAttention`."""
-        query, key, value = self.split_heads(qkv)
-        return qk_norm_rope_store(
-            query, key, value, batch.positions, self.rope.cos_sin_cache, self.attn.kv_cache, batch.slot_mapping
-        )
-
-
-class FusedQwen3Attention(Qwen3Attention):
-    """Norm of queries and keys, rotation, and the store into the cache in one pass."""
-
-    def prepare(self, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """As `Qwen3Attention`."""
+    def prepare(
+        self, qkv: torch.Tensor, batch: ForwardBatch, stream: torch.Tensor | None = None, eps: float = 0.0
+    ) -> torch.Tensor:
+        """As `LlamaAttention`. With `stream` [T, H], `qkv` was computed from it without its norm (`qk_norm_rope_store`)."""
         query, key, value = self.split_heads(qkv)
         return qk_norm_rope_store(
             query, key, value, batch.positions, self.rope.cos_sin_cache, self.attn.kv_cache, batch.slot_mapping,
-            self.q_norm.weight, self.k_norm.weight, self.q_norm.eps,
+            *self.qk_norm(), stream, eps,
         )  # fmt: skip
 
+    def qk_norm(self) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
+        """Weights of the norms of queries and of keys, and their epsilon."""
+        return None, None, 0.0
 
-class FusedQwen2Attention(Qwen2Attention):
+
+class FusedQwen3Attention(FusedLlamaAttention, Qwen3Attention):
+    """With QK-norm."""
+
+    def qk_norm(self) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """As `FusedLlamaAttention`."""
+        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+
+
+class FusedQwen2Attention(FusedLlamaAttention, Qwen2Attention):
     """As Llama's: the families differ in their biases alone."""
-
-    prepare = FusedLlamaAttention.prepare
 
 
 def _few(x: torch.Tensor) -> bool:
@@ -83,23 +86,82 @@ class FusedLlamaMLP(LlamaMLP):
         return super().forward(x)
 
 
-def _linear(self: LinearBase, x: torch.Tensor) -> torch.Tensor:
-    """As `LinearBase`, by our own kernel where the batch is small."""
-    if _few(x) and self.bias is None:
-        return small_linear(x, self.weight)
-    return F.linear(x, self.weight, self.bias)
-
-
 class FusedQKVParallelLinear(QKVParallelLinear):
     """Few tokens: all bandwidth, no library."""
 
-    forward = _linear
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As `LinearBase`."""
+        return small_linear(x, self.weight) if _few(x) and self.bias is None else super().forward(x)
 
 
 class FusedRowParallelLinear(RowParallelLinear):
-    """Few tokens: all bandwidth, no library."""
+    """Can add its result to the residual stream as it is written."""
 
-    forward = _linear
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As `LinearBase`."""
+        return small_linear(x, self.weight) if _few(x) and self.bias is None else super().forward(x)
+
+    def add_to(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """stream + forward(x), [T, outputs], where there is no bias; `stream` may be overwritten."""
+        if _few(x):
+            return small_linear(x, self.weight, residual=stream)
+        return stream.addmm_(x, self.weight.t())
+
+
+class FusedLlamaDecoderLayer(LlamaDecoderLayer):
+    """No norm and no addition is a kernel of its own: four matrix products, attention, and a pass before and after it.
+
+    RMSNorm multiplies each column by a weight and divides each row by one number. The weights move into the projection
+    that follows (`fold_norms`). The division commutes with the projection, and waits for whoever reads its result next.
+    The projections back add to the residual stream as they write, so the stream arrives and leaves whole.
+    """
+
+    folded = False
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The stream [T, H] -> the stream, and None: nothing is left to be added."""
+        attention, mlp = self.self_attn, self.mlp
+        o_proj, down_proj = attention.o_proj, mlp.down_proj
+        if not (
+            self.folded and isinstance(attention, FusedLlamaAttention) and _can_add(o_proj) and _can_add(down_proj)
+        ):
+            return super().forward(x, residual, batch)
+        qkv_weight, eps = attention.qkv_proj.weight, self.input_layernorm.eps
+        if _few(x):
+            query = attention.prepare(small_linear(x, qkv_weight, eps), batch)
+        else:
+            query = attention.prepare(F.linear(x, qkv_weight), batch, x, eps)
+        x = o_proj.add_to(x, attention.attn(query, batch).flatten(1))
+        gate_up_weight, eps = mlp.gate_up_proj.weight, self.post_attention_layernorm.eps
+        if _few(x):
+            hidden = small_linear(x, gate_up_weight, eps, gated=True)
+        else:
+            hidden = silu_and_mul(F.linear(x, gate_up_weight), x, eps)
+        return down_proj.add_to(x, hidden), None
+
+    def fold_norms(self) -> None:
+        """(x * g) W^T is x (W * g)^T: the norms' weights go into the projections' columns, and become ones.
+
+        Not with a bias, which the late division would scale, and not in float16: before it is divided, a result may be
+        larger than that can hold.
+        """
+        pairs = (
+            (self.input_layernorm, self.self_attn.qkv_proj),
+            (self.post_attention_layernorm, self.mlp.gate_up_proj),
+        )
+        if any(linear.bias is not None or linear.weight.dtype == torch.float16 for _, linear in pairs):
+            return
+        for norm, linear in pairs:
+            linear.weight.data *= norm.weight.data
+            norm.weight.data.fill_(1)
+        self.folded = True
+
+
+def _can_add(layer: RowParallelLinear) -> TypeGuard[FusedRowParallelLinear]:
+    """Not with a bias, and not where ranks must first add up among themselves, which their subclasses do."""
+    return type(layer) is FusedRowParallelLinear and layer.bias is None
 
 
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
@@ -108,6 +170,7 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
     QKVParallelLinear: FusedQKVParallelLinear,
     RowParallelLinear: FusedRowParallelLinear,
     LlamaMLP: FusedLlamaMLP,
+    LlamaDecoderLayer: FusedLlamaDecoderLayer,
     LlamaAttention: FusedLlamaAttention,
     Qwen2Attention: FusedQwen2Attention,
     Qwen3Attention: FusedQwen3Attention,
@@ -119,3 +182,5 @@ def fuse(model: nn.Module) -> None:
     for module in model.modules():
         if (twin := FUSED.get(type(module))) is not None:
             module.__class__ = twin
+        if isinstance(module, FusedLlamaDecoderLayer):
+            module.fold_norms()

@@ -115,8 +115,8 @@ class LlamaDecoderLayer(nn.Module):
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two [T, H] -> two [T, H]; `residual` is None in the first layer only."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Two [T, H] -> two [T, H]; `residual` is None where nothing has yet to be added, as in the first layer."""
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
@@ -142,8 +142,7 @@ class LlamaModel(nn.Module):
         x, residual = self.embed_tokens(batch.input_ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
-        x, _ = self.norm(x, residual)
-        return x
+        return self.norm(x) if residual is None else self.norm(x, residual)[0]
 
 
 class LlamaForCausalLM(nn.Module):
@@ -168,4 +167,5 @@ class LlamaForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[T, H] -> [S, V]: for each sequence's last new token alone, in the dtype of the model."""
-        return self.lm_head(hidden[batch.logits_indices])
+        only_decodes = len(batch.logits_indices) == len(hidden)  # then every token is its sequence's last
+        return self.lm_head(hidden if only_decodes else hidden[batch.logits_indices])

@@ -128,26 +128,31 @@ class GraphRunner(ModelRunner):
         self._logits[batch.num_seqs] = self._forward(batch, fields)
 
     def _forward(self, batch: ForwardBatch, fields: torch.Tensor) -> Logits:
-        """Model and draw: tokens go to `_tokens` and to their rows' last token. Returns the logits [S, V]."""
+        """Model and draw; returns the logits [S, V]."""
         self._backend.plan(batch)
         logits = self.model.compute_logits(self.model(batch), batch)
-        tokens = self._draw(logits, fields)
-        self._tokens[: len(tokens)] = tokens
-        self._tables.last_token[fields[Field.ROW].long()] = tokens
+        self._draw(logits, fields)
         return logits
 
-    def _draw(self, logits: Logits, fields: torch.Tensor) -> torch.Tensor:
-        """One token a row, in one pass over the logits [S, V]: no filters, no penalties."""
+    def _draw(self, logits: Logits, fields: torch.Tensor) -> None:
+        """One token a row, in one pass over the logits [S, V], to be kept: no filters, no penalties."""
         temperature = fields[Field.TEMPERATURE].view(torch.float32)
         low, high, positions = fields[Field.SEED_LOW], fields[Field.SEED_HIGH], fields[Field.SEQ_LEN]
         if logits.is_cuda and not self._setup.config.compile:
             from folovllm.kernels.gumbel_max import gumbel_max
 
-            return gumbel_max(logits, temperature, low, high, positions)
+            keep = (self._tables.last_token, fields[Field.ROW])
+            gumbel_max(logits, temperature, low, high, positions, out=self._tokens, keep=keep)
+            return
         seeds = high.long() << 32 | low.long() & 0xFFFFFFFF
         greedy = not logits.is_cuda and not bool(temperature.any())  # to ask a GPU is to wait for it
         batch = SamplingBatch(temperature, seeds, positions.long(), greedy, None, None, None, [])
-        return self._sampler.sample(logits, batch)
+        self._keep(self._sampler.sample(logits, batch), fields)
+
+    def _keep(self, tokens: torch.Tensor, fields: torch.Tensor) -> None:
+        """The drawn tokens [S] go to `_tokens`, and to their rows' last token."""
+        self._tokens[: len(tokens)] = tokens
+        self._tables.last_token[fields[Field.ROW].long()] = tokens
 
     def _redraw(self, logits: Logits, step: PackedStep, full: dict[int, Sequence], out: list[Logprobs | None]) -> None:
         """Draw again, with everything, for the rows whose requests ask for it."""

@@ -39,7 +39,7 @@ def pointer_type(name: str, dtype: str) -> str:
     if name in ("slot_ptr", "position_ptr", "token_ptr", "last_token_ptr", "input_ptr"):
         return "*i64"
     if name in ("table_ptr", "start_ptr", "len_ptr", "item_ptr", "header_ptr", "queue_ptr", "done_ptr", "at_ptr",
-                "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr"):  # fmt: skip
+                "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr", "row_ptr"):  # fmt: skip
         return "*i32"
     return (
         "*fp32"
@@ -59,7 +59,7 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
             decodes = ":decode" if kernel is decode_kernel and name == "sum_ptr" else ""
             signature[name] = pointer_type(name + decodes, dtype)
         else:
-            signature[name] = "fp32" if name in ("scale", "eps") else "i32"
+            signature[name] = "fp32" if name in ("scale", "eps", "stream_eps") else "i32"
         aligned = signature[name].startswith("*") or (name.startswith("stride") and name != "stride_table")
         if aligned and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
             attributes[(index,)] = [["tt.divisibility", 16]]
@@ -80,7 +80,8 @@ def kernels(capability: int, head_dim: int, block_size: int):
     shape = {"HKV": HKV, "G": group, "GROUP": group, "D": d, "TILE": decode.tile, "M": 16, "STEP": decode.merge_step,
              "PDL": capability >= 90}  # fmt: skip
     yield decode_kernel, {**strides, **shape}, decode.num_warps, decode.num_stages
-    heads = {"HQ": HQ, "HKV": HKV, "D": d, "QS": HQ, "KVS": HKV, "NORM": True, "PDL": capability >= 90}
+    heads = {"HQ": HQ, "HKV": HKV, "D": d, "QS": HQ, "KVS": HKV, "NORM": True, "H": 1024, "WIDTH": 1024, "SCALE": True,
+             "PDL": capability >= 90}  # fmt: skip
     yield qk_norm_rope_store_kernel, {**strides, **heads}, 4, 3
     if (d, b) == (128, 16):  # those below depend on neither
         chunks = {"MIN_CHUNK": decode.min_chunk, "MAX_CHUNK": decode.max_chunk, "QUEUE_CHUNK": decode.queue_chunk,
@@ -88,7 +89,7 @@ def kernels(capability: int, head_dim: int, block_size: int):
         yield store_kvcache_kernel, {**strides, "HKV": HKV, "D": d, "WIDTH": HKV * d}, 4, 3
         yield plan_kernel, {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, "STEP": 32, **chunks}, 4, 3
         yield add_rms_norm_kernel, {"H": 1024, "WIDTH": 1024, "HAS_RESIDUAL": True}, 4, 3
-        yield silu_and_mul_kernel, {"I": 3072, "WIDTH": 1024}, 4, 3
+        yield silu_and_mul_kernel, {"I": 3072, "WIDTH": 1024, "H": 1024, "STREAM_WIDTH": 1024, "SCALE": True}, 4, 3
 
 
 def kernels_of_m6(capability: int, head_dim: int, block_size: int):
@@ -96,11 +97,12 @@ def kernels_of_m6(capability: int, head_dim: int, block_size: int):
     if (head_dim, block_size) != (128, 16):
         return
     yield gumbel_max_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
-    yield best_of_tiles_kernel, {"WIDTH": 64}, 1, 3
+    yield best_of_tiles_kernel, {"WIDTH": 64, "KEEP": True}, 1, 3
     lines = {"TOKEN": 0, "ROW": 1, "SEQ_LEN": 2, "NEW_BLOCK": 7}
     yield unpack_decode_kernel, {**lines, "B": block_size, "WIDTH": 128}, 1, 3
     for tokens, gated in ((1, True), (4, False)):
-        linear = {"K": 1024, "GATED": gated, "M": tokens, "N": 4, "WIDTH": WIDTH, "PDL": capability >= 90}
+        linear = {"K": 1024, "NORM": gated, "GATED": gated, "RESIDUAL": not gated, "M": tokens, "N": 4, "WIDTH": WIDTH,
+                  "PDL": capability >= 90}  # fmt: skip
         yield small_linear_kernel, linear, 4, 3
 
 

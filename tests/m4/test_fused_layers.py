@@ -9,6 +9,8 @@ from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
+from folovllm.models.fused import FusedLlamaDecoderLayer, fuse
+from tests.helpers import FAMILIES, Driver, assert_logits_equal, prompts, tiny_checkpoint
 from tests.m4.cases import DEVICE, assert_close
 
 DTYPES = [torch.float32, torch.float16]
@@ -91,3 +93,49 @@ def test_qk_norm_rope_store(heads, with_norm, dtype):
     rest = torch.ones(flat.shape[1], dtype=torch.bool, device=DEVICE)
     rest[slots[live]] = False
     assert (flat[:, rest] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_and_mul_of_what_was_not_normalised(dtype):
+    """Dividing by the stream's root mean square afterwards is what a norm before the projection would have done."""
+    torch.manual_seed(0)
+    gate_up, stream = (torch.randn(3, n, device=DEVICE, dtype=dtype) for n in (144, 40))
+    root = (stream.float().square().mean(1, keepdim=True) + 1e-5).sqrt()
+    assert_close(silu_and_mul(gate_up, stream, 1e-5), SiluAndMul()((gate_up / root).to(dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_qk_norm_rope_store_of_what_was_not_normalised(with_norm, dtype):
+    """The same of queries, keys and values: as if they had been divided before."""
+    torch.manual_seed(0)
+    rope = RotaryEmbedding(10000.0 ** -(torch.arange(0, 16, 2) / 16), 64).to(DEVICE)
+    qkv, stream = torch.randn(3, 8, 16, device=DEVICE, dtype=dtype), 2 * torch.randn(3, 40, device=DEVICE, dtype=dtype)
+    positions, slots = torch.tensor([3, 9, 50], device=DEVICE), torch.tensor([2, 7, 4], device=DEVICE)
+    weights = [norm(16, dtype).weight for _ in range(2)] if with_norm else [None, None]
+    root = (stream.float().square().mean(1) + 1e-5).sqrt()[:, None, None]
+    results = []
+    for heads, extra in ((qkv, (stream, 1e-5)), ((qkv / root).to(dtype), ())):
+        kv_cache = torch.zeros(2, 2, 4, 2, 16, device=DEVICE, dtype=dtype)
+        query, key, value = heads.split([4, 2, 2], dim=1)
+        out = qk_norm_rope_store(
+            query, key, value, positions, rope.cos_sin_cache, kv_cache, slots, *weights, 1e-6, *extra
+        )
+        results.append((out, kv_cache))
+    for late, early in zip(*results, strict=True):
+        assert_close(late, early)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_model_computes_what_its_layers_did(family):
+    """Prompts and decodes, for every family: those whose projections have biases keep their norms."""
+    path = tiny_checkpoint(family, attention_bias=True) if family == "llama" else tiny_checkpoint(family)
+    plain, fused = (Driver(path, "torch_paged", device=DEVICE.type) for _ in range(2))
+    fuse(fused.model)
+    folded = [layer.folded for layer in fused.model.modules() if isinstance(layer, FusedLlamaDecoderLayer)]
+    assert folded == [family in ("qwen3", "mistral")] * 3
+    first, second = prompts([9, 5])
+    for pieces in ({0: first, 1: second}, {0: [7], 1: [8]}, {0: [3], 1: [1, 2, 3]}):
+        expected = plain.step(pieces)
+        for seq, logits in fused.step(pieces).items():
+            assert_logits_equal(logits, expected[seq])

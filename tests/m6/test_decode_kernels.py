@@ -37,6 +37,21 @@ class TestSmallLinear:
         gate, up = F.linear(x, weight).chunk(2, dim=-1)
         assert torch.allclose(small_linear(x, weight, gated=True), F.silu(gate) * up, atol=1e-4, rtol=1e-4)
 
+    @pytest.mark.parametrize("tokens", [1, 4])
+    @pytest.mark.parametrize("gated", [False, True])
+    @pytest.mark.parametrize("width", [64, 700])  # one tile of a row, and two
+    def test_norm_before_and_sum_after(self, tokens: int, gated: bool, width: int) -> None:
+        generator = torch.Generator().manual_seed(width)
+        x = 3 * torch.randn(tokens, width, generator=generator).to(DEVICE)
+        weight = 0.1 * torch.randn(20 * (1 + gated), width, generator=generator).to(DEVICE)
+        stream = torch.randn(tokens, 20, generator=generator).to(DEVICE)
+        before = stream.clone()
+        y = F.linear(F.rms_norm(x.double(), (width,), eps=1e-5), weight.double())
+        expected = stream + (F.silu(y[:, :20]) * y[:, 20:] if gated else y)
+        actual = small_linear(x, weight, 1e-5, gated, stream)
+        assert torch.allclose(actual, expected.float(), atol=1e-4, rtol=1e-4)
+        assert torch.equal(stream, before)
+
     def test_takes_rows_of_a_larger_tensor(self) -> None:
         x, weight = torch.randn(2, 100, device=DEVICE)[:, :64], torch.randn(8, 64, device=DEVICE)
         assert torch.allclose(small_linear(x, weight), x @ weight.T, atol=1e-4)
@@ -55,7 +70,7 @@ class TestSmallLinear:
             return F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1] if gated else y
 
         truth = compute(x.double(), weight.double())
-        ours, theirs = ((y.double() - truth).norm() for y in (small_linear(x, weight, gated), compute(x, weight)))
+        ours, theirs = ((y.double() - truth).norm() for y in (small_linear(x, weight, gated=gated), compute(x, weight)))
         assert ours <= 1.2 * theirs
 
 
