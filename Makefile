@@ -25,6 +25,7 @@ demo: .venv/.engine
 
 test: .venv/.dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(PYTEST) --ignore tests/course
 
