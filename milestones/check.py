@@ -1,5 +1,6 @@
 """Run tests on `mine/` in a child process, and say what became of the exercises."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,7 +17,14 @@ Outcomes = Mapping[str, tuple[str, str | None]]  # test: (passed, failed or skip
 
 
 def run_tests(mine: Mine, arguments: Iterable[str], quiet: bool = False) -> tuple[int, Outcomes]:
-    """pytest's exit status and each test's outcome; `quiet` keeps pytest's own words back unless it could not run at all."""
+    """pytest's exit status and each test's outcome; `quiet` keeps pytest's own words back unless it could not run at all.
+
+    Raises ValueError where pytest is not installed.
+    """
+    if importlib.util.find_spec("pytest") is None:
+        raise ValueError(
+            "the tests need pytest, which `make learn` installs (or: pip install pytest hypothesis pytest-timeout)"
+        )
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pytest", "--mine", f"--course-report={report}", *arguments]

@@ -1,0 +1,126 @@
+"""Every command that the documentation shows is executed, page by page, in a copy of the repository."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import ROOT, Block, blocks, links, pages
+
+SECONDS = 150  # for one block
+LEFT_OUT = shutil.ignore_patterns(".*", "mine", "site", "__pycache__", "*.egg-info", "build", "dist")
+WITH_COMMANDS = [page for page in pages() if any(not block.no_run for block in blocks(page))]
+
+# `solve m3` writes the bodies of a milestone's exercises into mine/, as a learner would have by the end of a chapter.
+PRELUDE = """
+solve() {
+    python - "$1" << END
+import sys
+from milestones.manifest import Course
+from milestones.mine import Mine
+
+mine = Mine.of(Course.here())
+mine.start(sys.argv[1])
+for exercise in mine.course.milestone(sys.argv[1]).exercises:
+    mine.paste(exercise)
+END
+}
+"""
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shutil.copytree(ROOT, tmp_path_factory.mktemp("clone") / "folovllm", ignore=LEFT_OUT)
+
+
+def environment(copy: Path) -> dict[str, str]:
+    """The commands of this interpreter's environment, the modules of the copy, and nothing of the learner's."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("FOLOVLLM_", "PYTEST_"))}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**kept, "PATH": path, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def run(block: Block, copy: Path) -> str:
+    """Execute a block; what it printed if it failed, else nothing."""
+    if block.language == "python":
+        (copy / block.file_name).write_text(block.script, "utf-8")
+        command = [sys.executable, block.file_name]
+    else:
+        command = ["bash", "-euo", "pipefail", "-c", PRELUDE + block.script]
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=environment(copy), stdin=subprocess.DEVNULL, timeout=SECONDS,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"still running after {SECONDS} s"
+    return f"status {done.returncode}\n{done.stdout[-3000:]}" if done.returncode else ""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_works(page: Path, pristine: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(pristine, tmp_path / "folovllm")
+    for block in blocks(page):
+        if not block.no_run and (said := run(block, copy)):
+            pytest.fail(f"{block} does not work: {said}", pytrace=False)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert [target for target in links(page) if not (page.parent / target).exists()] == []
+
+
+class TestBlocks:
+    PAGE = ROOT / "README.md"
+
+    def test_what_is_said_above_a_block(self) -> None:
+        text = "<!-- no-run: downloads a model -->\n```bash\nfolovllm chat\n```\n\n<!-- before: x = 1 -->\n\n```python\nprint(x)\n```\n"
+        first, second = blocks(self.PAGE, text)
+        assert (first.no_run, first.before, first.line) == ("downloads a model", "", 2)
+        assert second.script == "x = 1\nprint(x)\n\n"
+
+    def test_of_a_console_the_prompts(self) -> None:
+        (block,) = blocks(self.PAGE, "```console\n$ true\noutput\n$ false\n```\n")
+        assert block.script == "true\nfalse\n"
+
+    def test_a_file_has_its_name(self) -> None:
+        first, second = blocks(self.PAGE, "```python\n# my_backends.py\nx = 1\n```\n\n```python\n# nothing\n```\n")
+        assert (first.file_name, second.file_name) == ("my_backends.py", "block_6.py")
+
+    def test_no_reason(self) -> None:
+        with pytest.raises(ValueError, match="'I would rather not' is no reason"):
+            blocks(self.PAGE, "<!-- no-run: I would rather not -->\n```bash\ntrue\n```\n")
+
+    def test_commands_that_would_escape(self) -> None:
+        with pytest.raises(ValueError, match="without a language"):
+            blocks(self.PAGE, "```\nfolovllm generate\n```\n")
+
+    def test_a_failure_is_one(self, tmp_path: Path) -> None:
+        assert run(Block(self.PAGE, 1, "bash", "false\ntrue\n"), tmp_path).startswith("status 1")
+        assert "NameError" in run(Block(self.PAGE, 1, "python", "nope\n"), tmp_path)
+        assert run(Block(self.PAGE, 1, "bash", "true\n"), tmp_path) == ""
+
+
+def test_the_reading_order_is_that_of_the_source() -> None:
+    """But for the minutes, which may lag behind; and no exercise is in a file that it leaves out."""
+    spec = importlib.util.spec_from_file_location("reading_order", ROOT / "docs/_tools/reading_order.py")
+    assert spec and spec.loader
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    fresh, committed = (
+        re.sub(r"\| \d+ \||about \d+ hours", "", text)
+        for text in (tool.page(), (ROOT / "docs/reading_order.md").read_text("utf-8"))
+    )
+    assert fresh == committed, "run python docs/_tools/reading_order.py"
+    from milestones.manifest import Course
+
+    for exercise in Course.here(ROOT).exercises:
+        assert exercise.id in committed, f"{exercise} is in no file of the reading order"
