@@ -18,6 +18,7 @@ from milestones.manifest import Course, Exercise
 from milestones.mine import Mine
 
 COLOURS = {"passing": "green", "failing": "red", "not written": "yellow"}
+FIRST_FAILURE = ("-x", "--timeout=60")  # of an exercise's own tests: a loop without end says so within a minute
 POLL = 0.5  # seconds between two looks at mine/ by `watch`
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -67,7 +68,8 @@ def where(context: typer.Context) -> None:
             f"[bold]{milestone.id}[/] {milestone.title:32} {bar}  {'' if milestone.id in state.started else 'not started'}"
         )
     todo = next((e for e in _started(mine) if not mine.written(e)), None)
-    ahead = next((m for m in milestones if m.id not in state.started), None)
+    newest = max((i for i, m in enumerate(milestones) if m.id in state.started), default=-1)
+    ahead = next((m for m in (*milestones[newest + 1 :], *milestones) if m.id not in state.started), None)
     console.print()
     if todo:
         _say(f"Next: [bold]{todo.id}[/] {todo.title}, about {todo.lines} lines")
@@ -87,6 +89,8 @@ def start(id: MilestoneId) -> None:
     mine = _mine()
     for line in mine.start(id):
         _say(f"  {line}")
+    if (mine.course.root / (chapter := mine.course.milestone(id).chapter)).is_file():
+        _say(f"  {chapter}: to read; `make docs` builds the book, with the code that the chapter quotes")
     earlier = [e.id for e in _started(mine) if e.id.partition(".")[0] < id and not mine.written(e)]
     if earlier:
         _say(f"[yellow]Not written yet, and {id} builds on it: {', '.join(earlier)}[/]")
@@ -100,10 +104,13 @@ def test(
         str, typer.Argument(metavar="[ID]", help="A milestone or an exercise; the newest started if left out.")
     ] = "",
 ) -> None:
-    """Run the tests of a milestone or an exercise on your code. Further arguments go to pytest."""
+    """Run the tests of a milestone or an exercise on your code. Further arguments go to pytest.
+
+    Those of an exercise stop at the first failure; --maxfail=99 shows all.
+    """
     mine = _mine()
     id = id or max(mine.state.started, default="m1")
-    tests = mine.course.exercise(id).tests if "." in id else mine.course.tests(id)
+    tests = [*FIRST_FAILURE, *mine.course.exercise(id).tests] if "." in id else mine.course.tests(id)
     raise typer.Exit(run_tests(mine, [*tests, *context.args])[0])
 
 
@@ -122,7 +129,7 @@ def watch(
                 continue
             seen, exercise = newest, queue[0]
             console.rule(f"{exercise} · {mine.line(exercise.symbols[0])}")
-            status, _ = run_tests(mine, ["-x", "-q", "--no-header", *exercise.tests])
+            status, _ = run_tests(mine, [*FIRST_FAILURE, "-q", "--no-header", *exercise.tests])
             if status == 0 and mine.written(exercise):
                 _say(f"[green]{exercise} passes.[/]")
                 queue, seen = queue[1:], -1.0

@@ -52,7 +52,11 @@ class Mine:
 
     def written(self, exercise: Exercise) -> bool:
         """True once no symbol of the exercise is a stub here; a file that is not here counts as the reference, written."""
-        return not any(self.is_blank(symbol, exercise) for symbol in exercise.symbols)
+        return not self.blanks(exercise)
+
+    def blanks(self, exercise: Exercise) -> list[str]:
+        """The symbols of the exercise that are stubs here."""
+        return [symbol.name for symbol in exercise.symbols if self.is_blank(symbol, exercise)]
 
     def is_blank(self, symbol: Symbol, exercise: Exercise) -> bool:
         """A file that does not parse is looked at as text: a learner in the middle of a line has not written it yet."""
@@ -72,18 +76,20 @@ class Mine:
     def start(self, id: str) -> list[str]:
         """Bring in the files of a milestone. What was written, or cut out before, is not touched. Says what it did."""
         milestone, state, done = self.course.milestone(id), self.state, []
-        for path in _by_file(milestone.exercises):
+        for path, own in _by_file(milestone.exercises).items():
             onwards = _by_file(self.course.onwards(id))[path]
             stubs, reference, text = _names(onwards, path), self.course.source(path), self.read(path)
             if text is None:
                 self._write(path, splice.blank(reference, stubs), base=reference)
-                done.append(f"{path}: new, {len(stubs)} bodies to write")
+                done.append(f"{path}: new, {_todo(_names(own, path), stubs)}")
             else:
                 stubs = {n: e for n, e in stubs.items() if self._untouched(path, n, text, reference, state)}
                 if stubs:
                     self._backup(path)
                     self._write(path, splice.blank(text, stubs))
-                done.append(f"{path}: there already, {', '.join(stubs) + ' cut out' if stubs else 'left as it is'}")
+                todo = [name for exercise in own for name in self.blanks(exercise) if name in _names(own, path)]
+                left = f"left as it is, to write: {', '.join(todo)}" if todo else "left as it is"
+                done.append(f"{path}: there already, {', '.join(stubs) + ' cut out' if stubs else left}")
             cut = {str(s) for e in onwards for s in e.symbols if s.path == path and s.name in stubs}
             state.blanked = sorted({*state.blanked, *cut})
         state.started = sorted({*state.started, id})
@@ -225,6 +231,12 @@ def _by_file(exercises: Iterable[Exercise]) -> dict[Path, list[Exercise]]:
 def _names(exercises: Iterable[Exercise], path: Path) -> dict[str, str]:
     """Qualified name: exercise, of the symbols in one file."""
     return {symbol.name: exercise.id for exercise in exercises for symbol in exercise.symbols if symbol.path == path}
+
+
+def _todo(own: Iterable[str], stubs: Iterable[str]) -> str:
+    """How many bodies are cut out, those of later milestones apart."""
+    own, later = list(own), [name for name in stubs if name not in own]
+    return f"{len(own)} to write{f', {len(later)} more for later milestones' if later else ''}"
 
 
 def _merge(yours: str, base: str, theirs: str) -> str | None:

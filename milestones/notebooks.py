@@ -5,6 +5,7 @@ nothing and fails where a committed notebook's cells are not its source's.
 """
 
 import argparse
+import builtins
 import os
 import sys
 import tempfile
@@ -32,7 +33,30 @@ def running(id: str) -> None:
         return
     mine = Mine(course, Path(os.environ["FOLOVLLM_MINE"]))
     exercises = course.milestone(id).exercises
-    print(f"running: yours ({sum(map(mine.written, exercises))} of {len(exercises)})")
+    unwritten = [exercise.id for exercise in exercises if not mine.written(exercise)]
+    print(f"running: yours ({len(exercises) - len(unwritten)} of {len(exercises)})")
+    if unwritten:
+        print(f"not written yet: {', '.join(unwritten)}. A cell that needs one stops there and names it.")
+    _name_the_unwritten(mine)
+
+
+def _name_the_unwritten(mine: Mine) -> None:
+    """In a notebook, the error of an unwritten exercise is one line; every other error is shown as ever."""
+    shell = getattr(builtins, "get_ipython", lambda: None)()
+    if shell is None:
+        return
+
+    def show(
+        shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: int | None = None
+    ) -> None:
+        exercise = next((e for e in mine.course.exercises if str(error).startswith(f"{e.id}: ")), None)
+        if exercise:
+            symbol = next((s for s in exercise.symbols if mine.is_blank(s, exercise)), exercise.symbols[0])
+            print(f"{exercise} is not written yet: {mine.line(symbol)}", file=sys.stderr)
+        else:
+            shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
+
+    shell.set_custom_exc((NotImplementedError,), show)
 
 
 def parse(source: Path) -> Any:

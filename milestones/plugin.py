@@ -101,7 +101,9 @@ class Report:
         id = exercise_in(call.excinfo.value, self.known) if call.excinfo else None
         if id and self.mine:
             report.user_properties.append((EXERCISE, id))
-            report.longrepr = f"{self.course.exercise(id)} is not written yet: {self._where(self.course.exercise(id))}"
+            exercise = self.course.exercise(id)
+            names = self.mine.blanks(exercise) or [symbol.name for symbol in exercise.symbols]
+            report.longrepr = f"{id} {', '.join(names)} is not written yet: {self._where(exercise)}"
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
