@@ -17,6 +17,7 @@ class RequestState:
         self.stream = stream
         self.metrics = RequestMetrics(arrival, num_prompt_tokens=seqs[0].num_prompt_tokens)
         self._prompt = prompt
+        self._prompt_token_ids = list(seqs[0].prompt_token_ids)  # users may do with it as they like
         self._shown = [(0, 0)] * len(seqs)  # characters and tokens of each answer
 
     @property
@@ -37,7 +38,7 @@ class RequestState:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
-            prompt_token_ids=self.seqs[0].prompt_token_ids,
+            prompt_token_ids=self._prompt_token_ids,
             outputs=[self._completion(i, seq) for i, seq in enumerate(self.seqs)],
             finished=self.finished,
             metrics=replace(self.metrics),  # a snapshot, as all the rest

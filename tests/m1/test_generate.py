@@ -163,6 +163,16 @@ class TestStreaming:
         assert [o.metrics.num_generated_tokens for o in outputs] == list(range(1, 25))
         assert outputs[0].metrics.finish_time is None
 
+    def test_what_was_handed_out_may_be_changed(self, llm: LLM) -> None:
+        llm.engine.add_request("s", "Once upon a time", replace(GREEDY, logprobs=1))
+        while llm.engine.has_unfinished_requests():
+            for output in llm.engine.step():
+                tokens = list(output["token_ids"])
+                output.prompt_token_ids.append(0)
+                output["token_ids"].clear()
+                output["logprobs"].clear()
+        assert tokens == run(llm, "Once upon a time", GREEDY)[0]["token_ids"]
+
     def test_text_is_that_of_the_tokens(self, llm: LLM) -> None:
         for output in run(llm, MIXED, GREEDY):
             assert output["text"] == llm.tokenizer.decode(output["token_ids"], skip_special_tokens=True)
