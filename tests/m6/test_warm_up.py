@@ -47,7 +47,9 @@ def test_nothing_is_compiled_after_the_start(name: str, monkeypatch: pytest.Monk
     for kernel in all_kernels:
         kernel.device_caches.clear()
     compiled: list[str] = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(f"{what['repr']} {what['key']}")
+    )
     engine = make_engine(EngineConfig(**{**FIELDS, "dtype": "bfloat16"} | ENGINES[name]))
     assert len(compiled) >= 15, f"the hook saw {compiled}"
     compiled.clear()
