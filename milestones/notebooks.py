@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,13 @@ from milestones.manifest import Course
 from milestones.mine import Mine, write_variant
 
 SECONDS, BYTES = 60, 500_000  # what one notebook may take
+COLAB = """\
+import sys
+if "google.colab" in sys.modules:  # on Colab, install from the repository; anywhere else this cell does nothing
+    repository = {address}
+    !git clone -q {{repository}} /content/folovllm && pip install -q -e "/content/folovllm[dev]"
+    %cd -q /content/folovllm"""
+BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{repository}/blob/main/notebooks/{name}.ipynb)"
 
 
 def running(id: str) -> None:
@@ -59,11 +67,30 @@ def _name_the_unwritten(mine: Mine) -> None:
     shell.set_custom_exc((NotImplementedError,), show)
 
 
+def address(root: Path) -> str:
+    """Where the course is published, `[project.urls] Repository` in pyproject.toml; empty as long as nobody has said."""
+    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8")).get("project", {})
+    return str(project.get("urls", {}).get("Repository", "")).removesuffix("/")
+
+
+def add_colab(book: Any, name: str, address: str) -> None:
+    """A cell before all code that installs on Colab, and a button that leads there once an address on GitHub is known."""
+    import nbformat
+
+    known = repr(address) if address else 'input("Address of the git repository: ")'
+    first = next(i for i, cell in enumerate(book.cells) if cell.cell_type == "code")
+    book.cells.insert(first, nbformat.v4.new_code_cell(COLAB.format(address=known)))  # type: ignore[no-untyped-call]
+    if address.startswith("https://github.com/"):
+        badge = BADGE.format(repository=address.removeprefix("https://github.com/").removesuffix(".git"), name=name)
+        book.cells[0].source += f"\n\n{badge}"
+
+
 def parse(source: Path) -> Any:
     """A notebook without outputs. Cells are numbered, for random ids would make every build a difference."""
     import jupytext  # type: ignore[import-untyped]
 
     book = jupytext.read(source)
+    add_colab(book, source.stem, address(Course.here(source.parent).root))
     book.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     for number, cell in enumerate(book.cells):
         cell.id, cell.metadata = f"cell-{number}", {}
