@@ -175,7 +175,7 @@ class PrefixCachingBlockManager(BlockManager):
             seq.num_cached_tokens = seq.num_computed_tokens
 
     def adopt(self, block: Block) -> None:
-        """Hold a cached page: one more reference, and out of the free list (`self._free`) if nobody held it so far."""
+        """Hold a cached page: one more reference, and `self._free.remove(block)` if nobody held it so far."""
         if block.ref_count == 0:
             self._free.remove(block)
         block.ref_count += 1
