@@ -23,7 +23,7 @@ from folovllm.worker.packed_step import Field, PackedStep
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m6.test_overlap import assert_clean, essence, run
 from tests.sequences import make_seq
-from tests.workloads import ARRIVALS, MAX_MODEL_LEN, serve, workload
+from tests.workloads import ARRIVALS, MAX_MODEL_LEN, Request, serve, workload
 
 SMALL = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}  # preemption, and prompts in chunks
 ENGINES: dict[str, dict[str, Any]] = {
@@ -93,6 +93,22 @@ class TestTwoRanks:
         attention = served.setup.attention
         assert (attention.num_heads, attention.num_kv_heads) == (2, 1)
         assert served.setup.vocab_size == 259
+
+
+def test_fused_layers() -> None:
+    """What the kernels' layers fuse, each rank does on its part; the interpreter runs them."""
+    pytest.importorskip("triton", reason="Triton exists on Linux only")
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles where a GPU is")
+    fields = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32, "num_kv_blocks": 16}
+    params = SamplingParams(max_tokens=5, ignore_eos=True), SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
+    answers = []
+    for backend, size in (("torch_paged", 1), ("triton", 2)):
+        served = engine(attention_backend=backend, tensor_parallel_size=size, dtype="float32", **fields)
+        outputs = serve(served, [Request(p, one) for p, one in zip(prompts([7, 1]), params, strict=True)])
+        answers.append([output.outputs[0].token_ids for output in outputs])
+        served.close()
+    assert answers[0] == answers[1]
 
 
 # --- what crosses from process to process ---------------------------------------------------------------------------
