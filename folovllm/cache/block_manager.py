@@ -71,8 +71,8 @@ class BlockManager(KVCacheManager):
         """Give back the pages of `seq`, last page first, and clear its table.
 
         A page whose `ref_count` falls to 0 goes to the right end of the free list (`self._free.append(block)`); a page
-        that another sequence holds too stays in use. Last page first, so that the tail of a sequence is reused before its beginning, which other
-        sequences are more likely to share.
+        that another sequence holds too stays in use. Last page first, so that the tail of a sequence is reused before
+        its beginning, which other sequences are more likely to share.
         """
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]

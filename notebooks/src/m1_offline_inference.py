@@ -525,5 +525,5 @@ print("TTFT:", ", ".join(f"{1e3 * w:.0f} ms" for w in waits))
 assert waits == sorted(waits) and waits[3] > 2 * waits[0]
 
 # %% [markdown]
-# Arithmetic is not the bottleneck: each step reads all weights to serve one token of one request. [M2](m2_continuous_batching.ipynb)
+# Arithmetic is not the bottleneck: each step reads all weights to serve one token of one request. [M2](../notebooks/m2_continuous_batching.ipynb)
 # lets the requests share that pass.

@@ -496,4 +496,4 @@ assert spent["gather"] > 0
 
 # %% [markdown]
 # A kernel that follows the table itself, and folds page after page into a running softmax, copies nothing: that is
-# [M4](m4_kernels.ipynb).
+# [M4](../notebooks/m4_kernels.ipynb).

@@ -669,4 +669,4 @@ assert errors["always the first page"][0] < 1e-5 < 0.01 < errors["always the fir
 #
 # A prompt is computed at the speed of arithmetic, and a decode at the speed of memory. What is left is not to do the work at all: two
 # prompts that begin alike compute the same K/V twice, and a long prompt keeps everyone else waiting for a whole step. That is
-# [M5](m5_reuse.ipynb).
+# [M5](../notebooks/m5_reuse.ipynb).

@@ -622,4 +622,4 @@ assert 0 < in_model < total
 
 # %% [markdown]
 # On this CPU the model is slow, and the rest looks small. On a large GPU the layers of a small model take a millisecond or two, the rest
-# takes as long as it does here, and the GPU waits for Python. To get Python out of the way is [M6](m6_speed_and_scale.ipynb).
+# takes as long as it does here, and the GPU waits for Python. To get Python out of the way is [M6](../notebooks/m6_speed_and_scale.ipynb).
