@@ -374,6 +374,14 @@ class TestMine:
         asked = self.start(workplace, "--mine", "generate", "hi", "--milestone", "m1")
         assert 'mine {"milestone": "m1"}' in asked.stderr
 
+    def test_what_is_not_written_yet_is_one_line(self, workplace: Path) -> None:
+        file = workplace / "mine" / "folovllm" / "llm.py"
+        file.write_text(
+            file.read_text().replace("ValueError('mine ' + json.dumps(config))", "NotImplementedError('m2.2: f')")
+        )
+        done = self.start(workplace, "--mine", "generate", "hi")
+        assert done.returncode == 2 and "not written yet: m2.2: f" in done.stderr and "Traceback" not in done.stderr
+
     def test_without_mine_it_says_how_to_start(self, tmp_path: Path) -> None:
         code = "import folovllm._overlay as o; o.__file__ = '/x/y/z'\nfrom folovllm.cli import main; main(['--mine'])"
         done = self.python(tmp_path, code)
