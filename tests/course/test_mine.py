@@ -49,8 +49,10 @@ def test_starting_again_touches_nothing(mine: Mine) -> None:
     # An answer equal to the reference's, letter by letter, is the learner's all the same.
     before = edit(mine, f"        # In reach: self.free\n{stub('m1.2', 'give')}", "        self.free.append(thing)\n")
     for id in ("m1", "m2", "m1"):
-        mine.start(id)
+        said = mine.start(id)
         assert text(mine) == before
+        left = "left as it is, to write: Pool.share" if id == "m2" else "left as it is"
+        assert f"folovllm/pool.py: there already, {left}" in said
     assert (mine.folder / "folovllm/kernel.py").is_file()
 
 
