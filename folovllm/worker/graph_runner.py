@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,9 +81,8 @@ class GraphRunner(ModelRunner):
         self.buckets = decode_buckets(setup.max_num_seqs)
         if setup.device.type == "cuda":
             self._graph_pool = torch.cuda.graph_pool_handle()
-            with blas_library("cublaslt"):  # at some widths its kernels are faster, at none slower
-                for width in tqdm(self.buckets[::-1], desc="Capturing graphs", disable=not setup.config.use_tqdm):
-                    self._graph(width)
+            for width in tqdm(self.buckets[::-1], desc="Capturing graphs", disable=not setup.config.use_tqdm):
+                self._graph(width)
 
     def _graph(self, width: int) -> StepGraph:
         """The recorded decode step of a bucket; recorded now, with nothing but padding, if it is not yet."""
@@ -175,17 +172,6 @@ class GraphRunner(ModelRunner):
     def _whole_logits(self, logits: Logits) -> Logits:
         """Rows over the whole vocabulary, [n, V]; on one rank they are that already."""
         return logits
-
-
-@contextmanager
-def blas_library(name: str) -> Iterator[None]:
-    """Matrix products on a GPU come from this library ("cublas", "cublaslt") within the block."""
-    before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library(name)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.preferred_blas_library(before)
 
 
 def needs_full_path(seq: Sequence) -> bool:
