@@ -35,7 +35,8 @@ class IncrementalDetokenizer:
 
         The window from `_context` is decoded twice: up to `_shown`, and to the end. If the longer text ends in a
         replacement character the last bytes are not a whole character yet: nothing moves. Else what the longer text
-        has beyond the shorter one is new, `_context` moves to the old `_shown`, and `_shown` to the end.
+        has beyond the shorter one is new, `_context` moves to the old `_shown`, and `_shown` to the end. It may be called
+        again with no token appended: that returns "" and must not move the window, or its context would be lost.
         """
         before = self._decode(self.token_ids[self._context : self._shown])
         after = self._decode(self.token_ids[self._context :])

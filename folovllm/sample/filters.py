@@ -38,7 +38,8 @@ def apply_top_p_filtering(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Te
     Args:
         logits: [S, V]. top_p: [S] in (0, 1]; 1 keeps all.
 
-    A token goes if those more likely than it already reach `top_p`; so the one that crosses the line stays.
+    A token goes if those more likely than it already reach `top_p`; so the one that crosses the line stays. Of equally
+    likely ones the lower id comes first.
     """
     ordered, order = logits.sort(stable=True, dim=-1, descending=True)
     probs = ordered.softmax(-1)
