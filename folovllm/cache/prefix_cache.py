@@ -113,8 +113,8 @@ class PrefixCache:
     def evict(self, block: Block) -> None:
         """Forget what a page holds, for it is about to hold something else.
 
-        Its name leaves `self._by_hash`; its `hash`, `token_ids`, `serial` and `parent` become those of a new `Block`;
-        `self.stats.evictions` counts it. Without any effect if the page has no name (`hash` is None).
+        Its name leaves `self._by_hash`; its `hash`, `token_ids`, `serial` and `parent` become those of a new `Block`:
+        None, b"", 0 and 0. `self.stats.evictions` counts it. Without any effect if the page has no name (`hash` is None).
         """
         if block.hash is not None:
             del self._by_hash[block.hash]
