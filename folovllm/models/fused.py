@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from folovllm.kernels.activation import silu_and_mul
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
-from folovllm.kernels.small_linear import serves, small_linear
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.layernorm import RMSNorm
-from folovllm.layers.linear import QKVParallelLinear, RowParallelLinear
-from folovllm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
+from folovllm.models.llama import LlamaAttention
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
 from folovllm.worker.input_batch import ForwardBatch
@@ -71,116 +68,17 @@ class FusedQwen2Attention(FusedLlamaAttention, Qwen2Attention):
     """As Llama's: the families differ in their biases alone."""
 
 
-def _few(x: torch.Tensor) -> bool:
-    """Whether `small_linear` should take this batch: not in the interpreter, where its many programs take minutes."""
-    return x.is_cuda and serves(len(x))
-
-
-class FusedLlamaMLP(LlamaMLP):
-    """Gate, up and activation in one kernel where the batch is small."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As `LlamaMLP`."""
-        if _few(x) and self.gate_up_proj.bias is None:
-            return self.down_proj(small_linear(x, self.gate_up_proj.weight, gated=True))
-        return super().forward(x)
-
-
-class FusedQKVParallelLinear(QKVParallelLinear):
-    """Few tokens: all bandwidth, no library."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As `LinearBase`."""
-        return small_linear(x, self.weight) if _few(x) and self.bias is None else super().forward(x)
-
-
-class FusedRowParallelLinear(RowParallelLinear):
-    """Can add its result to the residual stream as it is written."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As `LinearBase`."""
-        return small_linear(x, self.weight) if _few(x) and self.bias is None else super().forward(x)
-
-    def add_to(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """stream + forward(x), [T, outputs], where there is no bias; `stream` may be overwritten."""
-        if _few(x):
-            return small_linear(x, self.weight, residual=stream)
-        return stream.addmm_(x, self.weight.t())
-
-
-class FusedLlamaDecoderLayer(LlamaDecoderLayer):
-    """No norm and no addition is a kernel of its own: four matrix products, attention, and a pass before and after it.
-
-    RMSNorm multiplies each column by a weight and divides each row by one number. The weights move into the projection
-    that follows (`fold_norms`). The division commutes with the projection, and waits for whoever reads its result next.
-    The projections back add to the residual stream as they write, so the stream arrives and leaves whole.
-    """
-
-    folded = False
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The stream [T, H] -> the stream, and None: nothing is left to be added."""
-        attention, mlp = self.self_attn, self.mlp
-        o_proj, down_proj = attention.o_proj, mlp.down_proj
-        if not (
-            self.folded and isinstance(attention, FusedLlamaAttention) and _can_add(o_proj) and _can_add(down_proj)
-        ):
-            return super().forward(x, residual, batch)
-        qkv_weight, eps = attention.qkv_proj.weight, self.input_layernorm.eps
-        if _few(x):
-            query = attention.prepare(small_linear(x, qkv_weight, eps), batch)
-        else:
-            query = attention.prepare(F.linear(x, qkv_weight), batch, x, eps)
-        x = o_proj.add_to(x, attention.attn(query, batch).flatten(1))
-        gate_up_weight, eps = mlp.gate_up_proj.weight, self.post_attention_layernorm.eps
-        if _few(x):
-            hidden = small_linear(x, gate_up_weight, eps, gated=True)
-        else:
-            hidden = silu_and_mul(F.linear(x, gate_up_weight), x, eps)
-        return down_proj.add_to(x, hidden), None
-
-    def fold_norms(self) -> None:
-        """(x * g) W^T is x (W * g)^T: the norms' weights go into the projections' columns, and become ones.
-
-        Not with a bias, which the late division would scale, and not in float16: before it is divided, a result may be
-        larger than that can hold.
-        """
-        pairs = (
-            (self.input_layernorm, self.self_attn.qkv_proj),
-            (self.post_attention_layernorm, self.mlp.gate_up_proj),
-        )
-        if any(linear.bias is not None or linear.weight.dtype == torch.float16 for _, linear in pairs):
-            return
-        for norm, linear in pairs:
-            linear.weight.data *= norm.weight.data
-            norm.weight.data.fill_(1)
-        self.folded = True
-
-
-def _can_add(layer: RowParallelLinear) -> TypeGuard[FusedRowParallelLinear]:
-    """Not with a bias, and not where ranks must first add up among themselves, which their subclasses do."""
-    return type(layer) is FusedRowParallelLinear and layer.bias is None
-
-
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
     RMSNorm: FusedRMSNorm,
     SiluAndMul: FusedSiluAndMul,
-    QKVParallelLinear: FusedQKVParallelLinear,
-    RowParallelLinear: FusedRowParallelLinear,
-    LlamaMLP: FusedLlamaMLP,
-    LlamaDecoderLayer: FusedLlamaDecoderLayer,
     LlamaAttention: FusedLlamaAttention,
     Qwen2Attention: FusedQwen2Attention,
     Qwen3Attention: FusedQwen3Attention,
 }
 
 
-def fuse(model: nn.Module) -> None:
+def fuse(model: nn.Module, twins: Mapping[type[nn.Module], type[nn.Module]] = FUSED) -> None:
     """Turn every layer that has a fused twin into it, in place: the weights stay where they are."""
     for module in model.modules():
-        if (twin := FUSED.get(type(module))) is not None:
+        if (twin := twins.get(type(module))) is not None:
             module.__class__ = twin
-        if isinstance(module, FusedLlamaDecoderLayer):
-            module.fold_norms()

@@ -125,7 +125,10 @@ def make_sampler(setup: EngineSetup) -> Sampler:
 
 
 def choose_layers(model: LlamaForCausalLM, setup: EngineSetup) -> None:
-    """Element-wise layers: compiled where asked for, else fused kernels where attention is a kernel, else plain torch."""
+    """Layers: compiled where asked for, else fused kernels where attention is a kernel, else plain torch.
+
+    What goes on in a recorded step goes further: there small kernels are what is left to save.
+    """
     if setup.config.compile:
         from folovllm.models.compiled import compile_layers
 
@@ -134,6 +137,10 @@ def choose_layers(model: LlamaForCausalLM, setup: EngineSetup) -> None:
         from folovllm.models.fused import fuse
 
         fuse(model)
+        if setup.config.packed_steps:
+            from folovllm.models.fused_layer import fuse_layers
+
+            fuse_layers(model)
 
 
 def dummy_items(count: int, length: int, block_size: int) -> list[ScheduledSequence]:

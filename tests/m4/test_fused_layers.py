@@ -9,7 +9,8 @@ from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
-from folovllm.models.fused import FusedLlamaDecoderLayer, fuse
+from folovllm.models.fused import fuse
+from folovllm.models.fused_layer import LateNormDecoderLayer, fuse_layers
 from tests.helpers import FAMILIES, Driver, assert_logits_equal, prompts, tiny_checkpoint
 from tests.m4.cases import DEVICE, assert_close
 
@@ -126,14 +127,17 @@ def test_qk_norm_rope_store_of_what_was_not_normalised(with_norm, dtype):
         assert_close(late, early)
 
 
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.m6)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_fused_model_computes_what_its_layers_did(family):
-    """Prompts and decodes, for every family: those whose projections have biases keep their norms."""
+def test_a_fused_model_computes_what_its_layers_did(family, whole):
+    """Prompts and decodes, for every family. Of the whole layers those whose projections have biases keep their norms."""
     path = tiny_checkpoint(family, attention_bias=True) if family == "llama" else tiny_checkpoint(family)
     plain, fused = (Driver(path, "torch_paged", device=DEVICE.type) for _ in range(2))
     fuse(fused.model)
-    folded = [layer.folded for layer in fused.model.modules() if isinstance(layer, FusedLlamaDecoderLayer)]
-    assert folded == [family in ("qwen3", "mistral")] * 3
+    if whole:
+        fuse_layers(fused.model)
+        folded = [layer.folded for layer in fused.model.modules() if isinstance(layer, LateNormDecoderLayer)]
+        assert folded == [family in ("qwen3", "mistral")] * 3
     first, second = prompts([9, 5])
     for pieces in ({0: first, 1: second}, {0: [7], 1: [8]}, {0: [3], 1: [1, 2, 3]}):
         expected = plain.step(pieces)

@@ -49,7 +49,7 @@ def pretend_gpu() -> None:
 def measure(overrides: dict) -> dict:
     """Start as on a GPU, then serve."""
     seen.clear()
-    engine = make_engine(EngineConfig(**{**FIELDS, "device": "cpu", "dtype": "float16"} | overrides))
+    engine = make_engine(EngineConfig(**{**FIELDS, "device": "cpu", "dtype": "float32"} | overrides))
     runner = engine.executor._worker.runner
     with torch.inference_mode():
         runner.compile_kernels()

@@ -32,7 +32,7 @@ def test_the_start_meets_every_variant() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.keys() == ENGINES.keys()
     for name, engine in found.items():
-        assert engine["at start"] >= 15 and engine["steps"] >= 200, name
+        assert engine["at start"] >= 9 and engine["steps"] >= 200, name
         assert not engine["later"], f"{name}: {engine['later']}"
 
 
@@ -51,7 +51,7 @@ def test_nothing_is_compiled_after_the_start(name: str, monkeypatch: pytest.Monk
         triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(f"{what['repr']} {what['key']}")
     )
     engine = make_engine(EngineConfig(**{**FIELDS, "dtype": "bfloat16"} | ENGINES[name]))
-    assert len(compiled) >= 15, f"the hook saw {compiled}"
+    assert len(compiled) >= 9, f"the hook saw {compiled}"
     compiled.clear()
     assert serve_everything(engine) >= 200
     engine.close()
