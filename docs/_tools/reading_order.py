@@ -78,6 +78,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("worker/graph_runner.py", "engine/model_runner.py", "v1/worker/gpu_model_runner.py"),
         ("worker/packed_step.py", "", ""),
         ("kernels/unpack_step.py", "", ""),
+        ("kernels/small_linear.py", "", ""),
         ("models/fused_layer.py", "", ""),
         ("worker/host_ring.py", "", ""),
         ("engine/overlap_scheduler.py", "", "v1/core/sched/async_scheduler.py"),
