@@ -111,10 +111,10 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Schedule, compute, draw, and hand out what is new. Without work it returns an empty list."""
         self.require_open()
+        if not self.has_unfinished_requests():
+            return []
         start = time.monotonic()
         output = self.scheduler.schedule()
-        if not output.scheduled:
-            return []
         return self._take_in(output, self.executor.execute_model(output), start)
 
     def _take_in(self, output: SchedulerOutput, result: SamplerOutput, start: float) -> list[RequestOutput]:

@@ -75,8 +75,9 @@ class OverlappedEngine(LLMEngine):
         """Wait for the step in flight, if there is one, and hand its tokens to their sequences."""
         if self._in_flight is None:
             return []
-        step, self._in_flight = self._in_flight, None
+        step = self._in_flight
         result = step.pending.wait()
+        self._in_flight = None  # only now: what cannot arrive is an error in every later step too
         for item in step.schedule.scheduled:
             item.seq.num_in_flight -= item.draws
         start, self._last_arrival = max(step.start, self._last_arrival), time.monotonic()

@@ -81,6 +81,10 @@ def test_a_killed_rank_is_named(leftovers: None, attempt: int) -> None:
             llm.engine.step()
     assert time.monotonic() - start < SECONDS
     assert_gone(pids, 0.0)
+    for _ in range(3):  # with requests left: a loop until they end must not go on for ever
+        assert llm.engine.has_unfinished_requests()
+        with pytest.raises(WorkerDied, match=f"rank {victim}"):
+            llm.engine.step()
     for i in range(3):
         llm.engine.abort_request(f"r{i}")
     with pytest.raises(WorkerDied, match=f"rank {victim}"):
