@@ -5,6 +5,7 @@
 inherits the environment: workers, notebooks, consoles. Standard library only; nothing of the engine is imported here.
 """
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -57,3 +58,11 @@ def strays(mine: Path) -> Iterator[tuple[str, str]]:
         loaded = getattr(sys.modules.get(name), "__file__", None)
         if loaded and Path(loaded).resolve() != file.resolve():
             yield name, loaded
+
+
+def started_milestone() -> str | None:
+    """The highest milestone that was started in the learner's folder, as the course notes it there; None without either."""
+    mine = os.environ.get("FOLOVLLM_MINE")
+    if not mine or not (note := Path(mine, ".course.json")).is_file():
+        return None
+    return max(json.loads(note.read_text(encoding="utf-8")).get("started", []), default=None)

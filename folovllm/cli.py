@@ -1,4 +1,4 @@
-"""The command line: `folovllm generate`, `chat` and `download`.
+"""The command line: `folovllm generate`, `chat`, `download`, and `bench`, whose commands are in `bench/cli.py`.
 
 At the top this module imports nothing of the engine: `--mine` must act before that, and `--help` need not wait for torch.
 """
@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
@@ -166,24 +166,17 @@ def read_prompts(prompts: list[str] | None, file: TextIO | None) -> list[str]:
 
 def load_llm(given: dict[str, Any]) -> LLM:
     """The engine that the flags describe. A bad value is refused before torch is loaded."""
+    from folovllm._overlay import started_milestone
     from folovllm.config import EngineConfig
     from folovllm.flags import pick
 
     chosen = pick(given, EngineConfig)
-    if os.environ.get("FOLOVLLM_MINE") and (started := started_milestone()):
+    if started := started_milestone():
         chosen.setdefault("milestone", started)
     EngineConfig(**chosen)
     from folovllm.llm import LLM
 
     return LLM(**chosen)
-
-
-def started_milestone() -> str | None:
-    """The highest milestone that the learner has started, as the course notes it in `mine/.course.json`."""
-    note = Path(os.environ["FOLOVLLM_MINE"]) / ".course.json"
-    if not note.is_file():
-        return None
-    return max(json.loads(note.read_text(encoding="utf-8")).get("started", []), default=None)
 
 
 def run_steps(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:
@@ -219,20 +212,15 @@ def show(output: RequestOutput, between: str) -> None:
 def times(metrics: RequestMetrics) -> str:
     """`37 tokens · TTFT 12.0 ms · TPOT 3.1 ms · 290.1 tokens/s`; a time that there is not, is left out."""
     parts = [f"{metrics.num_generated_tokens} tokens"]
-    parts += [f"{name} {value * 1e3:.1f} ms" for name, value in _named_times(metrics) if value is not None]
+    latencies = {"TTFT": metrics.ttft, "TPOT": metrics.tpot}
+    parts += [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in latencies.items() if seconds is not None]
     if metrics.tokens_per_second:
         parts.append(f"{metrics.tokens_per_second:.1f} tokens/s")
     return " · ".join(parts)
 
 
-def _named_times(metrics: RequestMetrics) -> list[tuple[str, float | None]]:
-    return [("TTFT", metrics.ttft), ("TPOT", metrics.tpot)]
-
-
 def as_dict(output: RequestOutput) -> dict[str, Any]:
     """An output as JSON knows it; times are in seconds."""
-    from dataclasses import asdict
-
     answers = [asdict(answer) for answer in output.outputs]
     for answer in answers:
         del answer["delta_text"], answer["delta_token_ids"]  # of the last step: no one streams here

@@ -41,5 +41,5 @@ class LLMEngine:
     ) -> RequestOutput | list[RequestOutput]:
         """Answer one prompt (one output) or a list of them (a list)."""
         outputs = self._llm.generate(prompts, sampling_params, use_tqdm)
-        single = len(as_prompt_list(prompts)) == 1 and as_prompt_list(prompts)[0] is prompts
-        return outputs[0] if single or isinstance(prompts, str) else outputs
+        single = any(item is prompts for item in as_prompt_list(prompts))  # then `prompts` was one
+        return outputs[0] if single else outputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -187,11 +187,6 @@ class EngineConfig:
                 "never be computed in one step: raise it, lower max_model_len, or set enable_chunked_prefill"
             )
         return budget
-
-
-def config_field_names() -> list[str]:
-    """Names of all fields, for command lines and compatibility layers."""
-    return [f.name for f in fields(EngineConfig)]
 
 
 def _is_whole(value: Any) -> bool:

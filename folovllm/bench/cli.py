@@ -137,9 +137,9 @@ def ladder(
     **given: Any,
 ) -> None:
     """One workload through every milestone; with --mine, your ladder beside the reference's."""
+    from folovllm._overlay import started_milestone
     from folovllm.bench.ladder import Plan, bench_ladder, bench_reference, beside, rungs, show_ladder
     from folovllm.bench.ladder_chart import draw_ladder, plotting
-    from folovllm.cli import started_milestone
     from folovllm.config import LATEST
     from folovllm.engine.setup import choose_device
 
@@ -148,7 +148,7 @@ def ladder(
     if chart is not None:
         plotting()  # its absence is told before anything runs
     with_mine = bool(os.environ.get("FOLOVLLM_MINE"))
-    upto = upto or (started_milestone() if with_mine else None) or LATEST
+    upto = upto or started_milestone() or LATEST
     workload = workload or ("nano-vllm" if choose_device(given.get("device")).type == "cuda" else "default")
     with tempfile.TemporaryDirectory() as folder:
         [(_, fields)] = contenders(given, None, random_weights, folder)
@@ -184,8 +184,8 @@ def compare(files: Annotated[list[Path], typer.Argument(help="Results that --sav
 
 def contenders(given: dict[str, Any], compare: str | None, geometry: str | None, folder: str) -> list[Contender]:
     """Name and configuration of each engine to measure; refused before torch is loaded where that is possible."""
+    from folovllm._overlay import started_milestone
     from folovllm.bench.contenders import parse_contenders, random_model
-    from folovllm.cli import started_milestone
     from folovllm.config import LATEST, EngineConfig
     from folovllm.flags import pick
 
@@ -195,8 +195,7 @@ def contenders(given: dict[str, Any], compare: str | None, geometry: str | None,
     milestone = chosen.pop("milestone", None)
     if compare is not None and milestone is not None:
         raise ValueError("give --milestone or --compare, not both")
-    mine = started_milestone() if os.environ.get("FOLOVLLM_MINE") else None
-    return parse_contenders(compare or milestone or mine or LATEST, chosen)
+    return parse_contenders(compare or milestone or started_milestone() or LATEST, chosen)
 
 
 def finish(result: Result, save: Path | None, printer: Callable[[Result], None] | None = None) -> None:
