@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from folovllm.models.llama import head_dim_of
+from folovllm.models.llama import head_dim_of, num_kv_heads_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -125,11 +125,6 @@ def local_config(hf_config: PretrainedConfig, size: int) -> PretrainedConfig:
     local.intermediate_size = hf_config.intermediate_size // size
     local.vocab_size = vocab_shard_size(hf_config.vocab_size, size)
     return local
-
-
-def num_kv_heads_of(hf_config: PretrainedConfig) -> int:
-    """Hkv of the whole model."""
-    return getattr(hf_config, "num_key_value_heads", None) or int(hf_config.num_attention_heads)
 
 
 def check_size(hf_config: PretrainedConfig, size: int) -> None:

@@ -14,8 +14,8 @@ from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.select import choose_backend
 from folovllm.config import EngineConfig
-from folovllm.distributed.sharding import local_config, num_kv_heads_of
-from folovllm.models.llama import context_limit, head_dim_of
+from folovllm.distributed.sharding import local_config
+from folovllm.models.llama import context_limit, head_dim_of, num_kv_heads_of
 
 logger = logging.getLogger("folovllm")
 
@@ -83,18 +83,10 @@ def set_up(config: EngineConfig) -> EngineSetup:
     if config.max_model_len is None:
         logger.info("max_model_len is %d (the model's own limit: %d)", max_model_len, context_limit(hf_config))
     return EngineSetup(
-        config,
-        path,
-        hf_config,
-        device,
-        dtype,
-        max_model_len,
-        config.max_num_seqs,
-        budget,
-        attention,
-        backend,
-        block_size,
-    )
+        config=config, path=path, hf_config=hf_config, device=device, dtype=dtype, max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=budget, attention=attention, backend=backend,
+        block_size=block_size,
+    )  # fmt: skip
 
 
 def _choose_attention(config: EngineConfig, attention: AttentionConfig) -> tuple[str, int]:

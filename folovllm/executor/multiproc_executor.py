@@ -23,7 +23,7 @@ from folovllm.distributed.ring import Ring, wait_for
 from folovllm.engine.scheduler import SchedulerOutput
 from folovllm.engine.setup import EngineSetup
 from folovllm.sample.sampler import SamplerOutput
-from folovllm.worker.graph_runner import needs_full_path
+from folovllm.worker.graph_runner import full_path
 from folovllm.worker.packed_step import StepPacker
 
 GRACE = 5.0  # seconds that ranks have to end by themselves
@@ -199,13 +199,12 @@ class MultiprocExecutor:
 
     def submit(self, output: SchedulerOutput) -> RemoteStep:
         """Start one step on all ranks and return at once. Raises `WorkerDied` if one of them has ended."""
-        items, steps = output.scheduled, self._ranks.steps
+        steps = self._ranks.steps
         if not self._ranks.pids:
             self._ranks.check()
-        step = self._packer.pack(items, self._buckets)
-        full = {i: item.seq for i, item in enumerate(items) if item.draws and needs_full_path(item.seq)}
+        message = encode_step(self._packer.pack(output.scheduled, self._buckets), full_path(output.scheduled))
         wait_for(lambda: steps.has_room() or None, self._spin, self._ranks.check)
-        return RemoteStep(self._ranks, steps.write(encode_step(step, full)), self._spin)
+        return RemoteStep(self._ranks, steps.write(message), self._spin)
 
     def shutdown(self) -> None:
         """End the ranks; twice is once."""

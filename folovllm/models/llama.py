@@ -28,6 +28,11 @@ def head_dim_of(config: PretrainedConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
+def num_kv_heads_of(config: PretrainedConfig) -> int:
+    """Hkv: as the config says, else one for each query head."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
 def context_limit(config: PretrainedConfig) -> int:
     """The longest context, in tokens, for which full attention is what the model was trained with.
 
@@ -45,7 +50,7 @@ class LlamaAttention(nn.Module):
     def __init__(self, config: PretrainedConfig, rope: RotaryEmbedding) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
+        self.num_kv_heads = num_kv_heads_of(config)
         self.head_dim = head_dim_of(config)
         qkv_bias, output_bias = self.biases(config)
         self.qkv_proj = QKVParallelLinear(

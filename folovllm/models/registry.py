@@ -37,8 +37,7 @@ def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
         )
     if getattr(hf_config, "quantization_config", None) is not None:
         raise ValueError("quantized checkpoints are not supported: use one with plain float weights")
-    model_class: type[LlamaForCausalLM] = getattr(import_module(ARCHITECTURES[name]), name)
-    return model_class
+    return getattr(import_module(ARCHITECTURES[name]), name)
 
 
 def build_model(hf_config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str) -> LlamaForCausalLM:

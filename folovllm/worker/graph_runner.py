@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from folovllm.engine.scheduler import SchedulerOutput
+from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
 from folovllm.engine.setup import EngineSetup
 from folovllm.request import Sequence
 from folovllm.sample.sampler import Logprobs, SamplerOutput, SamplingBatch
@@ -100,13 +100,10 @@ class GraphRunner(ModelRunner):
 
     def submit(self, output: SchedulerOutput) -> PendingStep:
         """Start a step; the host does not wait for anything, unless a request wants log-probabilities."""
-        items = output.scheduled
-        step = self.packer.pack(items, self.buckets)
-        full = {i: item.seq for i, item in enumerate(items) if item.draws and needs_full_path(item.seq)}
-        return self.run(step, full)
+        return self.run(self.packer.pack(output.scheduled, self.buckets), full_path(output.scheduled))
 
     def run(self, step: PackedStep, full: dict[int, Sequence]) -> PendingStep:
-        """Start a packed step. `full` are the sequences, by index in the step, that the one-pass draw cannot serve."""
+        """Start a packed step; `full` is what `full_path` says of it."""
         n = step.num_seqs
         if step.is_decode:
             width = step.fields.shape[1]
@@ -174,7 +171,12 @@ class GraphRunner(ModelRunner):
         return logits
 
 
-def needs_full_path(seq: Sequence) -> bool:
+def full_path(items: list[ScheduledSequence]) -> dict[int, Sequence]:
+    """The sequences, by index in the step, that the one-pass draw cannot serve."""
+    return {i: item.seq for i, item in enumerate(items) if item.draws and _needs_full_path(item.seq)}
+
+
+def _needs_full_path(seq: Sequence) -> bool:
     """Whether the draw takes more than temperature and noise."""
     p = seq.params
     filtered = not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)

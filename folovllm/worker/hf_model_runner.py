@@ -58,5 +58,4 @@ class HFModelRunner:
         ids = item.seq.token_ids[item.start : item.start + item.num_new_tokens]
         input_ids = torch.from_numpy(ids).long()[None].to(self._setup.device)  # [1, T]
         result = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits: torch.Tensor = result.logits[:, -1]
-        return logits
+        return result.logits[:, -1]

@@ -51,7 +51,7 @@ class RecordedGraph:
     a replay is over: a replay that does not bring all of its input computes nonsense.
     """
 
-    def __init__(self, static_input: torch.Tensor, pool: Any = None) -> None:
+    def __init__(self, static_input: torch.Tensor) -> None:
         self.static_input = static_input
         self._run: Callable[[torch.Tensor], None] | None = None
 
