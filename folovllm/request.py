@@ -60,6 +60,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # pages in order, or the one slot
     cache_salt: str | None = None  # prefixes are shared only between equal salts
     page_hashes: list[int] = field(default_factory=list)  # of the full pages, as far as anybody asked
+    page_tokens: list[bytes] = field(default_factory=list)  # of the same pages
     page_serials: list[int] = field(default_factory=list)  # of the pages that are published, while they are held
     num_in_flight: int = 0  # tokens that a step was started for and that have not arrived yet
     row: int = -1  # of the device's tables, while it runs

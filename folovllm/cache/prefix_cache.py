@@ -28,9 +28,7 @@ def compute_hash(token_ids: TokenIds, prefix: int) -> int:
     Returns:
         64 bits, unsigned: `xxhash.xxh64` over the 8 bytes of `prefix` (little endian) followed by the tokens' bytes.
     """
-    digest = xxhash.xxh64(prefix.to_bytes(8, "little"))
-    digest.update(token_ids.tobytes())
-    return digest.intdigest()
+    return xxhash.xxh64_intdigest(prefix.to_bytes(8, "little") + token_ids.tobytes())
 
 
 @dataclass(slots=True)
@@ -132,22 +130,32 @@ class PrefixCache:
         hash_ = self._hash(seq, i)
         if (other := self._by_hash.get(hash_)) is not None:
             self.evict(other)
-        block.hash, block.token_ids = hash_, self._tokens(seq, i)
+        block.hash, block.token_ids = hash_, seq.page_tokens[i]
         block.serial, block.parent = next(self._serials), parent
         self._by_hash[hash_] = block
         return block
 
-    def _tokens(self, seq: Sequence, i: int) -> bytes:
-        return seq.token_ids[i * self._block_size : (i + 1) * self._block_size].tobytes()
-
     def _hash(self, seq: Sequence, i: int) -> int:
-        """The hash of page i, computed once and kept with the sequence: its tokens never change."""
+        """The hash of page i, a full one."""
+        if i >= len(seq.page_hashes):
+            self._hash_full_pages(seq)
+        return seq.page_hashes[i]
+
+    def _tokens(self, seq: Sequence, i: int) -> bytes:
+        """The tokens of page i, a full one: int32, as bytes."""
+        if i >= len(seq.page_tokens):
+            self._hash_full_pages(seq)
+        return seq.page_tokens[i]
+
+    def _hash_full_pages(self, seq: Sequence) -> None:
+        """Bring `page_hashes` and `page_tokens` up to date: once a page, for its tokens never change, and all at once."""
         hashes, size = seq.page_hashes, self._block_size
-        while len(hashes) <= i:
-            n = len(hashes)
-            prefix = hashes[-1] if n else _salt_hash(seq.cache_salt)
-            hashes.append(compute_hash(seq.token_ids[n * size : (n + 1) * size], prefix))
-        return hashes[i]
+        prefix = hashes[-1] if hashes else _salt_hash(seq.cache_salt)
+        new = seq.token_ids[len(hashes) * size : seq.num_tokens // size * size]
+        for page in new.reshape(-1, size):  # [B]
+            prefix = compute_hash(page, prefix)
+            hashes.append(prefix)
+            seq.page_tokens.append(page.tobytes())
 
 
 def _salt_hash(salt: str | None) -> int:
@@ -207,6 +215,7 @@ class PrefixCachingBlockManager(BlockManager):
 
     def _take(self) -> int:
         """The page that was not used for longest; what it held is forgotten."""
-        block_id = super()._take()
-        self.prefix_cache.evict(self.blocks[block_id])
-        return block_id
+        block = self._free.popleft()
+        self.prefix_cache.evict(block)
+        block.ref_count = 1
+        return block.block_id

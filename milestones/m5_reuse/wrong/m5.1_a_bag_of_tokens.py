@@ -2,6 +2,4 @@
 
 
 def compute_hash(token_ids, prefix):
-    digest = xxhash.xxh64(prefix.to_bytes(8, "little"))
-    digest.update(bytes(sorted(token_ids.tobytes())))
-    return digest.intdigest()
+    return xxhash.xxh64_intdigest(prefix.to_bytes(8, "little") + bytes(sorted(token_ids.tobytes())))

@@ -2,6 +2,4 @@
 
 
 def compute_hash(token_ids, prefix):
-    digest = xxhash.xxh64((prefix % 2**32).to_bytes(8, "little"))
-    digest.update(token_ids.tobytes())
-    return digest.intdigest()
+    return xxhash.xxh64_intdigest((prefix % 2**32).to_bytes(8, "little") + token_ids.tobytes())
