@@ -71,6 +71,7 @@ class ShardedRunner(GraphRunner):
         noise = gumbel(seeds, positions.long(), logits.shape[1], self._first_id)
         hot = (temperature > 0)[:, None]
         scores = logits.float() / torch.where(hot, temperature[:, None], 1.0) + noise * hot
+        scores = scores.masked_fill(scores.isnan(), -torch.inf)  # NaN is no rank's best, as in the kernel
         return scores.amax(-1), (self._first_id + scores.argmax(-1)).int()
 
     def _whole_logits(self, logits: torch.Tensor) -> torch.Tensor:

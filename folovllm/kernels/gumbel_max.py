@@ -82,12 +82,19 @@ def gumbel_max_kernel(
     logits_ptr, temperature_ptr, seed_low_ptr, seed_high_ptr, position_ptr, best_ptr, at_ptr, stride_logits,
     vocab_size, offset, WIDTH: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, tile): the best token of its tile goes to `best_ptr` and `at_ptr` [S, tiles]."""
+    """Program (row, tile): the best token of its tile goes to `best_ptr` and `at_ptr` [S, tiles].
+
+    NaN equals nothing, not even itself. A tile that holds nothing else counts as -inf: what comes out is a token in any
+    case, for the next step will look it up.
+    """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first = tile * WIDTH
     best, at = gumbel_max_tile(
         logits_ptr + row * stride_logits, tl.load(temperature_ptr + row), tl.load(seed_low_ptr + row),
-        tl.load(seed_high_ptr + row), tl.load(position_ptr + row), tile * WIDTH, vocab_size, offset, WIDTH, FAST,
+        tl.load(seed_high_ptr + row), tl.load(position_ptr + row), first, vocab_size, offset, WIDTH, FAST,
     )  # fmt: skip
+    found = at < vocab_size
+    best, at = tl.where(found, best, float("-inf")), tl.where(found, at, first)
     out = row * tl.num_programs(1) + tile
     tl.store(best_ptr + out, best)
     tl.store(at_ptr + out, offset + at)

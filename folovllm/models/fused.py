@@ -19,14 +19,14 @@ from folovllm.worker.input_batch import ForwardBatch
 
 
 class FusedRMSNorm(RMSNorm):
-    """Sum and norm in one pass over [T, H]."""
+    """Sum and norm in one pass."""
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """As `RMSNorm`."""
         if residual is None:
-            return rms_norm(x, self.weight, self.eps)
+            return rms_norm(x.flatten(0, -2), self.weight, self.eps).view(x.shape)  # heads are rows too
         return add_rms_norm(x, residual, self.weight, self.eps)
 
 
@@ -80,5 +80,10 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
 def fuse(model: nn.Module, twins: Mapping[type[nn.Module], type[nn.Module]] = FUSED) -> None:
     """Turn every layer that has a fused twin into it, in place: the weights stay where they are."""
     for module in model.modules():
-        if (twin := twins.get(type(module))) is not None:
+        if (twin := twins.get(type(module))) is not None and _fits(module):
             module.__class__ = twin
+
+
+def _fits(layer: nn.Module) -> bool:
+    """Not attention whose head_dim is no power of two, as a tile of a kernel is; flash-attn's heads may be 80 wide."""
+    return not isinstance(layer, LlamaAttention) or layer.head_dim & (layer.head_dim - 1) == 0

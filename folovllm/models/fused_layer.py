@@ -70,7 +70,10 @@ class LateNormDecoderLayer(LlamaDecoderLayer):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The stream [T, H] -> the stream, and None: nothing is left to be added."""
+        """The stream [T, H] -> the stream, written over, and None: nothing is left to be added.
+
+        Where that cannot be, with float16, biases or several ranks, as `LlamaDecoderLayer`.
+        """
         attention, mlp = self.self_attn, self.mlp
         o_proj, down_proj = attention.o_proj, mlp.down_proj
         if not (
