@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -96,7 +95,7 @@ def run_workload(engine: LLMEngine, workload: Workload, limit: float | None = No
             continue
         _step(engine, seen)
     seen.seconds, seen.cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    _count(engine, workload, seen, len(workload.requests) - len(queue))
+    _count(engine, seen, len(workload.requests) - len(queue))
     return seen
 
 
@@ -109,7 +108,7 @@ def _step(engine: LLMEngine, seen: Observed) -> None:
         seen.waste.append(stats.kv_waste)
 
 
-def _count(engine: LLMEngine, workload: Workload, seen: Observed, submitted: int) -> None:
+def _count(engine: LLMEngine, seen: Observed, submitted: int) -> None:
     """Tokens of finished requests, and of those that are aborted here."""
     for index in range(submitted):
         output = seen.outputs.get(str(index)) or engine.abort_request(str(index))
@@ -200,9 +199,6 @@ def _measure(
         return passes, found
     finally:
         engine.close()
-        del engine
-        gc.unfreeze()  # make_engine froze what there was
-        gc.collect()
         torch.cuda.empty_cache()  # the next engine measures what is free
 
 

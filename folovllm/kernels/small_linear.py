@@ -25,8 +25,8 @@ def small_linear_kernel(
     """Program p: outputs p * N to p * N + N of all M tokens. The first weights are under way before the inputs are there.
 
     NORM: x is divided by its root mean square, after the product; every program takes the mean anew, which costs less
-    than a kernel that does it once. GATED: the weight is gate and up stacked, `num_rows` rows
-    each, and the output silu(gate) * up, both rounded before they meet. RESIDUAL: [M, num_rows], added.
+    than a kernel that does it once. GATED: the weight is gate and up stacked, `num_rows` rows each, and the output
+    silu(gate) * up, both rounded before they meet. RESIDUAL: [M, num_rows], added.
     """
     rows = tl.program_id(0) * N + tl.arange(0, N)
     keep = rows < num_rows
@@ -74,8 +74,9 @@ def small_linear(
 ) -> torch.Tensor:
     """`x` [T, K] times the transpose of `weight` [rows, K], for T = 1, 2 or 4; accumulated in float32.
 
-    With `norm_eps`, each row of `x` is first divided by its root mean square (RMSNorm without weights). With `gated`, `weight` is [2I, K] and the result
-    silu(first half) * second half, [T, I]. With `residual` [T, rows], contiguous, that is added.
+    With `norm_eps`, each row of `x` is first divided by its root mean square (RMSNorm without weights). With `gated`,
+    `weight` is [2I, K] and the result silu(first half) * second half, [T, I]. With `residual` [T, rows], contiguous,
+    that is added.
     """
     num_tokens, width = x.shape
     rows = len(weight) // 2 if gated else len(weight)

@@ -10,8 +10,7 @@ from folovllm.attention.backends.registry import get_backend
 
 logger = logging.getLogger("folovllm")
 
-SMALLEST_BLOCK = 16
-LARGEST_BLOCK = 256
+BLOCK_SIZES = (16, 32, 64, 128, 256)  # to choose from
 # The faster first, as docs/performance_log.md measured them. Triton's interpreter is for those who ask for it.
 AUTO_ORDER = {"cuda": ("triton", "flash_attn", "torch_paged"), "cpu": ("torch_paged",)}
 
@@ -38,8 +37,7 @@ def choose_backend(name: str, config: AttentionConfig) -> tuple[str, int]:
 
 def _checked(backend: type[AttentionBackend], config: AttentionConfig) -> int:
     """The block size to use, if the backend can run with it."""
-    sizes = (SMALLEST_BLOCK << i for i in range(LARGEST_BLOCK // SMALLEST_BLOCK))
-    size = config.block_size or next(s for s in sizes if backend.supports_block_size(s))
+    size = config.block_size or next(size for size in BLOCK_SIZES if backend.supports_block_size(size))
     if not backend.supports_block_size(size):
         raise BackendUnavailable(
             f"{backend.name} needs pages of a multiple of {backend.supported_block_sizes} tokens, not {size}: "
