@@ -123,7 +123,7 @@ def watch(
     queue = [mine.course.exercise(id)] if id else [e for e in _started(mine) if not mine.written(e)]
     try:
         while queue:
-            newest = max((file.stat().st_mtime for file in (mine.folder).rglob("*.py")), default=0.0)
+            newest = max((file.stat().st_mtime for file in mine.folder.rglob("*.py")), default=0.0)
             if newest == seen:
                 time.sleep(POLL)
                 continue

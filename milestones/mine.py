@@ -63,6 +63,10 @@ class Mine:
         text = self.read(symbol.path)
         return text is not None and splice.stub_text(exercise.id, symbol.name) in text
 
+    def where(self, exercise: Exercise) -> str:
+        """`path:line` of the exercise's first symbol that is a stub here, else of its first."""
+        return self.line(next((s for s in exercise.symbols if self.is_blank(s, exercise)), exercise.symbols[0]))
+
     def line(self, symbol: Symbol) -> str:
         """`path:line` of a symbol as the learner has it."""
         file = self.folder / symbol.path
@@ -98,8 +102,7 @@ class Mine:
 
     def reset(self, exercise: Exercise) -> Path:
         """Cut the exercise out again; what was written goes to the returned backup folder."""
-        names = {symbol.name: exercise.id for symbol in exercise.symbols}
-        return self._put(exercise, lambda s: splice.blank(self._base(s.path), {s.name: names[s.name]}))
+        return self._put(exercise, lambda s: splice.blank(self._base(s.path), {s.name: exercise.id}))
 
     def paste(self, exercise: Exercise) -> Path:
         """Put the reference's answer in; what was there goes to the returned backup folder."""

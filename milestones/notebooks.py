@@ -59,8 +59,7 @@ def _name_the_unwritten(mine: Mine) -> None:
     ) -> None:
         exercise = next((e for e in mine.course.exercises if str(error).startswith(f"{e.id}: ")), None)
         if exercise:
-            symbol = next((s for s in exercise.symbols if mine.is_blank(s, exercise)), exercise.symbols[0])
-            print(f"{exercise} is not written yet: {mine.line(symbol)}", file=sys.stderr)
+            print(f"{exercise} is not written yet: {mine.where(exercise)}", file=sys.stderr)
         else:
             shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
 

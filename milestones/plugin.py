@@ -134,10 +134,9 @@ class Report:
                 yield f"{exercise}  {state}  {self._where(exercise)}  python -m milestones hint {exercise.id}"
 
     def _where(self, exercise: Exercise) -> str:
-        """The first symbol of the exercise that is still a stub, else its first, as `mine/...:line`."""
+        """As `Mine.where`, from the working directory on."""
         assert self.mine
-        symbol = next((s for s in exercise.symbols if self.mine.is_blank(s, exercise)), exercise.symbols[0])
-        return os.path.relpath(self.mine.line(symbol))
+        return os.path.relpath(self.mine.where(exercise))
 
 
 def covers(test: str, node: str) -> bool:

@@ -108,11 +108,6 @@ def blank(source: str, stubs: Mapping[str, str]) -> str:
     return blanked
 
 
-def is_blank(source: str, name: str, exercise: str) -> bool:
-    """True while the stub stands in the body, whatever stands around it."""
-    return stub_text(exercise, name) in find(source, name).body_at("")
-
-
 def in_reach(source: str, node: FunctionNode) -> list[str]:
     """What the body uses of `self`, then of its module, in alphabetical order: a learner may use it too."""
     inside = [n for statement in node.body for n in ast.walk(statement)]
