@@ -13,7 +13,7 @@ import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.attention.backends.registry import BACKENDS, get_backend
-from folovllm.worker.input_batch import ForwardBatch
+from folovllm.forward_batch import ForwardBatch
 
 PAGED = tuple(name for name in BACKENDS if name != "torch_cat")  # the others keep their K/V in pages
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -29,11 +29,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.registry import get_backend
 from folovllm.cache.growing_cache import GrowingKVCache
+from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.attention import Attention
 from folovllm.models.llama import head_dim_of
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
-from folovllm.worker.input_batch import ForwardBatch
 
 transformers.utils.logging.disable_progress_bar()
 FAMILIES = ("qwen3", "llama", "qwen2", "mistral")

@@ -16,7 +16,7 @@ import triton
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.attention.backends.registry import get_backend
-from folovllm.worker.input_batch import ForwardBatch
+from folovllm.forward_batch import ForwardBatch
 
 LAYERS = 28
 CONTEXTS = ("300-1500", "4096", "32768")

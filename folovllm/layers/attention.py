@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from folovllm.attention.backends.abstract import AttentionBackend
-    from folovllm.worker.input_batch import ForwardBatch
+from folovllm.attention.backends.abstract import AttentionBackend
+from folovllm.forward_batch import ForwardBatch
 
 
 class Attention(nn.Module):

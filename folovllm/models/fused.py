@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.activation import silu_and_mul
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
@@ -15,7 +16,6 @@ from folovllm.layers.layernorm import RMSNorm
 from folovllm.models.llama import LlamaAttention
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
-from folovllm.worker.input_batch import ForwardBatch
 
 
 class FusedRMSNorm(RMSNorm):

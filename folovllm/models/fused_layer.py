@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.activation import silu_and_mul
 from folovllm.kernels.small_linear import serves, small_linear
 from folovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from folovllm.models.fused import FusedLlamaAttention, fuse
 from folovllm.models.llama import LlamaDecoderLayer, LlamaMLP
-from folovllm.worker.input_batch import ForwardBatch
 
 
 def _few(x: torch.Tensor) -> bool:

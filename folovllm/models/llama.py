@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
+from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.attention import Attention
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -19,8 +20,6 @@ from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_frequencies
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from folovllm.worker.input_batch import ForwardBatch
 
 
 def head_dim_of(config: PretrainedConfig) -> int:

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
 from folovllm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from folovllm.worker.input_batch import ForwardBatch
 
 Qwen3MLP = LlamaMLP
 Qwen3DecoderLayer = LlamaDecoderLayer

@@ -10,10 +10,10 @@ from tqdm import tqdm
 
 from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
 from folovllm.engine.setup import EngineSetup
+from folovllm.forward_batch import ForwardBatch
 from folovllm.request import Sequence
 from folovllm.sample.sampler import Logprobs, SamplerOutput, SamplingBatch
 from folovllm.worker.host_ring import HostRing
-from folovllm.worker.input_batch import ForwardBatch
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.packed_step import DeviceTables, Field, PackedStep, StepPacker
 from folovllm.worker.step_graph import CudaGraph, RecordedGraph, StepGraph

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from folovllm.engine.scheduler import ScheduledSequence
-from folovllm.worker.input_batch import ForwardBatch
+from folovllm.forward_batch import ForwardBatch
 
 Int32 = npt.NDArray[np.int32]
 IN_FLIGHT = -1  # a token that is on the device and has not come back yet

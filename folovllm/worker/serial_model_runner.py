@@ -8,8 +8,8 @@ from folovllm.attention.backends.registry import get_backend
 from folovllm.cache.growing_cache import GrowingKVCache
 from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
 from folovllm.engine.setup import EngineSetup
+from folovllm.forward_batch import ForwardBatch
 from folovllm.sample.sampler import SamplerOutput, SamplingBatch
-from folovllm.worker.input_batch import ForwardBatch
 from folovllm.worker.model_runner import choose_layers, make_sampler
 from folovllm.worker.native_model import attention_layers, load_native_model
 

@@ -11,7 +11,7 @@ from folovllm.attention.backends.flash_attn import FlashAttentionBackend
 from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.attention.backends.triton import TritonBackend
-from folovllm.worker.input_batch import ForwardBatch
+from folovllm.forward_batch import ForwardBatch
 from tests.m4.cases import DEVICE, assert_close
 
 HQ, HKV, D, B = 4, 2, 16, 16

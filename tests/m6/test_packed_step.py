@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
+from folovllm.forward_batch import ForwardBatch
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
-from folovllm.worker.input_batch import ForwardBatch, InputBatch
+from folovllm.worker.input_batch import InputBatch
 from folovllm.worker.packed_step import (
     IN_FLIGHT,
     NOTHING,

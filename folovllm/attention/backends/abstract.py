@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from folovllm.worker.input_batch import ForwardBatch
+from folovllm.forward_batch import ForwardBatch
 
 
 class BackendUnavailable(ValueError):

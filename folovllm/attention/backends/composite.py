@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig
-from folovllm.worker.input_batch import ForwardBatch
+from folovllm.forward_batch import ForwardBatch
 
 
 def decodes_of(batch: ForwardBatch) -> ForwardBatch:

@@ -6,7 +6,7 @@ import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.ops import create_causal_mask, naive_attention, reshape_and_cache_kv
-from folovllm.worker.input_batch import ForwardBatch
+from folovllm.forward_batch import ForwardBatch
 
 
 class TorchNaiveBackend(AttentionBackend):

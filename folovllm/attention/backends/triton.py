@@ -6,10 +6,10 @@ import torch
 import triton
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
+from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.decode import SplitKVDecode
 from folovllm.kernels.prefill import prefill
 from folovllm.kernels.store import store_kvcache
-from folovllm.worker.input_batch import ForwardBatch
 
 
 def interpreted() -> bool:

@@ -1,0 +1,30 @@
+"""What a model is given in a step. Whoever builds it (`worker/`) knows the scheduler; whoever reads it need not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """A ragged batch: the new tokens of all scheduled sequences, end to end, with no padding.
+
+    Sequences with one new token (decodes) come first. `T` new tokens, `S` sequences. Passed explicitly down the
+    model: there is no global context, so two engines can live in one process.
+    """
+
+    input_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64, in the sequence
+    slot_mapping: torch.Tensor  # [T] int64, where each new K/V goes (block * B + offset); -1: nowhere
+    query_start_loc: torch.Tensor  # [S+1] int32, prefix sums of num_new_tokens
+    seq_lens: torch.Tensor  # [S] int32, tokens in the cache after this step
+    block_tables: torch.Tensor  # [S, max_blocks] int32
+    logits_indices: torch.Tensor  # [S] int64, the last new token of each sequence
+    num_seqs: int
+    num_decodes: int
+    max_query_len: int  # upper bounds, so that a captured graph may keep them
+    max_seq_len: int
+    query_lens_host: list[int]  # for backends that loop over sequences
+    seq_lens_host: list[int]
