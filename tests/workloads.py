@@ -76,7 +76,11 @@ def mixed_requests(kind: str = "greedy", count: int = 32, seed: int = 0) -> list
 @lru_cache(maxsize=8)
 def workload(kind: str = "greedy", count: int = 32, seed: int = 0, family: str = "qwen3") -> Workload:
     """The requests with M1's answers, computed once a process."""
-    model, requests = tiny_checkpoint(family), mixed_requests(kind, count, seed)
+    return answered(tiny_checkpoint(family), mixed_requests(kind, count, seed))
+
+
+def answered(model: Path, requests: list[Request]) -> Workload:
+    """Any requests with M1's answers."""
     outputs = serve(make_engine(model, milestone="m1"), requests)
     answers = [output.outputs[0].token_ids for output in outputs]
     assert_varied([answer for answer in answers if len(answer) >= 9])

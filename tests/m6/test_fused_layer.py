@@ -1,0 +1,283 @@
+"""Decoder layers that fold their norms away: what they compute, how exactly, and what they leave behind."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton", reason="Triton is for Linux only")
+
+from folovllm.attention.ops import reshape_and_cache_kv
+from folovllm.config import EngineConfig
+from folovllm.distributed.layers import parallelize
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.overlap import make_engine
+from folovllm.kernels.small_linear import serves
+from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.rotary_embedding import rotate
+from folovllm.models import fused, fused_layer
+from folovllm.models.fused import fuse
+from folovllm.models.fused_layer import LateNormDecoderLayer, fuse_layers
+from folovllm.models.llama import LlamaDecoderLayer
+from folovllm.models.loader import load_model
+from folovllm.sampling_params import SamplingParams
+from tests.helpers import FAMILIES, Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
+from tests.m6.devices import DEVICE
+from tests.m6.ranks import ThreadGroup
+from tests.workloads import Request, Workload, answered, serve
+
+
+def small_checkpoint(family: str = "qwen3", **fields: Any) -> Path:
+    """So small that the interpreter serves it in seconds. No width but the heads' is a power of two, where that can be."""
+    hidden = 32 if family == "qwen2" else 24
+    shape = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "hidden_size": hidden, "intermediate_size": 20}
+    return tiny_checkpoint(family, **(shape | {"num_hidden_layers": 2} | fields))
+
+
+@pytest.fixture
+def gpu_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python chooses as on a GPU: every kernel of a recorded step runs, interpreted where none can be compiled."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+
+
+@pytest.fixture(params=["few", "many"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which of a layer's two ways is taken: small batches in `small_linear`, wherever it serves them, or none."""
+    monkeypatch.setattr(fused_layer, "_few", lambda x: request.param == "few" and serves(len(x)))
+    return request.param
+
+
+def late_driver(checkpoint: Path, **fields: Any) -> Driver:
+    """A model with the layers of M6, driven by hand."""
+    driver = Driver(checkpoint, "torch_paged", device=DEVICE, **fields)
+    fuse(driver.model)
+    fuse_layers(driver.model)
+    return driver
+
+
+def late_layers(driver: Driver) -> list[LateNormDecoderLayer]:
+    return [layer for layer in driver.model.model.layers if isinstance(layer, LateNormDecoderLayer)]
+
+
+# --- the whole engine -----------------------------------------------------------------------------------------------
+
+
+def requests_of_all_kinds() -> list[Request]:
+    """Greedy and seeded; a prompt longer than the budget, one of one token, and one that begins as the first does."""
+    first, long, short = prompts([9, 14, 1])
+    drawn = SamplingParams(temperature=0.8, seed=7, max_tokens=5, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    return [Request(first, drawn), Request(long, greedy), Request(short, greedy), Request([*first[:8], 3], drawn)]
+
+
+def served_by_kernels(checkpoint: Path, **overrides: Any) -> LLMEngine:
+    """M6 over kernels. Few pages, so that sequences push each other out, and prompts come in chunks."""
+    fields = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 10, "block_size": 4, "num_kv_blocks": 8}
+    fields |= {"attention_backend": "triton", "dtype": "float32", "device": DEVICE, "use_tqdm": False}
+    return make_engine(EngineConfig(model=str(checkpoint), **(fields | overrides)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_answers_as_m1_does(family: str, gpu_paths: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = _answered(small_checkpoint(family, num_hidden_layers=2 if family == "qwen3" else 1))
+    widths: set[int] = set()
+    for name in ("silu_and_mul", "small_linear"):
+        kernel = getattr(fused_layer, name)
+        monkeypatch.setattr(fused_layer, name, lambda x, *rest, k=kernel, **kw: widths.add(len(x)) or k(x, *rest, **kw))
+    served = served_by_kernels(load.model)
+    load.check(serve(served, load.requests))
+    assert served.stats().preemptions > 0 and served.prefix_cache_stats().tokens_hit > 0
+    assert {1, 2, 4} <= widths
+    if family != "qwen2":  # its layers keep their norms, and have their activation elsewhere
+        assert max(widths) > 4
+
+
+def test_logits_that_are_not_numbers_end_no_engine(gpu_paths: None) -> None:
+    """As in M1 token 0 is drawn, not one that does not exist."""
+    served = served_by_kernels(small_checkpoint(num_hidden_layers=1), num_kv_blocks=64)
+    served.executor._worker.runner.model.model.norm.weight.fill_(torch.nan)  # type: ignore[attr-defined]
+    drawn = [SamplingParams(temperature=t, seed=1, max_tokens=3, ignore_eos=True) for t in (0.0, 1.0)]
+    outputs = serve(served, [Request([5, 6, 7], params) for params in drawn])
+    assert [output.outputs[0].token_ids for output in outputs] == [[0] * 3] * 2
+
+
+def _answered(checkpoint: Path) -> Workload:
+    """M1's answers, computed without the fixture's pretence."""
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE == "cpu":
+            patch.setattr(torch.Tensor, "is_cuda", property(lambda _: False))
+        return answered(checkpoint, requests_of_all_kinds())
+
+
+# --- the layers ----------------------------------------------------------------------------------------------------
+
+
+def test_every_size_of_batch(path: str) -> None:
+    """1, 2, 3 and 4 decodes, and four tokens of which three are a prompt's."""
+    checkpoint = small_checkpoint()
+    plain, late = Driver(checkpoint, "torch_paged", device=DEVICE), late_driver(checkpoint)
+    for pieces in ({0: [1, 2, 3, 4, 5]}, {0: [6]}, {0: [7], 1: [8, 9, 1]}, {0: [1], 1: [2]}, {0: [3], 1: [4], 2: [5]}):
+        expected = plain.step(pieces)
+        for seq, logits in late.step(pieces).items():
+            assert_logits_equal(logits, expected[seq])
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e6])
+def test_hostile_weights_and_streams(path: str, scale: float) -> None:
+    """Weights of a norm that are zero, negative or huge; a row of zeros; a stream so small that only eps counts, or huge."""
+    checkpoint = small_checkpoint(tied=False)
+    plain, late = Driver(checkpoint, "torch_paged", device=DEVICE), Driver(checkpoint, "torch_paged", device=DEVICE)
+    for driver in (plain, late):
+        embedding = driver.model.model.embed_tokens.weight
+        embedding *= scale
+        embedding[0] = 0.0
+        for layer in driver.model.model.layers:
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.weight[:4] = torch.tensor([0.0, -1.0, -30.0, 100.0], device=DEVICE)
+    fuse(late.model)
+    fuse_layers(late.model)
+    for pieces in ({0: [1, 0, 3]}, {0: [0], 1: [0]}, {0: [4]}):
+        expected = plain.step(pieces)
+        for seq, logits in late.step(pieces).items():
+            assert_logits_equal(logits, expected[seq])
+
+
+def test_in_float16_norms_stay(path: str) -> None:
+    checkpoint, tokens = small_checkpoint(tied=False), prompts([4])[0]
+    late = late_driver(checkpoint, dtype=torch.float16)
+    assert not any(layer.folded for layer in late_layers(late))
+    logits = late.step({0: tokens})[0]
+    assert_as_accurate(logits, hf_logits(checkpoint, tokens, torch.float16), hf_logits(checkpoint, tokens))
+
+
+def test_ranks_add_among_themselves(path: str) -> None:
+    """On top of these layers those that talk to others: their sums must not go straight into the stream."""
+    checkpoint = small_checkpoint("llama")
+    plain, late = Driver(checkpoint, "torch_paged", device=DEVICE), late_driver(checkpoint)
+    group = ThreadGroup(0, [None], threading.Barrier(1))
+    sums: list[int] = []
+    add_up, group.all_reduce = group.all_reduce, lambda x: sums.append(len(x)) or add_up(x)  # type: ignore[method-assign]
+    parallelize(late.model, group, 259)  # type: ignore[arg-type]
+    for pieces in ({0: [1, 2, 3]}, {0: [4]}):
+        assert_logits_equal(late.step(pieces)[0], plain.step(pieces)[0])
+    assert sums == [3] * 5 + [1] * 5  # the embedding, and two in each layer
+
+
+def test_folding_twice_is_folding_once_and_what_is_saved_is_a_model() -> None:
+    """And weights that are loaded later are folded again."""
+    checkpoint, tokens = small_checkpoint(), prompts([6])[0]
+    late, expected = late_driver(checkpoint), hf_logits(checkpoint, tokens)
+    for layer in late_layers(late):
+        layer.fold_norms()
+    assert_logits_equal(late.step({0: tokens})[0], expected)
+    plain = Driver(checkpoint, "torch_paged", device=DEVICE)  # the file has not changed with the model
+    assert_logits_equal(plain.step({0: tokens})[0], expected)
+    plain.model.load_state_dict(late.model.state_dict())  # another norm and another projection: the same product
+    assert_logits_equal(plain.step({1: tokens})[1], expected)
+    load_model(late.model, checkpoint, use_tqdm=False)
+    fuse_layers(late.model)
+    assert_logits_equal(late.step({1: tokens})[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "folded"),
+    [
+        ("qwen3", {}, True),
+        ("mistral", {}, True),
+        ("qwen2", {}, False),
+        ("llama", {"mlp_bias": True}, False),
+        ("llama", {"attention_bias": True}, False),
+        ("qwen3", {"head_dim": 24}, True),  # folded, but attention is torch's: no tile is 24 wide
+    ],
+)
+def test_who_folds(family: str, fields: dict[str, Any], folded: bool, path: str) -> None:
+    """All layers of a model do, or none, and the answers are the same."""
+    checkpoint = small_checkpoint(family, **fields)
+    plain, late = Driver(checkpoint, "torch_paged", device=DEVICE), late_driver(checkpoint)
+    assert [layer.folded for layer in late_layers(late)] == [folded] * 2
+    for pieces in ({0: [1, 2, 3, 4, 5]}, {0: [6]}):
+        assert_logits_equal(late.step(pieces)[0], plain.step(pieces)[0])
+
+
+# --- bfloat16, which the interpreter lacks: the same layers over torch ---------------------------------------------
+
+
+def divided(x: torch.Tensor, stream: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """The late division: rows of `x` by the root mean square of the stream's, rounded."""
+    if stream is None:
+        return x
+    root = (stream.float().square().mean(1) + eps).sqrt()
+    return (x.float() / root.view(-1, *[1] * (x.dim() - 1))).to(x.dtype)
+
+
+def torch_linear(x, weight, norm_eps=None, gated=False, residual=None):  # type: ignore[no-untyped-def]
+    """`small_linear`: float32 until the result, but for gate and up."""
+    y = F.linear(x.float(), weight.float())
+    y = y if norm_eps is None else divided(y, x, norm_eps)
+    y = SiluAndMul()(y.to(x.dtype)).float() if gated else y
+    return (y if residual is None else y + residual).to(x.dtype)
+
+
+def torch_store(  # type: ignore[no-untyped-def]
+    query, key, value, positions, table, kv_cache, slots, q_weight, k_weight, eps, stream=None, stream_eps=0.0
+):
+    """`qk_norm_rope_store`."""
+    query, key, value = (divided(x, stream, stream_eps) for x in (query, key, value))
+    if q_weight is not None:
+        query, key = torch_norm(query, q_weight, eps), torch_norm(key, k_weight, eps)
+    cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)
+    reshape_and_cache_kv(rotate(key, cos, sin), value, kv_cache, slots)
+    return rotate(query, cos, sin)
+
+
+def torch_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
+
+
+@pytest.fixture
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel of the layers by torch, with the same roundings."""
+    monkeypatch.setattr(fused, "qk_norm_rope_store", torch_store)
+    monkeypatch.setattr(fused, "rms_norm", torch_norm)
+    monkeypatch.setattr(fused, "add_rms_norm", lambda x, r, w, eps: (torch_norm(x + r, w, eps), x + r))
+    monkeypatch.setattr(fused, "silu_and_mul", SiluAndMul())
+    monkeypatch.setattr(fused_layer, "silu_and_mul", lambda x, stream, eps: SiluAndMul()(divided(x, stream, eps)))
+    monkeypatch.setattr(fused_layer, "small_linear", torch_linear)
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+def test_in_bfloat16_as_accurate_as_with_its_norms(in_torch: None, path: str, outliers: bool) -> None:
+    """The weights lose a digit in folding, once; a norm before the product would have cost it at every step.
+
+    With a few activations a thousand times as large as the others, which trained models have, and small weights there.
+    """
+    checkpoint = tiny_checkpoint("qwen3", tied=False, num_hidden_layers=4)
+    truth_driver, early, late = (
+        Driver(checkpoint, "torch_paged", dtype=dtype, device=DEVICE)
+        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
+    )
+    for driver in (truth_driver, early, late) if outliers else ():
+        driver.model.model.embed_tokens.weight[:, 5:8] *= 1024
+        for layer in driver.model.model.layers:
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.weight[5:8] /= 1024
+                norm.weight *= 16
+    fuse(late.model)
+    fuse_layers(late.model)
+    assert all(layer.folded for layer in late_layers(late)) and type(early.model.model.layers[0]) is LlamaDecoderLayer
+    results: list[list[torch.Tensor]] = [[], [], []]
+    tokens = prompts([48])[0]
+    for start in range(0, 48, 4):  # four tokens: those that both ways take
+        for driver, logits in zip((truth_driver, early, late), results, strict=True):
+            logits.append(driver.step({0: tokens[start : start + 4]})[0])
+    truth, rival, ours = (torch.cat(logits) for logits in results)
+    assert_as_accurate(ours, rival, truth)
+    if not outliers:
+        assert_as_accurate(ours, hf_logits(checkpoint, tokens, torch.bfloat16), hf_logits(checkpoint, tokens))
