@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,9 @@ from folovllm.distributed.sharding import local_config, shard_named
 from folovllm.engine.setup import EngineSetup
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.linear import RowParallelLinear
-from folovllm.models.llama import head_dim_of
+from folovllm.models.llama import LlamaForCausalLM, head_dim_of
 from folovllm.models.loader import init_random_weights, load_model
 from folovllm.models.registry import build_model
-
-if TYPE_CHECKING:
-    from folovllm.models.llama import LlamaForCausalLM
 
 
 class ShardedRowLinear(RowParallelLinear):

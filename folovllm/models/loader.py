@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from folovllm.layers.linear import MergedColumnParallelLinear
-
-if TYPE_CHECKING:
-    from folovllm.models.llama import LlamaForCausalLM
+from folovllm.models.llama import LlamaForCausalLM
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry

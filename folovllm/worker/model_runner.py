@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from folovllm.attention.backends.registry import get_backend
@@ -11,16 +9,13 @@ from folovllm.cache import kv_cache_manager
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
 from folovllm.engine.setup import EngineSetup
+from folovllm.models.llama import LlamaForCausalLM
 from folovllm.request import Sequence
 from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
 from folovllm.sampling_params import SamplingParams
 from folovllm.worker.input_batch import InputBatch
 from folovllm.worker.kv_memory import num_blocks_that_fit
 from folovllm.worker.native_model import attention_layers, load_native_model
-
-if TYPE_CHECKING:
-    from folovllm.models.llama import LlamaForCausalLM
-
 
 WARM_UP_TOKENS = 256  # from here on more tokens, or more sequences, change no kernel
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from folovllm.engine.setup import EngineSetup
 from folovllm.layers.attention import Attention
+from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import init_random_weights, load_model
 from folovllm.models.registry import build_model
-
-if TYPE_CHECKING:
-    from folovllm.models.llama import LlamaForCausalLM
 
 
 def load_native_model(setup: EngineSetup) -> LlamaForCausalLM:
