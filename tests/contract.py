@@ -69,14 +69,11 @@ class Problem:
 
 def make_backend(name: str, case: Case, dtype: torch.dtype, device: str = DEVICE) -> AttentionBackend:
     """The backend, set up for a case; skips the test, with the backend's own words, where it cannot run."""
-    block_size, longest = case.block_size, max(map(sum, case.seqs))
     try:
         kind = get_backend(name)
-        block_size = block_size if kind.supports_block_size(block_size) else LARGEST_BLOCK
-        config = AttentionConfig(
-            case.num_heads, case.num_kv_heads, case.head_dim, dtype, torch.device(device), block_size,
-            max_num_seqs=8, max_num_batched_tokens=512, max_model_len=max(longest, block_size),
-        )  # fmt: skip
+        block_size = case.block_size if kind.supports_block_size(case.block_size) else LARGEST_BLOCK
+        heads = case.num_heads, case.num_kv_heads, case.head_dim
+        config = AttentionConfig(*heads, dtype, torch.device(device), block_size, max_num_seqs=8)
         kind.check_available(config)
     except BackendUnavailable as error:
         pytest.skip(str(error))

@@ -220,12 +220,10 @@ class Driver:
         self.model = build_model(config, dtype, device)
         load_model(self.model, path, use_tqdm=False)
         heads, head_dim = config.num_key_value_heads, head_dim_of(config)
-        self.backend = get_backend(backend)(
-            AttentionConfig(
-                config.num_attention_heads, heads, head_dim, dtype, torch.device(device), block_size, max_seqs,
-                max_seqs * max_len, max_len,
-            )
-        )  # fmt: skip
+        attention = AttentionConfig(
+            config.num_attention_heads, heads, head_dim, dtype, torch.device(device), block_size, max_seqs
+        )
+        self.backend = get_backend(backend)(attention)
         blocks = -(-max_len // block_size)
         order = torch.randperm(max_seqs * blocks, generator=torch.Generator().manual_seed(0))
         self.tables = order.view(max_seqs, blocks).int().to(device)  # [max_seqs, max_blocks]

@@ -123,7 +123,7 @@ def bench_attention(
                 lens = sequence_lengths(size, context)
                 if phase == "prefill" and sum(lens) > MAX_PREFILL_TOKENS:
                     continue
-                config = AttentionConfig(*heads, head_dim, dtype, device, block_size, size, sum(lens), max(lens))
+                config = AttentionConfig(*heads, head_dim, dtype, device, block_size, size)
                 for row in _rows(names, config, phase, context, lens, bandwidth, report):
                     unit = f"TB/s {row.share:5.0%} of copy" if phase == "decode" else "TFLOP/s"
                     report(

@@ -75,10 +75,8 @@ def set_up(config: EngineConfig) -> EngineSetup:
         device=device,
         block_size=wanted_block_size,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_model_len=max_model_len,
     )
-    backend, block_size = _choose_attention(config, attention)
+    backend, block_size = _choose_attention(config, attention, max_model_len)
     attention = replace(attention, block_size=block_size)
     if config.max_model_len is None:
         logger.info("max_model_len is %d (the model's own limit: %d)", max_model_len, context_limit(hf_config))
@@ -89,13 +87,13 @@ def set_up(config: EngineConfig) -> EngineSetup:
     )  # fmt: skip
 
 
-def _choose_attention(config: EngineConfig, attention: AttentionConfig) -> tuple[str, int]:
-    """The backend's name and the tokens of a page."""
+def _choose_attention(config: EngineConfig, attention: AttentionConfig, max_model_len: int) -> tuple[str, int]:
+    """The backend's name, and the tokens of a page, or of a cache that grows."""
     if config.kv_cache == "growing":
         if config.attention_backend != "auto":
             get_backend(str(config.attention_backend))  # a name that nobody knows has an error of its own
             raise ValueError('kv_cache="growing" attends in its own way: leave attention_backend out, or use "m2"')
-        return ("" if config.model_impl == "hf" else "torch_cat"), attention.max_model_len
+        return ("" if config.model_impl == "hf" else "torch_cat"), max_model_len
     return choose_backend(config.attention_backend or "auto", attention)
 
 

@@ -51,7 +51,7 @@ def test_the_suite_notices(backend: str) -> None:
 
 
 def test_tables_of_a_problem_are_disjoint() -> None:
-    config = AttentionConfig(4, 2, 32, torch.float32, torch.device(DEVICE), 16, 8, 512, 512)
+    config = AttentionConfig(4, 2, 32, torch.float32, torch.device(DEVICE), 16, 8)
     batch = make_problem(config, CASES[6]).batch
     owned = [
         block

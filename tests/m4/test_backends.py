@@ -15,7 +15,7 @@ from folovllm.forward_batch import ForwardBatch
 from tests.m4.cases import DEVICE, assert_close
 
 HQ, HKV, D, B = 4, 2, 16, 16
-CONFIG = AttentionConfig(HQ, HKV, D, torch.float32, DEVICE, B, 8, 256, 256)
+CONFIG = AttentionConfig(HQ, HKV, D, torch.float32, DEVICE, B, 8)
 CASES = {  # (tokens, of which new), decodes first
     "decodes": [(1, 1), (16, 1), (17, 1), (70, 1)],
     "prefills": [(20, 20), (1, 1), (33, 33)],

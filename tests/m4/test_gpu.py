@@ -127,7 +127,7 @@ def test_one_graph_serves_all_lengths():
 def test_backends_agree(backend, decode, dtype):
     """All of them against plain torch, lengths mixed; prompts whole."""
     torch.manual_seed(0)
-    config = AttentionConfig(16, 8, 128, dtype, DEVICE, 256, 32, 1 << 16, 4096)
+    config = AttentionConfig(16, 8, 128, dtype, DEVICE, 256, 32)
     if backend is not TritonBackend:
         flash_attn_or_skip(config)
     pair = {"flash_attn": FlashAttentionBackend, "triton": TritonBackend}
@@ -145,7 +145,7 @@ def test_backends_agree(backend, decode, dtype):
 def test_mixed_batch(backend):
     """Decodes and prefills in one step, each to its kernel."""
     torch.manual_seed(0)
-    config = AttentionConfig(16, 8, 128, torch.bfloat16, DEVICE, 256, 32, 1 << 16, 4096)
+    config = AttentionConfig(16, 8, 128, torch.bfloat16, DEVICE, 256, 32)
     if backend is FlashAttentionBackend:
         flash_attn_or_skip(config)
     lens, new = [700, 256, 1, 900, 300], [1, 1, 1, 400, 300]

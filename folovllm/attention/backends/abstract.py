@@ -26,8 +26,6 @@ class AttentionConfig:
     device: torch.device
     block_size: int | None  # B; None: not chosen yet, any that the backend supports will do
     max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
 
     @property
     def scale(self) -> float:
