@@ -26,9 +26,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 LATEST = "m6"
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-MODEL_IMPLS = ("hf", "native")
-KV_CACHES = ("growing", "slots", "paged")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "model_impl": ("hf", "native"),
+    "kv_cache": ("growing", "slots", "paged"),
+    "scheduling": ("fcfs", "priority"),
+}
 MAY_BE_OPEN = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks")  # None: the engine decides
 COUNTS = (*MAY_BE_OPEN, "max_num_seqs", "kv_cache_memory", "tensor_parallel_size", "long_prefill_token_threshold")
 
@@ -123,10 +126,9 @@ class EngineConfig:
         return cls(milestone=milestone, **overrides)
 
     def _validate(self) -> None:
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("model_impl", self.model_impl, MODEL_IMPLS)
-        _one_of("kv_cache", self.kv_cache, KV_CACHES)
-        _one_of("scheduling", self.scheduling, ("fcfs", "priority"))
+        for name, known in CHOICES.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")
         for name in COUNTS:
             value, least = getattr(self, name), 0 if name == "long_prefill_token_threshold" else 1
             if value is None and name in MAY_BE_OPEN:
@@ -191,8 +193,3 @@ class EngineConfig:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, Integral)
-
-
-def _one_of(name: str, value: str | None, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")
