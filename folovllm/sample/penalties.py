@@ -35,7 +35,7 @@ def _penalize(row: torch.Tensor, seq: Sequence) -> None:
 
 
 def forbid_stop_tokens(logits: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
-    """Rule out every token that would end an answer which is shorter than its `min_tokens`."""
+    """Rule out, in `logits` [S, V], every token that would end an answer which is shorter than its `min_tokens`."""
     early = [i for i, seq in enumerate(seqs) if seq.num_output_tokens + seq.num_in_flight < seq.params.min_tokens]
     if not early:
         return logits

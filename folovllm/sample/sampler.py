@@ -74,7 +74,7 @@ class Sampler:
         return self.draw(self.filter(logits, batch), batch)
 
     def filter(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Temperature, then min_p, top_k and top_p. Greedy rows keep their scale; no filter drops their maximum."""
+        """Temperature, min_p, top_k, top_p on [S, V]. Greedy rows keep their scale; no filter drops their maximum."""
         if batch.all_greedy:
             return logits
         logits = logits / torch.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]

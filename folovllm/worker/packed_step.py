@@ -64,8 +64,8 @@ class StepPacker:
     def __init__(self, num_rows: int, block_size: int) -> None:
         self._padding_row = num_rows
         self._block_size = block_size
-        self._temperature = np.zeros(num_rows, np.float32)
-        self._seeds = np.zeros(num_rows, np.int64)
+        self._temperature = np.zeros(num_rows, np.float32)  # [rows], as they were when their sequences came
+        self._seeds = np.zeros(num_rows, np.int64)  # [rows]
 
     def pack(self, items: list[ScheduledSequence], buckets: list[int]) -> PackedStep:
         """One step; `buckets` are the widths for which a decode step is recorded, ascending."""
@@ -189,7 +189,7 @@ class DeviceTables:
         )
 
     def _unpack(self, fields: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Input ids, positions, slots and block tables of a decode step; new pages are entered on the way."""
+        """Input ids, positions, slots [S] and block tables [S, max_blocks]; new pages are entered on the way."""
         if fields.is_cuda:  # one kernel instead of a dozen
             from folovllm.kernels.unpack_step import unpack_decode
 
@@ -206,7 +206,7 @@ class DeviceTables:
         return input_ids, positions, torch.where(seq_lens > 0, slots, -1), self.block_tables[rows]
 
     def unpack_mixed(self, step: PackedStep, flat: torch.Tensor) -> ForwardBatch:
-        """The batch of any step, from its flattened buffer on the device."""
+        """The batch of any step, from its flattened buffer [n] int32 on the device."""
         device = flat.device
         num_fields, num_tokens = step.fields.size, len(step.tokens)
         fields = flat[:num_fields].view(step.fields.shape)
