@@ -127,6 +127,27 @@ def test_qk_norm_rope_store_of_what_was_not_normalised(with_norm, dtype):
         assert_close(late, early)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_heads_that_no_tile_fits_keep_their_torch_layers(family):
+    """flash-attn takes heads of any width in steps of 8; their norms are rows of three dimensions."""
+    path = tiny_checkpoint(family, head_dim=24)
+    plain, fused = (Driver(path, "torch_paged", device=DEVICE.type) for _ in range(2))
+    fuse(fused.model)
+    for pieces in ({0: [5, 6, 7]}, {0: [8]}):
+        assert_logits_equal(fused.step(pieces)[0], plain.step(pieces)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_late_division_of_zeros_and_of_small_numbers(dtype):
+    """eps keeps a stream of zeros finite, and is what counts where the stream is small."""
+    gate_up = torch.tensor([[0.0] * 10, [1e-3] * 10], device=DEVICE, dtype=dtype)
+    stream = torch.tensor([[0.0] * 7, [1e-3] * 7], device=DEVICE, dtype=dtype)
+    root = (stream.float().square().mean(1, keepdim=True) + 1e-6).sqrt()
+    out = silu_and_mul(gate_up, stream, 1e-6)
+    assert not out[0].any()
+    assert_close(out, SiluAndMul()((gate_up / root).to(dtype)))
+
+
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.m6)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_model_computes_what_its_layers_did(family, whole):

@@ -14,6 +14,7 @@ from tests.m6.devices import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+from folovllm.kernels.gumbel_max import TILE, gumbel_max
 from folovllm.kernels.small_linear import serves, small_linear
 from folovllm.kernels.unpack_step import unpack_decode
 
@@ -52,6 +53,25 @@ class TestSmallLinear:
         assert torch.allclose(actual, expected.float(), atol=1e-4, rtol=1e-4)
         assert torch.equal(stream, before)
 
+    @pytest.mark.parametrize("scale", [0.0, 1e-18, 1e-4, 1e15])
+    def test_norm_of_very_small_and_very_large_numbers(self, scale: float) -> None:
+        generator = torch.Generator().manual_seed(0)
+        x = scale * torch.randn(2, 33, generator=generator).to(DEVICE)
+        weight = torch.randn(5, 33, generator=generator).to(DEVICE)
+        expected = F.linear(F.rms_norm(x.double(), (33,), eps=1e-6), weight.double())
+        assert torch.allclose(small_linear(x, weight, 1e-6).double(), expected, rtol=1e-4, atol=1e-5 * scale * 1e3)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    @pytest.mark.parametrize(("width", "rows"), [(1, 2), (5, 9), (513, 1)])
+    def test_no_size_is_too_odd(self, width: int, rows: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(rows)
+        x = torch.randn(2, width, generator=generator).to(DEVICE, dtype)
+        weight = (0.3 * torch.randn(2 * rows, width, generator=generator)).to(DEVICE, dtype)
+        y = F.linear(F.rms_norm(x.double(), (width,), eps=1e-6), weight.double())
+        expected = F.silu(y[:, :rows]) * y[:, rows:]
+        tol = 1e-5 if dtype == torch.float32 else 3e-3
+        assert torch.allclose(small_linear(x, weight, 1e-6, gated=True).double(), expected, rtol=tol, atol=tol)
+
     def test_takes_rows_of_a_larger_tensor(self) -> None:
         x, weight = torch.randn(2, 100, device=DEVICE)[:, :64], torch.randn(8, 64, device=DEVICE)
         assert torch.allclose(small_linear(x, weight), x @ weight.T, atol=1e-4)
@@ -72,6 +92,32 @@ class TestSmallLinear:
         truth = compute(x.double(), weight.double())
         ours, theirs = ((y.double() - truth).norm() for y in (small_linear(x, weight, gated=gated), compute(x, weight)))
         assert ours <= 1.2 * theirs
+
+
+class TestGumbelMaxKeeps:
+    def test_tokens_in_their_rows(self) -> None:
+        """In the order of `rows`, padding's row as often as there is padding; other rows stay, and so does the rest of `out`."""
+        logits = torch.zeros(4, 300, device=DEVICE)
+        logits[torch.arange(4), torch.tensor([11, 22, 33, 44])] = 1.0
+        rows = torch.tensor([5, 0, 6, 6], dtype=torch.int32, device=DEVICE)
+        last, out = torch.full((7,), -7, device=DEVICE), torch.full((6,), -7, device=DEVICE)
+        zero = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+        tokens = gumbel_max(logits, zero.float(), zero, zero, zero, out=out, keep=(last, rows))
+        assert tokens.tolist() == [11, 22, 33, 44] and out.tolist() == [11, 22, 33, 44, -7, -7]
+        assert last[:6].tolist() == [22, -7, -7, -7, -7, 11] and last[6] in (33, 44)
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    @pytest.mark.parametrize("vocab_size", [300, TILE, TILE + 1])
+    def test_nothing_that_is_no_token(self, temperature: float, vocab_size: int) -> None:
+        """What is drawn is looked up in the embedding next: an id beyond it would end the engine on a GPU."""
+        logits = torch.full((4, vocab_size), torch.nan, device=DEVICE)
+        logits[1, 200:] = -torch.inf
+        logits[2] = -torch.inf
+        logits[3] = torch.inf
+        zero = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+        tokens = gumbel_max(logits, torch.full((4,), temperature, device=DEVICE), zero, zero, zero, offset=40)
+        assert all(40 <= token < 40 + vocab_size for token in tokens.tolist())
+        assert tokens[[0, 2, 3]].tolist() == [40] * 3
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
