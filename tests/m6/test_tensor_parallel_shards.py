@@ -30,6 +30,7 @@ from folovllm.layers.linear import RowParallelLinear
 from folovllm.sample.noise import gumbel
 from folovllm.worker.model_runner import dummy_items
 from folovllm.worker.native_model import load_native_model
+from folovllm.worker.packed_step import Field
 from tests.helpers import assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.m6.ranks import ThreadGroup, on_ranks
 
@@ -306,3 +307,22 @@ def test_random_weights_are_those_of_one_rank() -> None:
     assert torch.equal(torch.cat([part[down] for part in parts], dim=1), whole[down])
     assert torch.equal(torch.cat([part[embedding] for part in parts])[:259], whole[embedding])
     assert all(torch.equal(part[norm], whole[norm]) for part in parts)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_still_give_a_token(temperature: float) -> None:
+    config = EngineConfig(model=str(tiny_checkpoint()), device="cpu", use_tqdm=False, max_num_seqs=2)
+    setup = set_up(replace(config, tensor_parallel_size=2))
+    fields = torch.zeros(len(Field), 2, dtype=torch.int32)
+    fields[Field.TEMPERATURE] = torch.full((2,), temperature).view(torch.int32)
+
+    def work(group: ThreadGroup) -> list[int]:
+        runner = ShardedRunner(setup, group)
+        logits = torch.full((2, vocab_shard_size(259, 2)), torch.nan)
+        if group.rank == 1:
+            logits[1, 3] = 0.0
+        runner._draw(logits, fields)
+        return runner._tokens.tolist()
+
+    for tokens in on_ranks(2, work):
+        assert tokens == [0, vocab_shard_size(259, 2) + 3]
