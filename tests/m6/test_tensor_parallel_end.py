@@ -48,6 +48,22 @@ def assert_gone(pids: list[int], within: float = SECONDS) -> None:
         time.sleep(0.05)
 
 
+def kill(llm: LLM, victim: int) -> None:
+    """Kill a rank of an engine that has requests: a step names it soon, the others are gone, each step says it again."""
+    pids = llm.engine.executor.pids
+    os.kill(pids[victim], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerDied, match=rf"rank {victim} \(process {pids[victim]}\).*signal 9"):
+        while True:
+            llm.engine.step()
+    assert time.monotonic() - start < SECONDS
+    assert_gone(pids, 0.0)
+    for _ in range(3):  # a loop until all requests have ended must not go on for ever
+        assert llm.engine.has_unfinished_requests()
+        with pytest.raises(WorkerDied, match=f"rank {victim}"):
+            llm.engine.step()
+
+
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -69,22 +85,12 @@ def leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 @pytest.mark.parametrize("attempt", range(KILLS))
 def test_a_killed_rank_is_named(leftovers: None, attempt: int) -> None:
     rng, llm = random.Random(attempt), engine(async_scheduling=attempt % 3 > 0)
-    pids, victim = llm.engine.executor.pids, attempt % 2
+    victim = attempt % 2
     for i in range(3):
         llm.engine.add_request(f"r{i}", [1, 2, 3 + i], FOREVER)
     for _ in range(rng.randint(0, 30)):
         llm.engine.step()
-    os.kill(pids[victim], signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(WorkerDied, match=rf"rank {victim} \(process {pids[victim]}\).*signal 9"):
-        while True:
-            llm.engine.step()
-    assert time.monotonic() - start < SECONDS
-    assert_gone(pids, 0.0)
-    for _ in range(3):  # with requests left: a loop until they end must not go on for ever
-        assert llm.engine.has_unfinished_requests()
-        with pytest.raises(WorkerDied, match=f"rank {victim}"):
-            llm.engine.step()
+    kill(llm, victim)
     for i in range(3):
         llm.engine.abort_request(f"r{i}")
     with pytest.raises(WorkerDied, match=f"rank {victim}"):
@@ -199,18 +205,11 @@ def test_a_killed_rank_on_gpus(victim: int) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs CUDA")
     before, llm = memory_in_use(), engine(device="cuda")
-    pids = llm.engine.executor.pids
     llm.engine.add_request("r", [1, 2, 3], FOREVER)
     for _ in range(10):
         llm.engine.step()
     assert memory_in_use() > before
-    os.kill(pids[victim], signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(WorkerDied, match=rf"rank {victim} \(process {pids[victim]}\).*signal 9"):
-        while True:
-            llm.engine.step()
-    assert time.monotonic() - start < SECONDS
-    assert_gone(pids, 0.0)
+    kill(llm, victim)
     assert memory_in_use() <= before + 64
     llm.close()
 
