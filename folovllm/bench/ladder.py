@@ -34,7 +34,7 @@ COLUMNS = (
     "TTFT median",
     "TPOT median",
     "KV memory wasted",
-    "of the roofline",
+    ROOFLINE,
     AGREEMENT,
 )
 FIRST_WITH_BACKENDS = "m4"
@@ -89,9 +89,7 @@ def bench_ladder(plan: Plan) -> Result:
     result = bench_throughput(plan.contenders, plan.workload, plan.requests, plan.repeats, plan.limit)
     result.benchmark = "ladder"
     on_gpu = choose_device(plan.contenders[0][1].get("device")).type == "cuda"
-    for run in (
-        result.runs
-    ):  # a GPU's work is not the CPU's; a small model's weights stay in a CPU's cache, which no copy shows
+    for run in result.runs:  # a GPU's work is not the CPU's; a small model stays in a CPU's cache, which no copy shows
         run.metrics.pop(PER_CPU_SECOND if on_gpu else ROOFLINE, None)
     if must_agree(plan):
         check_answers(result)
