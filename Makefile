@@ -9,6 +9,9 @@ BIN     := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
+# Ranks, learners' code and commands are tested in hundreds of processes: each would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo learn test ci notebooks docs lab clean
 
 help:

@@ -4,6 +4,7 @@ A fork server imports torch, transformers and triton, never folovllm; each job i
 thread. A thread of ours waits for each child, so that a crash or a hang is a result like any other.
 """
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -143,6 +144,7 @@ def _child(job: Job, pipe: Connection) -> None:
     import pytest
     import torch
 
+    gc.freeze()  # pytest collects garbage at its end, five times over: not over all that was there before
     assert "folovllm" not in sys.modules, "the fork server must not know the engine"
     torch.set_num_threads(1)
     os.chdir(job.root)
@@ -152,7 +154,18 @@ def _child(job: Job, pipe: Connection) -> None:
         for descriptor in (1, 2):
             os.dup2(log.fileno(), descriptor)
         os.environ["FOLOVLLM_MINE"] = str(_variant(job, Path(folder)))
-        words = ["-q", "--no-header", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        words = [
+            "-q",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "-p",
+            "no:anyio",
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+        ]
         words += [] if job.kind == "later" else ["-x"]
         status = pytest.main([*words, *job.tests], plugins=[recorder])
         sys.stdout.flush()
