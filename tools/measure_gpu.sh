@@ -26,7 +26,7 @@ bench() { # bench STEP LOG SECONDS ARGUMENTS of `folovllm bench`
 model=(--random-weights qwen3-0.6b)
 
 # Without the command line and packaging, which have nothing to do with a GPU, and tests that need a downloaded model.
-step tests tests 240 python3 -m pytest -v -n 10 -p no:cacheprovider tests/m{1,2,3,4,5,6} -m "not model" \
+step tests tests 300 python3 -m pytest -v -n 14 -p no:cacheprovider tests/m{1,2,3,4,5,6} -m "not model" \
     --ignore tests/m1/test_cli.py --ignore tests/m1/test_packaging.py --ignore tests/m1/test_download.py
 bench latency latency_m1 90 latency --compare m1:model_impl=hf,m1:model_impl=native --repeats 5
 bench throughput throughput_m1_m2 120 throughput --compare m1,m2 --limit 30

@@ -79,7 +79,7 @@ class InputProcessor:
         try:
             if isinstance(prompt, bytes):  # numbers, but hardly meant as ids
                 raise TypeError("bytes are not text")
-            return [operator.index(token_id) for token_id in prompt]
+            return list(map(operator.index, prompt))
         except TypeError as error:
             raise ValueError("a prompt is a string or a list of token ids (whole numbers)") from error
 

@@ -193,11 +193,13 @@ def decode_kernel(
 class DecodeConfig:
     """Keys a tile, warps and pipeline depth of a program; chunk lengths in keys (`plan_kernel`); results merged a turn.
 
-    Small tiles and many programs: reads in flight are all that counts (`docs/performance_log.md`).
+    Small tiles and many programs: reads in flight are all that counts (`docs/performance_log.md`). Only where programs
+    run in about one wave, so that the longest sequence is waited for, one program's own speed counts too: `wave_warps`.
     """
 
     tile: int = 32
     num_warps: int = 2
+    wave_warps: int = 4
     num_stages: int = 3
     min_chunk: int = 64
     max_chunk: int = 4096
@@ -215,8 +217,13 @@ def programs_per_sm(work: int, num_sms: int) -> int:
     read, for an idle program is not free.
     """
     if work > num_sms:
-        return max(6, -(-work // num_sms))
+        return max(8 if one_wave(work, num_sms) else 6, -(-work // num_sms))
     return 4 if 4 * work > num_sms else 2
+
+
+def one_wave(work: int, num_sms: int) -> bool:
+    """Whether the programs for this work run in about one wave, each with a good part of a long sequence."""
+    return 2 * num_sms < work <= 8 * num_sms
 
 
 class SplitKVDecode:
@@ -252,6 +259,10 @@ class SplitKVDecode:
         work = num_seqs * self.num_kv_heads
         return self.num_programs or self.num_sms * programs_per_sm(work, self.num_sms)
 
+    def _warps(self, num_seqs: int) -> int:
+        few = one_wave(num_seqs * self.num_kv_heads, self.num_sms)
+        return self.config.wave_warps if few else self.config.num_warps
+
     def plan(self, seq_lens: torch.Tensor, num_seqs: int) -> None:
         """List the work of the first `num_seqs` sequences of `seq_lens` [S] int32, a contiguous tensor."""
         plan_kernel[(num_seqs,)](
@@ -277,6 +288,6 @@ class SplitKVDecode:
             STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head,
             B=self.block_size, HKV=self.num_kv_heads, G=self.num_heads // self.num_kv_heads, GROUP=self.group,
             D=self.head_dim, TILE=self.config.tile, M=max(16, self.group), STEP=self.config.merge_step,
-            num_warps=self.config.num_warps, num_stages=self.config.num_stages, **launch_options(query.device, num_seqs),
+            num_warps=self._warps(num_seqs), num_stages=self.config.num_stages, **launch_options(query.device, num_seqs),
         )  # fmt: skip
         return out

@@ -40,7 +40,7 @@ def small_linear_kernel(
         row = weight_ptr + rows.to(tl.int64)[:, None] * K + k[None, :]
         w = tl.load(row, mask=mask, other=0.0)
         if GATED:
-            w_up = tl.load(row + num_rows.to(tl.int64) * K, mask=mask, other=0.0)
+            w_up = tl.load(row + tl.cast(num_rows, tl.int64) * K, mask=mask, other=0.0)
         if start == 0:
             wait_for_inputs(PDL)
         x = tl.load(x_ptr + tokens[:, None] * stride_x + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)

@@ -49,7 +49,8 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, first
     block = first_id // 4 + torch.arange(-(-vocab_size // 4), device=seeds.device)[None, :]  # [1, V/4]
     seeds, positions = seeds[:, None], positions[:, None]
     zero = torch.zeros_like(block)
-    words = philox_4x32_10([block, positions, zero, zero], [seeds & _MASK, seeds >> 32 & _MASK])
+    # A word too, but for torch.compile's sake: with the bare range its code multiplies in 32 bits.
+    words = philox_4x32_10([block & _MASK, positions, zero, zero], [seeds & _MASK, seeds >> 32 & _MASK])
     bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]  # [S, V]
     return ((bits >> 9).float() + 0.5) * 2.0**-23
 

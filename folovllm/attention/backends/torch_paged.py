@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from folovllm.attention.backends.abstract import AttentionBackend
-from folovllm.attention.ops import create_causal_mask, reshape_and_cache_kv
+from folovllm.attention.ops import reshape_and_cache_kv
 from folovllm.forward_batch import ForwardBatch
 
 
@@ -50,7 +51,7 @@ def gather_pages(
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """Causal attention of the last tokens of a sequence, [n, Hq, D], over all of it, two [seq_len, Hkv, D]."""
-    mask = None if len(query) == 1 else create_causal_mask(len(query), len(key), query.device)
+    mask = None if len(query) == 1 else causal_lower_right(len(query), len(key))  # no mask in memory
     output = scaled_dot_product_attention(
         query.transpose(0, 1)[None],  # [1, Hq, n, D]
         key.transpose(0, 1)[None],
