@@ -48,7 +48,7 @@ class ShardedRunner(GraphRunner):
         rows = self._setup.max_num_seqs
         with torch.inference_mode():
             part = torch.zeros(rows, self._setup.vocab_size, dtype=self._setup.dtype, device=self._setup.device)
-            seqs = [item.seq for item in dummy_items(rows, 1, self._setup.block_size)]
+            seqs = [item.seq for item in dummy_items([1] * rows, self._setup.block_size)]
             self._sampler(self._whole_logits(part), SamplingBatch.from_sequences(seqs, self._setup.device))
 
     def _draw(self, logits: torch.Tensor, fields: torch.Tensor) -> None:

@@ -19,8 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
+from folovllm.attention.backends.abstract import Preparation
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
 from folovllm.kernels.pdl import launch_options, wait_for_inputs
+from folovllm.kernels.qk_norm_rope import take_in_token
 
 ITEM = tl.constexpr(4)  # int32s of a work item: sequence, chunk, tokens of the sequence, its first partial result
 
@@ -137,14 +139,16 @@ def merge_partials(
 @triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["table_ptr"])
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, item_ptr, header_ptr, queue_ptr, done_ptr, max_ptr, sum_ptr, acc_ptr,
-    stride_q, stride_table, scale,
+    q_weight_ptr, k_weight_ptr, cos_sin_ptr, stride_q, stride_table, scale, eps,
     STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
     B: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     TILE: tl.constexpr, M: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+    RAW: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Work through the plan's items, KV head by KV head. G query heads share one; GROUP and M round that up.
 
-    queue = [items taken, programs gone] and done [S * Hkv] are zero before and after every launch.
+    queue = [items taken, programs gone] and done [S * Hkv] are zero before and after every launch. RAW: `q_ptr` is the
+    projection [S, (Hq + 2 Hkv) D], and new keys and values are not in the cache yet (`take_in_token`).
     """
     wait_for_inputs(PDL)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -159,11 +163,19 @@ def decode_kernel(
         item, head = item_ptr + work // HKV * ITEM, work % HKV
         seq, c, seq_len, first_partial = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
         num_chunks = tl.cdiv(seq_len, chunk)
-        rows = seq.to(tl.int64) * stride_q + head * G * D
-        q = tl.load(q_ptr + rows + g[:, None] * D + dims[None, :], mask=real[:, None], other=0.0)  # [M, D]
+        table = table_ptr + seq.to(tl.int64) * stride_table
+        token_ptr = q_ptr + seq.to(tl.int64) * stride_q
+        if RAW:
+            q = take_in_token(
+                token_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, k_ptr, v_ptr, table, head, tl.maximum(seq_len - 1, 0),
+                c == num_chunks - 1, eps, STRIDE_BLOCK, STRIDE_TOKEN, STRIDE_HEAD, B, HKV, G, M, D, NORM)  # fmt: skip
+        else:
+            q = tl.load(
+                token_ptr + (head * G + g)[:, None] * D + dims[None, :], mask=real[:, None], other=0.0
+            )  # [M, D]
         row_max, row_sum, acc = decode_split(
-            q, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table_ptr + seq.to(tl.int64) * stride_table,
-            c * chunk, tl.minimum(seq_len, (c + 1) * chunk), scale, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, M, D)  # fmt: skip
+            q, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table, c * chunk,
+            tl.minimum(seq_len, (c + 1) * chunk), scale, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, M, D)  # fmt: skip
         out_row = (seq * HKV + head) * G
         if num_chunks <= 1:
             out = normalize(row_sum, acc).to(out_ptr.dtype.element_ty)
@@ -274,20 +286,25 @@ class SplitKVDecode:
 
     def __call__(
         self, query: torch.Tensor, kv_cache: torch.Tensor, block_tables: torch.Tensor, num_seqs: int, scale: float,
-        out: torch.Tensor,
+        out: torch.Tensor, preparation: Preparation | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of the `num_seqs` planned sequences: the first rows of `query` [T, Hq, D] into those of `out`.
 
         `kv_cache` [2, N, B, Hkv, D] may be strided, D contiguous; `out` is contiguous. A row of length 0 gets zeros.
+        With `preparation`, `query` is the projection [S, (Hq + 2 Hkv) D], and the new tokens are stored on the way.
         """
         k_cache, v_cache = kv_cache.unbind(0)
         stride_block, stride_token, stride_head, _ = k_cache.stride()
+        raw = preparation or Preparation(query)  # else nothing of it is read
         decode_kernel[(self._grid(num_seqs),)](
             query, k_cache, v_cache, out, block_tables, self.items, self.header, self.queue, self.done,
-            self.part_max, self.part_sum, self.part_acc, query.stride(0), block_tables.stride(0), scale * LOG2_E,
+            self.part_max, self.part_sum, self.part_acc, query if raw.q_weight is None else raw.q_weight,
+            query if raw.k_weight is None else raw.k_weight, raw.cos_sin_cache, query.stride(0), block_tables.stride(0),
+            scale * LOG2_E, raw.eps,
             STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head,
             B=self.block_size, HKV=self.num_kv_heads, G=self.num_heads // self.num_kv_heads, GROUP=self.group,
             D=self.head_dim, TILE=self.config.tile, M=max(16, self.group), STEP=self.config.merge_step,
+            RAW=preparation is not None, NORM=raw.q_weight is not None,
             num_warps=self._warps(num_seqs), num_stages=self.config.num_stages, **launch_options(query.device, num_seqs),
         )  # fmt: skip
         return out

@@ -29,6 +29,50 @@ def _norm_rope(
     return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 
+@triton.jit
+def _norm_rope_whole(x_ptr, rows, weight_ptr, angle_ptr, mask, eps, NORM: tl.constexpr, D: tl.constexpr):
+    """As `_norm_rope`, for the heads that start at `rows` [N, 1], in one piece: [N, D].
+
+    A number and its partner, half a head away, come from two loads: cheaper than to join two halves in one tile.
+    """
+    HALF: tl.constexpr = D // 2
+    dtype = x_ptr.dtype.element_ty
+    i = tl.arange(0, D)[None, :]
+    partner = (i + HALF) % D
+    x = tl.load(x_ptr + rows + i, mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(x_ptr + rows + partner, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = ((x * inverse).to(dtype) * tl.load(weight_ptr + i)).to(tl.float32)
+        other = ((other * inverse).to(dtype) * tl.load(weight_ptr + partner)).to(tl.float32)
+    cos, sin = tl.load(angle_ptr + i % HALF), tl.load(angle_ptr + HALF + i % HALF)
+    return (x * cos + tl.where(i < HALF, -other, other) * sin).to(dtype)
+
+
+@triton.jit
+def take_in_token(
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, k_cache_ptr, v_cache_ptr, table_ptr, head, position, store, eps,
+    STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr, B: tl.constexpr,
+    HKV: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """The queries [M, D] of one sequence's new token for one KV head, from its row of the projection, ready to attend.
+
+    With `store`, its key and value go to the cache as well, before this program's next load: one program's task.
+    """
+    g, i = tl.arange(0, M)[:, None], tl.arange(0, D)[None, :]
+    angle_ptr = cos_sin_ptr + position.to(tl.int64) * D
+    query = _norm_rope_whole(qkv_ptr, (head * G + g) * D, q_weight_ptr, angle_ptr, g < G, eps, NORM, D)
+    if store:
+        slot = tl.load(table_ptr + position // B).to(tl.int64) * STRIDE_BLOCK + position % B * STRIDE_TOKEN
+        target = slot + head * STRIDE_HEAD + i
+        row = tl.full([1, 1], (HKV * G + head) * D, tl.int32)
+        key = _norm_rope_whole(qkv_ptr, row, k_weight_ptr, angle_ptr, row >= 0, eps, NORM, D)
+        tl.store(k_cache_ptr + target, key)
+        tl.store(v_cache_ptr + target, tl.load(qkv_ptr + row + HKV * D + i))
+        tl.debug_barrier()  # all threads have stored before one of them reads the cache
+    return query
+
+
 @triton.jit(do_not_specialize_on_alignment=["position_ptr", "slot_ptr"])
 def qk_norm_rope_store_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, position_ptr, slot_ptr,

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from folovllm.attention.backends.abstract import Preparation
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.activation import silu_and_mul
 from folovllm.kernels.small_linear import serves, small_linear
@@ -82,10 +83,10 @@ class LateNormDecoderLayer(LlamaDecoderLayer):
             return super().forward(x, residual, batch)
         qkv_weight, eps = attention.qkv_proj.weight, self.input_layernorm.eps
         if _few(x):
-            query = attention.prepare(small_linear(x, qkv_weight, eps), batch)
+            attended = attend(attention, small_linear(x, qkv_weight, eps), batch)
         else:
-            query = attention.prepare(F.linear(x, qkv_weight), batch, x, eps)
-        x = o_proj.add_to(x, attention.attn(query, batch).flatten(1))
+            attended = attention.attn(attention.prepare(F.linear(x, qkv_weight), batch, x, eps), batch)
+        x = o_proj.add_to(x, attended.flatten(1))
         gate_up_weight, eps = mlp.gate_up_proj.weight, self.post_attention_layernorm.eps
         if _few(x):
             hidden = small_linear(x, gate_up_weight, eps, gated=True)
@@ -109,6 +110,19 @@ class LateNormDecoderLayer(LlamaDecoderLayer):
             linear.weight.data *= norm.weight.data
             norm.weight.data.fill_(1)
         self.folded = True
+
+
+def attend(attention: FusedLlamaAttention, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    """From the projection [T, (Hq + 2 Hkv) D] to attention's result [T, Hq, D]: for decodes one kernel, if there is one.
+
+    It takes a program longer to begin, which many programs would all do: slower from some dozen sequences up.
+    """
+    attn = attention.attn
+    if batch.num_decodes == batch.num_seqs:
+        preparation = Preparation(attention.rope.cos_sin_cache, *attention.qk_norm())
+        if (out := attn.backend.forward_raw(qkv, preparation, attn.kv_cache, batch)) is not None:
+            return out
+    return attn(attention.prepare(qkv, batch), batch)
 
 
 def _can_add(layer: RowParallelLinear) -> TypeGuard[AddingRowLinear]:

@@ -80,12 +80,12 @@ class ModelRunner:
         self.allocate_kv_cache(-(-length // setup.block_size))
         count = max(1, min(setup.max_num_seqs, setup.max_num_batched_tokens // length))
         with torch.inference_mode():
-            batch = self._input_batch.build(dummy_items(count, length, setup.block_size))
+            batch = self._input_batch.build(dummy_items([length] * count, setup.block_size))
             self._backend.plan(batch)
             hidden = self.model(batch)
             batch.logits_indices = torch.arange(setup.max_num_seqs, device=setup.device) % len(hidden)
             logits = self.model.compute_logits(hidden, batch)
-            seqs = [item.seq for item in dummy_items(setup.max_num_seqs, 1, setup.block_size)]
+            seqs = [item.seq for item in dummy_items([1] * setup.max_num_seqs, setup.block_size)]
             self._sampler(logits, SamplingBatch.from_sequences(seqs, setup.device))
         self.kv_cache = torch.empty(0)
 
@@ -93,16 +93,17 @@ class ModelRunner:
         """Run small steps of every kind, so that no kernel is compiled while requests wait.
 
         Which variant a kernel is launched as may depend on the number of tokens or of decodes, by limits and by powers
-        of two; lengths, and how the pages lie, never matter. So: prompts of 1, 2, 4, ... tokens, then as many decodes.
-        What they leave in the cache belongs to nobody.
+        of two; lengths, and how the pages lie, never matter. So: prompts of 1, 2, 4, ... tokens, then as many decodes,
+        and some decodes beside a prompt. What they leave in the cache belongs to nobody.
         """
         setup = self._setup
         longest = min(setup.max_model_len, setup.max_num_batched_tokens, WARM_UP_TOKENS)
         most = min(setup.max_num_seqs, WARM_UP_TOKENS)
-        shapes = [(1, n) for n in doublings(longest)] + [(n, 1) for n in doublings(most)]
+        batches = [[n] for n in doublings(longest)] + [[1] * n for n in doublings(most)]
+        batches += [[*[1] * (n - 1), min(2, longest)] for n in doublings(most)]
         with torch.inference_mode():
-            for count, length in shapes:
-                self.execute_model(SchedulerOutput(dummy_items(count, length, setup.block_size)))
+            for lengths in batches:
+                self.execute_model(SchedulerOutput(dummy_items(lengths, setup.block_size)))
 
 
 def doublings(limit: int) -> list[int]:
@@ -138,11 +139,11 @@ def choose_layers(model: LlamaForCausalLM, setup: EngineSetup) -> None:
             fuse_layers(model)
 
 
-def dummy_items(count: int, length: int, block_size: int) -> list[ScheduledSequence]:
+def dummy_items(lengths: list[int], block_size: int) -> list[ScheduledSequence]:
     """Made-up sequences that all share the same first blocks, for measuring and warming up."""
     params = SamplingParams(temperature=1.0, top_p=0.9)
     items = []
-    for row in range(count):
+    for row, length in enumerate(lengths):
         seq = Sequence("warm-up", [0] * length, params, 1, 0, IncrementalDetokenizer(str))
         seq.block_table = list(range(-(-length // block_size)))
         seq.row = row

@@ -286,7 +286,7 @@ def test_the_whole_model(family: str, fields: dict[str, Any], size: int) -> None
         runner = ShardedRunner(setup, group)
         runner.load_model()
         runner.allocate_kv_cache(2)
-        item = dummy_items(1, len(tokens), setup.block_size)[0]
+        item = dummy_items([len(tokens)], setup.block_size)[0]
         item.seq.token_ids[:] = tokens
         batch = runner._input_batch.build([item])
         runner._backend.plan(batch)

@@ -33,6 +33,16 @@ class AttentionConfig:
         return float(self.head_dim**-0.5)
 
 
+@dataclass(slots=True, frozen=True)
+class Preparation:
+    """What queries and keys go through between their projection and attention."""
+
+    cos_sin_cache: torch.Tensor  # [max_position, D] float32 (`RotaryEmbedding`)
+    q_weight: torch.Tensor | None = None  # [D], as `k_weight`: those of the QK-norm, where there is one
+    k_weight: torch.Tensor | None = None
+    eps: float = 0.0
+
+
 class AttentionBackend(ABC):
     """Writes new K/V into the cache and attends over it; one instance serves all layers of a model.
 
@@ -72,3 +82,12 @@ class AttentionBackend(ABC):
     @abstractmethod
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Causal attention of `query` [T, Hq, D] over each sequence's own cached K/V; returns [T, Hq, D]."""
+
+    def forward_raw(
+        self, qkv: torch.Tensor, preparation: Preparation, kv_cache: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor | None:
+        """All between two projections of a batch of decodes in one kernel; None where a backend has no such kernel.
+
+        [S, (Hq + 2 Hkv) D] -> [S, Hq, D]; the new K/V are stored on the way.
+        """
+        return None

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig
+from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, Preparation
 from folovllm.forward_batch import ForwardBatch
 
 
@@ -76,6 +76,12 @@ class CompositeBackend(AttentionBackend):
         if self._prefills is not None:
             parts.append(self.prefill.forward(query[n:], kv_cache, self._prefills))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def forward_raw(
+        self, qkv: torch.Tensor, preparation: Preparation, kv_cache: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor | None:
+        """A batch of decodes is the second's."""
+        return self.decode.forward_raw(qkv, preparation, kv_cache, batch)
 
 
 def compose(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> type[AttentionBackend]:

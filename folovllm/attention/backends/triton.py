@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
+from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable, Preparation
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.decode import SplitKVDecode
 from folovllm.kernels.prefill import prefill
@@ -74,6 +74,14 @@ class TritonBackend(AttentionBackend):
                 out, first_seq=batch.num_decodes,
             )  # fmt: skip
         return out
+
+    def forward_raw(
+        self, qkv: torch.Tensor, preparation: Preparation, kv_cache: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """The decode kernel takes in the new tokens itself."""
+        c = self.config
+        out = qkv.new_empty(batch.num_seqs, c.num_heads, c.head_dim)
+        return self._decode(qkv, kv_cache, batch.block_tables, batch.num_seqs, c.scale, out, preparation)
 
 
 def _check_bfloat16(device: torch.device) -> None:

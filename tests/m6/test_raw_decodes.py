@@ -1,0 +1,60 @@
+"""The decode kernel that takes in the new tokens itself: the same numbers as a kernel before it, and the same cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is for Linux only")
+
+from folovllm.attention.backends.abstract import Preparation
+from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
+from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
+from folovllm.layers.rotary_embedding import RotaryEmbedding
+from tests.m4.cases import DEVICE, Paged
+
+CHUNK = 32
+AROUND = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 0, 2 * CHUNK + 1, 100]  # a new token that begins, ends a chunk
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+
+
+def frequencies(dim: int) -> torch.Tensor:
+    return 10000.0 ** -(torch.arange(0, dim, 2) / dim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "dim"), [((2, 1), 16), ((6, 2), 32), ((3, 3), 16)])
+@pytest.mark.parametrize("block_size", [16, 5])
+@pytest.mark.parametrize("norm", [True, False])
+def test_equals_the_two_kernels(
+    dtype: torch.dtype, heads: tuple[int, int], dim: int, block_size: int, norm: bool
+) -> None:
+    """With and without QK-norm; unowned slots are NaN, the new tokens' too."""
+    torch.manual_seed(0)
+    (num_heads, num_kv_heads), num_seqs = heads, len(AROUND)
+    paged = Paged.make(AROUND, block_size, num_kv_heads, dim, dtype)
+    lens = torch.tensor(AROUND, device=DEVICE)
+    last = (lens - 1).clamp(min=0)
+    pages = paged.block_tables.gather(1, (last // block_size)[:, None].long())[:, 0].long()
+    slots = torch.where(lens > 0, pages * block_size + last % block_size, -1)
+    for slot in slots[slots >= 0].tolist():
+        paged.kv_cache[:, slot // block_size, slot % block_size] = float("nan")
+    other_cache = paged.kv_cache.clone()
+
+    qkv = torch.randn(num_seqs, (num_heads + 2 * num_kv_heads) * dim, device=DEVICE, dtype=dtype)
+    weights = [1 + torch.rand(dim, device=DEVICE, dtype=dtype) for _ in range(2)] if norm else [None, None]
+    cos_sin = RotaryEmbedding(frequencies(dim), 128).to(DEVICE).cos_sin_cache
+    parts = torch.split(qkv.view(num_seqs, -1, dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    query = qk_norm_rope_store(*parts, last, cos_sin, other_cache, slots, *weights, 1e-5)
+
+    config = DecodeConfig(tile=16, min_chunk=CHUNK, max_chunk=CHUNK, queue_chunk=CHUNK, merge_step=2)
+    kernel = SplitKVDecode(num_seqs, num_heads, num_kv_heads, dim, block_size, DEVICE, config, num_programs=3)
+    kernel.plan(paged.seq_lens, num_seqs)
+    out, expected = torch.full((2, num_seqs, num_heads, dim), float("nan"), device=DEVICE, dtype=dtype)
+    table = paged.block_tables
+    kernel(query, other_cache, table, num_seqs, dim**-0.5, expected)
+    kernel(qkv, paged.kv_cache, table, num_seqs, dim**-0.5, out, Preparation(cos_sin, *weights, 1e-5))
+
+    tol = 1e-5 if dtype == torch.float32 else 2e-2
+    assert torch.allclose(paged.kv_cache.float(), other_cache.float(), rtol=tol, atol=tol, equal_nan=True)
+    assert torch.allclose(out.float(), expected.float(), rtol=tol, atol=tol)
