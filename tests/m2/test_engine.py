@@ -12,6 +12,7 @@ import pytest
 
 from folovllm import LLM, EngineConfig, SamplingParams
 from folovllm.engine.input_processor import child_seed
+from folovllm.engine.scheduler import SchedulerOutput
 from folovllm.outputs import RequestOutput
 from tests.helpers import prompts, tiny_checkpoint
 from tests.workloads import MAX_MODEL_LEN, assert_nothing_left, make_engine
@@ -245,6 +246,17 @@ class TestBadInput:
     def test_a_budget_too_small_for_the_longest_prompt(self, model: Path) -> None:
         with pytest.raises(ValueError, match="could never be computed in one step"):
             make_engine(model, max_num_batched_tokens=MAX_MODEL_LEN - 1)
+
+
+def test_a_scheduler_that_lets_nobody_in(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error, not a loop without end."""
+    engine = make_engine(model, milestone="m2")
+    engine.add_request("a", [1, 2, 3])
+    monkeypatch.setattr(engine.scheduler, "schedule", lambda: SchedulerOutput([]))
+    with pytest.raises(RuntimeError, match="nothing was scheduled"):
+        engine.step()
+    engine.abort_request("a")
+    assert engine.step() == []
 
 
 def test_the_longest_answer_that_fits(model: Path) -> None:

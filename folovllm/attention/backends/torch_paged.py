@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from folovllm.attention.backends.abstract import AttentionBackend
-from folovllm.attention.ops import reshape_and_cache_kv
+from folovllm.attention.ops import create_causal_mask, reshape_and_cache_kv
 from folovllm.forward_batch import ForwardBatch
 
 
@@ -51,12 +50,14 @@ def gather_pages(
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """Causal attention of the last tokens of a sequence, [n, Hq, D], over all of it, two [seq_len, Hkv, D]."""
-    mask = None if len(query) == 1 else causal_lower_right(len(query), len(key))  # no mask in memory
+    whole = len(query) == len(key)  # then a word will do for the mask, and what it hides is not even computed
+    mask = None if whole or len(query) == 1 else create_causal_mask(len(query), len(key), query.device)
     output = scaled_dot_product_attention(
         query.transpose(0, 1)[None],  # [1, Hq, n, D]
         key.transpose(0, 1)[None],
         value.transpose(0, 1)[None],
         attn_mask=mask,
+        is_causal=whole,
         scale=scale,
         enable_gqa=True,
     )
