@@ -32,5 +32,7 @@ class GPUExecutor:
     def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
         """Run one step; returns a token for each scheduled sequence. Raises RuntimeError if none was scheduled."""
         if not output.scheduled:  # an engine steps because somebody waits: it would go on like this for ever
-            raise RuntimeError("requests wait and nothing was scheduled: the scheduler or the cache lets none of them in")
+            raise RuntimeError(
+                "requests wait and nothing was scheduled: the scheduler or the cache lets none of them in"
+            )
         return self._worker.execute_model(output)
