@@ -31,8 +31,8 @@ step tests tests 300 python3 -m pytest -v -n 14 -p no:cacheprovider tests/m{1,2,
 bench latency latency_m1 90 latency --compare m1:model_impl=hf,m1:model_impl=native --repeats 5
 bench throughput throughput_m1_m2 120 throughput --compare m1,m2 --limit 30
 for milestone in m2 m3 m4; do # one at a time: a slow one takes no other's result with it
-    bench memory "memory_$milestone" 90 memory "${model[@]}" --slots 16 --max-model-len 1024 --requests 64 --compare $milestone
+    bench memory "memory_$milestone" 150 memory "${model[@]}" --slots 16 --max-model-len 1024 --requests 64 --compare $milestone
 done
 bench reuse reuse 120 reuse "${model[@]}" --milestone m5 --chunks 4096,2048,1024,512,256,128
 bench throughput_m6 throughput_m6 60 throughput "${model[@]}" --workload nano-vllm --repeats 3 --max-num-batched-tokens 16384
-bench ladder ladder_h200 240 ladder "${model[@]}" --limit 20 --max-num-batched-tokens 16384 --chart "$out/ladder_h200.png"
+bench ladder ladder_h200 240 ladder "${model[@]}" --workload nano-vllm --limit 6 --max-num-batched-tokens 16384 --chart "$out/ladder_h200.png"

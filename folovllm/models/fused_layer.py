@@ -115,7 +115,7 @@ class LateNormDecoderLayer(LlamaDecoderLayer):
 def attend(attention: FusedLlamaAttention, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
     """From the projection [T, (Hq + 2 Hkv) D] to attention's result [T, Hq, D]: for decodes one kernel, if there is one.
 
-    It takes a program longer to begin, which many programs would all do: slower from some dozen sequences up.
+    For few sequences: its programs begin later, and at large batch thousands of them would (`docs/performance_log.md`).
     """
     attn = attention.attn
     if batch.num_decodes == batch.num_seqs:
