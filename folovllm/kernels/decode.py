@@ -142,8 +142,7 @@ def decode_kernel(
     q_weight_ptr, k_weight_ptr, cos_sin_ptr, stride_q, stride_table, scale, eps,
     STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
     B: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    TILE: tl.constexpr, M: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
-    RAW: tl.constexpr, NORM: tl.constexpr,
+    TILE: tl.constexpr, M: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr, RAW: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Work through the plan's items, KV head by KV head. G query heads share one; GROUP and M round that up.
 
@@ -170,9 +169,8 @@ def decode_kernel(
                 token_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, k_ptr, v_ptr, table, head, tl.maximum(seq_len - 1, 0),
                 c == num_chunks - 1, eps, STRIDE_BLOCK, STRIDE_TOKEN, STRIDE_HEAD, B, HKV, G, M, D, NORM)  # fmt: skip
         else:
-            q = tl.load(
-                token_ptr + (head * G + g)[:, None] * D + dims[None, :], mask=real[:, None], other=0.0
-            )  # [M, D]
+            rows = (head * G + g)[:, None] * D
+            q = tl.load(token_ptr + rows + dims[None, :], mask=real[:, None], other=0.0)  # [M, D]
         row_max, row_sum, acc = decode_split(
             q, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table, c * chunk,
             tl.minimum(seq_len, (c + 1) * chunk), scale, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, M, D)  # fmt: skip
@@ -203,15 +201,12 @@ def decode_kernel(
 
 @dataclass(slots=True, frozen=True)
 class DecodeConfig:
-    """Keys a tile, warps and pipeline depth of a program; chunk lengths in keys (`plan_kernel`); results merged a turn.
+    """Keys a tile, pipeline depth of a program; chunk lengths in keys (`plan_kernel`); results merged a turn.
 
-    Small tiles and many programs: reads in flight are all that counts (`docs/performance_log.md`). Only where programs
-    run in about one wave, so that the longest sequence is waited for, one program's own speed counts too: `wave_warps`.
+    Small tiles and many programs: reads in flight are all that counts (`docs/performance_log.md`).
     """
 
     tile: int = 32
-    num_warps: int = 2
-    wave_warps: int = 4
     num_stages: int = 3
     min_chunk: int = 64
     max_chunk: int = 4096
@@ -222,20 +217,20 @@ class DecodeConfig:
 MAX_PARTS = 64  # results to merge a sequence
 
 
-def programs_per_sm(work: int, num_sms: int) -> int:
-    """Programs on each multiprocessor for `work` = sequences x KV heads: one for each at least, more to split them.
+def launch_shape(work: int, num_sms: int) -> tuple[int, int]:
+    """Programs on each multiprocessor, and warps of each, for `work` = sequences x KV heads.
 
-    Depends on the batch's size alone, never on lengths, so a captured graph may keep it. Few where there is little to
-    read, for an idle program is not free.
+    One program for each at least, more to split them, few where there is little to read: an idle program is not free.
+    In between all run in about one wave and the longest is waited for, so there each is given more warps. It depends on
+    the batch's size alone, never on lengths, so a captured graph may keep it.
     """
+    if work > 8 * num_sms:
+        return -(-work // num_sms), 2
+    if work > 2 * num_sms:
+        return 8, 4
     if work > num_sms:
-        return max(8 if one_wave(work, num_sms) else 6, -(-work // num_sms))
-    return 4 if 4 * work > num_sms else 2
-
-
-def one_wave(work: int, num_sms: int) -> bool:
-    """Whether the programs for this work run in about one wave, each with a good part of a long sequence."""
-    return 2 * num_sms < work <= 8 * num_sms
+        return 6, 2
+    return 4 if 4 * work > num_sms else 2, 2
 
 
 class SplitKVDecode:
@@ -257,7 +252,7 @@ class SplitKVDecode:
         self.seqs = triton.next_power_of_2(max_num_seqs)
         self.group = triton.next_power_of_2(num_heads // num_kv_heads)
         # Chunks grow with the batch's tokens, so that this many full ones are enough for any lengths.
-        self.max_chunks = max(64, 8 * self._grid(max_num_seqs) // num_kv_heads)
+        self.max_chunks = max(64, 8 * self._launch_shape(max_num_seqs)[0] // num_kv_heads)
         items = self.max_chunks + max_num_seqs
         rows = items * num_kv_heads * self.group
         self.items = torch.zeros(items, ITEM.value, dtype=torch.int32, device=device)
@@ -267,18 +262,14 @@ class SplitKVDecode:
         self.part_max, self.part_sum = torch.empty(2, rows, dtype=torch.float32, device=device)
         self.part_acc = torch.empty(rows, head_dim, dtype=torch.float32, device=device)
 
-    def _grid(self, num_seqs: int) -> int:
-        work = num_seqs * self.num_kv_heads
-        return self.num_programs or self.num_sms * programs_per_sm(work, self.num_sms)
-
-    def _warps(self, num_seqs: int) -> int:
-        few = one_wave(num_seqs * self.num_kv_heads, self.num_sms)
-        return self.config.wave_warps if few else self.config.num_warps
+    def _launch_shape(self, num_seqs: int) -> tuple[int, int]:
+        programs, warps = launch_shape(num_seqs * self.num_kv_heads, self.num_sms)
+        return self.num_programs or self.num_sms * programs, warps
 
     def plan(self, seq_lens: torch.Tensor, num_seqs: int) -> None:
         """List the work of the first `num_seqs` sequences of `seq_lens` [S] int32, a contiguous tensor."""
         plan_kernel[(num_seqs,)](
-            seq_lens, self.items, self.header, num_seqs, self._grid(num_seqs), self.max_chunks,
+            seq_lens, self.items, self.header, num_seqs, self._launch_shape(num_seqs)[0], self.max_chunks,
             HKV=self.num_kv_heads, TILE=self.config.tile, SEQS=self.seqs, STEP=32,
             MIN_CHUNK=self.config.min_chunk, MAX_CHUNK=self.config.max_chunk,
             QUEUE_CHUNK=self.config.queue_chunk, MAX_PARTS=MAX_PARTS,
@@ -293,18 +284,17 @@ class SplitKVDecode:
         `kv_cache` [2, N, B, Hkv, D] may be strided, D contiguous; `out` is contiguous. A row of length 0 gets zeros.
         With `preparation`, `query` is the projection [S, (Hq + 2 Hkv) D], and the new tokens are stored on the way.
         """
-        k_cache, v_cache = kv_cache.unbind(0)
-        stride_block, stride_token, stride_head, _ = k_cache.stride()
+        (k_cache, v_cache), (stride_block, stride_token, stride_head, _) = kv_cache.unbind(0), kv_cache.stride()[1:]
         raw = preparation or Preparation(query)  # else nothing of it is read
-        decode_kernel[(self._grid(num_seqs),)](
+        num_programs, num_warps = self._launch_shape(num_seqs)
+        decode_kernel[(num_programs,)](
             query, k_cache, v_cache, out, block_tables, self.items, self.header, self.queue, self.done,
             self.part_max, self.part_sum, self.part_acc, query if raw.q_weight is None else raw.q_weight,
             query if raw.k_weight is None else raw.k_weight, raw.cos_sin_cache, query.stride(0), block_tables.stride(0),
-            scale * LOG2_E, raw.eps,
-            STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head,
+            scale * LOG2_E, raw.eps, STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head,
             B=self.block_size, HKV=self.num_kv_heads, G=self.num_heads // self.num_kv_heads, GROUP=self.group,
             D=self.head_dim, TILE=self.config.tile, M=max(16, self.group), STEP=self.config.merge_step,
-            RAW=preparation is not None, NORM=raw.q_weight is not None,
-            num_warps=self._warps(num_seqs), num_stages=self.config.num_stages, **launch_options(query.device, num_seqs),
+            RAW=preparation is not None, NORM=raw.q_weight is not None, num_warps=num_warps,
+            num_stages=self.config.num_stages, **launch_options(query.device, num_seqs),
         )  # fmt: skip
         return out
