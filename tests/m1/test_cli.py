@@ -374,13 +374,18 @@ class TestMine:
         asked = self.start(workplace, "--mine", "generate", "hi", "--milestone", "m1")
         assert 'mine {"milestone": "m1"}' in asked.stderr
 
-    def test_what_is_not_written_yet_is_one_line(self, workplace: Path) -> None:
+    @pytest.mark.parametrize(
+        "error",
+        [
+            "NotImplementedError('m2.2: f')",
+            "RuntimeError('rank 1 failed with NotImplementedError: m2.2: f' + 2 * chr(10) + 'Traceback of the rank')",
+        ],
+    )
+    def test_what_is_not_written_yet_is_one_line(self, workplace: Path, error: str) -> None:
         file = workplace / "mine" / "folovllm" / "llm.py"
-        file.write_text(
-            file.read_text().replace("ValueError('mine ' + json.dumps(config))", "NotImplementedError('m2.2: f')")
-        )
+        file.write_text(file.read_text().replace("ValueError('mine ' + json.dumps(config))", error))
         done = self.start(workplace, "--mine", "generate", "hi")
-        assert done.returncode == 2 and "not written yet: m2.2: f" in done.stderr and "Traceback" not in done.stderr
+        assert done.returncode == 2 and "not written yet: m2.2: f. " in done.stderr and "Traceback" not in done.stderr
 
     def test_without_mine_it_says_how_to_start(self, tmp_path: Path) -> None:
         code = "import folovllm._overlay as o; o.__file__ = '/x/y/z'\nfrom folovllm.cli import main; main(['--mine'])"
