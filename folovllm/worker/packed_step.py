@@ -83,13 +83,18 @@ class StepPacker:
 
         Column i is item i, line by line as `Field` says:
 
-        - TOKEN: `newest_token(item)`; ROW: `seq.row`; SEQ_LEN: `item.start + 1`; QUERY_LEN: 1;
+        - TOKEN: `newest_token(item)`; ROW: `seq.row`; SEQ_LEN: `item.start + 1` (the host's `seq.num_tokens` does not
+          count a token in flight); QUERY_LEN: 1;
         - TEMPERATURE, SEED_LOW and SEED_HIGH: those of the row (`self._row_fields(rows)`, [3, S]);
         - NEW_BLOCK: the last page of `seq.block_table` if the device does not know it yet (the table is longer than
           `seq.num_sent_blocks`, which then becomes its length), else NOTHING.
 
         Padding columns have row `self._padding_row`, NOTHING for a page and 0 for the rest: length 0 means that no K/V
         is written and nothing is read.
+
+        Returns:
+            A step whose `num_seqs` and `num_decodes` are both `len(items)`, padding not counted; `tokens` [0] and
+            `updates` [3, 0] are empty, of int32 all the same, for `flatten` puts everything into one buffer.
         """
         fields = np.zeros((len(Field), width), np.int32)
         fields[Field.ROW] = self._padding_row

@@ -98,7 +98,14 @@ class TestPackDecode:
         step, _ = self.decode()
         padding = step.fields[:, 2:]
         assert (padding[Field.ROW] == ROWS).all() and (padding[Field.NEW_BLOCK] == NOTHING).all()
-        assert (padding[Field.SEQ_LEN] == 0).all() and (padding[Field.TEMPERATURE] == 0).all()
+        rest = [field for field in Field if field not in (Field.ROW, Field.NEW_BLOCK)]
+        assert (padding[rest] == 0).all()
+
+    def test_the_matrix_is_all_that_travels(self) -> None:
+        step, _ = self.decode()
+        flat = step.flatten()
+        assert flat.dtype == np.int32, "fields, tokens and updates are int32, the empty ones too"
+        assert flat.tolist() == step.fields.ravel().tolist()
 
     def test_a_token_in_flight_is_the_devices_to_fill_in(self) -> None:
         seq = sequence([5, 6, 7], row=1)
@@ -107,7 +114,9 @@ class TestPackDecode:
         device.tables.last_token[1] = 77
         step = device.packer.pack_decode([item(seq, 1)], 2)
         assert step.fields[Field.TOKEN, 0] == IN_FLIGHT
-        assert device.unpack(step).input_ids[0] == 77
+        assert step.fields[Field.SEQ_LEN, 0] == 4, "3 that the host knows, and the one in flight"
+        batch = device.unpack(step)
+        assert batch.input_ids[0] == 77 and batch.positions[0] == 3
 
 
 def test_a_decode_with_two_unknown_pages_is_not_plain() -> None:

@@ -29,6 +29,11 @@ class TestRecordedGraph:
         graph.replay(torch.ones(1))
         assert calls == [graph.static_input.data_ptr()] * 2
 
+    def test_recording_works_on_what_was_put_there(self) -> None:
+        seen = []
+        RecordedGraph(torch.tensor([1, 2, 3])).capture(lambda x: seen.append(x.tolist()))
+        assert seen == [[1, 2, 3]], "poison is no input: it comes after the run"
+
     def test_the_input_does_not_outlive_a_replay(self) -> None:
         graph, _ = self.recorded()
         assert (graph.static_input == POISON).all()
