@@ -60,10 +60,11 @@ def gumbel_max_tile(
     logits_ptr, temperature, seed_low, seed_high, position, first, vocab_size, offset, WIDTH: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """The best of WIDTH tokens of one row from `first` on: (value, index in the row).
+    """The best of WIDTH tokens of one row from `first` on: (value in float32, index in the row).
 
     With temperature 0 the value is the logit itself; else logit / temperature + noise of token id `offset + index`.
-    Ties go to the lowest index; indices from `vocab_size` on count as -inf. FAST is passed on to `gumbel_noise`.
+    Ties go to the lowest index; indices from `vocab_size` on count as -inf. NaN is never the best: where there is
+    nothing else, the index is one from `vocab_size` on, by which the caller knows. FAST is passed on to `gumbel_noise`.
     """
     index = first + tl.arange(0, WIDTH // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [WIDTH / 4, 4]
     value = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)

@@ -70,6 +70,30 @@ class TestGumbelMax:
         tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
         assert (tokens < 10).all()
 
+    def test_what_lies_behind_the_vocabulary_loses_to_everything(self) -> None:
+        logits, temperature, seeds, positions = rows(8, 301, seed=7)
+        logits = -1e30 * (1 + logits.abs())
+        tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
+        assert tokens.tolist() == reference(logits, temperature, seeds, positions).argmax(-1).tolist()
+
+    @pytest.mark.parametrize("vocab_size", [300, TILE, TILE + 1])
+    def test_nan_is_never_the_best(self, vocab_size: int) -> None:
+        """Where there is nothing else, the index is none of the row's, and the kernel takes the first token."""
+        logits, temperature, seeds, positions = rows(4, vocab_size, seed=8)
+        logits[:, ::2] = torch.nan
+        scores = reference(logits, temperature, seeds, positions).nan_to_num(-torch.inf, posinf=torch.inf)
+        drawn = gumbel_max(logits, temperature, *words(seeds), positions.int())
+        assert drawn.tolist() == scores.argmax(-1).tolist()
+        logits[:] = torch.nan
+        assert gumbel_max(logits, temperature, *words(seeds), positions.int()).tolist() == [0] * 4
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_narrow_logits_are_scored_in_float32(self, dtype: torch.dtype) -> None:
+        logits, temperature, seeds, positions = rows(16, 1000, seed=6)
+        logits = (20 * logits).to(dtype)
+        tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
+        assert tokens.tolist() == reference(logits, temperature, seeds, positions).argmax(-1).tolist()
+
     @pytest.mark.gpu
     def test_bfloat16_and_a_real_vocabulary(self) -> None:
         logits, temperature, seeds, positions = rows(64, 151_936, seed=5)

@@ -1,0 +1,14 @@
+"""The index by argmax: a NaN wins, for nothing is larger, and the token of a row that has a better one is lost."""
+
+
+def gumbel_max_tile(
+    logits_ptr, temperature, seed_low, seed_high, position, first, vocab_size, offset, WIDTH: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    index = first + tl.arange(0, WIDTH // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [WIDTH / 4, 4]
+    value = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+    if temperature > 0:
+        value = value / temperature + gumbel_noise(seed_low, seed_high, position, offset + first, WIDTH, FAST)
+        value = tl.where(index < vocab_size, value, float("-inf"))
+    best, at = tl.max(tl.reshape(value, [WIDTH]), 0, return_indices=True)
+    return best, first + at
