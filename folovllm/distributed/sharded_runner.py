@@ -84,12 +84,13 @@ def best_of_ranks(scores: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor
     """The winner among the ranks' best tokens, row by row; of equal scores the one with the lowest id.
 
     An argmax over a vocabulary in pieces: since each rank sends its best alone, 8 bytes a row cross the wire, not V logits.
+    It is part of a recorded step: nothing may wait for a value.
 
     Args:
         scores: [size, S] float32. ids: [size, S] int32.
 
     Returns:
-        Its score [S] and its id [S].
+        Its score [S] float32 and its id [S] int32.
     """
     best = scores.amax(0)
     return best, torch.where(scores == best, ids, NOWHERE).amin(0)

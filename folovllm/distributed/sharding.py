@@ -33,6 +33,8 @@ class Weight(Protocol):
 def shard_column(weight: Weight, rank: int, size: int) -> torch.Tensor:
     """The rank's outputs of a layer: an equal share of the rows of `weight`, in the order of ranks.
 
+    As in the two below, `weight` may still be in its file: one slice, of no more than what the rank holds, reads it.
+
     Args:
         weight: [outputs, inputs], or a bias [outputs]; `size` divides the outputs.
 

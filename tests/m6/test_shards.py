@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,18 @@ def numbered(rows: int, columns: int) -> torch.Tensor:
     return torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
 
 
+class InItsFile:
+    """A weight that was not read yet: it has a shape, and slices can be had. Counts the numbers that were read."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole, self.shape, self.num_read = whole, whole.shape, 0
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part = self.whole[index]
+        self.num_read += part.numel()
+        return part
+
+
 class TestColumnAndRow:
     @pytest.mark.parametrize("size", SIZES)
     def test_the_ranks_together_are_the_whole(self, size: int) -> None:
@@ -31,6 +44,12 @@ class TestColumnAndRow:
     def test_shapes(self) -> None:
         weight = numbered(24, 12)
         assert shard_column(weight, 1, 2).shape == (12, 12) and shard_row(weight, 1, 2).shape == (24, 6)
+
+    @pytest.mark.parametrize("shard", [shard_column, shard_row], ids=["column", "row"])
+    def test_of_a_weight_in_its_file_only_the_part_is_read(self, shard: Any) -> None:
+        weight = InItsFile(numbered(24, 12))
+        assert shard(weight, 1, 4).numel() == 72
+        assert weight.num_read == 72, f"{weight.num_read} numbers were read for a part of 72"
 
     @pytest.mark.parametrize("size", SIZES)
     def test_an_mlp_by_hand(self, size: int) -> None:
@@ -77,6 +96,11 @@ class TestQkv:
             for i, query in enumerate(queries):
                 assert kv[i // group] == query // (hq // hkv)
 
+    @pytest.mark.parametrize(("heads", "size", "numbers"), [(4, 2, 24), (2, 4, 12)])
+    def test_of_a_weight_in_its_file_only_the_heads_are_read(self, heads: int, size: int, numbers: int) -> None:
+        weight = InItsFile(numbered(heads * self.DIM, 3))
+        assert shard_qkv(weight, self.DIM, 1, size).numel() == weight.num_read == numbers
+
     def test_a_bias(self) -> None:
         assert shard_qkv(torch.arange(16.0), 4, 1, 2).tolist() == list(range(8, 16))
 
@@ -114,6 +138,16 @@ class TestVocabParallelEmbedding:
         assert owners.int().argmax(0).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
         assert (owners.sum(0) == 1).all()
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_no_step_waits_for_the_values(self, dtype: torch.dtype) -> None:
+        """It is part of a recorded step: tensors without values must do, and shapes must not depend on any."""
+        layer = ShardedEmbedding.__new__(ShardedEmbedding)
+        torch.nn.Module.__init__(layer)
+        layer.weight = torch.nn.Parameter(torch.empty(4, self.WIDTH, device="meta", dtype=dtype), requires_grad=False)
+        layer.group = SimpleNamespace(rank=1, size=3, all_reduce=lambda part: part)  # type: ignore[assignment]
+        out = layer(torch.empty(7, dtype=torch.int64, device="meta"))
+        assert out.shape == (7, self.WIDTH) and out.dtype == dtype
+
 
 class TestVocabParallelArgmax:
     def test_is_that_of_the_whole_row(self) -> None:
@@ -133,3 +167,9 @@ class TestVocabParallelArgmax:
     def test_a_rank_without_tokens_never_wins(self) -> None:
         scores = torch.tensor([[-torch.inf, -3.0], [-50.0, -torch.inf]])
         assert best_of_ranks(scores, torch.tensor([[2, 2], [9, 9]], dtype=torch.int32))[1].tolist() == [9, 2]
+
+    def test_no_step_waits_for_the_values(self) -> None:
+        """It is part of a recorded step: tensors without values must do."""
+        scores, ids = torch.empty(4, 7, device="meta"), torch.empty(4, 7, dtype=torch.int32, device="meta")
+        best, winners = best_of_ranks(scores, ids)
+        assert best.shape == winners.shape == (7,) and (best.dtype, winners.dtype) == (torch.float32, torch.int32)
