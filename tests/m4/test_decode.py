@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton._C.libtriton import ir
 
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode, decode_split, merge_partials
 from folovllm.kernels.online_softmax import LOG2_E
@@ -88,6 +89,25 @@ def test_one_chunk(block_size, first, last):
     assert_close(acc / row_sum[:, None], scores.softmax(-1) @ value)
 
 
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (0, 40), (16, 33), (32, 47)])
+def test_no_key_outside_the_chunk_is_read(block_size, first, last, like_a_gpu):
+    """All others are NaN, and so is what a mask left out: weight 0 would not save the sum from either."""
+    torch.manual_seed(0)
+    paged = Paged.make([48], block_size, 1, 16)
+    position = torch.arange(48, device=DEVICE)
+    blocks, within = paged.block_tables[0, position // block_size], position % block_size
+    outside = (position < first) | (position >= last)
+    key, value = paged.kv_cache[:, blocks[~outside], within[~outside], 0].double()
+    paged.kv_cache[:, blocks[outside], within[outside]] = float("nan")
+    q = torch.randn(16, 16, device=DEVICE)
+    state = torch.empty(16, device=DEVICE), torch.empty(16, device=DEVICE), torch.empty(16, 16, device=DEVICE)
+    k, v = paged.kv_cache
+    split_kernel[(1,)](q, k, v, paged.block_tables, *state, first, last, 0.25 * LOG2_E,
+                       STRIDE_BLOCK=k.stride(0), STRIDE_TOKEN=k.stride(1), B=block_size, M=16, D=16)  # fmt: skip
+    assert_close(state[2] / state[1][:, None], (q.double() @ key.T * 0.25).softmax(-1) @ value)
+
+
 @triton.jit
 def merge_kernel(
     max_ptr, sum_ptr, acc_ptr, sum_out, acc_out, first_row, chunks, stride, G: tl.constexpr, D: tl.constexpr
@@ -119,6 +139,26 @@ def test_merge_is_log_sum_exp(chunks, rising):
     weight = (maxima[own] - maxima[own].amax(0)).double().exp2()  # [chunks, G]
     expected = (weight[..., None] * accs[own].double()).sum(0) / (weight * sums[own]).sum(0)[:, None]
     assert_close(acc / row_sum[:, None], expected)
+
+
+@pytest.mark.parametrize("chunks", [3, 5])
+def test_merge_of_heads_far_from_zero_and_from_each_other(chunks, like_a_gpu):
+    """Scores near -500 for one head, 500 for the other: a chunk that is not there, or the other head, must not count."""
+    torch.manual_seed(0)
+    maxima = torch.randn(chunks * 2, device=DEVICE) + torch.tensor([-500.0, 500.0], device=DEVICE).repeat(chunks)
+    sums, accs = torch.rand(chunks * 2, device=DEVICE) + 0.5, torch.randn(chunks * 2, 16, device=DEVICE)
+    row_sum, acc = torch.empty(2, device=DEVICE), torch.empty(2, 16, device=DEVICE)
+    merge_kernel[(1,)](maxima, sums, accs, row_sum, acc, 0, chunks, 2, 2, 16)
+    m, total, states = maxima.view(-1, 2).double(), sums.view(-1, 2).double(), accs.view(-1, 2, 16).double()
+    weight = (m - m.amax(0)).exp2()  # [chunks, 2]
+    assert_close(acc / row_sum[:, None], (weight[..., None] * states).sum(0) / (weight * total).sum(0)[:, None])
+
+
+def test_merge_reads_past_the_l1_cache(like_a_gpu):
+    """What other programs wrote may be stale in there, which no run in the interpreter shows."""
+    sums, accs, row_sum, acc = (torch.ones(n, device=DEVICE) for n in (3, 48, 1, 16))
+    merge_kernel[(1,)](torch.zeros_like(sums), sums, accs, row_sum, acc, 0, 3, 1, 1, 16)
+    assert all(caching == ir.CACHE_MODIFIER.CG for caching in like_a_gpu)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 24, 64])

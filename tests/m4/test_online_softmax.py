@@ -72,3 +72,27 @@ def test_rows_that_see_nothing_keep_no_weight():
     assert (row_sum[M // 2 :] == 0).all() and (acc[M // 2 :] == 0).all() and (row_max[M // 2 :] == LOWEST).all()
     expected, _ = reference(q[: M // 2], keys[1:2], values[1:2], seen[1:2, : M // 2])
     assert_close((acc / row_sum[:, None])[: M // 2], expected)
+
+
+def test_float32_is_not_rounded_to_tf32(like_a_gpu):
+    """Both products say `input_precision="ieee"`: on a GPU the default keeps ten bits of mantissa."""
+    torch.manual_seed(0)
+    q, keys, values = (torch.randn(*s, D, device=DEVICE) for s in ((M,), (2, N), (2, N)))
+    seen = torch.ones(2, M, N, dtype=torch.bool, device=DEVICE)
+    _, row_sum, acc = run(q, keys, values, seen)
+    assert_close(acc / row_sum[:, None], reference(q, keys, values, seen)[0])
+
+
+def test_weights_are_rounded_for_their_product_only():
+    """Float16 keys and values: the product takes float16 weights, the sum takes them as they were, in float32."""
+    torch.manual_seed(0)
+    q, keys, values = (torch.randn(*s, D, device=DEVICE).half() for s in ((M,), (1, N), (1, N)))
+    seen = torch.ones(1, M, N, dtype=torch.bool, device=DEVICE)
+    _, row_sum, acc = run(q, keys, values, seen)
+    scores = reference(q, keys, values, seen)[1]
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    assert_close(row_sum, weights.sum(-1))
+    expected = weights.half().double() @ values[0].double()
+    assert (
+        acc - expected
+    ).norm() / expected.norm() < 5e-5  # 2e-4 were nothing rounded; one weight rounded otherwise: 3e-5

@@ -63,3 +63,8 @@ def test_decodes_before_are_left_alone():
     prefill(query, paged.kv_cache, starts([1, 5]), paged.seq_lens, paged.block_tables, 5, 0.25, out, 1, TILES)
     assert (out[0] == -5).all()
     assert_close(out[1:], paged.attention(query, [1, 5])[1:])
+
+
+def test_what_a_mask_leaves_out_is_set(like_a_gpu):
+    """A masked load needs its `other`: on a GPU what it left out may be anything, a NaN for one."""
+    check([20, 33], [20, 10], block_size=16)

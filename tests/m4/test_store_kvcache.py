@@ -61,3 +61,12 @@ def test_nothing_to_store():
     kv_cache = cache(1, 4, 1, 16)
     store_kvcache(*torch.empty(2, 0, 1, 16, device=DEVICE), kv_cache, torch.empty(0, dtype=torch.int64, device=DEVICE))
     assert (kv_cache == 7).all()
+
+
+def test_keys_and_values_with_rows_of_different_strides():
+    """Slices of two tensors: each has a stride of its own."""
+    keys, values = torch.randn(3, 5, 16, device=DEVICE), torch.randn(3, 2, 16, device=DEVICE)
+    kv_cache, slots = cache(2, 4, 2, 16), [6, 1, 4]
+    expected = stored(keys[:, 1:3], values, kv_cache, slots)
+    store_kvcache(keys[:, 1:3], values, kv_cache, torch.tensor(slots, device=DEVICE))
+    assert torch.equal(kv_cache, expected)

@@ -1,0 +1,21 @@
+"""Masks its loads but says no `other`: zeros in the interpreter, anything at all on a GPU."""
+
+
+def decode_split(
+    q, k_ptr, v_ptr, table_ptr, first, last, scale, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr,
+    B: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    row_max = tl.full([M], LOWEST, tl.float32)
+    row_sum = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    dims = tl.arange(0, D)
+    blocks = block_ids(table_ptr, first, last, B, TILE)
+    for token in range(first, last, TILE):
+        offsets = tile_offsets(blocks, token, B, TILE, STRIDE_BLOCK, STRIDE_TOKEN)[:, None] + dims[None, :]  # [TILE, D]
+        # A tile ahead: were K/V to wait for this load, half of the pipeline's buffers would go to the ids.
+        blocks = block_ids(table_ptr, token + TILE, last, B, TILE)
+        inside = token + tl.arange(0, TILE) < last
+        k = tl.load(k_ptr + offsets, mask=inside[:, None])
+        v = tl.load(v_ptr + offsets, mask=inside[:, None])
+        row_max, row_sum, acc = online_softmax_tile(q, k, v, inside[None, :], row_max, row_sum, acc, scale)
+    return row_max, row_sum, acc
