@@ -72,7 +72,7 @@ def where(context: typer.Context) -> None:
     ahead = next((m for m in (*milestones[newest + 1 :], *milestones) if m.id not in state.started), None)
     console.print()
     if todo:
-        _say(f"Next: [bold]{todo.id}[/] {todo.title}, about {todo.lines} lines")
+        _say(f"Next: [bold]{todo.id}[/] {todo.title}, about {todo.lines} line{'s' * (todo.lines > 1)}")
         for symbol in todo.symbols:
             _say(f"  write   {symbol.name}  {mine.line(symbol)}")
         _say(f"  test    python -m milestones test {todo.id}")

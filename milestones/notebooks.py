@@ -7,6 +7,7 @@ nothing and fails where a committed notebook's cells are not its source's.
 import argparse
 import builtins
 import os
+import re
 import sys
 import tempfile
 import time
@@ -57,13 +58,14 @@ def _name_the_unwritten(mine: Mine) -> None:
     def show(
         shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: int | None = None
     ) -> None:
-        exercise = next((e for e in mine.course.exercises if str(error).startswith(f"{e.id}: ")), None)
+        blank = re.match(r"(?:rank \d+ failed with NotImplementedError: )?(m\d+\.\d+): ", str(error))
+        exercise = next((e for e in mine.course.exercises if blank and e.id == blank[1]), None)
         if exercise:
             print(f"{exercise} is not written yet: {mine.where(exercise)}", file=sys.stderr)
         else:
             shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
 
-    shell.set_custom_exc((NotImplementedError,), show)
+    shell.set_custom_exc((RuntimeError,), show)  # NotImplementedError is one, and what a rank ended with is another
 
 
 def address(root: Path) -> str:
