@@ -27,7 +27,8 @@ def prefill_loop(
     `k_ptr` and `v_ptr` point to the KV head, `table_ptr` to the sequence's row of the block tables; dimensions are
     contiguous. `first` is a multiple of TILE. With MASKED a query sees the keys up to its own position, and `last` may
     fall inside a tile, past which nothing is read; without, the caller promises that all queries see all these keys,
-    and that they fill their tiles. Returns (row_max, row_sum, acc), as `online_softmax_tile` does.
+    and that they fill their tiles. A tile's ids are loaded while the one before it is folded. Returns (row_max, row_sum,
+    acc), as `online_softmax_tile` does.
     """
     dims = tl.arange(0, D)
     blocks = block_ids(table_ptr, first, last, B, TILE)

@@ -23,8 +23,9 @@ def add_rms_norm_kernel(
     """One token's x [H]: sum = x + residual (where there is one) and out = sum / rms(sum) * weight.
 
     The sum is rounded to the model's dtype before its mean square is taken in float32, and the quotient again before
-    the weight multiplies it: the rounding of `transformers`. `out` and `sum` are contiguous; WIDTH is the power of two
-    from H up.
+    the weight multiplies it: the rounding of `transformers`. Rows of `x` and `residual` are `stride_x` and
+    `stride_residual` apart, those of `out` and `sum` are contiguous. Without a residual nothing is stored to `sum_ptr`.
+    WIDTH is the power of two from H up.
     """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
