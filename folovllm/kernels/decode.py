@@ -112,10 +112,9 @@ def merge_partials(
 ):
     """Merge the partial results of `num_chunks` chunks by log-sum-exp; returns (row_sum [GROUP], acc [GROUP, D]).
 
-    Chunk c's rows start at row `first_row + c * stride`: max and sum are [rows], acc is [rows, D], float32. Each chunk
-    was summed relative to its own maximum; exp2(its maximum - the largest) brings all to one scale, each row to its own.
-    STEP chunks a turn; those of the last turn that do not exist must weigh nothing, whatever the scores.
-    Reads go past the L1 cache (`cache_modifier=".cg"`), which may hold what lay there before other programs wrote.
+    Chunk c's rows start at row `first_row + c * stride`: max and sum are [rows], acc is [rows, D], float32. Each was
+    summed relative to its maximum; exp2(that - the largest, head by head) brings all to one scale. STEP chunks a turn:
+    what is past the last weighs nothing. Reads go past the L1 cache (`cache_modifier=".cg"`), which may be stale.
     """
     g, dims = tl.arange(0, GROUP), tl.arange(0, D)
     row_max = tl.full([GROUP], LOWEST, tl.float32)

@@ -8,10 +8,11 @@ import pytest
 def like_a_gpu(monkeypatch):
     """Masked places with no `other` are NaN, and float32 products TF32 unless told otherwise; lists the loads' caching.
 
-    A GPU leaves such places undefined; the interpreter fills in zeros. Where kernels are compiled this changes nothing.
+    A GPU leaves such places undefined; the interpreter fills in zeros. An int32 that overflows is an error here (of
+    Python's own memory otherwise). Where kernels are compiled this changes nothing.
     """
     from triton._C.libtriton import ir  # not at the top: there are platforms without Triton
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+    from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle, interpreter_builder
 
     load, dot, caching = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_dot, []
 
@@ -30,6 +31,7 @@ def like_a_gpu(monkeypatch):
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", poisoned_load)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", rounded_dot)
+    monkeypatch.setattr(interpreter_builder, "options", InterpreterOptions(debug=True))
     return caching
 
 

@@ -70,3 +70,15 @@ def test_keys_and_values_with_rows_of_different_strides():
     expected = stored(keys[:, 1:3], values, kv_cache, slots)
     store_kvcache(keys[:, 1:3], values, kv_cache, torch.tensor(slots, device=DEVICE))
     assert torch.equal(kv_cache, expected)
+
+
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+def test_a_place_beyond_int32(slot_dtype, like_a_gpu):
+    """Blocks of 2 ** 30 numbers, of which nearly none is touched: block 2 begins where int32 ends."""
+    memory = torch.empty(2**31 + 128, dtype=torch.int8, device=DEVICE)
+    kv_cache = memory.as_strided((2, 3, 2, 1, 16), (64, 2**30, 16, 16, 1))
+    key, value = torch.arange(64, dtype=torch.int8, device=DEVICE).view(2, 2, 1, 16)
+    store_kvcache(key, value, kv_cache, torch.tensor([5, 0], dtype=slot_dtype, device=DEVICE))
+    for token, (block, within) in enumerate([(2, 1), (0, 0)]):
+        assert torch.equal(kv_cache[0, block, within], key[token])
+        assert torch.equal(kv_cache[1, block, within], value[token])
