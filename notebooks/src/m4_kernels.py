@@ -267,7 +267,7 @@ print(inspect.getdoc(f))
 # %% [markdown]
 # **A stretch.** Some models let a query see the last `window` tokens only, itself included. Then most tiles need not be read at all. Write
 # `mine(q, k, v, position, window)` for one query `[1, D]` at `position` over keys `[n, D]`, with `fold` in tiles of 16 that begin at
-# multiples of 16, and return the result and how many tiles you folded. `check` wants the right numbers, and no tile too many.
+# multiples of 16, and return the result and how many tiles you folded. `check` wants the right numbers, and says how many tiles would do.
 
 # %%
 def check(mine):
