@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.overlap_scheduler import OverlapScheduler
-from folovllm.engine.scheduler import SchedulerOutput
+from folovllm.engine.scheduler import NothingScheduled, SchedulerOutput
 from folovllm.executor.abstract import Pending
 from folovllm.outputs import RequestOutput
 
@@ -39,9 +39,13 @@ class OverlappedEngine(LLMEngine):
         self._last_arrival = 0.0
 
     def step(self) -> list[RequestOutput]:
-        """Start the next step, then hand out what the step before it drew."""
+        """Start the next step, then hand out what the step before it drew. Raises `NothingScheduled` if neither is there."""
         self.require_open()
-        return self.step_overlapped()
+        num_steps = self._num_steps
+        outputs = self.step_overlapped()
+        if self._in_flight is None and self._num_steps == num_steps and self.has_unfinished_requests():
+            raise NothingScheduled
+        return outputs
 
     def step_overlapped(self) -> list[RequestOutput]:
         """One turn of the loop.

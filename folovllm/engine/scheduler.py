@@ -24,6 +24,13 @@ class ScheduledSequence:
     draws: bool  # the share reaches the last token, so its logits give the next one
 
 
+class NothingScheduled(RuntimeError):
+    """Requests wait and nothing runs. An engine steps because somebody waits: it would go on like this for ever."""
+
+    def __init__(self) -> None:
+        super().__init__("requests wait and nothing was scheduled: the scheduler or the cache lets none of them in")
+
+
 @dataclass(slots=True)
 class SchedulerOutput:
     """One step: sequences with a single new token first."""

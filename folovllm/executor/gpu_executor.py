@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from folovllm.engine.scheduler import SchedulerOutput
+from folovllm.engine.scheduler import NothingScheduled, SchedulerOutput
 from folovllm.engine.setup import EngineSetup
 from folovllm.sample.sampler import SamplerOutput
 from folovllm.worker.gpu_worker import GPUWorker
@@ -30,9 +30,7 @@ class GPUExecutor:
         self.__dict__.pop("_worker", None)
 
     def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
-        """Run one step; returns a token for each scheduled sequence. Raises RuntimeError if none was scheduled."""
-        if not output.scheduled:  # an engine steps because somebody waits: it would go on like this for ever
-            raise RuntimeError(
-                "requests wait and nothing was scheduled: the scheduler or the cache lets none of them in"
-            )
+        """Run one step; returns a token for each scheduled sequence. Raises `NothingScheduled` if there is none."""
+        if not output.scheduled:
+            raise NothingScheduled
         return self._worker.execute_model(output)

@@ -39,7 +39,7 @@ class GPUWorker:
         """Load the weights, then give the KV cache its memory."""
         if self._setup.device.type == "cuda":
             torch.cuda.set_device(self._setup.device)
-            # On Hopper PyTorch would ask cuDNN first, which plans 30 ms for every new length of the keys: each token's.
+            # On Hopper PyTorch would ask cuDNN first, which plans 35 ms for every new length of the keys: each token's.
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.runner.load_model()
         self.num_kv_blocks = self.runner.initialize_kv_cache()

@@ -12,7 +12,8 @@ import pytest
 
 from folovllm import LLM, EngineConfig, SamplingParams
 from folovllm.engine.input_processor import child_seed
-from folovllm.engine.scheduler import SchedulerOutput
+from folovllm.engine.overlap import make_engine as make_any_engine
+from folovllm.engine.scheduler import NothingScheduled, SchedulerOutput
 from folovllm.outputs import RequestOutput
 from tests.helpers import prompts, tiny_checkpoint
 from tests.workloads import MAX_MODEL_LEN, assert_nothing_left, make_engine
@@ -248,12 +249,14 @@ class TestBadInput:
             make_engine(model, max_num_batched_tokens=MAX_MODEL_LEN - 1)
 
 
-def test_a_scheduler_that_lets_nobody_in(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("milestone", ["m2", pytest.param("m6", marks=pytest.mark.m6)])
+def test_a_scheduler_that_lets_nobody_in(model: Path, milestone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error, not a loop without end."""
-    engine = make_engine(model, milestone="m2")
+    config = EngineConfig(model=str(model), milestone=milestone, device="cpu", use_tqdm=False, max_model_len=64)
+    engine = make_any_engine(config)
     engine.add_request("a", [1, 2, 3])
     monkeypatch.setattr(engine.scheduler, "schedule", lambda: SchedulerOutput([]))
-    with pytest.raises(RuntimeError, match="nothing was scheduled"):
+    with pytest.raises(NothingScheduled, match="lets none of them in"):
         engine.step()
     engine.abort_request("a")
     assert engine.step() == []

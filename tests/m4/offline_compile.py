@@ -79,7 +79,7 @@ def kernels(capability: int, head_dim: int, block_size: int):
     group = HQ // HKV
     shape = {"HKV": HKV, "G": group, "GROUP": group, "D": d, "TILE": decode.tile, "M": 16, "STEP": decode.merge_step,
              "PDL": capability >= 90, "NORM": True}  # fmt: skip
-    for raw, num_warps in ((False, 2), (False, 4), (True, 2)):
+    for raw, num_warps in ((False, 2), (False, 4), (True, 2), (True, 4)):
         yield decode_kernel, {**strides, **shape, "RAW": raw}, num_warps, decode.num_stages
     heads = {"HQ": HQ, "HKV": HKV, "D": d, "QS": HQ, "KVS": HKV, "NORM": True, "H": 1024, "WIDTH": 1024, "SCALE": True,
              "PDL": capability >= 90}  # fmt: skip
