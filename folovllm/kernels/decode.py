@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.attention.backends.abstract import Preparation
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
 from folovllm.kernels.pdl import launch_options, wait_for_inputs
+from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import take_in_token
 
 ITEM = tl.constexpr(4)  # int32s of a work item: sequence, chunk, tokens of the sequence, its first partial result

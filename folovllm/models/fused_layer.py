@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from folovllm.attention.backends.abstract import Preparation
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.activation import silu_and_mul
+from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.small_linear import serves, small_linear
 from folovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from folovllm.models.fused import FusedLlamaAttention, fuse

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from folovllm.forward_batch import ForwardBatch
+from folovllm.kernels.preparation import Preparation
 
 
 class BackendUnavailable(ValueError):
@@ -31,16 +32,6 @@ class AttentionConfig:
     def scale(self) -> float:
         """The factor on the scores, 1 / sqrt(D)."""
         return float(self.head_dim**-0.5)
-
-
-@dataclass(slots=True, frozen=True)
-class Preparation:
-    """What queries and keys go through between their projection and attention."""
-
-    cos_sin_cache: torch.Tensor  # [max_position, D] float32 (`RotaryEmbedding`)
-    q_weight: torch.Tensor | None = None  # [D], as `k_weight`: those of the QK-norm, where there is one
-    k_weight: torch.Tensor | None = None
-    eps: float = 0.0
 
 
 class AttentionBackend(ABC):

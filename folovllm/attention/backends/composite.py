@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, Preparation
+from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig
 from folovllm.forward_batch import ForwardBatch
+from folovllm.kernels.preparation import Preparation
 
 
 def decodes_of(batch: ForwardBatch) -> ForwardBatch:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 import triton
 
-from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable, Preparation
+from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.decode import SplitKVDecode
 from folovllm.kernels.prefill import prefill
+from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.store import store_kvcache
 
 
