@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from folovllm.forward_batch import ForwardBatch
-from folovllm.kernels.preparation import Preparation
+
+if TYPE_CHECKING:
+    from folovllm.kernels.preparation import Preparation
 
 
 class BackendUnavailable(ValueError):

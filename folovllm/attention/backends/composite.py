@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig
 from folovllm.forward_batch import ForwardBatch
-from folovllm.kernels.preparation import Preparation
+
+if TYPE_CHECKING:
+    from folovllm.kernels.preparation import Preparation
 
 
 def decodes_of(batch: ForwardBatch) -> ForwardBatch:
