@@ -1,7 +1,7 @@
 """A decoder layer for small kernels' sake: products that norm, activate and add as they go.
 
 In a recorded step nothing waits for Python any more, and what is left between the large kernels is small kernels. These
-layers have none for a norm or an addition, and with few tokens none for the activation.
+layers have none for a norm or an addition, and with few tokens none for the activation or for the new K and V.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class AddingRowLinear(RowParallelLinear):
 
 class LateNormDecoderLayer(LlamaDecoderLayer):
     """No norm and no addition is a kernel of its own: four matrix products, attention, and a pass before and after it.
+    With few tokens a decode has not even those.
 
     RMSNorm multiplies each column by a weight and divides each row by one number. The weights move into the projection
     that follows (`fold_norms`). The division commutes with the projection, and waits for whoever reads its result next.
