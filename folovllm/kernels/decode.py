@@ -136,6 +136,28 @@ def merge_partials(
     return row_sum, acc
 
 
+@triton.jit
+def hand_in(
+    row_max, row_sum, acc, max_ptr, sum_ptr, acc_ptr, done_ptr, out_ptr, first_row, c, num_chunks, stride,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Leave chunk c's state as a partial result. Whoever brings a sequence's last merges all, and stores the output [G, D].
+
+    `done_ptr` counts what was brought, and is zero again afterwards; rows are as in `merge_partials`.
+    """
+    g, gg, dims = tl.arange(0, M), tl.arange(0, GROUP), tl.arange(0, D)
+    part, kept = first_row + c * stride, g < GROUP
+    tl.store(max_ptr + part + g, row_max, mask=kept)
+    tl.store(sum_ptr + part + g, row_sum, mask=kept)
+    tl.store(acc_ptr + (part + g)[:, None].to(tl.int64) * D + dims[None, :], acc, mask=kept[:, None])
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    if tl.atomic_add(done_ptr, 1, sem="acq_rel") == num_chunks - 1:
+        tl.store(done_ptr, 0)
+        total, merged = merge_partials(max_ptr, sum_ptr, acc_ptr, first_row, num_chunks, stride, GROUP, D, STEP)
+        merged = normalize(total, merged).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + gg[:, None] * D + dims[None, :], merged, mask=(gg < G)[:, None])
+
+
 @triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["table_ptr"])
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, item_ptr, header_ptr, queue_ptr, done_ptr, max_ptr, sum_ptr, acc_ptr,
@@ -179,19 +201,9 @@ def decode_kernel(
             out = normalize(row_sum, acc).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + (out_row + g)[:, None] * D + dims[None, :], out, mask=real[:, None])
         else:
-            part = ((first_partial + c) * HKV + head) * GROUP
-            kept = g < GROUP
-            tl.store(max_ptr + part + g, row_max, mask=kept)
-            tl.store(sum_ptr + part + g, row_sum, mask=kept)
-            tl.store(acc_ptr + (part + g)[:, None].to(tl.int64) * D + dims[None, :], acc, mask=kept[:, None])
-            tl.debug_barrier()  # all threads have stored before one of them says so
-            if tl.atomic_add(done_ptr + seq * HKV + head, 1, sem="acq_rel") == num_chunks - 1:
-                tl.store(done_ptr + seq * HKV + head, 0)
-                total, merged = merge_partials(max_ptr, sum_ptr, acc_ptr, (first_partial * HKV + head) * GROUP,
-                                               num_chunks, HKV * GROUP, GROUP, D, STEP)  # fmt: skip
-                gg = tl.arange(0, GROUP)
-                merged = normalize(total, merged).to(out_ptr.dtype.element_ty)
-                tl.store(out_ptr + (out_row + gg)[:, None] * D + dims[None, :], merged, mask=(gg < G)[:, None])
+            hand_in(
+                row_max, row_sum, acc, max_ptr, sum_ptr, acc_ptr, done_ptr + seq * HKV + head, out_ptr + out_row * D,
+                (first_partial * HKV + head) * GROUP, c, num_chunks, HKV * GROUP, G, GROUP, D, M, STEP)  # fmt: skip
         work = following
     if num_items > num_programs:  # noqa: SIM102 -- Triton's `and` would evaluate both sides
         if tl.atomic_add(queue_ptr + 1, 1, sem="acq_rel") == num_programs - 1:

@@ -9,17 +9,19 @@ from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
 
-COMPILED = (RMSNorm, SiluAndMul, RotaryEmbedding)
+# Whether sizes other than the batch's are left open, too: for the norms of two widths that share one piece of code, not
+# where a width that is known makes for wider loads.
+COMPILED: dict[type[nn.Module], bool | None] = {RMSNorm: True, SiluAndMul: None, RotaryEmbedding: None}
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile each kind of layer once, for batches of any size; all layers of a kind share the code.
+    """Compile each kind of layer for batches of any size; all layers of a kind share the code.
 
     The first steps are slow, for that is when it happens: seconds on a GPU, a minute on a CPU, which also needs a C++
     compiler.
     """
-    for kind in COMPILED:
-        forward = torch.compile(kind.forward, dynamic=True)
+    for kind, dynamic in COMPILED.items():
+        forward = torch.compile(kind.forward, dynamic=dynamic)
         for module in model.modules():
             if type(module) is kind:
-                module.forward = forward.__get__(module)  # type: ignore[method-assign]
+                module.forward = forward.__get__(module)
