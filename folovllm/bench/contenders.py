@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +40,29 @@ GEOMETRIES["qwen3-8b"] = GEOMETRIES["qwen3-0.6b"] | {
 
 
 def write_geometry(name: str, folder: Path) -> Path:
-    """Write the configuration of a model of this shape into `folder`.
+    """Write the configuration of a model of this shape; returns where, a folder of its name in `folder`.
 
     Raises:
         ValueError: no such geometry; the sentence lists those there are.
     """
     if name not in GEOMETRIES:
         raise ValueError(f"unknown geometry {name!r}: choose one of {', '.join(GEOMETRIES)}")
-    (folder / "config.json").write_text(json.dumps(GEOMETRIES[name], indent=1), encoding="utf-8")
-    return folder
+    model = folder / name
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(GEOMETRIES[name], indent=1), encoding="utf-8")
+    return model
 
 
 def random_model(name: str, folder: Path, common: dict[str, Any]) -> dict[str, Any]:
     """The fields of an EngineConfig that runs this geometry; its text is decoded by the embedded model's tokenizer."""
     model = str(write_geometry(name, folder))
     return {"tokenizer": DEFAULT_MODEL, "model_impl": "native", **common, "model": model, "random_weights": True}
+
+
+def used_settings(config: EngineConfig) -> dict[str, Any]:
+    """What a result file says of a configuration: all that is set, and of made-up weights the geometry, not the folder."""
+    settings = {key: value for key, value in asdict(config).items() if value is not None}
+    return settings | {"model": Path(config.model).name} if config.random_weights else settings
 
 
 def parse_contenders(text: str, common: dict[str, Any]) -> list[Contender]:

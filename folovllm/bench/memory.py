@@ -12,9 +12,9 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from folovllm.bench.contenders import Contender
+from folovllm.bench.contenders import Contender, used_settings
 from folovllm.bench.report import Metric, Result, Run
-from folovllm.config import PRESETS
+from folovllm.config import PRESETS, EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.metrics import EngineStats
 from folovllm.llm import LLM
@@ -92,7 +92,7 @@ def bench_memory(
     )
     for name, overrides in contenders:
         use = measure(requests=requests, slots=slots, **{**overrides, "max_model_len": max_model_len})
-        result.runs.append(Run(name, {**overrides, **asdict(use)}, use.metrics()))
+        result.runs.append(Run(name, used_settings(EngineConfig(**overrides)) | asdict(use), use.metrics()))
     return result
 
 

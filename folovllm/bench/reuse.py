@@ -7,12 +7,11 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from folovllm.bench.contenders import Contender
+from folovllm.bench.contenders import Contender, used_settings
 from folovllm.bench.report import Metric, Result, Run
 from folovllm.bench.throughput import run_workload
 from folovllm.bench.workload import BenchRequest, Workload
@@ -66,7 +65,7 @@ def bench_ttft(contender: Contender, prefix: int, repeats: int = 5, clock: Clock
             shared = random_ids(rng, prefix, engine)
             prompts = [shared + random_ids(rng, TAIL, engine) for _ in range(2)]
             times.append([time_to_first_token(engine, prompt, clock) for prompt in prompts])
-        run = Run("the cache on", used_config(engine), {})
+        run = Run("the cache on", used_settings(engine.setup.config), {})
     firsts, seconds = zip(*times[1:], strict=True)  # the first pair warms up
     run.metrics = {
         "TTFT of the first": Metric.of([1e3 * t for t in firsts], "ms", False),
@@ -113,7 +112,7 @@ def bench_sharing(
                 found.append(100 * hit_rate)
             elif caching:
                 spent.append(100 * inside / taken)
-        config = used_config(engine)
+        config = used_settings(engine.setup.config)
     runs = [
         Run(word, config | {"enable_prefix_caching": caching}, {
             "prefix shared": rate(loads["alike"], seconds["alike", caching]),
@@ -194,7 +193,7 @@ def bench_gaps(
         with engine_for(contender, prompt + 16, enable_prefix_caching=False, **overrides) as engine:
             watch_gaps(engine, prompt, seed=0)
             seen = [watch_gaps(engine, prompt, seed, clock) for seed in range(1, repeats + 1)]
-            runs.append(Run(name, used_config(engine), gap_metrics(seen)))
+            runs.append(Run(name, used_settings(engine.setup.config), gap_metrics(seen)))
     return Result("reuse", describe(f"{prompt:,} tokens arrive, by tokens a step", 2, prompt + 8, 2), runs)
 
 
@@ -264,11 +263,6 @@ def bench_reuse(
     }
     for part in wanted:
         yield part, benches[part]()
-
-
-def used_config(engine: LLMEngine) -> dict[str, Any]:
-    """For a result file."""
-    return {k: v for k, v in asdict(engine.setup.config).items() if v is not None}
 
 
 def describe(name: str, requests: int, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
-from folovllm.bench.contenders import Contender
+from folovllm.bench.contenders import Contender, used_settings
 from folovllm.bench.host_time import StepTime, step_times
 from folovllm.bench.report import Metric, Result, Run
 from folovllm.bench.roofline import Rates, measure_rates, roofline_seconds
@@ -176,8 +176,7 @@ def bench_throughput(
         if first is not None and workload.temperature == 0:
             metrics |= _agreement(first, answers)
         first = answers if first is None else first
-        settings = {key: value for key, value in asdict(config).items() if value is not None}
-        result.runs.append(Run(name, settings, metrics, any(p.partial for p in passes)))
+        result.runs.append(Run(name, used_settings(config), metrics, any(p.partial for p in passes)))
     return result
 
 

@@ -63,8 +63,9 @@ def gumbel_max_tile(
     """The best of WIDTH tokens of one row from `first` on: (value in float32, index in the row).
 
     With temperature 0 the value is the logit itself; else logit / temperature + noise of token id `offset + index`.
-    Ties go to the lowest index; indices from `vocab_size` on count as -inf. NaN is never the best: where there is
-    nothing else, the index is one from `vocab_size` on, by which the caller knows. FAST is passed on to `gumbel_noise`.
+    `gumbel_noise` is laid out [WIDTH / 4, 4], four consecutive ids a row; FAST is passed on to it. Ties go to the lowest
+    index; indices from `vocab_size` on count as -inf. NaN is never the best: where there is nothing else, the index is
+    one from `vocab_size` on, by which the caller knows.
     """
     index = first + tl.arange(0, WIDTH // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [WIDTH / 4, 4]
     value = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)

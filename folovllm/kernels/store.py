@@ -17,8 +17,8 @@ def store_kvcache_kernel(
 
     Slot `s` is token `s % B` of block `s // B`. A slot of -1 writes nothing: it marks padding, and as an index it
     would hit the last page. A token's heads lie side by side in `key` and `value`, whose rows are `stride_key` and
-    `stride_value` apart. Slots may be int32, for which a place in a large cache is too much: make them int64 first.
-    WIDTH is the power of two from Hkv * D up.
+    `stride_value` apart; in the cache the D numbers of a head do. Slots may be int32, for which a place in a large cache
+    is too much: make them int64 first. WIDTH is the power of two from Hkv * D up.
     """
     token = tl.program_id(0)
     slot = tl.load(slot_ptr + token).to(tl.int64)

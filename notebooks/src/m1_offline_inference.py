@@ -112,6 +112,8 @@ assert late > 1.5 * early
 #
 # ## The mini: the whole thing in one cell
 #
+# (It has the ideas of m1.1 to m1.3 in it. To find them yourself, read on from "Your turn" and come back.)
+#
 # This is M1 with nothing left over: read the weights, run the decoder with a cache that grows by concatenation, take the argmax. It
 # imports nothing of the engine, and it says the same tokens.
 
@@ -193,7 +195,7 @@ print(f"{lines} lines, {len(mini_tokens)} tokens, all equal")
 # %% [markdown]
 # ## Your turn
 #
-# The engine does the same with seven functions that are yours to write. In a terminal:
+# The engine does the same with ten functions, in seven exercises, that are yours to write. In a terminal:
 #
 # ```
 # python -m milestones start m1        # their bodies are cut out of your copy, mine/

@@ -119,6 +119,8 @@ assert m2_stats.running == SLOTS and m2_stats.kv_waste > 0.5
 #
 # ## The mini: pages in one cell
 #
+# (It has the ideas of m3.1 to m3.3 in it. To find them yourself, read on from "Your turn" and come back.)
+#
 # The remedy is as old as virtual memory: look the place up. Below is a decoder (the one of M1's mini, shortened) over a pool of pages. A
 # table per sequence says where its pages lie; a sequence takes a page when it needs one; if there is none, the last to arrive gives
 # back all of its pages and starts over with the text it has. No import of the engine, and the same tokens as the preset.

@@ -137,6 +137,8 @@ for n in (1024, 8192, 32768):
 # %% [markdown]
 # ## The mini: softmax in one pass
 #
+# (It has the ideas of m4.1 and m4.5 in it. To find them yourself, read on from "Your turn" and come back.)
+#
 # Keep for each query the largest score so far $m$, the sum of the weights $l$ and the weighted sum of the values $a$. A new tile may
 # raise $m$; then what was summed is scaled down once, by $e^{m - m'}$. Below: this fold, a merge of two such states (so that two
 # programs can share one sequence), and a decoder in numpy around it. No score outlives its tile.
@@ -535,9 +537,9 @@ assert len(worked) >= 3 and max(worked) < 1e-5
 #
 # | decode | `torch_paged` | `flash_attn` | `triton` | of the copy bandwidth |
 # |---|---|---|---|---|
-# | 256 sequences of 300 to 1500 tokens | 22,075 | 284.1 | 222.7 | 101% |
-# | 16 sequences of 300 to 1500 tokens | 1,378 | 29.4 | 20.4 | 67% |
-# | 1 sequence of 4,096 tokens | | 17.6 | 10.0 | 39% |
+# | 256 sequences of 300 to 1500 tokens | 26,640 | 266.7 | 223.3 | 101% |
+# | 16 sequences of 300 to 1500 tokens | 1,318 | 29.2 | 20.6 | 66% |
+# | 1 sequence of 4,096 tokens | 102 | 17.3 | 9.2 | 43% |
 #
 # | prefill, TFLOP/s | `flash_attn` | `triton` |
 # |---|---|---|

@@ -113,6 +113,8 @@ assert max(gaps) > 10 * usual
 # %% [markdown]
 # ## The mini: pages with names
 #
+# (It has the ideas of m5.1 to m5.4 in it. To find them yourself, read on from "Your turn" and come back.)
+#
 # Below is M3's decoder over a pool of pages, with one thing more. A full page gets a name: the hash of *the name of the page before it* and
 # of its own tokens. So equal names mean equal prefixes, not just equal pages. A freed page keeps its name until it is taken for something
 # else, and a newcomer begins with the pages whose names it can compute. No import of the engine, and the same tokens as the preset.

@@ -133,6 +133,8 @@ print(f"28 layers instead of 6: about {ops * 28 // 6} operations, {1e3 * ops * 2
 #
 # ## The mini: a device that nobody waits for
 #
+# (It has the ideas of m6.4 in it. To find them yourself, read on from "Your turn" and come back.)
+#
 # A GPU's stream is a queue: work is put in, done in order, and the host goes on at once. `ThreadPoolExecutor(1)` is exactly that, and `Future.result()` is
 # the event that one waits for. So here is a pretend GPU on the second core of your CPU. Its weights, K/V and newest tokens stay over there. Planning is
 # a nap of some milliseconds, in the place of a busy scheduler.
@@ -559,7 +561,7 @@ print(f"largest difference from one process: {(sum0 - whole).abs().max():.1e}; f
 #
 # ## See it: which rank holds what
 #
-# Four ranks, this model (4 query heads, 2 KV heads). The picture asks the engine's own rule, `shard_named`, with matrices whose elements # numbered. Chequered: two ranks hold the same.
+# Four ranks, this model (4 query heads, 2 KV heads). The picture asks the engine's own rule, `shard_named`, with matrices whose elements are numbered. Chequered: two ranks hold the same.
 
 # %%
 from transformers import AutoConfig
