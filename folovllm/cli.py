@@ -187,10 +187,12 @@ def run_steps(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> li
     for index, prompt in enumerate(prompts):
         llm.engine.add_request(str(index), prompt, params, stream=False)
     finished: dict[str, RequestOutput] = {}
+    llm.engine.history = []
     while llm.engine.has_unfinished_requests():
         finished |= {output.request_id: output for output in llm.engine.step()}
-        if llm.engine.last_stats is not None:
-            _stderr().print(step_line(llm.engine.last_stats), style="dim", soft_wrap=True)
+        for stats in llm.engine.history:  # of the steps taken in: with overlap none, one or two
+            _stderr().print(step_line(stats), style="dim", soft_wrap=True)
+        llm.engine.history.clear()
         if pool := draw_pool(llm.engine):
             _stderr().print(pool, soft_wrap=True)
     return [finished[str(index)] for index in range(len(prompts))]

@@ -54,7 +54,7 @@ class Sequence:
     priority: int = 0  # smaller first, where the scheduler heeds it
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
-    num_cached_tokens: int = 0  # found in the prefix cache at the first admission
+    num_cached_tokens: int | None = None  # found in the prefix cache at the first admission
     stop_reason: str | int | None = None
     logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)  # pages in order, or the one slot

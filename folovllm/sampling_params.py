@@ -76,33 +76,33 @@ class SamplingParams:
         for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs"):
             value = getattr(self, name)
             left_open = value is None and name in ("seed", "max_tokens", "logprobs")
-            _require(left_open or isinstance(value, Integral), f"{name} must be a whole number, not {value}")
-        _require(self.n >= 1, f"n must be at least 1, not {self.n}")
+            require(left_open or isinstance(value, Integral), f"{name} must be a whole number, not {value}")
+        require(self.n >= 1, f"n must be at least 1, not {self.n}")
         in_range = -1 <= self.top_k < 2**63
-        _require(in_range, f"top_k must be -1 or 0 (keep all) or at least 1 (and below 2**63), not {self.top_k}")
+        require(in_range, f"top_k must be -1 or 0 (keep all) or at least 1 (and below 2**63), not {self.top_k}")
         in_range = self.seed is None or 0 <= self.seed < 2**63
-        _require(in_range, f"seed must be between 0 and 2**63 - 1, not {self.seed}")
+        require(in_range, f"seed must be between 0 and 2**63 - 1, not {self.seed}")
         in_range = _is_number(self.top_p) and 0 < self.top_p <= 1
-        _require(in_range, f"top_p must be above 0 and at most 1 (keep all), not {self.top_p!r}")
+        require(in_range, f"top_p must be above 0 and at most 1 (keep all), not {self.top_p!r}")
         for name, (low, high, neutral) in RANGES.items():
             value = getattr(self, name)
             in_range = _is_number(value) and low <= value <= high
-            _require(in_range, f"{name} must be a number from {low:g} to {high:g} ({neutral}), not {value!r}")
+            require(in_range, f"{name} must be a number from {low:g} to {high:g} ({neutral}), not {value!r}")
 
     def _validate_stop(self) -> None:
         unlimited = self.max_tokens is None
-        _require(unlimited or self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")  # type: ignore[operator]
-        _require(self.min_tokens >= 0, f"min_tokens must be 0 or more, not {self.min_tokens}")
+        require(unlimited or self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")  # type: ignore[operator]
+        require(self.min_tokens >= 0, f"min_tokens must be 0 or more, not {self.min_tokens}")
         fits = unlimited or self.min_tokens <= self.max_tokens  # type: ignore[operator]
-        _require(fits, f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        require(fits, f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         strings = isinstance(self.stop, list | tuple) and all(isinstance(s, str) for s in self.stop)
-        _require(strings, f"stop strings must be given as a list of texts, not {self.stop}")
-        _require(all(self.stop), "a stop string must not be empty")
+        require(strings, f"stop strings must be given as a list of texts, not {self.stop}")
+        require(all(self.stop), "a stop string must not be empty")
         ids = isinstance(self.stop_token_ids, list | tuple) and all(
             isinstance(i, Integral) for i in self.stop_token_ids
         )
-        _require(ids, f"stop_token_ids must be a list of token ids (whole numbers), not {self.stop_token_ids}")
-        _require(self.logprobs is None or self.logprobs >= 0, f"logprobs must be 0 or more, not {self.logprobs}")
+        require(ids, f"stop_token_ids must be a list of token ids (whole numbers), not {self.stop_token_ids}")
+        require(self.logprobs is None or self.logprobs >= 0, f"logprobs must be 0 or more, not {self.logprobs}")
 
     @property
     def greedy(self) -> bool:
@@ -119,6 +119,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real)
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """Raise a ValueError with `message` if the condition does not hold."""
     if not condition:
         raise ValueError(message)

@@ -81,7 +81,7 @@ def latency(
 
 
 def memory(
-    compare: Compare = "m2,m3",
+    compare: Compare = None,
     slots: Annotated[int, typer.Option(help="The memory, in sequences of max_model_len tokens.", min=1)] = 8,
     requests: Annotated[int, typer.Option(help="How many requests, all there at the start.", min=1)] = 96,
     random_weights: Geometry = None,
@@ -92,6 +92,7 @@ def memory(
     from folovllm.bench.memory import bench_memory
 
     longest = given.pop("max_model_len", None) or 512
+    compare = compare or (None if given.get("milestone") else "m2,m3")
     with tempfile.TemporaryDirectory() as folder:
         found = bench_memory(contenders(given, compare, random_weights, folder), slots, longest, requests)
     finish(found, save)
@@ -202,9 +203,7 @@ def finish(result: Result, save: Path | None, printer: Callable[[Result], None] 
     """Print, and write the file."""
     from folovllm.bench.report import show
 
-    measured = result.machine
     result.describe_here()
-    result.machine |= measured
     (printer or show)(result)
     if save is not None:
         result.save(save)

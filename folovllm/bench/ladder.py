@@ -168,7 +168,7 @@ def _cells(run: Run, first: Run, columns: list[str]) -> list[str]:
     rate, base = run.metrics[COLUMNS[0]].median, first.metrics[COLUMNS[0]].median
     cells = [_text(run.metrics.get(name)) for name in columns]
     return [
-        run.name + (" (partial)" if run.partial else ""),
+        run.title,
         cells[0],
         f"{rate / base:.2f}x" if base else "",
         *cells[1:],

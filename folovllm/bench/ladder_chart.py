@@ -31,7 +31,7 @@ def draw_ladder(result: Result, path: Path) -> list[Path]:
     figure, axes = pyplot.subplots(1, len(panels), figsize=(2.7 * len(panels), height), sharey=True, squeeze=False)
     for axis, (metric, title) in zip(axes[0], panels, strict=True):
         _draw_panel(axis, result.runs, metric, title)
-    axes[0][0].set_yticks(range(len(result.runs)), [_label(run) for run in result.runs])
+    axes[0][0].set_yticks(range(len(result.runs)), [run.title for run in result.runs])
     axes[0][0].invert_yaxis()
     figure.text(0.005, 0.01, _caption(result), fontsize=6, color="#6b7280")
     figure.tight_layout(rect=(0, 0.05, 1, 1))
@@ -73,10 +73,6 @@ def _draw_panel(axis: Any, runs: list[Run], metric: str, title: str) -> None:
 
 def _color(run: Run) -> str:
     return COLORS.get(run.name.rpartition(" ")[2], PLAIN)
-
-
-def _label(run: Run) -> str:
-    return run.name + (" (partial)" if run.partial else "")
 
 
 def _caption(result: Result) -> str:

@@ -116,7 +116,7 @@ def measure(
     with LLM(milestone=milestone, max_model_len=max_model_len, **options) as llm:
         llm.generate([1] * 8, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)  # warm up
         _submit(llm.engine, requests)
-        seen = []
+        seen = [llm.engine.stats()]
         start, cpu_start = time.monotonic(), time.process_time()
         while llm.engine.has_unfinished_requests():
             llm.engine.step()
@@ -149,7 +149,7 @@ def _summary(
         seconds=seconds,
         cpu_seconds=cpu_seconds,
         output_tokens=sum(request.answer for request in requests),
-        steps=len(seen),
+        steps=seen[-1].steps - seen[0].steps,
         preemptions=seen[-1].preemptions,
         mean_running=sum(stats.running for stats in busy) / len(busy),
         peak_running=max(stats.running for stats in busy),

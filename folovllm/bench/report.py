@@ -48,6 +48,11 @@ class Run:
     metrics: dict[str, Metric]
     partial: bool = False
 
+    @property
+    def title(self) -> str:
+        """The name, for a table or a picture."""
+        return self.name + " (partial)" * self.partial
+
 
 @dataclass(slots=True)
 class Result:
@@ -64,7 +69,7 @@ class Result:
 
     def describe_here(self) -> Result:
         """Fill in this machine, these versions, this command."""
-        self.machine, self.versions, self.commit = machine(), versions(), commit()
+        self.machine, self.versions, self.commit = machine() | self.machine, versions(), commit()
         self.command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
         return self
@@ -150,7 +155,7 @@ def show(result: Result, console: Console | None = None) -> None:
     table = Table(title=f"bench {result.benchmark}: {workload_line(result.workload)}", title_justify="left")
     table.add_column("")
     for i, run in enumerate(result.runs):
-        table.add_column(run.name + (" (partial)" if run.partial else ""), justify="right")
+        table.add_column(run.title, justify="right")
         if i:
             table.add_column(f"/ {result.runs[0].name}", justify="right", style="bold")
     for name in dict.fromkeys(name for run in result.runs for name in run.metrics):

@@ -104,8 +104,8 @@ def _step(engine: LLMEngine, seen: Observed) -> None:
     if engine.last_stats is not None:
         seen.steps += 1
         seen.batch += engine.last_stats.running
-    if seen.steps % SAMPLE_EVERY == 1 and (stats := engine.stats()).kv_bytes_reserved:
-        seen.waste.append(stats.kv_waste)
+        if seen.steps % SAMPLE_EVERY == 1 and (stats := engine.stats()).kv_bytes_reserved:
+            seen.waste.append(stats.kv_waste)
 
 
 def _count(engine: LLMEngine, seen: Observed, submitted: int) -> None:

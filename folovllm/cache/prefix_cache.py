@@ -179,8 +179,6 @@ class PrefixCachingBlockManager(BlockManager):
             seq.block_table.append(block.block_id)
             seq.page_serials.append(block.serial)
         seq.num_computed_tokens = len(seq.block_table) * self.block_size
-        if seq.num_output_tokens == 0:
-            seq.num_cached_tokens = seq.num_computed_tokens
 
     def adopt(self, block: Block) -> None:
         """Hold a cached page: one more reference, and `self._free.remove(block)` if nobody held it so far."""
@@ -198,6 +196,7 @@ class PrefixCachingBlockManager(BlockManager):
             stats.requests_hit += hit > 0
             stats.tokens += seq.num_tokens
             stats.tokens_hit += hit
+            seq.num_cached_tokens = hit if seq.num_cached_tokens is None else seq.num_cached_tokens
         return reserved
 
     def publish(self, seq: Sequence) -> None:
@@ -215,7 +214,6 @@ class PrefixCachingBlockManager(BlockManager):
 
     def _take(self) -> int:
         """The page that was not used for longest; what it held is forgotten."""
-        block = self._free.popleft()
-        self.prefix_cache.evict(block)
-        block.ref_count = 1
-        return block.block_id
+        block_id = super()._take()
+        self.prefix_cache.evict(self.blocks[block_id])
+        return block_id

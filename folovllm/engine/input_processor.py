@@ -15,7 +15,7 @@ from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.setup import EngineSetup
 from folovllm.models.files import eos_token_ids
 from folovllm.request import Sequence
-from folovllm.sampling_params import SamplingParams
+from folovllm.sampling_params import SamplingParams, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,9 +44,9 @@ class InputProcessor:
             ValueError: the prompt is empty, too long for the context, or holds an id outside 0..V-1; or something is of
                 the wrong kind.
         """
-        _require(isinstance(params, SamplingParams), f"sampling parameters are a SamplingParams, not {params!r}")
-        _require(isinstance(priority, Integral), f"priority must be a whole number, not {priority!r}")
-        _require(cache_salt is None or isinstance(cache_salt, str), f"cache_salt must be a string, not {cache_salt!r}")
+        require(isinstance(params, SamplingParams), f"sampling parameters are a SamplingParams, not {params!r}")
+        require(isinstance(priority, Integral), f"priority must be a whole number, not {priority!r}")
+        require(cache_salt is None or isinstance(cache_salt, str), f"cache_salt must be a string, not {cache_salt!r}")
         token_ids = self._tokenize(prompt)
         self._validate(token_ids, params)
         room = self._setup.max_model_len - len(token_ids)
@@ -105,11 +105,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> lis
         return list(tokenizer.encode(text, **options))
     except TypeError as error:
         raise ValueError("the prompt is not valid Unicode: was it read in another encoding?") from error
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 def child_seed(seed: int, index: int) -> int:

@@ -44,9 +44,9 @@ class LLMEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.setup = set_up(config)
         self.tokenizer = load_tokenizer(self.setup.path, config)
+        self._processor = InputProcessor(self.setup, self.tokenizer)
         self.executor = make_executor(self.setup)
         self.scheduler = make_scheduler(self.setup, self.executor.num_kv_blocks)
-        self._processor = InputProcessor(self.setup, self.tokenizer)
         self._requests: dict[str, RequestState] = {}
         self.last_stats: StepStats | None = None
         self.history: list[StepStats] | None = None  # set it to [] to keep every step's snapshot

@@ -42,7 +42,7 @@ class RequestState:
             outputs=[self._completion(i, seq) for i, seq in enumerate(self.seqs)],
             finished=self.finished,
             metrics=replace(self.metrics),  # a snapshot, as all the rest
-            num_cached_tokens=self.seqs[0].num_cached_tokens,
+            num_cached_tokens=self.seqs[0].num_cached_tokens or 0,
         )
 
     def _completion(self, i: int, seq: Sequence) -> CompletionOutput:

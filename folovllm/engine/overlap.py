@@ -41,9 +41,9 @@ class OverlappedEngine(LLMEngine):
     def step(self) -> list[RequestOutput]:
         """Start the next step, then hand out what the step before it drew. Raises `NothingScheduled` if neither is there."""
         self.require_open()
-        num_steps = self._num_steps
+        self.last_stats = None
         outputs = self.step_overlapped()
-        if self._in_flight is None and self._num_steps == num_steps and self.has_unfinished_requests():
+        if self._in_flight is None and self.last_stats is None and self.has_unfinished_requests():
             raise NothingScheduled
         return outputs
 

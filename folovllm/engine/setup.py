@@ -63,7 +63,7 @@ def set_up(config: EngineConfig) -> EngineSetup:
     max_model_len = config.resolve_max_model_len(context_limit(hf_config))
     budget = config.resolve_max_num_batched_tokens(max_model_len)
     dtype = choose_dtype(config.dtype, device, hf_config)
-    assert config.max_num_seqs is not None and config.kv_cache is not None
+    assert config.max_num_seqs is not None
     wanted_block_size = max_model_len if config.kv_cache == "slots" else config.block_size
     share = local_config(hf_config, config.tensor_parallel_size)  # what one rank has of the model
     check_gpus(device, config.tensor_parallel_size)

@@ -20,7 +20,7 @@ from folovllm.distributed.group import child_environment
 from folovllm.distributed.messages import STOP, decode_result, encode_step, longest_messages
 from folovllm.distributed.rank import Assignment, Failure, Ready, spin_seconds
 from folovllm.distributed.ring import Ring, wait_for
-from folovllm.engine.scheduler import SchedulerOutput
+from folovllm.engine.scheduler import NothingScheduled, SchedulerOutput
 from folovllm.engine.setup import EngineSetup
 from folovllm.sample.sampler import SamplerOutput
 from folovllm.worker.graph_runner import full_path
@@ -194,7 +194,10 @@ class MultiprocExecutor:
         return self._ranks.pids
 
     def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
-        """Run one step on all ranks; returns a token for each scheduled sequence."""
+        """Run one step on all ranks; returns a token for each scheduled sequence. `NothingScheduled` if there is none."""
+        if not output.scheduled:
+            self._ranks.check()  # ranks that have ended explain it better
+            raise NothingScheduled
         return self.submit(output).wait()
 
     def submit(self, output: SchedulerOutput) -> RemoteStep:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from folovllm.distributed.group import ProcessGroup
 from folovllm.distributed.rank import rank_setup
-from folovllm.engine.scheduler import SchedulerOutput
+from folovllm.engine.scheduler import NothingScheduled, SchedulerOutput
 from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import Pending
 from folovllm.sample.sampler import SamplerOutput
@@ -42,7 +42,9 @@ class TorchrunExecutor:
         self.num_kv_blocks = self._smallest(self._worker.num_kv_blocks, own.device)
 
     def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
-        """Run one step, as all ranks do; returns a token for each scheduled sequence."""
+        """Run one step, as all ranks do; returns a token for each scheduled sequence. `NothingScheduled` if there is none."""
+        if not output.scheduled:
+            raise NothingScheduled
         return self._running().execute_model(output)
 
     def submit(self, output: SchedulerOutput) -> Pending:

@@ -16,7 +16,7 @@ from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.activation import silu_and_mul
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.small_linear import serves, small_linear
-from folovllm.layers.linear import QKVParallelLinear, RowParallelLinear
+from folovllm.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 from folovllm.models.fused import FusedLlamaAttention, fuse
 from folovllm.models.llama import LlamaDecoderLayer, LlamaMLP
 
@@ -36,7 +36,7 @@ class FewTokensMLP(LlamaMLP):
         return super().forward(x)
 
 
-class FewTokensQKVLinear(QKVParallelLinear):
+class FewTokensLinear(LinearBase):
     """Few tokens: all bandwidth, no library."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,12 +44,12 @@ class FewTokensQKVLinear(QKVParallelLinear):
         return small_linear(x, self.weight) if _few(x) and self.bias is None else super().forward(x)
 
 
-class AddingRowLinear(RowParallelLinear):
-    """Can add its result to the residual stream as it is written."""
+class FewTokensQKVLinear(FewTokensLinear, QKVParallelLinear):
+    """All of it is inherited."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As `LinearBase`."""
-        return small_linear(x, self.weight) if _few(x) and self.bias is None else super().forward(x)
+
+class AddingRowLinear(FewTokensLinear, RowParallelLinear):
+    """Can add its result to the residual stream as it is written."""
 
     def add_to(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """stream + forward(x), [T, outputs], where there is no bias; `stream` may be overwritten."""

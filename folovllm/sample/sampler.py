@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,10 +22,10 @@ class SamplingBatch:
     seeds: torch.Tensor  # [S] int64
     positions: torch.Tensor  # [S] int64, index of the token to draw in its sequence
     all_greedy: bool
-    min_p: torch.Tensor | None  # [S]
-    top_k: torch.Tensor | None  # [S]
-    top_p: torch.Tensor | None  # [S]
-    seqs: list[Sequence]  # for what depends on the tokens so far
+    min_p: torch.Tensor | None = None  # [S]
+    top_k: torch.Tensor | None = None  # [S]
+    top_p: torch.Tensor | None = None  # [S]
+    seqs: list[Sequence] = field(default_factory=list)  # for what depends on the tokens so far
 
     @classmethod
     def from_sequences(cls, seqs: list[Sequence], device: torch.device) -> SamplingBatch:

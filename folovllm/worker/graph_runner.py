@@ -20,8 +20,6 @@ from folovllm.worker.step_graph import CudaGraph, RecordedGraph, StepGraph
 
 logger = logging.getLogger("folovllm")
 
-Logits = torch.Tensor
-
 
 class PendingStep:
     """A step that was started. Its tokens are on the device, and on their way to the host."""
@@ -124,14 +122,14 @@ class GraphRunner(ModelRunner):
         batch = self._tables.unpack_decode(fields, self._setup.max_model_len)
         self._logits[batch.num_seqs] = self._forward(batch, fields)
 
-    def _forward(self, batch: ForwardBatch, fields: torch.Tensor) -> Logits:
+    def _forward(self, batch: ForwardBatch, fields: torch.Tensor) -> torch.Tensor:
         """Model and draw; returns the logits [S, V]."""
         self._backend.plan(batch)
         logits = self.model.compute_logits(self.model(batch), batch)
         self._draw(logits, fields)
         return logits
 
-    def _draw(self, logits: Logits, fields: torch.Tensor) -> None:
+    def _draw(self, logits: torch.Tensor, fields: torch.Tensor) -> None:
         """One token a row, in one pass over the logits [S, V], to be kept: no filters, no penalties."""
         temperature = fields[Field.TEMPERATURE].view(torch.float32)
         low, high, positions = fields[Field.SEED_LOW], fields[Field.SEED_HIGH], fields[Field.SEQ_LEN]
@@ -143,7 +141,7 @@ class GraphRunner(ModelRunner):
             return
         seeds = high.long() << 32 | low.long() & 0xFFFFFFFF
         greedy = not logits.is_cuda and not bool(temperature.any())  # to ask a GPU is to wait for it
-        batch = SamplingBatch(temperature, seeds, positions.long(), greedy, None, None, None, [])
+        batch = SamplingBatch(temperature, seeds, positions.long(), greedy)
         self._keep(self._sampler.sample(logits, batch), fields)
 
     def _keep(self, tokens: torch.Tensor, fields: torch.Tensor) -> None:
@@ -151,7 +149,9 @@ class GraphRunner(ModelRunner):
         self._tokens[: len(tokens)] = tokens
         self._tables.last_token[fields[Field.ROW].long()] = tokens
 
-    def _redraw(self, logits: Logits, step: PackedStep, full: dict[int, Sequence], out: list[Logprobs | None]) -> None:
+    def _redraw(
+        self, logits: torch.Tensor, step: PackedStep, full: dict[int, Sequence], out: list[Logprobs | None]
+    ) -> None:
         """Draw again, with everything, for the rows whose requests ask for it."""
         index = list(full)
         at = torch.tensor(index).to(logits.device, non_blocking=True)
@@ -166,7 +166,7 @@ class GraphRunner(ModelRunner):
             for i, logprobs in zip(index, self._sampler.logprobs(rows, tokens.tolist(), seqs), strict=True):
                 out[i] = logprobs
 
-    def _whole_logits(self, logits: Logits) -> Logits:
+    def _whole_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Rows over the whole vocabulary, [n, V]; on one rank they are that already."""
         return logits
 

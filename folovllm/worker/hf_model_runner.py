@@ -54,8 +54,9 @@ class HFModelRunner:
 
     def _forward(self, item: ScheduledSequence) -> torch.Tensor:
         """Logits [1, V] after the item's last token."""
-        cache = self._caches.setdefault(item.seq, DynamicCache(config=self._setup.hf_config))
+        if item.seq not in self._caches:
+            self._caches[item.seq] = DynamicCache(config=self._setup.hf_config)
         ids = item.seq.token_ids[item.start : item.start + item.num_new_tokens]
-        input_ids = torch.from_numpy(ids).long()[None].to(self._setup.device)  # [1, T]
+        input_ids, cache = torch.from_numpy(ids).long()[None].to(self._setup.device), self._caches[item.seq]  # [1, T]
         result = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return result.logits[:, -1]

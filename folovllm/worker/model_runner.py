@@ -11,11 +11,11 @@ from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
 from folovllm.engine.setup import EngineSetup
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.request import Sequence
-from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
+from folovllm.sample.sampler import SamplerOutput, SamplingBatch
 from folovllm.sampling_params import SamplingParams
 from folovllm.worker.input_batch import InputBatch
 from folovllm.worker.kv_memory import num_blocks_that_fit
-from folovllm.worker.native_model import attention_layers, load_native_model
+from folovllm.worker.native_model import attention_layers, choose_layers, load_native_model, make_sampler
 
 WARM_UP_TOKENS = 256  # from here on more tokens, or more sequences, change no kernel
 
@@ -87,7 +87,7 @@ class ModelRunner:
             logits = self.model.compute_logits(hidden, batch)
             seqs = [item.seq for item in dummy_items([1] * setup.max_num_seqs, setup.block_size)]
             self._sampler(logits, SamplingBatch.from_sequences(seqs, setup.device))
-        self.kv_cache = torch.empty(0)
+        self.allocate_kv_cache(0)  # the layers hold on to their parts of it
 
     def compile_kernels(self) -> None:
         """Run small steps of every kind, so that no kernel is compiled while requests wait.
@@ -109,34 +109,6 @@ class ModelRunner:
 def doublings(limit: int) -> list[int]:
     """1, 2, 4, ... below `limit`, and `limit`."""
     return [1 << i for i in range((limit - 1).bit_length())] + [limit]
-
-
-def make_sampler(setup: EngineSetup) -> Sampler:
-    """The draw, compiled where asked for."""
-    if setup.config.compile:
-        from folovllm.sample.compiled import CompiledSampler
-
-        return CompiledSampler()
-    return Sampler()
-
-
-def choose_layers(model: LlamaForCausalLM, setup: EngineSetup) -> None:
-    """Layers: compiled where asked for, else fused kernels where attention is a kernel, else plain torch.
-
-    What goes on in a recorded step goes further: there small kernels are what is left to save.
-    """
-    if setup.config.compile:
-        from folovllm.models.compiled import compile_layers
-
-        compile_layers(model)
-    elif "triton" in setup.backend or "flash_attn" in setup.backend:
-        from folovllm.models.fused import fuse
-
-        fuse(model)
-        if setup.config.packed_steps:
-            from folovllm.models.fused_layer import fuse_layers
-
-            fuse_layers(model)
 
 
 def dummy_items(lengths: list[int], block_size: int) -> list[ScheduledSequence]:

@@ -7,6 +7,7 @@ from folovllm.layers.attention import Attention
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import init_random_weights, load_model
 from folovllm.models.registry import build_model
+from folovllm.sample.sampler import Sampler
 
 
 def load_native_model(setup: EngineSetup) -> LlamaForCausalLM:
@@ -22,3 +23,31 @@ def load_native_model(setup: EngineSetup) -> LlamaForCausalLM:
 def attention_layers(model: LlamaForCausalLM) -> list[Attention]:
     """The layers that need a cache and a backend, first to last."""
     return [module for module in model.modules() if isinstance(module, Attention)]
+
+
+def make_sampler(setup: EngineSetup) -> Sampler:
+    """The draw, compiled where asked for."""
+    if setup.config.compile:
+        from folovllm.sample.compiled import CompiledSampler
+
+        return CompiledSampler()
+    return Sampler()
+
+
+def choose_layers(model: LlamaForCausalLM, setup: EngineSetup) -> None:
+    """Layers: compiled where asked for, else fused kernels where attention is a kernel, else plain torch.
+
+    What goes on in a recorded step goes further: there small kernels are what is left to save.
+    """
+    if setup.config.compile:
+        from folovllm.models.compiled import compile_layers
+
+        compile_layers(model)
+    elif "triton" in setup.backend or "flash_attn" in setup.backend:
+        from folovllm.models.fused import fuse
+
+        fuse(model)
+        if setup.config.packed_steps:
+            from folovllm.models.fused_layer import fuse_layers
+
+            fuse_layers(model)

@@ -10,8 +10,7 @@ from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
 from folovllm.engine.setup import EngineSetup
 from folovllm.forward_batch import ForwardBatch
 from folovllm.sample.sampler import SamplerOutput, SamplingBatch
-from folovllm.worker.model_runner import choose_layers, make_sampler
-from folovllm.worker.native_model import attention_layers, load_native_model
+from folovllm.worker.native_model import attention_layers, choose_layers, load_native_model, make_sampler
 
 
 class SerialModelRunner:

@@ -44,7 +44,7 @@ class FakeEngine:
         self.steps = 0
         self.aborted: list[str] = []
         self.on_step: Any = lambda: None
-        self.last_stats: FakeStats | None = None
+        self.history: list[FakeStats] | None = None
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams, stream: bool = True) -> None:
         if prompt == "too long":
@@ -57,7 +57,8 @@ class FakeEngine:
         return bool(self.words)
 
     def step(self) -> list[RequestOutput]:
-        self.last_stats = FakeStats(self.steps)
+        if self.history is not None:
+            self.history.append(FakeStats(self.steps))
         self.steps += 1
         outputs = []
         for request_id, words in list(self.words.items()):

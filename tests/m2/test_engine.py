@@ -249,17 +249,24 @@ class TestBadInput:
             make_engine(model, max_num_batched_tokens=MAX_MODEL_LEN - 1)
 
 
-@pytest.mark.parametrize("milestone", ["m2", pytest.param("m6", marks=pytest.mark.m6)])
-def test_a_scheduler_that_lets_nobody_in(model: Path, milestone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"milestone": "m2"},
+        pytest.param({"milestone": "m6"}, marks=pytest.mark.m6),
+        pytest.param({"milestone": "m6", "async_scheduling": False, "tensor_parallel_size": 2}, marks=pytest.mark.m6),
+    ],
+)
+def test_a_scheduler_that_lets_nobody_in(model: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """An error, not a loop without end."""
-    config = EngineConfig(model=str(model), milestone=milestone, device="cpu", use_tqdm=False, max_model_len=64)
-    engine = make_any_engine(config)
+    engine = make_any_engine(EngineConfig(model=str(model), device="cpu", use_tqdm=False, max_model_len=64, **fields))
     engine.add_request("a", [1, 2, 3])
     monkeypatch.setattr(engine.scheduler, "schedule", lambda: SchedulerOutput([]))
     with pytest.raises(NothingScheduled, match="lets none of them in"):
         engine.step()
     engine.abort_request("a")
     assert engine.step() == []
+    engine.close()
 
 
 def test_the_longest_answer_that_fits(model: Path) -> None:

@@ -39,16 +39,19 @@ def test_a_page_a_sequence_is_a_slot() -> None:
     assert (m3.steps, m3.mean_running, m3.mean_waste) == (m2.steps, m2.mean_running, m2.mean_waste)
 
 
-def test_the_command_prints_a_column_a_preset(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("flag", "names"), [("", ["m2", "m3"]), (" --milestone m3", ["m3"])])
+def test_the_command_prints_a_column_a_preset(
+    flag: str, names: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     flags = (
         f"bench memory --model {tiny_checkpoint()} --requests 4 --slots 2 --max-model-len 64 --save {tmp_path}/r.json"
     )
     with pytest.raises(SystemExit) as exit:
-        main(flags.split())
+        main((flags + flag).split())
     assert exit.value.code == 0
     out = capsys.readouterr().out
-    assert "m2" in out and "m3" in out and "reserved and empty" in out
-    assert [run.name for run in load(tmp_path / "r.json").runs] == ["m2", "m3"]
+    assert all(name in out for name in [*names, "reserved and empty"])
+    assert [run.name for run in load(tmp_path / "r.json").runs] == names
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

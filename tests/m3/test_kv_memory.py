@@ -12,6 +12,7 @@ import torch
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.worker.kv_memory import num_blocks_that_fit
+from folovllm.worker.native_model import attention_layers
 from tests.helpers import tiny_checkpoint
 from tests.workloads import make_engine
 
@@ -89,3 +90,11 @@ def test_on_a_gpu_the_peak_of_a_step_is_left_free(monkeypatch: pytest.MonkeyPatc
     assert state.profiled == 1
     setup.max_num_seqs = 3
     assert num_blocks_that_fit(setup, profile) == 3 * 7
+
+
+def test_the_warm_up_leaves_no_cache_behind() -> None:
+    """The layers hold views: as long as one of them is there, so is the memory."""
+    runner = make_engine(tiny_checkpoint(), milestone="m3").executor._worker.runner
+    runner.warmup_model()
+    views = [layer.kv_cache for layer in attention_layers(runner.model)]
+    assert views and all(view.untyped_storage().nbytes() == 0 for view in views)

@@ -79,3 +79,13 @@ def test_show_steps_draws_it(capsys: pytest.CaptureFixture[str]) -> None:
     pools = [line.split()[1] for line in lines[1::2]]
     letter = pools[0][0]
     assert pools == [letter * 2 + letter.lower() + "·" * 13, letter * 3 + "·" * 13]
+
+
+@pytest.mark.m6
+def test_each_step_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """With overlap, a turn of the loop may take in no step, or two."""
+    flags = ["--milestone", "m6", "--max-num-seqs", "1", "--max-model-len", "32", "--raw"]
+    with pytest.raises(SystemExit):
+        main(["generate", "abc", "de", "--model", str(tiny_checkpoint()), "--max-tokens", "3", "--show-steps", *flags])
+    steps = [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    assert steps == [str(i) for i in range(len(steps))] and len(steps) >= 6

@@ -11,6 +11,7 @@ import pytest
 from folovllm.attention.backends.abstract import BackendUnavailable
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.scheduler import preempt
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
@@ -250,3 +251,15 @@ def test_on_a_gpu(backend: str) -> None:
     pairs = [(a[0], b[0]) for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True)]
     assert sum(a == b for a, b in pairs) >= 0.75 * len(pairs)
     assert cached.prefix_cache_stats().tokens_hit >= 256 * len(tails)
+
+
+def test_what_one_computed_oneself_was_not_cached() -> None:
+    """Preempted between two chunks of its prompt, a sequence finds its own pages again."""
+    served = engine(long_prefill_token_threshold=2 * BLOCK)
+    served.add_request("a", prompts([5 * BLOCK])[0], GREEDY)
+    served.step()
+    (seq,) = served.scheduler.running
+    preempt(served.scheduler, [seq])
+    served.step()
+    assert served.prefix_cache_stats().tokens_hit == 2 * BLOCK  # it did find them
+    assert finish(served)["a"].num_cached_tokens == 0

@@ -38,10 +38,5 @@ def choose_backend(name: str, config: AttentionConfig) -> tuple[str, int]:
 def _checked(backend: type[AttentionBackend], config: AttentionConfig) -> int:
     """The block size to use, if the backend can run with it."""
     size = config.block_size or next(size for size in BLOCK_SIZES if backend.supports_block_size(size))
-    if not backend.supports_block_size(size):
-        raise BackendUnavailable(
-            f"{backend.name} needs pages of a multiple of {backend.supported_block_sizes} tokens, not {size}: "
-            "leave block_size open, or choose another backend"
-        )
     backend.check_available(replace(config, block_size=size))
     return size
