@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from numbers import Integral
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 DEFAULT_MODEL = "stories-5m"  # embedded in the package
@@ -32,6 +32,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "kv_cache": ("growing", "slots", "paged"),
     "scheduling": ("fcfs", "priority"),
 }
+KINDS = {"str": (str, "a text"), "bool": (bool, "True or False"), "float": (Real, "a number")}  # by annotation
 MAY_BE_OPEN = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks")  # None: the engine decides
 COUNTS = (*MAY_BE_OPEN, "max_num_seqs", "kv_cache_memory", "tensor_parallel_size", "long_prefill_token_threshold")
 
@@ -103,6 +104,7 @@ class EngineConfig:
     use_tqdm: bool = True
 
     def __post_init__(self) -> None:
+        self._validate_kinds()
         preset = PRESETS.get(self.milestone or LATEST)
         if preset is None:
             raise ValueError(f"unknown milestone {self.milestone!r}: choose one of {', '.join(PRESETS)}")
@@ -124,6 +126,14 @@ class EngineConfig:
     def for_milestone(cls, milestone: str, **overrides: Any) -> EngineConfig:
         """The preset of one milestone, with single choices changed."""
         return cls(milestone=milestone, **overrides)
+
+    def _validate_kinds(self) -> None:
+        """Texts, switches and fractions. Any text is true, so a switch must not be one."""
+        for field in fields(self):
+            kind, _, may_be_open = str(field.type).partition(" | ")
+            value, (types, says) = getattr(self, field.name), KINDS.get(kind, (object, ""))
+            if not isinstance(value, types) and not (value is None and may_be_open):
+                raise ValueError(f"{field.name} must be {says}, not {value!r}")
 
     def _validate(self) -> None:
         for name, known in CHOICES.items():
@@ -192,4 +202,4 @@ class EngineConfig:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral)
+    return isinstance(value, Integral) and not isinstance(value, bool)

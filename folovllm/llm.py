@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from numbers import Integral
 from typing import Any, Self, cast
 
+from jinja2 import TemplateError
 from tqdm import tqdm
 
 from folovllm.config import EngineConfig
@@ -19,6 +20,7 @@ from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 
 Message = Mapping[str, str]  # {"role": "user", "content": "..."}
+A_CONVERSATION = 'a conversation is a list of messages {"role": "user", "content": "..."}'
 
 
 class LLM:
@@ -77,9 +79,11 @@ class LLM:
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several: lists of {"role", "content"}, put through the model's chat template."""
+        if not _is_list(messages):
+            raise ValueError(A_CONVERSATION)
         if not messages:
             raise ValueError("the conversation is empty: give at least one message")
-        several = not isinstance(messages, Mapping) and not isinstance(messages[0], Mapping)
+        several = not isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", messages if several else [messages])
         prompts = [self.render_chat(conversation, **template_options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
@@ -88,11 +92,14 @@ class LLM:
         """The token ids of a conversation, up to where the answer begins."""
         if not self.has_chat_template:
             raise ValueError("the model has no chat template: use generate with a plain prompt")
-        if not all(isinstance(message, Mapping) for message in messages):
-            raise ValueError('a conversation is a list of messages {"role": "user", "content": "..."}')
-        text = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **template_options
-        )
+        if not _is_list(messages) or not all(isinstance(message, Mapping) for message in messages):
+            raise ValueError(A_CONVERSATION)
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **template_options
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the model's chat template does not take this ({error}): {A_CONVERSATION}") from error
         return encode(self.tokenizer, text, add_special_tokens=False)
 
     def _run(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
@@ -113,6 +120,8 @@ class LLM:
             finally:  # an error or Ctrl-C leaves no request behind
                 for request_id in filter(self.engine.has_request, ids):
                     self.engine.abort_request(request_id)
+        if len(outputs) < len(ids):
+            raise RuntimeError("the engine was closed before all was answered")
         return [outputs[request_id] for request_id in ids]
 
     def _steps(self, bar: Any) -> Iterable[list[RequestOutput]]:
@@ -142,6 +151,10 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

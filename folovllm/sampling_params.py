@@ -76,18 +76,18 @@ class SamplingParams:
         for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs"):
             value = getattr(self, name)
             left_open = value is None and name in ("seed", "max_tokens", "logprobs")
-            require(left_open or isinstance(value, Integral), f"{name} must be a whole number, not {value}")
+            fits = left_open or (isinstance(value, Integral) and abs(int(value)) < 2**63)
+            require(fits, f"{name} must be a whole number (below 2**63), not {value}")
         require(self.n >= 1, f"n must be at least 1, not {self.n}")
-        in_range = -1 <= self.top_k < 2**63
-        require(in_range, f"top_k must be -1 or 0 (keep all) or at least 1 (and below 2**63), not {self.top_k}")
-        in_range = self.seed is None or 0 <= self.seed < 2**63
-        require(in_range, f"seed must be between 0 and 2**63 - 1, not {self.seed}")
+        require(self.top_k >= -1, f"top_k must be -1 or 0 (keep all) or at least 1, not {self.top_k}")
+        require(self.seed is None or self.seed >= 0, f"seed must be between 0 and 2**63 - 1, not {self.seed}")
         in_range = _is_number(self.top_p) and 0 < self.top_p <= 1
         require(in_range, f"top_p must be above 0 and at most 1 (keep all), not {self.top_p!r}")
         for name, (low, high, neutral) in RANGES.items():
             value = getattr(self, name)
             in_range = _is_number(value) and low <= value <= high
             require(in_range, f"{name} must be a number from {low:g} to {high:g} ({neutral}), not {value!r}")
+            setattr(self, name, float(value))  # what else is a number, tensors may not take
 
     def _validate_stop(self) -> None:
         unlimited = self.max_tokens is None

@@ -21,8 +21,19 @@ Compare = Annotated[
 Geometry = Annotated[
     str | None, typer.Option("--random-weights", help="A geometry with made-up weights: qwen3-0.6b.", metavar="NAME")
 ]
-Save = Annotated[Path | None, typer.Option("--save", help="Write the result to this JSON file.")]
-Limit = Annotated[float | None, typer.Option(help="Most seconds for each engine; rates are over what it generated.")]
+Limit = Annotated[
+    float | None, typer.Option(help="Most seconds for each engine; rates are over what it generated.", min=0)
+]
+
+
+def in_a_folder(file: Path | None) -> Path | None:
+    """A file that will be written when all is measured: where it could not be, that is said before."""
+    if file is not None and not file.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {file.parent}")
+    return file
+
+
+Save = Annotated[Path | None, typer.Option("--save", help="Write the result to this JSON file.", callback=in_a_folder)]
 
 
 def build_bench_app() -> typer.Typer:
@@ -47,7 +58,7 @@ def throughput(
     workload: Annotated[
         str, typer.Option(help="default, nano-vllm, or a file of JSON lines: prompt_len, output_len, arrival.")
     ] = "default",
-    requests: Annotated[int | None, typer.Option(help="Only the first so many requests.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Only the first so many requests.", min=1)] = None,
     compare: Compare = None,
     limit: Limit = None,
     repeats: Annotated[int, typer.Option(help="Passes; the table shows median and spread.", min=1)] = 1,
@@ -100,9 +111,11 @@ def memory(
 
 def reuse(
     parts: Annotated[list[str] | None, typer.Argument(help="ttft, sharing, gaps; all if left out.")] = None,
-    prefix: Annotated[int | None, typer.Option(help="Tokens of a shared prefix: 16,000 on a GPU, else 2,000.")] = None,
-    prompt: Annotated[int, typer.Option(help="Tokens of the long prompt that arrives.")] = 8000,
-    requests: Annotated[int | None, typer.Option(help="Requests that share: 256 on a GPU, else 16.")] = None,
+    prefix: Annotated[
+        int | None, typer.Option(help="Tokens of a shared prefix: 16,000 on a GPU, else 2,000.", min=1)
+    ] = None,
+    prompt: Annotated[int, typer.Option(help="Tokens of the long prompt that arrives.", min=1)] = 8000,
+    requests: Annotated[int | None, typer.Option(help="Requests that share: 256 on a GPU, else 16.", min=1)] = None,
     chunks: Annotated[str, typer.Option(help="Tokens a step while the long prompt arrives.")] = "2048,512,128",
     cpu_time: Annotated[
         bool, typer.Option("--cpu-time", help="Count the process's own time: for one thread of a busy machine.")
@@ -115,9 +128,12 @@ def reuse(
     """What a cached prefix saves, what hashing costs, and how long a long prompt holds up the others."""
     from folovllm.bench.reuse import bench_reuse
 
+    try:
+        sizes = tuple(int(size) for size in chunks.split(","))
+    except ValueError:
+        raise ValueError(f"--chunks takes whole numbers, say 2048,512,128, not {chunks!r}") from None
     with tempfile.TemporaryDirectory() as folder:
         [contender] = contenders(given, None, random_weights, folder)
-        sizes = tuple(int(size) for size in chunks.split(","))
         for part, found in bench_reuse(contender, parts, prefix, prompt, requests, sizes, repeats, cpu_time):
             finish(found, save and save.with_stem(f"{save.stem}-{part}"))
 
@@ -129,10 +145,12 @@ def ladder(
     workload: Annotated[
         str | None, typer.Option(help="default, nano-vllm (what a GPU gets), latency, or a file of JSON lines.")
     ] = None,
-    requests: Annotated[int | None, typer.Option(help="Only the first so many requests.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Only the first so many requests.", min=1)] = None,
     limit: Limit = 60.0,
     repeats: Annotated[int, typer.Option(help="Passes; the table shows the median.", min=1)] = 1,
-    chart: Annotated[Path | None, typer.Option(help="Draw it: x.png writes x.png and x.svg; needs matplotlib.")] = None,
+    chart: Annotated[
+        Path | None, typer.Option(help="Draw it: x.png writes x.png and x.svg; needs matplotlib.", callback=in_a_folder)
+    ] = None,
     random_weights: Geometry = None,
     save: Save = None,
     **given: Any,

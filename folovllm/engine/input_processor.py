@@ -46,7 +46,7 @@ class InputProcessor:
         """
         require(isinstance(params, SamplingParams), f"sampling parameters are a SamplingParams, not {params!r}")
         require(isinstance(priority, Integral), f"priority must be a whole number, not {priority!r}")
-        require(cache_salt is None or isinstance(cache_salt, str), f"cache_salt must be a string, not {cache_salt!r}")
+        require(cache_salt is None or _is_text(cache_salt), f"cache_salt must be a text, not {cache_salt!r}")
         token_ids = self._tokenize(prompt)
         self._validate(token_ids, params)
         room = self._setup.max_model_len - len(token_ids)
@@ -105,6 +105,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> lis
         return list(tokenizer.encode(text, **options))
     except TypeError as error:
         raise ValueError("the prompt is not valid Unicode: was it read in another encoding?") from error
+
+
+def _is_text(value: object) -> bool:
+    """Whether this is a string that has bytes: no lone surrogate in it."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def child_seed(seed: int, index: int) -> int:

@@ -57,7 +57,7 @@ def load_hf_config(path: Path, config: EngineConfig) -> Any:
     try:
         check_sizes(json.loads((path / "config.json").read_text(encoding="utf-8")))
         return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"cannot read the configuration in {path}: {error}") from error
 
 
@@ -90,11 +90,13 @@ def eos_token_ids(path: Path, hf_config: Any, tokenizer: PreTrainedTokenizerBase
     if (path / "generation_config.json").is_file():
         try:
             declared = GenerationConfig.from_pretrained(path).eos_token_id
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"cannot read generation_config.json in {path}: {error}") from error
     if declared is None:
         declared = getattr(hf_config, "eos_token_id", None)
     ids = {declared} if isinstance(declared, int) else set(declared or ())
+    if not all(isinstance(id_, int) for id_ in ids):
+        raise ValueError(f"eos_token_id in {path} must be a token id or a list of them, not {declared!r}")
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
-    return frozenset(id_ for id_ in ids if id_ < hf_config.vocab_size)  # what has no logit is never drawn
+    return frozenset(id_ for id_ in ids if 0 <= id_ < hf_config.vocab_size)  # what has no logit is never drawn

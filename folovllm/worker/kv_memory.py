@@ -29,9 +29,10 @@ def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None]) -> int:
         num_blocks = min(memory // bytes_per_block, setup.max_num_seqs * blocks_per_seq)
     if num_blocks < blocks_per_seq:
         fits = max(0, num_blocks) * setup.block_size
+        lower = f"lower max_model_len to {fits} or less, or " if fits else ""
         raise ValueError(
             f"the KV cache has room for {fits} tokens, less than one sequence of max_model_len {setup.max_model_len}: "
-            f"lower max_model_len to {fits} or less, or raise kv_cache_memory (CPU), gpu_memory_utilization (GPU) or "
+            f"{lower}raise kv_cache_memory (CPU), gpu_memory_utilization (GPU) or "
             f"num_kv_blocks (at least {blocks_per_seq}; a block of {setup.block_size} tokens takes {bytes_per_block:,} bytes)"
         )
     logger.info(

@@ -57,7 +57,10 @@ class ModelRunner:
         setup = self._setup
         a, layers = setup.attention, attention_layers(self.model)
         shape = (len(layers), 2, num_blocks, a.num_kv_heads, setup.block_size, a.head_dim)
-        self.kv_cache = torch.empty(shape, dtype=setup.dtype, device=setup.device)
+        try:
+            self.kv_cache = torch.empty(shape, dtype=setup.dtype, device=setup.device)
+        except RuntimeError as error:
+            raise ValueError(f"there is no memory for {num_blocks:,} blocks of KV cache: take fewer") from error
         for attention, part in zip(layers, self.kv_cache.permute(0, 1, 2, 4, 3, 5), strict=True):
             attention.kv_cache = part
 

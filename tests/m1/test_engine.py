@@ -136,6 +136,15 @@ def test_a_closed_engine_says_so(milestone: str) -> None:
     assert not llm.engine.has_unfinished_requests()
 
 
+def test_closed_while_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, say: whoever waits for the answers is told."""
+    llm = LLM(str(tiny_checkpoint()), milestone="m1", device="cpu", use_tqdm=False)
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: (step(), llm.close())[0])
+    with pytest.raises(RuntimeError, match="closed before all was answered"):
+        llm.generate(["Hello"] * 2, PARAMS, use_tqdm=False)
+
+
 def test_two_engines_in_turn_do_not_disturb_each_other() -> None:
     impls = ("hf", "native")
     engines = [LLM(str(tiny_checkpoint()), milestone="m1", model_impl=i, use_tqdm=False).engine for i in impls]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -107,16 +108,27 @@ class TestPrompts:
         with pytest.raises(ValueError, match="a SamplingParams, not"):
             llm.generate("a", params, use_tqdm=False)
 
-    @pytest.mark.parametrize("field", [{"priority": "first"}, {"cache_salt": 5}])
+    @pytest.mark.parametrize("field", [{"priority": "first"}, {"cache_salt": 5}, {"cache_salt": "\ud800"}])
     def test_other_fields_of_another_kind(self, llm: LLM, field: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=next(iter(field))):
             llm.engine.add_request("r", "a", SHORT, **field)
         assert not llm.engine.has_request("r")
 
-    @pytest.mark.parametrize("messages", ["Hello", {"role": "user", "content": "Hello"}, ["Hello"], [["Hello"]]])
+    @pytest.mark.parametrize(
+        "messages", ["Hello", {"role": "user", "content": "Hello"}, ["Hello"], [["Hello"]], [5], iter([])]
+    )
     def test_what_is_no_conversation(self, llm: LLM, messages: Any) -> None:
         with pytest.raises(ValueError, match="a conversation is a list of messages"):
             llm.chat(messages, SHORT, use_tqdm=False)
+
+    @pytest.mark.parametrize("message", [{"role": "user"}, {"content": "Hello"}, {"role": "user", "content": 5}])
+    def test_what_the_chat_template_does_not_take(
+        self, llm: LLM, message: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        template = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
+        monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+        with pytest.raises(ValueError, match=r"template does not take this .* a conversation is a list of messages"):
+            llm.chat([message], SHORT, use_tqdm=False)
 
     def test_a_conversation_with_half_a_character(self, llm: LLM) -> None:
         with pytest.raises(ValueError, match="not valid Unicode"):
@@ -139,10 +151,10 @@ class TestPrompts:
         ("top_k", [-2, 2.5, 2**63, None]),
         ("min_p", [-0.1, 1.1, float("nan")]),
         ("max_tokens", [0, -1, 2.5]),
-        ("min_tokens", [-1, 257, None]),
+        ("min_tokens", [-1, 257, 10**30, None]),
         ("n", [0, -3, None]),
         ("seed", [-1, 2**63]),
-        ("logprobs", [-1]),
+        ("logprobs", [-1, 10**20]),
         ("stop", [[""], "", [1], None]),
         ("stop_token_ids", [["a"], None]),
         ("repetition_penalty", [0.0, -1.0, float("nan"), float("inf"), 1e300, 1e-300]),
@@ -161,6 +173,7 @@ def test_sampling_params_at_the_ends_of_their_ranges() -> None:
     SamplingParams(temperature=5, top_k=0, top_p=1e-6, min_p=1.0, max_tokens=None, min_tokens=9, seed=2**63 - 1)
     SamplingParams(presence_penalty=-2, frequency_penalty=2, repetition_penalty=100)
     assert SamplingParams(stop="x").stop == ["x"]
+    assert type(SamplingParams(repetition_penalty=Fraction(3, 2)).repetition_penalty) is float  # what a tensor takes
 
 
 def test_the_strongest_penalties_and_the_highest_temperature_leave_the_logits_finite(llm: LLM) -> None:
@@ -188,6 +201,13 @@ BROKEN: list[tuple[str, Callable[[Path], Any], str]] = [
     ),
     ("config contradicts itself", lambda p: edit_config(p, num_hidden_layers=99), "cannot read the configuration"),
     ("damaged generation config", lambda p: (p / "generation_config.json").write_text("{"), "generation_config.json"),
+    ("config is a list", lambda p: (p / "config.json").write_text("[]"), "cannot read the configuration"),
+    (
+        "generation config is a list",
+        lambda p: (p / "generation_config.json").write_text("[]"),
+        "generation_config.json",
+    ),
+    ("no number ends it", lambda p: edit_config(p, eos_token_id=["x"]), "eos_token_id|cannot read the configuration"),
     ("no tokenizer", lambda p: (p / "tokenizer.json").unlink(), "no tokenizer"),
     ("damaged tokenizer", lambda p: (p / "tokenizer.json").write_text("{"), "cannot read the tokenizer"),
     ("no weights", lambda p: (p / "model.safetensors").unlink(), "model.safetensors"),
@@ -248,7 +268,7 @@ def test_a_damaged_index(folder: Path, index: str) -> None:
 
 def test_an_end_of_text_outside_the_vocabulary(folder: Path) -> None:
     """Nobody can draw it, so `min_tokens` need not forbid it."""
-    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 999999]}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 999999, -1]}')
     llm = LLM(str(folder), milestone="m1", model_impl="native", use_tqdm=False)
     assert llm.generate("a", SamplingParams(min_tokens=1, max_tokens=1), use_tqdm=False)[0].finished
 
@@ -269,6 +289,12 @@ def test_an_end_of_text_outside_the_vocabulary(folder: Path) -> None:
         ({"seed": None}, "seed must be a whole number"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"kv_cache_memory": 0}, "kv_cache_memory"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be a number"),
+        ({"gpu_memory_utilization": None}, "gpu_memory_utilization must be a number"),
+        ({"milestone": ["m1"]}, "milestone must be a text"),
+        ({"model": 5}, "model must be a text"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, not 'no'"),
+        ({"max_num_seqs": True}, "max_num_seqs must be at least 1"),
     ],
 )
 def test_config(fields: dict[str, Any], says: str) -> None:

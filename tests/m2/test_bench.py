@@ -11,11 +11,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from folovllm.bench import ladder, reuse, throughput
 from folovllm.bench.contenders import parse_contenders, random_model
 from folovllm.bench.report import Metric, Result, Run, load, show
 from folovllm.bench.roofline import Rates, roofline_seconds
 from folovllm.bench.throughput import bench_throughput, metrics_of, run_workload
 from folovllm.bench.workload import BenchRequest, Workload, load_workload
+from folovllm.cli import main
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
 from tests.helpers import tiny_checkpoint
@@ -135,6 +137,24 @@ def test_a_file_that_is_no_result(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(ValueError, match="is not a result"):
         load(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "throughput --requests 0", "ladder --limit -1", "reuse --chunks abc", "reuse --prefix 0",
+        "throughput --save {}/none/x.json", "ladder --chart {}/none/x.png",
+    ],
+)  # fmt: skip
+def test_what_is_refused_before_any_work(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message names the option."""
+    for module, name in ((throughput, "bench_throughput"), (ladder, "bench_ladder"), (reuse, "bench_reuse")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("it had begun"))
+    with pytest.raises(SystemExit) as exit:
+        main(["bench", *command.format(tmp_path).split(), "--model", str(tiny_checkpoint())])
+    assert exit.value.code and command.split()[1] in capsys.readouterr().err
 
 
 def test_help_needs_no_torch() -> None:

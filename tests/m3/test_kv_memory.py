@@ -92,6 +92,13 @@ def test_on_a_gpu_the_peak_of_a_step_is_left_free(monkeypatch: pytest.MonkeyPatc
     assert num_blocks_that_fit(setup, profile) == 3 * 7
 
 
+def test_more_than_there_is_and_nothing_at_all() -> None:
+    with pytest.raises(ValueError, match=r"no memory for 1,000,000,000,000 blocks"):
+        make_engine(tiny_checkpoint(), milestone="m3", num_kv_blocks=10**12)
+    with pytest.raises(ValueError, match=r"room for 0 tokens, less than one sequence of max_model_len \d+: raise"):
+        make_engine(tiny_checkpoint(), milestone="m3", kv_cache_memory=1)
+
+
 def test_the_warm_up_leaves_no_cache_behind() -> None:
     """The layers hold views: as long as one of them is there, so is the memory."""
     runner = make_engine(tiny_checkpoint(), milestone="m3").executor._worker.runner
