@@ -1,4 +1,7 @@
-"""Who holds what: shards put together give the whole, and so does what is computed from them."""
+"""Who holds what, for any sizes: shards put together give the whole, and so does what is computed from them.
+
+Single cases, those of the exercises, are in `test_shards.py`.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +46,6 @@ def numbered(*shape: int) -> torch.Tensor:
     return torch.arange(count).float().view(*shape)
 
 
-class OnlySlices:
-    """A tensor of which only slices can be had, as if it were in its file. Notes how much was read."""
-
-    def __init__(self, whole: torch.Tensor) -> None:
-        self.whole, self.shape, self.num_read = whole, whole.shape, 0
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        part = self.whole[index]
-        self.num_read += part.numel()
-        return part
-
-
 class TestShardColumnAndRow:
     @given(size=SIZES, share=st.integers(1, 5), other=st.integers(1, 5))
     def test_shards_put_together_are_the_whole(self, size: int, share: int, other: int) -> None:
@@ -70,21 +61,6 @@ class TestShardColumnAndRow:
     def test_a_bias_is_cut_like_the_outputs(self, size: int, share: int) -> None:
         bias = numbered(size * share)
         assert torch.equal(torch.cat([shard_column(bias, rank, size) for rank in range(size)]), bias)
-
-    def test_only_the_part_is_read(self) -> None:
-        for shard in (shard_column, shard_row):
-            weight = OnlySlices(numbered(8, 12))
-            assert shard(weight, 1, 4).numel() == weight.num_read == 24
-
-    def test_an_mlp_on_two_ranks_by_hand(self) -> None:
-        """Columns, then rows: nothing is exchanged in between, and one sum gives what one rank computes."""
-        x, up, down = torch.randn(3, 5), torch.randn(8, 5), torch.randn(5, 8)
-        whole = F.linear(F.silu(F.linear(x, up)), down)
-        partial = [
-            F.linear(F.silu(F.linear(x, shard_column(up, rank, 2))), shard_row(down, rank, 2)) for rank in range(2)
-        ]
-        torch.testing.assert_close(sum(partial), whole)
-        assert not torch.allclose(partial[0], whole)
 
 
 class TestShardQKV:
@@ -114,12 +90,6 @@ class TestShardQKV:
             local_group = len(own) // len(keys)
             for i, head in enumerate(own.flatten().tolist()):
                 assert keys[i // local_group].item() == head // group
-
-    def test_biases_and_files(self) -> None:
-        weight, bias = OnlySlices(numbered(8, 5)), numbered(8)
-        assert torch.equal(shard_qkv(weight, 4, 3, 4), weight.whole[4:])
-        assert weight.num_read == 20
-        assert shard_qkv(bias, 4, 1, 2).tolist() == [4, 5, 6, 7]
 
 
 class TestShardVocab:
@@ -151,20 +121,6 @@ class TestVocabParallelEmbedding:
         for result in on_ranks(size, lambda group: sharded_embedding(weight, group)(ids)):
             assert torch.equal(result, weight[ids])
 
-    def test_a_rank_adds_only_what_it_holds(self) -> None:
-        weight = 1 + numbered(8, 2)
-        added: list[torch.Tensor] = []
-
-        def work(group: ThreadGroup) -> None:
-            layer = sharded_embedding(weight, group)
-            layer.group = SimpleNamespace(rank=group.rank, size=2, all_reduce=lambda x: added.append(x) or x)  # type: ignore[assignment]
-            layer(torch.tensor([0, 4, 3, 7]))
-
-        for rank in range(2):
-            work(ThreadGroup(rank, [None, None], None))  # type: ignore[arg-type]
-        assert added[0][[1, 3]].eq(0).all() and added[1][[0, 2]].eq(0).all()
-        assert torch.equal(added[0] + added[1], weight[[0, 4, 3, 7]])
-
 
 class TestBestOfRanks:
     @given(data=st.data(), size=SIZES, rows=st.integers(1, 4))
@@ -178,14 +134,6 @@ class TestBestOfRanks:
         best, winners = best_of_ranks(scores, ids)
         assert torch.equal(best, logits.amax(-1))
         assert winners.tolist() == logits.argmax(-1).tolist()
-
-    def test_the_ranks_may_come_in_any_order(self) -> None:
-        scores, ids = torch.tensor([[1.0, 5.0], [1.0, 5.0], [0.0, 9.0]]), torch.tensor([[7, 2], [3, 4], [1, 8]])
-        assert best_of_ranks(scores, ids.int())[1].tolist() == [3, 8]
-
-    def test_a_rank_with_nothing_never_wins(self) -> None:
-        scores = torch.tensor([[-1e30], [-torch.inf]])
-        assert best_of_ranks(scores, torch.tensor([[9], [0]]).int())[1].tolist() == [9]
 
 
 @pytest.mark.parametrize("first", [0, 4, 128])
