@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.pdl import launch_options, wait_for_inputs
+from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.rms_norm import inverse_rms
 
 
@@ -120,24 +121,20 @@ def qk_norm_rope_store(
     key: torch.Tensor,
     value: torch.Tensor,
     positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    preparation: Preparation,
     stream: torch.Tensor | None = None,
     stream_eps: float = 0.0,
 ) -> torch.Tensor:
-    """Normalise (with both weights given) and rotate Q and K, and store K and V; returns the rotated Q [T, Hq, D].
+    """Normalise (if there are weights) and rotate Q and K, and store K and V; returns the rotated Q [T, Hq, D].
 
     Args:
         query: [T, Hq, D], `key` and `value` [T, Hkv, D]: slices of one projection will do, a token's heads contiguous.
         positions: [T], each below max_position: nothing on the device checks that.
-        cos_sin_cache: [max_position, D] float32, D/2 cosines, then D/2 sines (`RotaryEmbedding`).
         kv_cache: [2, N, B, Hkv, D], any strides but D contiguous.
         slot_mapping: [T]; -1 stores nothing.
-        q_weight: [D], `k_weight` [D]: RMSNorm's, with `eps`; None for a model without QK-norm.
+        preparation: weights of the norms, and the table of angles.
         stream: [T, H], contiguous: the residual stream, if Q, K and V were computed from it without its norm. They are
             divided by its rows' root mean square (with `stream_eps`) first.
     """
@@ -147,11 +144,12 @@ def qk_norm_rope_store(
         return out
     hidden = 1 if stream is None else stream.shape[1]
     k_cache, v_cache = kv_cache.unbind(0)
+    q_weight, k_weight = preparation.q_weight, preparation.k_weight
     stride_block, stride_token, stride_head, _ = k_cache.stride()
     qk_norm_rope_store_kernel[(num_tokens,)](
         query, key, value, out, query if q_weight is None else q_weight, key if k_weight is None else k_weight,
-        cos_sin_cache, positions, slot_mapping, k_cache, v_cache, query if stream is None else stream,
-        query.stride(0), key.stride(0), value.stride(0), eps, stream_eps,
+        preparation.cos_sin_cache, positions, slot_mapping, k_cache, v_cache, query if stream is None else stream,
+        query.stride(0), key.stride(0), value.stride(0), preparation.eps, stream_eps,
         STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head, B=kv_cache.shape[2],
         HQ=num_heads, HKV=num_kv_heads, D=head_dim, QS=triton.next_power_of_2(num_heads),
         KVS=triton.next_power_of_2(num_kv_heads), NORM=q_weight is not None and k_weight is not None,

@@ -9,6 +9,7 @@ from torch import nn
 
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.activation import silu_and_mul
+from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from folovllm.layers.activation import SiluAndMul
@@ -47,21 +48,20 @@ class FusedLlamaAttention(LlamaAttention):
         """As `LlamaAttention`. With `stream` [T, H], `qkv` was computed from it without its norm (`qk_norm_rope_store`)."""
         query, key, value = self.split_heads(qkv)
         return qk_norm_rope_store(
-            query, key, value, batch.positions, self.rope.cos_sin_cache, self.attn.kv_cache, batch.slot_mapping,
-            *self.qk_norm(), stream, eps,
+            query, key, value, batch.positions, self.attn.kv_cache, batch.slot_mapping, self.preparation(), stream, eps
         )  # fmt: skip
 
-    def qk_norm(self) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
-        """Weights of the norms of queries and of keys, and their epsilon."""
-        return None, None, 0.0
+    def preparation(self) -> Preparation:
+        """What a kernel must know to do it."""
+        return Preparation(self.rope.cos_sin_cache)
 
 
 class FusedQwen3Attention(FusedLlamaAttention, Qwen3Attention):
     """With QK-norm."""
 
-    def qk_norm(self) -> tuple[torch.Tensor, torch.Tensor, float]:
+    def preparation(self) -> Preparation:
         """As `FusedLlamaAttention`."""
-        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        return Preparation(self.rope.cos_sin_cache, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 class FusedQwen2Attention(FusedLlamaAttention, Qwen2Attention):

@@ -14,7 +14,6 @@ from torch import nn
 
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.activation import silu_and_mul
-from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.small_linear import serves, small_linear
 from folovllm.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 from folovllm.models.fused import FusedLlamaAttention, fuse
@@ -120,8 +119,8 @@ def attend(attention: FusedLlamaAttention, qkv: torch.Tensor, batch: ForwardBatc
     """
     attn = attention.attn
     if batch.num_decodes == batch.num_seqs:
-        preparation = Preparation(attention.rope.cos_sin_cache, *attention.qk_norm())
-        if (out := attn.backend.forward_raw(qkv, preparation, attn.kv_cache, batch)) is not None:
+        out = attn.backend.forward_raw(qkv, attention.preparation(), attn.kv_cache, batch)
+        if out is not None:
             return out
     return attn(attention.prepare(qkv, batch), batch)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from folovllm.kernels.activation import silu_and_mul
+from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from folovllm.layers.activation import SiluAndMul
@@ -103,10 +104,9 @@ def test_qk_norm_rope_store(heads, with_norm, dtype):
     positions, slots = torch.tensor([0, 7, 63, 20], device=DEVICE), torch.tensor([5, 0, -1, 11], device=DEVICE)
     q_norm, k_norm = norm(dim, dtype), norm(dim, dtype)
     kv_cache = torch.full((2, 3, num_kv_heads, block_size, dim), 7.0, device=DEVICE, dtype=dtype).transpose(2, 3)
-    out = qk_norm_rope_store(
-        query, key, value, positions, rope.cos_sin_cache, kv_cache, slots,
-        *((q_norm.weight, k_norm.weight) if with_norm else (None, None)), eps=q_norm.eps,
-    )  # fmt: skip
+    weights = (q_norm.weight, k_norm.weight) if with_norm else (None, None)
+    preparation = Preparation(rope.cos_sin_cache, *weights, q_norm.eps)
+    out = qk_norm_rope_store(query, key, value, positions, kv_cache, slots, preparation)
     if with_norm:
         query, key = q_norm(query), k_norm(key)
     expected, key = rope(positions, query, key)
@@ -138,14 +138,13 @@ def test_qk_norm_rope_store_of_what_was_not_normalised(with_norm, dtype):
     qkv, stream = torch.randn(3, 8, 16, device=DEVICE, dtype=dtype), 2 * torch.randn(3, 40, device=DEVICE, dtype=dtype)
     positions, slots = torch.tensor([3, 9, 50], device=DEVICE), torch.tensor([2, 7, 4], device=DEVICE)
     weights = [norm(16, dtype).weight for _ in range(2)] if with_norm else [None, None]
+    preparation = Preparation(rope.cos_sin_cache, *weights, 1e-6)
     root = (stream.float().square().mean(1) + 1e-5).sqrt()[:, None, None]
     results = []
     for heads, extra in ((qkv, (stream, 1e-5)), ((qkv / root).to(dtype), ())):
         kv_cache = torch.zeros(2, 2, 4, 2, 16, device=DEVICE, dtype=dtype)
         query, key, value = heads.split([4, 2, 2], dim=1)
-        out = qk_norm_rope_store(
-            query, key, value, positions, rope.cos_sin_cache, kv_cache, slots, *weights, 1e-6, *extra
-        )
+        out = qk_norm_rope_store(query, key, value, positions, kv_cache, slots, preparation, *extra)
         results.append((out, kv_cache))
     for late, early in zip(*results, strict=True):
         assert_close(late, early)

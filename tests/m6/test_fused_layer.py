@@ -226,13 +226,14 @@ def torch_linear(x, weight, norm_eps=None, gated=False, residual=None):  # type:
 
 
 def torch_store(  # type: ignore[no-untyped-def]
-    query, key, value, positions, table, kv_cache, slots, q_weight, k_weight, eps, stream=None, stream_eps=0.0
+    query, key, value, positions, kv_cache, slots, preparation, stream=None, stream_eps=0.0
 ):
     """`qk_norm_rope_store`."""
     query, key, value = (divided(x, stream, stream_eps) for x in (query, key, value))
-    if q_weight is not None:
-        query, key = torch_norm(query, q_weight, eps), torch_norm(key, k_weight, eps)
-    cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)
+    weights, eps = (preparation.q_weight, preparation.k_weight), preparation.eps
+    if preparation.q_weight is not None:
+        query, key = (torch_norm(x, weight, eps) for x, weight in zip((query, key), weights, strict=True))
+    cos, sin = preparation.cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
     reshape_and_cache_kv(rotate(key, cos, sin), value, kv_cache, slots)
     return rotate(query, cos, sin)
 

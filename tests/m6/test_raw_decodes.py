@@ -45,7 +45,8 @@ def test_equals_the_two_kernels(
     weights = [1 + torch.rand(dim, device=DEVICE, dtype=dtype) for _ in range(2)] if norm else [None, None]
     cos_sin = RotaryEmbedding(frequencies(dim), 128).to(DEVICE).cos_sin_cache
     parts = torch.split(qkv.view(num_seqs, -1, dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
-    query = qk_norm_rope_store(*parts, last, cos_sin, other_cache, slots, *weights, 1e-5)
+    preparation = Preparation(cos_sin, *weights, 1e-5)
+    query = qk_norm_rope_store(*parts, last, other_cache, slots, preparation)
 
     config = DecodeConfig(tile=16, min_chunk=CHUNK, max_chunk=CHUNK, queue_chunk=CHUNK, merge_step=2)
     kernel = SplitKVDecode(num_seqs, num_heads, num_kv_heads, dim, block_size, DEVICE, config, num_programs=3)
@@ -53,7 +54,7 @@ def test_equals_the_two_kernels(
     out, expected = torch.full((2, num_seqs, num_heads, dim), float("nan"), device=DEVICE, dtype=dtype)
     table = paged.block_tables
     kernel(query, other_cache, table, num_seqs, dim**-0.5, expected)
-    kernel(qkv, paged.kv_cache, table, num_seqs, dim**-0.5, out, Preparation(cos_sin, *weights, 1e-5))
+    kernel(qkv, paged.kv_cache, table, num_seqs, dim**-0.5, out, preparation)
 
     tol = 1e-5 if dtype == torch.float32 else 2e-2
     assert torch.allclose(paged.kv_cache.float(), other_cache.float(), rtol=tol, atol=tol, equal_nan=True)
