@@ -27,7 +27,10 @@ def locate(folder: str | Path = "mine") -> Path:
     for base in (Path.cwd(), *Path.cwd().parents, beside):
         if (base / folder / PACKAGE).is_dir():
             return (base / folder).resolve()
-    raise FileNotFoundError(f"no {folder}/{PACKAGE} here or above: create it with `python -m milestones start m1`")
+    switch = " or unset FOLOVLLM_MINE" if os.environ.get("FOLOVLLM_MINE") else ""
+    raise FileNotFoundError(
+        f"no {folder}/{PACKAGE} here or above: create it with `python -m milestones start m1`{switch}"
+    )
 
 
 class Overlay(MetaPathFinder):
@@ -61,8 +64,14 @@ def strays(mine: Path) -> Iterator[tuple[str, str]]:
 
 
 def started_milestone() -> str | None:
-    """The highest milestone that was started in the learner's folder, as the course notes it there; None without either."""
+    """The highest milestone that was started in the learner's folder, as the course notes it there; None without either.
+
+    Raises ValueError where the notes cannot be read.
+    """
     mine = os.environ.get("FOLOVLLM_MINE")
     if not mine or not (note := Path(mine, ".course.json")).is_file():
         return None
-    return max(json.loads(note.read_text(encoding="utf-8")).get("started", []), default=None)
+    try:
+        return max(json.loads(note.read_text(encoding="utf-8")).get("started", []), default=None)
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(f"{note} is damaged: `python -m milestones` says what to do") from None

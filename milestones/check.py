@@ -37,9 +37,9 @@ def run_tests(mine: Mine, arguments: Iterable[str], quiet: bool = False) -> tupl
 
 
 def verdict(mine: Mine, exercise: Exercise, outcomes: Outcomes) -> str:
-    """not written, passing, failing, blocked (its tests meet another that is not written), or not run."""
+    """missing, not written, passing, failing, blocked (its tests meet another that is not written), or not run."""
     if not mine.written(exercise):
-        return "not written"
+        return "missing" if mine.missing(exercise) else "not written"
     own = [v for node, v in outcomes.items() if any(covers(test, node) for test in exercise.tests)]
     if any(outcome == "failed" and not id for outcome, id in own):
         return "failing"

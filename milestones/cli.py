@@ -17,7 +17,7 @@ from milestones.check import run_tests, verdict
 from milestones.manifest import Course, Exercise
 from milestones.mine import Mine
 
-COLOURS = {"passing": "green", "failing": "red", "not written": "yellow"}
+COLOURS = {"passing": "green", "failing": "red", "missing": "red", "not written": "yellow"}
 FIRST_FAILURE = ("-x", "--timeout=60")  # of an exercise's own tests: a loop without end says so within a minute
 POLL = 0.5  # seconds between two looks at mine/ by `watch`
 
@@ -43,6 +43,14 @@ def _mine() -> Mine:
 
 def _started(mine: Mine) -> list[Exercise]:
     return [e for m in mine.course.milestones if m.id in mine.state.started for e in m.exercises]
+
+
+def _refuse_unstarted(mine: Mine, id: str) -> None:
+    """Raise ValueError for a milestone, or an exercise of one, that was not started: its tests would pass on the reference."""
+    if (milestone := id.partition(".")[0]) not in mine.state.started:
+        raise ValueError(
+            f"{milestone} is not started, the tests would test the reference: python -m milestones start {milestone}"
+        )
 
 
 def _say(text: str) -> None:
@@ -73,6 +81,8 @@ def where(context: typer.Context) -> None:
     console.print()
     if todo:
         _say(f"Next: [bold]{todo.id}[/] {todo.title}, about {todo.lines} line{'s' * (todo.lines > 1)}")
+        if gone := mine.missing(todo):
+            _say(f"  [red]{gone}[/]")
         for symbol in todo.symbols:
             _say(f"  write   {symbol.name}  {mine.line(symbol)}")
         _say(f"  test    python -m milestones test {todo.id}")
@@ -111,6 +121,7 @@ def test(
     mine = _mine()
     id = id or max(mine.state.started, default="m1")
     tests = [*FIRST_FAILURE, *mine.course.exercise(id).tests] if "." in id else mine.course.tests(id)
+    _refuse_unstarted(mine, id)
     raise typer.Exit(run_tests(mine, [*tests, *context.args])[0])
 
 
@@ -121,6 +132,8 @@ def watch(
     """Run the current exercise's tests whenever you save; on to the next when they pass. Ends with Ctrl-C."""
     mine, seen = _mine(), -1.0
     queue = [mine.course.exercise(id)] if id else [e for e in _started(mine) if not mine.written(e)]
+    if id:
+        _refuse_unstarted(mine, id)
     try:
         while queue:
             newest = max((file.stat().st_mtime for file in mine.folder.rglob("*.py")), default=0.0)
@@ -197,6 +210,8 @@ def status(
             colour = COLOURS.get(state, "dim")
             table.add_row(exercise.id, exercise.title, "●" * exercise.difficulty, used, f"[{colour}]{state}[/]")
         console.print(table)
+    for gone in dict.fromkeys(filter(None, map(mine.missing, started))):
+        _say(f"[red]{gone}[/]")
 
 
 @app.command()

@@ -8,7 +8,7 @@ import json
 import subprocess
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -39,20 +39,42 @@ class Mine:
 
     @property
     def state(self) -> State:
+        """Raises ValueError where `mine` is a file, and where the notes in it cannot be read."""
         file = self.folder / ".course.json"
-        return State(**json.loads(file.read_text())) if file.is_file() else State()
+        if self.folder.is_file():
+            raise ValueError(f"{self.folder} is a file where your folder has to be: move it away")
+        try:
+            return State(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else State()
+        except (ValueError, TypeError) as error:
+            again = "delete it, and start your milestones again (nothing that you wrote is lost)"
+            raise ValueError(f"{file} is damaged: {again}") from error
 
     def save(self, state: State) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / ".course.json").write_text(json.dumps(asdict(state), indent=1))
 
     def read(self, path: Path) -> str | None:
+        """The learner's text, None where there is no such file here; ValueError where it is not UTF-8."""
         file = self.folder / path
-        return file.read_text(encoding="utf-8") if file.is_file() else None
+        try:
+            return file.read_text(encoding="utf-8") if file.is_file() else None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not UTF-8 text ({error.reason}): save it as UTF-8") from error
 
     def written(self, exercise: Exercise) -> bool:
-        """True once no symbol of the exercise is a stub here; a file that is not here counts as the reference, written."""
-        return not self.blanks(exercise)
+        """True once no symbol of the exercise is a stub here; what is not here at all is the reference's, not written."""
+        return not self.absent(exercise) and not self.blanks(exercise)
+
+    def absent(self, exercise: Exercise) -> list[Path]:
+        """The files of the exercise that are not here: the reference's run."""
+        return [symbol.path for symbol in exercise.symbols if not (self.folder / symbol.path).is_file()]
+
+    def missing(self, exercise: Exercise) -> str:
+        """What to do about a file that `start` brought and that is gone; empty if there is none."""
+        absent, milestone = self.absent(exercise), exercise.id.partition(".")[0]
+        if not absent or milestone not in self.state.started:
+            return ""
+        return f"{absent[0]} is missing from mine/: `python -m milestones start {milestone}` brings it back"
 
     def blanks(self, exercise: Exercise) -> list[str]:
         """The symbols of the exercise that are stubs here."""
@@ -71,8 +93,8 @@ class Mine:
         """`path:line` of a symbol as the learner has it."""
         file = self.folder / symbol.path
         try:
-            return f"{file}:{splice.find(file.read_text(encoding='utf-8'), symbol.name).line}"
-        except (LookupError, SyntaxError, FileNotFoundError):
+            return f"{file}:{splice.find(self.read(symbol.path) or '', symbol.name).line}"
+        except (LookupError, SyntaxError):
             return str(file)
 
     # -- commands --------------------------------------------------------------------------------------------------
@@ -81,11 +103,13 @@ class Mine:
         """Bring in the files of a milestone. What was written, or cut out before, is not touched. Says what it did."""
         milestone, state, done = self.course.milestone(id), self.state, []
         for path, own in _by_file(milestone.exercises).items():
-            onwards = _by_file(self.course.onwards(id))[path]
-            stubs, reference, text = _names(onwards, path), self.course.source(path), self.read(path)
+            reference, text = self.course.source(path), self.read(path)
+            first = min([id, *state.started]) if text is None else id  # a file that is gone had earlier stubs, too
+            onwards = _by_file(self.course.onwards(first))[path]
+            stubs = _names(onwards, path)
             if text is None:
                 self._write(path, splice.blank(reference, stubs), base=reference)
-                done.append(f"{path}: new, {_todo(_names(own, path), stubs)}")
+                done.append(f"{path}: new, {_todo(stubs, id)}")
             else:
                 stubs = {n: e for n, e in stubs.items() if self._untouched(path, n, text, reference, state)}
                 if stubs:
@@ -236,10 +260,10 @@ def _names(exercises: Iterable[Exercise], path: Path) -> dict[str, str]:
     return {symbol.name: exercise.id for exercise in exercises for symbol in exercise.symbols if symbol.path == path}
 
 
-def _todo(own: Iterable[str], stubs: Iterable[str]) -> str:
-    """How many bodies are cut out, those of later milestones apart."""
-    own, later = list(own), [name for name in stubs if name not in own]
-    return f"{len(own)} to write{f', {len(later)} more for later milestones' if later else ''}"
+def _todo(stubs: Mapping[str, str], id: str) -> str:
+    """How many bodies are cut out, those of milestones later than `id` apart."""
+    later = sum(exercise.partition(".")[0] > id for exercise in stubs.values())
+    return f"{len(stubs) - later} to write{f', {later} more for later milestones' if later else ''}"
 
 
 def _merge(yours: str, base: str, theirs: str) -> str | None:

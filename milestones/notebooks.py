@@ -42,10 +42,11 @@ def running(id: str) -> None:
         return
     mine = Mine(course, Path(os.environ["FOLOVLLM_MINE"]))
     exercises = course.milestone(id).exercises
-    unwritten = [exercise.id for exercise in exercises if not mine.written(exercise)]
-    print(f"running: yours ({len(exercises) - len(unwritten)} of {len(exercises)})")
-    if unwritten:
+    print(f"running: yours ({sum(map(mine.written, exercises))} of {len(exercises)})")
+    if unwritten := [exercise.id for exercise in exercises if mine.blanks(exercise)]:
         print(f"not written yet: {', '.join(unwritten)}. A cell that needs one stops there and names it.")
+    if absent := [exercise.id for exercise in exercises if mine.absent(exercise)]:
+        print(f"not in mine/, so the reference's: {', '.join(absent)}. `python -m milestones start {id}` brings them.")
     _name_the_unwritten(mine)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from milestones.manifest import Course, Exercise
+from milestones.manifest import PACKAGE, Course, Exercise
 from milestones.mine import Mine
 
 EXERCISE = "exercise"  # the user property of a report that carries an exercise's id
@@ -32,13 +32,16 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     course = Course.here(early_config.rootpath)
     folder = Path(os.environ.setdefault("FOLOVLLM_MINE", str(Mine.of(course).folder))).absolute()
     os.environ["FOLOVLLM_MINE"] = str(folder)  # children may run elsewhere
-    if not folder.is_dir():
-        raise pytest.UsageError(f"there is no {folder}: create it with `python -m milestones start m1`")
+    if not (folder / PACKAGE).is_dir():  # a hint before the first start makes the folder alone
+        raise pytest.UsageError(f"there is no {folder / PACKAGE}: create it with `python -m milestones start m1`")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     course = Course.here(config.rootpath)
-    config.pluginmanager.register(Report(config, course), "course-report")
+    try:
+        config.pluginmanager.register(Report(config, course), "course-report")
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -74,9 +77,14 @@ class Report:
         folder = os.environ.get("FOLOVLLM_MINE")
         self.mine = Mine(course, Path(folder)) if folder else None
         self.known = {e.id for e in course.exercises} if self.mine else set()
+        self.missing = [e for e in course.exercises if self.mine and self.mine.missing(e)]
+        self.header = self._header()
         self.outcomes: dict[str, tuple[str, str | None]] = {}
 
     def pytest_report_header(self) -> str:
+        return self.header
+
+    def _header(self) -> str:
         if not self.mine:
             return "testing: the reference"
         parts = []
@@ -84,6 +92,12 @@ class Report:
             done = sum(map(self.mine.written, milestone.exercises))
             parts.append(f"{done} of {len(milestone.exercises)} {milestone.id} exercises written")
         return f"testing: {self.mine.folder} ({', '.join(parts) or 'no milestone started'})"
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Where the learner's file is gone, the tests of its exercise would pass on the reference."""
+        for exercise in self.missing:
+            if any(covers(test, item.nodeid) for test in exercise.tests):
+                pytest.fail(f"{exercise.id}: missing", pytrace=False)
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
@@ -103,7 +117,8 @@ class Report:
             report.user_properties.append((EXERCISE, id))
             exercise = self.course.exercise(id)
             names = self.mine.blanks(exercise) or [symbol.name for symbol in exercise.symbols]
-            report.longrepr = f"{id} {', '.join(names)} is not written yet: {self._where(exercise)}"
+            gone = self.mine.missing(exercise)
+            report.longrepr = gone or f"{id} {', '.join(names)} is not written yet: {self._where(exercise)}"
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -79,10 +79,64 @@ def line_of(sample: Course, name: str) -> int:
     return next(n for n, line in enumerate(lines, 1) if f"def {name}(" in line)
 
 
-@pytest.mark.parametrize("words", [("hint", "m7.1"), ("start", "m7"), ("reset", "m1.1", "--yes")])
-def test_a_users_mistake_is_one_sentence(sample: Course, words: tuple[str, ...]) -> None:
+def sentence(sample: Course, *words: str) -> str:
+    """What a command that refuses says, in one line."""
     said = course(sample, *words, status=2)
     assert said.startswith("error: ") and len(said.splitlines()) == 1
+    return said
+
+
+@pytest.mark.parametrize("words", [("hint", "m7.1"), ("start", "m7"), ("reset", "m1.1", "--yes")])
+def test_a_users_mistake_is_one_sentence(sample: Course, words: tuple[str, ...]) -> None:
+    sentence(sample, *words)
+
+
+@pytest.mark.parametrize("words", [("test", "m2"), ("test", "m2.1"), ("watch", "m2.1")])
+def test_what_is_not_started_is_not_tested(sample: Course, words: tuple[str, ...]) -> None:
+    course(sample, "start", "m1")
+    assert "python -m milestones start m2" in sentence(sample, *words)
+
+
+def test_a_hint_before_the_start_is_no_start(sample: Course) -> None:
+    course(sample, "hint", "m1.1")
+    assert "python -m milestones start m1" in sentence(sample, "test", "m1.1")
+
+
+def test_a_file_that_is_gone_is_not_written(sample: Course) -> None:
+    course(sample, "start", "m1")
+    course(sample, "start", "m2")
+    (sample.root / "mine/folovllm/pool.py").unlink()
+    gone = "folovllm/pool.py is missing from mine/: `python -m milestones start m1` brings it back"
+    said = course(sample)
+    assert gone in said and "■" not in said and "Next: m1.1" in said
+    said = course(sample, "test", "m1.1", status=1)
+    assert gone in said and "passed" not in said
+    said = course(sample, "status")
+    assert gone in said and "passing" not in said and said.count("│ missing") == 3
+    course(sample, "start", "m1")
+    assert "is not written yet" in course(sample, "test", "m1.1", status=1)
+
+
+def test_damage_is_named(sample: Course) -> None:
+    course(sample, "start", "m1")
+    mine = sample.root / "mine"
+    for notes in ("{", '{"foo": 1}', "[]"):
+        (mine / ".course.json").write_text(notes)
+        for words in ((), ("status",), ("test",), ("start", "m1"), ("hint", "m1.1")):
+            assert f"{mine / '.course.json'} is damaged: delete it" in sentence(sample, *words)
+    (mine / ".course.json").unlink()
+    course(sample, "start", "m1")
+    (mine / "folovllm/pool.py").write_bytes(b"caf\xe9")
+    for words in ((), ("status",), ("start", "m1"), ("reset", "m1.1", "--yes")):
+        assert f"{mine / 'folovllm/pool.py'} is not UTF-8" in sentence(sample, *words)
+    said = course(sample, "test", "m1.1", status=4)
+    assert f"{mine / 'folovllm/pool.py'} is not UTF-8" in said and "Traceback" not in said
+
+
+def test_mine_is_a_file(sample: Course) -> None:
+    (sample.root / "mine").write_text("")
+    for words in ((), ("start", "m1"), ("hint", "m1.1"), ("test",)):
+        assert f"{sample.root / 'mine'} is a file where your folder has to be: move it away" in sentence(sample, *words)
 
 
 def test_watch_reruns_on_save_and_goes_on(sample: Course, tmp_path: Path) -> None:

@@ -66,6 +66,22 @@ def test_an_earlier_milestone_started_later(mine: Mine) -> None:
     assert "# looked into it" in text(mine) and "return [[]]" in text(mine)
 
 
+def test_a_file_that_is_gone_comes_back_blank(mine: Mine) -> None:
+    """Also by the start of another milestone, and nothing else is touched."""
+    mine.start("m1")
+    mine.start("m2")
+    kernel = mine.folder / "folovllm/kernel.py"
+    kernel.write_text(kernel.read_text() + "# mine\n")
+    before = kernel.read_bytes()
+    for id, said in (("m1", "new, 2 to write, 1 more for later milestones"), ("m2", "new, 3 to write")):
+        mine.paste(mine.course.exercise("m1.1"))
+        (mine.folder / POOL).unlink()
+        assert written(mine) == ""
+        assert f"folovllm/pool.py: {said}" in mine.start(id)
+        assert all(stub(*s) in text(mine) for s in (("m1.1", "take"), ("m1.2", "give"), ("m2.1", "share")))
+        assert written(mine) == "" and kernel.read_bytes() == before
+
+
 def test_reset_takes_one_exercise_and_keeps_a_copy(mine: Mine) -> None:
     mine.start("m1")
     edit(mine, stub("m1.1", "take"), TAKE)

@@ -98,6 +98,40 @@ def test_no_mine_is_an_error(mine: Mine) -> None:
     assert status == 1 and "no nowhere/folovllm here or above" in said
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    status, said = run(sys.executable, "-m", "folovllm", cwd=tmp_path, path=ROOT, FOLOVLLM_MINE=str(tmp_path / "nope"))
+    assert status and f"{tmp_path / 'nope'}/folovllm" in said and "unset FOLOVLLM_MINE" in said.splitlines()[-1]
+
+
+def test_a_hint_before_the_start_is_no_start(mine: Mine) -> None:
+    shutil.rmtree(mine.folder / "folovllm")
+    status, said = run_pytest(mine, "--mine")
+    assert status == 4 and "python -m milestones start m1" in said and "Traceback" not in said
+
+
+def test_a_file_that_is_gone_is_no_false_green(mine: Mine) -> None:
+    (mine.folder / "folovllm" / "kernel.py").unlink()
+    for words in ([], ["-n2"]):
+        status, said = run_pytest(mine, "--mine", *words)
+        assert status == 1 and "2 of 2 m1 exercises written, 1 of 2 m2 exercises written" in said
+        assert "folovllm/kernel.py is missing from mine/: `python -m milestones start m2` brings it back" in said
+    assert run_pytest(mine, "--mine", "-m", "m1")[0] == 0
+    cell = "from milestones import notebooks; notebooks.running('m2')"
+    _, said = run(sys.executable, "-c", cell, cwd=mine.folder, path=mine.course.root)
+    assert said.startswith("running: yours (1 of 2)\nnot in mine/, so the reference's: m2.2. ")
+
+
+def test_damaged_notes_are_named(mine: Mine) -> None:
+    notes = mine.folder / ".course.json"
+    script = "from folovllm._overlay import started_milestone; started_milestone()"
+    for text in ("{", "[]"):
+        notes.write_text(text)
+        status, said = run_pytest(mine, "--mine")
+        assert status == 4 and f"{notes} is damaged: delete it" in said and "Traceback" not in said
+        said = run(sys.executable, "-c", script, cwd=ROOT, path=mine.course.root, FOLOVLLM_MINE=str(mine.folder))[1]
+        assert said.splitlines()[-1] == f"ValueError: {notes} is damaged: `python -m milestones` says what to do"
+
+
 def test_a_module_imported_too_early_is_no_false_green(mine: Mine) -> None:
     early = (
         "import folovllm.pool, os\nos.environ['FOLOVLLM_MINE'] = 'mine'\nimport pytest, sys\nsys.exit(pytest.main())\n"
