@@ -34,6 +34,7 @@ CHAT_MAX_TOKENS = 1024
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and leave the process. A user's error is one red line; `--mine` shows where it came from as well."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 -- None if closed: nothing to read
     try:
         if "--mine" in arguments:
             use_mine()

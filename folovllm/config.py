@@ -34,6 +34,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 KINDS = {"str": (str, "a text"), "bool": (bool, "True or False"), "float": (Real, "a number")}  # by annotation
 MAY_BE_OPEN = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks")  # None: the engine decides
+LEAST = {"long_prefill_token_threshold": 0, "max_model_len": 2}  # a token to read and one to write; of the others 1
 COUNTS = (*MAY_BE_OPEN, "max_num_seqs", "kv_cache_memory", "tensor_parallel_size", "long_prefill_token_threshold")
 
 
@@ -140,7 +141,7 @@ class EngineConfig:
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")
         for name in COUNTS:
-            value, least = getattr(self, name), 0 if name == "long_prefill_token_threshold" else 1
+            value, least = getattr(self, name), LEAST.get(name, 1)
             if value is None and name in MAY_BE_OPEN:
                 continue
             if not (_is_whole(value) and value >= least):

@@ -122,6 +122,11 @@ def type_in(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
 
 
+def test_an_input_that_is_closed_is_empty(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run("generate") == 2 and "no prompt" in capsys.readouterr().err
+
+
 class TestFlags:
     @pytest.mark.parametrize("kind", [EngineConfig, SamplingParams])
     def test_every_field_has_a_sentence(self, kind: type) -> None:
