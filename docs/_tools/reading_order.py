@@ -62,6 +62,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/online_softmax.py", "", ""),
         ("kernels/store.py", "layers/attention.py", "v1/attention/ops/triton_reshape_and_cache_flash.py"),
         ("kernels/prefill.py", "", "v1/attention/ops/triton_unified_attention.py"),
+        ("kernels/decode_plan.py", "", ""),
         ("kernels/decode.py", "", "v1/attention/ops/triton_unified_attention.py"),
         ("attention/backends/triton.py", "", "v1/attention/backends/triton_attn.py"),
         ("attention/backends/flash_attn.py", "layers/attention.py", "v1/attention/backends/flash_attn.py"),

@@ -3,7 +3,7 @@
 Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023): a sequence's keys are cut into chunks that different programs read,
 and the partial results are merged by log-sum-exp. Here the chunks of all sequences form one work list:
 
-1. `plan_kernel`, once a step: chooses the chunk's length and lists the (sequence, chunk) items, on the device;
+1. `plan_kernel`, once a step: chooses the chunk's length and lists the (sequence, chunk) items (`decode_plan`);
 2. `decode_kernel`, once a layer: a fixed number of programs work through the list, whatever the lengths are, so one
    captured graph serves every step. Long and short sequences balance, because a program that is done takes the next
    item. Whoever finishes a sequence's last chunk merges its partial results: no second kernel.
@@ -19,64 +19,11 @@ import torch
 import triton
 import triton.language as tl
 
+from folovllm.kernels.decode_plan import ITEM, plan_kernel
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
 from folovllm.kernels.pdl import launch_options, wait_for_inputs
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import take_in_token
-
-ITEM = tl.constexpr(4)  # int32s of a work item: sequence, chunk, tokens of the sequence, its first partial result
-
-
-@triton.jit(do_not_specialize=["num_seqs", "num_programs", "max_chunks"], do_not_specialize_on_alignment=["len_ptr"])
-def plan_kernel(
-    len_ptr, item_ptr, header_ptr, num_seqs, num_programs, max_chunks,
-    HKV: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr, STEP: tl.constexpr,
-    MIN_CHUNK: tl.constexpr, MAX_CHUNK: tl.constexpr, QUEUE_CHUNK: tl.constexpr, MAX_PARTS: tl.constexpr,
-):  # fmt: skip
-    """List one sequence's work items; one program a sequence, and the first writes header = [items, chunk length].
-
-    The chunk is the smallest, in doublings from MIN_CHUNK to MAX_CHUNK, at which every item has a program of its own; if
-    there is none, QUEUE_CHUNK. It is longer where a sequence would have over MAX_PARTS results to merge, or the buffers
-    for `max_chunks` would not do. Full chunks come first, then the last, partial ones from long to short: the shortest
-    work ends the list. A sequence of length 0 (padding) gets one empty item, which writes its zeros. SEQS is a power of
-    two from `num_seqs` up.
-    """
-    seq, i = tl.program_id(0), tl.arange(0, SEQS)
-    lens = tl.load(len_ptr + i, mask=i < num_seqs, other=0)  # [SEQS]
-    used = tl.where(i < num_seqs, tl.maximum(lens, 1), 0)
-    chunk = MIN_CHUNK
-    while (chunk < MAX_CHUNK) & (tl.sum(tl.cdiv(used, chunk)) * HKV > num_programs):
-        chunk *= 2
-    if tl.sum(tl.cdiv(used, chunk)) * HKV > num_programs:
-        chunk = QUEUE_CHUNK
-    chunk = tl.maximum(chunk, tl.maximum(tl.cdiv(tl.max(lens), MAX_PARTS), tl.cdiv(tl.sum(lens), max_chunks)))
-    chunk = tl.cdiv(chunk, TILE) * TILE
-    full, rest = lens // chunk, lens % chunk
-    has_tail = ((rest > 0) | (lens == 0)) & (i < num_seqs)
-    num_full = tl.sum(full)
-    if seq == 0:
-        tl.store(header_ptr, (num_full + tl.sum(has_tail.to(tl.int32))) * HKV)
-        tl.store(header_ptr + 1, chunk)
-
-    my_len = tl.load(len_ptr + seq)
-    my_full, my_rest = my_len // chunk, my_len % chunk
-    first_partial = tl.sum(tl.where(i < seq, full + has_tail.to(tl.int32), 0))
-    first_item = tl.sum(tl.where(i < seq, full, 0))
-    for c0 in range(0, my_full, STEP):
-        c = c0 + tl.arange(0, STEP)
-        _store_item(item_ptr, first_item + c, seq, c, my_len, first_partial, c < my_full)
-    if (my_rest > 0) | (my_len == 0):
-        longer = has_tail & ((rest > my_rest) | ((rest == my_rest) & (i < seq)))
-        _store_item(item_ptr, num_full + tl.sum(longer.to(tl.int32)), seq, my_full, my_len, first_partial, True)
-
-
-@triton.jit
-def _store_item(item_ptr, item, seq, chunk, length, first_partial, mask):
-    item_ptr += item * ITEM
-    tl.store(item_ptr, seq, mask=mask)
-    tl.store(item_ptr + 1, chunk, mask=mask)
-    tl.store(item_ptr + 2, length, mask=mask)
-    tl.store(item_ptr + 3, first_partial, mask=mask)
 
 
 @triton.jit

@@ -17,7 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from folovllm.kernels.activation import silu_and_mul_kernel
-from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel, plan_kernel
+from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel
+from folovllm.kernels.decode_plan import plan_kernel
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_kernel
 from folovllm.kernels.prefill import prefill_config, prefill_kernel
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel

@@ -9,7 +9,9 @@ from folovllm.attention.backends.abstract import AttentionConfig, BackendUnavail
 from folovllm.attention.backends.composite import compose, decodes_of, prefills_of
 from folovllm.attention.backends.flash_attn import FlashAttentionBackend
 from folovllm.attention.backends.registry import get_backend
+from folovllm.attention.backends.select import choose_backend
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
+from folovllm.attention.backends.torch_paged import TorchPagedBackend
 from folovllm.attention.backends.triton import TritonBackend
 from folovllm.forward_batch import ForwardBatch
 from tests.m4.cases import DEVICE, assert_close
@@ -97,6 +99,16 @@ def test_halves_of_a_batch():
     assert second.seq_lens_host == [20, 37] and second.query_lens_host == [20, 5]
     assert second.logits_indices.tolist() == [19, 24]
     assert len(second.positions) == len(second.slot_mapping) == 25
+
+
+@pytest.mark.parametrize("name", ["torch_paged", "torch_paged,torch_naive"])
+def test_what_a_backend_declares_is_kept(name, monkeypatch):
+    """A backend need only name the pages that it can use; the smallest is taken, and another refused in a sentence."""
+    monkeypatch.setattr(TorchPagedBackend, "supported_block_sizes", (64,))
+    config = replace(CONFIG, device=torch.device("cpu"), dtype=torch.float32, block_size=None)
+    assert choose_backend(name, config) == (name, 64)
+    with pytest.raises(BackendUnavailable, match=f"{name} cannot use pages of 48 tokens: leave block_size open"):
+        choose_backend(name, replace(config, block_size=48))
 
 
 def test_composite_asks_both():

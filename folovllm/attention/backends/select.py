@@ -39,4 +39,8 @@ def _checked(backend: type[AttentionBackend], config: AttentionConfig) -> int:
     """The block size to use, if the backend can run with it."""
     size = config.block_size or next(size for size in BLOCK_SIZES if backend.supports_block_size(size))
     backend.check_available(replace(config, block_size=size))
+    if not backend.supports_block_size(size):
+        raise BackendUnavailable(
+            f"{backend.name} cannot use pages of {size} tokens: leave block_size open, or choose another backend"
+        )
     return size

@@ -1,0 +1,60 @@
+"""The work list of a split-KV decode, written on the device, so that a recorded step needs nothing of the host."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ITEM = tl.constexpr(4)  # int32s of a work item: sequence, chunk, tokens of the sequence, its first partial result
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "max_chunks"], do_not_specialize_on_alignment=["len_ptr"])
+def plan_kernel(
+    len_ptr, item_ptr, header_ptr, num_seqs, num_programs, max_chunks,
+    HKV: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr, STEP: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, MAX_CHUNK: tl.constexpr, QUEUE_CHUNK: tl.constexpr, MAX_PARTS: tl.constexpr,
+):  # fmt: skip
+    """List one sequence's work items; one program a sequence, and the first writes header = [items, chunk length].
+
+    The chunk is the smallest, in doublings from MIN_CHUNK to MAX_CHUNK, at which every item has a program of its own; if
+    there is none, QUEUE_CHUNK. It is longer where a sequence would have over MAX_PARTS results to merge, or the buffers
+    for `max_chunks` would not do. Full chunks come first, then the last, partial ones from long to short: the shortest
+    work ends the list. A sequence of length 0 (padding) gets one empty item, which writes its zeros. SEQS is a power of
+    two from `num_seqs` up.
+    """
+    seq, i = tl.program_id(0), tl.arange(0, SEQS)
+    lens = tl.load(len_ptr + i, mask=i < num_seqs, other=0)  # [SEQS]
+    used = tl.where(i < num_seqs, tl.maximum(lens, 1), 0)
+    chunk = MIN_CHUNK
+    while (chunk < MAX_CHUNK) & (tl.sum(tl.cdiv(used, chunk)) * HKV > num_programs):
+        chunk *= 2
+    if tl.sum(tl.cdiv(used, chunk)) * HKV > num_programs:
+        chunk = QUEUE_CHUNK
+    chunk = tl.maximum(chunk, tl.maximum(tl.cdiv(tl.max(lens), MAX_PARTS), tl.cdiv(tl.sum(lens), max_chunks)))
+    chunk = tl.cdiv(chunk, TILE) * TILE
+    full, rest = lens // chunk, lens % chunk
+    has_tail = ((rest > 0) | (lens == 0)) & (i < num_seqs)
+    num_full = tl.sum(full)
+    if seq == 0:
+        tl.store(header_ptr, (num_full + tl.sum(has_tail.to(tl.int32))) * HKV)
+        tl.store(header_ptr + 1, chunk)
+
+    my_len = tl.load(len_ptr + seq)
+    my_full, my_rest = my_len // chunk, my_len % chunk
+    first_partial = tl.sum(tl.where(i < seq, full + has_tail.to(tl.int32), 0))
+    first_item = tl.sum(tl.where(i < seq, full, 0))
+    for c0 in range(0, my_full, STEP):
+        c = c0 + tl.arange(0, STEP)
+        _store_item(item_ptr, first_item + c, seq, c, my_len, first_partial, c < my_full)
+    if (my_rest > 0) | (my_len == 0):
+        longer = has_tail & ((rest > my_rest) | ((rest == my_rest) & (i < seq)))
+        _store_item(item_ptr, num_full + tl.sum(longer.to(tl.int32)), seq, my_full, my_len, first_partial, True)
+
+
+@triton.jit
+def _store_item(item_ptr, item, seq, chunk, length, first_partial, mask):
+    item_ptr += item * ITEM
+    tl.store(item_ptr, seq, mask=mask)
+    tl.store(item_ptr + 1, chunk, mask=mask)
+    tl.store(item_ptr + 2, length, mask=mask)
+    tl.store(item_ptr + 3, first_partial, mask=mask)
