@@ -100,7 +100,7 @@ def start(id: MilestoneId) -> None:
     for line in mine.start(id):
         _say(f"  {line}")
     if (mine.course.root / (chapter := mine.course.milestone(id).chapter)).is_file():
-        _say(f"  {chapter}: to read; `make docs` builds the book, with the code that the chapter quotes")
+        _say(f"  {chapter}: to read; `make docs` builds the whole book into site/")
     earlier = [e.id for e in _started(mine) if e.id.partition(".")[0] < id and not mine.written(e)]
     if earlier:
         _say(f"[yellow]Not written yet, and {id} builds on it: {', '.join(earlier)}[/]")
