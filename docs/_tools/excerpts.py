@@ -5,7 +5,7 @@ A page says what it wants in a comment, and the lines down to the next `<!-- end
     <!-- code folovllm.config:PRESETS -->                      the source of a class, function, method or constant
     <!-- signature folovllm.engine.scheduler:Scheduler.add --> the same up to its docstring: what an exercise may show
     <!-- flags folovllm.config:EngineConfig -->                a table of the fields, with their flags and defaults
-    <!-- symbols folovllm.llm:LLM.generate ... -->             a table: what it does, its file, who builds it, which exercise it is
+    <!-- symbols folovllm.llm:LLM.generate ... -->             a table: what they do, file, milestone, exercise
     <!-- milestones -->                                        the table of the milestones, from their manifests
 
 So a page reads the same on a code host as in the built book. A test compares the pages with the code.
@@ -22,7 +22,9 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # the code beside these pages, whichever is installed
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # the code beside these pages, whichever is installed
+
+from reading_order import ORDER  # noqa: E402
 
 from milestones.manifest import Course  # noqa: E402
 
@@ -150,16 +152,24 @@ def milestone_table() -> str:
 
 
 def symbol_table(targets: list[str]) -> str:
-    """One row for each function or class: its first sentence, its file, and the exercise that it is."""
+    """One row for each function or class: its first sentence, its file, the milestone that adds it, the exercise that it is."""
     exercises = {str(symbol): exercise.id for exercise in COURSE.exercises for symbol in exercise.symbols}
-    rows = ["| | what it does | file | exercise |", "|---|---|---|---|"]
+    milestones = {file: id for id, rows in ORDER.items() for file, *_ in rows}
+    rows = ["| | what it does | file | milestone | exercise |", "|---|---|---|---|---|"]
     for target in targets:
         module, _, name = target.partition(":")
-        node = definition(target)
-        said = (ast.get_docstring(node) or "" if isinstance(node, Definition) else "").split("\n\n")[0]
         file = source_file(module).relative_to(ROOT / "folovllm").as_posix()
-        rows.append(f"| `{name}` | {said.replace(chr(10), ' ')} | `{file}` | {exercises.get(target, '')} |")
+        exercise = exercises.get(target, "")
+        id = exercise.partition(".")[0] or milestones[file]
+        built = f"[{id.upper()}]({Path(COURSE.milestone(id).chapter).name})"
+        rows.append(f"| `{name}` | {_first_sentence(target)} | `{file}` | {built} | {exercise} |")
     return "\n".join(rows)
+
+
+def _first_sentence(target: str) -> str:
+    """Of a docstring, fit for a table."""
+    paragraph = (ast.get_docstring(definition(target)) or "").split("\n\n")[0].replace("\n", " ")  # type: ignore[arg-type]
+    return re.split(r"(?<=\.) (?=[A-Z`])", paragraph)[0].replace("|", "\\|")
 
 
 if __name__ == "__main__":

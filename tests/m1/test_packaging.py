@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -93,6 +94,11 @@ class TestBook:
         answers = {str(symbol) for exercise in Course(ROOT).exercises for symbol in exercise.symbols}
         shown = [mark for page in PAGES for mark in re.findall(r"^<!-- code (\S+) -->$", page.read_text("utf-8"), re.M)]
         assert [mark for mark in shown if any(f"{answer}.".startswith(f"{mark}.") for answer in answers)] == []
+
+    def test_the_map_has_a_row_for_every_exercise(self) -> None:
+        text = (ROOT / "docs" / "map.md").read_text("utf-8")
+        rows = re.findall(r"^\| `([\w.]+)` \| .*\| (m\d+\.\d+) \|$", text, re.MULTILINE)
+        assert Counter(rows) == Counter((s.name, e.id) for e in Course(ROOT).exercises for s in e.symbols)
 
     def test_a_constant_a_method_and_a_decorated_class(self, book: ModuleType) -> None:
         assert book.excerpt("folovllm.config:DEFAULT_MAX_MODEL_LEN") == "DEFAULT_MAX_MODEL_LEN = 4096"
