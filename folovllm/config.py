@@ -47,7 +47,7 @@ class EngineConfig:
         tokenizer: the same for the tokenizer; None takes the model's.
         milestone: the preset that fills what is left open; None takes the latest.
         model_impl: "hf" runs transformers' model, "native" ours.
-        kv_cache: "growing" (one request at a time, cache by concatenation), "slots" (a contiguous slot of
+        kv_cache: "growing" (one request at a time, cache by concatenation), "slots" (a contiguous block of
             `max_model_len` tokens per sequence) or "paged".
         dtype: "auto" is float32 on CPU and the checkpoint's own on a GPU.
         device: "cuda", "cpu" or None for CUDA where there is one.
