@@ -160,7 +160,8 @@ def symbol_table(targets: list[str]) -> str:
         module, _, name = target.partition(":")
         file = source_file(module).relative_to(ROOT / "folovllm").as_posix()
         exercise = exercises.get(target, "")
-        id = exercise.partition(".")[0] or milestones[file]
+        if not (id := exercise.partition(".")[0] or milestones.get(file, "")):
+            raise ValueError(f"{file} of {target} is not in the reading order (docs/_tools/reading_order.py)")
         built = f"[{id.upper()}]({Path(COURSE.milestone(id).chapter).name})"
         rows.append(f"| `{name}` | {_first_sentence(target)} | `{file}` | {built} | {exercise} |")
     return "\n".join(rows)
