@@ -15,6 +15,7 @@ from folovllm.bench.report import Metric, Result, Run
 from folovllm.bench.roofline import Rates, measure_rates, roofline_seconds
 from folovllm.bench.workload import Workload, load_workload
 from folovllm.config import EngineConfig
+from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.overlap import make_engine
 from folovllm.engine.setup import set_up
@@ -165,6 +166,7 @@ def bench_throughput(
     configs = [(name, EngineConfig(**overrides)) for name, overrides in contenders]
     setup = set_up(configs[0][1])
     workload = load_workload(workload_name, setup.vocab_size, count)
+    use_threads(setup)  # of this number the rates are
     rates = measure_rates(setup.device, setup.dtype)  # before an engine takes the memory
     result = Result("throughput", workload.describe())
     result.machine = {"copy_gb_per_s": rates.copy / 1e9, "matmul_tflop_per_s": rates.matmul / 1e12}
