@@ -210,8 +210,8 @@ def show(output: RequestOutput, llm: LLM, between: str) -> None:
     for answer in output.outputs:
         prompt = Text(f"{output.prompt}{between}", style="bold")
         Console(highlight=False).print(prompt + Text(answer.text), soft_wrap=True)
-    threads = llm.engine.num_threads
-    _stderr().print(times(output.metrics) + (f" · {threads} thread{'s' * (threads > 1)}" if threads else ""), style="dim")
+    threads = f" · {count} thread{'s' * (count > 1)}" if (count := llm.engine.num_threads) else ""
+    _stderr().print(times(output.metrics) + threads, style="dim")
 
 
 def times(metrics: RequestMetrics) -> str:

@@ -33,7 +33,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "scheduling": ("fcfs", "priority"),
 }
 KINDS = {"str": (str, "a text"), "bool": (bool, "True or False"), "float": (Real, "a number")}  # by annotation
-MAY_BE_OPEN = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "num_threads")  # None: the engine decides
+# None: the engine decides
+MAY_BE_OPEN = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "num_threads")
 LEAST = {"long_prefill_token_threshold": 0, "max_model_len": 2}  # a token to read and one to write; of the others 1
 COUNTS = (*MAY_BE_OPEN, "max_num_seqs", "kv_cache_memory", "tensor_parallel_size", "long_prefill_token_threshold")
 
