@@ -120,7 +120,7 @@ def generate(
     outputs = run_steps(llm, asked, params) if show_steps else llm.generate(asked, params, use_tqdm=len(texts) > 1)
     for text, output in zip(texts, outputs, strict=True):
         output.prompt = text
-        print(json.dumps(as_dict(output), ensure_ascii=False)) if as_json else show(output, "\n" * chats(llm, raw))
+        print(json.dumps(as_dict(output), ensure_ascii=False)) if as_json else show(output, llm, "\n" * chats(llm, raw))
 
 
 def chats(llm: LLM, raw: bool) -> bool:
@@ -205,12 +205,13 @@ def step_line(stats: StepStats) -> str:
     return f"step {stats.index:<5} {queues} tokens {stats.num_tokens:<6} {stats.seconds * 1e3:8.2f} ms   KV blocks {stats.kv_blocks_used}"
 
 
-def show(output: RequestOutput, between: str) -> None:
-    """Prompt and answers on stdout, the times on stderr."""
+def show(output: RequestOutput, llm: LLM, between: str) -> None:
+    """Prompt and answers on stdout, the times on stderr, and on a CPU the threads that they are of."""
     for answer in output.outputs:
         prompt = Text(f"{output.prompt}{between}", style="bold")
         Console(highlight=False).print(prompt + Text(answer.text), soft_wrap=True)
-    _stderr().print(times(output.metrics), style="dim")
+    threads = f" · {count} thread{'s' * (count > 1)}" if (count := llm.engine.num_threads) else ""
+    _stderr().print(times(output.metrics) + threads, style="dim")
 
 
 def times(metrics: RequestMetrics) -> str:

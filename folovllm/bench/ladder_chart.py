@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from folovllm.bench.report import Result, Run, digits
+from folovllm.bench.report import Result, Run, device_line, digits
 
 PANELS = (
     ("output tokens", "output tokens a second"),
     ("output tokens a CPU second", "output tokens a CPU second"),
     ("TTFT median", "time to the first token, ms"),
     ("TPOT median", "time per output token, ms"),
+    ("longest wait between tokens", "longest wait for a next token, ms"),
     ("KV memory wasted", "KV cache held and empty, %"),
     ("of the roofline", "of the roofline, %"),
 )
@@ -76,11 +77,8 @@ def _color(run: Run) -> str:
 
 
 def _caption(result: Result) -> str:
-    machine = (
-        result.machine.get("gpu") or f"{result.machine.get('cpu')}, {result.machine.get('torch_threads')} thread(s)"
-    )
     work = result.workload
     return (
-        f"{machine}; workload {work['name']}: {work['requests']} requests, {work['prompt_tokens']:,} prompt and "
+        f"{device_line(result)}; workload {work['name']}: {work['requests']} requests, {work['prompt_tokens']:,} prompt and "
         f"{work['output_tokens']:,} output tokens; commit {result.commit}, {result.date[:10]}"
     )

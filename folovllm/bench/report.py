@@ -200,8 +200,13 @@ def workload_line(workload: dict[str, Any]) -> str:
     return f"workload {workload['name']}, {workload['requests']} requests, {sizes}"
 
 
+def device_line(result: Result) -> str:
+    """The GPU, or the processor and how many threads torch had."""
+    threads = result.machine.get("torch_threads")
+    return result.machine.get("gpu") or f"{result.machine.get('cpu')}, {threads} thread{'s' * (threads != 1)}"
+
+
 def machine_line(result: Result) -> str:
     """Where, with what, by which command."""
-    where = result.machine.get("gpu") or f"{result.machine.get('cpu')}, {result.machine.get('torch_threads')} threads"
     versions = " ".join(f"{k} {v}" for k, v in result.versions.items() if k in ("torch", "folovllm"))
-    return f"{where}; {versions}; commit {result.commit}; {result.command}"
+    return f"{device_line(result)}; {versions}; commit {result.commit}; {result.command}"

@@ -11,6 +11,7 @@ from functools import partial
 from folovllm.cache import kv_cache_manager
 from folovllm.cache.prefix_cache import PrefixCacheStats, PrefixCachingBlockManager
 from folovllm.config import EngineConfig
+from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.input_processor import InputProcessor, Prompt
 from folovllm.engine.metrics import EngineStats, StepStats
 from folovllm.engine.output_processor import RequestState
@@ -43,6 +44,7 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.setup = set_up(config)
+        self.num_threads = use_threads(self.setup)
         self.tokenizer = load_tokenizer(self.setup.path, config)
         self._processor = InputProcessor(self.setup, self.tokenizer)
         self.executor = make_executor(self.setup)

@@ -45,6 +45,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.on_step: Any = lambda: None
         self.history: list[FakeStats] | None = None
+        self.num_threads: int | None = 1
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams, stream: bool = True) -> None:
         if prompt == "too long":
@@ -202,7 +203,7 @@ class TestOutput:
         run("generate", "Say [/bold]:")
         out, err = capsys.readouterr()
         assert out == "Say [/bold]: SAY [/BOLD]:\n"  # markup in a text is text
-        assert err == "5 tokens · TTFT 500.0 ms · TPOT 500.0 ms · 2.0 tokens/s\n"
+        assert err == "5 tokens · TTFT 500.0 ms · TPOT 500.0 ms · 2.0 tokens/s · 1 thread\n"
 
     def test_json_is_one_object_a_line(self, llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
         run("generate", "one", "zwölf", "--json")

@@ -34,6 +34,15 @@ class TestWorkloads:
         assert {r.output_len for r in workload.requests} <= set(range(32, 129))
         assert load_workload("default", 32_000, count=5).requests == workload.requests[:5]
 
+    def test_a_mix(self) -> None:
+        """Most begin alike; a few are long, own, and late enough to meet others that run."""
+        requests = load_workload("mixed", 32_000).requests
+        long = [i for i, r in enumerate(requests) if len(r.prompt) == 1000]
+        short = [r.prompt for i, r in enumerate(requests) if i not in long]
+        assert len(requests) == 24 and long == [8, 20] and len({tuple(prompt[:256]) for prompt in short}) == 1
+        assert {len(prompt) for prompt in short} <= set(range(264, 289))
+        assert {r.output_len for r in requests} <= set(range(48, 113))
+
     def test_nano_vllms_own(self) -> None:
         workload = load_workload("nano-vllm", 151_936)
         assert (len(workload.requests), workload.prompt_tokens, workload.output_tokens) == (256, 142_827, 133_966)
@@ -79,6 +88,7 @@ class TestRuns:
         metrics = metrics_of([seen, seen], bound=seen.seconds / 2)
         assert metrics["output tokens"].median == pytest.approx(16 / seen.seconds)
         assert metrics["of the roofline"].median == pytest.approx(50)
+        assert metrics["longest wait between tokens"].median == 1e3 * seen.longest_gap > 0
         assert metrics["TTFT median"].median > 0 and metrics["sequences a step"].median <= 2
         assert_nothing_left(engine)
 
