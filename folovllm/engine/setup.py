@@ -105,11 +105,11 @@ def own_limit(config: EngineConfig, hf_config: Any) -> int:
 
 def choose_max_model_len(config: EngineConfig, hf_config: Any) -> int:
     """The context in tokens. Raises ValueError where the model has none so long, or a sliding window would matter."""
-    limit, wanted = own_limit(config, hf_config), config.max_model_len or 0
-    if limit < wanted <= hf_config.max_position_embeddings:
+    limit = own_limit(config, hf_config)
+    if config.max_model_len and limit < config.resolve_max_model_len(hf_config.max_position_embeddings):
         raise ValueError(
-            f"max_model_len {wanted} exceeds the model's sliding window of {limit} tokens, and attention that slides is "
-            f"not supported: lower it{who_runs_it(hf_config)}"
+            f"max_model_len {config.max_model_len} exceeds the model's sliding window of {limit} tokens, and attention "
+            f"that slides is not supported: lower it{who_runs_it(hf_config)}"
         )
     return config.resolve_max_model_len(limit)
 

@@ -32,8 +32,14 @@ def _is_list_of(kind: type, value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 OBJECT = Kind("an object {...}", lambda value: isinstance(value, dict))
 SIZE = Kind("a whole number of at least 1", lambda value: _is_whole(value) and 1 <= value < 2**31)
+SIZES = Kind("a whole number of at least 1, or a list of them", lambda value: all(map(SIZE.fits, _as_list(value))))
+WINDOW = Kind("a whole number, 0 for none", lambda value: _is_whole(value) and 0 <= value < 2**31)
 LAYERS = Kind("a whole number from 1 to 10,000", lambda value: _is_whole(value) and 1 <= value <= 10_000)
 ABOVE_0 = Kind("a number above 0", lambda value: _is_number(value) and 0 < value < 2**63)
 NUMBER = Kind("a number", lambda value: _is_whole(value) or isinstance(value, float))
@@ -44,7 +50,7 @@ DTYPE = Kind(f"one of {', '.join(DTYPES)}", lambda value: value in DTYPES)
 OBJECTS = Kind("a list of objects", lambda value: _is_list_of(dict, value))
 TOKEN = Kind("a text or an object", lambda value: isinstance(value, str | dict))
 TEMPLATE = Kind("a text or a list of objects", lambda value: isinstance(value, str) or _is_list_of(dict, value))
-IDS = Kind("a token id or a list of them", lambda value: all(map(_is_whole, value if type(value) is list else [value])))
+IDS = Kind("a token id or a list of them", lambda value: all(map(_is_whole, _as_list(value))))
 
 ROPE = {
     "rope_type": TEXT, "type": TEXT, "rope_theta": ABOVE_0, "factor": ABOVE_0, "low_freq_factor": ABOVE_0,
@@ -53,10 +59,10 @@ ROPE = {
 FIELDS: dict[str, dict[str, Kind]] = {  # what is read of each file, here or in transformers; null is as good as absent
     "config.json": {
         "architectures": TEXTS, "model_type": TEXT, "dtype": DTYPE, "torch_dtype": DTYPE, "vocab_size": SIZE,
-        "hidden_size": SIZE, "intermediate_size": SIZE, "num_hidden_layers": LAYERS, "num_attention_heads": SIZE,
+        "hidden_size": SIZE, "intermediate_size": SIZES, "num_hidden_layers": LAYERS, "num_attention_heads": SIZE,
         "num_key_value_heads": SIZE, "head_dim": SIZE, "max_position_embeddings": SIZE, "rms_norm_eps": ABOVE_0,
         "hidden_act": TEXT, "tie_word_embeddings": SWITCH, "attention_bias": SWITCH, "mlp_bias": SWITCH,
-        "sliding_window": SIZE, "layer_types": TEXTS, "rope_theta": ABOVE_0, "rope_scaling": OBJECT,
+        "sliding_window": WINDOW, "layer_types": TEXTS, "rope_theta": ABOVE_0, "rope_scaling": OBJECT,
         "rope_parameters": OBJECT, "partial_rotary_factor": ABOVE_0, "eos_token_id": IDS,
         "quantization_config": OBJECT,
     },
@@ -77,12 +83,13 @@ def read_json(file: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: it is not; the sentence names file and field.
+        OSError: the file cannot be opened.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except RecursionError as error:
         raise ValueError(f"{file.name} is nested too deeply") from error
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{file.name} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file.name} must hold an object {{...}}, not {_short(content)}")

@@ -132,7 +132,7 @@ def indexed_names(index: Path) -> set[str]:
     """The files that an index names, each of them beside it: a downloaded folder must not open what lies elsewhere."""
     try:
         names = list((read_json(index).get("weight_map") or {}).values())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{index} is damaged ({error}): download it again") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or name == "..":
