@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from numbers import Integral
 from typing import Any, Self, cast
 
-from jinja2 import TemplateError
 from tqdm import tqdm
 
 from folovllm.config import EngineConfig
 from folovllm.engine.input_processor import Prompt, encode
 from folovllm.engine.overlap import make_engine
 from folovllm.interrupts import interrupts
+from folovllm.models.json_files import in_one_line
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 
@@ -98,8 +98,9 @@ class LLM:
             text = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **template_options
             )
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"the model's chat template does not take this ({error}): {A_CONVERSATION}") from error
+        except Exception as error:  # the template is a program of the model's: it may raise whatever there is
+            said = in_one_line(error)
+            raise ValueError(f"the model's chat template does not take this ({said}): {A_CONVERSATION}") from error
         return encode(self.tokenizer, text, add_special_tokens=False)
 
     def _run(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:

@@ -17,6 +17,7 @@ from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_frequencies
+from folovllm.layers.unsupported import UnsupportedModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -32,15 +33,19 @@ def num_kv_heads_of(config: PretrainedConfig) -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
+def sliding_window_of(config: PretrainedConfig) -> int | None:
+    """How many tokens a layer with a sliding window sees; None if there is no such layer."""
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    return getattr(config, "sliding_window", None) if slides else None
+
+
 def context_limit(config: PretrainedConfig) -> int:
     """The longest context, in tokens, for which full attention is what the model was trained with.
 
     Layers with a sliding window see everything as long as the context fits into the window, so the window is the limit.
     """
-    window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
     limit: int = config.max_position_embeddings
-    return min(limit, window) if window is not None and slides else limit
+    return min(limit, sliding_window_of(config) or limit)
 
 
 class LlamaAttention(nn.Module):
@@ -92,7 +97,7 @@ class LlamaMLP(nn.Module):
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
         if config.hidden_act != "silu":
-            raise ValueError(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' is")
+            raise UnsupportedModel(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' is")
         bias = getattr(config, "mlp_bias", False)
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [config.intermediate_size] * 2, bias)
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, bias)
@@ -132,9 +137,11 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, layers, final norm. All layers share one table of angles."""
 
-    def __init__(self, config: PretrainedConfig, attention_class: type[LlamaAttention]) -> None:
+    def __init__(
+        self, config: PretrainedConfig, attention_class: type[LlamaAttention], max_model_len: int | None = None
+    ) -> None:
         super().__init__()
-        rope = RotaryEmbedding(rope_frequencies(config, head_dim_of(config)), context_limit(config))
+        rope = RotaryEmbedding(rope_frequencies(config, head_dim_of(config)), max_model_len or context_limit(config))
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config, attention_class(config, rope)) for _ in range(config.num_hidden_layers)
@@ -158,9 +165,9 @@ class LlamaForCausalLM(nn.Module):
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
 
-    def __init__(self, config: PretrainedConfig) -> None:
+    def __init__(self, config: PretrainedConfig, max_model_len: int | None = None) -> None:
         super().__init__()
-        self.model = LlamaModel(config, self.attention_class)
+        self.model = LlamaModel(config, self.attention_class, max_model_len)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,10 +12,12 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from folovllm.layers.linear import MergedColumnParallelLinear
+from folovllm.models.json_files import read_json
 from folovllm.models.llama import LlamaForCausalLM
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the dtypes whose numbers are the weights themselves
 
 Shard = Callable[[str, Any], torch.Tensor]  # a tensor's name, and the tensor (or a `StoredTensor`) -> the part to keep
 
@@ -39,8 +41,8 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard
     the way, so the weights are never in memory twice. With `shard`, only the part that it picks is read.
 
     Raises:
-        ValueError: no safetensors here, a damaged file, or a weight that is missing, left over or of another shape
-            (the message names it).
+        ValueError: no safetensors here, a damaged file, or a weight that is missing, left over, of another shape, coded
+            in 8 bits, or not finite (the message names it).
     """
     destinations = checkpoint_destinations(model)
     embedding = model.model.embed_tokens.weight
@@ -78,23 +80,45 @@ def checkpoint_destinations(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
 
 
 def copy_weight(name: str, tensor: torch.Tensor, destinations: dict[str, torch.Tensor]) -> None:
-    """Copy one tensor of the checkpoint to its destination and cross that off."""
+    """Copy one tensor of the checkpoint to its destination, look at what arrived, and cross that off."""
     destination = destinations.pop(name, None)
     if destination is None:
         raise ValueError(f"the checkpoint holds {name!r}, for which the model has no place (or had it twice)")
     if destination.shape != tensor.shape:
         raise ValueError(f"{name!r} has shape {list(tensor.shape)}, the model expects {list(destination.shape)}")
     destination.copy_(tensor)
+    require_finite(name, destination)
+
+
+def require_finite(name: str, weight: torch.Tensor) -> None:
+    """Raise ValueError if a weight holds NaN or infinity: every answer would be the first token, again and again.
+
+    Asked when a model is loaded, so that no step pays for it; extremes take one pass, as the copy did, and no memory.
+    """
+    extremes = torch.stack(weight.aminmax())
+    if not extremes.isfinite().all():
+        dtype = str(weight.dtype).removeprefix("torch.")
+        raise ValueError(f"{name!r} holds NaN or infinity as {dtype}: the file is damaged, or needs another dtype")
+
+
+def require_float_weights(files: list[Path]) -> None:
+    """Raise ValueError at the first weight stored in another kind of number; only the files' headers are read."""
+    for file in files:
+        with opened(file) as handle:
+            for name in handle.keys():  # noqa: SIM118  # a handle is no dict
+                require_float(name, handle.get_slice(name).get_dtype())
+
+
+def require_float(name: str, dtype: str) -> None:
+    """Raise ValueError if a weight's numbers are codes that something (a scale) must be applied to. Masks may be."""
+    if name.endswith((".weight", "proj.bias")) and dtype not in FLOATS:
+        raise ValueError(f"{name!r} is stored as {dtype}: quantized checkpoints are not supported, only plain floats")
 
 
 def checkpoint_files(path: Path) -> list[Path]:
     """The files that make up the checkpoint: those its index names, else the single one."""
     index = path / INDEX
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
-    except (json.JSONDecodeError, KeyError) as error:
-        raise ValueError(f"{index} is damaged ({error!r}): download it again") from error
-    files = [path / name for name in sorted(names)]
+    files = [path / name for name in (sorted(indexed_names(index)) if index.is_file() else [SINGLE])]
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise ValueError(
@@ -104,18 +128,41 @@ def checkpoint_files(path: Path) -> list[Path]:
     return files
 
 
+def indexed_names(index: Path) -> set[str]:
+    """The files that an index names, each of them beside it: a downloaded folder must not open what lies elsewhere."""
+    try:
+        names = list((read_json(index).get("weight_map") or {}).values())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{index} is damaged ({error}): download it again") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or name == "..":
+            raise ValueError(f"{index} names {name!r}: it must be the name of a file in the same folder")
+    if not names:
+        raise ValueError(f"{index} is damaged (its weight_map names no file): download it again")
+    return set(names)
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """A safetensors file, memory-mapped. Raises ValueError where it is none, or where one of its tensors is not there."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            yield handle
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or incomplete ({error}): download it again") from error
+
+
 def read_tensors(files: list[Path], shard: Shard | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied."""
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118  # a handle is no dict
-                    if shard is None or name.endswith(IGNORED_SUFFIX):
-                        yield name, handle.get_tensor(name)
-                    else:
-                        yield name, shard(name, StoredTensor(handle.get_slice(name)))
-        except SafetensorError as error:
-            raise ValueError(f"{file} is damaged or incomplete ({error}): download it again") from error
+        with opened(file) as handle:
+            for name in handle.keys():  # noqa: SIM118  # a handle is no dict
+                stored = handle.get_slice(name)
+                require_float(name, stored.get_dtype())
+                if shard is None or name.endswith(IGNORED_SUFFIX):
+                    yield name, handle.get_tensor(name)
+                else:
+                    yield name, shard(name, StoredTensor(stored))
 
 
 def init_random_weights(

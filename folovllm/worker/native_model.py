@@ -12,7 +12,7 @@ from folovllm.sample.sampler import Sampler
 
 def load_native_model(setup: EngineSetup) -> LlamaForCausalLM:
     """Build the model on its device, then load its weights, or make them up where `random_weights` asks for it."""
-    model = build_model(setup.hf_config, setup.dtype, setup.device)
+    model = build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len)
     if setup.config.random_weights:
         init_random_weights(model, setup.config.seed)
     else:

@@ -226,13 +226,17 @@ def test_the_whole_model(family: str, fields: dict[str, Any], size: int) -> None
     """Ranks that read their parts from the file compute the logits that transformers' model does."""
     path, tokens = tiny_checkpoint(family, **fields), prompts([23])[0]
     setup = set_up(
-        EngineConfig(model=str(path), device="cpu", tensor_parallel_size=size, use_tqdm=False, max_num_seqs=4)
+        EngineConfig(
+            model=str(path), device="cpu", tensor_parallel_size=size, use_tqdm=False, max_num_seqs=4, max_model_len=24
+        )
     )
 
     @torch.inference_mode()
     def work(group: ThreadGroup) -> torch.Tensor:
         runner = ShardedRunner(setup, group)
         runner.load_model()
+        angles = runner.model.model.layers[0].self_attn.rope.cos_sin_cache
+        assert len(angles) == setup.max_model_len, "positions that no request has"
         runner.allocate_kv_cache(2)
         item = dummy_items([len(tokens)], setup.block_size)[0]
         item.seq.token_ids[:] = tokens
