@@ -36,6 +36,14 @@ def test_symbols(exercise: Exercise, tmp_path: Path) -> None:
 
 
 @each_exercise
+def test_what_has_moved_is_gone_from_its_old_place(exercise: Exercise) -> None:
+    """Else `update` would carry a learner's body over again and again."""
+    for new, old in exercise.moves.items():
+        source = COURSE.source(old.path) if (COURSE.package.parent / old.path).is_file() else ""
+        assert old.name not in dict(splice.functions(source)), f"{new} has moved, and {old} is still there"
+
+
+@each_exercise
 def test_tests_exist(exercise: Exercise) -> None:
     for test in exercise.tests:
         file, *names = test.split("::")
