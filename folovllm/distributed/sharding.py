@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from folovllm.models.llama import head_dim_of, num_kv_heads_of
+from folovllm.model_config import head_dim_of, num_kv_heads_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

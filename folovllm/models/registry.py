@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from folovllm.layers.layer_set import LayerSet
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -20,6 +22,9 @@ ARCHITECTURES: dict[str, str] = {
     "Qwen2ForCausalLM": "folovllm.models.qwen2",
     "Qwen3ForCausalLM": "folovllm.models.qwen3",
 }
+
+
+PLAIN_LAYERS = LayerSet()
 
 
 def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
@@ -40,15 +45,20 @@ def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
     return getattr(import_module(ARCHITECTURES[name]), name)
 
 
-def build_model(hf_config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str) -> LlamaForCausalLM:
+def build_model(
+    hf_config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str, layers: LayerSet = PLAIN_LAYERS
+) -> LlamaForCausalLM:
     """The model on `device` in `dtype`, its weights uninitialised: `load_model` or `init_random_weights` comes next.
+
+    Args:
+        layers: what it is built from.
 
     Raises:
         ValueError: an unknown architecture, or a feature of the config that no layer here has.
     """
     model_class = get_model_class(hf_config)
     with torch.device(device), _default_dtype(dtype):
-        return model_class(hf_config).requires_grad_(False).eval()
+        return model_class(hf_config, layers).requires_grad_(False).eval()
 
 
 @contextmanager

@@ -272,7 +272,7 @@ print(f"{lines} lines; {sum(map(len, expected))} tokens equal to the preset's, e
 
 # %%
 from folovllm.distributed import sharding
-from folovllm.distributed.layers import ShardedEmbedding
+from folovllm.layers.sharded import ShardedEmbedding
 from folovllm.distributed.sharded_runner import best_of_ranks
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.engine.overlap_scheduler import OverlapScheduler

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from folovllm.layers.attention import Attention
-from folovllm.models.llama import context_limit, head_dim_of
+from folovllm.model_config import context_limit, head_dim_of
 from folovllm.models.registry import ARCHITECTURES, build_model
 from tests.helpers import (
     FAMILIES,
