@@ -53,14 +53,6 @@ class LinearBase(nn.Module):
         """Whether `fused` is one kernel for this batch."""
         return self.format.fuses(self, x)
 
-    def can_fold(self) -> bool:
-        """Whether `fold` works: `WeightFormat.can_fold`."""
-        return self.format.can_fold(self)
-
-    def fold(self, scale: torch.Tensor) -> None:
-        """Multiply the columns of W by `scale` [input_size], for good."""
-        self.format.fold(self, scale)
-
 
 class ColumnParallelLinear(LinearBase):
     """Shared along its outputs: each rank computes some of them from the whole input."""

@@ -32,8 +32,6 @@ class ShardedRowLinear(RowParallelLinear):
 class ShardedEmbedding(VocabParallelEmbedding):
     """Holds rows `rank * len(weight)` to `(rank + 1) * len(weight)` of the embedding."""
 
-    group: Group
-
     def __init__(self, vocab_size: int, hidden_size: int, *, group: Group) -> None:
         """`vocab_size` is the rank's own number of rows."""
         super().__init__(vocab_size, hidden_size)

@@ -72,11 +72,11 @@ class LateNormDecoderLayer(LlamaDecoderLayer):
             (self.post_attention_layernorm, self.mlp.gate_up_proj),
         )
         back = (self.self_attn.o_proj, self.mlp.down_proj)
-        self.folded = all(linear.can_fold() for _, linear in pairs) and all(
+        self.folded = all(linear.format.can_fold(linear) for _, linear in pairs) and all(
             type(linear) is RowParallelLinear and linear.bias is None for linear in back
         )
         for norm, linear in pairs if self.folded else ():
-            linear.fold(norm.weight.data)
+            linear.format.fold(linear, norm.weight.data)
             norm.weight.data.fill_(1)
 
 

@@ -58,7 +58,8 @@ def load_sharded_model(setup: EngineSetup, group: Group) -> LlamaForCausalLM:
     shard = partial(shard_named, head_dim=head_dim_of(setup.hf_config), rank=group.rank, size=group.size)
     model = build_model(config, setup.dtype, setup.device, choose_layer_set(setup, group))
     if setup.config.random_weights:
-        init_random_weights(model, setup.config.seed, build_model(setup.hf_config, setup.dtype, "meta"), shard)
+        whole = build_model(setup.hf_config, setup.dtype, "meta", choose_layer_set(setup))
+        init_random_weights(model, setup.config.seed, whole, shard)
     else:
         load_model(model, setup.path, use_tqdm=setup.config.use_tqdm and group.rank == 0, shard=shard)
     return model

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from folovllm.distributed.sharding import Weight
 from folovllm.layers.activation import SiluAndMul
 
 if TYPE_CHECKING:
+    from folovllm.distributed.sharding import Weight
     from folovllm.layers.linear import LinearBase
 
-Cut = Callable[[Weight], torch.Tensor]  # a whole tensor [outputs, inputs] or [outputs] -> one rank's part of it
+    Cut = Callable[[Weight], torch.Tensor]  # a whole tensor [outputs, inputs] or [outputs] -> one rank's part of it
 
 
 class WeightFormat(ABC):
@@ -35,7 +35,8 @@ class WeightFormat(ABC):
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
         """One rank's part of a checkpoint's tensor; `kind` is the last part of its name.
 
-        `cut` reads `shape` and slices outputs or inputs. A tensor that lies otherwise comes to it in a wrapper.
+        `cut` reads `shape` and takes a slice of outputs, or of inputs. A tensor that lies otherwise is given to it in a
+        wrapper (`distributed.sharding.Weight`) that does.
         """
         return cut(tensor)
 
