@@ -1,5 +1,6 @@
 """`update`: the fresh reference around what a learner wrote, also where an exercise has moved to another place."""
 
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ class Update:
         for path in (path for path in files if path not in places):
             waits = sorted({m.new.path for m in self._left(path)} & stuck)
             done[path] = f"not updated before {waits[0]} is" if waits else self._file(path)
+        done |= {file.relative_to(self.mine.folder): "imports from the new place" for file in self._notebooks()}
         self._remember(stuck)
         return [f"{path}: {said}" for path, said in sorted(done.items()) if said]
 
@@ -126,6 +128,22 @@ class Update:
         for file in (self.mine.folder / path, self.mine.folder / ".base" / path):
             file.unlink()
         return f"the reference no longer has it; yours is in {folder}"
+
+    def _notebooks(self) -> Iterator[Path]:
+        """The learner's notebooks in which something was imported from an old place; now it is from the new one."""
+        for file in sorted(self.mine.folder.glob("*.ipynb")):
+            text = fresh = file.read_text(encoding="utf-8")
+            for new, old in ((move.new, move.old) for move in self.moves.values()):
+                (was, _, _), (name, _, _) = old.name.partition("."), new.name.partition(".")
+                fresh = re.sub(
+                    rf'"from {re.escape(old.module)} import {was}(?=\\n"|")',
+                    f'"from {new.module} import {name}' + (f" as {was}" if was != name else ""),
+                    fresh,
+                )
+            if fresh != text:
+                self.mine.backup(file.relative_to(self.mine.folder))
+                file.write_text(fresh, encoding="utf-8")
+                yield file
 
     def _remember(self, stuck: set[Path]) -> None:
         """`start` never cuts out again what has arrived."""

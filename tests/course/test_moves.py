@@ -1,5 +1,6 @@
 """`update` where an exercise has moved: what a learner wrote at the old place stands at the new one afterwards."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,17 @@ def test_a_file_that_is_no_more_goes_to_the_backup(mine: Mine) -> None:
     backup = Path(gone.removeprefix("folovllm/pool.py: the reference no longer has it; yours is in "))
     assert (backup / POOL).read_text() == before
     assert update(mine) == []
+
+
+def test_a_notebook_of_the_learners_imports_from_the_new_place(mine: Mine) -> None:
+    notes = "from folovllm.pool import Pool\nfrom folovllm.pool import Pools\n# from folovllm.pool import Pool"
+    cell = json.dumps({"cells": [{"source": notes.splitlines(keepends=True)}]}, indent=1)
+    (mine.folder / "m1_pool.ipynb").write_text(cell)
+    mine = to_a_new_file(mine)
+    assert "m1_pool.ipynb: imports from the new place" in update(mine)
+    (changed,) = json.loads((mine.folder / "m1_pool.ipynb").read_text())["cells"]
+    assert "".join(changed["source"]) == "from folovllm.store import Store as Pool\n" + notes.split("\n", 1)[1]
+    assert len(update(mine)) == 0
 
 
 def test_nothing_leaves_a_file_before_it_is_safe_in_another(mine: Mine) -> None:
