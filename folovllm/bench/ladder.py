@@ -23,7 +23,7 @@ from folovllm.bench.throughput import AGREEMENT, PER_CPU_SECOND, ROOFLINE, bench
 from folovllm.bench.workload import load_workload
 from folovllm.config import PRESETS, EngineConfig
 from folovllm.engine.setup import choose_device, set_up
-from folovllm.models.llama import context_limit
+from folovllm.model_config import context_limit
 
 FIRST_WITH_BACKENDS = "m4"
 SLOTS = 4  # of a CPU: few enough that M3 has something to gain

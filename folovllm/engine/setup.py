@@ -15,7 +15,7 @@ from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.select import choose_backend
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config
-from folovllm.models.llama import context_limit, head_dim_of, num_kv_heads_of
+from folovllm.model_config import context_limit, head_dim_of, num_kv_heads_of
 from folovllm.models.registry import who_runs_it
 
 logger = logging.getLogger("folovllm")
