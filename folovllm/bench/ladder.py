@@ -23,6 +23,7 @@ from folovllm.attention.backends.registry import BACKENDS
 from folovllm.bench.contenders import Contender, parse_contenders
 from folovllm.bench.report import Metric, Result, Run, digits, load, machine_line, workload_line
 from folovllm.bench.throughput import AGREEMENT, bench_throughput
+from folovllm.children import import_path, python_command
 from folovllm.config import PRESETS, EngineConfig
 from folovllm.engine.setup import choose_device, set_up
 
@@ -120,11 +121,12 @@ def bench_reference(plan: Plan) -> Result:
         RuntimeError: that process failed; its last line says why.
     """
     environment = {key: value for key, value in os.environ.items() if key != "FOLOVLLM_MINE"}
+    environment["PYTHONPATH"] = import_path()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "reference.json"
         asked = json.dumps([[list(c) for c in plan.contenders], plan.workload, plan.requests, plan.limit, plan.repeats])
-        code = "import sys; from folovllm.bench.ladder import measure_to; measure_to(*sys.argv[1:])"
-        child = subprocess.run([sys.executable, "-c", code, asked, str(file)], env=environment, stderr=subprocess.PIPE)
+        command = python_command("folovllm.bench.ladder", asked, str(file))
+        child = subprocess.run(command, env=environment, stderr=subprocess.PIPE)
         if child.returncode:
             raise RuntimeError(f"the reference's ladder failed: {child.stderr.decode(errors='replace')[-500:].strip()}")
         return load(file)
@@ -177,3 +179,7 @@ def _cells(run: Run, first: Run, columns: list[str]) -> list[str]:
 
 def _text(metric: Metric | None) -> str:
     return "-" if metric is None else digits(metric.median)
+
+
+if __name__ == "__main__":
+    measure_to(*sys.argv[1:])
