@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging as hf_logging
 
 from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
 from folovllm.engine.setup import EngineSetup
 from folovllm.request import Sequence
 from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
+
+
+@contextmanager
+def progress_bars(wanted: bool) -> Iterator[None]:
+    """Let transformers draw its progress, or not; afterwards all is as before."""
+    if wanted or not hf_logging.is_progress_bar_enabled():
+        yield
+        return
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.enable_progress_bar()
 
 
 class HFModelRunner:
@@ -28,14 +44,15 @@ class HFModelRunner:
         """Load the weights, from safetensors only: a pickle could run code."""
         setup = self._setup
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                setup.path,
-                config=setup.hf_config,
-                dtype=setup.dtype,
-                use_safetensors=True,
-                output_loading_info=True,
-                trust_remote_code=setup.config.trust_remote_code,
-            )
+            with progress_bars(setup.config.use_tqdm):
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    setup.path,
+                    config=setup.hf_config,
+                    dtype=setup.dtype,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    trust_remote_code=setup.config.trust_remote_code,
+                )
         except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
             raise ValueError(f"cannot load the model in {setup.path}: {error}") from error
         if report["missing_keys"]:  # transformers would make them up

@@ -20,7 +20,7 @@ from folovllm.chat import Chat
 from folovllm.cli import main
 from folovllm.config import EngineConfig
 from folovllm.flags import described_fields, pick
-from folovllm.interrupts import interrupts
+from folovllm.interrupts import Interrupted, interrupts
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from folovllm.sampling_params import SamplingParams
 
@@ -90,9 +90,10 @@ class FakeLLM:
         self.config, self.engine = config, FakeEngine()
         FakeLLM.made.append(self)
 
-    def generate(self, prompts: list[str], params: SamplingParams, use_tqdm: bool) -> list[RequestOutput]:
+    def generate(self, prompts: list[str], params: SamplingParams, use_tqdm: bool, on_answer: Any) -> None:
         self.prompts, self.params = prompts, params
-        return [output(str(i), f" {prompt.upper()}") for i, prompt in enumerate(prompts)]
+        for i, prompt in enumerate(prompts):
+            on_answer(output(str(i), f" {prompt.upper()}"))
 
     has_chat_template = False
 
@@ -234,6 +235,67 @@ class TestOutput:
         assert [json.loads(line)["outputs"][0]["text"] for line in out.splitlines()] == ["c b a ", "d "]
 
 
+class TestCtrlC:
+    """What was answered is printed, and how many that are is said."""
+
+    def test_generate(
+        self, llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def interrupted(self: FakeLLM, prompts: list[str], params: Any, use_tqdm: bool, on_answer: Any) -> None:
+            on_answer(first := output("0", " A"))
+            assert "a A" in capsys.readouterr().out, "printed as soon as it is there"
+            raise Interrupted([first, None, output("2", " C")])
+
+        monkeypatch.setattr(FakeLLM, "generate", interrupted)
+        assert run("generate", "a", "b", "c") == 130
+        out, err = capsys.readouterr()
+        assert out == "c C\n" and "interrupted: 2 of 3 prompts are answered" in err
+
+    def test_show_steps(
+        self, llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        step = FakeEngine.step
+
+        def interrupted(self: FakeEngine) -> list[RequestOutput]:
+            os.kill(os.getpid(), signal.SIGINT)
+            return step(self)
+
+        monkeypatch.setattr(FakeEngine, "step", interrupted)
+        assert run("generate", "a b", "c", "--show-steps", "--json") == 130
+        out, err = capsys.readouterr()
+        assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["c"] and "1 of 2" in err
+
+
+class TestOutputThatCannotBeWritten:
+    def test_closed(
+        self, llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys, "stdout", None)
+        assert run("generate", "hi") == 2 and not llm.made
+        assert capsys.readouterr().err.startswith("error: the standard output is closed")
+
+    @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
+    @pytest.mark.parametrize("arguments", [["generate", "hi"], ["generate", "hi", "--json"], ["--version"]])
+    def test_a_full_disk(
+        self,
+        llm: type[FakeLLM],
+        arguments: list[str],
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        with open("/dev/full", "w") as full:
+            monkeypatch.setattr(sys, "stdout", full)
+            assert run(*arguments) == 2
+        assert "error: cannot write to the standard output: No space left on device\n" in capsys.readouterr().err
+
+    def test_a_reader_that_has_left(self, llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as pipe:
+            monkeypatch.setattr(sys, "stdout", pipe)
+            assert run("--version") == 1
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("flags", "words"),
@@ -327,9 +389,20 @@ class TestChat:
             raise line
 
         monkeypatch.setattr("builtins.input", read)
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
         self.chat().run()
         out, err = capsys.readouterr()
         assert out == "hi \n" and "Ctrl-D leaves" in err
+
+    def test_ctrl_c_without_a_terminal_leaves(self, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """There is no prompt to come back to: a pipe would be read on and on."""
+
+        def interrupted(_: str) -> str:
+            raise KeyboardInterrupt
+
+        type_in("", monkeypatch)
+        monkeypatch.setattr("builtins.input", interrupted)
+        assert run("chat") == 130
 
     def test_the_signal_handler_is_put_back(self) -> None:
         before = signal.getsignal(signal.SIGINT)

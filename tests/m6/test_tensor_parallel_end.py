@@ -222,7 +222,11 @@ def test_the_parent_is_killed_while_its_ranks_start(tmp_path: Path) -> None:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     assert starter.stdin is not None and starter.stdout is not None
-    for send, number, wait in [(os.kill, signal.SIGKILL, 0.3), (os.killpg, signal.SIGTERM, 0.5), (os.killpg, signal.SIGHUP, 0)]:
+    for send, number, wait in [
+        (os.kill, signal.SIGKILL, 0.3),
+        (os.killpg, signal.SIGTERM, 0.5),
+        (os.killpg, signal.SIGHUP, 0),
+    ]:
         print("start", file=starter.stdin, flush=True)
         parent = int(starter.stdout.readline())
         while len(in_session(parent)) < 2:  # its first rank is there
