@@ -5,6 +5,7 @@ At the top this module imports nothing of the engine: `--mine` must act before t
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from folovllm.sampling_params import SamplingParams
 
 USER_ERROR = 2  # the exit code of a usage error, too
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 CHAT_MAX_TOKENS = 1024
 
 
@@ -51,6 +53,10 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("FOLOVLLM_MINE"):  # your own code may have raised it
             traceback.print_exc()
         _fail(f"error: {error}")
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        _fail(f"error: cannot write the output: {error.strerror}")
     except RuntimeError as error:  # NotImplementedError is one, and what a rank ended with is another
         blank = re.match(r"(?:rank \d+ failed with NotImplementedError: )?(m\d+\.\d+: .*)", str(error))
         if not (os.environ.get("FOLOVLLM_MINE") and blank):
@@ -64,18 +70,14 @@ def _fail(message: str) -> None:
 
 
 def flush_output() -> None:
-    """Write out what was printed.
-
-    Raises:
-        ValueError: that is not possible, on a full disk say. The rest is dropped: Python would try again as it ends.
-    """
+    """Write out what was printed. Where that fails the rest is dropped, for Python would try again as it ends."""
     try:
         sys.stdout.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # the reader has had enough, as `head` has
             sys.exit(1)
-        raise ValueError(f"cannot write to the standard output: {error.strerror}") from error
+        raise
 
 
 def use_mine() -> None:

@@ -276,17 +276,19 @@ class TestOutputThatCannotBeWritten:
 
     @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
     @pytest.mark.parametrize("arguments", [["generate", "hi"], ["generate", "hi", "--json"], ["--version"]])
+    @pytest.mark.parametrize("buffering", [-1, 0])  # 0: `python -u`
     def test_a_full_disk(
         self,
         llm: type[FakeLLM],
         arguments: list[str],
+        buffering: int,
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        with open("/dev/full", "w") as full:
+        with io.TextIOWrapper(open("/dev/full", "wb", buffering), write_through=not buffering) as full:
             monkeypatch.setattr(sys, "stdout", full)
             assert run(*arguments) == 2
-        assert "error: cannot write to the standard output: No space left on device\n" in capsys.readouterr().err
+        assert capsys.readouterr().err.endswith("error: cannot write the output: No space left on device\n")
 
     def test_a_reader_that_has_left(self, llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
         reader, writer = os.pipe()
