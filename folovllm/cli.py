@@ -149,7 +149,7 @@ def generate(
         if show_steps:
             run_steps(llm, asked, params, tell)
         else:
-            llm.generate(asked, params, use_tqdm=len(texts) > 1, on_answer=tell)
+            llm.generate(asked, params, len(texts) > 1 and given["use_tqdm"] is not False, on_answer=tell)
     except Interrupted as interrupt:
         for output in interrupt.outputs[len(texts) - len(untold) :]:  # what waited for a prompt before it
             tell(output)
@@ -230,10 +230,10 @@ def run_steps(
     from folovllm.interrupts import Answers, Interrupted, interrupts
 
     answers = Answers([str(index) for index in range(len(prompts))], take)
+    for index, prompt in enumerate(prompts):
+        llm.engine.add_request(str(index), prompt, params, stream=False)
+    llm.engine.history = []
     with interrupts() as ctrl_c:
-        for index, prompt in enumerate(prompts):
-            llm.engine.add_request(str(index), prompt, params, stream=False)
-        llm.engine.history = []
         while llm.engine.has_unfinished_requests():
             if ctrl_c.is_set():
                 raise Interrupted(answers.in_order())

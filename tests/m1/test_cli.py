@@ -91,7 +91,7 @@ class FakeLLM:
         FakeLLM.made.append(self)
 
     def generate(self, prompts: list[str], params: SamplingParams, use_tqdm: bool, on_answer: Any) -> None:
-        self.prompts, self.params = prompts, params
+        self.prompts, self.params, self.use_tqdm = prompts, params, use_tqdm
         for i, prompt in enumerate(prompts):
             on_answer(output(str(i), f" {prompt.upper()}"))
 
@@ -160,6 +160,11 @@ class TestFlags:
     def test_what_the_preset_decides_can_be_turned_on_and_off(self, llm: type[FakeLLM]) -> None:
         assert run("generate", "hi", "--enforce-eager", "--no-async-scheduling") == 0
         assert llm.made[0].config == {"enforce_eager": True, "async_scheduling": False}
+
+    def test_no_bar_for_one_prompt_nor_where_none_is_wanted(self, llm: type[FakeLLM]) -> None:
+        for arguments in (["a", "b"], ["a"], ["a", "b", "--no-use-tqdm"]):
+            run("generate", *arguments)
+        assert [made.use_tqdm for made in llm.made] == [True, False, False]
 
     def test_what_is_not_given_is_left_to_the_dataclass(self) -> None:
         assert pick({"n": None, "stop": [], "top_k": 0, "model": "x"}, SamplingParams) == {"top_k": 0}
