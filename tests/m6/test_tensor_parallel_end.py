@@ -194,7 +194,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
     _, errors = process.communicate(timeout=60)
-    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert "Interrupt" in errors.splitlines()[-1]  # `Interrupted` while it answers
     assert len(pids) == 2
     assert_gone(pids)
     assert list(tmp_path.iterdir()) == []
