@@ -73,7 +73,7 @@ class EngineConfig:
         tensor_parallel_size: GPUs (or, on CPU, processes) that share each layer.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
-        use_tqdm: show progress while loading.
+        use_tqdm: show progress while loading (and, on the command line, while answering).
 
     Raises:
         ValueError: a value is out of range or two do not fit together; the sentence says what does.

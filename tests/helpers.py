@@ -16,7 +16,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -275,3 +276,19 @@ class Driver:
         for seq, end in zip(pieces, batch.seq_lens_host, strict=True):
             self.cached[seq] = end
         return dict(zip(pieces, logits.split(batch.query_lens_host), strict=True))
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """Here no file of this process grows beyond so many bytes: what a disk does that is full. POSIX only."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -99,6 +99,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("distributed/messages.py", "", ""),
         ("distributed/ring.py", "engine/model_runner.py", "distributed/device_communicators/shm_broadcast.py"),
         ("distributed/rank.py", "engine/model_runner.py", "v1/executor/multiproc_executor.py"),
+        ("executor/start.py", "", ""),
         ("executor/multiproc_executor.py", "engine/model_runner.py", "v1/executor/multiproc_executor.py"),
     ],
 }
@@ -114,7 +115,7 @@ The last two columns name the file that does the same (or most of it) in [nano-v
 moves its files now and then: search for the class when one is gone. A dash means that we know of no counterpart.
 
 What is not listed is not needed to follow the chapters: the command line (`cli.py`, `chat.py`, `flags.py`), the benchmarks (`bench/`), what
-fetches and converts a model (`models/files.py`, `models/json_files.py`, `models/smollm2.py`), and the import finder of `mine/` (`_overlay.py`).
+fetches and converts a model (`models/files.py`, `models/json_files.py`, `models/smollm2.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
 """
 
 

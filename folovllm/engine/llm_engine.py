@@ -55,6 +55,7 @@ class LLMEngine:
         self._num_steps = 0
         self._num_preemptions = 0
         self._is_closed = False
+        self._process = os.getpid()
 
     def add_request(
         self,
@@ -128,9 +129,17 @@ class LLMEngine:
         return self._outputs(updated, now)
 
     def require_open(self) -> None:
-        """Raise RuntimeError if the engine was closed: there is no model any more."""
+        """Raise RuntimeError if the engine was closed, so that there is no model any more, or if this is a fork.
+
+        torch's threads and GPUs stay behind in the process that used them: in a fork the first product waits for ever.
+        """
         if self._is_closed:
             raise RuntimeError("the engine was closed: make a new one")
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the engine belongs to process {self._process}, and this is a fork of it, which has none of its threads: "
+                'start the process with multiprocessing\'s "spawn", and make an engine there'
+            )
 
     def close(self) -> None:
         """End what is being served and give the model's memory back; twice is once."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging as hf_logging
 
 from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
 from folovllm.engine.setup import EngineSetup
@@ -14,6 +17,19 @@ from folovllm.models.json_files import reading
 from folovllm.models.loader import checkpoint_files, require_finite, require_float_weights
 from folovllm.request import Sequence
 from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
+
+
+@contextmanager
+def progress_bars(wanted: bool) -> Iterator[None]:
+    """Let transformers draw its progress, or not; afterwards all is as before."""
+    if wanted or not hf_logging.is_progress_bar_enabled():
+        yield
+        return
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.enable_progress_bar()
 
 
 class HFModelRunner:
@@ -31,7 +47,7 @@ class HFModelRunner:
         files = checkpoint_files(setup.path)
         if getattr(setup.hf_config, "quantization_config", None) is None:  # else transformers knows what the codes mean
             require_float_weights(files)
-        with reading(f"the model in {setup.path}"):
+        with reading(f"the model in {setup.path}"), progress_bars(setup.config.use_tqdm):
             model, report = AutoModelForCausalLM.from_pretrained(
                 setup.path,
                 config=setup.hf_config,
