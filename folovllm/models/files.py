@@ -84,14 +84,29 @@ def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
         raise ValueError(f"cannot read the tokenizer in {where}: {error}") from error
 
 
+def load_generation_config(path: Path) -> GenerationConfig | None:
+    """The model's recommendations for generating text, if it brings any. Raises ValueError where they cannot be read."""
+    if not (path / "generation_config.json").is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"cannot read generation_config.json in {path}: {error}") from error
+
+
+def generation_defaults(path: Path) -> dict[str, Any]:
+    """The fields of `SamplingParams` that the model recommends; of what else it says we know nothing."""
+    config = load_generation_config(path)
+    said = config.to_diff_dict() if config is not None else {}
+    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    names["max_new_tokens"] = "max_tokens"
+    return {ours: said[theirs] for theirs, ours in names.items() if said.get(theirs) is not None}
+
+
 def eos_token_ids(path: Path, hf_config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """All ids that end a text: the generation config's, else the model config's, and the tokenizer's."""
-    declared: Any = None
-    if (path / "generation_config.json").is_file():
-        try:
-            declared = GenerationConfig.from_pretrained(path).eos_token_id
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"cannot read generation_config.json in {path}: {error}") from error
+    config = load_generation_config(path)
+    declared: Any = None if config is None else config.eos_token_id
     if declared is None:
         declared = getattr(hf_config, "eos_token_id", None)
     ids = {declared} if isinstance(declared, int) else set(declared or ())
