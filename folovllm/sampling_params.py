@@ -113,7 +113,7 @@ class SamplingParams:
         for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "truncate_prompt_tokens"):
             value = getattr(self, name)
             left_open = value is None and name in MAY_BE_OPEN
-            whole = isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) < 2**63
+            whole = not isinstance(value, bool) and isinstance(value, Integral) and abs(int(value)) < 2**63
             require(left_open or whole, f"{name} must be a whole number (below 2**63), not {value}")
         require(self.n >= 1, f"n must be at least 1, not {self.n}")
         require(self.top_k >= -1, f"top_k must be -1 or 0 (keep all) or at least 1, not {self.top_k}")
