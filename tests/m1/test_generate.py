@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import pytest
@@ -177,6 +179,13 @@ class TestStreaming:
         assert [len(o["logprobs"]) for o in outputs] == [len(o["token_ids"]) for o in outputs]
         assert [o.metrics.num_generated_tokens for o in outputs] == list(range(1, 25))
         assert outputs[0].metrics.finish_time is None
+
+    def test_what_was_handed_out_can_be_sent_and_compared(self, llm: LLM) -> None:
+        outputs = self.stream(llm, replace(GREEDY, logprobs=1, max_tokens=4))
+        for output in outputs:
+            assert pickle.loads(pickle.dumps(output)) == output == copy.deepcopy(output)
+        assert asdict(outputs[1])["outputs"][0]["token_ids"] == outputs[-1]["token_ids"][:2]
+        assert "text=" in repr(outputs[0]) and outputs[0] != outputs[1]
 
     def test_what_was_handed_out_may_be_changed(self, llm: LLM) -> None:
         llm.engine.add_request("s", "Once upon a time", replace(GREEDY, logprobs=1))
