@@ -24,9 +24,9 @@ from rich.text import Text
 import folovllm
 
 if TYPE_CHECKING:
-    from folovllm.engine.input_processor import Prompt
     from folovllm.engine.llm_engine import LLMEngine
     from folovllm.engine.metrics import StepStats
+    from folovllm.inputs import Prompt
     from folovllm.llm import LLM
     from folovllm.outputs import RequestMetrics, RequestOutput
     from folovllm.sampling_params import SamplingParams

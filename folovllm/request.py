@@ -56,7 +56,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None  # found in the prefix cache at the first admission
     stop_reason: str | int | None = None
-    logprobs: list[list[TokenLogprob]] = field(default_factory=list)
+    logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)  # pages in order, or the one slot
     cache_salt: str | None = None  # prefixes are shared only between equal salts
     page_hashes: list[int] = field(default_factory=list)  # of the full pages, as far as anybody asked

@@ -79,7 +79,8 @@ def answers_of(size: int, device: str, count: int, model: dict[str, Any]) -> lis
         outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
     tidy()
     return [
-        (out.token_ids, [row[0].logprob for row in out.logprobs] if out.logprobs is not None else []) for out in outputs
+        (out.token_ids, [next(iter(row.values())).logprob for row in out.logprobs] if out.logprobs is not None else [])
+        for out in outputs
     ]
 
 

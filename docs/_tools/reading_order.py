@@ -14,6 +14,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("llm.py", "llm.py", "entrypoints/llm.py"),
         ("config.py", "config.py", "config/"),
         ("sampling_params.py", "sampling_params.py", "sampling_params.py"),
+        ("inputs.py", "", "inputs/llm.py"),
         ("outputs.py", "", "outputs.py"),
         ("engine/input_processor.py", "", "v1/engine/input_processor.py"),
         ("request.py", "engine/sequence.py", "v1/request.py"),
@@ -91,6 +92,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("worker/host_ring.py", "", ""),
         ("engine/overlap_scheduler.py", "", "v1/core/sched/async_scheduler.py"),
         ("engine/overlap.py", "", "v1/engine/core.py"),
+        ("engine/detokenizer_stream.py", "", "v1/engine/detokenizer.py"),
         ("kernels/gumbel_max.py", "layers/sampler.py", "v1/worker/gpu/sample/gumbel.py"),
         ("distributed/sharding.py", "layers/linear.py", "model_executor/layers/linear.py"),
         ("layers/sharded.py", "layers/embed_head.py", "model_executor/layers/vocab_parallel_embedding.py"),
@@ -114,8 +116,9 @@ The last two columns name the file that does the same (or most of it) in [nano-v
 `nanovllm/`, and in [vLLM](https://github.com/vllm-project/vllm)'s v1 engine, under `vllm/`. Each path was looked up in those repositories. vLLM
 moves its files now and then: search for the class when one is gone. A dash means that we know of no counterpart.
 
-What is not listed is not needed to follow the chapters: the command line (`cli.py`, `chat.py`, `flags.py`), the benchmarks (`bench/`), what
-fetches and converts a model (`models/files.py`, `models/json_files.py`, `models/smollm2.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
+What is not listed is not needed to follow the chapters: the command line (`cli.py`, `chat.py`, `flags.py`), names and arguments of vLLM's (`compat.py`,
+`vllm_arguments.py`, `chat_template.py`, `beam_search.py`), the benchmarks (`bench/`), what fetches and converts a model (`models/files.py`,
+`models/json_files.py`, `models/smollm2.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
 """
 
 

@@ -75,8 +75,8 @@ def encode_result(result: SamplerOutput) -> Int32:
     parts = [np.array([len(result.token_ids), *result.token_ids], np.int32)]
     for index, row in enumerate(result.logprobs):
         if row is not None:
-            ids, values = zip(*row, strict=True)
-            parts += [np.array([index, len(row), *ids], np.int32), np.array(values, np.float32).view(np.int32)]
+            ids, values, ranks = zip(*row, strict=True)
+            parts += [np.array([index, len(row), *ids, *ranks], np.int32), np.array(values, np.float32).view(np.int32)]
     return np.concatenate(parts)
 
 
@@ -87,8 +87,8 @@ def decode_result(message: Int32) -> SamplerOutput:
     logprobs: list[Logprobs | None] = [None] * len(tokens)
     while parts.left:
         index, count = parts.take(2).tolist()
-        ids, values = parts.take(count).tolist(), parts.take(count).view(np.float32).tolist()
-        logprobs[index] = list(zip(ids, values, strict=True))
+        ids, ranks, values = parts.take(count).tolist(), parts.take(count).tolist(), parts.take(count).view(np.float32)
+        logprobs[index] = list(zip(ids, values.tolist(), ranks, strict=True))
     return SamplerOutput(tokens, logprobs)
 
 
@@ -97,7 +97,7 @@ def longest_messages(setup: EngineSetup) -> tuple[int, int]:
     rows, vocab_size = setup.max_num_seqs, setup.vocab_size
     pages = -(-setup.max_model_len // setup.block_size)
     per_row = len(Field) + 3 * pages + 1 + 2 * (FLOATS + INTS) + vocab_size + setup.max_model_len
-    return HEADER + rows * per_row + setup.max_num_batched_tokens, 1 + rows * (3 + 2 * (vocab_size + 1))
+    return HEADER + rows * per_row + setup.max_num_batched_tokens, 1 + rows * (3 + 3 * (vocab_size + 1))
 
 
 class _Reader:

@@ -6,13 +6,15 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from functools import partial
+from typing import TYPE_CHECKING, Any, overload
 
 from folovllm.cache import kv_cache_manager
 from folovllm.cache.prefix_cache import PrefixCacheStats, PrefixCachingBlockManager
-from folovllm.config import EngineConfig
+from folovllm.config import EngineConfig, ModelConfig
 from folovllm.engine.cpu_threads import use_threads
-from folovllm.engine.input_processor import InputProcessor, Prompt
+from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.metrics import EngineStats, StepStats
 from folovllm.engine.output_processor import RequestState
 from folovllm.engine.overlap_scheduler import OverlapScheduler
@@ -29,20 +31,32 @@ from folovllm.engine.scheduler import (
 from folovllm.engine.setup import EngineSetup, set_up
 from folovllm.executor.abstract import Executor
 from folovllm.executor.gpu_executor import GPUExecutor
+from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.models.files import load_tokenizer
 from folovllm.outputs import RequestOutput, TokenLogprob
 from folovllm.request import Sequence
 from folovllm.sample.sampler import SamplerOutput
-from folovllm.sampling_params import SamplingParams
+from folovllm.sampling_params import RequestOutputKind, SamplingParams
+from folovllm.vllm_arguments import REQUEST, also_takes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class LLMEngine:
     """Serves requests step by step; `LLM` wraps it for offline use.
 
     Not for several threads. After an exception inside `step` the engine's state is undefined: make a new one.
+
+    Args:
+        config: all choices; or a `ModelConfig`, beside which `overrides` are fields of the `EngineConfig`.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig | ModelConfig, **overrides: Any) -> None:
+        if isinstance(config, ModelConfig):
+            config = config.for_engine(**overrides)
+        elif overrides:
+            raise ValueError(f"an EngineConfig says all: put {', '.join(overrides)} into it")
         self.setup = set_up(config)
         self.num_threads = use_threads(self.setup)
         self.tokenizer = load_tokenizer(self.setup.path, config)
@@ -57,6 +71,34 @@ class LLMEngine:
         self._is_closed = False
         self._process = os.getpid()
 
+    @staticmethod
+    def from_engine_args(engine_args: EngineConfig) -> LLMEngine:
+        """The engine with the loop that `engine_args` ask for: the one whose steps overlap is a subclass."""
+        from folovllm.engine.overlap import make_engine
+
+        return make_engine(engine_args)
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answer one prompt (one output) or a list of them (a list). Whoever wants more takes `LLM.generate`."""
+        requests = as_requests(prompts, SamplingParams() if sampling_params is None else sampling_params)
+        self.require_idle()
+        ids = [f"generate-{index}" for index in range(len(requests))]
+        finished: dict[str, RequestOutput] = {}
+        try:
+            for request_id, request in zip(ids, requests, strict=True):
+                self.add_request(request_id, request.prompt, request.params, stream=False)
+            while len(finished) < len(ids):
+                finished |= {output.request_id: output for output in self.step()}
+        finally:
+            self.abort_request(ids)  # what an error left behind
+        outputs = [finished[request_id] for request_id in ids]
+        return outputs[0] if is_one_prompt(prompts) else outputs
+
+    @also_takes(REQUEST)
     def add_request(
         self,
         request_id: str,
@@ -70,9 +112,10 @@ class LLMEngine:
         """Queue a request; it takes part from the next step on.
 
         Args:
+            prompt: a text, token ids, or a `TextPrompt` or `TokensPrompt`.
             priority: smaller is served first, with `scheduling="priority"`.
             cache_salt: prefixes in the cache are shared only between requests of equal salts.
-            stream: report each token as it comes; False reports the finished request alone.
+            stream: report each token as it comes, in the form that `params.output_kind` names; False is FINAL_ONLY.
 
         Raises:
             ValueError: the id is in use, or the request can never be served. Nothing else is disturbed.
@@ -82,26 +125,33 @@ class LLMEngine:
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         params = SamplingParams() if params is None else params
-        seqs = self._processor.process(request_id, prompt, params, priority, cache_salt)
-        text = prompt if isinstance(prompt, str) else None
-        self._requests[request_id] = RequestState(request_id, text, seqs, stream, time.monotonic())
+        text, seqs = self._processor.process(request_id, prompt, params, priority, cache_salt)
+        kind = params.output_kind if stream else RequestOutputKind.FINAL_ONLY
+        self._requests[request_id] = RequestState(request_id, text, seqs, kind, time.monotonic())
         for seq in seqs:
             self.scheduler.add(seq)
 
-    def abort_request(self, request_id: str) -> RequestOutput:
+    @overload
+    def abort_request(self, request_id: str) -> RequestOutput: ...  # type: ignore[overload-overlap]
+    @overload
+    def abort_request(self, request_id: Iterable[str]) -> list[RequestOutput]: ...
+    def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | list[RequestOutput]:
         """End a request at once and return what it has so far, with finish_reason "abort".
 
+        Of several ids, those that are not being served are passed over.
+
         Raises:
-            ValueError: no such request is being served.
+            ValueError: no request of this one id is being served.
         """
-        state = self._requests.pop(request_id, None)
-        if state is None:
-            raise ValueError(f"there is no request {request_id!r} to abort: it has finished, or never was")
-        for seq in state.seqs:
-            if not seq.status.is_finished:
-                self.scheduler.abort(seq)
-        state.note_progress(time.monotonic())
-        return state.output()
+        if isinstance(request_id, str):
+            if request_id not in self._requests:
+                raise ValueError(f"there is no request {request_id!r} to abort: it has finished, or never was")
+            return self.abort_request([request_id])[0]
+        states = [self._requests.pop(id_) for id_ in dict.fromkeys(request_id) if id_ in self._requests]
+        self.scheduler.abort(*(seq for state in states for seq in state.seqs if not seq.status.is_finished))
+        for state in states:
+            state.note_progress(time.monotonic())
+        return [state.output() for state in states]
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this id is being served."""
@@ -110,6 +160,14 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
         return bool(self._requests)
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests are being served."""
+        return len(self._requests)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        return self.tokenizer
 
     def step(self) -> list[RequestOutput]:
         """Schedule, compute, draw, and hand out what is new. Without work it returns an empty list."""
@@ -141,11 +199,16 @@ class LLMEngine:
                 'start the process with multiprocessing\'s "spawn", and make an engine there'
             )
 
+    def require_idle(self) -> None:
+        """Raise RuntimeError if the engine was closed, ValueError if it serves requests, whose outputs nobody would see."""
+        self.require_open()
+        if self.has_unfinished_requests():
+            raise ValueError("the engine has requests of its own: step it until they end, or abort them, first")
+
     def close(self) -> None:
         """End what is being served and give the model's memory back; twice is once."""
         self._is_closed = True
-        for request_id in list(self._requests):
-            self.abort_request(request_id)
+        self.abort_request(list(self._requests))
         self.executor.shutdown()
         gc.unfreeze()  # `make_engine` froze what refers to itself; only thawed can it be collected
         gc.collect()
@@ -172,9 +235,10 @@ class LLMEngine:
             kv_bytes_used=stored * bytes_per_token,
         )
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, as after a change of the weights. Raises ValueError where there is no cache."""
         self._prefix_caching_manager().prefix_cache.reset()
+        return True  # vLLM's may fail
 
     def prefix_cache_stats(self) -> PrefixCacheStats:
         """Hits and evictions so far. Raises ValueError where there is no cache."""
@@ -192,11 +256,11 @@ class LLMEngine:
         for request_id in dict.fromkeys(seq.request_id for seq in updated):
             state = self._requests[request_id]
             finished = state.finished
-            if finished or state.stream or state.metrics.first_token_time is None:
+            if finished or state.streams or state.metrics.first_token_time is None:
                 state.note_progress(now)
             if finished:
                 del self._requests[request_id]
-            if finished or state.stream:
+            if finished or state.streams:
                 outputs.append(state.output())
         return outputs
 
@@ -207,8 +271,10 @@ class LLMEngine:
         alive = set(map(id, updated))
         for item, logprobs in zip(output.scheduled, result.logprobs, strict=True):
             if logprobs is not None and id(item.seq) in alive:
-                row = [TokenLogprob(id_, value, self.tokenizer.decode([id_])) for id_, value in logprobs]
-                item.seq.logprobs.append(row)
+                decode = self.tokenizer.decode if item.seq.params.detokenize else lambda _: None
+                item.seq.logprobs.append(
+                    {id_: TokenLogprob(id_, value, rank, decode([id_])) for id_, value, rank in logprobs}
+                )
 
     def _num_used_blocks(self) -> int:
         scheduler = self.scheduler

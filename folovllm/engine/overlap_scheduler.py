@@ -46,10 +46,11 @@ class OverlapScheduler(Scheduler):
                 self._free_row(seq)
         return updated
 
-    def abort(self, seq: Sequence) -> None:
-        """End a sequence at once; what it has in flight is dropped when it arrives."""
-        super().abort(seq)
-        self._free_row(seq)
+    def abort(self, *seqs: Sequence) -> None:
+        """End sequences at once; what they have in flight is dropped when it arrives."""
+        super().abort(*seqs)
+        for seq in seqs:
+            self._free_row(seq)
 
     def must_wait(self) -> bool:
         """Whether the next step can only be scheduled once nothing is in flight.

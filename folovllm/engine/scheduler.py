@@ -64,8 +64,8 @@ class SchedulerLike(Protocol):
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
 
-    def abort(self, seq: Sequence) -> None:
-        """End a sequence at once and give back what it holds."""
+    def abort(self, *seqs: Sequence) -> None:
+        """End sequences at once and give back what they hold."""
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step."""
@@ -85,10 +85,13 @@ class SerialScheduler:
         """Queue a new sequence."""
         self.waiting.append(seq)
 
-    def abort(self, seq: Sequence) -> None:
-        """End a sequence at once."""
-        (self.waiting if seq.status is SequenceStatus.WAITING else self.running).remove(seq)
-        seq.status = SequenceStatus.FINISHED_ABORTED
+    def abort(self, *seqs: Sequence) -> None:
+        """End sequences at once."""
+        gone = set(seqs)  # one pass for all: to remove each by itself is quadratic
+        self.waiting = deque(seq for seq in self.waiting if seq not in gone)
+        self.running = [seq for seq in self.running if seq not in gone]
+        for seq in seqs:
+            seq.status = SequenceStatus.FINISHED_ABORTED
 
     def schedule(self) -> SchedulerOutput:
         """All tokens of the current sequence that are not computed yet."""
@@ -154,11 +157,14 @@ class Scheduler:
         """Who goes first: smaller is earlier."""
         return (seq.priority if self._by_priority else 0, seq.arrival)
 
-    def abort(self, seq: Sequence) -> None:
-        """End a sequence at once and give back what it holds."""
-        (self.waiting if seq.status is SequenceStatus.WAITING else self.running).remove(seq)
-        seq.finish(SequenceStatus.FINISHED_ABORTED)
-        self.kv.free(seq)
+    def abort(self, *seqs: Sequence) -> None:
+        """End sequences at once and give back what they hold."""
+        gone = set(seqs)  # one pass for all: to remove each by itself is quadratic
+        self.waiting = [seq for seq in self.waiting if seq not in gone]
+        self.running = [seq for seq in self.running if seq not in gone]
+        for seq in seqs:
+            seq.finish(SequenceStatus.FINISHED_ABORTED)
+            self.kv.free(seq)
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step: first those that run, then as many of those that wait as fit.

@@ -11,7 +11,7 @@ from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering
 from folovllm.sample.noise import gumbel
 from folovllm.sample.penalties import apply_penalties, forbid_stop_tokens
 
-Logprobs = list[tuple[int, float]]  # the chosen token first, then the most likely
+Logprobs = list[tuple[int, float, int]]  # (token id, log-probability, rank): the chosen first, then the most likely
 
 
 @dataclass(slots=True)
@@ -111,6 +111,7 @@ class Sampler:
             if (k := seq.params.logprobs) is not None:
                 logprobs = raw[i].log_softmax(-1)
                 values, ids = logprobs.topk(min(k, logprobs.numel()))
-                top = list(zip(ids.tolist(), values.tolist(), strict=True))
-                rows[i] = [(tokens[i], float(logprobs[tokens[i]])), *top]
+                top = zip(ids.tolist(), values.tolist(), range(1, len(ids) + 1), strict=True)
+                chosen = logprobs[tokens[i]]
+                rows[i] = [(tokens[i], float(chosen), int((logprobs >= chosen).sum())), *top]
         return rows

@@ -222,13 +222,19 @@ class TestWholeSampler:
         chosen, *top = out.logprobs[0] or []
         values, ids = logits[0].log_softmax(-1).topk(3)
         assert chosen[0] == out.token_ids[0] == ids[0]
-        assert [i for i, _ in top] == ids.tolist() and [v for _, v in top] == pytest.approx(values.tolist())
+        assert [i for i, _, _ in top] == ids.tolist() and [v for _, v, _ in top] == pytest.approx(values.tolist())
+        assert chosen[2] == 1 and [rank for _, _, rank in top] == [1, 2, 3]
         assert out.logprobs[1] is None
 
     def test_logprobs_0_gives_the_chosen_token_alone(self) -> None:
         params = SamplingParams(temperature=2.0, top_k=4, logprobs=0)
         out = Sampler()(torch.randn(1, 20), SamplingBatch.from_sequences([sequence(params, [5])], CPU))
-        assert [i for i, _ in out.logprobs[0] or []] == out.token_ids
+        assert [i for i, _, _ in out.logprobs[0] or []] == out.token_ids
+
+    def test_the_rank_of_a_token_among_all(self) -> None:
+        logits = torch.tensor([[1.0, 4.0, 3.0, 0.0, 2.0]])
+        (row,) = Sampler().logprobs(logits, [0], [sequence(SamplingParams(logprobs=2), [5])])
+        assert [(id_, rank) for id_, _, rank in row or []] == [(0, 4), (1, 1), (2, 2)]
 
 
 class TestPenalties:

@@ -148,7 +148,7 @@ class TestStopsInTheEngine:
     def test_text_that_may_begin_a_stop_string_is_held_back(self, llm: LLM, plain: RequestOutput) -> None:
         """No text is shown that a stop string could take back, from the first token on."""
         for length in (2, 5, 9):
-            end = plain["text"][12 : 12 + length]
+            end = re.search(rf"[^\ufffd]{{{length}}}", plain["text"]).group()  # type: ignore[union-attr]
             shown = ""
             for output in stream(llm, replace(GREEDY, stop=[end])):
                 shown += output.outputs[0].delta_text
@@ -165,6 +165,33 @@ class TestStopsInTheEngine:
         out = llm.generate(PROMPT, replace(GREEDY, stop_token_ids=[token]), use_tqdm=False)[0].outputs[0]
         assert out.token_ids == plain["token_ids"][: plain["token_ids"].index(token) + 1]
         assert (out.finish_reason, out.stop_reason) == ("stop", token)
+
+    @pytest.mark.parametrize("include", [False, True])
+    @pytest.mark.parametrize("kind", ["stop_token_ids", "end of text"])
+    def test_the_text_of_a_token_that_stops(
+        self, llm: LLM, plain: RequestOutput, include: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The token stays among the tokens; its text is left out, as a stop string's is, unless asked for."""
+        at = next(i for i, token in enumerate(plain["token_ids"]) if llm.tokenizer.decode([token]) == "{")
+        token, before = plain["token_ids"][at], plain["token_ids"][:at]
+        params = replace(GREEDY, include_stop_str_in_output=include)
+        if kind == "stop_token_ids":
+            params = replace(params, stop_token_ids=[token])
+        else:
+            monkeypatch.setattr(llm.engine._processor, "_eos", frozenset({token}))
+        outputs = stream(llm, params)
+        answer = outputs[-1].outputs[0]
+        assert answer.token_ids == [*before, token]
+        assert answer.text == llm.tokenizer.decode(answer.token_ids if include else before)
+        assert "".join(o.outputs[0].delta_text for o in outputs) == answer.text
+
+    def test_each_of_n_answers_leaves_its_stop_token_out_once(self, llm: LLM, plain: RequestOutput) -> None:
+        params = SamplingParams(n=4, temperature=3.0, seed=1, max_tokens=12, stop_token_ids=list(range(0, 200, 9)))
+        last = stream(llm, params)[-1].outputs
+        assert len({len(answer.token_ids) for answer in last}) > 1, "they were to end at different times"
+        for answer in last:
+            ids = answer.token_ids[:-1] if answer.finish_reason == "stop" else answer.token_ids
+            assert answer.text == llm.tokenizer.decode(ids, skip_special_tokens=True)
 
     def test_min_tokens_keeps_stop_tokens_from_being_drawn(self, llm: LLM, plain: RequestOutput) -> None:
         token = plain["token_ids"][0]

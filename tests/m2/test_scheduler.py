@@ -267,6 +267,19 @@ def test_abort_wherever_it_is() -> None:
     assert not scheduler.running and not scheduler.waiting and not cache.held
 
 
+def test_abort_of_several_leaves_the_others_in_order() -> None:
+    cache = CountingCache()
+    scheduler = make_scheduler(cache)
+    running = [run(scheduler, name, 4, 3) for name in "abc"]
+    waiting = [make_seq(name=name) for name in "wxyz"]
+    queue(scheduler, *waiting)
+    scheduler.abort(waiting[1], running[0], waiting[3], running[2])
+    assert names(scheduler.running) == ["b"] and names(scheduler.waiting) == ["w", "y"]
+    assert set(cache.held) == {running[1]}
+    scheduler.abort()
+    assert names(scheduler.waiting) == ["w", "y"]
+
+
 def test_whole_prompt_or_nothing() -> None:
     tokens: TokensOfStep = whole_prompt
     assert [tokens(make_seq(5), budget) for budget in (4, 5, 6)] == [0, 5, 5]
