@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from folovllm.config import EngineConfig
 from folovllm.engine.input_processor import Prompt, encode
-from folovllm.engine.overlap import make_engine
+from folovllm.build import make_engine
 from folovllm.interrupts import interrupts
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams

@@ -19,7 +19,7 @@ from folovllm.cache import kv_cache_manager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.engine.overlap import make_engine
+from folovllm.build import make_engine
 from folovllm.engine.scheduler import Scheduler
 from folovllm.engine.setup import choose_device
 from folovllm.request import Sequence

@@ -16,7 +16,7 @@ from folovllm.bench.roofline import Rates, measure_rates, roofline_seconds
 from folovllm.bench.workload import Workload, load_workload
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.engine.overlap import make_engine
+from folovllm.build import make_engine
 from folovllm.engine.setup import set_up
 from folovllm.outputs import RequestMetrics, RequestOutput
 from folovllm.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ from torch import nn
 
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import local_config, shard_named
-from folovllm.engine.setup import EngineSetup
+from folovllm.setup import EngineSetup
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.linear import RowParallelLinear
 from folovllm.models.llama import LlamaForCausalLM, head_dim_of
@@ -52,9 +52,9 @@ class ShardedHead(ParallelLMHead):
 
     num_ids: int  # rows of `weight` that belong to a token
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[S, H] -> [S, V / size]."""
-        logits = super().forward(hidden)
+        logits = super().forward(hidden, out)
         logits[:, self.num_ids :] = -torch.inf
         return logits
 

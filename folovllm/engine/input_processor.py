@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.engine.setup import EngineSetup
+from folovllm.setup import EngineSetup
 from folovllm.models.files import eos_token_ids
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams, require

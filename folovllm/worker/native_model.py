@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from folovllm.engine.setup import EngineSetup
+from folovllm.distributed.group import Group
 from folovllm.layers.attention import Attention
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import init_random_weights, load_model
 from folovllm.models.registry import build_model
-from folovllm.sample.sampler import Sampler
+from folovllm.setup import EngineSetup
 
 
 def load_native_model(setup: EngineSetup) -> LlamaForCausalLM:
@@ -17,21 +17,23 @@ def load_native_model(setup: EngineSetup) -> LlamaForCausalLM:
         init_random_weights(model, setup.config.seed)
     else:
         load_model(model, setup.path, use_tqdm=setup.config.use_tqdm)
+    choose_layers(model, setup)
+    return model
+
+
+def load_part(setup: EngineSetup, group: Group) -> LlamaForCausalLM:
+    """A rank's part of the model, with layers that talk to the other ranks. `setup` describes the whole model."""
+    from folovllm.distributed.layers import load_sharded_model, parallelize
+
+    model = load_sharded_model(setup, group)
+    choose_layers(model, setup)
+    parallelize(model, group, setup.vocab_size)
     return model
 
 
 def attention_layers(model: LlamaForCausalLM) -> list[Attention]:
     """The layers that need a cache and a backend, first to last."""
     return [module for module in model.modules() if isinstance(module, Attention)]
-
-
-def make_sampler(setup: EngineSetup) -> Sampler:
-    """The draw, compiled where asked for."""
-    if setup.config.compile:
-        from folovllm.sample.compiled import CompiledSampler
-
-        return CompiledSampler()
-    return Sampler()
 
 
 def choose_layers(model: LlamaForCausalLM, setup: EngineSetup) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from folovllm import LLM, EngineConfig, SamplingParams
 from folovllm.engine.input_processor import child_seed
-from folovllm.engine.overlap import make_engine as make_any_engine
+from folovllm.build import make_engine as make_any_engine
 from folovllm.engine.scheduler import NothingScheduled, SchedulerOutput
 from folovllm.outputs import RequestOutput
 from tests.helpers import prompts, tiny_checkpoint

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import folovllm.attention.backends.triton as triton_backend
 from folovllm.config import EngineConfig
-from folovllm.engine.overlap import make_engine
+from folovllm.build import make_engine
 from folovllm.kernels import pdl
 from tests.m6.traffic import ENGINES, FIELDS, serve_everything
 

@@ -6,7 +6,7 @@ from multiprocessing import Pipe
 from types import SimpleNamespace
 from typing import Any, cast
 
-from folovllm.distributed.rank import Failure, Ready
+from folovllm.executor.rank import Failure, Ready
 from folovllm.executor.multiproc_executor import Rank
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from folovllm.distributed.layers import ShardedEmbedding
-from folovllm.distributed.sharded_runner import best_of_ranks
+from folovllm.worker.draw import best_of_ranks
 from folovllm.distributed.sharding import shard_column, shard_qkv, shard_row, shard_vocab
 
 SIZES = [1, 2, 3, 4]

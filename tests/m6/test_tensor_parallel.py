@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.config import EngineConfig
-from folovllm.distributed.messages import decode_result, decode_step, encode_result, encode_step
-from folovllm.distributed.ring import SLOTS, Ring
+from folovllm.executor.messages import decode_result, decode_step, encode_result, encode_step
+from folovllm.executor.ring import SLOTS, Ring
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.engine.overlap import make_engine
+from folovllm.build import make_engine
 from folovllm.sample.sampler import SamplerOutput
 from folovllm.sampling_params import SamplingParams
 from folovllm.worker.packed_step import Field, PackedStep

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from folovllm.config import EngineConfig
-from folovllm.engine.overlap import make_engine
+from folovllm.build import make_engine
 from folovllm.worker.model_runner import doublings
 from tests.m6.traffic import ENGINES, FIELDS, kernels, serve_everything
 
