@@ -19,6 +19,7 @@ from folovllm.cache.slot_manager import SlotManager
 from folovllm.config import EngineConfig
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import local_config
+from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.llm_engine import LLMEngine, Parts
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.engine.overlap_scheduler import OverlapScheduler
@@ -60,8 +61,9 @@ def put_together(config: EngineConfig) -> Parts:
     """All that an engine consists of. Raises ValueError, before any work, where something cannot be had."""
     setup = set_up(config)
     tokenizer = load_tokenizer(setup.path, config)
+    processor = InputProcessor(setup, tokenizer)  # reads small files, which may be damaged: so before the weights
     executor = make_executor(setup)
-    return Parts(setup, tokenizer, executor, make_scheduler(setup, executor.num_kv_blocks))
+    return Parts(setup, tokenizer, processor, executor, make_scheduler(setup, executor.num_kv_blocks))
 
 
 def make_scheduler(setup: EngineSetup, num_kv_blocks: int) -> SchedulerLike:

@@ -12,9 +12,9 @@ from typing import Any, Self, cast
 from jinja2 import TemplateError
 from tqdm import tqdm
 
+from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.engine.input_processor import Prompt, encode
-from folovllm.build import make_engine
 from folovllm.interrupts import interrupts
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams

@@ -11,12 +11,12 @@ from torch import nn
 
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import local_config, shard_named
-from folovllm.setup import EngineSetup
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.linear import RowParallelLinear
 from folovllm.models.llama import LlamaForCausalLM, head_dim_of
 from folovllm.models.loader import init_random_weights, load_model
 from folovllm.models.registry import build_model
+from folovllm.setup import EngineSetup
 
 
 class ShardedRowLinear(RowParallelLinear):

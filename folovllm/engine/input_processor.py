@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.setup import EngineSetup
 from folovllm.models.files import eos_token_ids
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams, require
+from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -29,6 +29,7 @@ class Parts:
 
     setup: EngineSetup
     tokenizer: Any
+    processor: InputProcessor
     executor: Executor
     scheduler: SchedulerLike
 
@@ -48,7 +49,7 @@ class LLMEngine:
         self.tokenizer = parts.tokenizer
         self.executor = parts.executor
         self.scheduler = parts.scheduler
-        self._processor = InputProcessor(parts.setup, parts.tokenizer)
+        self._processor = parts.processor
         self._requests: dict[str, RequestState] = {}
         self.last_stats: StepStats | None = None
         self.history: list[StepStats] | None = None  # set it to [] to keep every step's snapshot
@@ -117,6 +118,8 @@ class LLMEngine:
             return []
         start = time.monotonic()
         output = self.scheduler.schedule()
+        if output.preempted and not output.shares:  # room was made, and the next step has it
+            return []
         seqs = self.scheduler.sequences(output)
         return self._take_in(output, seqs, self.executor.execute_model(output), start)
 

@@ -44,7 +44,8 @@ class OverlappedEngine(LLMEngine):
         self.require_open()
         self.last_stats = None
         outputs = self.step_overlapped()
-        if self._in_flight is None and self.last_stats is None and self.has_unfinished_requests():
+        idle = self._in_flight is None and self.last_stats is None and not self.scheduler.made_room
+        if idle and self.has_unfinished_requests():
             raise NothingScheduled
         return outputs
 

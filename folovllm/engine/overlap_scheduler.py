@@ -6,6 +6,7 @@ from typing import Any
 
 from folovllm.engine.scheduler import Scheduler, TokensOfStep
 from folovllm.request import Sequence
+from folovllm.step.schedule import SchedulerOutput
 
 
 class OverlapScheduler(Scheduler):
@@ -15,6 +16,13 @@ class OverlapScheduler(Scheduler):
         super().__init__(
             tokens_of_step=lambda seq, budget: 0 if will_finish(seq) else tokens_of_step(seq, budget), **rest
         )
+        self.made_room = False
+
+    def schedule(self) -> SchedulerOutput:
+        """As `Scheduler`; notes whether somebody gave way, which the next step has the room of."""
+        output = super().schedule()
+        self.made_room = bool(output.preempted)
+        return output
 
     def must_wait(self) -> bool:
         """Whether the next step can only be scheduled once nothing is in flight.

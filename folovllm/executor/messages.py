@@ -109,4 +109,3 @@ class _Reader:
     def take(self, count: int) -> npt.NDArray[np.int32]:
         self._at += count
         return self._message[self._at - count : self._at]
-

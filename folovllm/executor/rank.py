@@ -26,7 +26,6 @@ from folovllm.step.packed import Int32, PackedStep
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner, PendingStep
 
-
 # A rank's worker and its runner; a function of a module, since its name is what travels to another process.
 MakeRank = Callable[[EngineSetup, ProcessGroup], tuple[GPUWorker[PackedStep, PendingStep], GraphRunner]]
 

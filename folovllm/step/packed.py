@@ -12,6 +12,7 @@ from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
+
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput, Share
 
@@ -149,8 +150,6 @@ def block_updates(shares: Sequence[Share]) -> Int32:
     A share's new blocks are the end of its table, which covers the share and no more.
     """
     updates = [
-        (share.row, share.first_new_block + i, block)
-        for share in shares
-        for i, block in enumerate(share.new_blocks)
+        (share.row, share.first_new_block + i, block) for share in shares for i, block in enumerate(share.new_blocks)
     ]
     return np.array(updates, np.int32).reshape(-1, 3).T

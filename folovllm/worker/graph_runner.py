@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.rows import DrawRows
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
@@ -28,7 +29,11 @@ class PendingStep:
     """A step that was started. Its tokens are on the device, and on their way to the host."""
 
     def __init__(
-        self, tokens: torch.Tensor, arrived: torch.cuda.Event | None, num_draws: list[int], logprobs: dict[int, Logprobs]
+        self,
+        tokens: torch.Tensor,
+        arrived: torch.cuda.Event | None,
+        num_draws: list[int],
+        logprobs: dict[int, Logprobs],
     ) -> None:
         self._tokens = tokens  # [S] int64 in host memory, once `arrived`
         self._arrived = arrived
@@ -71,6 +76,11 @@ class GraphRunner:
         self._logits: torch.Tensor | None = None  # [rows, V], where recorded steps leave them
         self._steps_in, self._tokens_out = HostRing(torch.int32, device), HostRing(torch.int64, device)
 
+    @property
+    def model(self) -> LlamaForCausalLM:
+        """The model, once it is loaded."""
+        return self._runner.model
+
     def load_model(self) -> None:
         """Build the model and load its weights."""
         self._runner.load_model()
@@ -80,17 +90,21 @@ class GraphRunner:
         setup = self._setup
         records = not setup.config.enforce_eager and self._runner.supports_graph()
         if records:  # before the cache takes what is left
-            shape = setup.max_num_seqs, len(self._runner.model.lm_head.weight)
+            shape = setup.max_num_seqs, len(self.model.lm_head.weight)
             self._logits = torch.zeros(shape, dtype=setup.dtype, device=setup.device)
         num_blocks = self._runner.fit_kv_cache()
         if setup.device.type == "cuda":
-            packer = StepPacker(setup.max_num_seqs, [])
-            with torch.inference_mode():
-                for output in small_steps(setup):
-                    self.execute_model(packer.pack(output)).wait()
+            self.compile_kernels()
         if records:
             self.capture_cudagraph()
         return num_blocks
+
+    def compile_kernels(self) -> None:
+        """Run what no later step will find uncompiled, one operation after the other."""
+        packer = StepPacker(self._setup.max_num_seqs, [])
+        with torch.inference_mode():
+            for output in small_steps(self._setup):
+                self.execute_model(packer.pack(output)).wait()
 
     def capture_cudagraph(self) -> None:
         """Record the decode step for every bucket, the widest first, so that all others fit into its memory.

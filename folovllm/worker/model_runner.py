@@ -53,9 +53,14 @@ class ModelRunner:
         """Find out how many blocks fit, and allocate them; returns their number. On a GPU, compile what steps need."""
         num_blocks = self.fit_kv_cache()
         if self._setup.device.type == "cuda":
+            self.compile_kernels()
+        return num_blocks
+
+    def compile_kernels(self) -> None:
+        """Run what no later step will find uncompiled."""
+        with torch.inference_mode():
             for output in small_steps(self._setup):
                 self.execute_model(output)
-        return num_blocks
 
     def fit_kv_cache(self) -> int:
         """Find out how many blocks fit, and allocate them; returns their number."""

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from folovllm import LLM, EngineConfig, SamplingParams
-from folovllm.engine import llm_engine
 from tests.helpers import tiny_checkpoint
 
 SHORT = SamplingParams(temperature=0, max_tokens=3)
@@ -231,7 +230,7 @@ def test_broken_models(folder: Path, damage: Callable[[Path], Any], says: str, m
 
 def test_small_files_are_read_before_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "generation_config.json").write_text("{")
-    monkeypatch.setattr(llm_engine, "make_executor", lambda _: pytest.fail("loads the model first"))
+    monkeypatch.setattr("folovllm.build.make_executor", lambda _: pytest.fail("loads the model first"))
     with pytest.raises(ValueError, match=r"generation_config\.json"):
         LLM(str(folder), milestone="m1", use_tqdm=False)
 

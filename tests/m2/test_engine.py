@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from folovllm import LLM, EngineConfig, SamplingParams
-from folovllm.engine.input_processor import child_seed
 from folovllm.build import make_engine as make_any_engine
-from folovllm.engine.scheduler import NothingScheduled, SchedulerOutput
+from folovllm.engine.input_processor import child_seed
 from folovllm.outputs import RequestOutput
+from folovllm.step.schedule import NothingScheduled, SchedulerOutput
 from tests.helpers import prompts, tiny_checkpoint
 from tests.workloads import MAX_MODEL_LEN, assert_nothing_left, make_engine
 
@@ -261,7 +261,7 @@ def test_a_scheduler_that_lets_nobody_in(model: Path, fields: dict[str, Any], mo
     """An error, not a loop without end."""
     engine = make_any_engine(EngineConfig(model=str(model), device="cpu", use_tqdm=False, max_model_len=64, **fields))
     engine.add_request("a", [1, 2, 3])
-    monkeypatch.setattr(engine.scheduler, "schedule", lambda: SchedulerOutput([]))
+    monkeypatch.setattr(engine.scheduler, "schedule", SchedulerOutput)
     with pytest.raises(NothingScheduled, match="lets none of them in"):
         engine.step()
     engine.abort_request("a")

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.attention.ops import reshape_and_cache_kv
+from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.distributed.layers import parallelize
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.build import make_engine
 from folovllm.kernels.small_linear import serves
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.rotary_embedding import rotate

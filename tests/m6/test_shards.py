@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from folovllm.distributed.layers import ShardedEmbedding
-from folovllm.worker.draw import best_of_ranks
 from folovllm.distributed.sharding import shard_column, shard_qkv, shard_row, shard_vocab
+from folovllm.worker.draw import best_of_ranks
 
 SIZES = [1, 2, 3, 4]
 
