@@ -10,11 +10,11 @@ import xxhash
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.detokenizer_stream import make_detokenizer
-from folovllm.engine.setup import EngineSetup
 from folovllm.inputs import Prompt, PromptParts, parse_prompt
 from folovllm.models.files import eos_token_ids
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams, require
+from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,42 +5,41 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
-from folovllm.cache import kv_cache_manager
 from folovllm.cache.prefix_cache import PrefixCacheStats, PrefixCachingBlockManager
 from folovllm.config import EngineConfig, ModelConfig
-from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.metrics import EngineStats, StepStats
 from folovllm.engine.output_processor import RequestState
-from folovllm.engine.overlap_scheduler import OverlapScheduler
-from folovllm.engine.scheduler import (
-    Scheduler,
-    SchedulerLike,
-    SchedulerOutput,
-    SerialScheduler,
-    chunk,
-    preempt,
-    wait,
-    whole_prompt,
-)
-from folovllm.engine.setup import EngineSetup, set_up
+from folovllm.engine.scheduler import Scheduler, SchedulerLike
 from folovllm.executor.abstract import Executor
-from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
-from folovllm.models.files import load_tokenizer
 from folovllm.outputs import RequestOutput, TokenLogprob
 from folovllm.request import Sequence
-from folovllm.sample.sampler import SamplerOutput
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
+from folovllm.setup import EngineSetup
+from folovllm.step.draw import Logprobs
+from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.vllm_arguments import REQUEST, also_takes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(slots=True, frozen=True)
+class Parts:
+    """What an engine is put together from; which class stands in each place, `folovllm.build` decides."""
+
+    setup: EngineSetup
+    num_threads: int | None
+    tokenizer: PreTrainedTokenizerBase
+    processor: InputProcessor
+    executor: Executor
+    scheduler: SchedulerLike
 
 
 class LLMEngine:
@@ -53,16 +52,20 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig | ModelConfig, **overrides: Any) -> None:
+        """Raises ValueError, before any work, where something that `config` asks for cannot be had."""
+        from folovllm.build import put_together  # here, for it knows everybody, this file too
+
         if isinstance(config, ModelConfig):
             config = config.for_engine(**overrides)
         elif overrides:
             raise ValueError(f"an EngineConfig says all: put {', '.join(overrides)} into it")
-        self.setup = set_up(config)
-        self.num_threads = use_threads(self.setup)
-        self.tokenizer = load_tokenizer(self.setup.path, config)
-        self._processor = InputProcessor(self.setup, self.tokenizer)
-        self.executor = make_executor(self.setup)
-        self.scheduler = make_scheduler(self.setup, self.executor.num_kv_blocks)
+        parts = put_together(config)
+        self.setup = parts.setup
+        self.num_threads = parts.num_threads
+        self.tokenizer = parts.tokenizer
+        self.executor = parts.executor
+        self.scheduler = parts.scheduler
+        self._processor = parts.processor
         self._requests: dict[str, RequestState] = {}
         self.last_stats: StepStats | None = None
         self.history: list[StepStats] | None = None  # set it to [] to keep every step's snapshot
@@ -74,7 +77,7 @@ class LLMEngine:
     @staticmethod
     def from_engine_args(engine_args: EngineConfig) -> LLMEngine:
         """The engine with the loop that `engine_args` ask for: the one whose steps overlap is a subclass."""
-        from folovllm.engine.overlap import make_engine
+        from folovllm.build import make_engine
 
         return make_engine(engine_args)
 
@@ -176,14 +179,20 @@ class LLMEngine:
             return []
         start = time.monotonic()
         output = self.scheduler.schedule()
-        return self._take_in(output, self.executor.execute_model(output), start)
+        if output.preempted and not output.shares:  # room was made, and the next step has it
+            return []
+        seqs = self.scheduler.sequences(output)
+        return self._take_in(output, seqs, self.executor.execute_model(output), start)
 
-    def _take_in(self, output: SchedulerOutput, result: SamplerOutput, start: float) -> list[RequestOutput]:
+    def _take_in(
+        self, output: SchedulerOutput, seqs: list[Sequence], result: StepResult, start: float
+    ) -> list[RequestOutput]:
         """Hand the tokens of a step that began at `start` to their sequences; returns what is new."""
-        updated = self.scheduler.postprocess(output, result.token_ids)
-        self._keep_logprobs(output, result, updated)
+        alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
+        updated = self.scheduler.postprocess([(seqs[i], result.token_ids[i]) for i in alive])
+        self._keep_logprobs([(seqs[i], result.logprobs[i]) for i in alive])
         now = time.monotonic()
-        self._record(output, start, now)
+        self._record(output, seqs, start, now)
         return self._outputs(updated, now)
 
     def require_open(self) -> None:
@@ -264,37 +273,33 @@ class LLMEngine:
                 outputs.append(state.output())
         return outputs
 
-    def _keep_logprobs(self, output: SchedulerOutput, result: SamplerOutput, updated: list[Sequence]) -> None:
+    def _keep_logprobs(self, drawn: Iterable[tuple[Sequence, list[Logprobs]]]) -> None:
         """Add text to the log-probabilities that requests asked for."""
-        if not any(result.logprobs):
-            return
-        alive = set(map(id, updated))
-        for item, logprobs in zip(output.scheduled, result.logprobs, strict=True):
-            if logprobs is not None and id(item.seq) in alive:
-                decode = self.tokenizer.decode if item.seq.params.detokenize else lambda _: None
-                item.seq.logprobs.append(
-                    {id_: TokenLogprob(id_, value, rank, decode([id_])) for id_, value, rank in logprobs}
-                )
+        for seq, rows in drawn:
+            decode = self.tokenizer.decode if seq.params.detokenize else lambda _: None
+            for row in rows:
+                seq.logprobs.append({id_: TokenLogprob(id_, value, rank, decode([id_])) for id_, value, rank in row})
 
     def _num_used_blocks(self) -> int:
         scheduler = self.scheduler
         return scheduler.kv.num_blocks - scheduler.kv.num_free if isinstance(scheduler, Scheduler) else 0
 
-    def _record(self, output: SchedulerOutput, start: float, now: float) -> None:
+    def _record(self, output: SchedulerOutput, seqs: list[Sequence], start: float, now: float) -> None:
         """Note what the step did."""
         self._num_preemptions += len(output.preempted)
-        decodes = sum(1 for item in output.scheduled if item.num_new_tokens == 1 and item.seq.num_output_tokens > 1)
+        pairs = list(zip(output.shares, seqs, strict=True))
+        decodes = sum(1 for share, seq in pairs if share.num_new_tokens == 1 and seq.num_output_tokens > 1)
         shares = (
             ()
             if self.history is None
-            else tuple((i.seq.request_id, i.seq.index, i.start, i.num_new_tokens) for i in output.scheduled)
+            else tuple((seq.request_id, seq.index, share.start, share.num_new_tokens) for share, seq in pairs)
         )
         self.last_stats = StepStats(
             index=self._num_steps,
             start=start,
             seconds=now - start,
             waiting=len(self.scheduler.waiting),
-            running=len(output.scheduled),
+            running=len(seqs),
             num_prefill_tokens=output.num_tokens - decodes,
             num_decode_tokens=decodes,
             preempted=len(output.preempted),
@@ -304,33 +309,3 @@ class LLMEngine:
         self._num_steps += 1
         if self.history is not None:
             self.history.append(self.last_stats)
-
-
-def make_executor(setup: EngineSetup) -> Executor:
-    """A device in this process, or several: in processes of their own, or in those that torchrun has started."""
-    if setup.config.tensor_parallel_size == 1:
-        return GPUExecutor(setup)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        from folovllm.executor.torchrun_executor import TorchrunExecutor
-
-        return TorchrunExecutor(setup)
-    from folovllm.executor.multiproc_executor import MultiprocExecutor
-
-    return MultiprocExecutor(setup)
-
-
-def make_scheduler(setup: EngineSetup, num_kv_blocks: int) -> SchedulerLike:
-    """The scheduler that the configuration asks for, with its two steps chosen."""
-    config = setup.config
-    if config.kv_cache == "growing":
-        return SerialScheduler()
-    scheduler_class: Callable[..., Scheduler] = OverlapScheduler if config.packed_steps else Scheduler
-    tokens_of_step = partial(chunk, threshold=config.long_prefill_token_threshold)
-    return scheduler_class(
-        kv=kv_cache_manager(str(config.kv_cache), bool(config.enable_prefix_caching))(num_kv_blocks, setup.block_size),
-        max_num_seqs=setup.max_num_seqs,
-        max_num_batched_tokens=setup.max_num_batched_tokens,
-        tokens_of_step=tokens_of_step if config.enable_chunked_prefill else whole_prompt,
-        make_room=wait if config.kv_cache == "slots" else preempt,
-        by_priority=config.scheduling == "priority",
-    )

@@ -16,14 +16,13 @@ import torch
 
 from folovllm.children import import_path, python_command
 from folovllm.distributed.group import child_environment
-from folovllm.distributed.messages import STOP, decode_result, encode_step, longest_messages
-from folovllm.distributed.rank import Assignment, Failure, Ready, spin_seconds
-from folovllm.distributed.ring import Ring, wait_for
-from folovllm.engine.scheduler import NothingScheduled, SchedulerOutput
-from folovllm.engine.setup import EngineSetup
-from folovllm.sample.sampler import SamplerOutput
-from folovllm.worker.graph_runner import full_path
-from folovllm.worker.packed_step import StepPacker
+from folovllm.executor.messages import STOP, decode_result, encode_step, longest_messages
+from folovllm.executor.packed_executor import PackedExecutor
+from folovllm.executor.rank import Assignment, Failure, MakeRank, Ready, spin_seconds
+from folovllm.executor.ring import Ring, wait_for
+from folovllm.setup import EngineSetup
+from folovllm.step.packed import PackedStep
+from folovllm.step.schedule import StepResult
 
 GRACE = 5.0  # seconds that ranks have to end by themselves
 HEARSAY = 1.0  # seconds to wait for the cause of a failure, once its consequences are seen
@@ -85,7 +84,8 @@ class MeetingPlace:
 class Ranks:
     """All ranks of one engine, from their start to their end."""
 
-    def __init__(self, setup: EngineSetup) -> None:
+    def __init__(self, setup: EngineSetup, make_rank: MakeRank) -> None:
+        self._make_rank = make_rank
         self.size = setup.config.tensor_parallel_size
         longest_step, longest_result = longest_messages(setup)
         self.steps, self.results = Ring(self.size, longest_step), Ring(1, longest_result)
@@ -159,7 +159,7 @@ class Ranks:
         child.close()
         threads = max(1, torch.get_num_threads() // self.size)
         plain = replace(setup, hf_config=SimpleNamespace(**setup.hf_config.to_dict()))  # a rank needs no transformers
-        parent.send(Assignment(plain, rank, self._meeting.path, *fds[1:3], threads))
+        parent.send(Assignment(plain, rank, self._meeting.path, *fds[1:3], threads, self._make_rank))
         return Rank(process, parent)
 
     def _wait_until_ready(self, rank: Rank) -> Ready:
@@ -189,50 +189,40 @@ class Ranks:
         return WorkerDied(f"rank {number} failed with {failure.message}\n\n{failure.details}")
 
 
-class MultiprocExecutor:
-    """Packs each step once and hands it to all ranks; rank 0 hands back what was drawn."""
+class MultiprocExecutor(PackedExecutor):
+    """Hands each packed step to all ranks through shared memory; rank 0 hands back what was drawn."""
 
-    def __init__(self, setup: EngineSetup) -> None:
+    def __init__(self, setup: EngineSetup, make_rank: MakeRank) -> None:
         """Start the ranks and wait until all are ready.
 
         Raises:
             ValueError: something cannot be had there, memory for the cache say. WorkerDied: a rank failed.
         """
-        self._ranks = Ranks(setup)
+        self._ranks = Ranks(setup, make_rank)
         self._end = weakref.finalize(self, self._ranks.stop)
-        self._buckets = self._ranks.ready[0].buckets
-        self._packer = StepPacker(setup.max_num_seqs, setup.block_size)
         self._spin = spin_seconds(setup)
-
-    @property
-    def num_kv_blocks(self) -> int:
-        """Pages that the KV cache of every rank holds."""
-        return min(ready.num_kv_blocks for ready in self._ranks.ready)
+        ready = self._ranks.ready
+        super().__init__(setup.max_num_seqs, min(rank.num_kv_blocks for rank in ready), ready[0].buckets)
 
     @property
     def pids(self) -> list[int]:
         """Process ids, by rank; none once they are ended."""
         return self._ranks.pids
 
-    def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
-        """Run one step on all ranks; returns a token for each scheduled sequence. `NothingScheduled` if there is none."""
-        if not output.scheduled:
-            self._ranks.check()  # ranks that have ended explain it better
-            raise NothingScheduled
-        return self.submit(output).wait()
-
-    def submit(self, output: SchedulerOutput) -> RemoteStep:
-        """Start one step on all ranks and return at once. Raises `WorkerDied` if one of them has ended."""
-        steps = self._ranks.steps
+    def check(self) -> None:
+        """Raise `WorkerDied` if the ranks were ended, or one has just been heard to end."""
         if not self._ranks.pids:
             self._ranks.check()
-        message = encode_step(self._packer.pack(output.scheduled, self._buckets), full_path(output.scheduled))
-        wait_for(lambda: steps.has_room() or None, self._spin, self._ranks.check)
-        return RemoteStep(self._ranks, steps.write(message), self._spin)
 
     def shutdown(self) -> None:
         """End the ranks; twice is once."""
         self._end()
+
+    def _send(self, step: PackedStep) -> RemoteStep:
+        """Start one step on all ranks and return at once. Raises `WorkerDied` if one of them has ended."""
+        steps, message = self._ranks.steps, encode_step(step)
+        wait_for(lambda: steps.has_room() or None, self._spin, self._ranks.check)
+        return RemoteStep(self._ranks, steps.write(message), self._spin)
 
 
 class RemoteStep:
@@ -243,7 +233,7 @@ class RemoteStep:
         self._number = number
         self._spin = spin
 
-    def wait(self) -> SamplerOutput:
+    def wait(self) -> StepResult:
         """What rank 0 hands back. Raises `WorkerDied` if a rank has ended."""
         results, number = self._ranks.results, self._number
         return decode_result(wait_for(lambda: results.read(0, number), self._spin, self._ranks.check))

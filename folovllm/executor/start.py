@@ -16,7 +16,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to answer
     fd = int(sys.argv[1])
     threading.Thread(target=end_with_parent, args=[fd], daemon=True).start()
-    from folovllm.distributed.rank import main as run_rank
+    from folovllm.executor.rank import main as run_rank
 
     run_rank(fd)
 

@@ -58,9 +58,9 @@ class ShardedHead(ParallelLMHead):
         super().__init__(vocab_size, hidden_size)
         self.num_ids = min(max(num_ids - group.rank * vocab_size, 0), vocab_size)  # of the rank's rows
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[S, H] -> [S, V / size]."""
-        logits = super().forward(hidden)
+        logits = super().forward(hidden, out)
         logits[:, self.num_ids :] = -torch.inf
         return logits
 

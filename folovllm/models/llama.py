@@ -158,10 +158,12 @@ class LlamaForCausalLM(nn.Module):
         """The hidden states of all new tokens, [T, H]; their K/V are in the caches afterwards."""
         return self.model(batch)
 
-    def compute_logits(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, H] -> [S, V]: for each sequence's last new token alone, in the dtype of the model."""
+    def compute_logits(
+        self, hidden: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, H] -> [S, V]: for each sequence's last new token alone, in the dtype of the model; in `out` if given."""
         only_decodes = len(batch.logits_indices) == len(hidden)  # then every token is its sequence's last
-        return self.lm_head(hidden if only_decodes else hidden[batch.logits_indices])
+        return self.lm_head(hidden if only_decodes else hidden[batch.logits_indices], out)
 
     def weights_loaded(self) -> None:
         """Call this when the weights have changed: some layers keep them in another form."""

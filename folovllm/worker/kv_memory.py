@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from folovllm.engine.setup import EngineSetup
+from folovllm.setup import EngineSetup
 
 logger = logging.getLogger("folovllm")
 

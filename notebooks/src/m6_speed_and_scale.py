@@ -272,7 +272,7 @@ print(f"{lines} lines; {sum(map(len, expected))} tokens equal to the preset's, e
 
 # %%
 from folovllm.distributed import sharding
-from folovllm.distributed.sharded_runner import best_of_ranks
+from folovllm.worker.draw import best_of_ranks
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.engine.overlap_scheduler import OverlapScheduler
 from folovllm.kernels import gumbel_max

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from folovllm import LLM, EngineConfig, SamplingParams
 from folovllm.cli import main
-from folovllm.engine import llm_engine
 from tests.helpers import tiny_checkpoint
 
 SHORT = SamplingParams(temperature=0, max_tokens=3)
@@ -258,7 +257,7 @@ def test_broken_models(folder: Path, damage: Callable[[Path], Any], says: str, m
 
 def test_small_files_are_read_before_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "generation_config.json").write_text("{")
-    monkeypatch.setattr(llm_engine, "make_executor", lambda _: pytest.fail("loads the model first"))
+    monkeypatch.setattr("folovllm.build.make_executor", lambda _: pytest.fail("loads the model first"))
     with pytest.raises(ValueError, match=r"generation_config\.json"):
         LLM(str(folder), milestone="m1", use_tqdm=False)
 

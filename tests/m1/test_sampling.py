@@ -16,10 +16,11 @@ from transformers.generation.logits_process import (
 )
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
+from folovllm.engine.plan import draw_spec
 from folovllm.request import Sequence
 from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering, apply_top_p_filtering
 from folovllm.sample.noise import gumbel, philox_4x32_10, uniform
-from folovllm.sample.penalties import apply_penalties, forbid_stop_tokens
+from folovllm.sample.penalties import TokenCounts, apply_penalties, forbid_stop_tokens
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.sampling_params import SamplingParams
 
@@ -39,7 +40,7 @@ def rows(n: int, temperature: float = 1.0, position: int = 5) -> SamplingBatch:
     """`n` rows with seeds 0 to n-1 and no filters."""
     return SamplingBatch(
         temperature=torch.full((n,), temperature), seeds=torch.arange(n), positions=torch.full((n,), position),
-        all_greedy=temperature == 0, min_p=None, top_k=None, top_p=None, seqs=[],
+        all_greedy=temperature == 0, min_p=None, top_k=None, top_p=None, 
     )  # fmt: skip
 
 
@@ -197,11 +198,24 @@ class TestDraw:
         assert torch.equal(mixed[1::2], alone[1::2])
 
 
+def batch_of(*params: SamplingParams) -> SamplingBatch:
+    """A draw after a prompt of one token, a row for each."""
+    specs = [draw_spec(sequence(p, [5])) for p in params]
+    return SamplingBatch.from_specs(specs, [1] * len(specs), CPU)
+
+
+def penalized(logits: torch.Tensor, *seqs: Sequence) -> torch.Tensor:
+    """What penalties make of the logits [S, V]."""
+    specs = [draw_spec(seq) for seq in seqs]
+    counts = [TokenCounts(spec, logits.shape[1], CPU) if spec.has_penalties else None for spec in specs]
+    return apply_penalties(logits, specs, counts)
+
+
 class TestWholeSampler:
     def test_order_temperature_then_min_p_then_top_k_then_top_p(self) -> None:
         logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(3)) * 2
         params = SamplingParams(temperature=0.7, min_p=0.02, top_k=12, top_p=0.8)
-        batch = SamplingBatch.from_sequences([sequence(params, [5])], CPU)
+        batch = batch_of(params)
         expected = apply_min_p_filtering(logits / 0.7, torch.tensor([0.02]))
         expected = apply_top_k_filtering(expected, torch.tensor([12]))
         expected = apply_top_p_filtering(expected, torch.tensor([0.8]))
@@ -211,14 +225,14 @@ class TestWholeSampler:
     def test_rows_with_and_without_filters(self) -> None:
         logits = torch.randn(1, 30).expand(3, -1)
         params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=1, seed=1)]
-        filtered = Sampler().filter(logits, SamplingBatch.from_sequences([sequence(p, [5]) for p in params], CPU))
+        filtered = Sampler().filter(logits, batch_of(*params))
         assert torch.equal(filtered[:2], logits[:2])
         assert filtered[2].isfinite().sum() == 1
 
     def test_logprobs_are_those_of_the_model(self) -> None:
         logits = torch.randn(2, 20)
         params = [SamplingParams(temperature=0, logprobs=3), SamplingParams(temperature=0)]
-        out = Sampler()(logits, SamplingBatch.from_sequences([sequence(p, [5]) for p in params], CPU))
+        out = Sampler()(logits, batch_of(*params))
         chosen, *top = out.logprobs[0] or []
         values, ids = logits[0].log_softmax(-1).topk(3)
         assert chosen[0] == out.token_ids[0] == ids[0]
@@ -228,12 +242,12 @@ class TestWholeSampler:
 
     def test_logprobs_0_gives_the_chosen_token_alone(self) -> None:
         params = SamplingParams(temperature=2.0, top_k=4, logprobs=0)
-        out = Sampler()(torch.randn(1, 20), SamplingBatch.from_sequences([sequence(params, [5])], CPU))
+        out = Sampler()(torch.randn(1, 20), batch_of(params))
         assert [i for i, _, _ in out.logprobs[0] or []] == out.token_ids
 
     def test_the_rank_of_a_token_among_all(self) -> None:
         logits = torch.tensor([[1.0, 4.0, 3.0, 0.0, 2.0]])
-        (row,) = Sampler().logprobs(logits, [0], [sequence(SamplingParams(logprobs=2), [5])])
+        (row,) = Sampler().logprobs(logits, [0], batch_of(SamplingParams(logprobs=2)).specs)
         assert [(id_, rank) for id_, _, rank in row or []] == [(0, 4), (1, 1), (2, 2)]
 
 
@@ -242,22 +256,31 @@ class TestPenalties:
         logits = torch.randn(1, 12)
         seq = sequence(SamplingParams(repetition_penalty=1.7), [3, 4, 4], [5, 3])
         expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[3, 4, 4, 5, 3]]), logits.clone())
-        assert torch.allclose(apply_penalties(logits, [seq]), expected)
+        assert torch.allclose(penalized(logits, seq), expected)
 
     def test_presence_once_and_frequency_per_occurrence_in_the_answer_alone(self) -> None:
         seq = sequence(SamplingParams(presence_penalty=1.0, frequency_penalty=0.25), [0, 1], [2, 3, 3])
-        out = apply_penalties(torch.zeros(1, 5), [seq])
+        out = penalized(torch.zeros(1, 5), seq)
         assert out.tolist() == [[0, 0, -1.25, -1.5, 0]]
 
     def test_only_the_rows_that_ask_and_never_in_place(self) -> None:
         logits = torch.ones(2, 5)
         seqs = [sequence(SamplingParams(), [0], [2]), sequence(SamplingParams(presence_penalty=2.0), [0], [2])]
-        out = apply_penalties(logits, seqs)
+        out = penalized(logits, *seqs)
         assert out[0].tolist() == [1] * 5 and out[1, 2] == -1 and logits.eq(1).all()
-        assert apply_penalties(logits, seqs[:1] * 2) is logits
+        assert penalized(logits, *seqs[:1] * 2) is logits
 
     def test_no_end_before_min_tokens(self) -> None:
         seq = sequence(SamplingParams(min_tokens=2, stop_token_ids=[4]), [0], [2])
-        assert forbid_stop_tokens(torch.zeros(1, 5), [seq]).isneginf().tolist() == [[False, True, False, False, True]]
-        seq.append_token(2)
-        assert forbid_stop_tokens(torch.zeros(1, 5), [seq]).isfinite().all()
+        early, late = (forbid_stop_tokens(torch.zeros(1, 5), [draw_spec(seq)], [position]) for position in (2, 3))
+        assert early.isneginf().tolist() == [[False, True, False, False, True]] and late.isfinite().all()
+
+    def test_counts_are_kept_as_tokens_are_drawn(self) -> None:
+        params = SamplingParams(presence_penalty=1.0, frequency_penalty=0.25, repetition_penalty=2.0)
+        spec = draw_spec(sequence(params, [0], [2]))
+        counts = TokenCounts(spec, 5, CPU)
+        counts.note(torch.tensor([2]))
+        counts.note(torch.tensor([3]))
+        whole = draw_spec(sequence(params, [0], [2, 2, 3]))
+        logits = torch.randn(5)
+        assert torch.equal(counts.penalize(logits, spec), TokenCounts(whole, 5, CPU).penalize(logits, whole))

@@ -13,11 +13,11 @@ from typing import Any, cast
 import pytest
 
 from folovllm import LLM, EngineConfig, SamplingParams
+from folovllm.build import make_engine as make_any_engine
 from folovllm.engine.input_processor import child_seed, encode_within
-from folovllm.engine.overlap import make_engine as make_any_engine
-from folovllm.engine.scheduler import NothingScheduled, SchedulerOutput
 from folovllm.interrupts import Interrupted
 from folovllm.outputs import RequestOutput
+from folovllm.step.schedule import NothingScheduled, SchedulerOutput
 from tests.helpers import prompts, tiny_checkpoint
 from tests.workloads import MAX_MODEL_LEN, assert_nothing_left, make_engine
 
@@ -347,7 +347,7 @@ def test_a_scheduler_that_lets_nobody_in(model: Path, fields: dict[str, Any], mo
     """An error, not a loop without end."""
     engine = make_any_engine(EngineConfig(model=str(model), device="cpu", use_tqdm=False, max_model_len=64, **fields))
     engine.add_request("a", [1, 2, 3])
-    monkeypatch.setattr(engine.scheduler, "schedule", lambda: SchedulerOutput([]))
+    monkeypatch.setattr(engine.scheduler, "schedule", SchedulerOutput)
     with pytest.raises(NothingScheduled, match="lets none of them in"):
         engine.step()
     engine.abort_request("a")

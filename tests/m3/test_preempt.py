@@ -39,7 +39,6 @@ class TestPreempt:
         assert scheduler.running == [a, b]
 
     def test_only_candidates_give_way(self) -> None:
-        """A sequence that is scheduled in this step already keeps its cache: its tokens are about to be computed."""
         scheduler = make_scheduler()
         a, b, c = (run(scheduler, name) for name in "abc")
         assert preempt(scheduler, [a, b]) is b
@@ -88,14 +87,12 @@ class TestPreempt:
         """No room for a fourth token of both: b gives way, and when a has gone computes all it had in one step."""
         scheduler = make_scheduler(num_tokens=12)
         a, b = run(scheduler, "a", 4, 2), run(scheduler, "b", 4, 2)
-        output = scheduler.schedule()
-        assert [item.seq for item in output.scheduled] == [a, b]
+        assert scheduler.sequences(scheduler.schedule()) == [a, b]
         for seq in (a, b):
             seq.append_token(60)  # the pool is full now
         output = scheduler.schedule()
-        assert ([item.seq for item in output.scheduled], output.preempted) == ([a], [b])
+        assert (scheduler.sequences(output), output.preempted) == ([a], (b.seq_id,))
         scheduler.abort(a)
         output = scheduler.schedule()
-        assert [(item.seq, item.start, item.num_new_tokens, item.draws) for item in output.scheduled] == [
-            (b, 0, 7, True)
-        ]
+        assert scheduler.sequences(output) == [b]
+        assert [(share.start, share.num_new_tokens, share.num_draws) for share in output.shares] == [(0, 7, 1)]

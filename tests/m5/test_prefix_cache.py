@@ -141,9 +141,9 @@ class TestPublish:
     def test_names_full_pages_in_a_chain(self) -> None:
         cache, seq, blocks = PrefixCache(B), sequence(self.tokens), pages(7, 8, 9)
         cache.publish(seq, blocks)
-        assert len(cache) == 3 and seq.page_serials == [b.serial for b in blocks]
+        assert len(cache) == 3 and cache.serials(seq) == [b.serial for b in blocks]
         assert [b.parent for b in blocks] == [ROOT, blocks[0].serial, blocks[1].serial]
-        assert len(set(seq.page_serials)) == 3 and ROOT not in seq.page_serials
+        assert len(set(cache.serials(seq))) == 3 and ROOT not in cache.serials(seq)
         first = np.array(self.tokens[:B], np.int32)
         assert blocks[0].token_ids == first.tobytes() and blocks[0].hash == compute_hash(first, 0)
         second = np.array(self.tokens[B : 2 * B], np.int32)
@@ -162,7 +162,7 @@ class TestPublish:
         cache.publish(first, ones)
         cache.publish(second, twos)
         assert [b.hash for b in twos[:2]] == [None, None]
-        assert second.page_serials[:2] == first.page_serials
+        assert cache.serials(second)[:2] == cache.serials(first)
         assert twos[2].parent == ones[1].serial and twos[2].hash is not None
 
     def test_a_collision_is_not_published_nor_what_follows(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ class TestPublish:
         ones, twos = pages(7), pages(17, 18, 19)
         cache.publish(first, ones)
         cache.publish(second, twos)
-        assert second.page_serials == [] and all(b.hash is None for b in twos)
+        assert cache.serials(second) == [] and all(b.hash is None for b in twos)
         assert cache._by_hash[42] is ones[0]
 
     def test_a_page_whose_parent_was_a_twin_can_be_found(self) -> None:
@@ -288,7 +288,7 @@ class TestEviction:
         admit(manager, taken)
         assert manager.prefix_cache.stats.evictions == 1
         for seq in (old, new):
-            seq.page_hashes.clear()
+            seq.prefix = None
         found = manager.prefix_cache.longest_cached_prefix
         assert len(found(sequence([*range(12), 1]))) == 2  # the old one lost its last page
         assert len(found(sequence([*range(20, 32), 1]))) == 3
@@ -346,7 +346,7 @@ class TestManager:
         assert late.num_computed_tokens == 4
         assert not manager.reserve(late, late.num_uncomputed_tokens)
         manager.free(late)
-        assert (late.num_computed_tokens, late.block_table, late.page_serials) == (0, [], [])
+        assert (late.num_computed_tokens, late.block_table, manager.prefix_cache.serials(late)) == (0, [], [])
         assert manager.num_free == 2
 
     def test_a_lone_sequence_may_have_the_whole_pool_even_after_a_hit(self) -> None:

@@ -14,9 +14,9 @@ from transformers import AutoConfig
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.attention.ops import reshape_and_cache_kv
+from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.engine.overlap import make_engine
 from folovllm.kernels.small_linear import serves
 from folovllm.layers import fused as fused_elements
 from folovllm.layers.activation import SiluAndMul

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from folovllm.engine.overlap import OverlappedEngine
-from folovllm.engine.scheduler import SchedulerOutput
+from folovllm.step.schedule import SchedulerOutput
 
 
 class Script:
@@ -23,7 +23,7 @@ class Script:
     def schedule(self) -> SchedulerOutput:
         name = self.steps[self.turn]
         self.log.append(f"schedule {name}".strip())
-        return SchedulerOutput([name] if name else [])  # type: ignore[list-item]
+        return SchedulerOutput((name,) if name else ())  # type: ignore[list-item]
 
 
 class Loop(OverlappedEngine):
@@ -39,7 +39,7 @@ class Loop(OverlappedEngine):
         return self.scheduler.turn + 1 < self._turns
 
     def _start(self, schedule: SchedulerOutput) -> Any:
-        name = schedule.scheduled[0]
+        name = schedule.shares[0]
         self.log.append(f"start {name}")
         return name
 

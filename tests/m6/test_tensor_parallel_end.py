@@ -20,7 +20,7 @@ import torch
 
 from folovllm import LLM, SamplingParams
 from folovllm.executor.multiproc_executor import WorkerDied
-from folovllm.worker.packed_step import Field, PackedStep
+from folovllm.step.packed import Field, PackedStep
 from tests.helpers import tiny_checkpoint
 
 KILLS = int(os.environ.get("FOLOVLLM_KILLS", "2"))  # 20 for the whole proof
@@ -105,7 +105,7 @@ def test_an_exception_is_named(leftovers: None) -> None:
         fields = np.zeros((len(Field), 1), np.int32)
         fields[[Field.ROW, Field.SEQ_LEN, Field.QUERY_LEN]] = [[1_000_000], [1], [1]]
         nonsense = PackedStep(fields, 1, 1, np.zeros(1, np.int32), np.zeros((3, 0), np.int32))
-        llm.engine.executor._packer.pack = lambda items, buckets: nonsense
+        llm.engine.executor._packer.pack = lambda output: nonsense
         with pytest.raises(WorkerDied, match=r"rank [01] failed with IndexError: [\s\S]*Traceback") as caught:
             llm.generate([[1]], use_tqdm=False)
         assert "lost its peers" not in str(caught.value)
