@@ -19,7 +19,10 @@ from triton.compiler import ASTSource
 from folovllm.kernels.activation import silu_and_mul_kernel
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel
 from folovllm.kernels.decode_plan import plan_kernel
+from folovllm.kernels.draw_tokens import draw_kernel
+from folovllm.kernels.filter_logits import CAPACITY, CHUNK, scan_kernel, search_kernel
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_kernel
+from folovllm.kernels.penalties import count_drawn_kernel
 from folovllm.kernels.prefill import prefill_config, prefill_kernel
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
 from folovllm.kernels.rms_norm import add_rms_norm_kernel
@@ -37,16 +40,16 @@ HQ, HKV = 16, 8
 
 def pointer_type(name: str, dtype: str) -> str:
     """The element type behind a kernel's pointer argument."""
-    if name in ("slot_ptr", "position_ptr", "token_ptr", "last_token_ptr", "input_ptr"):
+    if name in ("slot_ptr", "position_ptr", "token_ptr", "last_token_ptr", "input_ptr", "rest_ptr"):
         return "*i64"
     if name in ("table_ptr", "start_ptr", "len_ptr", "item_ptr", "header_ptr", "queue_ptr", "done_ptr", "at_ptr",
-                "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr", "row_ptr"):  # fmt: skip
+                "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr", "row_ptr", "word_ptr", "draws_ptr",
+                "bin_ptr", "count_ptr", "id_ptr", "last_ptr"):  # fmt: skip
         return "*i32"
-    return (
-        "*fp32"
-        if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr") or name == "sum_ptr:decode"
-        else f"*{dtype}"
-    )
+    if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr", "tops_ptr", "cut_ptr", "top_ptr",
+                "value_ptr", "floor_ptr", "sum_ptr:decode"):  # fmt: skip
+        return "*fp32"
+    return f"*{dtype}"
 
 
 def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_warps=4, num_stages=2) -> int:
@@ -100,6 +103,11 @@ def kernels_of_m6(capability: int, head_dim: int, block_size: int):
         return
     yield gumbel_max_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
     yield best_of_tiles_kernel, {"WIDTH": 64, "KEEP": True}, 1, 3
+    yield scan_kernel, {"WIDTH": TILE, "TILES": 64}, 8, 3
+    shift = 16 if capability >= 80 else 13
+    yield search_kernel, {"WIDTH": TILE, "CAPACITY": CAPACITY, "CHUNK": CHUNK, "SHIFT": shift}, 8, 3
+    yield draw_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
+    yield count_drawn_kernel, {"WIDTH": 128, "ALL": True}, 4, 3
     lines = {"TOKEN": 0, "ROW": 1, "SEQ_LEN": 2, "NEW_BLOCK": 7}
     yield unpack_decode_kernel, {**lines, "B": block_size, "WIDTH": 128}, 1, 3
     for tokens, gated in ((1, True), (4, False)):

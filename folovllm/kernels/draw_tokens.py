@@ -1,0 +1,98 @@
+"""The draw of any row, in a recorded step: plain rows as `gumbel_max` does it, others with their penalties and filters."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from folovllm.draw_row import RowField
+from folovllm.kernels.filter_border import divide
+from folovllm.kernels.filter_logits import TEMPERATURE, FilterWorkspace, filter_logits
+from folovllm.kernels.gumbel_max import TILE, best_of_tiles, gumbel_max_tile, gumbel_noise
+from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, adjusted_logits, float_field
+
+SEED_LOW, SEED_HIGH = tl.constexpr(int(RowField.SEED_LOW)), tl.constexpr(int(RowField.SEED_HIGH))
+
+
+@triton.jit
+def special_tile(
+    logits_ptr, word_ptr, field_ptr, position, floor, last, first, vocab_size, WIDTH: tl.constexpr, FAST: tl.constexpr
+):
+    """As `gumbel_max_tile`, of what survives: (value, index). -inf where nothing does, and then no noise is made."""
+    index = first + tl.arange(0, WIDTH // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [WIDTH / 4, 4]
+    value = adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size)
+    temperature = float_field(field_ptr, TEMPERATURE)
+    if temperature > 0:
+        value = divide(value, temperature)
+        value = tl.where((value > floor) | ((value == floor) & (index <= last)), value, float("-inf"))
+        if tl.max(value) > float("-inf"):
+            low, high = tl.load(field_ptr + SEED_LOW), tl.load(field_ptr + SEED_HIGH)
+            value += gumbel_noise(low, high, position, first, WIDTH, FAST)
+    best = tl.max(value)
+    return best, tl.min(tl.where(value == best, index, 0x7FFFFFFF))
+
+
+@triton.jit(do_not_specialize=["vocab_size"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
+def draw_kernel(
+    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, floor_ptr, last_ptr, best_ptr, at_ptr, stride_logits,
+    stride_words, vocab_size, WIDTH: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, tile): the best token of its tile goes to `best_ptr` and `at_ptr` [S, tiles].
+
+    A tile of which nothing can be drawn counts as -inf: what comes out is a token in any case.
+    """
+    s, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, position, first = tl.load(row_ptr + s).to(tl.int64), tl.load(position_ptr + s), tile * WIDTH
+    logits_ptr += s * stride_logits
+    field_ptr += row * NUM_FIELDS
+    flags = tl.load(field_ptr + FLAGS)
+    if flags == 0:
+        best, at = gumbel_max_tile(
+            logits_ptr, float_field(field_ptr, TEMPERATURE), tl.load(field_ptr + SEED_LOW),
+            tl.load(field_ptr + SEED_HIGH), position, first, vocab_size, 0, WIDTH, FAST,
+        )  # fmt: skip
+    else:
+        filtered = (flags & FILTERS) != 0
+        floor = tl.load(floor_ptr + s, mask=filtered, other=float("-inf"))
+        last = tl.load(last_ptr + s, mask=filtered, other=0x7FFFFFFF)
+        best, at = special_tile(
+            logits_ptr, word_ptr + row * stride_words, field_ptr, position, floor, last, first, vocab_size, WIDTH, FAST
+        )
+    found = at < vocab_size
+    out = s * tl.num_programs(1) + tile
+    tl.store(best_ptr + out, tl.where(found, best, float("-inf")))
+    tl.store(at_ptr + out, tl.where(found, at, first))
+
+
+def draw_tokens(
+    logits: torch.Tensor,
+    fields: torch.Tensor,
+    words: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    work: FilterWorkspace,
+    out: torch.Tensor | None = None,
+    keep: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Draw a token for every sequence, with everything its row asks for; the logits are only read.
+
+    Args:
+        logits: [S, V], any float dtype, rows contiguous.
+        fields: [rows, len(RowField)] int32. words: [rows, V] int32 (`folovllm/draw_row.py`).
+        rows: [S] int32. positions: [S] int32, index of the token to draw in its sequence.
+        out, keep: as in `gumbel_max`.
+
+    Returns:
+        [S] int64.
+    """
+    num_seqs, vocab_size = logits.shape
+    filter_logits(logits, fields, words, rows, positions, work)
+    num_tiles = triton.cdiv(vocab_size, TILE)
+    best = torch.empty(num_seqs, num_tiles, dtype=torch.float32, device=logits.device)
+    at = torch.empty(num_seqs, num_tiles, dtype=torch.int32, device=logits.device)
+    draw_kernel[(num_seqs, num_tiles)](
+        logits, fields, words, rows, positions, work.floor, work.last, best, at, logits.stride(0), words.stride(0),
+        vocab_size, WIDTH=TILE, FAST=not triton.knobs.runtime.interpret, num_warps=8,
+    )  # fmt: skip
+    return best_of_tiles(best, at, out, keep)
