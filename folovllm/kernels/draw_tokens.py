@@ -35,8 +35,8 @@ def special_tile(
 
 @triton.jit(do_not_specialize=["vocab_size"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
 def draw_kernel(
-    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, floor_ptr, last_ptr, best_ptr, at_ptr, stride_logits,
-    stride_words, vocab_size, WIDTH: tl.constexpr, FAST: tl.constexpr,
+    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, floor_ptr, last_ptr, drawn_ptr, best_ptr, at_ptr,
+    stride_logits, stride_words, vocab_size, WIDTH: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, tile): the best token of its tile goes to `best_ptr` and `at_ptr` [S, tiles].
 
@@ -46,21 +46,26 @@ def draw_kernel(
     row, position, first = tl.load(row_ptr + s).to(tl.int64), tl.load(position_ptr + s), tile * WIDTH
     logits_ptr += s * stride_logits
     field_ptr += row * NUM_FIELDS
+    out = s * tl.num_programs(1) + tile
     flags = tl.load(field_ptr + FLAGS)
+    filtered = (flags & FILTERS) != 0
+    drawn = tl.load(drawn_ptr + s, mask=filtered, other=-1)
+    if drawn >= 0:  # the filters have left so few that they were drawn from already
+        tl.store(best_ptr + out, 0.0)
+        tl.store(at_ptr + out, drawn)
+        return
     if flags == 0:
         best, at = gumbel_max_tile(
             logits_ptr, float_field(field_ptr, TEMPERATURE), tl.load(field_ptr + SEED_LOW),
             tl.load(field_ptr + SEED_HIGH), position, first, vocab_size, 0, WIDTH, FAST,
         )  # fmt: skip
     else:
-        filtered = (flags & FILTERS) != 0
         floor = tl.load(floor_ptr + s, mask=filtered, other=float("-inf"))
         last = tl.load(last_ptr + s, mask=filtered, other=0x7FFFFFFF)
         best, at = special_tile(
             logits_ptr, word_ptr + row * stride_words, field_ptr, position, floor, last, first, vocab_size, WIDTH, FAST
         )
     found = at < vocab_size
-    out = s * tl.num_programs(1) + tile
     tl.store(best_ptr + out, tl.where(found, best, float("-inf")))
     tl.store(at_ptr + out, tl.where(found, at, first))
 
@@ -92,7 +97,7 @@ def draw_tokens(
     best = torch.empty(num_seqs, num_tiles, dtype=torch.float32, device=logits.device)
     at = torch.empty(num_seqs, num_tiles, dtype=torch.int32, device=logits.device)
     draw_kernel[(num_seqs, num_tiles)](
-        logits, fields, words, rows, positions, work.floor, work.last, best, at, logits.stride(0), words.stride(0),
+        logits, fields, words, rows, positions, work.floor, work.last, work.tokens, best, at, logits.stride(0), words.stride(0),
         vocab_size, WIDTH=TILE, FAST=not triton.knobs.runtime.interpret, num_warps=8,
     )  # fmt: skip
     return best_of_tiles(best, at, out, keep)

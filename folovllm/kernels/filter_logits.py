@@ -1,14 +1,15 @@
-"""Which tokens of a row survive min_p, top_k and top_p: a value and an id, found without sorting.
+"""Which tokens of a row survive min_p, top_k and top_p, without sorting; and the draw among them.
 
-What survives is always "more likely than a border, and of those exactly at the border the lower ids". Two launches find
-it; several programs share a row, and whoever finishes a row last goes on alone:
+What survives is always "more likely than a border, and of those exactly at the border the lower ids". One launch finds it:
 
-1. `scan`: a histogram of the row's logits. From it, a cut below which certainly nothing survives.
-2. `search`: the few tokens above the cut are written down, and the border is searched for among them, by bisection on
-   the bits of their logits: how many, or how much probability, is at or above a key?
+1. Several programs share a row. They leave the largest logit of each GROUP of tokens, and what the group weighs.
+2. Whoever finishes last goes on alone. From the groups it knows a *cut* below which certainly nothing survives; it looks
+   again at the few groups that reach above, and writes down their tokens above the cut, the candidates.
+3. It finds the border among the candidates (`filter_border`) and draws from those that survive.
 
+With too many candidates to write down it finds the border all the same, only slower, and leaves the draw to `draw_tokens`.
 Logits tie often (bfloat16 has 16 bits), so a border is exact, not a number between two logits. Rows without filters cost
-a program that returns at once.
+programs that return at once.
 """
 
 from __future__ import annotations
@@ -20,183 +21,228 @@ import triton
 import triton.language as tl
 
 from folovllm.draw_row import RowField
-from folovllm.kernels.filter_border import TOP_K, TOP_P, divide, find_border, key_of, weight
+from folovllm.kernels.filter_border import TOP_K, TOP_P, UNIT, divide, draw_candidate, find_border, key_of, weight
 from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, WORDS, adjusted_logits, float_field
 
-TILE = 4096  # tokens of a program
-CAPACITY = 8192  # candidates that a row can write down; with more, the search reads the row's logits again
-CHUNK = 1024  # candidates looked at in one go
-
-BINS = tl.constexpr(2048)  # of the histogram, each 1/8 wide, from -128 to 128; what lies outside is in the outermost
-LOWEST, PER_UNIT = tl.constexpr(-128.0), tl.constexpr(8.0)
-SLACK = tl.constexpr(0.99)  # for the rounding of float32 sums
-TEMPERATURE, MIN_P = tl.constexpr(int(RowField.TEMPERATURE)), tl.constexpr(int(RowField.MIN_P))
-
+TILE = 4096  # tokens that a program looks at in one go
+PROGRAMS = 512  # about as many as one launch has, each with some tiles of a row
+CAPACITY = 8192  # candidates that a row can write down
+CHUNK, WIDE_CHUNK = 1024, 4096  # candidates looked at in one go, if they are written down and if not
 UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # of a float32 that holds such a number
 
-
-@triton.jit
-def bin_of(x):
-    """The bin of each value, 0 to BINS - 1."""
-    place = tl.floor((tl.maximum(x, LOWEST) - LOWEST) * PER_UNIT)
-    return tl.minimum(place, BINS - 1.0).to(tl.int32)
+GROUP = tl.constexpr(32)  # tokens
+GATHER = tl.constexpr(2048)  # tokens of groups that reach above the cut, looked at in one go
+LOWEST_KEY = tl.constexpr(-32641)  # the coarse key of -inf
+TEMPERATURE, MIN_P = tl.constexpr(int(RowField.TEMPERATURE)), tl.constexpr(int(RowField.MIN_P))
 
 
 @triton.jit
-def lower_edge(b):
-    """The least value in bin b."""
-    return tl.where(b > 0, LOWEST + b.to(tl.float32) / PER_UNIT, float("-inf"))
+def scan_tile(row, inverse, tile, largest_ptr, weight_ptr, WIDTH: tl.constexpr):
+    """Leave the largest logit of each group of a tile, and the sum of exp((logit - largest) / temperature)."""
+    logits_ptr, word_ptr, field_ptr, position, vocab_size = row
+    g = tile * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
+    index = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size)  # [groups, GROUP]
+    largest = tl.max(x, 1)
+    base = tl.where(largest > float("-inf"), largest, 0.0)
+    tl.store(largest_ptr + g, largest)
+    tl.store(weight_ptr + g, tl.sum(tl.exp((x - base[:, None]) * inverse), 1))
 
 
 @triton.jit
-def find_cut(bin_ptr, field_ptr, top, vocab_size):
-    """A logit below which nothing survives, from the row's histogram and its largest logit `top`.
+def coarse_key(x):
+    """The upper half of a key: enough for a cut."""
+    return key_of(x, 16)
 
-    top_k: the lower edge of the bin in which the k-th largest is; top_p then goes by the weight of what is above. top_p
-    alone: what is below the cut has at most 1 - top_p of the probability, even if each token were as likely as its bin
-    allows and all others as unlikely. min_p alone, whose border is known: inf, for there is nothing to search for.
+
+@triton.jit
+def least_of_key(key):
+    """The least number with this coarse key."""
+    ordered = key << 16
+    number = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return tl.where(key > LOWEST_KEY, number, float("-inf"))
+
+
+@triton.jit
+def find_cut(largest, weights, top, target, inverse, BY_COUNT: tl.constexpr):
+    """A logit at or above which there are certainly `target` tokens, or tokens that weigh so much; as large as is easy.
+
+    Of a group that reaches above a cut, at least its largest token is above, and all but its other tokens, each of which
+    weighs no more than one at the cut. `weights` are in units of the weight of `top`, the largest logit.
     """
-    b = tl.arange(0, BINS)
-    counts = tl.load(bin_ptr + b)
-    top_k, top_p = tl.load(field_ptr + TOP_K), float_field(field_ptr, TOP_P)
-    cut = float("inf")
-    if (top_k > 0) & (top_k < vocab_size):
-        at_or_above = tl.cumsum(counts, 0, reverse=True)
-        cut = lower_edge(tl.sum((at_or_above >= top_k).to(tl.int32)) - 1)
-    elif top_p < 1:
-        temperature = float_field(field_ptr, TEMPERATURE)
-        some = counts > 0  # an empty bin above `top` would overflow
-        least = tl.where(some, tl.exp((lower_edge(b) - top) / temperature), 0.0) * counts.to(tl.float32)
-        edge = tl.minimum(lower_edge(b + 1), top)
-        most = tl.where(some, tl.exp((edge - top) / temperature), 0.0) * counts.to(tl.float32)
-        tail = tl.cumsum(most, 0) <= (1 - top_p) * tl.sum(least) * SLACK
-        cut = lower_edge(tl.sum(tail.to(tl.int32)))
-    return cut
+    keys, alone = coarse_key(largest), tl.exp((largest - top) * inverse)
+    low, high = tl.full([], LOWEST_KEY, tl.int32), coarse_key(top) + 1
+    while low + 1 < high:
+        middle = (low + high) >> 1
+        if BY_COUNT:
+            above = tl.where(keys >= middle, 1.0, 0.0)
+        else:
+            others = (GROUP - 1) * tl.exp((least_of_key(middle) - top) * inverse)
+            above = tl.where(keys >= middle, tl.maximum(alone, weights - others), 0.0)
+        if tl.sum(above, 0) >= target:
+            low = middle
+        else:
+            high = middle
+    return least_of_key(low)
+
+
+@triton.jit
+def choose_cut(largest, weights, top, field_ptr, vocab_size, inverse):
+    """The cut of a row: (logit, whether tokens below it are candidates for nothing but count in the sum of top_p).
+
+    top_k: all that top_p then weighs is above the k-th largest of the groups' largest. min_p: its border, less what
+    rounding may do. top_p alone: what is above has that much of the probability, and a little more for rounding.
+    """
+    top_k, top_p, min_p = tl.load(field_ptr + TOP_K), float_field(field_ptr, TOP_P), float_field(field_ptr, MIN_P)
+    cut, by_count = float("-inf"), (top_k > 0) & (top_k < vocab_size)
+    if min_p > 0:
+        distance = -tl.log(min_p) / inverse
+        cut = top - distance - 1e-5 * (tl.abs(top) + distance)
+    if by_count:
+        cut = tl.maximum(cut, find_cut(largest, weights, top, top_k.to(tl.float32), inverse, True))
+    counts_rest = (min_p <= 0) & (by_count == 0)
+    if counts_rest:
+        cut = find_cut(largest, weights, top, tl.sum(weights, 0) * top_p * 1.00001, inverse, False)
+    return cut, counts_rest
+
+
+@triton.jit
+def write_down(row, scale, cut, hot_ptr, num_hot, CAPACITY: tl.constexpr):
+    """Write down the candidates of the groups in `hot_ptr`, ids ascending: (their number, what all others there weigh).
+
+    Stops when there are more than CAPACITY.
+    """
+    logits_ptr, word_ptr, field_ptr, position, vocab_size, value_ptr, scaled_ptr, id_ptr = row
+    i = tl.arange(0, GATHER)
+    count, start = num_hot * 0, num_hot * 0
+    rest = tl.zeros([GATHER], tl.int64)
+    while (start < num_hot * GROUP) & (count <= CAPACITY):
+        inside = start + i < num_hot * GROUP
+        group = tl.load(hot_ptr + (start + i) // GROUP, mask=inside, other=0)
+        index = tl.where(inside, group * GROUP + i % GROUP, vocab_size)
+        x = adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size)
+        z = divide(x, scale[0])
+        taken = (index < vocab_size) & (x >= cut) & (z >= scale[2])
+        rest += tl.where(x < cut, weight(z, scale[1]), 0)
+        place = count + tl.cumsum(taken.to(tl.int32), 0) - 1
+        kept = taken & (place < CAPACITY)
+        tl.store(value_ptr + place, x, mask=kept)
+        tl.store(scaled_ptr + place, z, mask=kept)
+        tl.store(id_ptr + place, index, mask=kept)
+        count += tl.sum(taken.to(tl.int32), 0)
+        start += GATHER
+    return count, tl.sum(rest, 0)
+
+
+@triton.jit
+def finish_row(
+    row, largest_ptr, weight_ptr, hot_ptr, floor_ptr, last_ptr, token_ptr, num_groups, GROUPS: tl.constexpr,
+    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, WIDE_CHUNK: tl.constexpr, SHIFT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """From a row's groups to its border and its token."""
+    logits_ptr, word_ptr, field_ptr, position, vocab_size, value_ptr, scaled_ptr, id_ptr = row
+    g = tl.arange(0, GROUPS)
+    largest = tl.load(largest_ptr + g, mask=g < num_groups, other=float("-inf"))
+    temperature, most = float_field(field_ptr, TEMPERATURE), tl.max(largest, 0)
+    inverse, top = 1.0 / temperature, tl.max(divide(tl.zeros([1], tl.float32) + most, temperature), 0)
+    scale = (temperature, top, top + tl.log(float_field(field_ptr, MIN_P)))
+    weights = tl.load(weight_ptr + g, mask=g < num_groups, other=0.0) * tl.exp((largest - most) * inverse)
+    cut, counts_rest = choose_cut(largest, weights, most, field_ptr, vocab_size, inverse)
+    hot = (g < num_groups) & (largest >= cut)
+    tl.store(hot_ptr + tl.cumsum(hot.to(tl.int32), 0) - 1, g, mask=hot)
+    tl.debug_barrier()  # what one thread stored, others read
+    count, rest = write_down(row, scale, cut, hot_ptr, tl.sum(hot.to(tl.int32), 0), CAPACITY)
+    tl.debug_barrier()
+    rest += tl.sum(tl.where(hot, 0, (weights * UNIT).to(tl.int64)), 0)
+    rest = tl.where(counts_rest, rest, 0)
+    shift = tl.where((tl.load(field_ptr + FLAGS) & WORDS) != 0, 0, SHIFT)
+    high = key_of(most, shift) + 1
+    if count <= CAPACITY:
+        source = (logits_ptr, word_ptr, field_ptr, position, vocab_size, value_ptr, scaled_ptr, id_ptr, count)
+        floor, last = find_border(source, scale, (key_of(cut, shift), high), shift, rest, CHUNK)
+        tl.store(token_ptr, draw_candidate(source, scale, floor, last, CHUNK, FAST))
+    else:
+        source = (logits_ptr, word_ptr, field_ptr, position, vocab_size, value_ptr, scaled_ptr, id_ptr, vocab_size)
+        everything = (key_of(cut * 0 + float("-inf"), shift), high)
+        floor, last = find_border(source, scale, everything, shift, rest * 0, WIDE_CHUNK)
+        tl.store(token_ptr, -1)
+    tl.store(floor_ptr, floor)
+    tl.store(last_ptr, last)
 
 
 @triton.jit(
-    do_not_specialize=["vocab_size"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"]
-)  # fmt: skip
-def scan_kernel(
-    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, tops_ptr, bin_ptr, done_ptr, cut_ptr, top_ptr,
-    stride_logits, stride_words, vocab_size, WIDTH: tl.constexpr, TILES: tl.constexpr,
+    do_not_specialize=["vocab_size", "num_tiles", "each"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"]
+)
+def filter_kernel(
+    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr, hot_ptr, value_ptr, scaled_ptr,
+    id_ptr, done_ptr, floor_ptr, last_ptr, token_ptr, stride_logits, stride_words, vocab_size, num_tiles, each,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, WIDE_CHUNK: tl.constexpr,
+    SHIFT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, tile): its tokens go into the sequence's histogram; the last finds `cut` and `top` [S]."""
-    s, tile, num_tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    """Program (sequence, part): `each` of the sequence's tiles; the last to finish does the rest.
+
+    SHIFT: how many low bits of a float32 are never used by the type of the logits.
+    """
+    s, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(row_ptr + s).to(tl.int64)
     field_ptr += row * NUM_FIELDS
     if (tl.load(field_ptr + FLAGS) & FILTERS) == 0:
         return
-    index = tile * WIDTH + tl.arange(0, WIDTH)
-    x = adjusted_logits(
-        logits_ptr + s * stride_logits, word_ptr + row * stride_words, field_ptr, tl.load(position_ptr + s), index,
-        vocab_size,
-    )  # fmt: skip
-    tl.store(tops_ptr + s * num_tiles + tile, tl.max(x, 0))
-    counts = tl.histogram(bin_of(x), BINS, mask=index < vocab_size)
-    bin_ptr += s * BINS
-    b = tl.arange(0, BINS)
-    tl.atomic_add(bin_ptr + b, counts, mask=counts > 0, sem="relaxed")
-    tl.debug_barrier()  # all threads have added before one of them says so
-    if tl.atomic_add(done_ptr + s, 1, sem="acq_rel") == num_tiles - 1:
-        t = tl.arange(0, TILES)
-        top = tl.max(tl.load(tops_ptr + s * num_tiles + t, mask=t < num_tiles, other=float("-inf")), 0)
-        tl.store(cut_ptr + s, find_cut(bin_ptr, field_ptr, top, vocab_size))
-        tl.store(top_ptr + s, top)
-        tl.store(bin_ptr + b, tl.zeros([BINS], tl.int32))  # as the next step expects it
-        tl.store(done_ptr + s, 0)
-
-
-@triton.jit(
-    do_not_specialize=["vocab_size"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"]
-)  # fmt: skip
-def search_kernel(
-    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, cut_ptr, top_ptr, value_ptr, id_ptr, count_ptr, rest_ptr,
-    done_ptr, floor_ptr, last_ptr, stride_logits, stride_words, vocab_size,
-    WIDTH: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """Program (sequence, tile): writes down its candidates; the last finds the border, `floor` and `last` [S].
-
-    SHIFT: how many low bits of a float32 are never used by the type of the logits.
-    """
-    s, tile, num_tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    row = tl.load(row_ptr + s).to(tl.int64)
-    field_ptr += row * NUM_FIELDS
-    flags = tl.load(field_ptr + FLAGS)
-    if (flags & FILTERS) == 0:
-        return
     logits_ptr += s * stride_logits
     word_ptr += row * stride_words
-    value_ptr += s * CAPACITY
-    id_ptr += s * CAPACITY
-    position, temperature = tl.load(position_ptr + s), float_field(field_ptr, TEMPERATURE)
-    index = tile * WIDTH + tl.arange(0, WIDTH)
-    x = adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size)
-    z = divide(x, temperature)
-    cut, most = tl.load(cut_ptr + s), tl.load(top_ptr + s)
-    top = tl.max(divide(tl.zeros([1], tl.float32) + most, temperature), 0)
-    floor = top + tl.log(float_field(field_ptr, MIN_P))
-    alive = (index < vocab_size) & (z >= floor)
-    taken = alive & (x >= cut)
-    place = tl.cumsum(taken.to(tl.int32), 0)
-    count = tl.max(place, 0)
-    if count > 0:
-        place += tl.atomic_add(count_ptr + s, count, sem="relaxed") - 1
-        kept = taken & (place < CAPACITY)
-        tl.store(value_ptr + place, x, mask=kept)
-        tl.store(id_ptr + place, index, mask=kept)
-    if float_field(field_ptr, TOP_P) < 1:
-        tl.atomic_add(rest_ptr + s, tl.sum(tl.where(alive & (x < cut), weight(z, top), 0), 0), sem="relaxed")
-    tl.debug_barrier()
-    if tl.atomic_add(done_ptr + s, 1, sem="acq_rel") == num_tiles - 1:
-        count, rest = tl.load(count_ptr + s), tl.load(rest_ptr + s)
-        count = tl.where(count > CAPACITY, vocab_size, count)
-        shift = tl.where((flags & WORDS) != 0, 0, SHIFT)
-        source = (logits_ptr, word_ptr, field_ptr, position, vocab_size, value_ptr, id_ptr, count)
-        bounds = (key_of(cut, shift), key_of(most, shift) + 1)
-        floor, last = find_border(source, (temperature, top), floor, bounds, shift, rest, CHUNK)
-        tl.store(floor_ptr + s, floor)
-        tl.store(last_ptr + s, last)
-        tl.store(count_ptr + s, 0)  # as the next step expects it
-        tl.store(rest_ptr + s, rest * 0)
-        tl.store(done_ptr + s, 0)
+    num_groups = num_tiles * (WIDTH // GROUP)
+    largest_ptr += s * num_groups
+    weight_ptr += s * num_groups
+    position = tl.load(position_ptr + s)
+    inverse = 1.0 / float_field(field_ptr, TEMPERATURE)
+    tiles = (logits_ptr, word_ptr, field_ptr, position, vocab_size)
+    for tile in range(part * each, tl.minimum(part * each + each, num_tiles)):
+        scan_tile(tiles, inverse, tile, largest_ptr, weight_ptr, WIDTH)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    if tl.atomic_add(done_ptr + s, 1, sem="acq_rel") == tl.num_programs(1) - 1:
+        tl.store(done_ptr + s, 0)  # as the next step expects it
+        places = (value_ptr + s * CAPACITY, scaled_ptr + s * CAPACITY, id_ptr + s * CAPACITY)
+        source = (logits_ptr, word_ptr, field_ptr, position, vocab_size, places[0], places[1], places[2])
+        finish_row(
+            source, largest_ptr, weight_ptr, hot_ptr + s * num_groups, floor_ptr + s, last_ptr + s, token_ptr + s,
+            num_groups, GROUPS, CAPACITY, CHUNK, WIDE_CHUNK, SHIFT, FAST,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
 class FilterWorkspace:
-    """What the launches tell each other, for S sequences at most. Its counters are zero between two steps."""
+    """What programs tell each other, and what they find, for S sequences at most."""
 
-    tops: torch.Tensor  # [S, tiles] float32
-    bins: torch.Tensor  # [S, BINS] int32
-    done: torch.Tensor  # [S] int32, programs that have finished
-    cut: torch.Tensor  # [S] float32
-    top: torch.Tensor  # [S] float32
+    largest: torch.Tensor  # [S, groups] float32, the largest logit of each group of tokens
+    weights: torch.Tensor  # [S, groups] float32
+    hot: torch.Tensor  # [S, groups] int32, groups that reach above the cut
     values: torch.Tensor  # [S, CAPACITY] float32, candidates' logits
+    scaled: torch.Tensor  # [S, CAPACITY] float32, over the temperature
     ids: torch.Tensor  # [S, CAPACITY] int32
-    count: torch.Tensor  # [S] int32
-    rest: torch.Tensor  # [S] int64, weight of what is below the cut
+    done: torch.Tensor  # [S] int32, programs that have finished; zero between two steps
     floor: torch.Tensor  # [S] float32, the border: a logit over the temperature
     last: torch.Tensor  # [S] int32, the last id that survives among those at the border
+    tokens: torch.Tensor  # [S] int32, what was drawn; -1: nothing yet
 
     @classmethod
     def allocate(cls, num_seqs: int, vocab_size: int, device: torch.device) -> FilterWorkspace:
-        """For steps of up to `num_seqs` sequences: about 74 KB for each."""
+        """For steps of up to `num_seqs` sequences: about 160 KB for each, with 152,000 tokens."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(num_seqs, *shape, dtype=dtype, device=device)
 
+        groups = triton.cdiv(vocab_size, TILE) * (TILE // GROUP.value)
         return cls(
-            tops=zeros(triton.cdiv(vocab_size, TILE), dtype=torch.float32),
-            bins=zeros(BINS.value),
-            done=zeros(),
-            cut=zeros(dtype=torch.float32),
-            top=zeros(dtype=torch.float32),
+            largest=zeros(groups, dtype=torch.float32),
+            weights=zeros(groups, dtype=torch.float32),
+            hot=zeros(groups),
             values=zeros(CAPACITY, dtype=torch.float32),
+            scaled=zeros(CAPACITY, dtype=torch.float32),
             ids=zeros(CAPACITY),
-            count=zeros(),
-            rest=zeros(dtype=torch.int64),
+            done=zeros(),
             floor=zeros(dtype=torch.float32),
             last=zeros(),
+            tokens=zeros(),
         )
 
 
@@ -208,10 +254,11 @@ def filter_logits(
     positions: torch.Tensor,
     work: FilterWorkspace,
 ) -> None:
-    """Find what survives the filters of each sequence that has FILTERS: `work.floor` and `work.last`.
+    """Find what survives the filters of each sequence that has FILTERS, and draw from it.
 
-    A token survives if its logit (with bias and penalties) over the temperature is above `floor`, or equal to it and
-    its id is `last` at most. Entries of sequences without filters are left as they are.
+    A token survives if its logit (with bias and penalties) over the temperature is above `work.floor`, or equal to it
+    and its id is `work.last` at most. `work.tokens` is the draw, or -1 where there were too many candidates for it.
+    Entries of sequences without filters are left as they are.
 
     Args:
         logits: [S, V], any float dtype, rows contiguous.
@@ -219,14 +266,11 @@ def filter_logits(
         rows: [S] int32. positions: [S] int32, index of the token to draw in its sequence.
     """
     num_seqs, vocab_size = logits.shape
-    grid = (num_seqs, triton.cdiv(vocab_size, TILE))
-    strides = (logits.stride(0), words.stride(0), vocab_size)
-    scan_kernel[grid](
-        logits, fields, words, rows, positions, work.tops, work.bins, work.done, work.cut, work.top, *strides,
-        WIDTH=TILE, TILES=triton.next_power_of_2(grid[1]), num_warps=8,
-    )  # fmt: skip
-    search_kernel[grid](
-        logits, fields, words, rows, positions, work.cut, work.top, work.values, work.ids, work.count, work.rest,
-        work.done, work.floor, work.last, *strides,
-        WIDTH=TILE, CAPACITY=CAPACITY, CHUNK=CHUNK, SHIFT=UNUSED_BITS[logits.dtype], num_warps=8,
+    num_tiles = triton.cdiv(vocab_size, TILE)
+    each = triton.cdiv(num_tiles * num_seqs, max(PROGRAMS, num_seqs))
+    filter_kernel[(num_seqs, triton.cdiv(num_tiles, each))](
+        logits, fields, words, rows, positions, work.largest, work.weights, work.hot, work.values, work.scaled, work.ids,
+        work.done, work.floor, work.last, work.tokens, logits.stride(0), words.stride(0), vocab_size, num_tiles, each,
+        WIDTH=TILE, GROUPS=triton.next_power_of_2(work.largest.shape[1]), CAPACITY=CAPACITY, CHUNK=CHUNK,
+        WIDE_CHUNK=WIDE_CHUNK, SHIFT=UNUSED_BITS[logits.dtype], FAST=not triton.knobs.runtime.interpret, num_warps=8,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from folovllm.kernels.activation import silu_and_mul_kernel
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel
 from folovllm.kernels.decode_plan import plan_kernel
 from folovllm.kernels.draw_tokens import draw_kernel
-from folovllm.kernels.filter_logits import CAPACITY, CHUNK, scan_kernel, search_kernel
+from folovllm.kernels.filter_logits import CAPACITY, CHUNK, WIDE_CHUNK, filter_kernel
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_kernel
 from folovllm.kernels.penalties import count_drawn_kernel
 from folovllm.kernels.prefill import prefill_config, prefill_kernel
@@ -40,14 +40,14 @@ HQ, HKV = 16, 8
 
 def pointer_type(name: str, dtype: str) -> str:
     """The element type behind a kernel's pointer argument."""
-    if name in ("slot_ptr", "position_ptr", "token_ptr", "last_token_ptr", "input_ptr", "rest_ptr"):
+    if name in ("slot_ptr", "position_ptr", "token_ptr", "last_token_ptr", "input_ptr"):
         return "*i64"
     if name in ("table_ptr", "start_ptr", "len_ptr", "item_ptr", "header_ptr", "queue_ptr", "done_ptr", "at_ptr",
                 "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr", "row_ptr", "word_ptr", "draws_ptr",
-                "bin_ptr", "count_ptr", "id_ptr", "last_ptr"):  # fmt: skip
+                "hot_ptr", "id_ptr", "last_ptr", "drawn_ptr", "token_ptr:filter"):  # fmt: skip
         return "*i32"
-    if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr", "tops_ptr", "cut_ptr", "top_ptr",
-                "value_ptr", "floor_ptr", "sum_ptr:decode"):  # fmt: skip
+    if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr", "largest_ptr",
+                "weight_ptr:filter", "value_ptr", "scaled_ptr", "floor_ptr", "sum_ptr:decode"):  # fmt: skip
         return "*fp32"
     return f"*{dtype}"
 
@@ -60,8 +60,8 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
         if name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
-            decodes = ":decode" if kernel is decode_kernel and name == "sum_ptr" else ""
-            signature[name] = pointer_type(name + decodes, dtype)
+            own = {decode_kernel: {"sum_ptr": ":decode"}, filter_kernel: {"weight_ptr": ":filter", "token_ptr": ":filter"}}
+            signature[name] = pointer_type(name + own.get(kernel, {}).get(name, ""), dtype)
         else:
             signature[name] = "fp32" if name in ("scale", "eps", "stream_eps") else "i32"
         aligned = signature[name].startswith("*") or (name.startswith("stride") and name != "stride_table")
@@ -103,9 +103,9 @@ def kernels_of_m6(capability: int, head_dim: int, block_size: int):
         return
     yield gumbel_max_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
     yield best_of_tiles_kernel, {"WIDTH": 64, "KEEP": True}, 1, 3
-    yield scan_kernel, {"WIDTH": TILE, "TILES": 64}, 8, 3
     shift = 16 if capability >= 80 else 13
-    yield search_kernel, {"WIDTH": TILE, "CAPACITY": CAPACITY, "CHUNK": CHUNK, "SHIFT": shift}, 8, 3
+    sizes = {"GROUPS": 8192, "CAPACITY": CAPACITY, "CHUNK": CHUNK, "WIDE_CHUNK": WIDE_CHUNK}
+    yield filter_kernel, {"WIDTH": TILE, **sizes, "SHIFT": shift, "FAST": True}, 8, 3
     yield draw_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
     yield count_drawn_kernel, {"WIDTH": 128, "ALL": True}, 4, 3
     lines = {"TOKEN": 0, "ROW": 1, "SEQ_LEN": 2, "NEW_BLOCK": 7}
