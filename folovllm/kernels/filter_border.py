@@ -17,6 +17,7 @@ from folovllm.kernels.penalties import adjusted_logits, float_field
 
 UNIT = tl.constexpr(float(1 << 40))  # the weight of the most likely token; a sum over 2^22 tokens fits 63 bits
 LAST_ID = tl.constexpr(0x7FFFFFFF)
+LOWEST = tl.constexpr(-0x80000000)  # below every key
 SEED_LOW, SEED_HIGH = tl.constexpr(int(RowField.SEED_LOW)), tl.constexpr(int(RowField.SEED_HIGH))
 TOP_K, TOP_P = tl.constexpr(int(RowField.TOP_K)), tl.constexpr(int(RowField.TOP_P))
 
@@ -81,7 +82,7 @@ def border(row, scale, floor, target, bounds, shift, WEIGH: tl.constexpr, CHUNK:
     the least candidate.
     """
     low, high = bounds
-    while low + 1 < high:
+    while low < high - 1:
         middle = (low >> 1) + (high >> 1) + (low & high & 1)  # their sum may not fit
         if at_or_above(row, scale, floor, middle, shift, WEIGH, CHUNK) >= target:
             low = middle
@@ -107,7 +108,7 @@ def last_of_ties(row, scale, value, target, CHUNK: tl.constexpr):
     needed = (target - tl.sum(above, 0) + each - 1) // each
     all_stay = needed >= tl.sum(ties, 0)
     low, high = tl.where(all_stay, LAST_ID - 1, -1), tl.where(all_stay, LAST_ID, row[4] - 1)
-    while low + 1 < high:
+    while low < high - 1:
         middle = low + (high - low) // 2
         count = tl.zeros([CHUNK], tl.int64)
         for start in range(0, row[8], CHUNK):
@@ -132,7 +133,7 @@ def find_border(row, scale, bounds, shift, rest, CHUNK: tl.constexpr):
     if (top_k > 0) & (top_k < vocab_size):
         floor = tl.maximum(floor, border(row, scale, floor, top_k.to(tl.int64), bounds, shift, False, CHUNK))
     if top_p < 1:
-        total = rest + at_or_above(row, scale, floor, bounds[0], shift, True, CHUNK)
+        total = rest + at_or_above(row, scale, floor, LOWEST, shift, True, CHUNK)
         target = (total.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
         floor = border(row, scale, floor, target, bounds, shift, True, CHUNK)
         last = last_of_ties(row, scale, floor, target, CHUNK)

@@ -1,11 +1,11 @@
 """Which tokens of a row survive min_p, top_k and top_p, without sorting; and the draw among them.
 
-What survives is always "more likely than a border, and of those exactly at the border the lower ids". One launch finds it:
+What survives is always "more likely than a border, and of those exactly at the border the lower ids". Two launches:
 
-1. Several programs share a row. They leave the largest logit of each GROUP of tokens, and what the group weighs.
-2. Whoever finishes last goes on alone. From the groups it knows a *cut* below which certainly nothing survives; it looks
-   again at the few groups that reach above, and writes down their tokens above the cut, the candidates.
-3. It finds the border among the candidates (`filter_border`) and draws from those that survive.
+1. `scan`: several programs share a row. They leave the largest logit of each GROUP of tokens, and what the group weighs.
+2. `finish`: one program a row. From the groups it knows a *cut* below which certainly nothing survives; it looks again at
+   the few groups that reach above, and writes down their tokens above the cut, the candidates. It finds the border among
+   them (`filter_border`) and draws from those that survive.
 
 With too many candidates to write down it finds the border all the same, only slower, and leaves the draw to `draw_tokens`.
 Logits tie often (bfloat16 has 16 bits), so a border is exact, not a number between two logits. Rows without filters cost
@@ -26,27 +26,44 @@ from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, WORDS, adjust
 
 TILE = 4096  # tokens that a program looks at in one go
 PROGRAMS = 512  # about as many as one launch has, each with some tiles of a row
+SCAN_WARPS, WARPS = 8, 16  # of a program that scans, and of the one that finishes a row
 CAPACITY = 8192  # candidates that a row can write down
-CHUNK, WIDE_CHUNK = 1024, 4096  # candidates looked at in one go, if they are written down and if not
+CHUNK, WIDE_CHUNK = 512, 4096  # candidates looked at in one go, if they are written down and if not
 UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # of a float32 that holds such a number
 
 GROUP = tl.constexpr(32)  # tokens
 GATHER = tl.constexpr(2048)  # tokens of groups that reach above the cut, looked at in one go
+LIKELY = tl.constexpr(512)  # coarse keys between the largest logit and the cut: four octaves
 LOWEST_KEY = tl.constexpr(-32641)  # the coarse key of -inf
 TEMPERATURE, MIN_P = tl.constexpr(int(RowField.TEMPERATURE)), tl.constexpr(int(RowField.MIN_P))
 
 
-@triton.jit
-def scan_tile(row, inverse, tile, largest_ptr, weight_ptr, WIDTH: tl.constexpr):
-    """Leave the largest logit of each group of a tile, and the sum of exp((logit - largest) / temperature)."""
-    logits_ptr, word_ptr, field_ptr, position, vocab_size = row
-    g = tile * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
-    index = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size)  # [groups, GROUP]
-    largest = tl.max(x, 1)
-    base = tl.where(largest > float("-inf"), largest, 0.0)
-    tl.store(largest_ptr + g, largest)
-    tl.store(weight_ptr + g, tl.sum(tl.exp((x - base[:, None]) * inverse), 1))
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
+def scan_kernel(
+    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr, stride_logits, stride_words,
+    vocab_size, num_tiles, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, part): every so-manieth of the sequence's tiles.
+
+    Leaves the largest logit of each group, and the sum of exp((logit - largest) / temperature), [S, groups] each.
+    """
+    s, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(row_ptr + s).to(tl.int64)
+    field_ptr += row * NUM_FIELDS
+    if (tl.load(field_ptr + FLAGS) & FILTERS) == 0:
+        return
+    out, position = s * num_tiles * (WIDTH // GROUP), tl.load(position_ptr + s)
+    inverse = 1.0 / float_field(field_ptr, TEMPERATURE)
+    for tile in range(part, num_tiles, tl.num_programs(1)):
+        g = tile * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
+        index = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        x = adjusted_logits(
+            logits_ptr + s * stride_logits, word_ptr + row * stride_words, field_ptr, position, index, vocab_size
+        )  # [groups, GROUP]
+        largest = tl.max(x, 1)
+        base = tl.where(largest > float("-inf"), largest, 0.0)
+        tl.store(largest_ptr + out + g, largest)
+        tl.store(weight_ptr + out + g, tl.sum(tl.exp((x - base[:, None]) * inverse), 1))
 
 
 @triton.jit
@@ -72,8 +89,8 @@ def find_cut(largest, weights, top, target, inverse, BY_COUNT: tl.constexpr):
     """
     keys, alone = coarse_key(largest), tl.exp((largest - top) * inverse)
     low, high = tl.full([], LOWEST_KEY, tl.int32), coarse_key(top) + 1
-    while low + 1 < high:
-        middle = (low + high) >> 1
+    middle = tl.maximum(high - LIKELY, low)  # a first guess
+    while low < high - 1:
         if BY_COUNT:
             above = tl.where(keys >= middle, 1.0, 0.0)
         else:
@@ -83,6 +100,7 @@ def find_cut(largest, weights, top, target, inverse, BY_COUNT: tl.constexpr):
             low = middle
         else:
             high = middle
+        middle = (low + high) >> 1
     return least_of_key(low)
 
 
@@ -134,13 +152,28 @@ def write_down(row, scale, cut, hot_ptr, num_hot, CAPACITY: tl.constexpr):
     return count, tl.sum(rest, 0)
 
 
-@triton.jit
-def finish_row(
-    row, largest_ptr, weight_ptr, hot_ptr, floor_ptr, last_ptr, token_ptr, num_groups, GROUPS: tl.constexpr,
+@triton.jit(do_not_specialize=["num_groups"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
+def finish_kernel(
+    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr, hot_ptr, value_ptr, scaled_ptr,
+    id_ptr, floor_ptr, last_ptr, token_ptr, stride_logits, stride_words, vocab_size, num_groups, GROUPS: tl.constexpr,
     CAPACITY: tl.constexpr, CHUNK: tl.constexpr, WIDE_CHUNK: tl.constexpr, SHIFT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """From a row's groups to its border and its token."""
-    logits_ptr, word_ptr, field_ptr, position, vocab_size, value_ptr, scaled_ptr, id_ptr = row
+    """Program (sequence): from the groups to the border, [S] floor and last, and the token [S].
+
+    SHIFT: how many low bits of a float32 are never used by the type of the logits.
+    """
+    s = tl.program_id(0).to(tl.int64)
+    row_index = tl.load(row_ptr + s).to(tl.int64)
+    field_ptr += row_index * NUM_FIELDS
+    if (tl.load(field_ptr + FLAGS) & FILTERS) == 0:
+        return
+    row = (
+        logits_ptr + s * stride_logits, word_ptr + row_index * stride_words, field_ptr, tl.load(position_ptr + s),
+        vocab_size, value_ptr + s * CAPACITY, scaled_ptr + s * CAPACITY, id_ptr + s * CAPACITY,
+    )  # fmt: skip
+    largest_ptr += s * num_groups
+    weight_ptr += s * num_groups
+    hot_ptr += s * num_groups
     g = tl.arange(0, GROUPS)
     largest = tl.load(largest_ptr + g, mask=g < num_groups, other=float("-inf"))
     temperature, most = float_field(field_ptr, TEMPERATURE), tl.max(largest, 0)
@@ -156,57 +189,17 @@ def finish_row(
     rest += tl.sum(tl.where(hot, 0, (weights * UNIT).to(tl.int64)), 0)
     rest = tl.where(counts_rest, rest, 0)
     shift = tl.where((tl.load(field_ptr + FLAGS) & WORDS) != 0, 0, SHIFT)
-    high = key_of(most, shift) + 1
+    bounds = (key_of(cut, shift), key_of(most, shift) + 1)
     if count <= CAPACITY:
-        source = (logits_ptr, word_ptr, field_ptr, position, vocab_size, value_ptr, scaled_ptr, id_ptr, count)
-        floor, last = find_border(source, scale, (key_of(cut, shift), high), shift, rest, CHUNK)
-        tl.store(token_ptr, draw_candidate(source, scale, floor, last, CHUNK, FAST))
+        source = (row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], count)
+        floor, last = find_border(source, scale, bounds, shift, rest, CHUNK)
+        tl.store(token_ptr + s, draw_candidate(source, scale, floor, last, CHUNK, FAST))
     else:
-        source = (logits_ptr, word_ptr, field_ptr, position, vocab_size, value_ptr, scaled_ptr, id_ptr, vocab_size)
-        everything = (key_of(cut * 0 + float("-inf"), shift), high)
-        floor, last = find_border(source, scale, everything, shift, rest * 0, WIDE_CHUNK)
-        tl.store(token_ptr, -1)
-    tl.store(floor_ptr, floor)
-    tl.store(last_ptr, last)
-
-
-@triton.jit(
-    do_not_specialize=["vocab_size", "num_tiles", "each"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"]
-)
-def filter_kernel(
-    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr, hot_ptr, value_ptr, scaled_ptr,
-    id_ptr, done_ptr, floor_ptr, last_ptr, token_ptr, stride_logits, stride_words, vocab_size, num_tiles, each,
-    WIDTH: tl.constexpr, GROUPS: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, WIDE_CHUNK: tl.constexpr,
-    SHIFT: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Program (sequence, part): `each` of the sequence's tiles; the last to finish does the rest.
-
-    SHIFT: how many low bits of a float32 are never used by the type of the logits.
-    """
-    s, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.load(row_ptr + s).to(tl.int64)
-    field_ptr += row * NUM_FIELDS
-    if (tl.load(field_ptr + FLAGS) & FILTERS) == 0:
-        return
-    logits_ptr += s * stride_logits
-    word_ptr += row * stride_words
-    num_groups = num_tiles * (WIDTH // GROUP)
-    largest_ptr += s * num_groups
-    weight_ptr += s * num_groups
-    position = tl.load(position_ptr + s)
-    inverse = 1.0 / float_field(field_ptr, TEMPERATURE)
-    tiles = (logits_ptr, word_ptr, field_ptr, position, vocab_size)
-    for tile in range(part * each, tl.minimum(part * each + each, num_tiles)):
-        scan_tile(tiles, inverse, tile, largest_ptr, weight_ptr, WIDTH)
-    tl.debug_barrier()  # all threads have stored before one of them says so
-    if tl.atomic_add(done_ptr + s, 1, sem="acq_rel") == tl.num_programs(1) - 1:
-        tl.store(done_ptr + s, 0)  # as the next step expects it
-        places = (value_ptr + s * CAPACITY, scaled_ptr + s * CAPACITY, id_ptr + s * CAPACITY)
-        source = (logits_ptr, word_ptr, field_ptr, position, vocab_size, places[0], places[1], places[2])
-        finish_row(
-            source, largest_ptr, weight_ptr, hot_ptr + s * num_groups, floor_ptr + s, last_ptr + s, token_ptr + s,
-            num_groups, GROUPS, CAPACITY, CHUNK, WIDE_CHUNK, SHIFT, FAST,
-        )  # fmt: skip
+        source = (row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], vocab_size)
+        floor, last = find_border(source, scale, bounds, shift, rest * 0, WIDE_CHUNK)
+        tl.store(token_ptr + s, -1)
+    tl.store(floor_ptr + s, floor)
+    tl.store(last_ptr + s, last)
 
 
 @dataclass(slots=True)
@@ -219,7 +212,6 @@ class FilterWorkspace:
     values: torch.Tensor  # [S, CAPACITY] float32, candidates' logits
     scaled: torch.Tensor  # [S, CAPACITY] float32, over the temperature
     ids: torch.Tensor  # [S, CAPACITY] int32
-    done: torch.Tensor  # [S] int32, programs that have finished; zero between two steps
     floor: torch.Tensor  # [S] float32, the border: a logit over the temperature
     last: torch.Tensor  # [S] int32, the last id that survives among those at the border
     tokens: torch.Tensor  # [S] int32, what was drawn; -1: nothing yet
@@ -228,21 +220,20 @@ class FilterWorkspace:
     def allocate(cls, num_seqs: int, vocab_size: int, device: torch.device) -> FilterWorkspace:
         """For steps of up to `num_seqs` sequences: about 160 KB for each, with 152,000 tokens."""
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(num_seqs, *shape, dtype=dtype, device=device)
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(num_seqs, *shape, dtype=dtype, device=device)
 
         groups = triton.cdiv(vocab_size, TILE) * (TILE // GROUP.value)
         return cls(
-            largest=zeros(groups, dtype=torch.float32),
-            weights=zeros(groups, dtype=torch.float32),
-            hot=zeros(groups),
-            values=zeros(CAPACITY, dtype=torch.float32),
-            scaled=zeros(CAPACITY, dtype=torch.float32),
-            ids=zeros(CAPACITY),
-            done=zeros(),
-            floor=zeros(dtype=torch.float32),
-            last=zeros(),
-            tokens=zeros(),
+            largest=empty(groups, dtype=torch.float32),
+            weights=empty(groups, dtype=torch.float32),
+            hot=empty(groups),
+            values=empty(CAPACITY, dtype=torch.float32),
+            scaled=empty(CAPACITY, dtype=torch.float32),
+            ids=empty(CAPACITY),
+            floor=empty(dtype=torch.float32),
+            last=empty(),
+            tokens=empty(),
         )
 
 
@@ -266,11 +257,19 @@ def filter_logits(
         rows: [S] int32. positions: [S] int32, index of the token to draw in its sequence.
     """
     num_seqs, vocab_size = logits.shape
-    num_tiles = triton.cdiv(vocab_size, TILE)
-    each = triton.cdiv(num_tiles * num_seqs, max(PROGRAMS, num_seqs))
-    filter_kernel[(num_seqs, triton.cdiv(num_tiles, each))](
-        logits, fields, words, rows, positions, work.largest, work.weights, work.hot, work.values, work.scaled, work.ids,
-        work.done, work.floor, work.last, work.tokens, logits.stride(0), words.stride(0), vocab_size, num_tiles, each,
-        WIDTH=TILE, GROUPS=triton.next_power_of_2(work.largest.shape[1]), CAPACITY=CAPACITY, CHUNK=CHUNK,
-        WIDE_CHUNK=WIDE_CHUNK, SHIFT=UNUSED_BITS[logits.dtype], FAST=not triton.knobs.runtime.interpret, num_warps=8,
+    num_groups, strides = work.largest.shape[1], (logits.stride(0), words.stride(0), vocab_size)
+    scan_kernel[parts(num_seqs, vocab_size)](
+        logits, fields, words, rows, positions, work.largest, work.weights, *strides, triton.cdiv(vocab_size, TILE),
+        WIDTH=TILE, num_warps=SCAN_WARPS,
     )  # fmt: skip
+    finish_kernel[(num_seqs,)](
+        logits, fields, words, rows, positions, work.largest, work.weights, work.hot, work.values, work.scaled, work.ids,
+        work.floor, work.last, work.tokens, *strides, num_groups, GROUPS=triton.next_power_of_2(num_groups),
+        CAPACITY=CAPACITY, CHUNK=CHUNK, WIDE_CHUNK=WIDE_CHUNK, SHIFT=UNUSED_BITS[logits.dtype],
+        FAST=not triton.knobs.runtime.interpret, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def parts(num_seqs: int, vocab_size: int) -> tuple[int, int]:
+    """A grid of programs (sequence, part) that share the tiles: enough for a GPU, and few where they just return."""
+    return num_seqs, min(triton.cdiv(vocab_size, TILE), max(PROGRAMS // num_seqs, 1))

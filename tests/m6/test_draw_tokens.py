@@ -140,12 +140,11 @@ class TestFilters:
         assert all(0 <= token < 300 for token in draw.tokens())
 
     def test_a_step_leaves_nothing_behind(self) -> None:
-        """The counters are zero again: the next step, with other rows, finds what it would have found alone."""
+        """The next step, with other logits, finds what it would have found alone."""
         params = [SamplingParams(**chosen) for chosen in EVERY_FILTER]
         state = state_for(params, 300)
         draw = Draw(spread(len(params), 300, 5), state)
         draw.tokens()
-        assert not draw.work.done.any()
         second = Draw(spread(len(params), 300, 6), state)
         second.work = draw.work
         assert second.tokens() == second.expected()[1]
