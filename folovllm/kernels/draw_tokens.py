@@ -55,14 +55,15 @@ def plain_kernel(
     tl.store(at_ptr + out, tl.where(found, at, first))
 
 
-@triton.jit(
-    do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"]
-)
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
 def special_kernel(
     logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, floor_ptr, last_ptr, drawn_ptr, best_ptr, at_ptr,
     stride_logits, stride_words, vocab_size, num_tiles, WIDTH: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, part): the other rows, every so-manieth tile; what is drawn already is just passed on."""
+    """Program (sequence, part) takes tiles as in `scan_kernel`, of rows that are not plain.
+
+    What `filter_logits` has drawn already is passed on.
+    """
     s = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + s).to(tl.int64)
     field_ptr += row * NUM_FIELDS

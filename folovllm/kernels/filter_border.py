@@ -105,7 +105,7 @@ def last_of_ties(row, scale, value, target, CHUNK: tl.constexpr):
         above += tl.where(inside & (z > value), weight(z, scale[1]), 0)
         ties += (inside & (z == value)).to(tl.int64)
     each = tl.maximum(tl.max(weight(tl.zeros([1], tl.float32) + value, scale[1]), 0), 1)
-    needed = (target - tl.sum(above, 0) + each - 1) // each
+    needed = tl.maximum((target - tl.sum(above, 0) + each - 1) // each, 1)
     all_stay = needed >= tl.sum(ties, 0)
     low, high = tl.where(all_stay, LAST_ID - 1, -1), tl.where(all_stay, LAST_ID, row[4] - 1)
     while low < high - 1:

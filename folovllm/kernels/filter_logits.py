@@ -43,9 +43,9 @@ def scan_kernel(
     logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr, stride_logits, stride_words,
     vocab_size, num_tiles, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, part): every so-manieth of the sequence's tiles.
+    """Program (sequence, part) takes every tile of the sequence whose number leaves the rest `part`.
 
-    Leaves the largest logit of each group, and the sum of exp((logit - largest) / temperature), [S, groups] each.
+    It stores the largest logit of each group, and the sum of exp((logit - largest) / temperature): [S, groups] each.
     """
     s, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(row_ptr + s).to(tl.int64)

@@ -14,7 +14,6 @@ which rows it draws for and at which position:
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,18 +37,14 @@ class DrawState:
         """`sampler` draws in place of the kernels; without a GPU one always does."""
         self.fields = torch.zeros(num_rows + 1, len(RowField), dtype=torch.int32, device=device)
         self.words = torch.zeros(num_rows + 1, vocab_size, dtype=torch.int32, device=device)
-        self._sampler = sampler or (None if device.type == "cuda" else Sampler())
-
-    @cached_property
-    def _work(self) -> FilterWorkspace:
-        from folovllm.kernels.filter_logits import FilterWorkspace
-
-        return FilterWorkspace.allocate(len(self.fields), self.words.shape[1], self.fields.device)
+        kernels = device.type == "cuda" and sampler is None
+        self._work = _workspace(num_rows + 1, vocab_size, device) if kernels else None
+        self._sampler = sampler or Sampler()
 
     def set_rows(self, buffer: torch.Tensor, num_rows: int, num_with_words: int) -> None:
         """Take over a `DrawUpdate`; its `buffer` is on the device. All else that was known of these rows is forgotten."""
-        split = num_rows * (1 + len(RowField))
-        lines, entries = buffer[:split].view(num_rows, -1), buffer[split:].view(3, -1)
+        width = 1 + len(RowField)
+        lines, entries = buffer[: num_rows * width].view(num_rows, width), buffer[num_rows * width :].view(3, -1)
         rows = lines[:, 0].long()
         self.fields[rows] = lines[:, 1:]
         self.words.index_fill_(0, rows[:num_with_words], 0)
@@ -74,7 +69,7 @@ class DrawState:
         Returns:
             [S] int64.
         """
-        if self._sampler is None:
+        if self._work is not None:
             from folovllm.kernels.draw_tokens import draw_tokens
 
             kept = None if keep is None else (keep, rows)
@@ -88,7 +83,7 @@ class DrawState:
 
     def note(self, tokens: torch.Tensor, rows: torch.Tensor, draws: torch.Tensor | None = None) -> None:
         """Count the drawn `tokens` [S] int64 in the words of their `rows` [S] int32; `draws` [S] bool: whether each counts."""
-        if self._sampler is None:
+        if self._work is not None:
             from folovllm.kernels.penalties import count_drawn
 
             count_drawn(tokens, rows, draws, self.fields, self.words)
@@ -97,6 +92,13 @@ class DrawState:
         word = self.words[at, tokens]
         counted = (self.fields[at, RowField.FLAGS] & WORDS != 0) & (word & COUNT < COUNT)
         self.words[at, tokens] = word + (counted if draws is None else counted & draws).int()
+
+
+def _workspace(num_seqs: int, vocab_size: int, device: torch.device) -> FilterWorkspace:
+    """What the kernels work in; it is there before anything is recorded."""
+    from folovllm.kernels.filter_logits import FilterWorkspace
+
+    return FilterWorkspace.allocate(num_seqs, vocab_size, device)
 
 
 def sampling_batch(fields: torch.Tensor, positions: torch.Tensor) -> SamplingBatch:

@@ -18,12 +18,12 @@ class LogprobsBuffer:
     @classmethod
     def allocate(cls, num_seqs: int, num_logprobs: int, device: torch.device | str) -> LogprobsBuffer:
         """For up to `num_seqs` sequences and K = `num_logprobs`; in host memory it is pinned where there is a GPU."""
-        options = {"device": device, "pin_memory": str(device) == "cpu" and torch.cuda.is_available()}
+        pinned = str(device) == "cpu" and torch.cuda.is_available()
         shape = (num_seqs, 1 + num_logprobs)
         return cls(
-            ids=torch.zeros(shape, dtype=torch.int64, **options),
-            values=torch.zeros(shape, dtype=torch.float32, **options),
-            ranks=torch.zeros(num_seqs, dtype=torch.int64, **options),
+            ids=torch.zeros(shape, dtype=torch.int64, device=device, pin_memory=pinned),
+            values=torch.zeros(shape, dtype=torch.float32, device=device, pin_memory=pinned),
+            ranks=torch.zeros(num_seqs, dtype=torch.int64, device=device, pin_memory=pinned),
         )
 
     def first(self, num_seqs: int) -> LogprobsBuffer:

@@ -68,7 +68,11 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
             signature[name] = own or pointer_type(name, dtype)
         else:
             signature[name] = "fp32" if name in ("scale", "eps", "stream_eps") else "i32"
-        aligned = signature[name].startswith("*") or name == "vocab_size" or (name.startswith("stride") and name != "stride_table")
+        aligned = (
+            signature[name].startswith("*")
+            or name == "vocab_size"
+            or (name.startswith("stride") and name != "stride_table")
+        )
         if aligned and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)

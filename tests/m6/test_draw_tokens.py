@@ -32,8 +32,10 @@ EVERY_FILTER = [
     {"top_k": 40, "top_p": 0.7, "min_p": 0.02, "temperature": 0.6},
     {"top_p": 0.5, "temperature": 3.0},
     {"top_k": 5, "temperature": 0.0},
-    {"top_k": 10**6, "top_p": 1e-6},
+    {"top_k": 10**6, "top_p": 1e-15},
 ]
+
+FEW_FILTERS = [EVERY_FILTER[i] for i in (2, 3, 7, 8, 9, 11)]
 
 
 def state_for(params: list[SamplingParams], vocab_size: int, prompt=(), answer=(), ends=(), bias=None) -> DrawState:
@@ -100,15 +102,15 @@ class TestFilters:
         assert torch.equal(draw.survivors(), kept > -torch.inf)
         assert draw.tokens() == tokens
 
-    @pytest.mark.parametrize("levels", [1, 2, 5])
+    @pytest.mark.parametrize("levels", [1, 3])
     def test_ties_at_the_border(self, levels: int) -> None:
         """top_k keeps all that equal the last; top_p the lower ids of them, in whatever order they were written down.
 
         Beside float64: the float32 sum over thousands of equal probabilities is wrong by a few of them.
         """
         vocab_size = filters.TILE + 200
-        logits = torch.randint(0, levels, (len(EVERY_FILTER), vocab_size), generator=torch.manual_seed(1)).float()
-        draw = Draw(logits, state_for([SamplingParams(**chosen) for chosen in EVERY_FILTER], vocab_size))
+        logits = torch.randint(0, levels, (len(FEW_FILTERS), vocab_size), generator=torch.manual_seed(1)).float()
+        draw = Draw(logits, state_for([SamplingParams(**chosen) for chosen in FEW_FILTERS], vocab_size))
         batch = sampling_batch(draw.state.fields[draw.rows.long()], draw.positions)
         kept = Sampler().filter(draw.logits.double(), batch)
         assert torch.equal(draw.survivors(), kept > -torch.inf)
@@ -116,15 +118,15 @@ class TestFilters:
     def test_more_candidates_than_can_be_written_down(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(filters, "CAPACITY", 16)
         vocab_size = 700
-        params = [SamplingParams(**chosen, repetition_penalty=1.3) for chosen in EVERY_FILTER]
+        params = [SamplingParams(**chosen, repetition_penalty=1.3) for chosen in FEW_FILTERS]
         draw = Draw(spread(len(params), vocab_size, 2), state_for(params, vocab_size, answer=range(0, 700, 3)))
         kept, tokens = draw.expected()
         assert torch.equal(draw.survivors(), kept > -torch.inf)
         assert draw.tokens() == tokens
 
-    @pytest.mark.parametrize(("scale", "shift"), [(1e-3, 0.0), (30.0, 0.0), (1.0, 500.0), (1.0, -500.0), (1e4, 0.0)])
+    @pytest.mark.parametrize(("scale", "shift"), [(1e-3, 0.0), (30.0, -500.0), (1e4, 500.0)])
     def test_logits_of_any_size(self, scale: float, shift: float) -> None:
-        params = [SamplingParams(**chosen) for chosen in EVERY_FILTER]
+        params = [SamplingParams(**chosen) for chosen in FEW_FILTERS]
         draw = Draw(spread(len(params), 300, 3) * scale + shift, state_for(params, 300))
         kept, tokens = draw.expected()
         assert torch.equal(draw.survivors(), kept > -torch.inf)
@@ -141,7 +143,7 @@ class TestFilters:
 
     def test_a_step_leaves_nothing_behind(self) -> None:
         """The next step, with other logits, finds what it would have found alone."""
-        params = [SamplingParams(**chosen) for chosen in EVERY_FILTER]
+        params = [SamplingParams(**chosen) for chosen in FEW_FILTERS]
         state = state_for(params, 300)
         draw = Draw(spread(len(params), 300, 5), state)
         draw.tokens()
@@ -149,7 +151,7 @@ class TestFilters:
         second.work = draw.work
         assert second.tokens() == second.expected()[1]
 
-    def test_a_tile_at_a_time_costs_nothing_for_plain_rows(self) -> None:
+    def test_plain_rows_leave_the_workspace_alone(self) -> None:
         """They write nothing, not even their borders."""
         draw = Draw(spread(3, 300, 7), state_for([SamplingParams(), SamplingParams(temperature=0.0)] * 2, 300))
         draw.work.floor.fill_(7.0)
