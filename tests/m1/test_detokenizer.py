@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from tests.helpers import tiny_tokenizer
+from tests.tiny import worked_case
 
 TOKENIZER = tiny_tokenizer()  # one token a byte, so that every character but ASCII comes in pieces
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -33,7 +34,27 @@ class Words:
         return " ".join(f"w{i}" for i in ids)
 
 
+def deltas_of(detokenizer: IncrementalDetokenizer, tokens: list[int]) -> list[str]:
+    """What `advance` returns after each token."""
+    deltas = []
+    for token in tokens:
+        detokenizer.append(token)
+        deltas.append(detokenizer.advance())
+    return deltas
+
+
 class TestAdvance:
+    def test_a_worked_case(self) -> None:
+        words = Words()
+        got = {
+            "é, whose two bytes are a token each": deltas_of(new(), TOKENIZER.encode("aéb")),
+            "tokens 0 to 5 of a decoder that joins words": deltas_of(IncrementalDetokenizer(words), list(range(6))),
+            "were more than four tokens ever decoded at once?": words.longest > 4,
+        }
+        answers = [["a", "", "é", "b"], ["w0", " w1", " w2", " w3", " w4", " w5"], False]
+        says = "what each token adds to the text: half a character nothing, and a word the space before it"
+        worked_case("m1.7", got, dict(zip(got, answers, strict=True)), says)
+
     def test_a_character_of_four_bytes_comes_at_once(self) -> None:
         detokenizer, deltas = new(), []
         for token in TOKENIZER.encode("a😀b"):

@@ -12,6 +12,7 @@ from folovllm.engine.stop import check_stop_conditions
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence, SequenceStatus
 from tests.helpers import tiny_checkpoint
+from tests.tiny import worked_case
 
 STOPPED, LENGTH = SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH
 EOS = frozenset({1, 2})
@@ -39,6 +40,27 @@ def sequence(answer: list[int], max_tokens: int = 9, found: str | None = None, *
 
 
 class TestCheckStopConditions:
+    def test_a_worked_case(self) -> None:
+        early = sequence([7], found="x", stop=["x"], min_tokens=2)
+        cases = {
+            "[7, 8]": sequence([7, 8]),
+            "[7, 1], 1 is the end of text": sequence([7, 1]),
+            "the same, and 2 tokens are allowed": sequence([7, 1], max_tokens=2),
+            "the same, and min_tokens is 3": sequence([7, 1], min_tokens=3),
+            "[7, 8], 2 fit into the context, 9 were asked for": sequence([7, 8], max_tokens=2),
+            "[7, 8], 8 is in stop_token_ids": sequence([7, 8], stop_token_ids=[8]),
+            "a stop string, earlier than min_tokens": early,
+        }
+        cases["[7, 8], 2 fit into the context, 9 were asked for"].params.max_tokens = 9
+        got: dict[str, object] = {}
+        for name, seq in cases.items():
+            status = check_stop_conditions(seq)
+            got[name] = status and [status.value, seq.stop_reason]
+        got["is it skipped for good?"] = early.detokenizer.skips == 1  # type: ignore[attr-defined]
+        answers = [None, ["stop", None], ["stop", None], None, ["length", None], ["stop", 8], None, True]
+        says = "for each answer None (go on), or how it ended and its stop_reason"
+        worked_case("m1.6", got, dict(zip(got, answers, strict=True)), says)
+
     def test_goes_on(self) -> None:
         assert check_stop_conditions(sequence([7, 8])) is None
 

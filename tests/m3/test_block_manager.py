@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from folovllm.cache.block_manager import BlockManager
 from folovllm.request import Sequence
 from tests.sequences import make_seq
+from tests.tiny import worked_case
 
 
 def holding(kv: BlockManager, *block_ids: int, computed: int = 0) -> Sequence:
@@ -33,6 +34,10 @@ def free_ids(kv: BlockManager) -> list[int]:
 
 class TestSlots:
     """m3.1"""
+
+    def test_a_worked_case(self) -> None:
+        says = "tokens 2 to 5 of the table [5, 1], four places a block: 5 * 4 + 2, 5 * 4 + 3, then 1 * 4 + 0, 1 * 4 + 1"
+        worked_case("m3.1", BlockManager.slots([5, 1], 4, 2, 6).tolist(), [22, 23, 4, 5], says)
 
     def test_pages_in_order(self) -> None:
         assert BlockManager.slots([0, 1, 2], 4, 0, 10).tolist() == list(range(10))
@@ -73,6 +78,21 @@ class TestSlots:
 class TestAllocate:
     """m3.2"""
 
+    def test_a_worked_case(self) -> None:
+        """Six blocks of four tokens. One sequence has block 3, with four tokens in it, another has nothing."""
+        kv, new = BlockManager(6, 4), make_seq(5)
+        old = holding(kv, 3, computed=4)
+        kv.allocate(old, 4)
+        kv.allocate(new, 5)
+        got = {
+            "8 tokens, of which 4 lie in block 3": old.block_table,
+            "5 tokens": new.block_table,
+            "holders of each block": [block.ref_count for block in kv.blocks],
+            "tokens computed so far": old.num_computed_tokens,
+        }
+        says = "8 tokens fill two blocks, 5 need two; the free ones are 0, 1, 2, 4, 5; nothing was computed by it"
+        worked_case("m3.2", got, dict(zip(got, [[3, 0], [1, 2], [1, 1, 1, 1, 0, 0], 4], strict=True)), says)
+
     @pytest.mark.parametrize(("tokens", "pages"), [(1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
     def test_as_many_pages_as_the_tokens_fill(self, tokens: int, pages: int) -> None:
         kv, seq = BlockManager(8, 16), make_seq(tokens)
@@ -108,6 +128,23 @@ class TestAllocate:
 
 class TestMayAppend:
     """m3.3"""
+
+    def test_a_worked_case(self) -> None:
+        """Blocks of four tokens; blocks 2 and 3 are taken."""
+        kv, got = BlockManager(6, 4), {}
+        seq, other = holding(kv, 2, computed=3), holding(kv, 3, computed=1)
+        kv.may_append(seq, 1)
+        got["a fourth token"] = list(seq.block_table)
+        seq.num_computed_tokens = 4
+        kv.may_append(seq, 1)
+        got["a fifth"] = list(seq.block_table)
+        kv.may_append(seq, 1)
+        got["the fifth again, because the step did not run"] = list(seq.block_table)
+        kv.may_append(other, 9)
+        got["nine after the first"] = list(other.block_table)
+        answers = [[2], [2, 0], [2, 0], [3, 1, 4]]
+        says = "as many blocks as the tokens need and no more: 4 tokens fill one, 5 need two, 10 need three"
+        worked_case("m3.3", got, dict(zip(got, answers, strict=True)), says)
 
     def grow(self, kv: BlockManager, seq: Sequence, tokens: int = 1) -> None:
         kv.may_append(seq, tokens)
@@ -150,6 +187,17 @@ class TestMayAppend:
 
 class TestDeallocate:
     """m3.4"""
+
+    def test_a_worked_case(self) -> None:
+        """Six blocks. One sequence holds 4, 1 and 5, and another holds 1 too."""
+        kv = BlockManager(6, 4)
+        seq = holding(kv, 4, 1, 5, computed=12)
+        holding(kv, 1, computed=4)
+        kv.deallocate(seq)
+        got = {"its table": seq.block_table, "holders of each block": [block.ref_count for block in kv.blocks]}
+        got |= {"free, next one first": free_ids(kv)}
+        says = "the last block goes first, to the end of the free list (0, 2, 3); block 1 has another holder and stays"
+        worked_case("m3.4", got, dict(zip(got, [[], [0, 1, 0, 0, 0, 0], [0, 2, 3, 5, 4]], strict=True)), says)
 
     def test_everything_is_free_again(self) -> None:
         kv = BlockManager(4, 4)
