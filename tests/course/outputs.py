@@ -4,6 +4,7 @@ Run it after a change of a worked case or of a wrong answer; the course's tests 
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ Cases = dict[str, dict[str, Any]]  # worked case: {wrong answer: what it gives t
 
 def main(ids: list[str]) -> None:
     """Run the wrong answers to the exercises chosen, to all if none is, and write a file for each exercise."""
+    os.environ["TRITON_INTERPRET"] = "1"  # before the farm loads Triton; so do the course's tests
     course = Course(Path(__file__).resolve().parents[2])
     chosen = [e for e in course.exercises if not ids or e.id in ids or e.id.partition(".")[0] in ids]
     with Farm() as farm:
@@ -26,7 +28,11 @@ def main(ids: list[str]) -> None:
             cases = collected(farm, [job for job in wrong if job.exercise == exercise.id])
             course.outputs_file(exercise).write_text(as_json(cases), encoding="utf-8")
             unnamed = [name for case in cases for name, output in cases[case].items() if not named(case, output)]
-            silent = [job.wrong for job in wrong if job.exercise == exercise.id and not any(job.wrong in c for c in cases.values())]
+            silent = [
+                job.wrong
+                for job in wrong
+                if job.exercise == exercise.id and not any(job.wrong in c for c in cases.values())
+            ]
             print(f"{exercise.id}: as others {unnamed}, right in the worked case {silent}", flush=True)
 
 

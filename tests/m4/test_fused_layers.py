@@ -14,6 +14,7 @@ from folovllm.models.fused import fuse
 from folovllm.models.fused_layer import LateNormDecoderLayer, fuse_layers
 from tests.helpers import FAMILIES, Driver, assert_logits_equal, prompts, tiny_checkpoint
 from tests.m4.cases import DEVICE, assert_close
+from tests.tiny import worked_case
 
 DTYPES = [torch.float32, torch.float16]
 
@@ -23,6 +24,17 @@ def norm(size, dtype):
     layer = RMSNorm(size).to(DEVICE, dtype)
     torch.nn.init.normal_(layer.weight, 1.0, 0.2)
     return layer.requires_grad_(False)
+
+
+def test_a_worked_case_of_add_rms_norm():
+    """Two tokens, sums [1, 1, 5] and [5, 1, 1]: the mean of their squares is 9, and eps is 16, so the root is 5."""
+    x, residual = torch.zeros(2, 5, device=DEVICE), torch.zeros(4, 3, device=DEVICE)  # rows 5 and 3 apart
+    x[:, :3] = torch.tensor([[0.0, 3.0, 1.0], [1.0, 1.0, 1.0]])
+    residual[:2] = torch.tensor([[1.0, -2.0, 4.0], [4.0, 0.0, 0.0]])
+    normed, total = add_rms_norm(x[:, :3], residual[:2], torch.tensor([1.0, 10.0, 1.0], device=DEVICE), 16.0)
+    expected = {"sum": [[1.0, 1.0, 5.0], [5.0, 1.0, 1.0]], "out": [[0.2, 2.0, 1.0], [1.0, 2.0, 0.2]]}
+    says = "[0, 3, 1] + [1, -2, 4] and [1, 1, 1] + [4, 0, 0], over sqrt(27 / 3 + 16) = 5, times the weights [1, 10, 1]"
+    worked_case("m4.6", {"sum": total, "out": normed}, expected, says)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,6 +5,7 @@ import torch
 
 from folovllm.kernels.store import store_kvcache
 from tests.m4.cases import DEVICE
+from tests.tiny import worked_case
 
 
 def cache(num_blocks, block_size, heads, dim, dtype=torch.float32):
@@ -21,6 +22,21 @@ def stored(key, value, kv_cache, slots):
             expected[0, slot // block_size, slot % block_size] = key[token]
             expected[1, slot // block_size, slot % block_size] = value[token]
     return expected
+
+
+def test_a_worked_case():
+    """Tokens 1, 2, 3 with two heads of one number, 10 * token + head; two blocks of two places, full of 7."""
+    keys = torch.tensor([[10.0, 11.0, 0.0], [20.0, 21.0, 0.0], [30.0, 31.0, 0.0]], device=DEVICE)
+    values = torch.zeros(5, 2, device=DEVICE)
+    values[:3] = -keys[:, :2]
+    kv_cache = cache(2, 2, heads=2, dim=1)
+    slots = torch.tensor([2, -1, 1], device=DEVICE)
+    store_kvcache(keys[:, :2, None], values[:3, :, None], kv_cache, slots)
+    keys, values = kv_cache.flatten(3).flatten(1, 2)
+    expected = [[7.0, 7.0], [30.0, 31.0], [10.0, 11.0], [7.0, 7.0]]
+    minus = [[7.0, 7.0], [-30.0, -31.0], [-10.0, -11.0], [7.0, 7.0]]
+    says = "token 1 goes to slot 2, token 2 nowhere (-1), token 3 to slot 1, with both heads; a row for each slot"
+    worked_case("m4.2", {"keys": keys, "values": values}, {"keys": expected, "values": minus}, says)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
