@@ -1,15 +1,54 @@
 """Exercise m2.1: WAITING -> RUNNING -> FINISHED_*, and nothing else."""
 
+from collections.abc import Callable
+
 import pytest
 
 from folovllm.request import SequenceStatus
 from tests.sequences import make_seq
+from tests.tiny import worked_case
 
 WAITING, RUNNING = SequenceStatus.WAITING, SequenceStatus.RUNNING
 ENDS = [status for status in SequenceStatus if status.is_finished]
 
 
+def ended_with(call: Callable[..., None], *arguments: object) -> str:
+    """The name of the exception that a call ended with, or "no error"."""
+    try:
+        call(*arguments)
+    except Exception as error:
+        return type(error).__name__
+    return "no error"
+
+
 class TestTransitions:
+    def test_a_worked_case_of_start(self) -> None:
+        waiting, ended = make_seq(), make_seq()
+        ended.status = SequenceStatus.FINISHED_LENGTH
+        got = {
+            "one that waits": [ended_with(waiting.start), waiting.status.value],
+            "one that has ended": [ended_with(ended.start), ended.status.value],
+        }
+        says = "who waits runs afterwards; from any other status it is an error, and nothing changes"
+        worked_case("m2.1 start", got, dict(zip(got, [["no error", "running"], ["ValueError", "length"]], strict=True)), says)
+
+    def test_a_worked_case_of_requeue(self) -> None:
+        """A prompt of 3 tokens, all computed, and one token of the answer."""
+        seq = make_seq(3)
+        seq.status, seq.num_computed_tokens = RUNNING, 3
+        seq.append_token(7)
+        seq.requeue()
+        got = {"status": seq.status.value, "tokens": seq.token_ids, "computed tokens": seq.num_computed_tokens}
+        expected = {"status": "waiting", "tokens": [10, 11, 12, 7], "computed tokens": 0}
+        worked_case("m2.1 requeue", got, expected, "its K/V is gone, its tokens stay: all four are to be computed again")
+
+    def test_a_worked_case_of_finish(self) -> None:
+        seq, got = make_seq(), []
+        for end in (RUNNING, SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_ABORTED):
+            got.append([ended_with(seq.finish, end), seq.status.value])
+        says = "RUNNING is no end; then it stops; an abort comes too late to change how it ended"
+        worked_case("m2.1 finish", got, [["ValueError", "waiting"], ["no error", "stop"], ["no error", "stop"]], says)
+
     def test_start(self) -> None:
         seq = make_seq()
         seq.start()

@@ -5,9 +5,23 @@ from hypothesis import strategies as st
 
 from folovllm.cache.slot_manager import SlotManager
 from tests.sequences import make_seq
+from tests.tiny import worked_case
 
 
 class TestReserve:
+    def test_a_worked_case(self) -> None:
+        """Two slots: a takes one and asks again, b takes the other, a asks once more, and c comes too late."""
+        slots, (a, b, c) = SlotManager(2, 100), [make_seq() for _ in "abc"]
+        table = a.block_table
+        got = {
+            "a, a, b, a, c": [slots.reserve(seq, 1) for seq in (a, a, b, a, c)],
+            "slots of a, b, c": [seq.block_table for seq in (a, b, c)],
+            "is a's table the list that it had?": a.block_table is table,
+        }
+        says = "the free slots are [1, 0], taken from the end; the number is appended to the table that is there"
+        answers = [[True, True, True, True, False], [[0], [1], []], True]
+        worked_case("m2.4", got, dict(zip(got, answers, strict=True)), says)
+
     def test_the_first_reservation_takes_a_slot(self) -> None:
         slots, seq = SlotManager(2, 100), make_seq()
         assert slots.reserve(seq, 3) is True
