@@ -36,7 +36,9 @@ class TestFlatten:
             "query_start_loc": [0, 1, 4],
             "logits_indices": [0, 3],
         }
-        worked_case("m2.5", got, expected, "token 5 of the sequence in slot 2, then tokens 0, 1, 2 of the one in slot 0")
+        worked_case(
+            "m2.5", got, expected, "token 5 of the sequence in slot 2, then tokens 0, 1, 2 of the one in slot 0"
+        )
 
     def test_one_prompt(self) -> None:
         assert lists(BATCH.flatten([item(3, 0, 3, slot=2)])) == {

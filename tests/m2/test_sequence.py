@@ -30,7 +30,9 @@ class TestTransitions:
             "one that has ended": [ended_with(ended.start), ended.status.value],
         }
         says = "who waits runs afterwards; from any other status it is an error, and nothing changes"
-        worked_case("m2.1 start", got, dict(zip(got, [["no error", "running"], ["ValueError", "length"]], strict=True)), says)
+        worked_case(
+            "m2.1 start", got, dict(zip(got, [["no error", "running"], ["ValueError", "length"]], strict=True)), says
+        )
 
     def test_a_worked_case_of_requeue(self) -> None:
         """A prompt of 3 tokens, all computed, and one token of the answer."""
@@ -40,7 +42,9 @@ class TestTransitions:
         seq.requeue()
         got = {"status": seq.status.value, "tokens": seq.token_ids, "computed tokens": seq.num_computed_tokens}
         expected = {"status": "waiting", "tokens": [10, 11, 12, 7], "computed tokens": 0}
-        worked_case("m2.1 requeue", got, expected, "its K/V is gone, its tokens stay: all four are to be computed again")
+        worked_case(
+            "m2.1 requeue", got, expected, "its K/V is gone, its tokens stay: all four are to be computed again"
+        )
 
     def test_a_worked_case_of_finish(self) -> None:
         seq, got = make_seq(), []

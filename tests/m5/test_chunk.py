@@ -8,6 +8,7 @@ from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.scheduler import chunk
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
+from tests.tiny import worked_case
 
 
 def sequence(num_tokens: int, computed: int = 0) -> Sequence:
@@ -17,6 +18,17 @@ def sequence(num_tokens: int, computed: int = 0) -> Sequence:
 
 
 class TestChunk:
+    def test_a_worked_case(self) -> None:
+        got = {
+            "10 tokens left, a budget of 4": chunk(sequence(10), 4),
+            "2 tokens left, a budget of 4": chunk(sequence(10, 8), 4),
+            "10 tokens left, a budget of 0": chunk(sequence(10), 0),
+            "10 tokens left, a budget of 4, a threshold of 3": chunk(sequence(10), 4, threshold=3),
+            "10 tokens left, a budget of 2, a threshold of 3": chunk(sequence(10), 2, threshold=3),
+        }
+        says = "what is left, what the budget has, and the threshold if there is one: the smallest of them"
+        worked_case("m5.5", got, dict(zip(got, [4, 2, 0, 3, 2], strict=True)), says)
+
     @pytest.mark.parametrize(
         ("tokens", "computed", "budget", "n"), [(10, 0, 16, 10), (10, 0, 4, 4), (10, 8, 4, 2), (10, 9, 4, 1)]
     )

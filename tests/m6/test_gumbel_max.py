@@ -7,6 +7,7 @@ import torch
 
 from folovllm.sample.noise import gumbel
 from tests.m6.devices import DEVICE
+from tests.tiny import worked_case
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
@@ -35,7 +36,37 @@ def rows(count: int, vocab_size: int, seed: int = 0) -> tuple[torch.Tensor, ...]
     return logits.to(DEVICE), temperature.to(DEVICE), seeds.to(DEVICE), positions.to(DEVICE)
 
 
+NAN = float("nan")
+# The noise of seed 0 at position 0, rounded: ids 0 to 3, 8 to 11 and TILE to TILE + 3.
+NOISE = {0: [0.1, 2.1, 1.2, 0.7], 8: [-1.4, -0.1, -0.7, -0.3], TILE: [2.6, 0.4, -1.2, 3.0]}
+
+
+def drawn(logits: list[float], temperature: float, before: int = 0, offset: int = 0) -> int:
+    """The id drawn of one row with seed 0 at position 0; `before` columns of -inf come before the logits."""
+    row = torch.cat((torch.full((before,), -torch.inf), torch.tensor(logits)))[None].to(DEVICE)
+    zero = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    return int(gumbel_max(row, torch.tensor([temperature], device=DEVICE), zero, zero, zero, offset))
+
+
 class TestGumbelMax:
+    def test_a_worked_case(self) -> None:
+        got = {
+            "[0.5, 0, 0.5, 0] at temperature 0": drawn([0.5, 0.0, 0.5, 0.0], 0.0),
+            "[1.5, 0, 0, 0] at temperature 0.5": drawn([1.5, 0.0, 0.0, 0.0], 0.5),
+            "[NaN, 1, 0, 0] at temperature 0": drawn([NAN, 1.0, 0.0, 0.0], 0.0),
+            "[-2e30, -1e30] at temperature 0": drawn([-2e30, -1e30], 0.0),
+            "four times -100 at temperature 1": drawn([-100.0] * 4, 1.0),
+            "[0, 0, 0, 0.3], which are ids 8 to 11, at temperature 1": drawn([0.0, 0.0, 0.0, 0.3], 1.0, offset=8),
+            f"-inf up to id {TILE}, then four times 0, at temperature 1": drawn([0.0] * 4, 1.0, before=TILE),
+        }
+        says = f"the id of the largest of logit / temperature + noise; the noise is {NOISE}, by the id where it begins"
+        worked_case("m6.5", got, dict(zip(got, [0, 0, 1, 1, 1, 11, TILE + 3], strict=True)), says)
+
+    def test_the_noise_of_the_worked_case(self) -> None:
+        noise = gumbel(torch.tensor([0]), torch.tensor([0]), TILE + 4)[0]
+        for first, numbers in NOISE.items():
+            assert [round(x, 1) for x in noise[first : first + 4].tolist()] == numbers, "as it is written above"
+
     @pytest.mark.parametrize("vocab_size", [1, 3, 4, 259, TILE - 1, TILE, TILE + 1, 2 * TILE + 7])
     def test_draws_as_the_sampler_does(self, vocab_size: int) -> None:
         logits, temperature, seeds, positions = rows(5, vocab_size, seed=vocab_size)

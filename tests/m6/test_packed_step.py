@@ -27,6 +27,7 @@ from folovllm.worker.packed_step import (
     choose_bucket,
     is_plain_decode,
 )
+from tests.tiny import worked_case
 
 CPU = torch.device("cpu")
 ROWS, BLOCK_SIZE, MAX_BLOCKS = 6, 4, 16
@@ -58,6 +59,11 @@ class Device:
 
 
 class TestChooseBucket:
+    def test_a_worked_case(self) -> None:
+        got = {f"{count} sequences": choose_bucket(count, [1, 2, 4, 8]) for count in (2, 3, 5, 9)}
+        says = "the smallest of the widths 1, 2, 4, 8 that holds them all; 0 if none does"
+        worked_case("m6.1", got, dict(zip(got, [2, 4, 8, 0], strict=True)), says)
+
     @pytest.mark.parametrize(("count", "width"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 0)])
     def test_is_the_smallest_that_holds_them(self, count: int, width: int) -> None:
         assert choose_bucket(count, [1, 2, 4, 8]) == width
@@ -76,6 +82,26 @@ class TestPackDecode:
         packer._temperature[4], packer._seeds[4] = 0.5, first.seed
         items = [item(first, 1), item(second, 1)]
         return packer.pack_decode(items, width), items
+
+    def test_a_worked_case(self) -> None:
+        """Width 3, six rows. The first fills page 8; the second's token is in flight, and begins page 1; then padding."""
+        first, second = sequence([5, 6, 7], row=4, temperature=0.5, seed=(3 << 32) + 9), sequence([1] * 4, row=2)
+        first.block_table, second.block_table = [8], [3, 1]
+        first.num_computed_tokens, second.num_computed_tokens, second.num_in_flight = 2, 4, 1
+        first.num_sent_blocks = second.num_sent_blocks = 1
+        packer = StepPacker(ROWS, BLOCK_SIZE)
+        packer._temperature[4], packer._seeds[4] = 0.5, (3 << 32) + 9
+        step = packer.pack_decode([item(first, 1), item(second, 1)], 3)
+        got = {field.name: step.fields[field].tolist() for field in Field}
+        got["TEMPERATURE"] = step.fields[Field.TEMPERATURE].view(np.float32).tolist()
+        got |= {"pages sent": [first.num_sent_blocks, second.num_sent_blocks], "buffer": str(step.flatten().dtype)}
+        expected = {
+            "TOKEN": [7, IN_FLIGHT, 0], "ROW": [4, 2, ROWS], "SEQ_LEN": [3, 5, 0], "QUERY_LEN": [1, 1, 0],
+            "TEMPERATURE": [0.5, 0.0, 0.0], "SEED_LOW": [9, 0, 0], "SEED_HIGH": [3, 0, 0],
+            "NEW_BLOCK": [NOTHING, 1, NOTHING], "pages sent": [1, 2], "buffer": "int32",
+        }  # fmt: skip
+        says = "a column for each of two sequences, and one of padding; lengths are those after the step"
+        worked_case("m6.3", got, expected, says)
 
     def test_columns_are_the_sequences(self) -> None:
         step, _ = self.decode()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from folovllm.distributed.layers import ShardedEmbedding
 from folovllm.distributed.sharded_runner import best_of_ranks
 from folovllm.distributed.sharding import shard_column, shard_qkv, shard_row, shard_vocab
+from tests.tiny import worked_case
 
 SIZES = [1, 2, 3, 4]
 
@@ -34,6 +35,18 @@ class InItsFile:
 
 
 class TestColumnAndRow:
+    def test_a_worked_case_of_column(self) -> None:
+        weight = InItsFile(numbered(4, 2))
+        got = {"part": shard_column(weight, 1, 2), "numbers read": weight.num_read}  # type: ignore[arg-type]
+        says = "rank 1 of 2 holds the last two of the rows [0, 1], [2, 3], [4, 5], [6, 7], and reads no others"
+        worked_case("m6.6 column", got, {"part": [[4.0, 5.0], [6.0, 7.0]], "numbers read": 4}, says)
+
+    def test_a_worked_case_of_row(self) -> None:
+        weight = InItsFile(numbered(2, 4))
+        got = {"part": shard_row(weight, 1, 2), "numbers read": weight.num_read}  # type: ignore[arg-type]
+        says = "rank 1 of 2 holds the last two columns of the rows [0, 1, 2, 3] and [4, 5, 6, 7], and reads no others"
+        worked_case("m6.6 row", got, {"part": [[2.0, 3.0], [6.0, 7.0]], "numbers read": 4}, says)
+
     @pytest.mark.parametrize("size", SIZES)
     def test_the_ranks_together_are_the_whole(self, size: int) -> None:
         weight, bias = numbered(24, 12), torch.arange(24.0)
@@ -68,6 +81,17 @@ class TestColumnAndRow:
 
 class TestQkv:
     DIM = 4
+
+    def test_a_worked_case(self) -> None:
+        """Heads of two rows, each row named 10 * head + row."""
+        four, two = torch.tensor([0, 1, 10, 11, 20, 21, 30, 31]), torch.tensor([0, 1, 10, 11])
+        got = {
+            "four heads on two ranks": [shard_qkv(four, 2, rank, 2) for rank in range(2)],
+            "two heads on four ranks": [shard_qkv(two, 2, rank, 4) for rank in range(4)],
+        }
+        answers = [[[0, 1, 10, 11], [20, 21, 30, 31]], [[0, 1], [0, 1], [10, 11], [10, 11]]]
+        says = "two whole heads each; where ranks are more than heads, neighbouring ranks share one"
+        worked_case("m6.7", got, dict(zip(got, answers, strict=True)), says)
 
     def heads(self, count: int, rank: int, size: int) -> list[int]:
         """Which of `count` heads the rank gets; each must come whole."""
@@ -107,6 +131,27 @@ class TestQkv:
 
 class TestVocabParallelEmbedding:
     VOCAB, WIDTH = 10, 3
+
+    def test_a_worked_case(self) -> None:
+        """Rows 10, 20, 30, 40 on two ranks, two each; all four ids are looked up. The sum is played by adding 100."""
+        got: dict[str, Any] = {}
+        for rank, rows in enumerate(([[10.0], [20.0]], [[30.0], [40.0]])):
+            layer, given = ShardedEmbedding.__new__(ShardedEmbedding), []
+            torch.nn.Module.__init__(layer)
+            layer.weight = torch.nn.Parameter(torch.tensor(rows, dtype=torch.bfloat16), requires_grad=False)
+
+            def all_reduce(part: torch.Tensor, given: list[torch.Tensor] = given) -> torch.Tensor:
+                given.append(part)
+                return part + 100
+
+            layer.group = SimpleNamespace(rank=rank, size=2, all_reduce=all_reduce)  # type: ignore[assignment]
+            out = layer(torch.arange(4))
+            got[f"rank {rank} gives"] = [part.flatten() for part in given]
+            got[f"rank {rank} returns"] = [out.flatten(), str(out.dtype)]
+        answers: list[Any] = [[[10.0, 20.0, 0.0, 0.0]], [[110.0, 120.0, 100.0, 100.0], "torch.bfloat16"]]
+        answers += [[[0.0, 0.0, 30.0, 40.0]], [[100.0, 100.0, 130.0, 140.0], "torch.bfloat16"]]
+        says = "each rank gives its own rows and zeros for the rest, in its weight's dtype, and returns the sum of all"
+        worked_case("m6.8", got, dict(zip(got, answers, strict=True)), says)
 
     def parts(self, ids: torch.Tensor, size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The whole embedding, and what each rank gives into the sum."""
@@ -150,6 +195,13 @@ class TestVocabParallelEmbedding:
 
 
 class TestVocabParallelArgmax:
+    def test_a_worked_case(self) -> None:
+        scores = torch.tensor([[1.0, 2.0, 0.0], [1.0, 2.0, 5.0], [0.0, 2.0, 5.0]])
+        ids = torch.tensor([[30, 9, 1], [10, 8, 40], [20, 7, 50]], dtype=torch.int32)
+        best, winners = best_of_ranks(scores, ids)
+        says = "column by column the best of three ranks; of 30 and 10, of 9, 8 and 7, of 40 and 50 the lowest id"
+        worked_case("m6.9", {"best": best, "ids": winners}, {"best": [1.0, 2.0, 5.0], "ids": [10, 7, 40]}, says)
+
     def test_is_that_of_the_whole_row(self) -> None:
         logits = torch.randn(7, 32, generator=torch.Generator().manual_seed(0))
         shares = logits.chunk(4, 1)

@@ -7,9 +7,29 @@ import torch
 
 from folovllm.worker.graph_runner import decode_buckets
 from folovllm.worker.step_graph import POISON, CudaGraph, RecordedGraph
+from tests.tiny import worked_case
 
 
 class TestRecordedGraph:
+    def test_a_worked_case_of_capture(self) -> None:
+        seen: list[list[int]] = []
+        graph = RecordedGraph(torch.tensor([1, 2]))
+        graph.capture(lambda x: seen.append(x.tolist()))
+        got = {"the work ran on": seen, "the input afterwards": graph.static_input}
+        says = "recording runs the work once, on what is in the static input, and poisons that afterwards"
+        worked_case("m6.2 capture", got, {"the work ran on": [[1, 2]], "the input afterwards": [POISON, POISON]}, says)
+
+    def test_a_worked_case_of_replay(self) -> None:
+        seen: list[object] = []
+        static, value = torch.tensor([1, 2]), torch.tensor([3, 4])
+        graph = RecordedGraph(static)
+        graph.capture(lambda x: seen.append([x.tolist(), x.data_ptr() == static.data_ptr()]))
+        seen.clear()
+        graph.replay(value)
+        got = {"ran on, in the static input": seen, "the input afterwards": static, "the caller's": value}
+        says = "a replay copies [3, 4] into the static input, runs there, and poisons it; the caller's tensor stays"
+        worked_case("m6.2 replay", got, dict(zip(got, [[[[3, 4], True]], [POISON, POISON], [3, 4]], strict=True)), says)
+
     def recorded(self) -> tuple[RecordedGraph, torch.Tensor]:
         graph, out = RecordedGraph(torch.zeros(3, dtype=torch.int32)), torch.zeros(3, dtype=torch.int32)
         graph.capture(lambda x: out.copy_(2 * x))

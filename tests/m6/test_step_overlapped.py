@@ -8,6 +8,7 @@ import pytest
 
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.engine.scheduler import SchedulerOutput
+from tests.tiny import worked_case
 
 
 class Script:
@@ -58,6 +59,22 @@ def run(*steps: str, waits: set[int] = frozenset(), turns: int = 0) -> tuple[lis
 
 
 class TestStepOverlapped:
+    def test_a_worked_case(self) -> None:
+        """Five turns, one with nothing to schedule; c must wait for b's tokens, and after d nobody is left."""
+        log, outputs, _ = run("a", "b", "c", "", "d", waits={2})
+        expected = [
+            *("schedule a", "start a"),
+            *("schedule b", "start b", "collect a"),
+            *("collect b", "schedule c", "start c"),
+            *("schedule", "collect c"),
+            *("schedule d", "start d", "collect d"),
+        ]
+        returned = [[], ["out a"], ["out b"], ["out c"], ["out d"]]
+        says = (
+            "schedule and start the next step, then take in the one before; c first waits; the last is not left behind"
+        )
+        worked_case("m6.4", {"log": log, "returned": outputs}, {"log": expected, "returned": returned}, says)
+
     def test_a_step_is_started_before_the_one_before_it_is_taken_in(self) -> None:
         log, outputs, loop = run("a", "b", turns=9)
         assert log == ["schedule a", "start a", "schedule b", "start b", "collect a"]
