@@ -60,26 +60,30 @@ class TestAdvance:
         for token in TOKENIZER.encode("a😀b"):
             detokenizer.append(token)
             deltas.append(detokenizer.advance())
-        assert deltas == ["a", "", "", "", "😀", "b"]
-        assert detokenizer.text == "a😀b"
+        assert deltas == ["a", "", "", "", "😀", "b"], (
+            "the first three of a character's four bytes show nothing, the fourth shows it whole"
+        )
+        assert detokenizer.text == "a😀b", "`text` is all that was shown"
 
     def test_spaces_between_words(self) -> None:
         detokenizer, deltas = IncrementalDetokenizer(Words()), []
         for token in range(4):
             detokenizer.append(token)
             deltas.append(detokenizer.advance())
-        assert deltas == ["w0", " w1", " w2", " w3"]
+        assert deltas == ["w0", " w1", " w2", " w3"], "each word but the first comes with the space before it"
 
     def test_several_tokens_at_once_and_none(self) -> None:
         detokenizer = IncrementalDetokenizer(Words())
-        assert detokenizer.advance() == ""
+        assert detokenizer.advance() == "", "nothing was appended: nothing is new"
         for token in range(3):
             detokenizer.append(token)
-        assert detokenizer.advance() == "w0 w1 w2"
-        assert detokenizer.advance() == ""
+        assert detokenizer.advance() == "w0 w1 w2", "three tokens at once give the text of all three"
+        assert detokenizer.advance() == "", "asked again with nothing appended: nothing is new"
         detokenizer.append(3)
-        assert detokenizer.advance() == " w3"
-        assert detokenizer.text == "w0 w1 w2 w3"
+        assert detokenizer.advance() == " w3", (
+            "the window did not move when nothing was new: the space before the word is still seen"
+        )
+        assert detokenizer.text == "w0 w1 w2 w3", "`text` is all that was shown"
 
     def test_the_window_stays_short(self) -> None:
         words = Words()
@@ -95,14 +99,18 @@ class TestAdvance:
         for token in [stray, *TOKENIZER.encode("ab")]:
             detokenizer.append(token)
             detokenizer.advance()
-        assert detokenizer.text == REPLACEMENT + "ab"
+        assert detokenizer.text == REPLACEMENT + "ab", (
+            "a byte that can never become a character is shown with what follows it"
+        )
 
     def test_tokens_without_text(self) -> None:
         detokenizer, deltas = new(), []
         for token in [*TOKENIZER.encode("a"), 257, *TOKENIZER.encode("b"), 258, 258, *TOKENIZER.encode("c")]:
             detokenizer.append(token)
             deltas.append(detokenizer.advance())
-        assert deltas == ["a", "", "b", "", "", "c"]
+        assert deltas == ["a", "", "b", "", "", "c"], (
+            "a special token has no text, and what follows is neither lost nor late"
+        )
 
     @given(texts)
     def test_deltas_add_up_and_hold_whole_characters(self, text: str) -> None:
@@ -110,9 +118,9 @@ class TestAdvance:
         for token in TOKENIZER.encode(text):
             detokenizer.append(token)
             deltas.append(detokenizer.advance())
-            assert REPLACEMENT not in deltas[-1]
-            assert detokenizer.text == "".join(deltas)
-        assert "".join(deltas) == text
+            assert REPLACEMENT not in deltas[-1], "half a character was shown"
+            assert detokenizer.text == "".join(deltas), "`text` is all that was shown so far"
+        assert "".join(deltas) == text, "the pieces add up to the text"
 
 
 class TestWholeDetokenizer:

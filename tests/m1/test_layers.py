@@ -134,10 +134,12 @@ class TestRotary:
 
     def test_cache_is_float32_cosines_then_sines(self) -> None:
         rotary = RotaryEmbedding(rope_frequencies(llama_config(), 32), 100)
-        assert rotary.cos_sin_cache.shape == (100, 32)
-        assert rotary.cos_sin_cache.dtype == torch.float32
+        assert rotary.cos_sin_cache.shape == (100, 32), "a row for each position: D/2 cosines, then D/2 sines"
+        assert rotary.cos_sin_cache.dtype == torch.float32, "angles of thousands need float32"
         torch.testing.assert_close(rotary.cos_sin_cache[3, 16], torch.tensor(3.0).sin())
-        assert "cos_sin_cache" not in rotary.state_dict()
+        assert "cos_sin_cache" not in rotary.state_dict(), (
+            "the table follows from the configuration: no checkpoint has it"
+        )
 
     def test_a_position_outside_is_an_error(self) -> None:
         rotary = RotaryEmbedding(rope_frequencies(llama_config(), 32), 100)
@@ -148,11 +150,17 @@ class TestRotary:
         modern = SimpleNamespace(rope_parameters={"rope_theta": 7.0, "rope_type": "default"})
         old = SimpleNamespace(rope_theta=7.0, rope_scaling=None)
         scaled = SimpleNamespace(rope_theta=7.0, rope_scaling={**LLAMA3}, max_position_embeddings=512)
-        assert rope_parameters(modern)["rope_theta"] == rope_parameters(old)["rope_theta"] == 7.0
-        assert torch.equal(rope_frequencies(modern, 16), rope_frequencies(old, 16))
+        assert rope_parameters(modern)["rope_theta"] == rope_parameters(old)["rope_theta"] == 7.0, (
+            "theta is found in the new place and in the old one"
+        )
+        assert torch.equal(rope_frequencies(modern, 16), rope_frequencies(old, 16)), (
+            "the same theta gives the same frequencies"
+        )
         modern_scaled = SimpleNamespace(rope_parameters={"rope_theta": 7.0, **LLAMA3}, max_position_embeddings=512)
-        assert torch.equal(rope_frequencies(scaled, 16), rope_frequencies(modern_scaled, 16))
-        assert not torch.equal(rope_frequencies(scaled, 16), rope_frequencies(old, 16))
+        assert torch.equal(rope_frequencies(scaled, 16), rope_frequencies(modern_scaled, 16)), (
+            "the same scaling gives the same frequencies, from either place"
+        )
+        assert not torch.equal(rope_frequencies(scaled, 16), rope_frequencies(old, 16)), "the scaling is not overlooked"
 
     @pytest.mark.parametrize("extra", [{"rope_type": "yarn", "factor": 4.0}, {"partial_rotary_factor": 0.5}])
     def test_what_is_not_built_in_is_refused(self, extra: dict[str, Any]) -> None:

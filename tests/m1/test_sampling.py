@@ -173,9 +173,15 @@ class TestFilters:
         logits = torch.randn(3, 17, generator=torch.Generator().manual_seed(seed)) * 3
         ids = torch.zeros(3, 1, dtype=torch.long)
         same = lambda ours, theirs: torch.equal(ours.isfinite(), theirs.isfinite())  # noqa: E731
-        assert same(apply_top_k_filtering(logits, torch.full((3,), k)), TopKLogitsWarper(k)(ids, logits))
-        assert same(apply_top_p_filtering(logits, torch.full((3,), p)), TopPLogitsWarper(p)(ids, logits))
-        assert same(apply_min_p_filtering(logits, torch.full((3,), m)), MinPLogitsWarper(m)(ids, logits))
+        assert same(apply_top_k_filtering(logits, torch.full((3,), k)), TopKLogitsWarper(k)(ids, logits)), (
+            "other tokens stay than with transformers' TopKLogitsWarper"
+        )
+        assert same(apply_top_p_filtering(logits, torch.full((3,), p)), TopPLogitsWarper(p)(ids, logits)), (
+            "other tokens stay than with transformers' TopPLogitsWarper"
+        )
+        assert same(apply_min_p_filtering(logits, torch.full((3,), m)), MinPLogitsWarper(m)(ids, logits)), (
+            "other tokens stay than with transformers' MinPLogitsWarper"
+        )
 
 
 class TestDraw:

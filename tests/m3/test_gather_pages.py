@@ -48,14 +48,16 @@ class TestGatherPages:
         table = [5, 0, 3]
         kv_cache, key, value = stored(table, 4, seq_len, 6)
         got_key, got_value = gather_pages(kv_cache, torch.tensor(table, dtype=torch.int32), seq_len)
-        assert got_key.shape == got_value.shape == (seq_len, 2, 4)
-        assert torch.equal(got_key, key)
-        assert torch.equal(got_value, value)
+        assert got_key.shape == got_value.shape == (seq_len, 2, 4), "a row for each token, and all heads of it"
+        assert torch.equal(got_key, key), "keys in the order of the tokens"
+        assert torch.equal(got_value, value), "values in the order of the tokens"
 
     def test_the_rest_of_the_table_means_nothing(self) -> None:
         kv_cache, key, _ = stored([2, 1], 4, 6, 3)
         table = torch.tensor([2, 1, 10**6, -7], dtype=torch.int32)  # no such pages: reading them would raise
-        assert torch.equal(gather_pages(kv_cache, table, 6)[0], key)
+        assert torch.equal(gather_pages(kv_cache, table, 6)[0], key), (
+            "only the first ceil(seq_len / B) entries of the table mean anything"
+        )
 
     def test_the_cache_stays_as_it_is(self) -> None:
         kv_cache, *_ = stored([0, 1], 4, 7, 2)
@@ -69,8 +71,8 @@ class TestGatherPages:
         table = data.draw(st.permutations(range(pages + 2)))[:pages]
         kv_cache, key, value = stored(table, block_size, seq_len, pages + 2)
         got_key, got_value = gather_pages(kv_cache, torch.tensor(table), seq_len)
-        assert torch.equal(got_key, key)
-        assert torch.equal(got_value, value)
+        assert torch.equal(got_key, key), "keys in the order of the tokens"
+        assert torch.equal(got_value, value), "values in the order of the tokens"
 
 
 class Written(TorchDispatchMode):

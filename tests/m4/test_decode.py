@@ -99,7 +99,7 @@ def test_one_chunk(block_size, first, last):
     position = torch.arange(first, last, device=DEVICE)
     key, value = paged.kv_cache[:, paged.block_tables[0, position // block_size], position % block_size, 0].double()
     if first == last:
-        assert not row_sum.any() and not acc.any()
+        assert not row_sum.any() and not acc.any(), "an empty chunk leaves the state as it starts"
         return
     scores = q.double() @ key.T * 0.25
     assert_close(row_max / LOG2_E, scores.amax(-1))
@@ -192,8 +192,12 @@ def test_merge_reads_past_the_l1_cache(like_a_gpu):
     """What other programs wrote may be stale in there, which no run in the interpreter shows."""
     sums, accs, row_sum, acc = (torch.ones(n, device=DEVICE) for n in (3, 48, 1, 16))
     merge_kernel[(1,)](torch.zeros_like(sums), sums, accs, row_sum, acc, 0, 3, 1, 1, 16)
-    assert like_a_gpu or DEVICE.type == "cuda"
-    assert all(caching == ir.CACHE_MODIFIER.CG for caching in like_a_gpu)
+    assert like_a_gpu or DEVICE.type == "cuda", (
+        "the partial results were not loaded with a mask: what is past the last chunk must not be read"
+    )
+    assert all(caching == ir.CACHE_MODIFIER.CG for caching in like_a_gpu), (
+        'the partial results are loaded with cache_modifier=".cg"'
+    )
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 24, 64])

@@ -47,9 +47,11 @@ def test_add_rms_norm(hidden, dtype):
     before = x.clone(), residual.clone()
     normed, total = add_rms_norm(x, residual, layer.weight, layer.eps)
     expected, expected_total = layer(x, residual)
-    assert torch.equal(total, expected_total)
+    assert torch.equal(total, expected_total), "the sum is x + residual, rounded to the model's dtype"
     assert_close(normed, expected)
-    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1]), (
+        "x and residual are the caller's: they stay as they were"
+    )
 
 
 def test_add_rms_norm_of_zeros_and_of_small_numbers():
@@ -58,7 +60,7 @@ def test_add_rms_norm_of_zeros_and_of_small_numbers():
     x = torch.zeros(2, 32, device=DEVICE)
     x[1] = 1e-3
     normed, _ = add_rms_norm(x, torch.zeros_like(x), layer.weight, 1e-6)
-    assert not normed[0].any()
+    assert not normed[0].any(), "eps keeps a row of zeros at zero"
     assert_close(normed[1], layer.weight * 1e-3 / (1e-6 + 1e-6) ** 0.5)
 
 
@@ -80,8 +82,12 @@ def test_norm_rounds_where_transformers_does(size, like_a_gpu):
     layer = norm(1000, torch.float16)
     x, residual = (size * torch.randn(4, 1000, device=DEVICE).half() for _ in range(2))
     normed, _ = add_rms_norm(x, residual, layer.weight, layer.eps)
-    assert (normed != layer(x, residual)[0]).float().mean() < 0.02
-    assert (rms_norm(x, layer.weight, layer.eps) != layer(x)).float().mean() < 0.02
+    assert (normed != layer(x, residual)[0]).float().mean() < 0.02, (
+        "with a residual: a rounding is missing or in the wrong place"
+    )
+    assert (rms_norm(x, layer.weight, layer.eps) != layer(x)).float().mean() < 0.02, (
+        "without a residual: a rounding is missing or in the wrong place"
+    )
 
 
 def test_add_rms_norm_of_rows_with_different_strides(like_a_gpu):
@@ -90,7 +96,7 @@ def test_add_rms_norm_of_rows_with_different_strides(like_a_gpu):
     x, residual = torch.randn(3, 100, device=DEVICE)[:, 20:60], torch.randn(3, 40, device=DEVICE)
     for first, second in ((x, residual), (residual, x)):
         normed, total = add_rms_norm(first, second, layer.weight, layer.eps)
-        assert torch.equal(total, x + residual)
+        assert torch.equal(total, x + residual), "each of the two has a stride of its own"
         assert_close(normed, layer(first, second)[0])
 
 

@@ -83,7 +83,9 @@ def test_rows_that_see_nothing_keep_no_weight():
     seen = torch.zeros(3, M, N, dtype=torch.bool, device=DEVICE)
     seen[1, : M // 2] = True
     row_max, row_sum, acc = run(q, keys, values, seen)
-    assert (row_sum[M // 2 :] == 0).all() and (acc[M // 2 :] == 0).all() and (row_max[M // 2 :] == LOWEST).all()
+    assert (row_sum[M // 2 :] == 0).all() and (acc[M // 2 :] == 0).all() and (row_max[M // 2 :] == LOWEST).all(), (
+        "a query that sees no key keeps the state that it had"
+    )
     expected, _ = reference(q[: M // 2], keys[1:2], values[1:2], seen[1:2, : M // 2])
     assert_close((acc / row_sum[:, None])[: M // 2], expected)
 
@@ -107,6 +109,6 @@ def test_weights_are_rounded_for_their_product_only():
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     assert_close(row_sum, weights.sum(-1))
     expected = weights.half().double() @ values[0].double()
-    assert (
-        acc - expected
-    ).norm() / expected.norm() < 5e-5  # 2e-4 were nothing rounded; one weight rounded otherwise: 3e-5
+    assert (acc - expected).norm() / expected.norm() < 5e-5, (
+        "only the weights that go into the product with float16 values are rounded to float16"
+    )  # 2e-4 were nothing rounded; one weight rounded otherwise: 3e-5

@@ -51,7 +51,7 @@ def test_each_token_goes_to_its_slot(block_size, heads, dim, dtype, slot_dtype):
     key, value = (torch.randn(len(slots), heads, dim, dtype=dtype, device=DEVICE) for _ in "kv")
     expected = stored(key, value, kv_cache, slots)
     store_kvcache(key, value, kv_cache, torch.tensor(slots, dtype=slot_dtype, device=DEVICE))
-    assert torch.equal(kv_cache, expected)
+    assert torch.equal(kv_cache, expected), "each token's heads at its slot, and nothing else in the cache changes"
 
 
 def test_padding_does_not_write_the_last_slot():
@@ -59,7 +59,7 @@ def test_padding_does_not_write_the_last_slot():
     kv_cache = cache(2, 4, 2, 16)
     key = value = torch.zeros(3, 2, 16, device=DEVICE)
     store_kvcache(key, value, kv_cache, torch.full((3,), -1, device=DEVICE))
-    assert (kv_cache == 7).all()
+    assert (kv_cache == 7).all(), "slot -1 writes nothing"
 
 
 def test_slices_of_one_projection():
@@ -69,14 +69,14 @@ def test_slices_of_one_projection():
     key, value = qkv[:, 2:4], qkv[:, 4:]
     expected = stored(key, value, kv_cache, slots)
     store_kvcache(key, value, kv_cache, torch.tensor(slots, device=DEVICE))
-    assert torch.equal(kv_cache, expected)
+    assert torch.equal(kv_cache, expected), "the rows of a slice are stride_key and stride_value apart"
 
 
 def test_nothing_to_store():
     """An empty batch launches nothing."""
     kv_cache = cache(1, 4, 1, 16)
     store_kvcache(*torch.empty(2, 0, 1, 16, device=DEVICE), kv_cache, torch.empty(0, dtype=torch.int64, device=DEVICE))
-    assert (kv_cache == 7).all()
+    assert (kv_cache == 7).all(), "no tokens, no writes"
 
 
 def test_keys_and_values_with_rows_of_different_strides():
@@ -85,7 +85,7 @@ def test_keys_and_values_with_rows_of_different_strides():
     kv_cache, slots = cache(2, 4, 2, 16), [6, 1, 4]
     expected = stored(keys[:, 1:3], values, kv_cache, slots)
     store_kvcache(keys[:, 1:3], values, kv_cache, torch.tensor(slots, device=DEVICE))
-    assert torch.equal(kv_cache, expected)
+    assert torch.equal(kv_cache, expected), "keys and values have a stride each"
 
 
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
@@ -96,5 +96,5 @@ def test_a_place_beyond_int32(slot_dtype, like_a_gpu):
     key, value = torch.arange(64, dtype=torch.int8, device=DEVICE).view(2, 2, 1, 16)
     store_kvcache(key, value, kv_cache, torch.tensor([5, 0], dtype=slot_dtype, device=DEVICE))
     for token, (block, within) in enumerate([(2, 1), (0, 0)]):
-        assert torch.equal(kv_cache[0, block, within], key[token])
-        assert torch.equal(kv_cache[1, block, within], value[token])
+        assert torch.equal(kv_cache[0, block, within], key[token]), "the key's place overflowed an int32"
+        assert torch.equal(kv_cache[1, block, within], value[token]), "the value's place overflowed an int32"
