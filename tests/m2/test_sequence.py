@@ -56,7 +56,7 @@ class TestTransitions:
     def test_start(self) -> None:
         seq = make_seq()
         seq.start()
-        assert seq.status is RUNNING
+        assert seq.status is RUNNING, "who waits runs afterwards"
 
     def test_requeue_keeps_the_tokens(self) -> None:
         seq = make_seq(3)
@@ -64,10 +64,14 @@ class TestTransitions:
         seq.num_computed_tokens = 3
         seq.append_token(7)
         seq.requeue()
-        assert seq.status is WAITING
-        assert (seq.num_computed_tokens, seq.num_uncomputed_tokens) == (0, 4)
-        assert seq.token_ids.tolist() == [10, 11, 12, 7]
-        assert (seq.num_output_tokens, seq.output_token_ids.tolist()) == (1, [7])
+        assert seq.status is WAITING, "it waits again"
+        assert (seq.num_computed_tokens, seq.num_uncomputed_tokens) == (0, 4), (
+            "nothing of it is in the cache: all four tokens are to be computed"
+        )
+        assert seq.token_ids.tolist() == [10, 11, 12, 7], "prompt and answer stay as they are"
+        assert (seq.num_output_tokens, seq.output_token_ids.tolist()) == (1, [7]), (
+            "the one token of its answer is still there"
+        )
 
     @pytest.mark.parametrize("end", ENDS)
     def test_finish(self, end: SequenceStatus) -> None:
@@ -75,7 +79,7 @@ class TestTransitions:
             seq = make_seq()
             seq.status = status
             seq.finish(end)
-            assert seq.status is end
+            assert seq.status is end, "who waits or runs ends as it was told"
 
     @pytest.mark.parametrize("end", ENDS)
     def test_the_first_end_stays(self, end: SequenceStatus) -> None:
@@ -83,7 +87,7 @@ class TestTransitions:
         seq.status = end
         for other in ENDS:
             seq.finish(other)
-            assert seq.status is end
+            assert seq.status is end, "the first end stays, whatever comes later"
 
     def test_only_an_end_ends(self) -> None:
         for status in (WAITING, RUNNING, *ENDS):
@@ -92,7 +96,7 @@ class TestTransitions:
                 seq.status = status
                 with pytest.raises(ValueError, match="end"):
                     seq.finish(no_end)
-                assert seq.status is status
+                assert seq.status is status, "what was refused changes nothing"
 
     @pytest.mark.parametrize("status", [RUNNING, *ENDS])
     def test_only_who_waits_starts(self, status: SequenceStatus) -> None:
@@ -100,7 +104,7 @@ class TestTransitions:
         seq.status = status
         with pytest.raises(ValueError, match="r7"):
             seq.start()
-        assert seq.status is status
+        assert seq.status is status, "what was refused changes nothing"
 
     @pytest.mark.parametrize("status", [WAITING, *ENDS])
     def test_only_who_runs_goes_back(self, status: SequenceStatus) -> None:
@@ -108,7 +112,7 @@ class TestTransitions:
         seq.status, seq.num_computed_tokens = status, 2
         with pytest.raises(ValueError, match="r7"):
             seq.requeue()
-        assert (seq.status, seq.num_computed_tokens) == (status, 2)
+        assert (seq.status, seq.num_computed_tokens) == (status, 2), "what was refused changes nothing"
 
 
 def test_an_answer_grows_in_place() -> None:

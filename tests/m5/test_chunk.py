@@ -33,15 +33,17 @@ class TestChunk:
         ("tokens", "computed", "budget", "n"), [(10, 0, 16, 10), (10, 0, 4, 4), (10, 8, 4, 2), (10, 9, 4, 1)]
     )
     def test_is_what_is_left_or_what_the_budget_has(self, tokens: int, computed: int, budget: int, n: int) -> None:
-        assert chunk(sequence(tokens, computed), budget) == n
+        assert chunk(sequence(tokens, computed), budget) == n, "the smaller of what is left and what the budget has"
 
     def test_nothing_is_left_of_an_empty_budget(self) -> None:
-        assert chunk(sequence(10), 0) == 0
+        assert chunk(sequence(10), 0) == 0, "of an empty budget nobody gets a token"
 
     def test_the_threshold_bounds_a_share(self) -> None:
-        assert chunk(sequence(100), 64, threshold=16) == 16
-        assert chunk(sequence(100, 92), 64, threshold=16) == 8
-        assert chunk(sequence(100), 8, threshold=16) == 8
+        assert chunk(sequence(100), 64, threshold=16) == 16, "no more than the threshold"
+        assert chunk(sequence(100, 92), 64, threshold=16) == 8, (
+            "8 are left, and neither budget nor threshold is shorter"
+        )
+        assert chunk(sequence(100), 8, threshold=16) == 8, "the budget is shorter than the threshold"
 
     def test_no_threshold_is_no_bound(self) -> None:
-        assert chunk(sequence(100), 64, threshold=0) == 64
+        assert chunk(sequence(100), 64, threshold=0) == 64, "a threshold of 0 is none"

@@ -54,20 +54,26 @@ class TestComputeHash:
 
     def test_is_xxh64_of_prefix_and_tokens(self) -> None:
         expected = xxhash.xxh64_intdigest((77).to_bytes(8, "little") + self.tokens.tobytes())
-        assert compute_hash(self.tokens, 77) == expected
+        assert compute_hash(self.tokens, 77) == expected, (
+            "xxh64 of the prefix's 8 bytes, little endian, and the tokens' bytes"
+        )
 
     def test_same_tokens_after_another_prefix_are_another_page(self) -> None:
-        assert compute_hash(self.tokens, 0) != compute_hash(self.tokens, 1)
+        assert compute_hash(self.tokens, 0) != compute_hash(self.tokens, 1), "the name depends on what came before"
 
     def test_order_matters(self) -> None:
-        assert compute_hash(self.tokens, 0) != compute_hash(self.tokens[::-1].copy(), 0)
+        assert compute_hash(self.tokens, 0) != compute_hash(self.tokens[::-1].copy(), 0), (
+            "the name depends on the order of the tokens"
+        )
 
     def test_takes_prefixes_of_all_64_bits(self) -> None:
-        assert 0 <= compute_hash(self.tokens, 2**64 - 1) < 2**64
-        assert compute_hash(self.tokens, 5) != compute_hash(self.tokens, 5 + 2**32)
+        assert 0 <= compute_hash(self.tokens, 2**64 - 1) < 2**64, "64 bits, unsigned, also for the largest prefix"
+        assert compute_hash(self.tokens, 5) != compute_hash(self.tokens, 5 + 2**32), "all 64 bits of the prefix count"
 
     def test_takes_views(self) -> None:
-        assert compute_hash(np.arange(8, dtype=np.int32)[2:6], 0) == compute_hash(np.arange(2, 6, dtype=np.int32), 0)
+        assert compute_hash(np.arange(8, dtype=np.int32)[2:6], 0) == compute_hash(np.arange(2, 6, dtype=np.int32), 0), (
+            "a view of an array has the bytes of its own tokens alone"
+        )
 
 
 class Chain:

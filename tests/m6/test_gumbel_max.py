@@ -71,7 +71,9 @@ class TestGumbelMax:
     def test_draws_as_the_sampler_does(self, vocab_size: int) -> None:
         logits, temperature, seeds, positions = rows(5, vocab_size, seed=vocab_size)
         tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
-        assert tokens.tolist() == reference(logits, temperature, seeds, positions).argmax(-1).tolist()
+        assert tokens.tolist() == reference(logits, temperature, seeds, positions).argmax(-1).tolist(), (
+            "the token with the largest logit / temperature + noise"
+        )
 
     def test_another_position_or_seed_is_another_draw(self) -> None:
         logits = torch.zeros(4, 259, device=DEVICE)
@@ -79,7 +81,7 @@ class TestGumbelMax:
         seeds = torch.tensor([1, 1, 1 + (1 << 32), 2], device=DEVICE)  # the third differs in its high word alone
         positions = torch.tensor([7, 8, 7, 7], dtype=torch.int32, device=DEVICE)
         tokens = gumbel_max(logits, temperature, *words(seeds), positions).tolist()
-        assert len(set(tokens)) == 4
+        assert len(set(tokens)) == 4, "position, low word and high word of the seed each change the noise"
 
     def test_greedy_ties_go_to_the_lowest_id(self) -> None:
         logits = torch.zeros(2, TILE + 100, device=DEVICE)
@@ -87,25 +89,29 @@ class TestGumbelMax:
         logits[1, [TILE + 3, TILE + 1]] = 1.0
         zero = torch.zeros(2, device=DEVICE)
         tokens = gumbel_max(logits, zero, zero.int(), zero.int(), zero.int())
-        assert tokens.tolist() == [50, TILE + 1]
+        assert tokens.tolist() == [50, TILE + 1], "of the largest the lowest id, also across tiles"
 
     def test_a_share_of_the_vocabulary_has_the_noise_of_its_ids(self) -> None:
         logits, temperature, seeds, positions = rows(4, 512, seed=3)
         scores = reference(logits, temperature, seeds, positions)
         second = gumbel_max(logits[:, 256:], temperature, *words(seeds), positions.int(), offset=256)
-        assert second.tolist() == (256 + scores[:, 256:].argmax(-1)).tolist()
+        assert second.tolist() == (256 + scores[:, 256:].argmax(-1)).tolist(), (
+            "the noise is that of the token's id, offset + index"
+        )
 
     def test_what_is_minus_infinity_is_never_drawn(self) -> None:
         logits, temperature, seeds, positions = rows(8, 300, seed=4)
         logits[:, 10:] = -torch.inf
         tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
-        assert (tokens < 10).all()
+        assert (tokens < 10).all(), "a token of logit -inf was drawn"
 
     def test_what_lies_behind_the_vocabulary_loses_to_everything(self) -> None:
         logits, temperature, seeds, positions = rows(8, 301, seed=7)
         logits = -1e30 * (1 + logits.abs())
         tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
-        assert tokens.tolist() == reference(logits, temperature, seeds, positions).argmax(-1).tolist()
+        assert tokens.tolist() == reference(logits, temperature, seeds, positions).argmax(-1).tolist(), (
+            "what lies behind the vocabulary counts as -inf, below every logit"
+        )
 
     @pytest.mark.parametrize("vocab_size", [300, TILE, TILE + 1])
     def test_nan_is_never_the_best(self, vocab_size: int) -> None:
@@ -114,16 +120,20 @@ class TestGumbelMax:
         logits[:, ::2] = torch.nan
         scores = reference(logits, temperature, seeds, positions).nan_to_num(-torch.inf, posinf=torch.inf)
         drawn = gumbel_max(logits, temperature, *words(seeds), positions.int())
-        assert drawn.tolist() == scores.argmax(-1).tolist()
+        assert drawn.tolist() == scores.argmax(-1).tolist(), "a NaN is never the best"
         logits[:] = torch.nan
-        assert gumbel_max(logits, temperature, *words(seeds), positions.int()).tolist() == [0] * 4
+        assert gumbel_max(logits, temperature, *words(seeds), positions.int()).tolist() == [0] * 4, (
+            "where all is NaN the first token comes out"
+        )
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_narrow_logits_are_scored_in_float32(self, dtype: torch.dtype) -> None:
         logits, temperature, seeds, positions = rows(16, 1000, seed=6)
         logits = (20 * logits).to(dtype)
         tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
-        assert tokens.tolist() == reference(logits, temperature, seeds, positions).argmax(-1).tolist()
+        assert tokens.tolist() == reference(logits, temperature, seeds, positions).argmax(-1).tolist(), (
+            "logits are widened to float32 before the noise is added"
+        )
 
     @pytest.mark.gpu
     def test_bfloat16_and_a_real_vocabulary(self) -> None:
@@ -132,4 +142,6 @@ class TestGumbelMax:
         tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
         scores = reference(logits, temperature, seeds, positions)
         best = scores.gather(1, tokens[:, None])[:, 0]
-        assert torch.allclose(best, scores.amax(-1), atol=1e-4)  # equal but for the rounding of two logarithms
+        assert torch.allclose(best, scores.amax(-1), atol=1e-4), (
+            "a token was drawn that is not the best"
+        )  # equal but for the rounding of two logarithms
