@@ -95,6 +95,8 @@ def complaint(job: Job, result: Result) -> str:
         return f"{', '.join(job.tests)} do not notice{says}"
     if job.kind == "blank" and failed[0][1] != job.name:
         return f"{failed[0][0]} fails, but not with {job.name}: a blank exercise is to be reached{says}"
+    if job.kind == "wrong" and (unwritten := [id for _, id in failed if id]):
+        return f"{unwritten[0]} is said to be unwritten, but it is wrong{says}"
     if job.kind == "wrong" and not same(result.missed, stored(job)):
         return f"it gives {result.missed} in the worked case: python -m tests.course.outputs {job.exercise}"
     return ""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from milestones.plugin import exercise_in
 from tests.tiny import MISSED, named, plain, same, worked_case
 
 RIGHT, CLOCKWISE = [-3.0, -4.0, 1.0, 2.0], [3.0, 4.0, -1.0, -2.0]
@@ -22,7 +23,18 @@ def test_what_is_right_passes_up_to_rounding() -> None:
 
 
 def test_a_failure_says_what_was_asked_and_shows_both() -> None:
-    assert failure("m1.2", [1.0], RIGHT) == f"m1.2: a quarter turn\n  expected: {RIGHT}\n  yours:    [1.0]"
+    said = failure("m1.2", [1.0], RIGHT).splitlines()
+    assert said[0] == "the worked case of m1.2 comes out otherwise"
+    assert said[1:] == ["  by hand:  a quarter turn", f"  expected: {RIGHT}", "  yours:    [1.0]"]
+
+
+def test_of_two_dicts_it_shows_what_differs() -> None:
+    said = failure("m1.2", {"first": [1], "second": 2}, {"first": [1], "second": 3}).splitlines()
+    assert said[2:] == ["  second", "    expected: 3", "    yours:    2"]
+
+
+def test_a_failure_is_not_taken_for_an_unwritten_body() -> None:
+    assert exercise_in(AssertionError(failure("m1.2", [1.0], RIGHT)), {"m1.2"}) is None
 
 
 def test_a_known_mistake_is_named() -> None:
