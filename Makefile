@@ -20,7 +20,7 @@ help:
 	@echo "make test       ruff, mypy --strict, pytest"
 	@echo "make ci         test, the course's own tests, notebooks, docs and every command in them"
 	@echo "make notebooks  run the notebooks' sources and write the notebooks"
-	@echo "make docs       build the book into site/"
+	@echo "make docs       write the code that the book shows into its pages, and build it into site/"
 	@echo "make lab        open the notebooks in JupyterLab, yours in mine/ too"
 
 demo: .venv/.engine
@@ -47,6 +47,7 @@ notebooks: .venv/.notebooks
 
 # Not --quiet: mkdocs would no longer count the warnings that --strict turns into errors.
 docs: .venv/.docs
+	$(BIN)/python docs/_tools/excerpts.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lab: .venv/.notebooks

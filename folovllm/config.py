@@ -33,7 +33,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "scheduling": ("fcfs", "priority"),
 }
 KINDS = {"str": (str, "a text"), "bool": (bool, "True or False"), "float": (Real, "a number")}  # by annotation
-MAY_BE_OPEN = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks")  # None: the engine decides
+# None: the engine decides
+MAY_BE_OPEN = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "num_threads")
 LEAST = {"long_prefill_token_threshold": 0, "max_model_len": 2}  # a token to read and one to write; of the others 1
 COUNTS = (*MAY_BE_OPEN, "max_num_seqs", "kv_cache_memory", "tensor_parallel_size", "long_prefill_token_threshold")
 
@@ -47,7 +48,7 @@ class EngineConfig:
         tokenizer: the same for the tokenizer; None takes the model's.
         milestone: the preset that fills what is left open; None takes the latest.
         model_impl: "hf" runs transformers' model, "native" ours.
-        kv_cache: "growing" (one request at a time, cache by concatenation), "slots" (a contiguous slot of
+        kv_cache: "growing" (one request at a time, cache by concatenation), "slots" (a contiguous block of
             `max_model_len` tokens per sequence) or "paged".
         dtype: "auto" is float32 on CPU and the checkpoint's own on a GPU.
         device: "cuda", "cpu" or None for CUDA where there is one.
@@ -67,10 +68,12 @@ class EngineConfig:
         enforce_eager: no CUDA graphs.
         async_scheduling: schedule a step while the one before it runs.
         compile: put element-wise layers and the draw through torch.compile instead of our kernels.
+        num_threads: of torch, in the whole process; ranks divide them. None on a CPU: one for a small model, else as many
+            as a short measurement shows to be of use, at most `OMP_NUM_THREADS`.
         tensor_parallel_size: GPUs (or, on CPU, processes) that share each layer.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
-        use_tqdm: show progress while loading.
+        use_tqdm: show progress while loading (and, on the command line, while answering).
 
     Raises:
         ValueError: a value is out of range or two do not fit together; the sentence says what does.
@@ -99,6 +102,7 @@ class EngineConfig:
     enforce_eager: bool | None = None
     async_scheduling: bool | None = None
     compile: bool = False
+    num_threads: int | None = None
     tensor_parallel_size: int = 1
     trust_remote_code: bool = False
     random_weights: bool = False

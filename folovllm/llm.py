@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from numbers import Integral
 from typing import Any, Self, cast
 
-from jinja2 import TemplateError
 from tqdm import tqdm
 
 from folovllm.config import EngineConfig
-from folovllm.engine.input_processor import Prompt, encode
+from folovllm.engine.input_processor import Prompt, encode_within
 from folovllm.engine.overlap import make_engine
-from folovllm.interrupts import interrupts
+from folovllm.interrupts import Answers, Interrupted, interrupts
+from folovllm.models.json_files import in_one_line
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 
@@ -55,6 +55,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        on_answer: Callable[[RequestOutput], object] = lambda output: None,
     ) -> list[RequestOutput]:
         """Answer prompts; results come in their order. Calls from several threads take turns.
 
@@ -62,14 +64,16 @@ class LLM:
             prompts: a string, a list of token ids, or a list of either.
             sampling_params: one for all, or one for each prompt.
             use_tqdm: show progress with the speed of prefill and decode.
+            on_answer: called with each answer in the order of the prompts, as soon as it and those before it are there.
 
         Raises:
+            Interrupted: a KeyboardInterrupt (Ctrl-C) whose `outputs` are the answers so far.
             ValueError: a prompt cannot be served, or `engine` still serves requests that were added to it directly, whose
                 outputs would be lost; raised before any work starts.
             RuntimeError: the engine was closed.
         """
         items = as_prompt_list(prompts)
-        return self._run(items, spread_params(sampling_params, len(items)), use_tqdm)
+        return self._run(items, spread_params(sampling_params, len(items)), use_tqdm, on_answer)
 
     def chat(
         self,
@@ -98,31 +102,43 @@ class LLM:
             text = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **template_options
             )
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"the model's chat template does not take this ({error}): {A_CONVERSATION}") from error
-        return encode(self.tokenizer, text, add_special_tokens=False)
+        except Exception as error:  # the template is a program of the model's: it may raise whatever there is
+            said = in_one_line(error)
+            raise ValueError(f"the model's chat template does not take this ({said}): {A_CONVERSATION}") from error
+        return encode_within(self.engine.setup.max_model_len, self.tokenizer, text, add_special_tokens=False)
 
-    def _run(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        use_tqdm: bool,
+        on_answer: Callable[[RequestOutput], object],
+    ) -> list[RequestOutput]:
         ids = [f"generate-{next(self._ids)}" for _ in prompts]
-        outputs: dict[str, RequestOutput] = {}
+        answers = Answers(ids, on_answer)
+        self.engine.require_open()  # before the turn, which nobody ends in a fork
         with self._turn, interrupts() as ctrl_c:
-            self.engine.require_open()
             if self.engine.has_unfinished_requests():
                 raise ValueError("the engine has requests of its own: step it until they end, or abort them, first")
             try:
                 for request_id, prompt, p in zip(ids, prompts, params, strict=True):
                     self.engine.add_request(request_id, prompt, p, stream=False)
+                    _heed(ctrl_c)
                 with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
                     for finished in self._steps(bar):
-                        outputs |= {output.request_id: output for output in finished}
-                        if ctrl_c.is_set():
-                            raise KeyboardInterrupt
+                        if finished:
+                            with tqdm.external_write_mode():  # the bar makes way for what is printed
+                                answers.add(finished)
+                        _heed(ctrl_c)
+            except KeyboardInterrupt:
+                raise Interrupted(answers.in_order()) from None
             finally:  # an error or Ctrl-C leaves no request behind
                 for request_id in filter(self.engine.has_request, ids):
                     self.engine.abort_request(request_id)
+        outputs = [output for output in answers.in_order() if output is not None]
         if len(outputs) < len(ids):
             raise RuntimeError("the engine was closed before all was answered")
-        return [outputs[request_id] for request_id in ids]
+        return outputs
 
     def _steps(self, bar: Any) -> Iterable[list[RequestOutput]]:
         """What each step finished; the bar shows tokens a second of prefill and of decode."""
@@ -151,6 +167,11 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _heed(ctrl_c: threading.Event) -> None:
+    if ctrl_c.is_set():
+        raise KeyboardInterrupt
 
 
 def _is_list(value: object) -> bool:

@@ -16,6 +16,7 @@ from milestones import splice, trace
 from milestones.check import run_tests, verdict
 from milestones.manifest import Course, Exercise
 from milestones.mine import Mine
+from milestones.update import update as update_mine
 
 COLOURS = {"passing": "green", "failing": "red", "missing": "red", "not written": "yellow"}
 FIRST_FAILURE = ("-x", "--timeout=60")  # of an exercise's own tests: a loop without end says so within a minute
@@ -100,7 +101,7 @@ def start(id: MilestoneId) -> None:
     for line in mine.start(id):
         _say(f"  {line}")
     if (mine.course.root / (chapter := mine.course.milestone(id).chapter)).is_file():
-        _say(f"  {chapter}: to read; `make docs` builds the book, with the code that the chapter quotes")
+        _say(f"  {chapter}: to read; `make docs` builds the whole book into site/")
     earlier = [e.id for e in _started(mine) if e.id.partition(".")[0] < id and not mine.written(e)]
     if earlier:
         _say(f"[yellow]Not written yet, and {id} builds on it: {', '.join(earlier)}[/]")
@@ -246,8 +247,11 @@ def reset(id: Id, yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not 
 
 @app.command()
 def update() -> None:
-    """After the reference changed: fresh files in mine/, with your bodies and your other changes put back."""
-    for line in _mine().update() or ["mine/ is up to date"]:
+    """After the reference changed: fresh files in mine/, with your bodies and your other changes put back.
+
+    An exercise that has moved to another file or has another name takes along what you wrote.
+    """
+    for line in update_mine(_mine()) or ["mine/ is up to date"]:
         _say(line)
 
 

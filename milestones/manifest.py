@@ -37,6 +37,12 @@ class Exercise:
     lines: int
     needs: tuple[str, ...]
     tests: tuple[str, ...]
+    moved_from: tuple[Symbol, ...] = ()  # one for each of `symbols`: where it was once; its own place, if nowhere else
+
+    @property
+    def moves(self) -> dict[Symbol, Symbol]:
+        """New place: old place, of the symbols that have moved."""
+        return {new: old for new, old in zip(self.symbols, self.moved_from, strict=bool(self.moved_from)) if new != old}
 
     def __str__(self) -> str:
         return f"{self.id} {', '.join(symbol.name for symbol in self.symbols)}"
@@ -182,8 +188,13 @@ def _milestone(file: Path) -> Milestone:
 
 
 def _exercise(entry: dict[str, Any]) -> Exercise:
-    symbols = tuple(Symbol(*text.split(":")) for text in entry.pop("symbols"))
-    return Exercise(symbols=symbols, needs=tuple(entry.pop("needs")), tests=tuple(entry.pop("tests")), **entry)
+    symbols, moved_from = (_symbols(entry.pop(key, [])) for key in ("symbols", "moved_from"))
+    needs, tests = tuple(entry.pop("needs")), tuple(entry.pop("tests"))
+    return Exercise(symbols=symbols, moved_from=moved_from, needs=needs, tests=tests, **entry)
+
+
+def _symbols(texts: str | list[str]) -> tuple[Symbol, ...]:
+    return tuple(Symbol(*text.split(":")) for text in ([texts] if isinstance(texts, str) else texts))
 
 
 def _check(milestone: Milestone) -> None:
@@ -198,5 +209,7 @@ def _check(milestone: Milestone) -> None:
         if not exercise.symbols or not exercise.tests or exercise.difficulty not in (1, 2, 3):
             raise ValueError(f"{exercise.id}: symbols and tests are not empty, difficulty is 1 to 3")
         names = [symbol.name for symbol in exercise.symbols]
+        if exercise.moved_from and len(exercise.moved_from) != len(exercise.symbols):
+            raise ValueError(f"{exercise.id}: moved_from has as many places as symbols, in their order")
         if len(set(names)) < len(names):
             raise ValueError(f"{exercise.id}: two symbols of one name, which a wrong answer could not tell apart")

@@ -33,7 +33,11 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("sample/noise.py", "", ""),
         ("models/llama.py", "", "model_executor/models/llama.py"),
         ("models/qwen3.py", "models/qwen3.py", "model_executor/models/qwen3.py"),
+        ("model_config.py", "", ""),
+        ("layers/layer_set.py", "", ""),
         ("layers/linear.py", "layers/linear.py", "model_executor/layers/linear.py"),
+        ("layers/formats/abstract.py", "", "model_executor/layers/linear.py"),
+        ("layers/formats/plain.py", "", "model_executor/layers/linear.py"),
         ("layers/layernorm.py", "layers/layernorm.py", "model_executor/layers/layernorm.py"),
         ("layers/rotary_embedding.py", "layers/rotary_embedding.py", "model_executor/layers/rotary_embedding/"),
         ("layers/activation.py", "layers/activation.py", "model_executor/layers/activation.py"),
@@ -70,6 +74,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/rms_norm.py", "", ""),
         ("kernels/qk_norm_rope.py", "", ""),
         ("kernels/activation.py", "", ""),
+        ("layers/fused.py", "", ""),
         ("models/fused.py", "", ""),
     ],
     "m5": [
@@ -81,18 +86,20 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("worker/packed_step.py", "", ""),
         ("kernels/unpack_step.py", "", ""),
         ("kernels/small_linear.py", "", ""),
+        ("layers/formats/few_tokens.py", "", ""),
         ("models/fused_layer.py", "", ""),
         ("worker/host_ring.py", "", ""),
         ("engine/overlap_scheduler.py", "", "v1/core/sched/async_scheduler.py"),
         ("engine/overlap.py", "", "v1/engine/core.py"),
         ("kernels/gumbel_max.py", "layers/sampler.py", "v1/worker/gpu/sample/gumbel.py"),
         ("distributed/sharding.py", "layers/linear.py", "model_executor/layers/linear.py"),
-        ("distributed/layers.py", "layers/embed_head.py", "model_executor/layers/vocab_parallel_embedding.py"),
+        ("layers/sharded.py", "layers/embed_head.py", "model_executor/layers/vocab_parallel_embedding.py"),
         ("distributed/group.py", "", "distributed/parallel_state.py"),
         ("distributed/sharded_runner.py", "layers/embed_head.py", "model_executor/layers/logits_processor.py"),
         ("distributed/messages.py", "", ""),
         ("distributed/ring.py", "engine/model_runner.py", "distributed/device_communicators/shm_broadcast.py"),
         ("distributed/rank.py", "engine/model_runner.py", "v1/executor/multiproc_executor.py"),
+        ("executor/start.py", "", ""),
         ("executor/multiproc_executor.py", "engine/model_runner.py", "v1/executor/multiproc_executor.py"),
     ],
 }
@@ -108,7 +115,7 @@ The last two columns name the file that does the same (or most of it) in [nano-v
 moves its files now and then: search for the class when one is gone. A dash means that we know of no counterpart.
 
 What is not listed is not needed to follow the chapters: the command line (`cli.py`, `chat.py`, `flags.py`), the benchmarks (`bench/`), what
-fetches and converts a model (`models/files.py`, `models/smollm2.py`), and the import finder of `mine/` (`_overlay.py`).
+fetches and converts a model (`models/files.py`, `models/json_files.py`, `models/smollm2.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
 """
 
 

@@ -30,9 +30,9 @@ def naive_attention(
     """softmax(scale * Q K^T) V of one sequence, every score written out ("Attention Is All You Need", section 3.2.1).
 
     Grouped queries (GQA): Hq is a multiple G of Hkv, and query heads h*G .. h*G+G-1 share KV head h. Scores that the
-    mask forbids count as -inf. The softmax is taken in float32 whatever the dtype of the inputs (a sum of thousands of
-    bfloat16 terms would be off in the second digit) and its result returns to their dtype. A row in which nothing is
-    allowed gives NaN.
+    mask forbids count as -inf. The softmax is taken in float32 whatever the dtype of the inputs, and its result returns to
+    their dtype. (torch's adds up in float32 in any case; a sum of your own, of thousands of bfloat16 terms, would be off
+    in the second digit.) A row in which nothing is allowed gives NaN.
 
     Returns:
         [Tq, Hq, D], in the dtype of `value`.

@@ -30,6 +30,8 @@ def in_a_folder(file: Path | None) -> Path | None:
     """A file that will be written when all is measured: where it could not be, that is said before."""
     if file is not None and not file.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {file.parent}")
+    if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+        raise typer.BadParameter(f"{file} is a folder" if file.is_dir() else f"nothing can be written in {file.parent}")
     return file
 
 
@@ -56,7 +58,7 @@ def build_bench_app() -> typer.Typer:
 
 def throughput(
     workload: Annotated[
-        str, typer.Option(help="default, nano-vllm, or a file of JSON lines: prompt_len, output_len, arrival.")
+        str, typer.Option(help="default, mixed, nano-vllm, or a file of JSON lines: prompt_len, output_len, arrival.")
     ] = "default",
     requests: Annotated[int | None, typer.Option(help="Only the first so many requests.", min=1)] = None,
     compare: Compare = None,
@@ -143,7 +145,8 @@ def ladder(
         str | None, typer.Option(help="The last milestone: m6, or with --mine the one you started.")
     ] = None,
     workload: Annotated[
-        str | None, typer.Option(help="default, nano-vllm (what a GPU gets), latency, or a file of JSON lines.")
+        str | None,
+        typer.Option(help="mixed (what a CPU gets), nano-vllm (a GPU), default, latency, or a file of JSON lines."),
     ] = None,
     requests: Annotated[int | None, typer.Option(help="Only the first so many requests.", min=1)] = None,
     limit: Limit = 60.0,
@@ -157,8 +160,9 @@ def ladder(
 ) -> None:
     """One workload through every milestone; with --mine, your ladder beside the reference's."""
     from folovllm._overlay import started_milestone
-    from folovllm.bench.ladder import Plan, bench_ladder, bench_reference, beside, rungs, show_ladder
+    from folovllm.bench.ladder import Plan, bench_ladder, bench_reference, beside, for_cpu, rungs
     from folovllm.bench.ladder_chart import draw_ladder, plotting
+    from folovllm.bench.ladder_table import show_ladder
     from folovllm.config import LATEST
     from folovllm.engine.setup import choose_device
 
@@ -168,10 +172,12 @@ def ladder(
         plotting()  # its absence is told before anything runs
     with_mine = bool(os.environ.get("FOLOVLLM_MINE"))
     upto = upto or started_milestone() or LATEST
-    workload = workload or ("nano-vllm" if choose_device(given.get("device")).type == "cuda" else "default")
+    on_gpu = choose_device(given.get("device")).type == "cuda"
+    workload = workload or ("nano-vllm" if on_gpu else "mixed")
     with tempfile.TemporaryDirectory() as folder:
         [(_, fields)] = contenders(given, None, random_weights, folder)
-        plan = Plan(rungs(upto, fields), workload, requests, limit, repeats)
+        climbed = rungs(upto, fields) if on_gpu else for_cpu(rungs(upto, fields), workload, requests)
+        plan = Plan(climbed, workload, requests, limit, repeats)
         found = bench_ladder(plan)
         found = beside(found, bench_reference(plan)) if with_mine else found
     finish(found, save, show_ladder)
@@ -218,10 +224,12 @@ def contenders(given: dict[str, Any], compare: str | None, geometry: str | None,
 
 
 def finish(result: Result, save: Path | None, printer: Callable[[Result], None] | None = None) -> None:
-    """Print, and write the file."""
+    """Print, and write the file; where one of them fails, the other is still done."""
     from folovllm.bench.report import show
 
     result.describe_here()
-    (printer or show)(result)
-    if save is not None:
-        result.save(save)
+    try:
+        (printer or show)(result)
+    finally:
+        if save is not None:
+            result.save(save)

@@ -15,29 +15,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from folovllm.attention.backends.abstract import BackendUnavailable
 from folovllm.attention.backends.registry import BACKENDS
 from folovllm.bench.contenders import Contender, parse_contenders
-from folovllm.bench.report import Metric, Result, Run, digits, load, machine_line, workload_line
-from folovllm.bench.throughput import AGREEMENT, bench_throughput
+from folovllm.bench.report import Result, load
+from folovllm.bench.throughput import AGREEMENT, PER_CPU_SECOND, ROOFLINE, bench_throughput
+from folovllm.bench.workload import load_workload
+from folovllm.children import import_path, python_command
 from folovllm.config import PRESETS, EngineConfig
 from folovllm.engine.setup import choose_device, set_up
+from folovllm.model_config import context_limit
 
-PER_CPU_SECOND = "output tokens a CPU second"  # what a busy machine does not disturb
-ROOFLINE = "of the roofline"
-COLUMNS = (
-    "output tokens",
-    PER_CPU_SECOND,
-    "TTFT median",
-    "TPOT median",
-    "KV memory wasted",
-    ROOFLINE,
-    AGREEMENT,
-)
 FIRST_WITH_BACKENDS = "m4"
+SLOTS = 4  # of a CPU: few enough that M3 has something to gain
+CHUNK = 128  # tokens a step of a CPU where prompts come in chunks: some 15 ms
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,6 +54,23 @@ def rungs(upto: str, common: dict[str, Any]) -> list[Contender]:
     found = parse_contenders(",".join(names), common)
     on_gpu = choose_device(common.get("device")).type == "cuda"
     return found + (other_backends(found[-1]) if on_gpu and upto >= FIRST_WITH_BACKENDS else [])
+
+
+def for_cpu(contenders: list[Contender], workload_name: str, count: int | None) -> list[Contender]:
+    """The rungs with little memory and small chunks, so that a CPU shows what each of them is for.
+
+    The KV cache has room for `SLOTS` requests as long as the workload's longest, in slots or in the same bytes of
+    blocks, and where prompts come in chunks a step has `CHUNK` tokens. What a contender's fields say already stays.
+    """
+    setup = set_up(EngineConfig(**contenders[0][1]))
+    longest = load_workload(workload_name, setup.vocab_size, count).longest
+    context = setup.config.max_model_len or min(longest, context_limit(setup.hf_config))
+    little = {"max_model_len": context, "kv_cache_memory": SLOTS * context * setup.kv_bytes_per_token}
+    found = []
+    for name, fields in contenders:
+        chunked = EngineConfig(**fields).enable_chunked_prefill
+        found.append((name, little | ({"max_num_batched_tokens": CHUNK} if chunked else {}) | fields))
+    return found
 
 
 def other_backends(contender: Contender) -> list[Contender]:
@@ -120,11 +128,12 @@ def bench_reference(plan: Plan) -> Result:
         RuntimeError: that process failed; its last line says why.
     """
     environment = {key: value for key, value in os.environ.items() if key != "FOLOVLLM_MINE"}
+    environment["PYTHONPATH"] = import_path()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "reference.json"
         asked = json.dumps([[list(c) for c in plan.contenders], plan.workload, plan.requests, plan.limit, plan.repeats])
-        code = "import sys; from folovllm.bench.ladder import measure_to; measure_to(*sys.argv[1:])"
-        child = subprocess.run([sys.executable, "-c", code, asked, str(file)], env=environment, stderr=subprocess.PIPE)
+        command = python_command("folovllm.bench.ladder", asked, str(file))
+        child = subprocess.run(command, env=environment, stderr=subprocess.PIPE)
         if child.returncode:
             raise RuntimeError(f"the reference's ladder failed: {child.stderr.decode(errors='replace')[-500:].strip()}")
         return load(file)
@@ -147,33 +156,5 @@ def beside(mine: Result, reference: Result) -> Result:
     return both
 
 
-def show_ladder(result: Result, console: Console | None = None) -> None:
-    """A row a rung; the ratio is of its tokens a second to those of the first."""
-    console = console or Console(highlight=False)
-    table = Table(title=f"bench ladder: {workload_line(result.workload)}", title_justify="left")
-    table.add_column("", no_wrap=True)
-    columns = [name for name in COLUMNS if any(name in run.metrics for run in result.runs)]
-    for name in columns:
-        unit = next(run.metrics[name].unit for run in result.runs if name in run.metrics)
-        table.add_column(f"{name}\n\\[{unit}]", justify="right")
-        if name == COLUMNS[0]:
-            table.add_column("", justify="right", style="bold")
-    for run in result.runs:
-        table.add_row(*_cells(run, result.runs[0], columns))
-    console.print(table)
-    console.print(machine_line(result), style="dim", soft_wrap=True)
-
-
-def _cells(run: Run, first: Run, columns: list[str]) -> list[str]:
-    rate, base = run.metrics[COLUMNS[0]].median, first.metrics[COLUMNS[0]].median
-    cells = [_text(run.metrics.get(name)) for name in columns]
-    return [
-        run.title,
-        cells[0],
-        f"{rate / base:.2f}x" if base else "",
-        *cells[1:],
-    ]
-
-
-def _text(metric: Metric | None) -> str:
-    return "-" if metric is None else digits(metric.median)
+if __name__ == "__main__":
+    measure_to(*sys.argv[1:])

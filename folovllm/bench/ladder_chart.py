@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from folovllm.bench.report import Result, Run, digits
+from folovllm.bench.report import Result, Run, device_line, digits
+from folovllm.files import write_whole
 
 PANELS = (
     ("output tokens", "output tokens a second"),
     ("output tokens a CPU second", "output tokens a CPU second"),
     ("TTFT median", "time to the first token, ms"),
     ("TPOT median", "time per output token, ms"),
+    ("longest wait between tokens", "longest wait for a next token, ms"),
     ("KV memory wasted", "KV cache held and empty, %"),
     ("of the roofline", "of the roofline, %"),
 )
@@ -23,7 +26,7 @@ def draw_ladder(result: Result, path: Path) -> list[Path]:
     """Write the chart as PNG and as SVG beside it; panels that no run has a figure for are left out.
 
     Raises:
-        ValueError: matplotlib is not installed.
+        ValueError: matplotlib is not installed, or a file cannot be written.
     """
     pyplot = plotting()
     panels = [panel for panel in PANELS if any(panel[0] in run.metrics for run in result.runs)]
@@ -37,7 +40,9 @@ def draw_ladder(result: Result, path: Path) -> list[Path]:
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     files = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
     for file in files:
-        figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+        picture, is_svg = BytesIO(), file.suffix == ".svg"
+        figure.savefig(picture, format=file.suffix[1:], dpi=150, metadata={"Date": None} if is_svg else None)
+        write_whole(file, picture.getvalue())
     pyplot.close(figure)
     return files
 
@@ -76,11 +81,8 @@ def _color(run: Run) -> str:
 
 
 def _caption(result: Result) -> str:
-    machine = (
-        result.machine.get("gpu") or f"{result.machine.get('cpu')}, {result.machine.get('torch_threads')} thread(s)"
-    )
     work = result.workload
     return (
-        f"{machine}; workload {work['name']}: {work['requests']} requests, {work['prompt_tokens']:,} prompt and "
+        f"{device_line(result)}; workload {work['name']}: {work['requests']} requests, {work['prompt_tokens']:,} prompt and "
         f"{work['output_tokens']:,} output tokens; commit {result.commit}, {result.date[:10]}"
     )

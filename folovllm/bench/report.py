@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import folovllm
+from folovllm.files import write_whole
 
 FORMAT = 1
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy")
@@ -75,8 +76,8 @@ class Result:
         return self
 
     def save(self, path: Path) -> None:
-        """Write the file."""
-        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        """Write the file. Raises ValueError where it cannot be written; an older one is as it was then."""
+        write_whole(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
 
 
 def load(path: Path) -> Result:
@@ -200,8 +201,13 @@ def workload_line(workload: dict[str, Any]) -> str:
     return f"workload {workload['name']}, {workload['requests']} requests, {sizes}"
 
 
+def device_line(result: Result) -> str:
+    """The GPU, or the processor and how many threads torch had."""
+    threads = result.machine.get("torch_threads")
+    return result.machine.get("gpu") or f"{result.machine.get('cpu')}, {threads} thread{'s' * (threads != 1)}"
+
+
 def machine_line(result: Result) -> str:
     """Where, with what, by which command."""
-    where = result.machine.get("gpu") or f"{result.machine.get('cpu')}, {result.machine.get('torch_threads')} threads"
     versions = " ".join(f"{k} {v}" for k, v in result.versions.items() if k in ("torch", "folovllm"))
-    return f"{where}; {versions}; commit {result.commit}; {result.command}"
+    return f"{device_line(result)}; {versions}; commit {result.commit}; {result.command}"

@@ -15,15 +15,21 @@ from folovllm.bench.report import Metric, Result, Run
 from folovllm.bench.roofline import Rates, measure_rates, roofline_seconds
 from folovllm.bench.workload import Workload, load_workload
 from folovllm.config import EngineConfig
+from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.overlap import make_engine
 from folovllm.engine.setup import set_up
-from folovllm.outputs import RequestMetrics, RequestOutput
+from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 
 Answers = dict[str, list[int]]  # token ids by request
 
 AGREEMENT = "tokens as the first's"
+PER_CPU_SECOND = "output tokens a CPU second"  # what a busy machine does not disturb
+ROOFLINE = "of the roofline"
+WASTE = "KV memory wasted"
+LONGEST_GAP = "longest wait between tokens"
+REUSED = "prompt tokens found"
 SAMPLE_EVERY = 16  # steps between two looks at the cache
 
 
@@ -39,13 +45,16 @@ class Observed:
     steps: int = 0
     batch: int = 0  # sum over the steps of how many ran
     waste: list[float] = field(default_factory=list)
+    longest_gap: float = 0.0  # seconds of the longest step that gave a running request its next token
+    reused: int = 0  # prompt tokens that were found in the cache
     partial: bool = False
 
-    def count(self, metrics: RequestMetrics) -> None:
+    def count(self, output: RequestOutput) -> None:
         """Add one request's tokens."""
-        self.output_tokens += metrics.num_generated_tokens
-        if metrics.num_generated_tokens:
-            self.prompt_tokens += metrics.num_prompt_tokens
+        self.output_tokens += output.metrics.num_generated_tokens
+        if output.metrics.num_generated_tokens:
+            self.prompt_tokens += output.metrics.num_prompt_tokens
+            self.reused += output.num_cached_tokens
 
 
 @dataclass(slots=True)
@@ -104,6 +113,8 @@ def _step(engine: LLMEngine, seen: Observed) -> None:
     if engine.last_stats is not None:
         seen.steps += 1
         seen.batch += engine.last_stats.running
+        if engine.last_stats.num_decode_tokens:
+            seen.longest_gap = max(seen.longest_gap, engine.last_stats.seconds)
         if seen.steps % SAMPLE_EVERY == 1 and (stats := engine.stats()).kv_bytes_reserved:
             seen.waste.append(stats.kv_waste)
 
@@ -112,7 +123,7 @@ def _count(engine: LLMEngine, seen: Observed, submitted: int) -> None:
     """Tokens of finished requests, and of those that are aborted here."""
     for index in range(submitted):
         output = seen.outputs.get(str(index)) or engine.abort_request(str(index))
-        seen.count(output.metrics)
+        seen.count(output)
 
 
 def metrics_of(passes: list[Observed], bound: float | None) -> dict[str, Metric]:
@@ -124,7 +135,7 @@ def metrics_of(passes: list[Observed], bound: float | None) -> dict[str, Metric]
     metrics = {
         "output tokens": over(lambda p: p.output_tokens / p.seconds, "tok/s"),
         "prompt and output tokens": over(lambda p: (p.prompt_tokens + p.output_tokens) / p.seconds, "tok/s"),
-        "output tokens a CPU second": over(lambda p: p.output_tokens / max(p.cpu_seconds, 1e-9), "tok/s"),
+        PER_CPU_SECOND: over(lambda p: p.output_tokens / max(p.cpu_seconds, 1e-9), "tok/s"),
         "time": over(lambda p: p.seconds, "s", False),
         "time on the CPU": over(lambda p: p.cpu_seconds, "s", False),
         "requests finished": over(lambda p: len(p.outputs)),
@@ -134,12 +145,15 @@ def metrics_of(passes: list[Observed], bound: float | None) -> dict[str, Metric]
         times = [[t for o in p.outputs.values() if (t := getattr(o.metrics, field_name)) is not None] for p in passes]
         if all(times):
             metrics[name] = Metric.of([1e3 * _quantile(t, quantile) for t in times], "ms", False)
+    metrics[LONGEST_GAP] = over(lambda p: 1e3 * p.longest_gap, "ms", False)
+    if any(p.reused for p in passes):
+        metrics[REUSED] = over(lambda p: 100 * p.reused / max(1, p.prompt_tokens), "%")
     metrics["steps"] = over(lambda p: p.steps, "", False)
     metrics["sequences a step"] = over(lambda p: p.batch / max(1, p.steps))
     if all(p.waste for p in passes):
-        metrics["KV memory wasted"] = over(lambda p: 100 * statistics.fmean(p.waste), "%", False)
+        metrics[WASTE] = over(lambda p: 100 * statistics.fmean(p.waste), "%", False)
     if bound is not None and not any(p.partial for p in passes):
-        metrics["of the roofline"] = over(lambda p: 100 * bound / p.seconds, "%")
+        metrics[ROOFLINE] = over(lambda p: 100 * bound / p.seconds, "%")
     return metrics
 
 
@@ -165,6 +179,7 @@ def bench_throughput(
     configs = [(name, EngineConfig(**overrides)) for name, overrides in contenders]
     setup = set_up(configs[0][1])
     workload = load_workload(workload_name, setup.vocab_size, count)
+    use_threads(setup)  # of this number the rates are
     rates = measure_rates(setup.device, setup.dtype)  # before an engine takes the memory
     result = Result("throughput", workload.describe())
     result.machine = {"copy_gb_per_s": rates.copy / 1e9, "matmul_tflop_per_s": rates.matmul / 1e12}

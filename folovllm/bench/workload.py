@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WORKLOADS = ("default", "latency", "nano-vllm")
+WORKLOADS = ("default", "latency", "mixed", "nano-vllm")
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,6 +67,8 @@ def load_workload(name: str, vocab_size: int, count: int | None = None) -> Workl
         workload = Workload(name, _uniform(random.Random(0), 64 if count is None else count))
     elif name == "latency":
         workload = Workload(name, [BenchRequest(_ids(random.Random(0), 128), 256)])
+    elif name == "mixed":
+        workload = Workload(name, _mixed(random.Random(0), 24 if count is None else count))
     elif name == "nano-vllm":
         workload = Workload(name, _nano_vllm(), temperature=0.6)
     elif Path(name).is_file():
@@ -85,6 +87,20 @@ def load_workload(name: str, vocab_size: int, count: int | None = None) -> Workl
 def _uniform(rng: random.Random, count: int) -> list[BenchRequest]:
     """Prompts of 32 to 256 tokens, answers of 32 to 128."""
     return [BenchRequest(_ids(rng, rng.randint(32, 256)), rng.randint(32, 128)) for _ in range(count)]
+
+
+def _mixed(rng: random.Random, count: int) -> list[BenchRequest]:
+    """A little of all that M2 to M5 are for.
+
+    Prompts of 264 to 288 tokens that share the first 256, answers of 48 to 112 tokens. The ninth request, and each
+    twelfth after it, has a prompt of 1,000 tokens of its own, which comes while others are being answered.
+    """
+    shared = _ids(rng, 256)
+    requests = []
+    for index in range(count):
+        prompt = _ids(rng, 1000) if index % 12 == 8 else shared + _ids(rng, rng.randint(8, 32))
+        requests.append(BenchRequest(prompt, rng.randint(48, 112)))
+    return requests
 
 
 def _nano_vllm() -> list[BenchRequest]:

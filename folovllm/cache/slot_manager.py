@@ -1,4 +1,4 @@
-"""The contiguous KV cache: a slot of `max_model_len` tokens for every sequence, used or not."""
+"""The contiguous KV cache: a block of `max_model_len` slots for every sequence, used or not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from folovllm.request import Sequence
 
 
 class SlotManager(KVCacheManager):
-    """Gives each sequence one slot, long enough for any; so `num_blocks` slots bound the batch.
+    """Gives each sequence one block, long enough for any; so `num_blocks` bounds the batch.
 
     Simple, and wasteful: a sequence of 10 tokens holds as much memory as one of `max_model_len`.
     """
@@ -20,10 +20,10 @@ class SlotManager(KVCacheManager):
         self._free = list(reversed(range(num_blocks)))  # the end is the next one to go
 
     def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """Give `seq` a slot if it has none: its number is appended to `seq.block_table`, to the list that is there.
+        """Give `seq` a block if it has none: its id is appended to `seq.block_table`, to the list that is there.
 
-        A sequence that has its slot has room for all tokens it will ever have: True, and nothing changes. Else a free
-        slot is taken from the end of `self._free`; False, with nothing changed, if there is none.
+        A sequence that has its block has room for all tokens it will ever have: True, and nothing changes. Else a free
+        block is taken from the end of `self._free`; False, with nothing changed, if there is none.
         """
         if not seq.block_table:
             if not self._free:
@@ -32,17 +32,17 @@ class SlotManager(KVCacheManager):
         return True
 
     def free(self, seq: Sequence) -> None:
-        """Take the slot back."""
+        """Take the block back."""
         self._free.extend(seq.block_table)
         seq.block_table.clear()
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody holds."""
+        """Blocks that nobody holds."""
         return len(self._free)
 
     @staticmethod
     def slots(block_table: list[int], block_size: int, start: int, end: int) -> npt.NDArray[np.int64]:
-        """A run of consecutive places in the sequence's one slot."""
+        """A run of consecutive slots in the sequence's one block."""
         first = block_table[0] * block_size
         return np.arange(first + start, first + end)

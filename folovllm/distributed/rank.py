@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import shutil
-import signal
-import threading
 import traceback
 from collections import deque
 from dataclasses import dataclass, replace
@@ -62,11 +59,12 @@ class Failure:
 
 
 def main(fd: int) -> None:
-    """Run the rank that is described by what comes from the parent through `fd`, until it says stop or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to answer
+    """Run the rank that is described by what comes from the parent through `fd`, until it says stop or is gone.
+
+    That it is gone is noticed by `folovllm.executor.start`, which calls this.
+    """
     parent = Connection(fd)
     assignment: Assignment = parent.recv()
-    threading.Thread(target=_die_with, args=[parent, assignment.rendezvous.parent], daemon=True).start()
     try:
         _run(assignment, parent)
     except BaseException as error:
@@ -74,15 +72,6 @@ def main(fd: int) -> None:
         is_consequence = isinstance(error, PeersLost)
         parent.send(Failure(message, traceback.format_exc(), isinstance(error, ValueError), is_consequence))
         os._exit(1)  # no collective may hold up the end
-
-
-def _die_with(parent: Connection, folder: Path) -> None:
-    """End this process as soon as its parent is gone, whatever it is doing, and tidy up in the parent's place."""
-    try:
-        parent.recv()
-    except (EOFError, OSError):
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
 
 
 def _run(assignment: Assignment, parent: Connection) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from folovllm.distributed.group import Group
-from folovllm.distributed.layers import load_sharded_model, parallelize
 from folovllm.distributed.sharding import local_config, vocab_shard_size
 from folovllm.engine.setup import EngineSetup
 from folovllm.models.llama import LlamaForCausalLM
@@ -15,6 +14,7 @@ from folovllm.sample.noise import gumbel
 from folovllm.sample.sampler import SamplingBatch
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import dummy_items
+from folovllm.worker.native_model import load_sharded_model
 from folovllm.worker.packed_step import Field
 
 NOWHERE = 2**31 - 1
@@ -33,13 +33,8 @@ class ShardedRunner(GraphRunner):
         self._group = group
         self._first_id = group.rank * vocab_shard_size(setup.vocab_size, group.size)
 
-    def load_model(self) -> None:
-        """As on one rank, with layers that talk to the others."""
-        super().load_model()
-        parallelize(self.model, self._group, self._whole.vocab_size)
-
     def load_weights(self) -> LlamaForCausalLM:
-        """The rank's part."""
+        """The rank's part, of layers that talk to the others."""
         return load_sharded_model(self._whole, self._group)
 
     def warmup_model(self) -> None:

@@ -75,7 +75,7 @@ class InputProcessor:
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return encode(self._tokenizer, prompt)
+            return encode_within(self._setup.max_model_len, self._tokenizer, prompt)
         try:
             if isinstance(prompt, bytes):  # numbers, but hardly meant as ids
                 raise TypeError("bytes are not text")
@@ -88,10 +88,7 @@ class InputProcessor:
             raise ValueError("the prompt is empty: give at least one token")
         limit, vocab_size = self._setup.max_model_len, self._setup.vocab_size
         if len(token_ids) >= limit:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens, and the context of {limit} leaves no room for an answer: "
-                "shorten it, or raise max_model_len"
-            )
+            raise too_long(str(len(token_ids)), limit)
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             bad = next(t for t in token_ids if not 0 <= t < vocab_size)
             raise ValueError(f"token id {bad} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
@@ -105,6 +102,28 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> lis
         return list(tokenizer.encode(text, **options))
     except TypeError as error:
         raise ValueError("the prompt is not valid Unicode: was it read in another encoding?") from error
+
+
+def encode_within(limit: int, tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:
+    """As `encode`, but a text of far more than `limit` tokens is refused without reading it to its end.
+
+    Only the tokens around a cut depend on what comes after it, so twice the limit, and some, is far more.
+    """
+    enough = 2 * limit + 64
+    size = 4 * enough  # characters: about as many as English takes for that
+    while size < len(text):
+        if len(encode(tokenizer, text[:size], **options)) > enough:
+            raise too_long(f"more than {limit}", limit)
+        size *= 2
+    return encode(tokenizer, text, **options)
+
+
+def too_long(count: str, limit: int) -> ValueError:
+    """The error of a prompt that leaves no room for an answer."""
+    return ValueError(
+        f"the prompt has {count} tokens, and the context of {limit} leaves no room for an answer: "
+        "shorten it, or raise max_model_len"
+    )
 
 
 def _is_text(value: object) -> bool:

@@ -11,6 +11,7 @@ from functools import partial
 from folovllm.cache import kv_cache_manager
 from folovllm.cache.prefix_cache import PrefixCacheStats, PrefixCachingBlockManager
 from folovllm.config import EngineConfig
+from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.input_processor import InputProcessor, Prompt
 from folovllm.engine.metrics import EngineStats, StepStats
 from folovllm.engine.output_processor import RequestState
@@ -43,6 +44,7 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.setup = set_up(config)
+        self.num_threads = use_threads(self.setup)
         self.tokenizer = load_tokenizer(self.setup.path, config)
         self._processor = InputProcessor(self.setup, self.tokenizer)
         self.executor = make_executor(self.setup)
@@ -53,6 +55,7 @@ class LLMEngine:
         self._num_steps = 0
         self._num_preemptions = 0
         self._is_closed = False
+        self._process = os.getpid()
 
     def add_request(
         self,
@@ -126,9 +129,17 @@ class LLMEngine:
         return self._outputs(updated, now)
 
     def require_open(self) -> None:
-        """Raise RuntimeError if the engine was closed: there is no model any more."""
+        """Raise RuntimeError if the engine was closed, so that there is no model any more, or if this is a fork.
+
+        torch's threads and GPUs stay behind in the process that used them: in a fork the first product waits for ever.
+        """
         if self._is_closed:
             raise RuntimeError("the engine was closed: make a new one")
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the engine belongs to process {self._process}, and this is a fork of it, which has none of its threads: "
+                'start the process with multiprocessing\'s "spawn", and make an engine there'
+            )
 
     def close(self) -> None:
         """End what is being served and give the model's memory back; twice is once."""

@@ -251,7 +251,7 @@ def chunk(seq: Sequence, budget: int, threshold: int = 0) -> int:
 
 
 def wait(scheduler: Scheduler, candidates: list[Sequence]) -> Sequence | None:
-    """No room: nobody gives way. A slot, once given, has room for all of a sequence, so this stays a formality."""
+    """No room: nobody gives way. A block, once given, has room for all of a sequence, so this stays a formality."""
     return None
 
 

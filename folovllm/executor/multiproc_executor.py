@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import weakref
@@ -16,6 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
+from folovllm.children import import_path, python_command
 from folovllm.distributed.group import child_environment
 from folovllm.distributed.messages import STOP, decode_result, encode_step, longest_messages
 from folovllm.distributed.rank import Assignment, Failure, Ready, spin_seconds
@@ -59,14 +58,38 @@ class Rank:
         return self.failure is not None or self.process.poll() is not None
 
 
+class MeetingPlace:
+    """A file by which the ranks find each other.
+
+    On Linux it has no name: it goes with its last user, however that ends. Elsewhere it lies among temporary files.
+    """
+
+    def __init__(self) -> None:
+        self._is_named = not hasattr(os, "memfd_create")
+        if self._is_named:
+            self.fd, name = tempfile.mkstemp(prefix="folovllm-")
+        else:
+            self.fd = os.memfd_create("folovllm-rendezvous")
+            name = f"/proc/self/fd/{self.fd}"
+        self.path = Path(name)
+
+    def close(self) -> None:
+        """Let go of the file; twice is once."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            if self._is_named:
+                self.path.unlink()
+
+
 class Ranks:
     """All ranks of one engine, from their start to their end."""
 
     def __init__(self, setup: EngineSetup) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="folovllm-"))
         self.size = setup.config.tensor_parallel_size
         longest_step, longest_result = longest_messages(setup)
         self.steps, self.results = Ring(self.size, longest_step), Ring(1, longest_result)
+        self._meeting = MeetingPlace()
         self._ranks: list[Rank] = []
         self._error: WorkerDied | ValueError | None = None
         self._is_started = False
@@ -121,24 +144,22 @@ class Ranks:
         self._ranks.clear()
         self.steps.close()
         self.results.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._meeting.close()
 
     def _start(self, setup: EngineSetup, rank: int) -> Rank:
-        """Start a process that runs `folovllm.distributed.rank.main`, and tell it who it is.
+        """Start a process that runs `folovllm.executor.start`, and tell it who it is.
 
         Not by `multiprocessing`, whose children import the user's main script once more.
         """
         parent, child = Pipe()
-        fds = child.fileno(), self.steps.fd, self.results.fd
-        code = f"from folovllm.distributed.rank import main; main({child.fileno()})"
-        environment = child_environment() | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], env=environment, pass_fds=fds, stdin=subprocess.DEVNULL
-        )
+        fds = child.fileno(), self.steps.fd, self.results.fd, self._meeting.fd
+        command = python_command("folovllm.executor.start", str(child.fileno()))
+        environment = child_environment() | {"PYTHONPATH": import_path()}
+        process = subprocess.Popen(command, env=environment, pass_fds=fds, stdin=subprocess.DEVNULL)
         child.close()
         threads = max(1, torch.get_num_threads() // self.size)
         plain = replace(setup, hf_config=SimpleNamespace(**setup.hf_config.to_dict()))  # a rank needs no transformers
-        parent.send(Assignment(plain, rank, self._folder / "rendezvous", *fds[1:], threads))
+        parent.send(Assignment(plain, rank, self._meeting.path, *fds[1:3], threads))
         return Rank(process, parent)
 
     def _wait_until_ready(self, rank: Rank) -> Ready:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from folovllm.layers.unsupported import UnsupportedModel
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -59,12 +61,14 @@ def rope_frequencies(config: PretrainedConfig, head_dim: int) -> torch.Tensor:
     """The angle a position adds to each pair, theta^(-2i/D): [D/2], float32, falling from 1.
 
     Raises:
-        ValueError: the config asks for a kind of RoPE that is not built in. Plain and "llama3" are.
+        UnsupportedModel: the config asks for a kind of RoPE that is not built in. Plain and "llama3" are.
     """
     parameters = rope_parameters(config)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in ("default", "llama3") or parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"RoPE parameters {parameters} are not supported: rope_type must be 'default' or 'llama3'")
+    if kind not in ("default", "llama3"):
+        raise UnsupportedModel(f"RoPE of type {kind!r} is not supported: only 'default' and 'llama3' are")
+    if (part := parameters.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise UnsupportedModel(f"partial rotary embedding (of {part:.0%} of a head) is not supported: only whole heads")
     exponent = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
     frequencies = 1.0 / (parameters["rope_theta"] ** exponent)
     if kind == "default":

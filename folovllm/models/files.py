@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from folovllm.config import EngineConfig
+from folovllm.models.json_files import read_json, reading
 
 ASSETS = Path(__file__).parent.parent / "assets"
-SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "max_position_embeddings",
-)  # fmt: skip
+NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 def resolve_model(name: str) -> Path:
@@ -53,22 +50,19 @@ def _from_hub(name: str) -> Path:
 
 
 def load_hf_config(path: Path, config: EngineConfig) -> Any:
-    """The model's `PretrainedConfig`. Raises ValueError where it cannot be read."""
-    try:
-        check_sizes(json.loads((path / "config.json").read_text(encoding="utf-8")))
-        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
-        raise ValueError(f"cannot read the configuration in {path}: {error}") from error
+    """The model's `PretrainedConfig`. Raises ValueError where it cannot be read, or is of no model that serves text."""
+    with reading(f"the configuration in {path}"):
+        check_heads(read_json(path / "config.json"))
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        if absent := [name for name in NEEDED if getattr(hf_config, name, None) is None]:
+            raise ValueError(f"config.json lacks {', '.join(absent)}: it is not the configuration of a decoder of text")
+    return hf_config
 
 
-def check_sizes(fields: dict[str, Any]) -> None:
-    """Raise ValueError if a `config.json` states a size below 1, or query heads that its KV heads cannot share."""
-    sizes = {name: fields[name] for name in SIZES if isinstance(fields.get(name), int)}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} is {size}, and must be at least 1")
-    kv_heads = sizes.get("num_key_value_heads", 1)
-    heads = sizes.get("num_attention_heads", kv_heads)
+def check_heads(fields: dict[str, Any]) -> None:
+    """Raise ValueError if a `config.json` states query heads that its KV heads cannot share."""
+    kv_heads = fields.get("num_key_value_heads") or 1
+    heads = fields.get("num_attention_heads") or kv_heads
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
 
@@ -78,25 +72,21 @@ def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
     where = resolve_model(config.tokenizer) if config.tokenizer else path
     if not any((where / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{where} has no tokenizer (tokenizer.json): name one with tokenizer=...")
-    try:
+    with reading(f"the tokenizer in {where}"):
+        for file in filter(Path.is_file, (where / name for name in TOKENIZER_FILES)):
+            read_json(file)
         return AutoTokenizer.from_pretrained(where, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"cannot read the tokenizer in {where}: {error}") from error
 
 
 def eos_token_ids(path: Path, hf_config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """All ids that end a text: the generation config's, else the model config's, and the tokenizer's."""
     declared: Any = None
     if (path / "generation_config.json").is_file():
-        try:
-            declared = GenerationConfig.from_pretrained(path).eos_token_id
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"cannot read generation_config.json in {path}: {error}") from error
+        with reading(f"generation_config.json in {path}"):
+            declared = read_json(path / "generation_config.json").get("eos_token_id")
     if declared is None:
         declared = getattr(hf_config, "eos_token_id", None)
     ids = {declared} if isinstance(declared, int) else set(declared or ())
-    if not all(isinstance(id_, int) for id_ in ids):
-        raise ValueError(f"eos_token_id in {path} must be a token id or a list of them, not {declared!r}")
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return frozenset(id_ for id_ in ids if 0 <= id_ < hf_config.vocab_size)  # what has no logit is never drawn

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.unsupported import UnsupportedModel
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -20,18 +23,23 @@ ARCHITECTURES: dict[str, str] = {
     "Qwen2ForCausalLM": "folovllm.models.qwen2",
     "Qwen3ForCausalLM": "folovllm.models.qwen3",
 }
+NEEDED = ("intermediate_size", "rms_norm_eps", "hidden_act", "tie_word_embeddings")  # beside what any model has
+
+
+PLAIN_LAYERS = LayerSet()
 
 
 def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
     """The class for the first known name among `hf_config.architectures`; its module is imported here.
 
     Raises:
-        ValueError: none of them is known, or the weights are quantized.
+        UnsupportedModel: none of them is known.
+        ValueError: the weights are quantized.
     """
     names: list[str] = getattr(hf_config, "architectures", None) or []
     name = next((name for name in names if name in ARCHITECTURES), None)
     if name is None:
-        raise ValueError(
+        raise UnsupportedModel(
             f"no model for architecture {', '.join(names) or '(none named)'}: "
             f"the known ones are {', '.join(ARCHITECTURES)}"
         )
@@ -40,15 +48,40 @@ def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
     return getattr(import_module(ARCHITECTURES[name]), name)
 
 
-def build_model(hf_config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str) -> LlamaForCausalLM:
+def build_model(
+    hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    max_model_len: int | None = None,
+    layers: LayerSet = PLAIN_LAYERS,
+) -> LlamaForCausalLM:
     """The model on `device` in `dtype`, its weights uninitialised: `load_model` or `init_random_weights` comes next.
 
+    Args:
+        max_model_len: positions that it must know; by default all that the config allows, which may be millions.
+        layers: what it is built from.
+
     Raises:
-        ValueError: an unknown architecture, or a feature of the config that no layer here has.
+        UnsupportedModel: an unknown architecture, or a feature of the config that no layer here has.
+        ValueError: the config is another model's, or the weights are quantized.
     """
-    model_class = get_model_class(hf_config)
-    with torch.device(device), _default_dtype(dtype):
-        return model_class(hf_config).requires_grad_(False).eval()
+    try:
+        model_class = get_model_class(hf_config)
+        if absent := [field for field in NEEDED if getattr(hf_config, field, None) is None]:
+            raise ValueError(f"config.json lacks {', '.join(absent)}, without which there is no {model_class.__name__}")
+        with torch.device(device), _default_dtype(dtype):
+            return model_class(hf_config, layers, max_model_len).requires_grad_(False).eval()
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{error}{who_runs_it(hf_config)}") from error
+
+
+def who_runs_it(hf_config: PretrainedConfig) -> str:
+    """For the end of a sentence: that `transformers`, and so M1, has this model, if it has."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(hf_config, "model_type", ""))
+    known = name in (getattr(hf_config, "architectures", None) or [])
+    return '; milestone="m1" runs it, through transformers' if known else ""
 
 
 @contextmanager

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging as hf_logging
 
 from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
 from folovllm.engine.setup import EngineSetup
+from folovllm.models.json_files import reading
+from folovllm.models.loader import checkpoint_files, require_finite, require_float_weights
 from folovllm.request import Sequence
 from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
+
+
+@contextmanager
+def progress_bars(wanted: bool) -> Iterator[None]:
+    """Let transformers draw its progress, or not; afterwards all is as before."""
+    if wanted or not hf_logging.is_progress_bar_enabled():
+        yield
+        return
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.enable_progress_bar()
 
 
 class HFModelRunner:
@@ -27,7 +44,10 @@ class HFModelRunner:
     def load_model(self) -> None:
         """Load the weights, from safetensors only: a pickle could run code."""
         setup = self._setup
-        try:
+        files = checkpoint_files(setup.path)
+        if getattr(setup.hf_config, "quantization_config", None) is None:  # else transformers knows what the codes mean
+            require_float_weights(files)
+        with reading(f"the model in {setup.path}"), progress_bars(setup.config.use_tqdm):
             model, report = AutoModelForCausalLM.from_pretrained(
                 setup.path,
                 config=setup.hf_config,
@@ -36,10 +56,11 @@ class HFModelRunner:
                 output_loading_info=True,
                 trust_remote_code=setup.config.trust_remote_code,
             )
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-            raise ValueError(f"cannot load the model in {setup.path}: {error}") from error
         if report["missing_keys"]:  # transformers would make them up
             raise ValueError(f"the checkpoint in {setup.path} lacks {', '.join(sorted(report['missing_keys'])[:5])}")
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and parameter.dtype.itemsize > 1:
+                require_finite(name, parameter.data)
         self.model = model.to(setup.device).eval()
 
     def initialize_kv_cache(self) -> int:

@@ -15,7 +15,7 @@ from folovllm.sample.sampler import SamplerOutput, SamplingBatch
 from folovllm.sampling_params import SamplingParams
 from folovllm.worker.input_batch import InputBatch
 from folovllm.worker.kv_memory import num_blocks_that_fit
-from folovllm.worker.native_model import attention_layers, choose_layers, load_native_model, make_sampler
+from folovllm.worker.native_model import attention_layers, load_native_model, make_sampler
 
 WARM_UP_TOKENS = 256  # from here on more tokens, or more sequences, change no kernel
 
@@ -35,7 +35,6 @@ class ModelRunner:
         self.model = self.load_weights()
         for attention in attention_layers(self.model):
             attention.backend = self._backend
-        choose_layers(self.model, self._setup)
 
     def load_weights(self) -> LlamaForCausalLM:
         """The model, as its checkpoint has it."""

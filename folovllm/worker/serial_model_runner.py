@@ -10,7 +10,7 @@ from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
 from folovllm.engine.setup import EngineSetup
 from folovllm.forward_batch import ForwardBatch
 from folovllm.sample.sampler import SamplerOutput, SamplingBatch
-from folovllm.worker.native_model import attention_layers, choose_layers, load_native_model, make_sampler
+from folovllm.worker.native_model import attention_layers, load_native_model, make_sampler
 
 
 class SerialModelRunner:
@@ -24,7 +24,6 @@ class SerialModelRunner:
     def load_model(self) -> None:
         """Build the model and load its weights."""
         self.model = load_native_model(self._setup)
-        choose_layers(self.model, self._setup)
 
     def initialize_kv_cache(self) -> int:
         """Give each attention layer an empty cache."""

@@ -273,15 +273,22 @@ with (
 rows = ["schedule", "execute_model", "sampler", "postprocess"]
 colours = dict(zip(rows, ["tab:green", "tab:blue", "tab:orange", "tab:purple"], strict=True))
 zero = spans[0][1]
-figure, axes = plt.subplots(figsize=(9, 2.6))
-for name, began, ended in spans:
-    axes.barh(rows.index(name), max(1e3 * (ended - began), 0.05), left=1e3 * (began - zero), color=colours[name])
+figure, (axes, panel) = plt.subplots(1, 2, figsize=(12, 2.8), width_ratios=[2, 1])
+for name, began, ended in spans:  # a tick for each call, for a call of some microseconds has no width
+    axes.barh(rows.index(name), 1e3 * (ended - began), left=1e3 * (began - zero), color=colours[name])
+    axes.plot(1e3 * (began - zero), rows.index(name), marker="|", ms=18, mew=2.5, color=colours[name], clip_on=False)
 starts = [began for name, began, _ in spans if name == "schedule"]
 for delta, began in zip(deltas, starts, strict=True):
     axes.axvline(1e3 * (began - zero), color="0.8", lw=0.8, zorder=0)
     axes.text(1e3 * (began - zero), -0.75, repr(delta)[1:-1], fontsize=9)
 axes.set(yticks=range(4), yticklabels=rows, xlabel="ms", ylim=(3.6, -1.1))
 axes.set_title("One request: a prefill of the prompt, then a token a step", pad=14)
+usual = [1e6 * statistics.median(e - b for n, b, e in spans if n == name) for name in rows]
+panel.barh(range(4), usual, color=list(colours.values()))
+for row, microseconds in enumerate(usual):
+    panel.text(microseconds * 1.2, row, f"{microseconds:,.0f}", va="center", fontsize=9)
+panel.set(xscale="log", xlim=(1, 10 * max(usual)), ylim=(3.6, -1.1), yticks=range(4), yticklabels=[], xlabel="µs a call, median")
+figure.tight_layout()
 plt.show()
 
 share = {name: sum(e - b for n, b, e in spans if n == name) for name in rows}

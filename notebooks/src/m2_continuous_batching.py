@@ -56,8 +56,8 @@ LENGTHS = [8, 48, 12, 36, 8, 16, 56, 10, 24, 8, 44, 14, 32, 8, 20, 24]  # tokens
 #
 # 1. A step for 8 sequences instead of 1: how many times longer does it take on this machine?
 # 2. Sixteen requests, answers of 8 to 56 tokens, four at a time. If each group of four must finish before the next begins, what share of
-#    the four places stands empty?
-# 3. And if a place is filled again at once?
+#    the four rows stands empty?
+# 3. And if a row is filled again at once?
 # 4. Each sequence gets room for the longest context there can be. What share of that room holds a token, on average?
 
 # %% [markdown]
@@ -143,7 +143,7 @@ assert cost[4] < 14 * cost[0]
 # %% [markdown]
 # ## The mini: static and continuous batching in one cell
 #
-# A model over a flat batch, a slot of cache per sequence, and a loop. One `if` separates static batching from continuous batching. It
+# A model over a flat batch, a block of cache per sequence, and a loop. One `if` separates static batching from continuous batching. It
 # imports nothing of the engine.
 
 # %%
@@ -151,13 +151,13 @@ from safetensors.torch import load_file
 
 
 class MiniModel:
-    """A Qwen3 over a flat batch; each sequence has a slot of the cache."""
+    """A Qwen3 over a flat batch; each sequence has a block of the cache."""
 
-    def __init__(self, folder, slots, context):
+    def __init__(self, folder, blocks, context):
         self.c = c = json.loads((folder / "config.json").read_text())
         self.w = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
         self.heads, self.kv_heads, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
-        self.cache = torch.zeros(c["num_hidden_layers"], 2, slots, self.kv_heads, context, dim)
+        self.cache = torch.zeros(c["num_hidden_layers"], 2, blocks, self.kv_heads, context, dim)
         theta = c.get("rope_theta") or c["rope_parameters"]["rope_theta"]
         self.angles = torch.outer(torch.arange(context), theta ** (-torch.arange(0, dim, 2) / dim))  # [context, D/2]
 
@@ -175,18 +175,18 @@ class MiniModel:
         name, outputs, at = f"model.layers.{layer}.self_attn", [], 0
         q, k, v = (self.linear(x, f"{name}.{p}_proj").unflatten(-1, (h, -1)) for p, h in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)))
         q, k = self.rotate(self.norm(q, f"{name}.q_norm"), angles), self.rotate(self.norm(k, f"{name}.k_norm"), angles)
-        for slot, start, new in batch:  # each sequence sees its own slot, and no other
+        for block, start, new in batch:  # each sequence sees its own block, and no other
             own, end = slice(at, at + len(new)), start + len(new)
-            self.cache[layer, 0, slot, :, start:end], self.cache[layer, 1, slot, :, start:end] = k[own].transpose(0, 1), v[own].transpose(0, 1)
+            self.cache[layer, 0, block, :, start:end], self.cache[layer, 1, block, :, start:end] = k[own].transpose(0, 1), v[own].transpose(0, 1)
             mask = torch.ones(len(new), end, dtype=torch.bool).tril(start)
-            key, value = self.cache[layer, :, slot, :, :end]
+            key, value = self.cache[layer, :, block, :, :end]
             outputs.append(F.scaled_dot_product_attention(q[own].transpose(0, 1), key, value, attn_mask=mask, enable_gqa=True).transpose(0, 1))
             at += len(new)
         return self.linear(torch.cat(outputs).flatten(1), f"{name}.o_proj")
 
     @torch.inference_mode()
     def __call__(self, batch):
-        """[(slot, position of the first new token, new tokens)] -> the most likely next token of each."""
+        """[(block, position of the first new token, new tokens)] -> the most likely next token of each."""
         x = self.w["model.embed_tokens.weight"][[token for _, _, new in batch for token in new]]
         angles = torch.cat([self.angles[start : start + len(new)] for _, start, new in batch])[:, None]
         for i in range(self.c["num_hidden_layers"]):
@@ -199,20 +199,20 @@ class MiniModel:
         return (self.norm(x[last], "model.norm") @ head.T).argmax(-1).tolist()
 
 
-def mini_serve(model, requests, slots, continuous):
-    """[(prompt, tokens wanted)] -> the answers, and who sat in which slot at each step."""
-    waiting, running, free = deque(range(len(requests))), {}, list(range(slots))
+def mini_serve(model, requests, blocks, continuous):
+    """[(prompt, tokens wanted)] -> the answers, and who held which block at each step."""
+    waiting, running, free = deque(range(len(requests))), {}, list(range(blocks))
     answers, log = [[] for _ in requests], []
     while waiting or running:
         if continuous or not running:  # the whole difference
             while waiting and free:
                 i = waiting.popleft()
                 running[i] = (free.pop(), 0, requests[i][0])
-        log.append({slot: i for i, (slot, _, _) in running.items()})
+        log.append({block: i for i, (block, _, _) in running.items()})
         for i, token in zip(list(running), model(list(running.values())), strict=True):
-            slot, start, new = running[i]
+            block, start, new = running[i]
             answers[i].append(token)
-            running[i] = (slot, start + len(new), [token])
+            running[i] = (block, start + len(new), [token])
             if len(answers[i]) == requests[i][1]:
                 free.append(running.pop(i)[0])  # at once, so that the next step can use it
     return answers, log
@@ -221,11 +221,11 @@ def mini_serve(model, requests, slots, continuous):
 # %%
 llm = load(max_num_seqs=4)
 requests = [(llm.tokenizer.encode(prompt), length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
-mini = MiniModel(FOLDER, slots=4, context=max(len(p) + n for p, n in requests))
+mini = MiniModel(FOLDER, blocks=4, context=max(len(p) + n for p, n in requests))
 for continuous in (False, True):
     answers, log = mini_serve(mini, requests, 4, continuous)
     idle = 1 - sum(map(len, log)) / (4 * len(log))
-    print(f"{'continuous' if continuous else 'static':10} {len(log):4} steps, {idle:4.0%} of the places idle")
+    print(f"{'continuous' if continuous else 'static':10} {len(log):4} steps, {idle:4.0%} of the rows idle")
     assert answers == EXPECTED, "whoever shares the batch, the tokens are the same"
 
 outputs, *_ = serve(llm)
@@ -262,19 +262,19 @@ task("m2.5", InputBatch.flatten)
 # ## See it
 #
 # Both kinds of batching, on the real engine: a snapshot per step says who took part. Static batching is the same engine, given
-# one group of four at a time. A row is one of the four places; dark is a prompt, light is a token; white is nobody.
+# one group of four at a time. A row of the picture is a row of the batch; dark is a prompt, light is a token; white is nobody.
 
 # %%
 def lanes(history):
-    """(place, request, start, seconds, tokens) of every share; a request keeps the lowest place that was free when it came."""
-    place, shares = {}, []
+    """(row, request, start, seconds, tokens) of every share; a request keeps the lowest row that was free when it came."""
+    row, shares = {}, []
     for step in history:
         present = {share[0] for share in step.shares}
-        place = {request: p for request, p in place.items() if request in present}
+        row = {request: r for request, r in row.items() if request in present}
         for request, _, _, count in step.shares:
-            if request not in place:
-                place[request] = min(set(range(len(place) + 1)) - set(place.values()))
-            shares.append((place[request], int(request), step.start - history[0].start, step.seconds, count))
+            if request not in row:
+                row[request] = min(set(range(len(row) + 1)) - set(row.values()))
+            shares.append((row[request], int(request), step.start - history[0].start, step.seconds, count))
     return shares
 
 
@@ -288,7 +288,7 @@ def gantt(axes, history, title):
         axes.text(own[0][2], own[0][0], f" {request}", va="center", fontsize=8)
     end = max(start + seconds for _, _, start, seconds, _ in shares)
     idle = 1 - sum(seconds for *_, seconds, _ in shares) / (4 * end)
-    axes.set(yticks=range(4), ylabel="place", title=f"{title}: {len(history)} steps, {end:.2f} s, {idle:.0%} of the area idle")
+    axes.set(yticks=range(4), ylabel="row", title=f"{title}: {len(history)} steps, {end:.2f} s, {idle:.0%} of the area idle")
     return end, idle
 
 
@@ -328,9 +328,9 @@ without = statistics.median(m for m, p in zip(milliseconds, prompts_in, strict=T
 print(f"a step with a prompt in it: {with_prompt:.1f} ms, without: {without:.1f} ms")
 
 # %% [markdown]
-# ## The memory that slots waste
+# ## The memory that whole blocks waste
 #
-# A slot holds `max_model_len` tokens, because nobody knows how long an answer gets. `engine.stats()` says what is reserved and what of
+# A block holds `max_model_len` tokens, because nobody knows how long an answer gets. `engine.stats()` says what is reserved and what of
 # it is used:
 
 # %%
@@ -351,7 +351,7 @@ axes.legend(frameon=False, loc="center")
 plt.show()
 share = sum(used) / sum(reserved)
 context = engine.setup.max_model_len
-print(f"slots of {context} tokens: {share:.1%} of the reserved memory holds a token, {1 - share:.1%} is wasted")
+print(f"blocks of {context} tokens: {share:.1%} of the reserved memory holds a token, {1 - share:.1%} is wasted")
 assert share < 0.5
 llm.close()
 
@@ -411,7 +411,7 @@ assert useful == sum(step.num_tokens for step in history), "M2 computes the usef
 # | who takes part | `Scheduler.schedule`, anew at every step | `Scheduler.schedule`: a step is all prefill *or* all decode | `Scheduler.schedule`, one token budget for prefill and decode |
 # | what a step is | tokens of sequences, decodes first | two kinds of batch, two code paths in the runner | `{request: number of tokens}` |
 # | the batch | flat, `query_start_loc` | flat, `cu_seqlens_q` | flat, `query_start_loc` |
-# | the cache | a slot a sequence | pages | pages |
+# | the cache | a block a sequence | pages | pages |
 #
 # The idea is Orca's (Yu et al., OSDI 2022): *iteration-level scheduling*. vLLM's paper added the pages.
 
@@ -440,7 +440,7 @@ assert wrong.token_ids[0] == right.token_ids[0], "the first token comes from the
 assert wrong.token_ids != right.token_ids
 
 # %% [markdown]
-# Then: a finished sequence leaves the batch and keeps its slot. Nothing goes wrong for a while, which is the nasty kind of bug.
+# Then: a finished sequence leaves the batch and keeps its block. Nothing goes wrong for a while, which is the nasty kind of bug.
 
 # %%
 with load(max_num_seqs=4) as leaking:
@@ -454,12 +454,12 @@ with load(max_num_seqs=4) as leaking:
     except RuntimeError as error:
         print("the engine says:", error)
     stats = leaking.engine.stats()
-print(f"{served} served, {stats.running} running, {stats.waiting} waiting, {stats.kv_blocks_used} of {stats.kv_blocks_total} slots taken")
+print(f"{served} served, {stats.running} running, {stats.waiting} waiting, {stats.kv_blocks_used} of {stats.kv_blocks_total} blocks taken")
 assert served == 4 and stats.waiting == 12 and stats.running == 0
 
 # %% [markdown]
 # Four requests were served, the other twelve would wait forever with an idle processor, and so the engine gives up. The property test in `tests/m2` looks for exactly
-# this: after everything has ended, every slot is free.
+# this: after everything has ended, every block is free.
 #
 # To try on your own:
 #

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # M3: a paged KV cache
 #
-# M2 gave every sequence a slot as long as the longest text there may be. Here the memory is cut into small pages, and a sequence holds
+# M2 gave every sequence a block as long as the longest text there may be. Here the memory is cut into small pages, and a sequence holds
 # just those that its tokens fill. Three small things make it work: a table per sequence, a free list, and a rule for the day on which
 # no page is left.
 #
@@ -31,7 +31,7 @@ from folovllm.show import draw_pool, page_holders
 
 MODEL = "stories-5m"  # comes with the package
 CONTEXT = 256  # the longest text that the engines here serve
-SLOTS = 4  # M2's share of the memory; M3 gets the same bytes
+WHOLE = 4  # blocks as long as the context: M2's share of the memory; M3 gets the same bytes
 
 torch.set_num_threads(1)  # so that two runs of this notebook can be compared
 plt.rcParams.update({"figure.dpi": 72, "axes.spines.top": False, "axes.spines.right": False, "font.size": 10})
@@ -65,7 +65,7 @@ def serve(engine, requests, look=lambda: None):
 #
 # 1. The memory holds four texts of 256 tokens. Requests are of mixed lengths, most of them short. How many run at once if the memory
 #    comes in pages of 16 tokens?
-# 2. What share of the memory that sequences hold is empty, with slots and with such pages? And with pages of 64?
+# 2. What share of the memory that sequences hold is empty, with M2's blocks and with such pages? And with pages of 64?
 # 3. Pages of one token waste nothing. Why does nobody use them?
 # 4. A sequence of 100 tokens is thrown out for lack of memory and comes back later. How many steps does it take to be where it was?
 #    And does its text change?
@@ -73,16 +73,16 @@ def serve(engine, requests, look=lambda: None):
 # %% [markdown]
 # ## Feel the problem
 #
-# M2, four slots, fourteen requests. The picture is the memory itself after some steps: a row is a slot, a column a place for one token.
-# Colour is a token of somebody, grey is a place that is reserved and empty.
+# M2, four blocks, fourteen requests. The picture is the memory itself after some steps: a line is a block, and each of its 256 slots can
+# keep one token. Colour is a token of somebody, grey is a slot that is reserved and empty.
 
 # %%
 rng = np.random.default_rng(0)
 REQUESTS = [(rng.integers(300, 1000, int(p)).tolist(), int(a)) for p, a in zip(rng.integers(4, 60, 14), rng.integers(8, 90, 14))]
 
 
-def places(engine):
-    """The memory, a number a place: who has a token there, -1 reserved and empty, -2 free; [N * B]."""
+def contents(engine):
+    """The memory, a number a slot: who has a token there, -1 reserved and empty, -2 free; [N * B]."""
     size = engine.setup.block_size
     picture = np.full((engine.stats().kv_blocks_total, size), -2)
     for block_id, holders in enumerate(page_holders(engine)):
@@ -99,23 +99,22 @@ def paint(picture):
 
 def snapshot(llm, step=20):
     seen = []
-    serve(llm.engine, REQUESTS, lambda: seen.append((places(llm.engine), llm.engine.stats())))
+    serve(llm.engine, REQUESTS, lambda: seen.append((contents(llm.engine), llm.engine.stats())))
     picture, stats = seen[step]
-    return picture.reshape(SLOTS, CONTEXT), stats, len(seen)
+    return picture.reshape(WHOLE, CONTEXT), stats, len(seen)
 
 
-slots = load("m2", num_kv_blocks=SLOTS)
-before, m2_stats, m2_steps = snapshot(slots)
+before, m2_stats, m2_steps = snapshot(load("m2", num_kv_blocks=WHOLE))
 figure, axes = plt.subplots(figsize=(11, 1.5))
 axes.imshow(paint(before), aspect="auto", interpolation="nearest")
-axes.set(yticks=range(SLOTS), yticklabels=[f"slot {i}" for i in range(SLOTS)], xlabel="place for a token")
+axes.set(yticks=range(WHOLE), yticklabels=[f"block {i}" for i in range(WHOLE)], xlabel="slot of the block")
 axes.set_title(f"M2 after 21 steps: {m2_stats.running} run, {m2_stats.waiting} wait, {m2_stats.kv_waste:.0%} of what is reserved is empty")
 plt.show()
-assert m2_stats.running == SLOTS and m2_stats.kv_waste > 0.5
+assert m2_stats.running == WHOLE and m2_stats.kv_waste > 0.5
 
 # %% [markdown]
-# Ten requests wait for memory while most of the memory holds nothing. It cannot be lent out: a slot must be in one piece, because the K/V
-# of position p is at `slot * 256 + p`, and nobody knows yet how long a text will get.
+# Ten requests wait for memory while most of the memory holds nothing. It cannot be lent out: a sequence's memory must be in one piece, because the
+# K/V of position p is in slot `block * 256 + p`, and nobody knows yet how long a text will get.
 #
 # ## The mini: pages in one cell
 #
@@ -267,7 +266,7 @@ print(inspect.getdoc(f))
 
 # %%
 def check(mine):
-    """Compare with gathering first, on scattered pages with NaN in the unused places."""
+    """Compare with gathering first, on scattered pages with NaN in the unused slots."""
     torch.manual_seed(0)
     kv_cache, table = torch.randn(2, 9, 16, 2, 32), torch.tensor([7, 2, 5])
     kv_cache[:, 5, 6:] = torch.nan  # 38 tokens: the last page is not full
@@ -285,11 +284,11 @@ check(lambda query, kv_cache, table, n, scale: torch_paged.attend(query, *torch_
 # The requests of before, in the same memory, after the same number of steps. A row is now just a line break; white is free.
 
 # %%
-paged = load(num_kv_blocks=SLOTS * CONTEXT // 16, block_size=16)
+paged = load(num_kv_blocks=WHOLE * CONTEXT // 16, block_size=16)
 after, m3_stats, m3_steps = snapshot(paged)
 figure, axes = plt.subplots(figsize=(11, 1.5))
 axes.imshow(paint(after), aspect="auto", interpolation="nearest")
-axes.set(yticks=[], xticks=range(0, CONTEXT + 1, 16), xlabel="place for a token, a tick a page")
+axes.set(yticks=[], xticks=range(0, CONTEXT + 1, 16), xlabel="slots, a tick a page")
 axes.set_title(f"M3 after 21 steps: {m3_stats.running} run, {m3_stats.waiting} wait, {m3_stats.kv_waste:.0%} of what is reserved is empty")
 plt.show()
 print(f"all done after {m3_steps} steps; M2 took {m2_steps}")
@@ -298,12 +297,16 @@ assert m3_stats.running > 2 * m2_stats.running and m3_stats.kv_waste < m2_stats.
 
 # %% [markdown]
 # `folovllm generate ... --show-steps` draws the same in the terminal, a character a page: a capital is a full page, a small letter one
-# that is being filled.
+# that is being filled. Here are the first eight of these requests, served alone.
 
 # %%
+steps_before = paged.engine.stats().steps
+
+
 def print_pool():
-    if paged.engine.last_stats.index % 15 == 0:
-        print(f"after step {paged.engine.last_stats.index}\n{draw_pool(paged.engine).plain}\n")
+    step = paged.engine.stats().steps - steps_before
+    if step % 15 == 0:
+        print(f"after step {step}\n{draw_pool(paged.engine).plain}\n")
 
 
 serve(paged.engine, REQUESTS[:8], print_pool)
@@ -357,13 +360,13 @@ assert short_of_memory == serve(paged.engine, hungry), "with memory for all: the
 # The first to arrive never gives way. The others wait with their tokens, not with their cache; when there is room again, one step
 # computes all of them together, like a prompt. That is cheap: a step of 50 tokens costs far less than 50 steps (M1's roofline).
 #
-# ## Measure: slots against pages, and how large a page should be
+# ## Measure: M2's blocks against pages, and how large a page should be
 #
 # The same bytes, the same requests, all there at the start.
 
 # %%
 requests = mixed_workload(24, seed=1, prompts=(4, 64), answers=(8, 128))
-options = {"model": MODEL, "slots": SLOTS, "max_model_len": CONTEXT, "device": "cpu"}
+options = {"model": MODEL, "slots": WHOLE, "max_model_len": CONTEXT, "device": "cpu"}
 results = [measure("m2", requests, **options)]
 results += [measure("m3", requests, block_size=size, **options) for size in (1, 16, 64, 256)]
 print("         page   in flight   waste   steps   preempted   tokens/s")
@@ -375,7 +378,7 @@ sizes = [str(r.block_size) for r in results[1:]]
 columns = {"sequences in flight": "mean_running", "waste": "mean_waste", "tokens/s": "tokens_per_second"}
 for panel, (title, field) in zip(panels, columns.items(), strict=True):
     panel.bar(sizes, [getattr(r, field) for r in results[1:]], color="tab:blue")
-    panel.axhline(getattr(results[0], field), color="tab:red", lw=1.5, label="M2's slots")
+    panel.axhline(getattr(results[0], field), color="tab:red", lw=1.5, label="M2's blocks")
     panel.set(title=title, xlabel="tokens a page")
 panels[0].legend(frameon=False)
 figure.tight_layout()
@@ -388,7 +391,7 @@ assert (whole.steps, whole.mean_waste, whole.mean_running) == (m2.steps, m2.mean
 
 # %% [markdown]
 # The last bar is the joke of this milestone: with pages as long as the context, M3 *is* M2, step for step and byte for byte. Going left,
-# the waste falls to at most B - 1 places per sequence. Beyond 16 or so there is nothing more to gain, and something to lose: the tables get
+# the waste falls to at most B - 1 slots per sequence. Beyond 16 or so there is nothing more to gain, and something to lose: the tables get
 # long, and a kernel (M4) wants many neighbouring tokens in one read. Pages of one token waste nothing and cost a table entry each.
 #
 # Mind the tokens per second of that last bar: the schedule is M2's, so what differs is `torch_paged` against `torch_naive`, and that is
@@ -473,30 +476,47 @@ assert serve(load(block_size=8, num_kv_blocks=16, max_model_len=80).engine, hung
 #
 # ## What the next milestone is for
 #
-# Where does a step spend its time now? Gathering: each layer copies the K/V of all running sequences together before it can attend.
+# Where does a step spend its time now? Gathering: each layer copies the K/V of all running sequences together before it can attend. What a
+# step adds to the cache is the same at any length; what it copies grows with every token.
 
 # %%
 import time
 
-engine, spent = paged.engine, Counter()
-gather = torch_paged.gather_pages
+gather, moved = torch_paged.gather_pages, Counter()
 
 
-def clocked(*args):
+def watched(*args):
     began = time.perf_counter()
-    result = gather(*args)
-    spent["gather"] += time.perf_counter() - began
-    return result
+    key, value = gather(*args)
+    moved["seconds"] += time.perf_counter() - began
+    moved["bytes"] += key.nbytes + value.nbytes
+    return key, value
 
 
-engine.history = []
-with patch.object(torch_paged, "gather_pages", clocked):
-    serve(engine, [(prompt * 3, 30) for prompt, _ in REQUESTS[:6]])
-total = sum(step.seconds for step in engine.history)
-print(f"copying pages takes {spent['gather'] / total:.0%} of all time, and every byte of it is read once more right after")
-assert spent["gather"] > 0
+def decodes(context, sequences=6, steps=10):
+    """(share of the time that goes into copying, bytes copied a step, bytes of new K/V a step) while all decode."""
+    engine = load(max_model_len=context + 32, num_kv_blocks=sequences * (context // 16 + 3) + 16).engine
+    for i in range(sequences):
+        engine.add_request(str(i), rng.integers(300, 1000, context).tolist(), greedy(steps + sequences), stream=False)
+    while engine.stats().waiting:  # the last prompt is computed in the step that lets it in
+        engine.step()
+    moved.clear()
+    engine.history = []
+    with patch.object(torch_paged, "gather_pages", watched):
+        for _ in range(steps):
+            engine.step()
+    assert all(step.num_tokens == sequences for step in engine.history)
+    total = sum(step.seconds for step in engine.history)
+    return moved["seconds"] / total, moved["bytes"] / steps, sequences * engine.setup.kv_bytes_per_token
+
+
+print("context   time for copying   copied a step   new K/V a step")
+for context in (64, 512, 2048):
+    share, copied, new = decodes(context)
+    print(f"{context:7,} {share:18.0%} {copied / 1e6:12.1f} MB {new / 1e3:13.1f} KB")
+assert copied > 1000 * new
 
 # %% [markdown]
-# (With these short contexts. The share grows with every token; of attention alone it is half and more, as M4's notebook measures.)
-# A kernel that follows the table itself, and folds page after page into a running softmax, copies nothing: that is
-# [M4](../notebooks/m4_kernels.ipynb).
+# At 64 tokens one could live with it. At 2,048 every token of an answer pays for a copy of all that was said before, almost two thousand times what it adds
+# itself, and every byte of the copy is read once more right after. A kernel that follows the table itself, and folds page after page into a
+# running softmax, copies nothing: that is [M4](../notebooks/m4_kernels.ipynb).

@@ -6,6 +6,7 @@ A comment above a block, which no reader sees, may say one of two things:
     <!-- before: cd examples -->            what is executed first, in the block's language (a smaller workload, a file)
 
 A Python block that begins with the name of a file in a comment (`# my_backends.py`) is saved under that name.
+An excerpt of the source (`docs/_tools/excerpts.py`) is nothing to type, and left out.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ REASONS = (
     "shows a format",
 )
 DIRECTIVE = re.compile(r"<!--\s*(no-run|before):\s*(.*?)\s*-->", re.DOTALL)
+EXCERPT = re.compile(r"<!-- (code|signature) ")
 LOOKS_LIKE_COMMANDS = re.compile(r"^(\$ |folovllm |python |pytest |make |pip )", re.MULTILINE)
 
 
@@ -71,7 +73,7 @@ def blocks(page: Path, text: str | None = None) -> list[Block]:
     tokens = MarkdownIt().parse(page.read_text("utf-8") if text is None else text)
     found = []
     for above, token in zip([None, *tokens], tokens, strict=False):
-        if token.type != "fence":
+        if token.type != "fence" or (above is not None and EXCERPT.match(above.content)):
             continue
         line, language = (token.map or [0])[0] + 1, token.info.split(" ")[0]
         said = _said(above)

@@ -91,6 +91,11 @@ class TestBlocks:
         (block,) = blocks(self.PAGE, "```console\n$ true\noutput\n$ false\n```\n")
         assert block.script == "true\nfalse\n"
 
+    def test_an_excerpt_is_nothing_to_type(self) -> None:
+        excerpt = "<!-- code folovllm.config:PRESETS -->\n\n```python\nPRESETS = nope\n```\n\n<!-- end -->\n\n"
+        (block,) = blocks(self.PAGE, f"{excerpt}```python\nx = 1\n```\n")
+        assert block.code == "x = 1\n"
+
     def test_a_file_has_its_name(self) -> None:
         first, second = blocks(self.PAGE, "```python\n# my_backends.py\nx = 1\n```\n\n```python\n# nothing\n```\n")
         assert (first.file_name, second.file_name) == ("my_backends.py", "block_6.py")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers.utils import logging as hf_logging
 
 from folovllm import LLM, EngineConfig, SamplingParams
 from folovllm.engine.scheduler import SerialScheduler
@@ -161,6 +162,17 @@ def test_two_engines_in_turn_do_not_disturb_each_other() -> None:
         for engine, result in zip(engines, together, strict=True):
             result += [t for output in engine.step() for t in output["token_ids"]]
     assert together == alone
+
+
+@pytest.mark.parametrize("use_tqdm", [False, True])
+def test_transformers_shows_its_progress_when_asked_for(use_tqdm: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    hf_logging.enable_progress_bar()  # as it is outside of tests
+    try:
+        LLM(str(tiny_checkpoint()), milestone="m1", device="cpu", use_tqdm=use_tqdm).close()
+        assert hf_logging.is_progress_bar_enabled(), "afterwards all is as before"
+    finally:
+        hf_logging.disable_progress_bar()
+    assert ("Loading weights" in capsys.readouterr().err) == use_tqdm
 
 
 def test_caches_die_with_their_sequences() -> None:

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from folovllm import LLM, EngineConfig, SamplingParams
+from folovllm.cli import main
 from folovllm.engine import llm_engine
 from tests.helpers import tiny_checkpoint
 
@@ -129,6 +131,25 @@ class TestPrompts:
         monkeypatch.setattr(llm.tokenizer, "chat_template", template)
         with pytest.raises(ValueError, match=r"template does not take this .* a conversation is a list of messages"):
             llm.chat([message], SHORT, use_tqdm=False)
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{{ raise_exception('roles must alternate') }}",
+            "{{ messages[0].tool.name }}",
+            "{{ 1 // 0 }}",
+            "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+            "{{ ''.join([5]) }}",
+            "{{ 'x' * 10 ** 15 }}",
+            "{{ [].pop() }}",
+            "{% for m in",
+        ],
+    )
+    def test_a_chat_template_that_raises(self, llm: LLM, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+        with pytest.raises(ValueError, match=r"template does not take this \(\w+Error.*\): a conv") as caught:
+            llm.chat([{"role": "user", "content": "Hello"}], SHORT, use_tqdm=False)
+        assert "\n" not in str(caught.value)
 
     def test_a_conversation_with_half_a_character(self, llm: LLM) -> None:
         with pytest.raises(ValueError, match="not valid Unicode"):
@@ -257,6 +278,101 @@ def test_sizes_that_no_model_has(tmp_path: Path, family: str, model_impl: str, n
     edit_config(tmp_path / "model", **{name: size})
     with pytest.raises(ValueError, match=f"cannot read the configuration.*{says}"):
         LLM(str(tmp_path / "model"), milestone="m1", model_impl=model_impl, use_tqdm=False)
+
+
+NESTED = '{"a":' * 50_000 + "1" + "}" * 50_000
+DAMAGED: list[tuple[str, str | dict[str, Any], str]] = [  # file; its text, or fields that are altered; what is said
+    ("config.json", "5", r"config.json must hold an object \{...\}, not 5"),
+    ("config.json", NESTED, "config.json is nested too deeply"),
+    ("config.json", {"architectures": 5}, "config.json: architectures is 5, and must be a list of texts"),
+    ("config.json", {"architectures": [1]}, r"config.json: architectures is \[1\], and must be a list of texts"),
+    ("config.json", {"model_type": []}, "config.json: model_type is .*a text"),
+    ("config.json", '{"model_type": "vit"}', "config.json lacks vocab_size, max_position.*decoder of text"),
+    ("config.json", {"hidden_size": float("nan")}, "config.json: hidden_size is NaN, and must be a whole number"),
+    ("config.json", {"hidden_size": 2**70}, "config.json: hidden_size is 1180591620717411303424"),
+    ("config.json", {"num_hidden_layers": 2**30}, "config.json: num_hidden_layers is 1073741824, .* 1 to 10,000"),
+    ("config.json", {"rms_norm_eps": "a"}, 'config.json: rms_norm_eps is "a", and must be a number above 0'),
+    ("config.json", {"rope_theta": "a"}, 'config.json: rope_theta is "a", and must be a number above 0'),
+    ("config.json", {"rope_parameters": [1]}, "config.json: rope_parameters is .* an object"),
+    ("config.json", {"rope_scaling": {"rope_type": "llama3", "factor": None}}, "rope_scaling: factor is null"),
+    ("config.json", {"rope_parameters": {"rope_theta": float("inf")}}, "rope_parameters: rope_theta is Infinity"),
+    ("config.json", {"dtype": "int8"}, 'config.json: dtype is "int8", and must be one of float64, float32'),
+    ("config.json", {"eos_token_id": True}, "config.json: eos_token_id is true, and must be a token id or a list"),
+    ("config.json", {"attention_dropout": "a"}, "cannot read the configuration.*attention_dropout"),
+    ("generation_config.json", NESTED, "generation_config.json is nested too deeply"),
+    ("generation_config.json", {"eos_token_id": "x"}, 'generation_config.json: eos_token_id is "x"'),
+    ("tokenizer.json", "[]", "cannot read the tokenizer.*tokenizer.json must hold an object"),
+    ("tokenizer.json", "{}", "cannot read the tokenizer"),
+    ("tokenizer.json", {"added_tokens": 5}, "tokenizer.json: added_tokens is 5, and must be a list of objects"),
+    ("tokenizer_config.json", "null", "tokenizer_config.json must hold an object .* not null"),
+    ("tokenizer_config.json", NESTED, "tokenizer_config.json is nested too deeply"),
+    ("tokenizer_config.json", {"chat_template": 5}, "tokenizer_config.json: chat_template is 5, and must be a text"),
+    ("tokenizer_config.json", {"model_max_length": {}}, "tokenizer_config.json: model_max_length is .* a number"),
+    ("special_tokens_map.json", "[]", "special_tokens_map.json must hold an object"),
+    ("added_tokens.json", "[]", "added_tokens.json must hold an object"),
+    ("model.safetensors.index.json", "[]", "index.json is damaged .*must hold an object"),
+    ("model.safetensors.index.json", NESTED, "index.json is damaged .*nested too deeply"),
+    ("model.safetensors.index.json", {"weight_map": [1]}, "index.json is damaged .*weight_map is .* an object"),
+]
+
+
+@pytest.mark.parametrize("model_impl", ["hf", "native"])
+@pytest.mark.parametrize(("file", "damage", "says"), DAMAGED, ids=[f"{d[0]} {str(d[1])[:40]}" for d in DAMAGED])
+def test_damaged_json(folder: Path, file: str, damage: str | dict[str, Any], says: str, model_impl: str) -> None:
+    """One line that names the file, and the field where it is one."""
+    if isinstance(damage, dict):
+        before = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+        damage = json.dumps({**before, **damage})
+    (folder / file).write_text(damage)
+    with pytest.raises(ValueError, match=says) as caught:
+        LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_a_damaged_model_is_one_line_in_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_config(folder, rope_theta="a")
+    with pytest.raises(SystemExit) as caught:
+        main(["generate", "hi", "--milestone", "m1", "--model", str(folder)])
+    assert caught.value.code == 2
+    assert "rope_theta" in (error := capsys.readouterr().err) and len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/tmp/other.safetensors", "..", "sub/x.safetensors", 5])
+@pytest.mark.parametrize("model_impl", ["hf", "native"])
+def test_an_index_names_files_beside_it(folder: Path, name: Any, model_impl: str) -> None:
+    """A model that someone else made must not make us open files elsewhere."""
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match="must be the name of a file in the same folder"):
+        LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
+
+
+def alter_weight(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change one weight of the second layer."""
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.down_proj.weight"
+    save_file(tensors | {name: change(tensors[name])}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("model_impl", ["hf", "native"])
+@pytest.mark.parametrize(("dtype", "says"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_weights_that_are_codes(folder: Path, dtype: torch.dtype, says: str, model_impl: str) -> None:
+    """As floats they would be off by a scale that nobody applied."""
+    alter_weight(folder, lambda weight: weight.to(dtype))
+    with pytest.raises(ValueError, match=f"layers.1.mlp.down_proj.weight' is stored as {says}: quantized"):
+        LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
+
+
+@pytest.mark.parametrize("model_impl", ["hf", "native"])
+@pytest.mark.parametrize(("value", "dtype"), [(torch.nan, "float32"), (-torch.inf, "float32"), (1e6, "float16")])
+def test_weights_that_are_no_numbers(folder: Path, value: float, dtype: str, model_impl: str) -> None:
+    """All logits would be NaN, and every answer "!!!"."""
+
+    def one_of_them(weight: torch.Tensor) -> torch.Tensor:
+        weight[3, 5] = value
+        return weight
+
+    alter_weight(folder, one_of_them)
+    with pytest.raises(ValueError, match=f"layers.1.mlp.down_proj.weight' holds NaN or infinity as {dtype}"):
+        LLM(str(folder), milestone="m1", model_impl=model_impl, dtype=dtype, use_tqdm=False)
 
 
 @pytest.mark.parametrize("index", ["{", "{}"])

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig
 
+from folovllm import LLM, SamplingParams
 from folovllm.layers.attention import Attention
-from folovllm.models.llama import context_limit, head_dim_of
+from folovllm.layers.rotary_embedding import RotaryEmbedding
+from folovllm.model_config import context_limit, head_dim_of
+from folovllm.models.json_files import read_json
 from folovllm.models.registry import ARCHITECTURES, build_model
 from tests.helpers import (
     FAMILIES,
@@ -184,11 +190,110 @@ class TestRegistry:
         assert {(p.dtype, p.device.type, p.requires_grad) for p in model.parameters()} == {(dtype, "meta", False)}
         assert sum(isinstance(module, Attention) for module in model.modules()) == 3
 
+    def test_the_readme_names_every_family_and_no_other(self) -> None:
+        readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+        (comment,) = re.findall("--model Qwen/Qwen3-0.6B *# or another dense (.*?);", readme)
+        families = {architecture.removesuffix("ForCausalLM") for architecture in ARCHITECTURES}
+        assert set(re.split(", | or ", comment)) == families
+
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_every_known_architecture_builds(self, architecture: str) -> None:
         family = architecture.removesuffix("ForCausalLM").lower()
         model = build_model(AutoConfig.from_pretrained(tiny_checkpoint(family)), torch.float32, "meta")
         assert type(model).__name__ == architecture
+
+    @pytest.mark.parametrize("field", ["intermediate_size", "rms_norm_eps", "hidden_act", "tie_word_embeddings"])
+    def test_a_configuration_of_another_model(self, field: str) -> None:
+        fields = AutoConfig.from_pretrained(tiny_checkpoint("llama")).to_dict()
+        config = SimpleNamespace(**{name: value for name, value in fields.items() if name != field})
+        with pytest.raises(ValueError, match=f"config.json lacks {field}, without which there is no LlamaForCausalLM"):
+            build_model(config, torch.float32, "meta")
+
+
+ONLY_M1 = [  # family, fields, and what the refusal names
+    ("phi3", {"hidden_size": 128, "pad_token_id": None}, "no model for architecture Phi3ForCausalLM"),
+    (
+        "qwen3_moe",
+        {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+        "no model for architecture Qwen3MoeForCausalLM",
+    ),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "RoPE of type 'yarn'"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial rotary embedding .of 50% of a head."),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+]
+
+
+class TestWhatOnlyTransformersHas:
+    @pytest.mark.parametrize(("family", "fields", "names"), ONLY_M1, ids=[case[2] for case in ONLY_M1])
+    def test_the_refusal_names_it_and_says_who_runs_it(self, family: str, fields: dict[str, Any], names: str) -> None:
+        path = tiny_checkpoint(family, **fields)
+        with pytest.raises(ValueError, match=f'{names}.*; milestone="m1" runs it, through transformers$'):
+            LLM(str(path), milestone="m2", use_tqdm=False)
+        (prompt,) = prompts([20])
+        greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        answer = LLM(str(path), milestone="m1", use_tqdm=False).generate([prompt], greedy, use_tqdm=False)[0]
+        assert_tokens_equal(answer["token_ids"], *hf_greedy(path, prompt, 8))
+
+    def test_nothing_is_promised_of_what_nobody_knows(self) -> None:
+        with pytest.raises(ValueError) as caught:
+            build_model(SimpleNamespace(architectures=["X"], model_type="llama"), torch.float32, "cpu")
+        assert "m1" not in str(caught.value)
+        config = SimpleNamespace(
+            architectures=["LlamaForCausalLM"], model_type="llama", quantization_config={"bits": 4}
+        )
+        with pytest.raises(ValueError, match="quantized") as caught:
+            build_model(config, torch.float32, "cpu")
+        assert "m1" not in str(caught.value), "what transformers would need for it may not be installed"
+
+    def test_beyond_a_sliding_window(self) -> None:
+        path, (prompt,) = tiny_checkpoint("mistral", sliding_window=40), prompts([60])
+        with pytest.raises(ValueError, match=r"100 exceeds the model's sliding window of 40 tokens.*milestone=\"m1\""):
+            LLM(str(path), milestone="m2", max_model_len=100, use_tqdm=False)
+        with pytest.raises(ValueError, match="600 exceeds the model's context of 512"):
+            LLM(str(path), milestone="m2", max_model_len=600, use_tqdm=False)
+        greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        llm = LLM(str(path), milestone="m1", max_model_len=100, use_tqdm=False)
+        answer = llm.generate([prompt], greedy, use_tqdm=False)[0]["token_ids"]
+        assert_tokens_equal(answer, *hf_greedy(path, prompt, 20))
+
+
+class TestPositions:
+    """The table of angles is as long as the context that is served, whatever the model allows."""
+
+    def test_a_context_of_millions_costs_nothing(self) -> None:
+        config = AutoConfig.from_pretrained(tiny_checkpoint("llama"))
+        config.max_position_embeddings = 10_485_760  # 1.3 GB of angles, were they all computed
+        ordinary = AutoConfig.from_pretrained(tiny_checkpoint("llama"))
+        short, whole = build_model(config, torch.float32, "cpu", 64), build_model(ordinary, torch.float32, "cpu")
+        table, reference = (model.model.layers[0].self_attn.rope.cos_sin_cache for model in (short, whole))
+        assert len(reference) == 512, "without max_model_len, all that the model knows"
+        assert table.shape == (64, 32) and torch.equal(table, reference[:64])
+
+    @pytest.mark.parametrize("milestone", ["m1", "m2", "m6"])
+    def test_of_the_engine(self, milestone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        tables: list[torch.Tensor] = []
+        keep = RotaryEmbedding.__init__
+
+        def spy(rope: RotaryEmbedding, *given: Any) -> None:
+            keep(rope, *given)
+            tables.append(rope.cos_sin_cache)
+
+        monkeypatch.setattr(RotaryEmbedding, "__init__", spy)
+        path, (prompt,) = tiny_checkpoint("llama"), prompts([60])
+        fields = {"milestone": milestone, "model_impl": "native", "max_model_len": 64, "use_tqdm": False}
+        llm = LLM(str(path), device="cpu", **fields)
+        to_the_end = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        answer = llm.generate([prompt], to_the_end, use_tqdm=False)[0]["token_ids"]
+        assert [len(table) for table in tables] == [64]
+        assert_tokens_equal(answer, *hf_greedy(path, prompt, 4))
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "qwen2_moe", "phi3"])
+def test_the_table_of_fields_knows_what_other_models_state(family: str, tmp_path: Path) -> None:
+    """M1 runs them, so that what only they have is no damage."""
+    for fields in (AutoConfig.for_model(family).to_dict(), AutoConfig.for_model(family).to_diff_dict()):
+        (tmp_path / "config.json").write_text(json.dumps(fields, default=str))
+        assert read_json(tmp_path / "config.json")["model_type"] == family
 
 
 class TestConfigFacts:

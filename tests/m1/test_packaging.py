@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from folovllm.config import PRESETS
+from milestones.manifest import Course
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -61,17 +63,45 @@ class TestReadme:
 
 @pytest.fixture(scope="module")
 def book() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("book_hooks", ROOT / "docs" / "_tools" / "hooks.py")
+    spec = importlib.util.spec_from_file_location("book_excerpts", ROOT / "docs" / "_tools" / "excerpts.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+
 class TestBook:
-    @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
-    def test_every_excerpt_exists(self, book: ModuleType, page: Path) -> None:
-        book.fill_in(page.read_text("utf-8"))
+    @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+    def test_every_excerpt_is_the_source(self, book: ModuleType, page: Path) -> None:
+        text = page.read_text("utf-8")
+        assert not re.search(r"^\{\{ ", text, re.MULTILINE), (
+            "a line in braces stays one: the marks are comments, see the tool"
+        )
+        if book.fill_in(text) != text:
+            pytest.fail(
+                f"docs/{page.relative_to(ROOT / 'docs')} shows code that has changed: run `python docs/_tools/excerpts.py`",
+                pytrace=False,
+            )
+
+    def test_a_stale_page_is_written_anew_and_a_fresh_one_stays(self, book: ModuleType) -> None:
+        stale = "Text.\n\n<!-- code folovllm.config:DEFAULT_MAX_MODEL_LEN -->\nold\n<!-- end -->\n\nMore.\n"
+        fresh = book.fill_in(stale)
+        code = "```python\n# folovllm/config.py: DEFAULT_MAX_MODEL_LEN\nDEFAULT_MAX_MODEL_LEN = 4096\n```"
+        assert fresh == stale.replace("\nold\n", f"\n\n{code}\n\n")
+        assert book.fill_in(fresh) == fresh
+
+    def test_no_page_shows_the_answer_to_an_exercise(self) -> None:
+        answers = {str(symbol) for exercise in Course(ROOT).exercises for symbol in exercise.symbols}
+        shown = [mark for page in PAGES for mark in re.findall(r"^<!-- code (\S+) -->$", page.read_text("utf-8"), re.M)]
+        assert [mark for mark in shown if any(f"{answer}.".startswith(f"{mark}.") for answer in answers)] == []
+
+    def test_the_map_has_a_row_for_every_exercise(self) -> None:
+        text = (ROOT / "docs" / "map.md").read_text("utf-8")
+        rows = re.findall(r"^\| `([\w.]+)` \| .*\| (m\d+\.\d+) \|$", text, re.MULTILINE)
+        assert Counter(rows) == Counter((s.name, e.id) for e in Course(ROOT).exercises for s in e.symbols)
 
     def test_a_constant_a_method_and_a_decorated_class(self, book: ModuleType) -> None:
         assert book.excerpt("folovllm.config:DEFAULT_MAX_MODEL_LEN") == "DEFAULT_MAX_MODEL_LEN = 4096"
@@ -86,20 +116,33 @@ class TestBook:
         assert bare.endswith("-> None:\n    ...")
 
     @pytest.mark.parametrize(
-        "line",
+        "marker",
         [
-            "{{ code folovllm.config:NOPE }}",
-            "{{ code folovllm.config:EngineConfig.nope }}",
-            "{{ code folovllm.nope:X }}",
-            "{{ picture x }}",
+            "code folovllm.config:NOPE",
+            "code folovllm.config:EngineConfig.nope",
+            "code folovllm.nope:X",
+            "symbols folovllm.flags:flag_name",
         ],
     )
-    def test_what_is_not_there_fails(self, book: ModuleType, line: str) -> None:
-        with pytest.raises(ValueError, match=r"there is no|unknown word"):
-            book.fill_in(f"Text.\n\n{line}\n")
+    def test_what_is_not_there_fails(self, book: ModuleType, marker: str) -> None:
+        with pytest.raises(ValueError, match=r"there is no|is not in the reading order"):
+            book.fill_in(f"Text.\n\n<!-- {marker} -->\n<!-- end -->\n")
 
-    def test_only_a_line_of_its_own_is_filled_in(self, book: ModuleType) -> None:
-        text = "Write `{{ code x:y }}` for it.\n"
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "<!-- picture x -->\n<!-- end -->\n",
+            "<!-- milestones -->\nno end\n",
+            "<!-- milestones -->\n\n<!-- flags x:y -->\n<!-- end -->\n",
+        ],
+    )
+    def test_marks_come_in_pairs(self, book: ModuleType, text: str) -> None:
+        """Else the text between two of them would be lost."""
+        with pytest.raises(ValueError, match="<!-- end -->"):
+            book.fill_in(text)
+
+    def test_only_a_line_of_its_own_is_a_mark(self, book: ModuleType) -> None:
+        text = "Write `<!-- code x:y -->` for it.\n"
         assert book.fill_in(text) == text
 
     def test_flags_are_those_of_the_command_line(self, book: ModuleType) -> None:

@@ -11,10 +11,11 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from folovllm.bench.ladder import Plan, bench_ladder, bench_reference, beside, check_answers, rungs, show_ladder
+from folovllm.bench.ladder import Plan, bench_ladder, bench_reference, beside, check_answers, for_cpu, rungs
 from folovllm.bench.ladder_chart import draw_ladder
+from folovllm.bench.ladder_table import show_ladder
 from folovllm.bench.report import Metric, Result, Run, load
-from folovllm.bench.throughput import AGREEMENT
+from folovllm.bench.throughput import AGREEMENT, LONGEST_GAP, PER_CPU_SECOND, REUSED, WASTE
 from folovllm.cli import build_app
 from tests.helpers import tiny_checkpoint
 
@@ -47,6 +48,36 @@ class TestRungs:
             rungs("m7", common())
 
 
+class TestOnACPU:
+    def test_memory_is_short_and_prompts_come_in_chunks(self) -> None:
+        """Room for four of the longest request."""
+        fields = {**common(), "model": str(tiny_checkpoint(max_position_embeddings=2048))}
+        del fields["max_model_len"]
+        found = dict(for_cpu(rungs("m6", fields), "mixed", 9))
+        longest, a_token = found["m1"]["max_model_len"], 3 * 2 * 2 * 32 * 4
+        assert 1048 <= longest <= 1112
+        assert all(f["kv_cache_memory"] == 4 * longest * a_token for f in found.values())
+        assert {name for name, f in found.items() if f.get("max_num_batched_tokens") == 128} == {"m5", "m6"}
+
+    def test_what_was_asked_for_stays(self, workload: str) -> None:
+        asked = {**common(), "kv_cache_memory": 1 << 20, "max_num_batched_tokens": 99}
+        for _, fields in for_cpu(rungs("m6", asked), workload, None):
+            assert fields.items() >= asked.items()
+
+    @pytest.mark.m5
+    def test_every_rung_has_something_to_gain(self) -> None:
+        """Counted, not timed: more at once, less that is empty, prompts that are found."""
+        fields = {**common(), "model": str(tiny_checkpoint(max_position_embeddings=2048))}
+        del fields["max_model_len"]
+        chosen = [rung for rung in for_cpu(rungs("m5", fields), "mixed", 12) if rung[0] in ("m2", "m3", "m5")]
+        slots, blocks, reuse = (run.metrics for run in bench_ladder(Plan(chosen, "mixed", 12)).runs)
+        assert slots["sequences a step"].median <= 4 < blocks["sequences a step"].median
+        assert blocks[WASTE].median < 10 < slots[WASTE].median
+        assert reuse[REUSED].median > 50 and REUSED not in blocks
+        assert reuse["sequences a step"].median > blocks["sequences a step"].median  # they share blocks
+        assert all(metrics[LONGEST_GAP].median > 0 for metrics in (slots, blocks, reuse))
+
+
 @pytest.mark.parametrize("upto", ["m2", pytest.param("m6", marks=pytest.mark.m6)])
 def test_every_rung_gives_the_same_tokens(workload: str, upto: str) -> None:
     result = bench_ladder(Plan(rungs(upto, common()), workload))
@@ -68,7 +99,12 @@ def test_a_limit_leaves_a_partial_rung(tmp_path: Path) -> None:
     assert result.runs[0].partial and "of the roofline" not in result.runs[0].metrics
 
 
-def test_the_reference_runs_without_the_learners_code(workload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_runs_without_the_learners_code(
+    workload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it import what lies in the working directory."""
+    (tmp_path / "numpy.py").write_text("raise SystemExit('a stranger')")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FOLOVLLM_MINE", "/absent")  # would stop a process that inherited it
     plan = Plan(rungs("m1", common()), workload)
     reference = bench_reference(plan)
@@ -82,11 +118,43 @@ def test_a_failure_of_the_reference_is_told(tmp_path: Path) -> None:
         bench_reference(Plan(rungs("m1", common()), str(tmp_path / "absent.jsonl")))
 
 
-def test_the_table_has_a_row_a_rung() -> None:
-    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    show_ladder(made_up(10.0, 25.0), console)
-    text = console.export_text()
-    assert "2.50x" in text and "tok/s" in text and "TTFT" not in text
+class TestTheTable:
+    def shown(self, result: Result, width: int = 80) -> str:
+        console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+        show_ladder(result, console)
+        return console.export_text()
+
+    def full(self, agreement: float = 100.0) -> Result:
+        """Every figure that a CPU's ladder has, large ones, for a learner's ladder beside the reference's."""
+        figures = {name: Metric.of([12_345.6], "tok/s") for name in ("output tokens", PER_CPU_SECOND)}
+        figures |= {name: Metric.of([54_321.0], "ms") for name in ("TTFT median", "TPOT median", LONGEST_GAP)}
+        figures |= {name: Metric.of([98.76], "%") for name in (WASTE, REUSED)}
+        figures |= {"sequences a step": Metric.of([123.4]), AGREEMENT: Metric.of([agreement], "%")}
+        both = [Run(f"m{i}", {"milestone": f"m{i}"}, figures) for i in range(1, 7)]
+        workload = {"name": "mixed", "requests": 24, "prompt_tokens": 7325, "output_tokens": 1963}
+        return beside(Result("ladder", workload, both), Result("ladder", workload, both))
+
+    def test_a_row_a_rung(self) -> None:
+        text = self.shown(made_up(10.0, 25.0))
+        assert "2.50x" in text and "tok/s" in text and "first" not in text.partition("At once")[0]
+
+    def test_it_fits_80_columns(self) -> None:
+        table = self.shown(self.full()).partition("At once")[0]
+        assert max(map(len, table.splitlines())) <= 80 and "…" not in table
+        assert "m6 reference 12,346 1.00x 12,346" in table and table.count("54,321 54,321  54,321") == 12
+
+    def test_what_a_cpu_cannot_show_is_said(self) -> None:
+        assert "both are for GPUs" in " ".join(self.shown(self.full()).split())
+        assert "GPUs" not in self.shown(made_up(10.0, 25.0))
+        on_gpu = self.full()
+        for run in on_gpu.runs:
+            run.metrics = {name: metric for name, metric in run.metrics.items() if name != PER_CPU_SECOND}
+        assert "GPUs" not in self.shown(on_gpu)
+
+    def test_equal_tokens_are_a_note_and_others_a_column(self) -> None:
+        equal, other = self.shown(self.full(), 120), self.shown(self.full(97.5), 120)
+        assert "All rungs gave the same tokens" in equal and "97.5" not in equal
+        assert "All rungs" not in other and other.count("97.5") == 12
 
 
 def test_the_chart_is_drawn_from_the_data(tmp_path: Path) -> None:

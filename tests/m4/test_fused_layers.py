@@ -2,16 +2,19 @@
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from folovllm.kernels.activation import silu_and_mul
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
-from folovllm.models.fused import fuse
-from folovllm.models.fused_layer import LateNormDecoderLayer, fuse_layers
+from folovllm.model_config import head_dim_of
+from folovllm.models.fused import fused_layers
+from folovllm.models.fused_layer import LateNormDecoderLayer, few_token_layers
 from tests.helpers import FAMILIES, Driver, assert_logits_equal, prompts, tiny_checkpoint
 from tests.m4.cases import DEVICE, assert_close
 from tests.tiny import worked_case
@@ -172,8 +175,7 @@ def test_qk_norm_rope_store_of_what_was_not_normalised(with_norm, dtype):
 def test_heads_that_no_tile_fits_keep_their_torch_layers(family):
     """flash-attn takes heads of any width in steps of 8; their norms are rows of three dimensions."""
     path = tiny_checkpoint(family, head_dim=24)
-    plain, fused = (Driver(path, "torch_paged", device=DEVICE.type) for _ in range(2))
-    fuse(fused.model)
+    plain, fused = (Driver(path, "torch_paged", device=DEVICE.type, layers=s) for s in (LayerSet(), fused_layers(24)))
     for pieces in ({0: [5, 6, 7]}, {0: [8]}):
         assert_logits_equal(fused.step(pieces)[0], plain.step(pieces)[0])
 
@@ -194,10 +196,9 @@ def test_a_late_division_of_zeros_and_of_small_numbers(dtype):
 def test_a_fused_model_computes_what_its_layers_did(family, whole):
     """Prompts and decodes, for every family. Of the whole layers those whose projections have biases keep their norms."""
     path = tiny_checkpoint(family, attention_bias=True) if family == "llama" else tiny_checkpoint(family)
-    plain, fused = (Driver(path, "torch_paged", device=DEVICE.type) for _ in range(2))
-    fuse(fused.model)
+    layers = (few_token_layers if whole else fused_layers)(head_dim_of(AutoConfig.from_pretrained(path)))
+    plain, fused = (Driver(path, "torch_paged", device=DEVICE.type, layers=s) for s in (LayerSet(), layers))
     if whole:
-        fuse_layers(fused.model)
         folded = [layer.folded for layer in fused.model.modules() if isinstance(layer, LateNormDecoderLayer)]
         assert folded == [family in ("qwen3", "mistral")] * 3
     first, second = prompts([9, 5])

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from folovllm.distributed.layers import ShardedEmbedding
 from folovllm.distributed.sharded_runner import best_of_ranks
 from folovllm.distributed.sharding import shard_column, shard_qkv, shard_row, shard_vocab
+from folovllm.layers.sharded import ShardedEmbedding
 from tests.tiny import worked_case
 
 SIZES = [1, 2, 3, 4]

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folovllm.config import EngineConfig
-from folovllm.distributed.layers import ShardedEmbedding, ShardedHead, parallelize
 from folovllm.distributed.sharded_runner import ShardedRunner, best_of_ranks
 from folovllm.distributed.sharding import (
     local_config,
@@ -29,7 +28,10 @@ from folovllm.distributed.sharding import (
 )
 from folovllm.engine.setup import set_up
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from folovllm.layers.linear import RowParallelLinear
+from folovllm.layers.formats.plain import Plain
+from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.linear import LinearBase, RowParallelLinear
+from folovllm.layers.sharded import sharded
 from folovllm.sample.noise import gumbel
 from folovllm.worker.model_runner import dummy_items
 from folovllm.worker.native_model import load_native_model
@@ -102,13 +104,11 @@ class TestShardVocab:
         assert torch.equal(parts[:vocab_size], weight) and not parts[vocab_size:].any()
 
 
-def sharded_embedding(weight: torch.Tensor, group: ThreadGroup) -> ShardedEmbedding:
+def sharded_embedding(weight: torch.Tensor, group: ThreadGroup) -> VocabParallelEmbedding:
     rows = vocab_shard_size(len(weight), group.size)
     part = F.pad(weight, (0, 0, 0, rows * group.size - len(weight)))[group.rank * rows : (group.rank + 1) * rows]
-    layer = VocabParallelEmbedding(rows, weight.shape[1]).requires_grad_(False)
-    layer.weight.copy_(part)
-    parallelize(layer, group, len(weight))
-    assert type(layer) is ShardedEmbedding
+    layer = sharded(LayerSet(), group, len(weight)).make(VocabParallelEmbedding, rows, weight.shape[1])
+    layer.requires_grad_(False).weight.copy_(part)
     return layer
 
 
@@ -144,27 +144,24 @@ def test_noise_of_a_part_is_that_part_of_the_noise(first: int) -> None:
 
 def test_padding_cannot_be_drawn() -> None:
     def work(group: ThreadGroup) -> torch.Tensor:
-        head = ParallelLMHead(vocab_shard_size(5, 3), 2).requires_grad_(False)
+        head = sharded(LayerSet(), group, 5).make(ParallelLMHead, vocab_shard_size(5, 3), 2).requires_grad_(False)
         head.weight.zero_()
-        parallelize(head, group, 5)
-        assert type(head) is ShardedHead
         return head(torch.ones(1, 2))
 
     logits = torch.cat(on_ranks(3, work), dim=1)
     assert logits[:, :5].eq(0).all() and logits[:, 5:].eq(-torch.inf).all() and logits.shape == (1, 12)
 
 
-def test_a_layer_that_is_another_class_already_keeps_its_ways() -> None:
-    class Doubled(RowParallelLinear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(x)
+def test_a_sum_over_ranks_is_of_what_the_format_computes() -> None:
+    class Doubled(Plain):
+        def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+            return 2 * super().product(layer, x, residual)
 
     weight, x = torch.randn(3, 4), torch.randn(2, 4)
 
     def work(group: ThreadGroup) -> torch.Tensor:
-        layer = Doubled(2, 3).requires_grad_(False)
+        layer = sharded(LayerSet(), group, 1).make(RowParallelLinear, 2, 3, False, Doubled()).requires_grad_(False)
         layer.weight.copy_(shard_row(weight, group.rank, 2))
-        parallelize(layer, group, 1)
         return layer(shard_row(x, group.rank, 2))
 
     for result in on_ranks(2, work):
@@ -226,13 +223,17 @@ def test_the_whole_model(family: str, fields: dict[str, Any], size: int) -> None
     """Ranks that read their parts from the file compute the logits that transformers' model does."""
     path, tokens = tiny_checkpoint(family, **fields), prompts([23])[0]
     setup = set_up(
-        EngineConfig(model=str(path), device="cpu", tensor_parallel_size=size, use_tqdm=False, max_num_seqs=4)
+        EngineConfig(
+            model=str(path), device="cpu", tensor_parallel_size=size, use_tqdm=False, max_num_seqs=4, max_model_len=24
+        )
     )
 
     @torch.inference_mode()
     def work(group: ThreadGroup) -> torch.Tensor:
         runner = ShardedRunner(setup, group)
         runner.load_model()
+        angles = runner.model.model.layers[0].self_attn.rope.cos_sin_cache
+        assert len(angles) == setup.max_model_len, "positions that no request has"
         runner.allocate_kv_cache(2)
         item = dummy_items([len(tokens)], setup.block_size)[0]
         item.seq.token_ids[:] = tokens

@@ -12,7 +12,7 @@ from folovllm.forward_batch import ForwardBatch
 class TorchNaiveBackend(AttentionBackend):
     """Gathers each sequence's K/V from its blocks, then attends as the textbook does. Any block size.
 
-    With one block per sequence, as long as the context, this is a contiguous slot cache.
+    With one block per sequence, as long as the context, this is a contiguous cache.
     """
 
     name = "torch_naive"

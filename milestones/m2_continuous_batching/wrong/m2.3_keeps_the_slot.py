@@ -1,4 +1,4 @@
-"""A finished sequence leaves the batch but not the cache: slots run out, and nobody is admitted any more."""
+"""A finished sequence leaves the batch but not the cache: blocks run out, and nobody is admitted any more."""
 
 
 class Scheduler:

@@ -1,4 +1,4 @@
-"""Gives the sequence a new list: whoever holds the table that it had, never hears of the slot."""
+"""Gives the sequence a new list: whoever holds the table that it had, never hears of the block."""
 
 
 class SlotManager:

@@ -1,4 +1,4 @@
-"""Takes another slot at every step, although the first one has room."""
+"""Takes another block at every step, although the first one has room."""
 
 
 class SlotManager:

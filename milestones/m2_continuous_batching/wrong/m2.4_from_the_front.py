@@ -1,4 +1,4 @@
-"""Takes the slot from the front: that moves all that are behind it, and the slot that was freed last, still warm, waits longest."""
+"""Takes the block from the front: that moves all that are behind it, and the block that was freed last, still warm, waits longest."""
 
 
 class SlotManager:

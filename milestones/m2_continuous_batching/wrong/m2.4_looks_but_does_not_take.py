@@ -1,4 +1,4 @@
-"""Leaves the slot in the list of free ones: the next sequence gets the same."""
+"""Leaves the block in the list of free ones: the next sequence gets the same."""
 
 
 class SlotManager:

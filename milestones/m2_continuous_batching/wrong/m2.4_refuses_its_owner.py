@@ -1,4 +1,4 @@
-"""Looks for a free slot before asking whether one is needed: when the cache is full, those who run stop too."""
+"""Looks for a free block before asking whether one is needed: when the cache is full, those who run stop too."""
 
 
 class SlotManager:

@@ -1,4 +1,4 @@
-"""Writes every share to the beginning of its sequence's slot: a decoded token overwrites the prompt's first K/V."""
+"""Writes every share to the beginning of its sequence's block: a decoded token overwrites the prompt's first K/V."""
 
 
 class InputBatch:
