@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import re
 import tomllib
 from dataclasses import dataclass
@@ -59,6 +60,11 @@ class WrongAnswer:
     @property
     def id(self) -> str:
         return self.file.stem
+
+    @property
+    def title(self) -> str:
+        """Its name in words: what stands behind the exercise's id in the file's."""
+        return self.id.partition("_")[2].replace("_", " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +164,15 @@ class Course:
         folder = self.milestone(exercise.id.partition(".")[0]).folder / "wrong"
         texts = {file: file.read_text(encoding="utf-8") for file in sorted(folder.glob(f"{exercise.id}_*.py"))}
         return [WrongAnswer(exercise, f, ast.get_docstring(ast.parse(t)) or "", t) for f, t in texts.items()]
+
+    def outputs(self, exercise: Exercise) -> dict[str, dict[str, Any]]:
+        """{worked case: {wrong answer: what it gives there}}, of those that give something wrong."""
+        file = self.outputs_file(exercise)
+        found: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return found
+
+    def outputs_file(self, exercise: Exercise) -> Path:
+        return self.milestone(exercise.id.partition(".")[0]).folder / "wrong" / f"{exercise.id}.json"
 
 
 def _milestone(file: Path) -> Milestone:

@@ -20,6 +20,7 @@ class State:
     started: list[str] = field(default_factory=list)
     blanked: list[str] = field(default_factory=list)  # symbols that were cut out once: never again by `start`
     hints: dict[str, int] = field(default_factory=dict)  # exercise: rungs shown
+    passed: list[str] = field(default_factory=list)  # milestones whose tests have all passed; `reset` strikes one off
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,13 @@ class Mine:
 
     def reset(self, exercise: Exercise) -> Path:
         """Cut the exercise out again; what was written goes to the returned backup folder."""
-        return self._put(exercise, lambda s: splice.blank(self.base(s.path), {s.name: exercise.id}))
+        folder, state = (
+            self._put(exercise, lambda s: splice.blank(self.base(s.path), {s.name: exercise.id})),
+            self.state,
+        )
+        state.passed = [id for id in state.passed if id != exercise.id.partition(".")[0]]
+        self.save(state)
+        return folder
 
     def paste(self, exercise: Exercise) -> Path:
         """Put the reference's answer in; what was there goes to the returned backup folder."""

@@ -10,6 +10,7 @@ from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import Share
 from folovllm.worker.input_batch import InputBatch, RaggedArrays
 from tests.sequences import CountingCache, make_seq
+from tests.tiny import worked_case
 
 BATCH = InputBatch(SlotManager, 100, torch.device("cpu"))
 
@@ -30,6 +31,20 @@ def lists(arrays: RaggedArrays) -> dict[str, list[int]]:
 
 
 class TestFlatten:
+    def test_a_worked_case(self) -> None:
+        """Tokens are 10, 11, ...; slots are 100 tokens long. One decodes its sixth token, a prompt has three."""
+        got = lists(BATCH.flatten([item(6, 5, 1, slot=2), item(3, 0, 3, slot=0)]))
+        expected = {
+            "input_ids": [15, 10, 11, 12],
+            "positions": [5, 0, 1, 2],
+            "slot_mapping": [205, 0, 1, 2],
+            "query_start_loc": [0, 1, 4],
+            "logits_indices": [0, 3],
+        }
+        worked_case(
+            "m2.5", got, expected, "token 5 of the sequence in slot 2, then tokens 0, 1, 2 of the one in slot 0"
+        )
+
     def test_one_prompt(self) -> None:
         assert lists(flatten([item(3, 0, 3, slot=2)])) == {
             "input_ids": [10, 11, 12],

@@ -10,6 +10,7 @@ from folovllm.engine.scheduler import Scheduler, TokensOfStep, wait, whole_promp
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.schedule import SchedulerOutput
 from tests.sequences import EOS, CountingCache, make_seq
+from tests.tiny import worked_case
 
 Shares = list[tuple[str, int, int]]
 
@@ -49,7 +50,55 @@ def names(seqs: Any) -> list[str]:
     return [seq.request_id for seq in seqs]
 
 
+class WatchedCache(CountingCache):
+    """Also notes the status with which a sequence came to ask for room."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_as: dict[str, str] = {}
+
+    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+        self.asked_as[seq.request_id] = seq.status.value
+        return super().reserve(seq, num_new_tokens)
+
+
 class TestSchedule:
+    def test_a_worked_case(self) -> None:
+        """A budget of 10. One decodes; a (4 tokens), long (8, of which 2 are cached) and short (1) wait."""
+        cache = WatchedCache()
+        cache.cached = {"long": 2}
+        scheduler = make_scheduler(cache, max_num_batched_tokens=10)
+        run(scheduler, "old", 9, 8)
+        cache.asked_as.clear()
+        queue(scheduler, make_seq(4, name="a"), make_seq(8, name="long"), make_seq(1, name="short"))
+        got = {
+            "shares": shares(scheduler.schedule()),
+            "waiting": names(scheduler.waiting),
+            "who holds cache": names(cache.held),
+            "status of each when its cache was asked for": cache.asked_as,
+        }
+        answers = [[("old", 8, 1), ("a", 0, 4)], ["long", "short"], ["old", "a"], {"old": "running", "a": "waiting"}]
+        says = "10 - 1 - 4 = 5 tokens are left, long needs 6: it waits with nothing in its hands, and short behind it"
+        worked_case("m2.2", got, dict(zip(got, answers, strict=True)), says)
+
+    def test_a_worked_case_without_room(self) -> None:
+        """a, b and c fill the cache and need one token each: a gives way, which leaves room for b, c and 2 more."""
+
+        def first_gives_way(scheduler: Scheduler, candidates: list[Sequence]) -> Sequence:
+            scheduler.running.remove(candidates[0])
+            scheduler.kv.free(candidates[0])
+            return candidates[0]
+
+        scheduler = make_scheduler(CountingCache(12), make_room=first_gives_way)
+        for name in "abc":
+            run(scheduler, name, 5, 4)
+        queue(scheduler, make_seq(1, name="new"))
+        output = scheduler.schedule()
+        got = {"shares": shares(output), "preempted": names(output.preempted), "waiting": names(scheduler.waiting)}
+        expected = {"shares": [("b", 4, 1), ("c", 4, 1)], "preempted": ["a"], "waiting": ["new"]}
+        says = "who gets no room does not stop those behind it; after a preemption nobody is admitted"
+        worked_case("m2.2 no room", got, expected, says)
+
     def test_nothing_to_do(self) -> None:
         output = make_scheduler().schedule()
         assert output == SchedulerOutput()
@@ -203,6 +252,23 @@ class TestPostprocess:
         """As if a step had computed so many tokens of each."""
         for seq, count in counts:
             seq.num_computed_tokens += count
+
+    def test_a_worked_case(self) -> None:
+        """The step's order is c, a, b; a's share does not reach its last token, so its row (72) means nothing."""
+        cache = CountingCache()
+        scheduler = make_scheduler(cache)
+        a, b, c = run(scheduler, "a", 9, 0), run(scheduler, "b", 3, 2), run(scheduler, "c", 4, 3)
+        updated = scheduler.postprocess(self.step(scheduler, (c, 1), (a, 4), (b, 1)), [71, 72, EOS])
+        got = {
+            "updated": names(updated),
+            "answers of a, b, c": [seq.output_token_ids for seq in (a, b, c)],
+            "status of a, b, c": [seq.status.value for seq in (a, b, c)],
+            "running": names(scheduler.running),
+            "who holds cache": names(cache.held),
+        }
+        answers = [["c", "b"], [[], [EOS], [71]], ["running", "stop", "running"], ["a", "c"], ["a", "c"]]
+        says = "rows 71, 72, EOS belong to c, a, b in this order; b ends, and leaves the batch and the cache at once"
+        worked_case("m2.3", got, dict(zip(got, answers, strict=True)), says)
 
     def test_a_token_each(self) -> None:
         scheduler = make_scheduler()

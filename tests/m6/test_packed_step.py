@@ -21,6 +21,7 @@ from folovllm.step.packed import IN_FLIGHT, NOTHING, Field, PackedStep, StepPack
 from folovllm.step.schedule import SchedulerOutput, Share
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.input_batch import InputBatch
+from tests.tiny import worked_case
 
 CPU = torch.device("cpu")
 ROWS, BLOCK_SIZE, MAX_BLOCKS = 6, 4, 16
@@ -51,6 +52,11 @@ class Device:
 
 
 class TestChooseBucket:
+    def test_a_worked_case(self) -> None:
+        got = {f"{count} sequences": choose_bucket(count, [1, 2, 4, 8]) for count in (2, 3, 5, 9)}
+        says = "the smallest of the widths 1, 2, 4, 8 that holds them all; 0 if none does"
+        worked_case("m6.1", got, dict(zip(got, [2, 4, 8, 0], strict=True)), says)
+
     @pytest.mark.parametrize(("count", "width"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 0)])
     def test_is_the_smallest_that_holds_them(self, count: int, width: int) -> None:
         assert choose_bucket(count, [1, 2, 4, 8]) == width
@@ -68,6 +74,25 @@ class TestPackDecode:
         packer = StepPacker(ROWS, [])
         packer.pack(SchedulerOutput(tuple(s._replace(draw=d) for s, d in zip((first, second), draw, strict=True))))
         return packer.pack_decode((first, second), width)
+
+    def test_a_worked_case(self) -> None:
+        """Width 3, six rows. The first fills page 8; the second's token is in flight, and begins page 1; then padding."""
+        draw = DrawSpec(seed=(3 << 32) + 9, temperature=0.5), DrawSpec(temperature=0.0)
+        first = Share(1, 4, 2, 1, np.array([7], np.int32), (), 1, 1, None)
+        second = Share(2, 2, 4, 1, np.empty(0, np.int32), (1,), 1, 1, None)
+        packer = StepPacker(ROWS, [])
+        packer.pack(SchedulerOutput((first._replace(draw=draw[0]), second._replace(draw=draw[1]))))
+        step = packer.pack_decode((first, second), 3)
+        got = {field.name: step.fields[field].tolist() for field in Field}
+        got["TEMPERATURE"] = step.fields[Field.TEMPERATURE].view(np.float32).tolist()
+        got |= {"buffer": str(step.flatten().dtype)}
+        expected = {
+            "TOKEN": [7, IN_FLIGHT, 0], "ROW": [4, 2, ROWS], "SEQ_LEN": [3, 5, 0], "QUERY_LEN": [1, 1, 0],
+            "TEMPERATURE": [0.5, 0.0, 0.0], "SEED_LOW": [9, 0, 0], "SEED_HIGH": [3, 0, 0],
+            "NEW_BLOCK": [NOTHING, 1, NOTHING], "NUM_DRAWS": [1, 1, 0], "buffer": "int32",
+        }  # fmt: skip
+        says = "a column for each of two sequences, and one of padding; lengths are those after the step"
+        worked_case("m6.3", got, expected, says)
 
     def test_columns_are_the_sequences(self) -> None:
         step = self.decode()
