@@ -18,6 +18,7 @@ from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.metrics import StepLog
 from folovllm.engine.setup import set_up
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
@@ -86,7 +87,9 @@ def run_workload(engine: LLMEngine, workload: Workload, limit: float | None = No
             f"the workload's longest request has {workload.longest} tokens, and the context is "
             f"{engine.setup.max_model_len}: choose another workload or model, or raise max_model_len"
         )
-    seen, queue, start = Observed(), list(reversed(list(enumerate(workload.requests)))), time.perf_counter()
+    seen, queue, log = Observed(), list(reversed(list(enumerate(workload.requests)))), StepLog()
+    engine.subscribe(log)
+    start = time.perf_counter()
     cpu_start = time.process_time()
     while queue or engine.has_unfinished_requests():
         now = time.perf_counter() - start
@@ -102,19 +105,20 @@ def run_workload(engine: LLMEngine, workload: Workload, limit: float | None = No
         if not engine.has_unfinished_requests():
             time.sleep(min(0.01, queue[-1][1].arrival - now))
             continue
-        _step(engine, seen)
+        _step(engine, seen, log)
     seen.seconds, seen.cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    engine.unsubscribe(log)
     _count(engine, seen, len(workload.requests) - len(queue))
     return seen
 
 
-def _step(engine: LLMEngine, seen: Observed) -> None:
+def _step(engine: LLMEngine, seen: Observed, log: StepLog) -> None:
     seen.outputs |= {output.request_id: output for output in engine.step()}
-    if engine.last_stats is not None:
+    for step in log.take():
         seen.steps += 1
-        seen.batch += engine.last_stats.running
-        if engine.last_stats.num_decode_tokens:
-            seen.longest_gap = max(seen.longest_gap, engine.last_stats.seconds)
+        seen.batch += step.running
+        if step.num_decode_tokens:
+            seen.longest_gap = max(seen.longest_gap, step.seconds)
         if seen.steps % SAMPLE_EVERY == 1 and (stats := engine.stats()).kv_bytes_reserved:
             seen.waste.append(stats.kv_waste)
 

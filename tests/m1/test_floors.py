@@ -47,6 +47,11 @@ def test_the_ground_floor_knows_itself_alone(module: str) -> None:
     assert not wrong, f"{module} is ground floor, and imports {wrong}"
 
 
+def test_events_know_only_what_a_step_is() -> None:
+    assert {*imported(PACKAGE / "events.py")} == {"step.schedule"}
+    assert {*imported(PACKAGE / "step" / "schedule.py")} == {"step.draw"}
+
+
 def test_nothing_becomes_something_else_afterwards() -> None:
     """No object changes its class, and no layer's `forward` is replaced."""
     for file in PACKAGE.rglob("*.py"):
