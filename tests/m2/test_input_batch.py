@@ -12,7 +12,7 @@ from folovllm.worker.input_batch import InputBatch, RaggedArrays
 from tests.sequences import CountingCache, make_seq
 from tests.tiny import worked_case
 
-BATCH = InputBatch(SlotManager, 100, torch.device("cpu"))
+BATCH = InputBatch(SlotManager.slots, 100, torch.device("cpu"))
 
 
 def item(num_prompt_tokens: int, start: int, count: int, slot: int) -> Share:
@@ -69,7 +69,7 @@ class TestFlatten:
 
     def test_the_cache_says_where(self) -> None:
         """The slots are the manager's business: another one lays them out otherwise."""
-        batch = InputBatch(CountingCache, 100, torch.device("cpu"))
+        batch = InputBatch(CountingCache.slots, 100, torch.device("cpu"))
         assert flatten([item(3, 1, 2, slot=4)], batch).slot_mapping.tolist() == [4001, 4002]
 
     def test_indices_are_64_bit(self) -> None:
