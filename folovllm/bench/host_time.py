@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from folovllm.bench.report import Metric
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.executor.abstract import Pending
 from folovllm.sampling_params import SamplingParams
@@ -108,6 +109,14 @@ class StepTime:
     num_seqs: int
     host: float
     waiting: float
+
+    def metrics(self) -> dict[str, Metric]:
+        """The same for a report."""
+        batch = f"a step, {self.num_seqs} sequence{'s' if self.num_seqs > 1 else ''}"
+        return {
+            f"Python {batch}": Metric.of([1e3 * self.host], "ms", False),
+            f"waiting {batch}": Metric.of([1e3 * self.waiting], "ms", False),
+        }
 
 
 def step_times(engine: LLMEngine, batches: tuple[int, ...] = BATCHES) -> list[StepTime]:

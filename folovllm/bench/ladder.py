@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +131,7 @@ def bench_reference(plan: Plan) -> Result:
     environment["PYTHONPATH"] = import_path()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "reference.json"
-        asked = json.dumps([[list(c) for c in plan.contenders], plan.workload, plan.requests, plan.limit, plan.repeats])
-        command = python_command("folovllm.bench.ladder", asked, str(file))
+        command = python_command("folovllm.bench.ladder", json.dumps(asdict(plan)), str(file))
         child = subprocess.run(command, env=environment, stderr=subprocess.PIPE)
         if child.returncode:
             raise RuntimeError(f"the reference's ladder failed: {child.stderr.decode(errors='replace')[-500:].strip()}")
@@ -141,8 +140,7 @@ def bench_reference(plan: Plan) -> Result:
 
 def measure_to(asked: str, file: str) -> None:
     """What the child process of `bench_reference` does."""
-    contenders, *others = json.loads(asked)
-    bench_ladder(Plan([(name, fields) for name, fields in contenders], *others)).save(Path(file))
+    bench_ladder(Plan(**json.loads(asked))).save(Path(file))
 
 
 def beside(mine: Result, reference: Result) -> Result:

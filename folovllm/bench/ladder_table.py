@@ -6,7 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from folovllm.bench.report import Metric, Result, Run, digits, machine_line, workload_line
+from folovllm.bench.report import Result, Run, digits, machine_line, workload_line
 from folovllm.bench.throughput import AGREEMENT, LONGEST_GAP, PER_CPU_SECOND, REUSED, ROOFLINE, WASTE
 
 RATE = "output tokens"
@@ -71,9 +71,5 @@ def notes(result: Result) -> list[str]:
 
 def _cells(run: Run, first: Run, columns: list[str]) -> list[str]:
     rate, base = run.metrics[RATE].median, first.metrics[RATE].median
-    cells = [_text(run.metrics.get(name)) for name in columns]
+    cells = [digits(run.metrics[name].median) if name in run.metrics else "-" for name in columns]
     return [run.title, cells[0], f"{rate / base:.2f}x" if base else "", *cells[1:]]
-
-
-def _text(metric: Metric | None) -> str:
-    return "-" if metric is None else digits(metric.median)

@@ -86,32 +86,24 @@ def load(path: Path) -> Result:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record.pop("format") != FORMAT:
             raise ValueError("another format")
-        runs = [
-            Run(
-                **{
-                    **run,
-                    "metrics": {k: Metric(**{**m, "spread": tuple(m["spread"])}) for k, m in run["metrics"].items()},
-                }
-            )
-            for run in record.pop("runs")
-        ]
-        return Result(**record, runs=runs)
+        return Result(**{**record, "runs": [_run(run) for run in record["runs"]]})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a result of `folovllm bench`: {error}") from error
+
+
+def _run(record: dict[str, Any]) -> Run:
+    metrics = {name: Metric(**{**m, "spread": tuple(m["spread"])}) for name, m in record["metrics"].items()}
+    return Run(**{**record, "metrics": metrics})
 
 
 def machine() -> dict[str, Any]:
     """The processor, its cores that we may use, and the GPU if there is one."""
     import torch
 
-    found: dict[str, Any] = {
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-    }
-    found["torch_threads"] = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = {"cpu": _cpu_name(), "cores": cores, "torch_threads": torch.get_num_threads()}
     if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-        found["cuda"] = torch.version.cuda
+        found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     return found
 
 
@@ -142,12 +134,10 @@ def commit() -> str | None:
         head = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=True
         )
-        clean = (
-            subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "folovllm"], cwd=root, check=False).returncode == 0
-        )
+        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "folovllm"], cwd=root, check=False).returncode
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head.stdout.strip() + ("" if clean else "+")
+    return head.stdout.strip() + "+" * bool(changed)
 
 
 def show(result: Result, console: Console | None = None) -> None:

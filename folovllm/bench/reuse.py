@@ -6,16 +6,13 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
-
-import torch
 
 from folovllm.bench.contenders import Contender, used_settings
 from folovllm.bench.report import Metric, Result, Run
-from folovllm.bench.throughput import run_workload
+from folovllm.bench.serve import exactly, finish, run_workload, running
 from folovllm.bench.workload import BenchRequest, Workload
-from folovllm.build import make_engine
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
@@ -24,7 +21,6 @@ from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.scheduler import Scheduler
 from folovllm.engine.setup import choose_device
 from folovllm.request import Sequence
-from folovllm.sampling_params import SamplingParams
 
 Clock = Callable[[], float]  # the wall's, or that of the process alone, which a busy machine does not disturb
 
@@ -33,21 +29,9 @@ CHUNKS = (2048, 512, 128)
 DECODED_BEFORE = 8  # tokens of the running request before the long prompt comes
 
 
-@contextmanager
-def engine_for(contender: Contender, longest: int, **overrides: Any) -> Iterator[LLMEngine]:
-    """An engine whose context is long enough; gone at the end."""
-    fields = {"max_model_len": longest} | contender[1] | overrides
-    engine = make_engine(EngineConfig(**fields))
-    try:
-        yield engine
-    finally:
-        engine.close()
-        torch.cuda.empty_cache()
-
-
-def greedy(count: int) -> SamplingParams:
-    """`count` tokens, whatever the model says."""
-    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+def engine_for(contender: Contender, longest: int, **overrides: Any) -> AbstractContextManager[LLMEngine]:
+    """An engine whose context is long enough."""
+    return running(EngineConfig(**{"max_model_len": longest} | contender[1] | overrides))
 
 
 def random_ids(rng: random.Random, count: int, engine: LLMEngine) -> list[int]:
@@ -80,9 +64,8 @@ def bench_ttft(contender: Contender, prefix: int, repeats: int = 5, clock: Clock
 def time_to_first_token(engine: LLMEngine, prompt: list[int], clock: Clock = time.perf_counter) -> float:
     """Seconds, of a request that has the engine to itself."""
     start = clock()
-    engine.add_request("only", prompt, greedy(1))
-    while engine.has_unfinished_requests():
-        engine.step()
+    engine.add_request("only", prompt, exactly(1))
+    finish(engine)
     return clock() - start
 
 
@@ -116,8 +99,8 @@ def bench_sharing(
         config = used_settings(engine.setup.config)
     runs = [
         Run(word, config | {"enable_prefix_caching": caching}, {
-            "prefix shared": rate(loads["alike"], seconds["alike", caching]),
-            "nothing shared": rate(loads["unlike"], seconds["unlike", caching]),
+            label: Metric.of([loads[name].output_tokens / t for t in seconds[name, caching]], "tok/s")
+            for name, label in (("alike", "prefix shared"), ("unlike", "nothing shared"))
         })
         for word, caching in (("the cache off", False), ("the cache on", True))
     ]  # fmt: skip
@@ -167,11 +150,6 @@ def clocked(kv: KVCacheManager, name: str, clock: Clock) -> list[float]:
     return spent
 
 
-def rate(load: Workload, seconds: list[float]) -> Metric:
-    """Output tokens a second of all passes."""
-    return Metric.of([load.output_tokens / t for t in seconds], "tok/s")
-
-
 # --- gaps between tokens --------------------------------------------------------------------------------------------
 
 
@@ -205,12 +183,12 @@ def watch_gaps(
     """Seconds between the running request's tokens until the long prompt has its first token, and its TTFT."""
     rng = random.Random(seed)
     short, long = random_ids(rng, 8, engine), random_ids(rng, prompt, engine)  # drawn here: it takes milliseconds
-    engine.add_request("runs", short, greedy(prompt))
+    engine.add_request("runs", short, exactly(prompt))
     decoded = 0
     while decoded < DECODED_BEFORE:
         decoded += sum(len(output.outputs[0].delta_token_ids) for output in engine.step())
     times, arrival, through = [clock()], clock(), False
-    engine.add_request("long", long, greedy(1))
+    engine.add_request("long", long, exactly(1))
     while not through:
         ids = {output.request_id for output in engine.step() if output.outputs[0].delta_token_ids}
         through = "long" in ids
@@ -218,8 +196,7 @@ def watch_gaps(
             times.append(clock())
     ttft = clock() - arrival
     engine.abort_request("runs")
-    while engine.has_unfinished_requests():
-        engine.step()
+    finish(engine)
     return [b - a for a, b in itertools.pairwise(times)], ttft
 
 
@@ -233,8 +210,6 @@ def gap_metrics(seen: list[tuple[list[float], float]]) -> dict[str, Metric]:
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------
-
-PARTS = ("ttft", "sharing", "gaps")
 
 
 def bench_reuse(
@@ -252,18 +227,17 @@ def bench_reuse(
     Raises:
         ValueError: no such part.
     """
-    wanted = parts or list(PARTS)
-    if unknown := set(wanted) - set(PARTS):
-        raise ValueError(f"unknown part {min(unknown)!r}: choose of {', '.join(PARTS)}")
     gpu = choose_device(contender[1].get("device")).type == "cuda"
     clock = time.process_time if cpu_time else time.perf_counter
     prefix = prefix or (16_000 if gpu else 2_000)
-    benches: dict[str, Callable[[], Result]] = {
+    benches = {
         "ttft": lambda: bench_ttft(contender, prefix, repeats, clock),
         "sharing": lambda: bench_sharing(contender, prefix // 4, requests or (256 if gpu else 16), 32, repeats, clock),
         "gaps": lambda: bench_gaps(contender, prompt, chunks, repeats, clock),
     }
-    for part in wanted:
+    if unknown := set(parts or ()) - set(benches):
+        raise ValueError(f"unknown part {min(unknown)!r}: choose of {', '.join(benches)}")
+    for part in parts or benches:
         yield part, benches[part]()
 
 

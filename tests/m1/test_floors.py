@@ -49,9 +49,7 @@ def wrong_imports(files: list[Path], known: tuple[str, ...]) -> list[str]:
     """What these files import beyond the `known` places, as "file: module"."""
     assert files
     found = [(str(file.relative_to(PACKAGE)), module) for file in files for module in imported(file)]
-    return [
-        f"{name}: {module}" for name, module in found if not is_in(module, (*known, *EXCEPTIONS.get(name, ())))
-    ]
+    return [f"{name}: {module}" for name, module in found if not is_in(module, (*known, *EXCEPTIONS.get(name, ())))]
 
 
 def is_in(module: str, places: tuple[str, ...]) -> bool:
