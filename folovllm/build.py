@@ -163,7 +163,7 @@ def layer_set(setup: EngineSetup) -> LayerSet:
 
 
 def make_sampler(setup: EngineSetup) -> Sampler:
-    """The draw; compiled where that is asked for."""
+    """Who draws the tokens (M1). The draw is compiled when the configuration asks for it."""
     if setup.config.compile:
         from folovllm.sample.compiled import CompiledSampler
 

@@ -30,7 +30,7 @@ Requests = Annotated[int | None, typer.Option(help="Only the first so many reque
 
 
 def in_a_folder(file: Path | None) -> Path | None:
-    """A file that will be written when all is measured: where it could not be, that is said before."""
+    """Check, before anything is measured, that the result can be written to `file` afterwards."""
     if file is not None and not file.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {file.parent}")
     if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
@@ -42,7 +42,7 @@ Save = Annotated[Path | None, typer.Option("--save", help="Write the result to t
 
 
 def build_bench_app() -> typer.Typer:
-    """The commands, with a flag for every field of `EngineConfig`."""
+    """Build the commands; each has a flag for every field of `EngineConfig`."""
     from folovllm.config import EngineConfig
     from folovllm.flags import with_flags
 

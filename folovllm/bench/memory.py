@@ -56,7 +56,7 @@ class MemoryUse:
 def bench_memory(
     contenders: list[Contender], slots: int = 8, max_model_len: int = 512, count: int = 96, seed: int = 0
 ) -> Result:
-    """One preset after the other, over the same requests and the same bytes.
+    """Measure one preset after the other, over the same requests and in the same bytes.
 
     Raises:
         ValueError: a preset whose cache is no pool, or a size of the pool beside `slots`.

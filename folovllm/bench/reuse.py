@@ -30,12 +30,12 @@ DECODED_BEFORE = 8  # tokens of the running request before the long prompt comes
 
 
 def engine_for(contender: Contender, longest: int, **overrides: Any) -> AbstractContextManager[LLMEngine]:
-    """An engine whose context is long enough."""
+    """Run an engine whose context is long enough."""
     return running(EngineConfig(**{"max_model_len": longest} | contender[1] | overrides))
 
 
 def random_ids(rng: random.Random, count: int, engine: LLMEngine) -> list[int]:
-    """Token ids that nobody has asked for before, in all likelihood."""
+    """Draw token ids; in all likelihood nobody has asked for the same before."""
     return [rng.randrange(engine.setup.vocab_size) for _ in range(count)]
 
 
@@ -43,7 +43,7 @@ def random_ids(rng: random.Random, count: int, engine: LLMEngine) -> list[int]:
 
 
 def bench_ttft(contender: Contender, prefix: int, repeats: int = 5, clock: Clock = time.perf_counter) -> Result:
-    """Two prompts that share `prefix` tokens, one after the other; each repeat has tokens of its own."""
+    """Serve two prompts that share `prefix` tokens, one after the other. Each repeat has tokens of its own."""
     rng, times = random.Random(0), []
     with engine_for(contender, prefix + TAIL + 8, enable_prefix_caching=True) as engine:
         for _ in range(repeats + 1):
@@ -62,7 +62,7 @@ def bench_ttft(contender: Contender, prefix: int, repeats: int = 5, clock: Clock
 
 
 def time_to_first_token(engine: LLMEngine, prompt: list[int], clock: Clock = time.perf_counter) -> float:
-    """Seconds, of a request that has the engine to itself."""
+    """Return the seconds until the first token of a request that has the engine to itself."""
     start = clock()
     engine.add_request("only", prompt, exactly(1))
     finish(engine)
@@ -80,7 +80,7 @@ def bench_sharing(
     repeats: int = 3,
     clock: Clock = time.perf_counter,
 ) -> Result:
-    """`count` requests that begin alike, and as many of the same lengths that do not, with the cache off and on.
+    """Serve `count` requests that begin alike, and as many of the same lengths that do not, with the cache off and on.
 
     One engine serves all of it, and off and on take turns: what else the machine does falls on both.
     """
@@ -119,7 +119,7 @@ def workload(engine: LLMEngine, prefix: int, count: int, output_len: int, shared
 
 
 def serve(engine: LLMEngine, load: Workload, caching: bool, clock: Clock) -> tuple[float, float, float]:
-    """From an empty pool, the first request alone, then the others together.
+    """Serve the first request alone, then the others together; the cache is empty at the start.
 
     Returns:
         Seconds in all, seconds in `match` and `publish`, and the share of the tokens that were found.
@@ -138,7 +138,7 @@ def serve(engine: LLMEngine, load: Workload, caching: bool, clock: Clock) -> tup
 
 
 def clocked(kv: KVCacheManager, name: str, clock: Clock) -> list[float]:
-    """Seconds of every call of one method, from now on."""
+    """Wrap one method, and return a list that gets the seconds of each call from now on."""
     spent, method = list[float](), getattr(kv, name)
 
     def call(seq: Sequence) -> None:
@@ -180,7 +180,7 @@ def bench_gaps(
 def watch_gaps(
     engine: LLMEngine, prompt: int, seed: int, clock: Clock = time.perf_counter
 ) -> tuple[list[float], float]:
-    """Seconds between the running request's tokens until the long prompt has its first token, and its TTFT."""
+    """Return the gaps between the running request's tokens while the long prompt is computed, and its TTFT: seconds."""
     rng = random.Random(seed)
     short, long = random_ids(rng, 8, engine), random_ids(rng, prompt, engine)  # drawn here: it takes milliseconds
     engine.add_request("runs", short, exactly(prompt))
@@ -201,7 +201,7 @@ def watch_gaps(
 
 
 def gap_metrics(seen: list[tuple[list[float], float]]) -> dict[str, Metric]:
-    """The longest gap, how many there were, and what the newcomer paid."""
+    """Return the longest gap, how many gaps there were, and the newcomer's time to its first token."""
     return {
         "longest gap": Metric.of([1e3 * max(gaps) for gaps, _ in seen], "ms", False),
         "tokens meanwhile": Metric.of([float(len(gaps)) for gaps, _ in seen]),
@@ -222,7 +222,7 @@ def bench_reuse(
     repeats: int = 3,
     cpu_time: bool = False,
 ) -> Iterator[tuple[str, Result]]:
-    """The parts asked for, each as soon as it is done; sizes that are left open depend on the device.
+    """Yield the parts that were asked for, each as soon as it is done. Sizes that are left open depend on the device.
 
     Raises:
         ValueError: no such part.
@@ -242,5 +242,5 @@ def bench_reuse(
 
 
 def describe(name: str, requests: int, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
-    """As `Workload.describe`."""
+    """Describe what was served, as `Workload.describe` does."""
     return {"name": name, "requests": requests, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}

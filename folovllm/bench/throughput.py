@@ -96,7 +96,7 @@ def bench_throughput(
 
 
 def bench_latency(contenders: list[Contender], repeats: int = 3, limit: float | None = None) -> Result:
-    """Measure what a single user feels: a prompt of 128 tokens and an answer of 256, alone; the median repeat counts."""
+    """Measure what a single user feels: a prompt of 128 tokens and an answer of 256, with nobody else there."""
     result = bench_throughput(contenders, "latency", repeats=repeats, limit=limit, with_step_times=True)
     result.benchmark = "latency"
     for run in result.runs:
@@ -124,7 +124,7 @@ def _measure(
 
 
 def _agreement(first: Answers, other: Answers) -> dict[str, Metric]:
-    """Share of greedy tokens, up to the first that differs, over the requests that both finished; none if there are none."""
+    """Compare greedy tokens up to the first that differs, over the requests that both finished, if there are any."""
     same = total = 0
     for request_id in first.keys() & other.keys():
         pairs = list(zip(first[request_id], other[request_id], strict=True))

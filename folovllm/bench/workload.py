@@ -45,12 +45,12 @@ class Workload:
         return max(len(request.prompt) + request.output_len for request in self.requests)
 
     def for_vocabulary(self, size: int) -> Workload:
-        """The same for a model with `size` tokens: ids beyond them wrap around."""
+        """Return the same for a model with `size` tokens: larger ids wrap around."""
         requests = [replace(request, prompt=[token % size for token in request.prompt]) for request in self.requests]
         return replace(self, requests=requests)
 
     def describe(self) -> dict[str, Any]:
-        """For a result file."""
+        """Return what a result file says about the workload."""
         return {
             "name": self.name,
             "requests": len(self.requests),
@@ -61,7 +61,7 @@ class Workload:
 
 
 def load_workload(name: str, vocab_size: int, count: int | None = None) -> Workload:
-    """A built-in workload, or a file of JSON lines; the first `count` requests of it.
+    """Load a built-in workload or a file of JSON lines; `count` keeps only its first requests.
 
     A line holds `prompt_token_ids` or `prompt_len`, and `output_len`; `arrival` in seconds may follow. Ids beyond the
     vocabulary wrap around, so that one workload fits every model.
@@ -87,7 +87,7 @@ def load_workload(name: str, vocab_size: int, count: int | None = None) -> Workl
 
 
 def mixed_workload(count: int, seed: int, prompts: tuple[int, int], answers: tuple[int, int]) -> Workload:
-    """Lengths whose logarithm is uniform between the bounds: half of them lie below the geometric mean."""
+    """Draw many short lengths and few long ones: their logarithm is uniform between the bounds."""
     rng, ids = random.Random(seed), random.Random(0)
 
     def length(bounds: tuple[int, int]) -> int:
