@@ -10,6 +10,7 @@ Medians over captured graphs where a backend can be captured; planning is includ
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -168,4 +169,7 @@ def _rows(
 
 
 if __name__ == "__main__":
-    list(bench_attention())
+    try:
+        list(bench_attention())
+    except BackendUnavailable as error:
+        sys.exit(f"{error}")

@@ -2,7 +2,8 @@
 # Every figure that the book owes to a GPU, each by its own command and with its own time limit, so that one that hangs or
 # fails costs no other. From the root of the repository, on a machine with a GPU and with torch, triton and pytest:
 #     tools/measure_gpu.sh OUT [STEP ...]
-# OUT gets a log and a JSON file for each step; steps are the names below, all of them if none is given (about 15 minutes).
+# OUT gets a log for each step, and a JSON file from each benchmark; steps are the names below, all of them if none is
+# given (about 15 minutes).
 set -uo pipefail
 out=${1:?usage: tools/measure_gpu.sh OUT [STEP ...]}
 shift

@@ -33,7 +33,7 @@ def lists(arrays: RaggedArrays) -> dict[str, list[int]]:
 class TestFlatten:
     def test_a_worked_case(self) -> None:
         """Tokens are 10, 11, ...; slots are 100 tokens long. One decodes its sixth token, a prompt has three."""
-        got = lists(BATCH.flatten([item(6, 5, 1, slot=2), item(3, 0, 3, slot=0)]))
+        got = lists(flatten([item(6, 5, 1, slot=2), item(3, 0, 3, slot=0)]))
         expected = {
             "input_ids": [15, 10, 11, 12],
             "positions": [5, 0, 1, 2],
