@@ -32,6 +32,11 @@ class Watched:
     block_table: list[int] = field(default_factory=list)
     refused: ev.Budget | None = None  # why it still waits, if it was asked
 
+    @property
+    def request_id(self) -> str:
+        """Whose answer it is."""
+        return self.added.request_id
+
 
 class Watcher:
     """A reducer: after each step `cells` and `sequences` say what the cache manager and the scheduler would.
