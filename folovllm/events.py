@@ -214,6 +214,13 @@ class Events:
         """Note what happened. Whoever calls has seen that somebody listens (`on`): else no event is made at all."""
         self._pending.append(event)
 
+    def __enter__(self) -> None:
+        """Begin a step."""
+
+    def __exit__(self, *_: object) -> None:
+        """End a step and hand over what happened, after an error too: who listens sees how it came about."""
+        self.drain()
+
     def drain(self) -> None:
         """Hand over what has happened since the last time, in its order."""
         if self._pending:

@@ -179,16 +179,17 @@ class LLMEngine:
         return self.tokenizer
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, compute, draw, and hand out what is new. Without work it returns an empty list.
-
-        Raises:
-            NothingScheduled: requests wait, and none of them can be let in.
-        """
+        """Schedule, compute, draw, and hand out what is new. Without work it returns an empty list."""
         self.require_open()
-        try:
-            return self._step()
-        finally:
-            self.events.drain()  # after an error too: who listens sees how it came about
+        if not self.has_unfinished_requests():
+            return []
+        with self.events:  # whoever listens hears of all this at the end
+            start = time.monotonic()
+            output = self.scheduler.schedule()
+            if output.preempted and not output.shares:  # room was made, and the next step has it
+                return []
+            seqs = self.scheduler.sequences(output)
+            return self._take_in(output, seqs, self.executor.execute_model(output), start)
 
     def subscribe(self, listener: Listener) -> None:
         """Let `listener(events)` hear after each step what happened (`folovllm.events`); now, how things stand."""
@@ -212,16 +213,6 @@ class LLMEngine:
         if steps is not None:
             self._log = StepLog(steps)
             self.subscribe(self._log)
-
-    def _step(self) -> list[RequestOutput]:
-        if not self.has_unfinished_requests():
-            return []
-        start = time.monotonic()
-        output = self.scheduler.schedule()
-        if output.preempted and not output.shares:  # room was made, and the next step has it
-            return []
-        seqs = self.scheduler.sequences(output)
-        return self._take_in(output, seqs, self.executor.execute_model(output), start)
 
     def _take_in(
         self, output: SchedulerOutput, seqs: list[Sequence], result: StepResult, start: float

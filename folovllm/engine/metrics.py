@@ -52,10 +52,11 @@ class StepLog:
         return steps
 
     def _stats(self, event: StepEnded) -> StepStats:
-        known = [(share, self._added[share.seq_id]) for share in event.output.shares if share.seq_id in self._added]
-        decodes = sum(
-            share.num_new_tokens == 1 and share.start >= len(added.prompt_token_ids) for share, added in known
-        )
+        decodes, shares = 0, []
+        for share in event.output.shares:
+            if (added := self._added.get(share.seq_id)) is not None:  # else it had ended before anybody listened
+                decodes += share.num_new_tokens == 1 and share.start >= len(added.prompt_token_ids)
+                shares.append((added.request_id, added.answer, share.start, share.num_new_tokens))
         return StepStats(
             index=event.step,
             start=event.start,
@@ -66,7 +67,7 @@ class StepLog:
             num_decode_tokens=decodes,
             preempted=len(event.output.preempted),
             kv_blocks_used=event.kv_blocks_used,
-            shares=tuple((added.request_id, added.answer, share.start, share.num_new_tokens) for share, added in known),
+            shares=tuple(shares),
         )
 
 

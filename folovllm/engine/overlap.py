@@ -39,10 +39,12 @@ class OverlappedEngine(LLMEngine):
         self._in_flight: InFlight | None = None
         self._last_arrival = 0.0
 
-    def _step(self) -> list[RequestOutput]:
+    def step(self) -> list[RequestOutput]:
         """Start the next step, then hand out what the step before it drew. Raises `NothingScheduled` if neither is there."""
+        self.require_open()
         before = self._num_steps
-        outputs = self.step_overlapped()
+        with self.events:
+            outputs = self.step_overlapped()
         idle = self._in_flight is None and self._num_steps == before and not self.scheduler.made_room
         if idle and self.has_unfinished_requests():
             raise NothingScheduled
