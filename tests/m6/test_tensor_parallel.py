@@ -22,6 +22,7 @@ from folovllm.step.draw import DrawSpec
 from folovllm.step.packed import Field, PackedStep
 from folovllm.step.schedule import StepResult
 from tests.helpers import prompts, tiny_checkpoint
+from tests.m6 import test_draw_rows
 from tests.m6.test_overlap import assert_clean, essence, run
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, Request, serve, workload
 
@@ -74,6 +75,10 @@ class TestTwoRanks:
                     assert list(a) == list(b)
                     assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-3)
         assert_clean(served)
+
+    def test_every_draw(self, served: LLMEngine, name: str) -> None:
+        """Penalties, filters and log-probabilities are those of M1."""
+        test_draw_rows.check(serve(served, test_draw_rows.requests()), family_of(name))
 
     def test_prefixes_are_found_again(self, served: LLMEngine) -> None:
         prompt, params = prompts([50], seed=9)[0], SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
