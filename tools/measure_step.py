@@ -19,7 +19,7 @@ from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams
 
-PROMPT, SETTLE, STEPS, ROUNDS = 128, 20, 100, 3
+PROMPT, SETTLE, STEPS = 128, 20, 100
 FILTERED: dict[str, Any] = {"top_k": 50, "top_p": 0.9}
 PENALISED: dict[str, Any] = {"repetition_penalty": 1.1, "presence_penalty": 0.5}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # how one of the sequences is drawn, and all others
@@ -56,15 +56,17 @@ def main() -> None:
     """A line for each number of sequences and kind of draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         fields: dict[str, Any] = {"milestone": "m6", "max_model_len": 1024, "use_tqdm": False}
         began = time.perf_counter()
         engine = make_engine(EngineConfig(**random_model("qwen3-0.6b", Path(folder), fields)))
-        print(f"started in {time.perf_counter() - began:.1f} s; milliseconds a step, {ROUNDS} rounds")
+        print(f"started in {time.perf_counter() - began:.1f} s; milliseconds a step, a column for each round")
         for num_seqs in args.num_seqs:
-            rounds = [{kind: step_time(engine, num_seqs, kind) for kind in KINDS} for _ in range(ROUNDS)]
-            for kind in KINDS:
+            rounds = [{kind: step_time(engine, num_seqs, kind) for kind in args.kinds} for _ in range(args.rounds)]
+            for kind in args.kinds:
                 print(f"{num_seqs:>4}  {kind:32}" + "".join(f"{times[kind]:>9.4f}" for times in rounds), flush=True)
         engine.close()
 

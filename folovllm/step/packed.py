@@ -21,6 +21,7 @@ Int32 = npt.NDArray[np.int32]
 IN_FLIGHT = -1  # a token that is on the device and has not come back yet
 NOTHING = -1
 FLYING = np.array([IN_FLIGHT], np.int32)
+NO_DRAWS, NOBODY = pack_updates([]), np.empty((2, 0), np.int32)
 
 
 class Field(IntEnum):
@@ -52,9 +53,9 @@ class PackedStep:
     num_decodes: int
     tokens: Int32  # [T], empty in a decode step
     updates: Int32  # [3, U]
-    draws: DrawUpdate = field(default_factory=lambda: pack_updates([]))  # of new rows
+    draws: DrawUpdate = NO_DRAWS  # of new rows
     is_special: bool = False
-    logprobs: Int32 = field(default_factory=lambda: np.empty((2, 0), np.int32))  # [2, n]: which sequences, how many
+    logprobs: Int32 = field(default_factory=lambda: NOBODY)  # [2, n]: which sequences, how many each
 
     @property
     def is_decode(self) -> bool:

@@ -121,7 +121,7 @@ class GraphRunner:
         if setup.device.type == "cuda":
             self._graph_pool = torch.cuda.graph_pool_handle()
             for width in tqdm(self.buckets[::-1], desc="Capturing graphs", disable=not setup.config.use_tqdm):
-                for is_special in (True, False):
+                for is_special in (False, True):
                     self._graph(width, is_special)
 
     def _graph(self, width: int, is_special: bool) -> StepGraph:
