@@ -1,4 +1,4 @@
-"""Steps and results as int32 numbers, so that they can cross to another process without being pickled.
+"""Write steps and results as int32 numbers, so that they reach another process without being pickled.
 
 Floats and 64-bit numbers travel as their bits.
 """
@@ -21,7 +21,7 @@ HEADER = 9  # int32 numbers before a step
 
 
 def encode_step(step: PackedStep) -> Int32:
-    """A packed step."""
+    """Encode a packed step as numbers."""
     draws = step.draws
     numbers = [
         step.num_seqs, step.num_decodes, step.fields.shape[1], len(step.tokens), step.updates.shape[1],
@@ -31,7 +31,7 @@ def encode_step(step: PackedStep) -> Int32:
 
 
 def decode_step(message: Int32) -> PackedStep:
-    """The step that went into `encode_step`."""
+    """Decode the step that `encode_step` encoded."""
     parts = _Reader(message)
     num_seqs, num_decodes, width, num_tokens, num_updates, *of_draws, is_special = parts.take(HEADER).tolist()
     fields = parts.take(len(Field) * width).reshape(len(Field), width)
@@ -43,7 +43,7 @@ def decode_step(message: Int32) -> PackedStep:
 
 
 def encode_result(result: StepResult) -> Int32:
-    """How many tokens each share drew, the tokens, and log-probabilities where there are any."""
+    """Encode how many tokens each share drew, the tokens, and log-probabilities where there are any."""
     counts = [len(tokens) for tokens in result.token_ids]
     parts = [np.array([len(counts), *counts, *chain.from_iterable(result.token_ids)], np.int32)]
     for index, rows in enumerate(result.logprobs):
@@ -54,7 +54,7 @@ def encode_result(result: StepResult) -> Int32:
 
 
 def decode_result(message: Int32) -> StepResult:
-    """What went into `encode_result`."""
+    """Decode what `encode_result` encoded."""
     parts = _Reader(message)
     counts = parts.take(int(parts.take(1)[0])).tolist()
     tokens = [parts.take(count).tolist() for count in counts]
@@ -67,7 +67,7 @@ def decode_result(message: Int32) -> StepResult:
 
 
 def longest_messages(setup: EngineSetup) -> tuple[int, int]:
-    """How many numbers a step and a result can have. Far more than they usually do; memory is taken as it is used."""
+    """Return how many numbers a step and a result can have at most. Memory is taken only as far as it is used."""
     rows, vocab_size = setup.max_num_seqs, setup.vocab_size
     pages = -(-setup.max_model_len // setup.block_size)
     per_row = len(Field) + 3 * pages + 1 + len(RowField) + 3 * vocab_size + 2
