@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from folovllm import events as ev
 from folovllm.build import make_engine
 from folovllm.cache.block_manager import BlockManager
-from folovllm.cache.prefix_cache import PrefixCache, PrefixCachingBlockManager
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.scheduler import Scheduler
@@ -256,16 +255,10 @@ def test_where_nobody_listens_no_event_is_made(milestone: str, monkeypatch: pyte
 
 
 class TestWrongCodeIsSeen:
-    """Bodies of exercises with a mistake in them: the watcher shows what they did, not what they should have done."""
+    """Bodies of exercises with a mistake in them: the watcher shows what they did, not what they should have done.
 
-    def run(self, milestone: str) -> World:
-        world = World(engine(milestone), 5)
-        for i in range(4):
-            world.engine.add_request(f"r{i}", [1] * 9 + [i], GREEDY, stream=False)
-        while world.engine.has_unfinished_requests():
-            world.engine.step()
-            assert world.watcher.cells == cells_of(world.engine.scheduler.kv)  # type: ignore[attr-defined]
-        return world
+    `tests/course/test_watcher.py` does so with every wrong answer.
+    """
 
     def test_blocks_that_leak(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def leaks(self: BlockManager, seq: Any) -> None:
@@ -273,31 +266,11 @@ class TestWrongCodeIsSeen:
                 self.blocks[seq.block_table.pop()].ref_count -= 1
 
         monkeypatch.setattr(BlockManager, "deallocate", leaks)
-        monkeypatch.setitem(TIGHT, "num_kv_blocks", 16)
-        cells = self.run("m3").watcher.cells
+        world = World(engine("m3"), 5)
+        world.engine.generate([1] * 9, GREEDY)
+        cells = world.watcher.cells
+        assert cells == cells_of(world.engine.scheduler.kv)  # type: ignore[attr-defined]
         assert any(not cell.is_free and cell.ref_count == 0 for cell in cells), "nobody's, and not free"
-
-    def test_shared_blocks_that_are_given_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def gives_all_back(self: BlockManager, seq: Any) -> None:
-            for block_id in reversed(seq.block_table):
-                self.blocks[block_id].ref_count = 0
-                if self.blocks[block_id]._next is None:
-                    self._free.append(self.blocks[block_id])
-            seq.block_table.clear()
-
-        monkeypatch.setattr(BlockManager, "deallocate", gives_all_back)
-        self.run("m5")
-
-    def test_a_name_that_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(PrefixCache, "evict", lambda self, block: self._by_hash.pop(block.hash, None))
-        self.run("m5")
-
-    def test_found_and_still_free(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def found_and_free(self: PrefixCachingBlockManager, block: Any) -> None:
-            block.ref_count += 1
-
-        monkeypatch.setattr(PrefixCachingBlockManager, "adopt", found_and_free)
-        self.run("m5")
 
     def test_a_victim_that_keeps_its_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def keeps_its_blocks(scheduler: Scheduler, candidates: list[Any]) -> Any:
