@@ -352,10 +352,9 @@ assert max(held) == 3 and any(b.ref_count == 0 for b in pool.prefix_cache._by_ha
 
 # %% [markdown]
 # It is a tree, and nobody has built one: each block knows the serial number of the block it follows, and that is all. The beginning is held
-# three times and is stored once. The white chain is the story that has been told. The block before ", Lily saw a" has been followed by these
-# words in two running sequences, which computed them in the same step: one of the two blocks has the name, its twin has none, and nobody
-# is moved from one to the other. Where a text goes on differently, so does the chain, at the granularity of a block: the block in which two
-# texts part is stored twice.
+# three times and is stored once. The white chain is the story that has been told. Two stories go on with ", Lily saw a". They came into the
+# same step, and still one of them computed this block and both hold it: it had its name before the step began. Where a text goes on
+# differently, so does the chain, at the granularity of a block: the block in which two texts part is stored twice.
 #
 # And the conversation from above:
 
