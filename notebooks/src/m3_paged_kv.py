@@ -420,7 +420,7 @@ def contiguous(block_table, block_size, start, end):
     return np.arange(block_table[0] * block_size + start, block_table[0] * block_size + end)
 
 
-def whole_pages(kv_cache, block_table, seq_len):
+def whole_blocks(kv_cache, block_table, seq_len):
     key, value = kv_cache[:, block_table[: -(-seq_len // kv_cache.shape[2])]].flatten(1, 2)
     return key, value
 
@@ -442,7 +442,7 @@ from folovllm import build
 breaks = {
     "as it is": None,
     "blocks taken for neighbours": patch.object(BlockManager, "slots", staticmethod(contiguous)),
-    "the last page read to its end": patch.object(torch_paged, "gather_pages", whole_pages),
+    "the last block read to its end": patch.object(torch_paged, "gather_pages", whole_blocks),
     "the first gives way": patch.object(build, "preempt", first_gives_way),
     "one block never comes back": patch.object(BlockManager, "deallocate", leaking),
 }

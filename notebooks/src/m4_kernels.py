@@ -631,7 +631,7 @@ right_ids = online_softmax.block_ids
 
 
 @triton.jit
-def first_page(table_ptr, token, end, B: tl.constexpr, TILE: tl.constexpr):
+def first_block(table_ptr, token, end, B: tl.constexpr, TILE: tl.constexpr):
     return right_ids(table_ptr, token * 0, end, B, TILE)
 
 
@@ -640,7 +640,7 @@ BREAKS = {
     "partial results added up": {"merge_partials": adds_up},
     "only acc is rescaled": {"online_softmax_tile": half_a_rescale},
     "masked scores, unmasked loads": {"online_softmax_tile": scores_only},
-    "always the first page": {"block_ids": first_page},
+    "always the first block": {"block_ids": first_block},
     "the maximum starts at -inf": {"LOWEST": tl.constexpr(float("-inf"))},
 }
 CASES = {"1 token": [1], "32 tokens": [32], "200 tokens": [200]}
@@ -660,7 +660,7 @@ assert max(errors["as it is"]) < 1e-5 and max(errors["the maximum starts at -inf
 assert errors["partial results added up"][0] < 1e-5 < 0.01 < errors["partial results added up"][2]
 assert errors["only acc is rescaled"][1] < 1e-5 < 0.01 < errors["only acc is rescaled"][2]
 assert np.isnan(errors["masked scores, unmasked loads"][0])
-assert errors["always the first page"][0] < 1e-5 < 0.01 < errors["always the first page"][2]
+assert errors["always the first block"][0] < 1e-5 < 0.01 < errors["always the first block"][2]
 
 # %% [markdown]
 # At 32 tokens, exactly one tile, everything looks right: one tile needs no rescale, one chunk no merge, nothing is masked, and the first blocks
