@@ -276,7 +276,7 @@ from folovllm.worker.draw import best_of_ranks
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.kernels import gumbel_max
 from folovllm.layers.sharded import ShardedEmbedding
-from folovllm.sample.rows import DrawRows
+from folovllm.sample.draw_state import DrawState
 from folovllm.step import packed as packed_step
 from folovllm.step.packed import Field, StepPacker
 from folovllm.worker.step_graph import RecordedGraph
@@ -738,16 +738,16 @@ assert not all(right)
 penalized = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, frequency_penalty=2.0)
 story = "no no no no no"
 right = load().generate([story], penalized, use_tqdm=False)[0].outputs[0]
-note, drawn = DrawRows.note, []
+note, drawn = DrawState.note, []
 
 
-def counts_one_step_late(self, rows, tokens):
-    drawn.append((rows, tokens.clone()))
+def counts_one_step_late(self, *step):
+    drawn.append([tensor.clone() for tensor in step])
     if len(drawn) > 1:
         note(self, *drawn[-2])
 
 
-with patch.object(DrawRows, "note", counts_one_step_late):
+with patch.object(DrawState, "note", counts_one_step_late):
     wrong = load().generate([story], penalized, use_tqdm=False)[0].outputs[0]
 same = next(i for i, (a, b) in enumerate(zip(right.token_ids, wrong.token_ids, strict=True)) if a != b)
 print(f"equal for {same} tokens, then\nright: {right.text!r}\nwrong: {wrong.text!r}")
