@@ -25,6 +25,8 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("step/schedule.py", "", "v1/core/sched/output.py"),
         ("step/draw.py", "", ""),
         ("engine/plan.py", "", ""),
+        ("events.py", "", ""),
+        ("watcher.py", "", ""),
         ("engine/stop.py", "engine/scheduler.py", "v1/core/sched/utils.py"),
         ("engine/detokenizer.py", "", "v1/engine/detokenizer.py"),
         ("engine/output_processor.py", "", "v1/engine/output_processor.py"),
