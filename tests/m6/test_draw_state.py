@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.draw_row import COUNT, ENDS, FILTERS, IN_PROMPT, WORDS, RowField, pack_updates, row_update
+from folovllm.engine.plan import draw_spec
 from folovllm.request import Sequence
 from folovllm.sample.draw_state import DrawState, adjust
 from folovllm.sample.logprobs import LogprobsBuffer, gather_logprobs
-from folovllm.sample.penalties import apply_penalties, forbid_stop_tokens
+from folovllm.sample.penalties import TokenCounts, apply_penalties, forbid_stop_tokens
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.sampling_params import SamplingParams
 from tests.sequences import EOS, make_seq
@@ -65,11 +66,13 @@ class TestDrawState:
         state, rows = state_for(seqs, list(self.ROWS)), int32(*self.ROWS)
         for step in range(6):
             logits = 3 * torch.randn(len(seqs), V, generator=torch.manual_seed(step))
-            positions = torch.tensor([seq.num_tokens for seq in seqs], dtype=torch.int32)
-            adjusted = forbid_stop_tokens(apply_penalties(logits, seqs), seqs)
+            specs, at = [draw_spec(seq) for seq in seqs], [seq.num_tokens for seq in seqs]
+            counts = [TokenCounts(spec, V, CPU) if spec.has_penalties else None for spec in specs]
+            positions = torch.tensor(at, dtype=torch.int32)
+            adjusted = forbid_stop_tokens(apply_penalties(logits, specs, counts), specs, at)
             assert torch.allclose(adjust(logits, state.fields[rows.long()], state.words, rows, positions), adjusted)
             tokens = state.draw(logits, rows, positions)
-            expected = Sampler().choose(logits, SamplingBatch.from_sequences(seqs, CPU))
+            expected = Sampler().choose(logits, SamplingBatch.from_specs(specs, at, CPU, counts))
             assert tokens.tolist() == expected.tolist()
             state.note(tokens, rows)
             for seq, token in zip(seqs, tokens.tolist(), strict=True):
