@@ -79,14 +79,14 @@ def gives_way(name: str) -> MakeRoom:
 
 class TestSchedule:
     def test_a_worked_case(self) -> None:
-        """A budget of 10. Of part 4 tokens are not computed, old decodes; a (3 tokens), long (8, 2 of them cached) and short (1) wait."""
+        """A budget of 12. Of part 4 tokens are not computed, old decodes; a (2), b (3), long (8, 2 of them cached) and short (1) wait."""
         cache = WatchedCache()
         cache.cached = {"long": 2}
-        scheduler = make_scheduler(cache, max_num_batched_tokens=10, max_num_seqs=8)
+        scheduler = make_scheduler(cache, max_num_batched_tokens=12, max_num_seqs=8)
         run(scheduler, "part", 9, 5)
         run(scheduler, "old", 9, 8)
         cache.asked_as.clear()
-        queue(scheduler, make_seq(3, name="a"), make_seq(8, name="long"), make_seq(1, name="short"))
+        queue(scheduler, *(make_seq(n, name=name) for name, n in (("a", 2), ("b", 3), ("long", 8), ("short", 1))))
         got = {
             "shares": decide(scheduler),
             "waiting": names(scheduler.waiting),
@@ -95,13 +95,13 @@ class TestSchedule:
             "status of each when its cache was asked for": cache.asked_as,
         }
         answers = [
-            [("old", 8, 1), ("part", 5, 4), ("a", 0, 3)],
+            [("old", 8, 1), ("part", 5, 4), ("a", 0, 2), ("b", 0, 3)],
             ["long", "short"],
-            ["part", "old", "a"],
-            ["part", "old", "a"],
-            {"old": "running", "part": "running", "a": "waiting"},
+            ["part", "old", "a", "b"],
+            ["part", "old", "a", "b"],
+            {"old": "running", "part": "running", "a": "waiting", "b": "waiting"},
         ]
-        says = "10 - 1 - 4 - 3 = 2 tokens are left, long needs 6: it waits with nothing in its hands, and short behind it"
+        says = "12 - 1 - 4 - 2 - 3 = 2 tokens are left, long needs 6: it waits with nothing in its hands, short behind it"
         worked_case("m2.2", got, dict(zip(got, answers, strict=True)), says)
 
     def test_a_worked_case_without_room(self) -> None:
