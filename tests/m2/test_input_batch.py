@@ -1,11 +1,12 @@
 """Exercise m2.5: the new tokens of all sequences, end to end."""
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.slot_manager import SlotManager
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import Share
@@ -35,6 +36,14 @@ def flatten(shares: list[Share], batch: InputBatch = BATCH) -> RaggedArrays:
 
 def lists(arrays: RaggedArrays) -> dict[str, list[int]]:
     return {name: getattr(arrays, name).tolist() for name in arrays.__slots__}
+
+
+class Pairs(CountingCache):
+    """Blocks of two tokens each."""
+
+    @staticmethod
+    def slots(block_table: list[int], block_size: int, start: int, end: int) -> npt.NDArray[np.int64]:
+        return np.array([2 * block_table[p // 2] + p % 2 for p in range(start, end)])
 
 
 class TestFlatten:
@@ -81,13 +90,15 @@ class TestFlatten:
 
     def test_a_table_that_is_known_already(self) -> None:
         """What the share brings is the end of the table; the rest came with the shares before it."""
-        batch = InputBatch(BlockManager, 2, torch.device("cpu"))
+        batch = InputBatch(Pairs, 2, torch.device("cpu"))
         first = item(4, 0, 4, slot=5, row=1)._replace(new_blocks=(5, 3))
         assert flatten([first], batch).slot_mapping.tolist() == [10, 11, 6, 7], "two tokens a block: blocks 5 and 3"
         second = later(item(6, 4, 1, slot=0, row=1))._replace(new_blocks=(8,), first_new_block=2)
         assert flatten([second], batch).slot_mapping.tolist() == [16], "token 4 begins the third block of the table, 8"
         third = later(item(6, 5, 1, slot=0, row=1))
-        assert flatten([third], batch).slot_mapping.tolist() == [17], "token 5 is in block 8, too: the share brings none"
+        assert flatten([third], batch).slot_mapping.tolist() == [17], (
+            "token 5 is in block 8, too: the share brings none"
+        )
 
     def test_the_cache_says_where(self) -> None:
         """The slots are the manager's business: another one lays them out otherwise."""

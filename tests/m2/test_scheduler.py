@@ -101,7 +101,9 @@ class TestSchedule:
             ["part", "old", "a", "b"],
             {"old": "running", "part": "running", "a": "waiting", "b": "waiting"},
         ]
-        says = "12 - 1 - 4 - 2 - 3 = 2 tokens are left, long needs 6: it waits with nothing in its hands, short behind it"
+        says = (
+            "12 - 1 - 4 - 2 - 3 = 2 tokens are left, long needs 6: it waits with nothing in its hands, short behind it"
+        )
         worked_case("m2.2", got, dict(zip(got, answers, strict=True)), says)
 
     def test_a_worked_case_without_room(self) -> None:
@@ -156,7 +158,9 @@ class TestSchedule:
         run(scheduler, "old", 9, 8)
         queue(scheduler, make_seq(3, name="a"), make_seq(4, name="b"))
         expected = [("old", 8, 1), ("a", 0, 3), ("b", 0, 4)]
-        assert decide(scheduler) == expected, "there is budget, room and a place for a and b: they need not wait for old"
+        assert decide(scheduler) == expected, (
+            "there is budget, room and a place for a and b: they need not wait for old"
+        )
         assert names(scheduler.running) == ["old", "a", "b"], "they run, in the order in which they came"
 
     def test_decodes_before_the_rest(self) -> None:
@@ -190,7 +194,9 @@ class TestSchedule:
         queue(scheduler, make_seq(4, name="a"), make_seq(7, name="long"), make_seq(1, name="short"))
         assert decide(scheduler) == [("a", 0, 4)], "6 tokens are left, long needs 7, and short may not pass it"
         assert names(scheduler.waiting) == ["long", "short"], "both wait, in their order"
-        untouched = all(seq.status is SequenceStatus.WAITING and seq.num_computed_tokens == 0 for seq in scheduler.waiting)
+        untouched = all(
+            seq.status is SequenceStatus.WAITING and seq.num_computed_tokens == 0 for seq in scheduler.waiting
+        )
         assert untouched, "who waits was not started, and nothing of it is computed"
 
     def test_nobody_overtakes_when_the_cache_is_full(self) -> None:
@@ -232,7 +238,9 @@ class TestSchedule:
         ):
             output = scheduler.schedule()
             assert shares(scheduler, output) == expected, "at most 3 of each and 5 in all, as `_tokens_of_step` says"
-            assert [share.num_draws for share in output.shares] == draws, "only a share that reaches the last token draws"
+            assert [share.num_draws for share in output.shares] == draws, (
+                "only a share that reaches the last token draws"
+            )
 
     def test_a_budget_used_up_by_those_that_run(self) -> None:
         scheduler = make_scheduler(max_num_batched_tokens=2)
@@ -373,7 +381,9 @@ class TestPostprocess:
         assert full.status is SequenceStatus.FINISHED_LENGTH, "it may have one token, and has it"
         assert goes_on.status is SequenceStatus.RUNNING and names(scheduler.running) == ["g"], "only g runs on"
         freed = [call for call in cache.calls if call[0] == "free"]
-        assert freed == [("free", "s"), ("free", "f")], "who ends gives its cache back in this very step, and nobody else"
+        assert freed == [("free", "s"), ("free", "f")], (
+            "who ends gives its cache back in this very step, and nobody else"
+        )
         assert list(cache.held) == [goes_on], "g keeps its cache"
 
     def test_all_end_together(self) -> None:

@@ -194,12 +194,16 @@ class TestPublish:
         cache.publish(seq, blocks)
         assert len(cache) == 3, "three full pages have a name"
         assert cache.serials(seq) == [b.serial for b in blocks], "the sequence's serials are those of its pages"
-        assert [b.parent for b in blocks] == [ROOT, blocks[0].serial, blocks[1].serial], "each follows the one before it"
+        assert [b.parent for b in blocks] == [ROOT, blocks[0].serial, blocks[1].serial], (
+            "each follows the one before it"
+        )
         assert len(set(cache.serials(seq))) == 3 and ROOT not in cache.serials(seq), "each page has a serial of its own"
         first, second = (np.array(self.tokens[i * B : (i + 1) * B], np.int32) for i in range(2))
         assert blocks[0].token_ids == first.tobytes(), "page 0 notes its tokens"
         assert blocks[0].hash == compute_hash(first, 0), "page 0 is named after its tokens"
-        assert blocks[1].hash == compute_hash(second, blocks[0].hash or 0), "page 1 after its own and the page before it"
+        assert blocks[1].hash == compute_hash(second, blocks[0].hash or 0), (
+            "page 1 after its own and the page before it"
+        )
 
     def test_goes_on_where_it_left_off(self) -> None:
         cache, seq, blocks = PrefixCache(B), sequence(self.tokens), pages(7, 8, 9)

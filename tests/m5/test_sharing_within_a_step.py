@@ -10,8 +10,8 @@ from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
 from tests.sequences import make_seq
-from tests.workloads import make_engine, serve
 from tests.workloads import Request as Asked
+from tests.workloads import make_engine, serve
 
 B = 4
 

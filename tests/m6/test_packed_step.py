@@ -103,7 +103,9 @@ class TestPackDecode:
         assert fields.dtype == np.int32 and fields.shape == (len(Field), 4), "int32, [len(Field), width]"
         assert fields[Field.TOKEN, :2].tolist() == [7, 1], "the newest token of each"
         assert fields[Field.ROW, :2].tolist() == [4, 2], "`share.row`, in the order of the shares"
-        assert fields[Field.SEQ_LEN, :2].tolist() == [3, 5], "tokens 2 and 4 are computed: 3 and 5 are in the cache then"
+        assert fields[Field.SEQ_LEN, :2].tolist() == [3, 5], (
+            "tokens 2 and 4 are computed: 3 and 5 are in the cache then"
+        )
         assert fields[Field.QUERY_LEN, :2].tolist() == [1, 1], "one new token each"
         assert fields[Field.NUM_DRAWS, :2].tolist() == [1, 1], "after each the next one is drawn"
         temperatures = fields[Field.TEMPERATURE, :2].view(np.float32).tolist()
