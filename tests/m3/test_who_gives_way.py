@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
-
 import pytest
 
 from folovllm.cache.block_manager import BlockManager
@@ -50,11 +48,11 @@ def test_a_long_prompt_never_gives_way_to_younger_decodes(first_by: str, answer:
     if first_by == "priority":
         scheduler.add(long)
     lost: set[int] = set()
-    for number in count(1):
+    steps = 0
+    while not long.num_output_tokens:
         lost |= {*step(scheduler)}
-        if long.num_output_tokens:
-            break
-    assert number == STEPS, f"{LONG} tokens in pieces of {PIECE}: nothing holds the long prompt up"
+        steps += 1
+    assert steps == STEPS, f"{LONG} tokens in pieces of {PIECE}: nothing holds the long prompt up"
     assert long.seq_id not in lost, "it is first in rank, and gives way to nobody"
     assert lost, "there was no room for all: some of the short ones gave way"
 
