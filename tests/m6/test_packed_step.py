@@ -71,7 +71,7 @@ class TestPackDecode:
         draws = {4: DrawSpec(seed=(3 << 32) + 9, temperature=0.5)}
         packer = StepPacker(ROWS, [])
         new = [share._replace(draw=draws.get(share.row, DrawSpec(temperature=0.0))) for share in shares]
-        packer.pack(SchedulerOutput(tuple(new)))
+        packer._pack_mixed(new)
         return packer.pack_decode(shares, width)
 
     def decode(self, width: int = 4) -> PackedStep:
