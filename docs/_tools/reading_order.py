@@ -29,7 +29,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("worker/gpu_worker.py", "engine/model_runner.py", "v1/worker/gpu_worker.py"),
         ("worker/hf_model_runner.py", "", ""),
         ("worker/serial_model_runner.py", "", ""),
-        ("cache/growing_cache.py", "", ""),
+        ("attention/growing_cache.py", "", ""),
         ("sample/sampler.py", "layers/sampler.py", "v1/sample/sampler.py"),
         ("sample/penalties.py", "", "v1/sample/ops/penalties.py"),
         ("sample/filters.py", "", "v1/sample/ops/topk_topp_sampler.py"),

@@ -1,4 +1,4 @@
-"""Steps and results as int32 numbers, so that they can cross to another process without being pickled.
+"""Write steps and results as int32 numbers, so that they reach another process without being pickled.
 
 Floats and 64-bit numbers travel as their bits.
 """
@@ -22,7 +22,7 @@ INTS = ("seed", "top_k", "first_end", "num_prompt_tokens")
 
 
 def encode_step(step: PackedStep) -> Int32:
-    """A packed step."""
+    """Encode a packed step as numbers."""
     tokens, updates = len(step.tokens), step.updates.shape[1]
     numbers = [step.num_seqs, step.num_decodes, step.fields.shape[1], tokens, updates, len(step.new_rows)]
     rows = [encode_draw(row, draw) for row, draw in step.new_rows.items()]
@@ -30,7 +30,7 @@ def encode_step(step: PackedStep) -> Int32:
 
 
 def decode_step(message: Int32) -> PackedStep:
-    """The step that went into `encode_step`."""
+    """Decode the step that `encode_step` encoded."""
     num_seqs, num_decodes, width, num_tokens, num_updates, num_new_rows = message[:HEADER].tolist()
     parts = _Reader(message[HEADER:])
     fields = parts.take(len(Field) * width).reshape(len(Field), width)
@@ -41,7 +41,7 @@ def decode_step(message: Int32) -> PackedStep:
 
 
 def encode_draw(row: int, draw: DrawSpec) -> Int32:
-    """How the tokens of a new row are drawn."""
+    """Encode how the tokens of a new row are drawn."""
     floats = np.array([getattr(draw, name) for name in FLOATS], np.float64)
     ints = [getattr(draw, name) for name in INTS]
     ints += [-1 if draw.logprobs is None else draw.logprobs, len(draw.forbidden), len(draw.history)]
@@ -50,7 +50,7 @@ def encode_draw(row: int, draw: DrawSpec) -> Int32:
 
 
 def decode_draw(parts: _Reader) -> tuple[int, DrawSpec]:
-    """What went into `encode_draw`."""
+    """Decode what `encode_draw` encoded."""
     row = int(parts.take(1)[0])
     floats = dict(zip(FLOATS, parts.take(2 * len(FLOATS)).view(np.float64).tolist(), strict=True))
     *ints, logprobs, num_forbidden, num_history = parts.take(2 * (len(INTS) + 3)).view(np.int64).tolist()
@@ -64,7 +64,7 @@ def decode_draw(parts: _Reader) -> tuple[int, DrawSpec]:
 
 
 def encode_result(result: StepResult) -> Int32:
-    """How many tokens each share drew, the tokens, and log-probabilities where there are any."""
+    """Encode how many tokens each share drew, the tokens, and log-probabilities where there are any."""
     counts = [len(tokens) for tokens in result.token_ids]
     parts = [np.array([len(counts), *counts, *chain.from_iterable(result.token_ids)], np.int32)]
     for index, rows in enumerate(result.logprobs):
@@ -75,7 +75,7 @@ def encode_result(result: StepResult) -> Int32:
 
 
 def decode_result(message: Int32) -> StepResult:
-    """What went into `encode_result`."""
+    """Decode what `encode_result` encoded."""
     parts = _Reader(message)
     counts = parts.take(int(parts.take(1)[0])).tolist()
     tokens = [parts.take(count).tolist() for count in counts]
@@ -88,7 +88,7 @@ def decode_result(message: Int32) -> StepResult:
 
 
 def longest_messages(setup: EngineSetup) -> tuple[int, int]:
-    """How many numbers a step and a result can have. Far more than they usually do; memory is taken as it is used."""
+    """Return how many numbers a step and a result can have at most. Memory is taken only as far as it is used."""
     rows, vocab_size = setup.max_num_seqs, setup.vocab_size
     pages = -(-setup.max_model_len // setup.block_size)
     per_row = len(Field) + 3 * pages + 1 + 2 * (len(FLOATS) + len(INTS) + 3) + vocab_size + setup.max_model_len

@@ -14,7 +14,7 @@ from folovllm.worker.input_batch import InputBatch, RaggedArrays
 from tests.sequences import CountingCache, make_seq
 from tests.tiny import worked_case
 
-BATCH = InputBatch(SlotManager, 100, torch.device("cpu"))
+BATCH = InputBatch(SlotManager.slots, 100, torch.device("cpu"))
 
 
 def item(num_prompt_tokens: int, start: int, count: int, slot: int, row: int | None = None) -> Share:
@@ -49,7 +49,7 @@ class Pairs(CountingCache):
 class TestFlatten:
     def test_a_worked_case(self) -> None:
         """Tokens are 10, 11, ...; slots are 100 tokens long. Row 1 has slot 2 and decodes its sixth token, row 0 has slot 3 and a prompt of three."""
-        batch = InputBatch(SlotManager, 100, torch.device("cpu"))
+        batch = InputBatch(SlotManager.slots, 100, torch.device("cpu"))
         batch.block_tables = {0: [3], 1: [2]}
         got = lists(batch.flatten([later(item(6, 5, 1, slot=2, row=1)), item(3, 0, 3, slot=3, row=0)]))
         expected = {
@@ -90,7 +90,7 @@ class TestFlatten:
 
     def test_a_table_that_is_known_already(self) -> None:
         """What the share brings is the end of the table; the rest came with the shares before it."""
-        batch = InputBatch(Pairs, 2, torch.device("cpu"))
+        batch = InputBatch(Pairs.slots, 2, torch.device("cpu"))
         first = item(4, 0, 4, slot=5, row=1)._replace(new_blocks=(5, 3))
         assert flatten([first], batch).slot_mapping.tolist() == [10, 11, 6, 7], "two tokens a block: blocks 5 and 3"
         second = later(item(6, 4, 1, slot=0, row=1))._replace(new_blocks=(8,), first_new_block=2)
@@ -102,7 +102,7 @@ class TestFlatten:
 
     def test_the_cache_says_where(self) -> None:
         """The slots are the manager's business: another one lays them out otherwise."""
-        batch = InputBatch(CountingCache, 100, torch.device("cpu"))
+        batch = InputBatch(CountingCache.slots, 100, torch.device("cpu"))
         slots = flatten([item(3, 1, 2, slot=4)], batch).slot_mapping.tolist()
         assert slots == [4001, 4002], "what `self._slots` gives for the table, the block size, start and end"
 
