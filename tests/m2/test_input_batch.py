@@ -38,12 +38,9 @@ def lists(arrays: RaggedArrays) -> dict[str, list[int]]:
     return {name: getattr(arrays, name).tolist() for name in arrays.__slots__}
 
 
-class Pairs(CountingCache):
-    """Blocks of two tokens each."""
-
-    @staticmethod
-    def slots(block_table: list[int], block_size: int, start: int, end: int) -> npt.NDArray[np.int64]:
-        return np.array([2 * block_table[p // 2] + p % 2 for p in range(start, end)])
+def pairs(block_table: list[int], block_size: int, start: int, end: int) -> npt.NDArray[np.int64]:
+    """Slots of a cache whose blocks have two tokens each."""
+    return np.array([2 * block_table[p // 2] + p % 2 for p in range(start, end)])
 
 
 class TestFlatten:
@@ -90,7 +87,7 @@ class TestFlatten:
 
     def test_a_table_that_is_known_already(self) -> None:
         """What the share brings is the end of the table; the rest came with the shares before it."""
-        batch = InputBatch(Pairs.slots, 2, torch.device("cpu"))
+        batch = InputBatch(pairs, 2, torch.device("cpu"))
         first = item(4, 0, 4, slot=5, row=1)._replace(new_blocks=(5, 3))
         assert flatten([first], batch).slot_mapping.tolist() == [10, 11, 6, 7], "two tokens a block: blocks 5 and 3"
         second = later(item(6, 4, 1, slot=0, row=1))._replace(new_blocks=(8,), first_new_block=2)
