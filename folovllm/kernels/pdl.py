@@ -18,14 +18,21 @@ MAX_TOKENS = 8
 
 
 @triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Let the next kernel start once all programs of this one have. A second call does nothing."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
     """Let the next kernel start, then wait until all kernels before this one are complete and their writes visible.
 
     Every kernel that is launched with `launch_options` calls it before it reads what another kernel wrote and before it
     writes anything; what it reads earlier must have been there from the start, as weights are.
     """
+    let_next_start(PDL)
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
 
 
