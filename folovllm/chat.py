@@ -49,10 +49,12 @@ class Chat:
                 self._turn(line)
 
     def _read(self) -> str | None:
-        """The next line, or None at the end of the input. Ctrl-C discards what was typed so far."""
+        """The next line, or None at the end of the input. Ctrl-C discards what was typed so far; without a terminal it leaves."""
         try:
             return input("> " if sys.stdin.isatty() else "").strip()
         except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
             self.notes.print(f"\n{HELP}", style="dim")
             return ""
         except EOFError:

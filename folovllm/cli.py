@@ -5,13 +5,16 @@ At the top this module imports nothing of the engine: `--mine` must act before t
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
@@ -21,13 +24,15 @@ from rich.text import Text
 import folovllm
 
 if TYPE_CHECKING:
-    from folovllm.engine.input_processor import Prompt
+    from folovllm.engine.llm_engine import LLMEngine
     from folovllm.engine.metrics import StepStats
+    from folovllm.inputs import Prompt
     from folovllm.llm import LLM
     from folovllm.outputs import RequestMetrics, RequestOutput
     from folovllm.sampling_params import SamplingParams
 
 USER_ERROR = 2  # the exit code of a usage error, too
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 CHAT_MAX_TOKENS = 1024
 
 
@@ -36,13 +41,22 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 -- None if closed: nothing to read
     try:
+        if sys.stdout is None:
+            raise ValueError("the standard output is closed, and the answers would be lost: leave it open, or > a file")
         if "--mine" in arguments:
             use_mine()
-        build_app()([word for word in arguments if word != "--mine"], prog_name="folovllm")
+        try:
+            build_app()([word for word in arguments if word != "--mine"], prog_name="folovllm")
+        finally:
+            flush_output()
     except ValueError as error:
         if os.environ.get("FOLOVLLM_MINE"):  # your own code may have raised it
             traceback.print_exc()
         _fail(f"error: {error}")
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        _fail(f"error: cannot write the output: {error.strerror}")
     except RuntimeError as error:  # NotImplementedError is one, and what a rank ended with is another
         blank = re.match(r"(?:rank \d+ failed with NotImplementedError: )?(m\d+\.\d+: .*)", str(error))
         if not (os.environ.get("FOLOVLLM_MINE") and blank):
@@ -53,6 +67,17 @@ def main(arguments: list[str] | None = None) -> None:
 def _fail(message: str) -> None:
     _stderr().print(Text(message, style="bold red"), soft_wrap=True)
     sys.exit(USER_ERROR)
+
+
+def flush_output() -> None:
+    """Write out what was printed. Where that fails the rest is dropped, for Python would try again as it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # the reader has had enough, as `head` has
+            sys.exit(1)
+        raise
 
 
 def use_mine() -> None:
@@ -111,16 +136,33 @@ def generate(
     A model with a chat template is asked through it; other models, and any with --raw, continue the text.
     """
     from folovllm.flags import pick
+    from folovllm.interrupts import Interrupted
     from folovllm.sampling_params import SamplingParams
 
     texts = read_prompts(prompts, file)
     params = SamplingParams(**pick(given, SamplingParams))
     llm = load_llm(given)
     asked = [llm.render_chat([{"role": "user", "content": text}]) for text in texts] if chats(llm, raw) else texts
-    outputs = run_steps(llm, asked, params) if show_steps else llm.generate(asked, params, use_tqdm=len(texts) > 1)
-    for text, output in zip(texts, outputs, strict=True):
+    untold = deque(texts)
+    tell = partial(print_next, llm, untold, as_json, "\n" * chats(llm, raw))
+    try:
+        if show_steps:
+            run_steps(llm, asked, params, tell)
+        else:
+            llm.generate(asked, params, len(texts) > 1 and given["use_tqdm"] is not False, on_answer=tell)
+    except Interrupted as interrupt:
+        for output in interrupt.outputs[len(texts) - len(untold) :]:  # what waited for a prompt before it
+            tell(output)
+        _stderr().print(str(interrupt), style="bold red")
+        raise
+
+
+def print_next(llm: LLM, untold: deque[str], as_json: bool, between: str, output: RequestOutput | None) -> None:
+    """Print the answer to the first prompt of `untold`, if there is one, and take the prompt out."""
+    text = untold.popleft()
+    if output is not None:
         output.prompt = text
-        print(json.dumps(as_dict(output), ensure_ascii=False)) if as_json else show(output, llm, "\n" * chats(llm, raw))
+        print(json.dumps(as_dict(output), ensure_ascii=False), flush=True) if as_json else show(output, llm, between)
 
 
 def chats(llm: LLM, raw: bool) -> bool:
@@ -181,22 +223,34 @@ def load_llm(given: dict[str, Any]) -> LLM:
     return LLM(**chosen)
 
 
-def run_steps(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:
+def run_steps(
+    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, take: Callable[[RequestOutput], None]
+) -> None:
     """What `llm.generate` does, with a line on stderr for each step of the engine, and its pool of KV cache under it."""
-    from folovllm.show import draw_pool
+    from folovllm.interrupts import Answers, Interrupted, interrupts
 
+    answers = Answers([str(index) for index in range(len(prompts))], take)
     for index, prompt in enumerate(prompts):
         llm.engine.add_request(str(index), prompt, params, stream=False)
-    finished: dict[str, RequestOutput] = {}
     llm.engine.history = []
-    while llm.engine.has_unfinished_requests():
-        finished |= {output.request_id: output for output in llm.engine.step()}
-        for stats in llm.engine.history:  # of the steps taken in: with overlap none, one or two
-            _stderr().print(step_line(stats), style="dim", soft_wrap=True)
-        llm.engine.history.clear()
-        if pool := draw_pool(llm.engine):
-            _stderr().print(pool, soft_wrap=True)
-    return [finished[str(index)] for index in range(len(prompts))]
+    with interrupts() as ctrl_c:
+        while llm.engine.has_unfinished_requests():
+            if ctrl_c.is_set():
+                raise Interrupted(answers.in_order())
+            finished = llm.engine.step()
+            show_steps_taken(llm.engine)
+            answers.add(finished)
+
+
+def show_steps_taken(engine: LLMEngine) -> None:
+    """A line for each step that was taken in: with overlap none, one or two. Then the pool."""
+    from folovllm.show import draw_pool
+
+    for stats in engine.history or ():
+        _stderr().print(step_line(stats), style="dim", soft_wrap=True)
+    engine.history = []
+    if pool := draw_pool(engine):
+        _stderr().print(pool, soft_wrap=True)
 
 
 def step_line(stats: StepStats) -> str:

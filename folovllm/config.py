@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from numbers import Integral, Real
 from typing import Any
+
+from folovllm.vllm_arguments import ENGINE, also_takes
 
 DEFAULT_MODEL = "stories-5m"  # embedded in the package
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -32,16 +34,24 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "kv_cache": ("growing", "slots", "paged"),
     "scheduling": ("fcfs", "priority"),
 }
+OTHER_NAMES = {"half": "float16", "float": "float32"}  # of dtypes
 KINDS = {"str": (str, "a text"), "bool": (bool, "True or False"), "float": (Real, "a number")}  # by annotation
 # None: the engine decides
 MAY_BE_OPEN = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "num_threads")
-LEAST = {"long_prefill_token_threshold": 0, "max_model_len": 2}  # a token to read and one to write; of the others 1
-COUNTS = (*MAY_BE_OPEN, "max_num_seqs", "kv_cache_memory", "tensor_parallel_size", "long_prefill_token_threshold")
+# max_model_len: a token to read and one to write; of what is not named here 1
+LEAST = {"long_prefill_token_threshold": 0, "max_logprobs": 0, "max_model_len": 2}
+COUNTS = (
+    *MAY_BE_OPEN, "max_num_seqs", "kv_cache_memory", "tensor_parallel_size", "long_prefill_token_threshold", "max_n",
+    "max_logprobs",
+)  # fmt: skip
 
 
+@also_takes(ENGINE)
 @dataclass(slots=True, kw_only=True)
 class EngineConfig:
     """What to run and how; each field is also a keyword of `LLM` and a flag of the command line.
+
+    What vLLM's engine knows beside them is taken where it changes nothing, and refused with a sentence elsewhere.
 
     Attributes:
         model: a local directory, a hub id, or one of the names "stories-5m" (embedded) and "smollm2" (downloaded).
@@ -50,7 +60,7 @@ class EngineConfig:
         model_impl: "hf" runs transformers' model, "native" ours.
         kv_cache: "growing" (one request at a time, cache by concatenation), "slots" (a contiguous block of
             `max_model_len` tokens per sequence) or "paged".
-        dtype: "auto" is float32 on CPU and the checkpoint's own on a GPU.
+        dtype: "auto" is float32 on CPU and the checkpoint's own on a GPU; "half" and "float" are other names of two.
         device: "cuda", "cpu" or None for CUDA where there is one.
         seed: of the engine's own draws (requests without a seed, random weights).
         max_model_len: longest prompt plus answer, in tokens; None is the smaller of the model's and 4,096.
@@ -70,10 +80,12 @@ class EngineConfig:
         compile: put element-wise layers and the draw through torch.compile instead of our kernels.
         num_threads: of torch, in the whole process; ranks divide them. None on a CPU: one for a small model, else as many
             as a short measurement shows to be of use, at most `OMP_NUM_THREADS`.
+        max_n: most answers to one prompt that a request may ask for.
+        max_logprobs: most likely tokens, beside the chosen one, whose log-probabilities a request may ask for.
         tensor_parallel_size: GPUs (or, on CPU, processes) that share each layer.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
-        use_tqdm: show progress while loading.
+        use_tqdm: show progress while loading (and, on the command line, while answering).
 
     Raises:
         ValueError: a value is out of range or two do not fit together; the sentence says what does.
@@ -103,12 +115,16 @@ class EngineConfig:
     async_scheduling: bool | None = None
     compile: bool = False
     num_threads: int | None = None
+    max_n: int = 128
+    max_logprobs: int = 20
     tensor_parallel_size: int = 1
     trust_remote_code: bool = False
     random_weights: bool = False
     use_tqdm: bool = True
 
     def __post_init__(self) -> None:
+        name = str(self.dtype).removeprefix("torch.")  # a torch.dtype is taken too
+        self.dtype = OTHER_NAMES.get(name, name)
         self._validate_kinds()
         preset = PRESETS.get(self.milestone or LATEST)
         if preset is None:
@@ -204,6 +220,24 @@ class EngineConfig:
                 "never be computed in one step: raise it, lower max_model_len, or set enable_chunked_prefill"
             )
         return budget
+
+
+EngineArgs = EngineConfig  # vLLM's name
+
+
+@dataclass(slots=True)
+class ModelConfig:
+    """Which model, in which precision: an `EngineConfig` as the texts have it that this course grew from."""
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    trust_remote_code: bool = False
+
+    def for_engine(self, **overrides: Any) -> EngineConfig:
+        """The whole configuration: the latest milestone's, with `overrides`."""
+        return EngineConfig(**{**asdict(self), **overrides})
 
 
 def _is_whole(value: Any) -> bool:

@@ -34,11 +34,11 @@ def pick(given: Given, kind: type) -> Given:
 
 
 def described_fields(kind: type) -> list[tuple[Field[Any], str]]:
-    """Each field with its sentence in the "Attributes" section of the docstring."""
+    """Each field that can be a flag, with its sentence in the "Attributes" section of the docstring."""
     section = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE)
     sentences = {name: " ".join(text.split()) for name, text in entries}
-    return [(field, sentences.get(field.name, "")) for field in fields(kind)]
+    return [(field, sentences.get(field.name, "")) for field in fields(kind) if field.metadata.get("flag", True)]
 
 
 def flag_name(field: Field[Any]) -> str:

@@ -5,22 +5,23 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence, Sized
-from numbers import Integral
-from typing import Any, Self, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
 
 from tqdm import tqdm
 
+from folovllm.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
+from folovllm.build import make_engine
+from folovllm.chat_template import Message, as_conversations, render
 from folovllm.config import EngineConfig
-from folovllm.engine.input_processor import Prompt, encode
-from folovllm.engine.overlap import make_engine
-from folovllm.interrupts import interrupts
-from folovllm.models.json_files import in_one_line
+from folovllm.engine.input_processor import encode_within
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.inputs import Prompt, Request, TokensPrompt, as_requests
+from folovllm.interrupts import Answers, Interrupted, interrupts
+from folovllm.models.files import generation_defaults
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
-
-Message = Mapping[str, str]  # {"role": "user", "content": "..."}
-A_CONVERSATION = 'a conversation is a list of messages {"role": "user", "content": "..."}'
+from folovllm.vllm_arguments import REQUEST, also_takes
 
 
 class LLM:
@@ -50,80 +51,123 @@ class LLM:
         """Whether the model can be asked through `chat`."""
         return getattr(self.tokenizer, "chat_template", None) is not None
 
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """`engine`, by vLLM's name."""
+        return self.engine
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What calls sample with that say nothing: what the model's generation_config.json recommends, else our defaults."""
+        return SamplingParams.from_optional(**generation_defaults(self.engine.setup.path))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Raises ValueError where there is no cache."""
+        return self.engine.reset_prefix_cache()
+
+    @also_takes(REQUEST)
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        on_answer: Callable[[RequestOutput], object] = lambda output: None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts; results come in their order. Calls from several threads take turns.
 
         Args:
-            prompts: a string, a list of token ids, or a list of either.
-            sampling_params: one for all, or one for each prompt.
+            prompts: a string, a list of token ids, a `TextPrompt` or a `TokensPrompt`, or a list of these.
+            sampling_params: one for all, or one for each prompt; None takes `get_default_sampling_params()`. Answers end
+                after 256 tokens unless `max_tokens` says otherwise (vLLM: 16).
             use_tqdm: show progress with the speed of prefill and decode.
+            on_answer: called with each answer in the order of the prompts, as soon as it and those before it are there.
+            prompt_token_ids: token ids instead of texts, or beside them.
+            priority: one for all, or one for each prompt; smaller is served first, with `scheduling="priority"`.
 
         Raises:
+            Interrupted: a KeyboardInterrupt (Ctrl-C) whose `outputs` are the answers so far.
             ValueError: a prompt cannot be served, or `engine` still serves requests that were added to it directly, whose
                 outputs would be lost; raised before any work starts.
             RuntimeError: the engine was closed.
         """
-        items = as_prompt_list(prompts)
-        return self._run(items, spread_params(sampling_params, len(items)), use_tqdm)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        return self._run(as_requests(prompts, params, prompt_token_ids, priority or 0), use_tqdm, on_answer)
 
+    @also_takes(REQUEST)
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        **template_options: Any,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several: lists of {"role", "content"}, put through the model's chat template."""
-        if not _is_list(messages):
-            raise ValueError(A_CONVERSATION)
-        if not messages:
-            raise ValueError("the conversation is empty: give at least one message")
-        several = not isinstance(messages[0], Mapping)
-        conversations = cast("Sequence[Sequence[Message]]", messages if several else [messages])
-        prompts = [self.render_chat(conversation, **template_options) for conversation in conversations]
+        """Answer one conversation or several: lists of {"role", "content"}, put through the model's chat template.
+
+        The options are those of `chat_template.render`. In the outputs `prompt` is the text that the template made.
+        """
+        prompts = [
+            self._render(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in as_conversations(messages)
+        ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def render_chat(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins."""
-        if not self.has_chat_template:
-            raise ValueError("the model has no chat template: use generate with a plain prompt")
-        if not _is_list(messages) or not all(isinstance(message, Mapping) for message in messages):
-            raise ValueError(A_CONVERSATION)
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **template_options
-            )
-        except Exception as error:  # the template is a program of the model's: it may raise whatever there is
-            said = in_one_line(error)
-            raise ValueError(f"the model's chat template does not take this ({said}): {A_CONVERSATION}") from error
-        return encode(self.tokenizer, text, add_special_tokens=False)
+    def render_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins; the options are those of `chat`."""
+        return list(self._render(messages, **options)["prompt_token_ids"])
 
-    def _run(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        ids = [f"generate-{next(self._ids)}" for _ in prompts]
-        outputs: dict[str, RequestOutput] = {}
+    def _render(self, messages: Sequence[Message], **options: Any) -> TokensPrompt:
+        text = render(self.tokenizer, messages, **options)
+        ids = encode_within(self.engine.setup.max_model_len, self.tokenizer, text, add_special_tokens=False)
+        return TokensPrompt(prompt=text, prompt_token_ids=ids)
+
+    def beam_search(self, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """For each prompt the `beam_width` most likely answers that a search over beams finds."""
+        return search_beams(self, prompts, params)
+
+    def _run(
+        self, requests: list[Request], use_tqdm: bool, on_answer: Callable[[RequestOutput], object]
+    ) -> list[RequestOutput]:
+        ids = [f"generate-{next(self._ids)}" for _ in requests]
+        answers = Answers(ids, on_answer)
+        self.engine.require_open()  # before the turn, which nobody ends in a fork
         with self._turn, interrupts() as ctrl_c:
-            self.engine.require_open()
-            if self.engine.has_unfinished_requests():
-                raise ValueError("the engine has requests of its own: step it until they end, or abort them, first")
+            self.engine.require_idle()
             try:
-                for request_id, prompt, p in zip(ids, prompts, params, strict=True):
-                    self.engine.add_request(request_id, prompt, p, stream=False)
+                for id_, r in zip(ids, requests, strict=True):
+                    self.engine.add_request(id_, r.prompt, r.params, priority=r.priority, stream=False)
+                    _heed(ctrl_c)
                 with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
                     for finished in self._steps(bar):
-                        outputs |= {output.request_id: output for output in finished}
-                        if ctrl_c.is_set():
-                            raise KeyboardInterrupt
+                        if finished:
+                            with tqdm.external_write_mode():  # the bar makes way for what is printed
+                                answers.add(finished)
+                        _heed(ctrl_c)
+            except KeyboardInterrupt:
+                raise Interrupted(answers.in_order()) from None
             finally:  # an error or Ctrl-C leaves no request behind
-                for request_id in filter(self.engine.has_request, ids):
-                    self.engine.abort_request(request_id)
+                self.engine.abort_request(ids)
+        outputs = [output for output in answers.in_order() if output is not None]
         if len(outputs) < len(ids):
             raise RuntimeError("the engine was closed before all was answered")
-        return [outputs[request_id] for request_id in ids]
+        return outputs
 
     def _steps(self, bar: Any) -> Iterable[list[RequestOutput]]:
         """What each step finished; the bar shows tokens a second of prefill and of decode."""
@@ -154,23 +198,6 @@ class LLM:
         self.close()
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many as a list; a flat list of numbers is one prompt."""
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sized):
-        return [cast("Prompt", prompts)]  # of these the engine takes only strings, and says so
-    if len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts):
-        return [cast("Sequence[int]", prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
-
-
-def spread_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """One `SamplingParams` for each of `count` prompts."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one for all, or one for each")
-    return list(params)
+def _heed(ctrl_c: threading.Event) -> None:
+    if ctrl_c.is_set():
+        raise KeyboardInterrupt

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -12,7 +15,32 @@ class TokenLogprob:
 
     token_id: int
     logprob: float
-    text: str
+    rank: int  # 1 is the most likely token
+    decoded_token: str | None  # None where the request wants no text
+
+
+class Later(Generic[T]):
+    """A field of a dataclass that may be given as a function, which is called once, when somebody looks."""
+
+    def __init__(self, *default: T) -> None:
+        self._default = default  # one value or none
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, record: Any, owner: type | None = None) -> T:
+        if record is None:  # so a dataclass asks for the default
+            if not self._default:
+                raise AttributeError(self._name)
+            return self._default[0]
+        values = record.__dict__
+        if callable(value := values[self._name]):
+            value = values[self._name] = value()
+        result: T = value
+        return result
+
+    def __set__(self, record: Any, value: T | Callable[[], T]) -> None:
+        record.__dict__[self._name] = value
 
 
 @dataclass(slots=True)
@@ -55,18 +83,29 @@ class RequestMetrics:
         return _field(self, name)
 
 
-@dataclass(slots=True)
+@dataclass
 class CompletionOutput:
-    """One answer. While it streams, `delta_text` and `delta_token_ids` are what this step added."""
+    """One answer. While it streams, `delta_text` and `delta_token_ids` are what this step added.
+
+    With `output_kind=DELTA` the text, the tokens and their log-probabilities are those of this step, too.
+    """
 
     index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[list[TokenLogprob]] | None = None  # per token: the chosen one first, then the most likely
+    text: Later[str] = Later()
+    token_ids: Later[list[int]] = Later()
+    cumulative_logprob: float | None = None  # of all tokens so far, if the request asked for log-probabilities
+    logprobs: Later[list[dict[int, TokenLogprob]] | None] = Later(None)  # by token id: the chosen first, then by rank
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: str | int | None = None  # the stop string or token id that ended it
     delta_text: str = ""
     delta_token_ids: list[int] = field(default_factory=list)
+
+    def finished(self) -> bool:
+        """Whether the answer is over."""
+        return self.finish_reason is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(slots=True)

@@ -8,16 +8,16 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from folovllm.outputs import TokenLogprob
 from folovllm.sampling_params import SamplingParams
+from folovllm.step.draw import TokenIds
 
 if TYPE_CHECKING:
+    from folovllm.cache.prefix_cache import CachedPrefix
     from folovllm.engine.detokenizer import IncrementalDetokenizer
 
-TokenIds = npt.NDArray[np.int32]
-_arrivals = itertools.count()
+_numbers = itertools.count()
 
 
 class SequenceStatus(Enum):
@@ -35,7 +35,7 @@ class SequenceStatus(Enum):
         return self not in (SequenceStatus.WAITING, SequenceStatus.RUNNING)
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Sequence:
     """Tokens of a prompt and its answer, and how many of them are in the KV cache.
 
@@ -54,20 +54,15 @@ class Sequence:
     priority: int = 0  # smaller first, where the scheduler heeds it
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
-    num_cached_tokens: int | None = None  # found in the prefix cache at the first admission
-    stop_reason: str | int | None = None
-    logprobs: list[list[TokenLogprob]] = field(default_factory=list)
-    block_table: list[int] = field(default_factory=list)  # pages in order, or the one slot
-    cache_salt: str | None = None  # prefixes are shared only between equal salts
-    page_hashes: list[int] = field(default_factory=list)  # of the full pages, as far as anybody asked
-    page_tokens: list[bytes] = field(default_factory=list)  # of the same pages
-    page_serials: list[int] = field(default_factory=list)  # of the pages that are published, while they are held
     num_in_flight: int = 0  # tokens that a step was started for and that have not arrived yet
-    row: int = -1  # of the device's tables, while it runs
-    num_sent_blocks: int = 0  # entries of the block table that the device knows
-    arrival: int = field(default_factory=_arrivals.__next__)  # a number, not a time: earlier is smaller
+    stop_reason: str | int | None = None
+    logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)  # blocks in order
+    cache_salt: str | None = None  # prefixes are shared only between equal salts
+    prefix: CachedPrefix | None = None  # the prefix cache's own notes
+    seq_id: int = field(default_factory=_numbers.__next__)  # unique; who came earlier has a smaller one
     num_tokens: int = field(init=False)
-    _token_ids: TokenIds = field(init=False, repr=False)
+    _token_ids: TokenIds = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids)
@@ -98,6 +93,11 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """What a step may compute: 1 while decoding, more during prefill and after preemption."""
         return self.num_tokens + self.num_in_flight - self.num_computed_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that the prefix cache had when the sequence was first admitted."""
+        return 0 if self.prefix is None else self.prefix.num_hit_tokens or 0
 
     def append_token(self, token_id: int) -> None:
         """Add a token to the answer."""
@@ -131,3 +131,7 @@ class Sequence:
     def _expect(self, status: SequenceStatus) -> None:
         if self.status is not status:
             raise ValueError(f"request {self.request_id} is {self.status.name}, not {status.name}")
+
+    def __repr__(self) -> str:
+        name = self.request_id if self.index == 0 else f"{self.request_id}, answer {self.index}"
+        return f"Sequence({name}: {self.status.name}, {self.num_computed_tokens} of {self.num_tokens} tokens computed)"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Self
+
+from folovllm.vllm_arguments import SAMPLING, also_takes
 
 SMALLEST_TEMPERATURE = 1e-5  # below it is greedy: the same choice, and no quotient that overflows
 RANGES: dict[str, tuple[float, float, str]] = {  # no draw from finite logits overflows within them
@@ -14,32 +17,50 @@ RANGES: dict[str, tuple[float, float, str]] = {  # no draw from finite logits ov
     "presence_penalty": (-2, 2, "0 is off"),
     "frequency_penalty": (-2, 2, "0 is off"),
 }
+MAY_BE_OPEN = ("seed", "max_tokens", "logprobs", "truncate_prompt_tokens")  # None says something
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
+class RequestOutputKind(Enum):
+    """What the outputs of a request hold while it is served."""
+
+    CUMULATIVE = 0  # all so far
+    DELTA = 1  # what is new since the output before
+    FINAL_ONLY = 2  # there is one output, at the end
+
+
+@also_takes(SAMPLING)
 @dataclass(slots=True)
 class SamplingParams:
     """Sampling and stopping rules of one request, validated when they are made.
 
+    The names and meanings are vLLM's. What vLLM knows beside them is taken where it changes nothing, and refused with a
+    sentence elsewhere. One default differs: `max_tokens` is 256 here and 16 in vLLM.
+
     Filters act in the order temperature, min_p, top_k, top_p. Penalties come first of all, on the raw logits.
 
     Attributes:
-        n: how many independent answers to draw for the prompt.
+        n: how many independent answers to draw for the prompt; at most the engine's `max_n`.
         temperature: 0 takes the most likely token (greedy); 1 samples from the model's own distribution.
         top_k: keep the k most likely tokens; -1 or 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches `top_p`.
         min_p: drop tokens less likely than `min_p` times the most likely one.
-        seed: the same seed gives the same text, whatever runs beside it; None draws one.
-        max_tokens: generate at most this many tokens; None fills the context.
+        seed: the same seed gives the same text, whatever runs beside it; None or -1 draws one.
+        max_tokens: generate at most this many tokens (vLLM's default is 16); None fills the context.
         min_tokens: no end-of-text or stop before this many tokens.
         stop: strings that end the text (and are cut off it unless `include_stop_str_in_output`).
         stop_token_ids: token ids that end the text beside the model's own end-of-text ids.
         ignore_eos: go on past the model's end-of-text ids.
-        include_stop_str_in_output: leave the stop string that ended the text in it.
-        logprobs: return the log-probabilities of the chosen and of this many most likely tokens.
+        include_stop_str_in_output: leave the stop string, or the text of the token, that ended the answer in the text.
+        logprobs: return the log-probabilities of the chosen and of this many most likely tokens; at most the engine's
+            `max_logprobs`.
         repetition_penalty: > 1 makes every token seen in prompt or answer less likely (multiplicative); 0.01 to 100.
         presence_penalty: subtracted once from each token that the answer already holds; -2 to 2, as elsewhere.
         frequency_penalty: subtracted once per occurrence in the answer; -2 to 2.
         skip_special_tokens: leave tokens such as `<|im_end|>` out of the text.
+        detokenize: make text of the tokens; without it the text stays empty.
+        truncate_prompt_tokens: keep only this many tokens at the end of the prompt; -1 keeps what fits into the context.
+        output_kind: what the outputs hold while the request is served; `LLM.generate` always returns whole answers.
 
     Raises:
         ValueError: a value is outside its range; the sentence names it and says what works.
@@ -62,22 +83,38 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     skip_special_tokens: bool = True
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = field(default=RequestOutputKind.CUMULATIVE, metadata={"flag": False})
 
     def __post_init__(self) -> None:
-        stop: object = self.stop
-        if isinstance(stop, str):  # one string is taken too, though not promised
-            self.stop = [stop]
+        self._take_other_forms()
         self._validate_draw()
         self._validate_stop()
         if self.temperature < SMALLEST_TEMPERATURE:
             self.temperature = 0.0
 
+    @classmethod
+    def from_optional(cls, **given: Any) -> Self:
+        """The parameters that are given; None stands for the default, but for `max_tokens`, where it is no limit."""
+        return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})
+
+    def _take_other_forms(self) -> None:
+        """What vLLM's users write in place of a list, of None or of a number."""
+        stop: object = self.stop
+        self.stop = [stop] if isinstance(stop, str) else [] if stop is None else self.stop
+        self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
+        self.seed = None if self.seed == -1 else self.seed
+        logprobs: object = self.logprobs
+        if isinstance(logprobs, bool):
+            self.logprobs = 1 if logprobs else None
+
     def _validate_draw(self) -> None:
-        for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs"):
+        for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "truncate_prompt_tokens"):
             value = getattr(self, name)
-            left_open = value is None and name in ("seed", "max_tokens", "logprobs")
-            fits = left_open or (isinstance(value, Integral) and abs(int(value)) < 2**63)
-            require(fits, f"{name} must be a whole number (below 2**63), not {value}")
+            left_open = value is None and name in MAY_BE_OPEN
+            whole = not isinstance(value, bool) and isinstance(value, Integral) and abs(int(value)) < 2**63
+            require(left_open or whole, f"{name} must be a whole number (below 2**63), not {value}")
         require(self.n >= 1, f"n must be at least 1, not {self.n}")
         require(self.top_k >= -1, f"top_k must be -1 or 0 (keep all) or at least 1, not {self.top_k}")
         require(self.seed is None or self.seed >= 0, f"seed must be between 0 and 2**63 - 1, not {self.seed}")
@@ -98,11 +135,23 @@ class SamplingParams:
         strings = isinstance(self.stop, list | tuple) and all(isinstance(s, str) for s in self.stop)
         require(strings, f"stop strings must be given as a list of texts, not {self.stop}")
         require(all(self.stop), "a stop string must not be empty")
+        stands_for_bytes = any(REPLACEMENT in s for s in self.stop)
+        require(
+            not stands_for_bytes, f"a stop string must not hold {REPLACEMENT!r}: it stands for bytes that are no text"
+        )
+        require(not self.stop or self.detokenize, "stop strings are found in text: leave detokenize at True")
         ids = isinstance(self.stop_token_ids, list | tuple) and all(
             isinstance(i, Integral) for i in self.stop_token_ids
         )
         require(ids, f"stop_token_ids must be a list of token ids (whole numbers), not {self.stop_token_ids}")
         require(self.logprobs is None or self.logprobs >= 0, f"logprobs must be 0 or more, not {self.logprobs}")
+        kept = self.truncate_prompt_tokens
+        fits = kept is None or kept == -1 or kept >= 1
+        require(fits, f"truncate_prompt_tokens must be at least 1, or -1 (what fits), not {kept}")
+        require(
+            isinstance(self.output_kind, RequestOutputKind),
+            f"output_kind is a RequestOutputKind, not {self.output_kind}",
+        )
 
     @property
     def greedy(self) -> bool:

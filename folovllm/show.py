@@ -54,5 +54,5 @@ def _cell(held: list[tuple[Sequence, int]], block_size: int) -> tuple[str, str]:
     if len(held) > 1:
         return SHARED, "bold"
     seq, tokens = held[0]
-    letter = chr(ord("a") + seq.arrival % 26)
-    return letter.upper() if tokens == block_size else letter, COLOURS[seq.arrival % len(COLOURS)]
+    letter = chr(ord("a") + seq.seq_id % 26)
+    return letter.upper() if tokens == block_size else letter, COLOURS[seq.seq_id % len(COLOURS)]

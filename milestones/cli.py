@@ -16,6 +16,7 @@ from milestones import splice, trace
 from milestones.check import run_tests, verdict
 from milestones.manifest import Course, Exercise
 from milestones.mine import Mine
+from milestones.update import update as update_mine
 
 COLOURS = {"passing": "green", "failing": "red", "missing": "red", "not written": "yellow"}
 FIRST_FAILURE = ("-x", "--timeout=60")  # of an exercise's own tests: a loop without end says so within a minute
@@ -116,13 +117,32 @@ def test(
 ) -> None:
     """Run the tests of a milestone or an exercise on your code. Further arguments go to pytest.
 
-    Those of an exercise stop at the first failure; --maxfail=99 shows all.
+    Those of an exercise stop at the first failure; --maxfail=99 shows all. With the last exercise of a milestone the
+    whole milestone's tests run too.
     """
     mine = _mine()
     id = id or max(mine.state.started, default="m1")
-    tests = [*FIRST_FAILURE, *mine.course.exercise(id).tests] if "." in id else mine.course.tests(id)
+    exercise = mine.course.exercise(id) if "." in id else None
+    tests = [*FIRST_FAILURE, *exercise.tests] if exercise else mine.course.tests(id)
     _refuse_unstarted(mine, id)
-    raise typer.Exit(run_tests(mine, [*tests, *context.args])[0])
+    status, _ = run_tests(mine, [*tests, *context.args])
+    if exercise and status == 0 and not context.args:
+        status = _whole_milestone(mine, exercise)
+    raise typer.Exit(status)
+
+
+def _whole_milestone(mine: Mine, exercise: Exercise) -> int:
+    """Run all tests of a milestone when its last exercise has passed, until they have passed once; pytest's status."""
+    state, id = mine.state, exercise.id.partition(".")[0]
+    if id in state.passed or not all(map(mine.written, mine.course.milestone(id).exercises)):
+        return 0
+    _say(f"\nThat was the last exercise of {id}. Now all tests of {id}, in which your code works together:")
+    status, _ = run_tests(mine, mine.course.tests(id))
+    if status == 0:
+        state.passed = sorted({*state.passed, id})
+        mine.save(state)
+        _say(f"[green]{id} passes, all of it.[/] Next: python -m milestones")
+    return status
 
 
 @app.command()
@@ -145,6 +165,7 @@ def watch(
             status, _ = run_tests(mine, [*FIRST_FAILURE, "-q", "--no-header", *exercise.tests])
             if status == 0 and mine.written(exercise):
                 _say(f"[green]{exercise} passes.[/]")
+                _whole_milestone(mine, exercise)
                 queue, seen = queue[1:], -1.0
     except KeyboardInterrupt:
         return
@@ -226,8 +247,11 @@ def reset(id: Id, yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not 
 
 @app.command()
 def update() -> None:
-    """After the reference changed: fresh files in mine/, with your bodies and your other changes put back."""
-    for line in _mine().update() or ["mine/ is up to date"]:
+    """After the reference changed: fresh files in mine/, with your bodies and your other changes put back.
+
+    An exercise that has moved to another file or has another name takes along what you wrote.
+    """
+    for line in update_mine(_mine()) or ["mine/ is up to date"]:
         _say(line)
 
 

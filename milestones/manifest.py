@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import re
 import tomllib
 from dataclasses import dataclass
@@ -36,6 +37,12 @@ class Exercise:
     lines: int
     needs: tuple[str, ...]
     tests: tuple[str, ...]
+    moved_from: tuple[Symbol, ...] = ()  # one for each of `symbols`: where it was once; its own place, if nowhere else
+
+    @property
+    def moves(self) -> dict[Symbol, Symbol]:
+        """New place: old place, of the symbols that have moved."""
+        return {new: old for new, old in zip(self.symbols, self.moved_from, strict=bool(self.moved_from)) if new != old}
 
     def __str__(self) -> str:
         return f"{self.id} {', '.join(symbol.name for symbol in self.symbols)}"
@@ -53,6 +60,11 @@ class WrongAnswer:
     @property
     def id(self) -> str:
         return self.file.stem
+
+    @property
+    def title(self) -> str:
+        """Its name in words: what stands behind the exercise's id in the file's."""
+        return self.id.partition("_")[2].replace("_", " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +165,15 @@ class Course:
         texts = {file: file.read_text(encoding="utf-8") for file in sorted(folder.glob(f"{exercise.id}_*.py"))}
         return [WrongAnswer(exercise, f, ast.get_docstring(ast.parse(t)) or "", t) for f, t in texts.items()]
 
+    def outputs(self, exercise: Exercise) -> dict[str, dict[str, Any]]:
+        """{worked case: {wrong answer: what it gives there}}, of those that give something wrong."""
+        file = self.outputs_file(exercise)
+        found: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return found
+
+    def outputs_file(self, exercise: Exercise) -> Path:
+        return self.milestone(exercise.id.partition(".")[0]).folder / "wrong" / f"{exercise.id}.json"
+
 
 def _milestone(file: Path) -> Milestone:
     data = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -167,8 +188,13 @@ def _milestone(file: Path) -> Milestone:
 
 
 def _exercise(entry: dict[str, Any]) -> Exercise:
-    symbols = tuple(Symbol(*text.split(":")) for text in entry.pop("symbols"))
-    return Exercise(symbols=symbols, needs=tuple(entry.pop("needs")), tests=tuple(entry.pop("tests")), **entry)
+    symbols, moved_from = (_symbols(entry.pop(key, [])) for key in ("symbols", "moved_from"))
+    needs, tests = tuple(entry.pop("needs")), tuple(entry.pop("tests"))
+    return Exercise(symbols=symbols, moved_from=moved_from, needs=needs, tests=tests, **entry)
+
+
+def _symbols(texts: str | list[str]) -> tuple[Symbol, ...]:
+    return tuple(Symbol(*text.split(":")) for text in ([texts] if isinstance(texts, str) else texts))
 
 
 def _check(milestone: Milestone) -> None:
@@ -183,5 +209,7 @@ def _check(milestone: Milestone) -> None:
         if not exercise.symbols or not exercise.tests or exercise.difficulty not in (1, 2, 3):
             raise ValueError(f"{exercise.id}: symbols and tests are not empty, difficulty is 1 to 3")
         names = [symbol.name for symbol in exercise.symbols]
+        if exercise.moved_from and len(exercise.moved_from) != len(exercise.symbols):
+            raise ValueError(f"{exercise.id}: moved_from has as many places as symbols, in their order")
         if len(set(names)) < len(names):
             raise ValueError(f"{exercise.id}: two symbols of one name, which a wrong answer could not tell apart")

@@ -5,8 +5,6 @@
 """
 
 import json
-import subprocess
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -22,6 +20,7 @@ class State:
     started: list[str] = field(default_factory=list)
     blanked: list[str] = field(default_factory=list)  # symbols that were cut out once: never again by `start`
     hints: dict[str, int] = field(default_factory=dict)  # exercise: rungs shown
+    passed: list[str] = field(default_factory=list)  # milestones whose tests have all passed; `reset` strikes one off
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +101,20 @@ class Mine:
     def start(self, id: str) -> list[str]:
         """Bring in the files of a milestone. What was written, or cut out before, is not touched. Says what it did."""
         milestone, state, done = self.course.milestone(id), self.state, []
-        for path, own in _by_file(milestone.exercises).items():
+        for path, own in by_file(milestone.exercises).items():
             reference, text = self.course.source(path), self.read(path)
             first = min([id, *state.started]) if text is None else id  # a file that is gone had earlier stubs, too
-            onwards = _by_file(self.course.onwards(first))[path]
-            stubs = _names(onwards, path)
+            onwards = by_file(self.course.onwards(first))[path]
+            stubs = names(onwards, path)
             if text is None:
-                self._write(path, splice.blank(reference, stubs), base=reference)
+                self.write(path, splice.blank(reference, stubs), base=reference)
                 done.append(f"{path}: new, {_todo(stubs, id)}")
             else:
                 stubs = {n: e for n, e in stubs.items() if self._untouched(path, n, text, reference, state)}
                 if stubs:
-                    self._backup(path)
-                    self._write(path, splice.blank(text, stubs))
-                todo = [name for exercise in own for name in self.blanks(exercise) if name in _names(own, path)]
+                    self.backup(path)
+                    self.write(path, splice.blank(text, stubs))
+                todo = [name for exercise in own for name in self.blanks(exercise) if name in names(own, path)]
                 left = f"left as it is, to write: {', '.join(todo)}" if todo else "left as it is"
                 done.append(f"{path}: there already, {', '.join(stubs) + ' cut out' if stubs else left}")
             cut = {str(s) for e in onwards for s in e.symbols if s.path == path and s.name in stubs}
@@ -126,51 +125,25 @@ class Mine:
 
     def reset(self, exercise: Exercise) -> Path:
         """Cut the exercise out again; what was written goes to the returned backup folder."""
-        return self._put(exercise, lambda s: splice.blank(self._base(s.path), {s.name: exercise.id}))
+        folder, state = (
+            self._put(exercise, lambda s: splice.blank(self.base(s.path), {s.name: exercise.id})),
+            self.state,
+        )
+        state.passed = [id for id in state.passed if id != exercise.id.partition(".")[0]]
+        self.save(state)
+        return folder
 
     def paste(self, exercise: Exercise) -> Path:
         """Put the reference's answer in; what was there goes to the returned backup folder."""
-        return self._put(exercise, lambda s: self._base(s.path))
-
-    def update(self) -> list[str]:
-        """Fresh reference around the learner's bodies, and around all else that was changed. Says what it did."""
-        done = []
-        for path in sorted(p.relative_to(self.folder / ".base") for p in (self.folder / ".base").rglob("*.py")):
-            text, base = self.read(path), self._base(path)
-            if not (self.course.package.parent / path).is_file():
-                done.append(f"{path}: the reference no longer has it; yours is kept")
-            elif text is not None and (fresh := self.course.source(path)) != base:
-                done.append(f"{path}: {self._update(path, text, base, fresh)}")
-        return done
+        return self._put(exercise, lambda s: self.base(s.path))
 
     # -- how -------------------------------------------------------------------------------------------------------
-
-    def _update(self, path: Path, text: str, base: str, fresh: str) -> str:
-        try:
-            old, new = base, fresh
-            for exercise in _by_file(self.course.exercises)[path]:
-                for name in (s.name for s in exercise.symbols if s.path == path):
-                    if name in dict(splice.functions(base)):
-                        old, new = splice.graft(old, name, text), splice.graft(new, name, text)
-                    elif exercise.id.partition(".")[0] >= min(self.state.started):
-                        new = splice.blank(new, {name: exercise.id})  # an exercise since
-            merged = new if text == old else _merge(text, old, new)
-        except (LookupError, SyntaxError) as error:
-            return f"not updated, {error}; mend it and update again"
-        if merged is None:
-            self._write(path.with_suffix(".py.new"), new)
-            return (
-                "not updated, you and the reference changed the same lines; theirs with your bodies is in the .new file"
-            )
-        self._backup(path)
-        self._write(path, merged, base=fresh)
-        return "updated"
 
     def _untouched(self, path: Path, name: str, text: str, reference: str, state: State) -> bool:
         if str(Symbol(".".join(path.with_suffix("").parts), name)) in state.blanked:
             return False
         try:
-            return any(splice.same_body(text, source, name) for source in (self._base(path), reference))
+            return any(splice.same_body(text, source, name) for source in (self.base(path), reference))
         except (LookupError, SyntaxError):
             return False
 
@@ -185,22 +158,22 @@ class Mine:
                 texts[symbol.path] = splice.transplant(text, symbol.name, origin(symbol))
             except (LookupError, SyntaxError) as error:
                 raise ValueError(f"{self.folder / symbol.path}: {error}. Mend that first") from error
-        folder = self._backup(*texts)
+        folder = self.backup(*texts)
         for path, text in texts.items():
-            self._write(path, text)
+            self.write(path, text)
         return folder
 
-    def _base(self, path: Path) -> str:
+    def base(self, path: Path) -> str:
         base = self.folder / ".base" / path
         return base.read_text(encoding="utf-8") if base.is_file() else self.course.source(path)
 
-    def _write(self, path: Path, text: str, base: str | None = None) -> None:
+    def write(self, path: Path, text: str, base: str | None = None) -> None:
         for file, content in ((self.folder / path, text), (self.folder / ".base" / path, base)):
             if content is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(content, encoding="utf-8")
 
-    def _backup(self, *paths: Path) -> Path:
+    def backup(self, *paths: Path) -> Path:
         folder = self.folder / ".backup" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         for path in paths:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -236,18 +209,18 @@ def write_variant(
     """A `mine/` for machines: the reference but for these blanks and wrong answers. `whole` brings all exercises' files."""
     blanked, wrong = list(blanked), list(wrong)
     touched = course.exercises if whole else [*blanked, *(w.exercise for w in wrong)]
-    for path, exercises in _by_file(touched).items():
+    for path, exercises in by_file(touched).items():
         text = course.source(path)
         for answer in wrong:
             for symbol in (s for s in answer.exercise.symbols if s.path == path):
                 text = mutated(text, symbol, answer)
-        text = splice.blank(text, _names((e for e in exercises if e in blanked), path))
+        text = splice.blank(text, names((e for e in exercises if e in blanked), path))
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
     return folder
 
 
-def _by_file(exercises: Iterable[Exercise]) -> dict[Path, list[Exercise]]:
+def by_file(exercises: Iterable[Exercise]) -> dict[Path, list[Exercise]]:
     files: dict[Path, list[Exercise]] = defaultdict(list)
     for exercise in exercises:
         for path in dict.fromkeys(symbol.path for symbol in exercise.symbols):
@@ -255,7 +228,7 @@ def _by_file(exercises: Iterable[Exercise]) -> dict[Path, list[Exercise]]:
     return files
 
 
-def _names(exercises: Iterable[Exercise], path: Path) -> dict[str, str]:
+def names(exercises: Iterable[Exercise], path: Path) -> dict[str, str]:
     """Qualified name: exercise, of the symbols in one file."""
     return {symbol.name: exercise.id for exercise in exercises for symbol in exercise.symbols if symbol.path == path}
 
@@ -264,16 +237,3 @@ def _todo(stubs: Mapping[str, str], id: str) -> str:
     """How many bodies are cut out, those of milestones later than `id` apart."""
     later = sum(exercise.partition(".")[0] > id for exercise in stubs.values())
     return f"{len(stubs) - later} to write{f', {later} more for later milestones' if later else ''}"
-
-
-def _merge(yours: str, base: str, theirs: str) -> str | None:
-    """Both changes together, or None where they touch the same lines, or where git is not installed."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / name for name in ("yours", "base", "theirs")]
-        for file, text in zip(files, (yours, base, theirs), strict=True):
-            file.write_text(text, encoding="utf-8")
-        try:
-            done = subprocess.run(["git", "merge-file", "-p", *map(str, files)], capture_output=True, cwd=folder)
-        except FileNotFoundError:
-            return None
-    return done.stdout.decode() if done.returncode == 0 else None

@@ -72,10 +72,13 @@ def replace(source: str, name: str, head: str, body: str) -> str:
     return "\n".join(lines)
 
 
-def graft(into: str, name: str, origin: str) -> str:
-    """`into` with the body that the named function has in `origin`; signature and docstring stay those of `into`."""
+def graft(into: str, name: str, origin: str, there: str | None = None) -> str:
+    """`into` with the body that the named function has in `origin`, where it may be called `there`.
+
+    Signature and docstring stay those of `into`.
+    """
     target = find(into, name)
-    return replace(into, name, target.head, find(origin, name).body_at(target.indent + "    "))
+    return replace(into, name, target.head, find(origin, there or name).body_at(target.indent + "    "))
 
 
 def transplant(into: str, name: str, origin: str) -> str:

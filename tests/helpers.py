@@ -16,7 +16,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,10 @@ from folovllm.attention.backends.registry import get_backend
 from folovllm.cache.growing_cache import GrowingKVCache
 from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.attention import Attention
-from folovllm.models.llama import head_dim_of
+from folovllm.layers.layer_set import LayerSet
+from folovllm.model_config import head_dim_of
 from folovllm.models.loader import load_model
-from folovllm.models.registry import build_model
+from folovllm.models.registry import PLAIN_LAYERS, build_model
 
 transformers.utils.logging.disable_progress_bar()
 FAMILIES = ("qwen3", "llama", "qwen2", "mistral")
@@ -214,10 +216,10 @@ class Driver:
 
     def __init__(
         self, path: Path, backend: str = "torch_naive", block_size: int = 16, max_seqs: int = 4, max_len: int = 96,
-        dtype: torch.dtype = torch.float32, device: str = "cpu",
+        dtype: torch.dtype = torch.float32, device: str = "cpu", layers: LayerSet = PLAIN_LAYERS,
     ) -> None:  # fmt: skip
         config = AutoConfig.from_pretrained(path)
-        self.model = build_model(config, dtype, device)
+        self.model = build_model(config, dtype, device, layers=layers)
         load_model(self.model, path, use_tqdm=False)
         heads, head_dim = config.num_key_value_heads, head_dim_of(config)
         attention = AttentionConfig(
@@ -274,3 +276,19 @@ class Driver:
         for seq, end in zip(pieces, batch.seq_lens_host, strict=True):
             self.cached[seq] = end
         return dict(zip(pieces, logits.split(batch.query_lens_host), strict=True))
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """Here no file of this process grows beyond so many bytes: what a disk does that is full. POSIX only."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -105,7 +105,7 @@ def _scores(model: Path, request: Request, answer: list[int]) -> torch.Tensor:
     batch = SamplingBatch(
         temperature=torch.full((rows,), params.temperature), seeds=torch.full((rows,), params.seed), positions=positions,
         all_greedy=False, min_p=torch.full((rows,), params.min_p) if params.min_p else None,
-        top_k=torch.full((rows,), params.top_k) if params.top_k > 0 else None, top_p=None, seqs=[],
+        top_k=torch.full((rows,), params.top_k) if params.top_k > 0 else None, top_p=None,
     )  # fmt: skip
     return Sampler().filter(logits, batch) + gumbel(batch.seeds, positions, logits.shape[-1])
 

@@ -31,7 +31,7 @@ from folovllm.bench.contenders import random_model
 from folovllm.bench.report import Metric, Result, Run, show
 from folovllm.bench.throughput import Observed, empty_prefix_cache, metrics_of, run_workload, warm_up
 from folovllm.bench.workload import Workload, load_workload
-from folovllm.engine.overlap import make_engine
+from folovllm.build import make_engine
 
 SHAPES = ((1, 1024), (1, 4096), (16, 4096), (64, 4096), (256, 1024), (256, 4096), (4096, 4096))  # [tokens, H]
 CALLS = 72  # all-reduces of a step of 36 layers
@@ -79,7 +79,8 @@ def answers_of(size: int, device: str, count: int, model: dict[str, Any]) -> lis
         outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
     tidy()
     return [
-        (out.token_ids, [row[0].logprob for row in out.logprobs] if out.logprobs is not None else []) for out in outputs
+        (out.token_ids, [next(iter(row.values())).logprob for row in out.logprobs] if out.logprobs is not None else [])
+        for out in outputs
     ]
 
 

@@ -14,10 +14,13 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("llm.py", "llm.py", "entrypoints/llm.py"),
         ("config.py", "config.py", "config/"),
         ("sampling_params.py", "sampling_params.py", "sampling_params.py"),
+        ("inputs.py", "", "inputs/llm.py"),
         ("outputs.py", "", "outputs.py"),
         ("engine/input_processor.py", "", "v1/engine/input_processor.py"),
         ("request.py", "engine/sequence.py", "v1/request.py"),
         ("engine/llm_engine.py", "engine/llm_engine.py", "v1/engine/core.py"),
+        ("build.py", "", ""),
+        ("setup.py", "", ""),
         ("engine/setup.py", "", ""),
         ("engine/stop.py", "engine/scheduler.py", "v1/core/sched/utils.py"),
         ("engine/detokenizer.py", "", "v1/engine/detokenizer.py"),
@@ -33,7 +36,11 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("sample/noise.py", "", ""),
         ("models/llama.py", "", "model_executor/models/llama.py"),
         ("models/qwen3.py", "models/qwen3.py", "model_executor/models/qwen3.py"),
+        ("model_config.py", "", ""),
+        ("layers/layer_set.py", "", ""),
         ("layers/linear.py", "layers/linear.py", "model_executor/layers/linear.py"),
+        ("layers/formats/abstract.py", "", "model_executor/layers/linear.py"),
+        ("layers/formats/plain.py", "", "model_executor/layers/linear.py"),
         ("layers/layernorm.py", "layers/layernorm.py", "model_executor/layers/layernorm.py"),
         ("layers/rotary_embedding.py", "layers/rotary_embedding.py", "model_executor/layers/rotary_embedding/"),
         ("layers/activation.py", "layers/activation.py", "model_executor/layers/activation.py"),
@@ -70,6 +77,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/rms_norm.py", "", ""),
         ("kernels/qk_norm_rope.py", "", ""),
         ("kernels/activation.py", "", ""),
+        ("layers/fused.py", "", ""),
         ("models/fused.py", "", ""),
     ],
     "m5": [
@@ -78,21 +86,26 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
     "m6": [
         ("worker/step_graph.py", "engine/model_runner.py", "compilation/cuda_graph.py"),
         ("worker/graph_runner.py", "engine/model_runner.py", "v1/worker/gpu_model_runner.py"),
-        ("worker/packed_step.py", "", ""),
+        ("step/packed.py", "", ""),
+        ("worker/device_tables.py", "", "v1/worker/gpu/block_table.py"),
+        ("worker/draw.py", "layers/embed_head.py", "model_executor/layers/logits_processor.py"),
+        ("executor/packed_executor.py", "", ""),
         ("kernels/unpack_step.py", "", ""),
         ("kernels/small_linear.py", "", ""),
+        ("layers/formats/few_tokens.py", "", ""),
         ("models/fused_layer.py", "", ""),
         ("worker/host_ring.py", "", ""),
         ("engine/overlap_scheduler.py", "", "v1/core/sched/async_scheduler.py"),
         ("engine/overlap.py", "", "v1/engine/core.py"),
+        ("engine/detokenizer_stream.py", "", "v1/engine/detokenizer.py"),
         ("kernels/gumbel_max.py", "layers/sampler.py", "v1/worker/gpu/sample/gumbel.py"),
         ("distributed/sharding.py", "layers/linear.py", "model_executor/layers/linear.py"),
-        ("distributed/layers.py", "layers/embed_head.py", "model_executor/layers/vocab_parallel_embedding.py"),
+        ("layers/sharded.py", "layers/embed_head.py", "model_executor/layers/vocab_parallel_embedding.py"),
         ("distributed/group.py", "", "distributed/parallel_state.py"),
-        ("distributed/sharded_runner.py", "layers/embed_head.py", "model_executor/layers/logits_processor.py"),
-        ("distributed/messages.py", "", ""),
-        ("distributed/ring.py", "engine/model_runner.py", "distributed/device_communicators/shm_broadcast.py"),
-        ("distributed/rank.py", "engine/model_runner.py", "v1/executor/multiproc_executor.py"),
+        ("executor/messages.py", "", ""),
+        ("executor/ring.py", "engine/model_runner.py", "distributed/device_communicators/shm_broadcast.py"),
+        ("executor/rank.py", "engine/model_runner.py", "v1/executor/multiproc_executor.py"),
+        ("executor/start.py", "", ""),
         ("executor/multiproc_executor.py", "engine/model_runner.py", "v1/executor/multiproc_executor.py"),
     ],
 }
@@ -107,8 +120,9 @@ The last two columns name the file that does the same (or most of it) in [nano-v
 `nanovllm/`, and in [vLLM](https://github.com/vllm-project/vllm)'s v1 engine, under `vllm/`. Each path was looked up in those repositories. vLLM
 moves its files now and then: search for the class when one is gone. A dash means that we know of no counterpart.
 
-What is not listed is not needed to follow the chapters: the command line (`cli.py`, `chat.py`, `flags.py`), the benchmarks (`bench/`), what
-fetches and converts a model (`models/files.py`, `models/json_files.py`, `models/smollm2.py`), and the import finder of `mine/` (`_overlay.py`).
+What is not listed is not needed to follow the chapters: the command line (`cli.py`, `chat.py`, `flags.py`), names and arguments of vLLM's (`compat.py`,
+`vllm_arguments.py`, `chat_template.py`, `beam_search.py`), the benchmarks (`bench/`), what fetches and converts a model (`models/files.py`,
+`models/json_files.py`, `models/smollm2.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
 """
 
 

@@ -30,6 +30,8 @@ def in_a_folder(file: Path | None) -> Path | None:
     """A file that will be written when all is measured: where it could not be, that is said before."""
     if file is not None and not file.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {file.parent}")
+    if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+        raise typer.BadParameter(f"{file} is a folder" if file.is_dir() else f"nothing can be written in {file.parent}")
     return file
 
 
@@ -222,10 +224,12 @@ def contenders(given: dict[str, Any], compare: str | None, geometry: str | None,
 
 
 def finish(result: Result, save: Path | None, printer: Callable[[Result], None] | None = None) -> None:
-    """Print, and write the file."""
+    """Print, and write the file; where one of them fails, the other is still done."""
     from folovllm.bench.report import show
 
     result.describe_here()
-    (printer or show)(result)
-    if save is not None:
-        result.save(save)
+    try:
+        (printer or show)(result)
+    finally:
+        if save is not None:
+            result.save(save)

@@ -17,9 +17,8 @@ import torch
 
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.executor.abstract import Pending
-from folovllm.executor.gpu_executor import GPUExecutor
-from folovllm.sample.sampler import SamplerOutput
 from folovllm.sampling_params import SamplingParams
+from folovllm.step.schedule import StepResult
 from folovllm.worker.graph_runner import GraphRunner
 
 P = ParamSpec("P")
@@ -70,7 +69,7 @@ class TimedPending:
     step: Pending
     clock: WaitClock
 
-    def wait(self) -> SamplerOutput:
+    def wait(self) -> StepResult:
         """As the step's own."""
         return self.clock.around(self.step.wait)()
 
@@ -88,16 +87,17 @@ def watched(engine: LLMEngine, clock: WaitClock) -> Iterator[None]:
 
 def _waits(engine: LLMEngine, clock: WaitClock) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Where the host waits: (object, method, what to put around it). On a CPU the device's work is done by the host itself."""
-    executor = engine.executor
-    if not isinstance(executor, GPUExecutor):
-        return [(executor, "submit", clock.around_wait)]
-    runner: Any = executor._worker.runner
+    worker: Any = getattr(engine.executor, "_worker", None)
+    if worker is None:  # elsewhere
+        return [(engine.executor, "submit", clock.around_wait)]
+    runner, packed = worker.runner, isinstance(worker.runner, GraphRunner)
     if engine.setup.device.type == "cpu":
-        model, sampler = runner.model, runner._sampler
-        work = [(model, "forward"), (model, "compute_logits"), (sampler, "choose"), (runner, "_draw")]
+        model = runner.model
+        work = [(model, "forward"), (model, "compute_logits"), (runner._sampler, "choose")]
+        work += [(runner._draw, "one_pass")] if packed else []
         return [(target, name, clock.around) for target, name in work if hasattr(target, name)]
-    if isinstance(runner, GraphRunner):
-        return [(runner, "run", clock.around_wait)]
+    if packed:
+        return [(runner, "execute_model", clock.around_wait)]
     return [(runner._sampler, "choose", clock.then_synchronize)]
 
 

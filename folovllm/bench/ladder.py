@@ -21,9 +21,10 @@ from folovllm.bench.contenders import Contender, parse_contenders
 from folovllm.bench.report import Result, load
 from folovllm.bench.throughput import AGREEMENT, PER_CPU_SECOND, ROOFLINE, bench_throughput
 from folovllm.bench.workload import load_workload
+from folovllm.children import import_path, python_command
 from folovllm.config import PRESETS, EngineConfig
 from folovllm.engine.setup import choose_device, set_up
-from folovllm.models.llama import context_limit
+from folovllm.model_config import context_limit
 
 FIRST_WITH_BACKENDS = "m4"
 SLOTS = 4  # of a CPU: few enough that M3 has something to gain
@@ -127,11 +128,12 @@ def bench_reference(plan: Plan) -> Result:
         RuntimeError: that process failed; its last line says why.
     """
     environment = {key: value for key, value in os.environ.items() if key != "FOLOVLLM_MINE"}
+    environment["PYTHONPATH"] = import_path()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "reference.json"
         asked = json.dumps([[list(c) for c in plan.contenders], plan.workload, plan.requests, plan.limit, plan.repeats])
-        code = "import sys; from folovllm.bench.ladder import measure_to; measure_to(*sys.argv[1:])"
-        child = subprocess.run([sys.executable, "-c", code, asked, str(file)], env=environment, stderr=subprocess.PIPE)
+        command = python_command("folovllm.bench.ladder", asked, str(file))
+        child = subprocess.run(command, env=environment, stderr=subprocess.PIPE)
         if child.returncode:
             raise RuntimeError(f"the reference's ladder failed: {child.stderr.decode(errors='replace')[-500:].strip()}")
         return load(file)
@@ -152,3 +154,7 @@ def beside(mine: Result, reference: Result) -> Result:
         for renamed in (replace(other, name=f"{other.name} reference"), replace(own, name=f"{own.name} mine"))
     ]
     return both
+
+
+if __name__ == "__main__":
+    measure_to(*sys.argv[1:])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from folovllm.bench.report import Result, Run, device_line, digits
+from folovllm.files import write_whole
 
 PANELS = (
     ("output tokens", "output tokens a second"),
@@ -24,7 +26,7 @@ def draw_ladder(result: Result, path: Path) -> list[Path]:
     """Write the chart as PNG and as SVG beside it; panels that no run has a figure for are left out.
 
     Raises:
-        ValueError: matplotlib is not installed.
+        ValueError: matplotlib is not installed, or a file cannot be written.
     """
     pyplot = plotting()
     panels = [panel for panel in PANELS if any(panel[0] in run.metrics for run in result.runs)]
@@ -38,7 +40,9 @@ def draw_ladder(result: Result, path: Path) -> list[Path]:
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     files = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
     for file in files:
-        figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+        picture, is_svg = BytesIO(), file.suffix == ".svg"
+        figure.savefig(picture, format=file.suffix[1:], dpi=150, metadata={"Date": None} if is_svg else None)
+        write_whole(file, picture.getvalue())
     pyplot.close(figure)
     return files
 

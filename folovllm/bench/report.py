@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import folovllm
+from folovllm.files import write_whole
 
 FORMAT = 1
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy")
@@ -75,8 +76,8 @@ class Result:
         return self
 
     def save(self, path: Path) -> None:
-        """Write the file."""
-        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        """Write the file. Raises ValueError where it cannot be written; an older one is as it was then."""
+        write_whole(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
 
 
 def load(path: Path) -> Result:

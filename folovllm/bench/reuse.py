@@ -15,11 +15,12 @@ from folovllm.bench.contenders import Contender, used_settings
 from folovllm.bench.report import Metric, Result, Run
 from folovllm.bench.throughput import run_workload
 from folovllm.bench.workload import BenchRequest, Workload
-from folovllm.cache import kv_cache_manager
+from folovllm.build import make_engine
+from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
+from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.engine.overlap import make_engine
 from folovllm.engine.scheduler import Scheduler
 from folovllm.engine.setup import choose_device
 from folovllm.request import Sequence
@@ -142,7 +143,8 @@ def serve(engine: LLMEngine, load: Workload, caching: bool, clock: Clock) -> tup
     """
     assert isinstance(engine.scheduler, Scheduler), "prefix caching needs a pool of pages"
     old = engine.scheduler.kv
-    engine.scheduler.kv = kv = kv_cache_manager("paged", caching)(old.num_blocks, old.block_size)
+    manager = PrefixCachingBlockManager if caching else BlockManager
+    engine.scheduler.kv = kv = manager(old.num_blocks, old.block_size)
     spent = [clocked(kv, name, clock) for name in ("match", "publish")]
     parts = [Workload(load.name, part) for part in (load.requests[:1], load.requests[1:]) if part]
     start = clock()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from folovllm.bench.workload import Workload
-from folovllm.engine.setup import EngineSetup
+from folovllm.setup import EngineSetup
 
 
 @dataclass(slots=True, frozen=True)

@@ -14,10 +14,10 @@ from folovllm.bench.host_time import StepTime, step_times
 from folovllm.bench.report import Metric, Result, Run
 from folovllm.bench.roofline import Rates, measure_rates, roofline_seconds
 from folovllm.bench.workload import Workload, load_workload
+from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.engine.overlap import make_engine
 from folovllm.engine.setup import set_up
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams

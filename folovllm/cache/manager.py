@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,12 @@ class KVCacheManager(ABC):
     @abstractmethod
     def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Make room for the next tokens of `seq`; False (and nothing taken) if there is none."""
+
+    def settle(self, seqs: Iterable[Sequence]) -> None:
+        """Hear that the next step will write the K/V of all computed tokens of `seqs`, come what may.
+
+        Nothing, unless prefixes are cached.
+        """
 
     def publish(self, seq: Sequence) -> None:
         """Hear that the K/V of all computed tokens of `seq` is written. Nothing, unless prefixes are cached."""

@@ -7,13 +7,15 @@ page before it, which makes equal names mean equal prefixes (vLLM's automatic pr
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import xxhash
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.free_list import Block
-from folovllm.request import Sequence, SequenceStatus, TokenIds
+from folovllm.request import Sequence, SequenceStatus
+from folovllm.step.draw import TokenIds
 
 ROOT = 0  # the parent of every first page
 
@@ -45,6 +47,16 @@ class PrefixCacheStats:
     def hit_rate(self) -> float:
         """Share of the admitted tokens that were not computed again."""
         return self.tokens_hit / self.tokens if self.tokens else 0.0
+
+
+@dataclass(slots=True)
+class CachedPrefix:
+    """What the prefix cache notes of a sequence; it hangs on the sequence and is nobody else's business."""
+
+    hashes: list[int] = field(default_factory=list)  # of the full blocks, as far as anybody asked
+    tokens: list[bytes] = field(default_factory=list)  # of the same blocks
+    serials: list[int] = field(default_factory=list)  # of the blocks that are published, while they are held
+    num_hit_tokens: int | None = None  # found at the first admission
 
 
 class PrefixCache:
@@ -88,25 +100,26 @@ class PrefixCache:
         """Name the full, computed pages of `seq` that have no name yet, so that others can find them.
 
         Args:
-            blocks: the pages of `seq` in order, of which those from `len(seq.page_serials)` on are new; all full.
+            blocks: the pages of `seq` in order, of which those from `len(self.serials(seq))` on are new; all full.
 
-        For page i with hash h, its parent being page i - 1's serial (`seq.page_serials[-1]`, or `ROOT`):
+        For page i with hash h, its parent being page i - 1's serial (`serials[-1]`, or `ROOT`):
 
         - nobody, or a page with another parent, is named h: name this page (`self._name`; the other is forgotten);
         - a page with the same parent and tokens is named h: a twin, computed at the same time. Its serial counts for
           what follows; this page stays nameless, for a running sequence is never moved to other pages;
         - same parent, other tokens: a collision. This page and all after it stay unpublished.
 
-        Every page that gets or shares a name adds its serial to `seq.page_serials`.
+        Every page that gets or shares a name adds its serial to `self.serials(seq)`, a list.
         """
-        for i in range(len(seq.page_serials), len(blocks)):
-            parent = seq.page_serials[-1] if i else ROOT
+        serials = self.serials(seq)
+        for i in range(len(serials), len(blocks)):
+            parent = serials[-1] if i else ROOT
             named = self._by_hash.get(self._hash(seq, i))
             if named is None or named.parent != parent:
                 named = self._name(blocks[i], seq, i, parent)
             elif named.token_ids != self._tokens(seq, i):
                 return
-            seq.page_serials.append(named.serial)
+            serials.append(named.serial)
 
     def evict(self, block: Block) -> None:
         """Forget what a page holds, for it is about to hold something else.
@@ -130,32 +143,41 @@ class PrefixCache:
         hash_ = self._hash(seq, i)
         if (other := self._by_hash.get(hash_)) is not None:
             self.evict(other)
-        block.hash, block.token_ids = hash_, seq.page_tokens[i]
+        block.hash, block.token_ids = hash_, self._tokens(seq, i)
         block.serial, block.parent = next(self._serials), parent
         self._by_hash[hash_] = block
         return block
 
+    def serials(self, seq: Sequence) -> list[int]:
+        """Serial numbers of the pages of `seq` that are published, in order, while it holds them."""
+        return notes_of(seq).serials
+
     def _hash(self, seq: Sequence, i: int) -> int:
         """The hash of page i, a full one."""
-        if i >= len(seq.page_hashes):
-            self._hash_full_pages(seq)
-        return seq.page_hashes[i]
+        return self._named(seq, i).hashes[i]
 
     def _tokens(self, seq: Sequence, i: int) -> bytes:
         """The tokens of page i, a full one: int32, as bytes."""
-        if i >= len(seq.page_tokens):
-            self._hash_full_pages(seq)
-        return seq.page_tokens[i]
+        return self._named(seq, i).tokens[i]
 
-    def _hash_full_pages(self, seq: Sequence) -> None:
-        """Bring `page_hashes` and `page_tokens` up to date: once a page, for its tokens never change, and all at once."""
-        hashes, size = seq.page_hashes, self._block_size
-        prefix = hashes[-1] if hashes else _salt_hash(seq.cache_salt)
-        new = seq.token_ids[len(hashes) * size : seq.num_tokens // size * size]
-        for page in new.reshape(-1, size):  # [B]
-            prefix = compute_hash(page, prefix)
-            hashes.append(prefix)
-            seq.page_tokens.append(page.tobytes())
+    def _named(self, seq: Sequence, i: int) -> CachedPrefix:
+        """The notes of `seq` with the hash of page i: made once a page, for its tokens never change, and all at once."""
+        notes, size = notes_of(seq), self._block_size
+        if i >= len(notes.hashes):
+            prefix = notes.hashes[-1] if notes.hashes else _salt_hash(seq.cache_salt)
+            new = seq.token_ids[len(notes.hashes) * size : seq.num_tokens // size * size]
+            for page in new.reshape(-1, size):  # [B]
+                prefix = compute_hash(page, prefix)
+                notes.hashes.append(prefix)
+                notes.tokens.append(page.tobytes())
+        return notes
+
+
+def notes_of(seq: Sequence) -> CachedPrefix:
+    """What is noted of `seq`; nothing yet, the first time."""
+    if seq.prefix is None:
+        seq.prefix = CachedPrefix()
+    return seq.prefix
 
 
 def _salt_hash(salt: str | None) -> int:
@@ -177,7 +199,7 @@ class PrefixCachingBlockManager(BlockManager):
         for block in self.prefix_cache.longest_cached_prefix(seq):
             self.adopt(block)
             seq.block_table.append(block.block_id)
-            seq.page_serials.append(block.serial)
+            self.prefix_cache.serials(seq).append(block.serial)
         seq.num_computed_tokens = len(seq.block_table) * self.block_size
 
     def adopt(self, block: Block) -> None:
@@ -196,19 +218,28 @@ class PrefixCachingBlockManager(BlockManager):
             stats.requests_hit += hit > 0
             stats.tokens += seq.num_tokens
             stats.tokens_hit += hit
-            seq.num_cached_tokens = hit if seq.num_cached_tokens is None else seq.num_cached_tokens
+            notes = notes_of(seq)
+            notes.num_hit_tokens = hit if notes.num_hit_tokens is None else notes.num_hit_tokens
         return reserved
 
+    def settle(self, seqs: Iterable[Sequence]) -> None:
+        """Name the pages that the coming step will fill, so that others can begin with them in this very step.
+
+        A layer stores the K/V of a whole step before it attends, so that whoever finds them reads what is written.
+        """
+        for seq in seqs:
+            self.publish(seq)
+
     def publish(self, seq: Sequence) -> None:
-        """Name the pages that were filled: their K/V is written, and whoever finds them reads in a later step."""
+        """Name the pages whose tokens are known and whose K/V is written, now or by a step that is on its way."""
         num_full = min(seq.num_computed_tokens, seq.num_tokens) // self.block_size
-        if num_full > len(seq.page_serials):
+        if num_full > len(self.prefix_cache.serials(seq)):
             self.prefix_cache.publish(seq, [self.blocks[i] for i in seq.block_table[:num_full]])
 
     def free(self, seq: Sequence) -> None:
         """Take the pages back; they stay findable."""
         super().free(seq)
-        seq.page_serials.clear()
+        self.prefix_cache.serials(seq).clear()
         if seq.status is SequenceStatus.WAITING:
             seq.num_computed_tokens = 0
 

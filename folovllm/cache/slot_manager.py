@@ -20,7 +20,7 @@ class SlotManager(KVCacheManager):
         self._free = list(reversed(range(num_blocks)))  # the end is the next one to go
 
     def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """Give `seq` a block, `seq.block_table = [block_id]`, if it has none.
+        """Give `seq` a block if it has none: its id is appended to `seq.block_table`, to the list that is there.
 
         A sequence that has its block has room for all tokens it will ever have: True, and nothing changes. Else a free
         block is taken from the end of `self._free`; False, with nothing changed, if there is none.

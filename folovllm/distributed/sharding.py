@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from folovllm.models.llama import head_dim_of, num_kv_heads_of
+from folovllm.model_config import head_dim_of, num_kv_heads_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -102,10 +102,10 @@ def shard_named(name: str, weight: Weight, head_dim: int, rank: int, size: int) 
             return shard_qkv(weight, head_dim, rank, size)
         case "gate_proj" | "up_proj":
             return shard_column(weight, rank, size)
-        case "o_proj" | "down_proj" if kind == "weight":
-            return shard_row(weight, rank, size)
-        case "o_proj" | "down_proj":
+        case "o_proj" | "down_proj" if kind == "bias":
             return weight[:] if rank == 0 else torch.zeros_like(weight[:])
+        case "o_proj" | "down_proj":
+            return shard_row(weight, rank, size)
         case "embed_tokens" | "lm_head":
             return shard_vocab(weight, rank, size)
     return weight[:]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from folovllm.engine.setup import EngineSetup
+from folovllm.setup import EngineSetup
 
 logger = logging.getLogger("folovllm")
 

@@ -56,19 +56,37 @@ class IncrementalDetokenizer:
         self.text += rest
         return rest
 
+    def forget_last(self) -> None:
+        """Take the newest token back. Nothing was decoded since it came."""
+        del self.token_ids[-1:]
+
     def find_stop(self, stop: list[str], include: bool = False) -> str | None:
         """The stop string that occurs first in the text, which is then cut before (or, with `include`, after) it."""
         self.advance()
-        hits = [(at, s) for s in stop if (at := self.text.find(s, self._searched)) >= 0]
+        unsearched = self.read(self._searched, self.num_chars)
+        hits = [(at, s) for s in stop if (at := unsearched.find(s)) >= 0]
         if not hits:
-            self._searched = max(self._searched, len(self.text) - max(map(len, stop)) + 1)
+            self._searched = max(self._searched, self.num_chars - max(map(len, stop)) + 1)
             return None
         at, found = min(hits)
-        self.text = self.text[: at + len(found) if include else at]
+        self.cut(self._searched + at + (len(found) if include else 0))
         self._context = self._shown = len(self.token_ids)  # nothing comes after the cut
         return found
 
     def skip_search(self) -> None:
         """Never find a stop string that begins in the text so far."""
         self.advance()
-        self._searched = len(self.text)
+        self._searched = self.num_chars
+
+    @property
+    def num_chars(self) -> int:
+        """Length of the text."""
+        return len(self.text)
+
+    def read(self, start: int, end: int) -> str:
+        """`text[start:end]`, without a look at the rest."""
+        return self.text[start:end]
+
+    def cut(self, end: int) -> None:
+        """Take the text from the character `end` on away."""
+        self.text = self.text[:end]

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import operator
 import random
-from collections.abc import Sequence as SequenceOf
-from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.engine.setup import EngineSetup
+from folovllm.engine.detokenizer_stream import make_detokenizer
+from folovllm.inputs import Prompt, PromptParts, parse_prompt
 from folovllm.models.files import eos_token_ids
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams, require
+from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Prompt = str | SequenceOf[int]
 
 
 class InputProcessor:
@@ -37,34 +34,32 @@ class InputProcessor:
 
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
-    ) -> list[Sequence]:
-        """The sequences of one request.
+    ) -> tuple[str | None, list[Sequence]]:
+        """The text of the prompt, where it came as one, and the sequences of the request.
 
         Raises:
             ValueError: the prompt is empty, too long for the context, or holds an id outside 0..V-1; or something is of
-                the wrong kind.
+                the wrong kind, or more than the engine allows.
         """
         require(isinstance(params, SamplingParams), f"sampling parameters are a SamplingParams, not {params!r}")
         require(isinstance(priority, Integral), f"priority must be a whole number, not {priority!r}")
+        parts = parse_prompt(prompt)
+        cache_salt = parts.cache_salt if cache_salt is None else cache_salt
         require(cache_salt is None or _is_text(cache_salt), f"cache_salt must be a text, not {cache_salt!r}")
-        token_ids = self._tokenize(prompt)
+        self._validate_amounts(params)
+        token_ids = self._truncate(self._tokenize(parts, params), params)
         self._validate(token_ids, params)
         room = self._setup.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        decode = partial(
-            self._tokenizer.decode,
-            skip_special_tokens=params.skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
-        return [
+        return parts.text, [
             Sequence(
                 request_id=request_id,
                 prompt_token_ids=token_ids,
                 params=params,
                 max_tokens=max_tokens,
                 seed=child_seed(seed, index),
-                detokenizer=IncrementalDetokenizer(decode),
+                detokenizer=self._make_detokenizer(params),
                 eos_token_ids=self._eos,
                 index=index,
                 priority=priority,
@@ -73,25 +68,38 @@ class InputProcessor:
             for index in range(params.n)
         ]
 
-    def _tokenize(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return encode(self._tokenizer, prompt)
-        try:
-            if isinstance(prompt, bytes):  # numbers, but hardly meant as ids
-                raise TypeError("bytes are not text")
-            return list(map(operator.index, prompt))
-        except TypeError as error:
-            raise ValueError("a prompt is a string or a list of token ids (whole numbers)") from error
+    def _make_detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer:
+        return make_detokenizer(self._tokenizer, params, self._setup.config.packed_steps)
+
+    def _tokenize(self, parts: PromptParts, params: SamplingParams) -> list[int]:
+        if parts.token_ids is not None:
+            return parts.token_ids
+        if params.truncate_prompt_tokens is not None:  # only the end is kept, and it takes all to know it
+            return encode(self._tokenizer, parts.text or "")
+        return encode_within(self._setup.max_model_len, self._tokenizer, parts.text or "")
+
+    def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """The end of the prompt that the request wants to keep."""
+        most = params.truncate_prompt_tokens
+        return token_ids if most is None else token_ids[-(self._setup.max_model_len - 1 if most == -1 else most) :]
+
+    def _validate_amounts(self, params: SamplingParams) -> None:
+        config = self._setup.config
+        for name, asked, most in (
+            ("n", params.n, config.max_n),
+            ("logprobs", params.logprobs or 0, config.max_logprobs),
+        ):
+            require(
+                asked <= most,
+                f"{name} is {asked}, and this engine gives {most} at most: ask for less, or raise max_{name}",
+            )
 
     def _validate(self, token_ids: list[int], params: SamplingParams) -> None:
         if not token_ids:
             raise ValueError("the prompt is empty: give at least one token")
         limit, vocab_size = self._setup.max_model_len, self._setup.vocab_size
         if len(token_ids) >= limit:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens, and the context of {limit} leaves no room for an answer: "
-                "shorten it, or raise max_model_len"
-            )
+            raise too_long(str(len(token_ids)), limit)
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             bad = next(t for t in token_ids if not 0 <= t < vocab_size)
             raise ValueError(f"token id {bad} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
@@ -105,6 +113,28 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> lis
         return list(tokenizer.encode(text, **options))
     except TypeError as error:
         raise ValueError("the prompt is not valid Unicode: was it read in another encoding?") from error
+
+
+def encode_within(limit: int, tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:
+    """As `encode`, but a text of far more than `limit` tokens is refused without reading it to its end.
+
+    Only the tokens around a cut depend on what comes after it, so twice the limit, and some, is far more.
+    """
+    enough = 2 * limit + 64
+    size = 4 * enough  # characters: about as many as English takes for that
+    while size < len(text):
+        if len(encode(tokenizer, text[:size], **options)) > enough:
+            raise too_long(f"more than {limit}", limit)
+        size *= 2
+    return encode(tokenizer, text, **options)
+
+
+def too_long(count: str, limit: int) -> ValueError:
+    """The error of a prompt that leaves no room for an answer."""
+    return ValueError(
+        f"the prompt has {count} tokens, and the context of {limit} leaves no room for an answer: "
+        "shorten it, or raise max_model_len"
+    )
 
 
 def _is_text(value: object) -> bool:

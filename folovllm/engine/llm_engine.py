@@ -5,57 +5,103 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
 
-from folovllm.cache import kv_cache_manager
 from folovllm.cache.prefix_cache import PrefixCacheStats, PrefixCachingBlockManager
-from folovllm.config import EngineConfig
-from folovllm.engine.cpu_threads import use_threads
-from folovllm.engine.input_processor import InputProcessor, Prompt
+from folovllm.config import EngineConfig, ModelConfig
+from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.metrics import EngineStats, StepStats
 from folovllm.engine.output_processor import RequestState
-from folovllm.engine.overlap_scheduler import OverlapScheduler
-from folovllm.engine.scheduler import (
-    Scheduler,
-    SchedulerLike,
-    SchedulerOutput,
-    SerialScheduler,
-    chunk,
-    preempt,
-    wait,
-    whole_prompt,
-)
-from folovllm.engine.setup import EngineSetup, set_up
+from folovllm.engine.scheduler import Scheduler, SchedulerLike
 from folovllm.executor.abstract import Executor
-from folovllm.executor.gpu_executor import GPUExecutor
-from folovllm.models.files import load_tokenizer
+from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.outputs import RequestOutput, TokenLogprob
 from folovllm.request import Sequence
-from folovllm.sample.sampler import SamplerOutput
-from folovllm.sampling_params import SamplingParams
+from folovllm.sampling_params import RequestOutputKind, SamplingParams
+from folovllm.setup import EngineSetup
+from folovllm.step.draw import Logprobs
+from folovllm.step.schedule import SchedulerOutput, StepResult
+from folovllm.vllm_arguments import REQUEST, also_takes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(slots=True, frozen=True)
+class Parts:
+    """What an engine is put together from; which class stands in each place, `folovllm.build` decides."""
+
+    setup: EngineSetup
+    num_threads: int | None
+    tokenizer: PreTrainedTokenizerBase
+    processor: InputProcessor
+    executor: Executor
+    scheduler: SchedulerLike
 
 
 class LLMEngine:
     """Serves requests step by step; `LLM` wraps it for offline use.
 
     Not for several threads. After an exception inside `step` the engine's state is undefined: make a new one.
+
+    Args:
+        config: all choices; or a `ModelConfig`, beside which `overrides` are fields of the `EngineConfig`.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.setup = set_up(config)
-        self.num_threads = use_threads(self.setup)
-        self.tokenizer = load_tokenizer(self.setup.path, config)
-        self._processor = InputProcessor(self.setup, self.tokenizer)
-        self.executor = make_executor(self.setup)
-        self.scheduler = make_scheduler(self.setup, self.executor.num_kv_blocks)
+    def __init__(self, config: EngineConfig | ModelConfig, **overrides: Any) -> None:
+        """Raises ValueError, before any work, where something that `config` asks for cannot be had."""
+        from folovllm.build import put_together  # here, for it knows everybody, this file too
+
+        if isinstance(config, ModelConfig):
+            config = config.for_engine(**overrides)
+        elif overrides:
+            raise ValueError(f"an EngineConfig says all: put {', '.join(overrides)} into it")
+        parts = put_together(config)
+        self.setup = parts.setup
+        self.num_threads = parts.num_threads
+        self.tokenizer = parts.tokenizer
+        self.executor = parts.executor
+        self.scheduler = parts.scheduler
+        self._processor = parts.processor
         self._requests: dict[str, RequestState] = {}
         self.last_stats: StepStats | None = None
         self.history: list[StepStats] | None = None  # set it to [] to keep every step's snapshot
         self._num_steps = 0
         self._num_preemptions = 0
         self._is_closed = False
+        self._process = os.getpid()
 
+    @staticmethod
+    def from_engine_args(engine_args: EngineConfig) -> LLMEngine:
+        """The engine with the loop that `engine_args` ask for: the one whose steps overlap is a subclass."""
+        from folovllm.build import make_engine
+
+        return make_engine(engine_args)
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answer one prompt (one output) or a list of them (a list). Whoever wants more takes `LLM.generate`."""
+        requests = as_requests(prompts, SamplingParams() if sampling_params is None else sampling_params)
+        self.require_idle()
+        ids = [f"generate-{index}" for index in range(len(requests))]
+        finished: dict[str, RequestOutput] = {}
+        try:
+            for request_id, request in zip(ids, requests, strict=True):
+                self.add_request(request_id, request.prompt, request.params, stream=False)
+            while len(finished) < len(ids):
+                finished |= {output.request_id: output for output in self.step()}
+        finally:
+            self.abort_request(ids)  # what an error left behind
+        outputs = [finished[request_id] for request_id in ids]
+        return outputs[0] if is_one_prompt(prompts) else outputs
+
+    @also_takes(REQUEST)
     def add_request(
         self,
         request_id: str,
@@ -69,9 +115,10 @@ class LLMEngine:
         """Queue a request; it takes part from the next step on.
 
         Args:
+            prompt: a text, token ids, or a `TextPrompt` or `TokensPrompt`.
             priority: smaller is served first, with `scheduling="priority"`.
             cache_salt: prefixes in the cache are shared only between requests of equal salts.
-            stream: report each token as it comes; False reports the finished request alone.
+            stream: report each token as it comes, in the form that `params.output_kind` names; False is FINAL_ONLY.
 
         Raises:
             ValueError: the id is in use, or the request can never be served. Nothing else is disturbed.
@@ -81,26 +128,33 @@ class LLMEngine:
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         params = SamplingParams() if params is None else params
-        seqs = self._processor.process(request_id, prompt, params, priority, cache_salt)
-        text = prompt if isinstance(prompt, str) else None
-        self._requests[request_id] = RequestState(request_id, text, seqs, stream, time.monotonic())
+        text, seqs = self._processor.process(request_id, prompt, params, priority, cache_salt)
+        kind = params.output_kind if stream else RequestOutputKind.FINAL_ONLY
+        self._requests[request_id] = RequestState(request_id, text, seqs, kind, time.monotonic())
         for seq in seqs:
             self.scheduler.add(seq)
 
-    def abort_request(self, request_id: str) -> RequestOutput:
+    @overload
+    def abort_request(self, request_id: str) -> RequestOutput: ...  # type: ignore[overload-overlap]
+    @overload
+    def abort_request(self, request_id: Iterable[str]) -> list[RequestOutput]: ...
+    def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | list[RequestOutput]:
         """End a request at once and return what it has so far, with finish_reason "abort".
 
+        Of several ids, those that are not being served are passed over.
+
         Raises:
-            ValueError: no such request is being served.
+            ValueError: no request of this one id is being served.
         """
-        state = self._requests.pop(request_id, None)
-        if state is None:
-            raise ValueError(f"there is no request {request_id!r} to abort: it has finished, or never was")
-        for seq in state.seqs:
-            if not seq.status.is_finished:
-                self.scheduler.abort(seq)
-        state.note_progress(time.monotonic())
-        return state.output()
+        if isinstance(request_id, str):
+            if request_id not in self._requests:
+                raise ValueError(f"there is no request {request_id!r} to abort: it has finished, or never was")
+            return self.abort_request([request_id])[0]
+        states = [self._requests.pop(id_) for id_ in dict.fromkeys(request_id) if id_ in self._requests]
+        self.scheduler.abort(*(seq for state in states for seq in state.seqs if not seq.status.is_finished))
+        for state in states:
+            state.note_progress(time.monotonic())
+        return [state.output() for state in states]
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this id is being served."""
@@ -110,6 +164,14 @@ class LLMEngine:
         """Whether `step` has work."""
         return bool(self._requests)
 
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests are being served."""
+        return len(self._requests)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        return self.tokenizer
+
     def step(self) -> list[RequestOutput]:
         """Schedule, compute, draw, and hand out what is new. Without work it returns an empty list."""
         self.require_open()
@@ -117,26 +179,45 @@ class LLMEngine:
             return []
         start = time.monotonic()
         output = self.scheduler.schedule()
-        return self._take_in(output, self.executor.execute_model(output), start)
+        if output.preempted and not output.shares:  # room was made, and the next step has it
+            return []
+        seqs = self.scheduler.sequences(output)
+        return self._take_in(output, seqs, self.executor.execute_model(output), start)
 
-    def _take_in(self, output: SchedulerOutput, result: SamplerOutput, start: float) -> list[RequestOutput]:
+    def _take_in(
+        self, output: SchedulerOutput, seqs: list[Sequence], result: StepResult, start: float
+    ) -> list[RequestOutput]:
         """Hand the tokens of a step that began at `start` to their sequences; returns what is new."""
-        updated = self.scheduler.postprocess(output, result.token_ids)
-        self._keep_logprobs(output, result, updated)
+        alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
+        updated = self.scheduler.postprocess([(seqs[i], result.token_ids[i]) for i in alive])
+        self._keep_logprobs([(seqs[i], result.logprobs[i]) for i in alive])
         now = time.monotonic()
-        self._record(output, start, now)
+        self._record(output, seqs, start, now)
         return self._outputs(updated, now)
 
     def require_open(self) -> None:
-        """Raise RuntimeError if the engine was closed: there is no model any more."""
+        """Raise RuntimeError if the engine was closed, so that there is no model any more, or if this is a fork.
+
+        torch's threads and GPUs stay behind in the process that used them: in a fork the first product waits for ever.
+        """
         if self._is_closed:
             raise RuntimeError("the engine was closed: make a new one")
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the engine belongs to process {self._process}, and this is a fork of it, which has none of its threads: "
+                'start the process with multiprocessing\'s "spawn", and make an engine there'
+            )
+
+    def require_idle(self) -> None:
+        """Raise RuntimeError if the engine was closed, ValueError if it serves requests, whose outputs nobody would see."""
+        self.require_open()
+        if self.has_unfinished_requests():
+            raise ValueError("the engine has requests of its own: step it until they end, or abort them, first")
 
     def close(self) -> None:
         """End what is being served and give the model's memory back; twice is once."""
         self._is_closed = True
-        for request_id in list(self._requests):
-            self.abort_request(request_id)
+        self.abort_request(list(self._requests))
         self.executor.shutdown()
         gc.unfreeze()  # `make_engine` froze what refers to itself; only thawed can it be collected
         gc.collect()
@@ -163,9 +244,10 @@ class LLMEngine:
             kv_bytes_used=stored * bytes_per_token,
         )
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, as after a change of the weights. Raises ValueError where there is no cache."""
         self._prefix_caching_manager().prefix_cache.reset()
+        return True  # vLLM's may fail
 
     def prefix_cache_stats(self) -> PrefixCacheStats:
         """Hits and evictions so far. Raises ValueError where there is no cache."""
@@ -183,43 +265,41 @@ class LLMEngine:
         for request_id in dict.fromkeys(seq.request_id for seq in updated):
             state = self._requests[request_id]
             finished = state.finished
-            if finished or state.stream or state.metrics.first_token_time is None:
+            if finished or state.streams or state.metrics.first_token_time is None:
                 state.note_progress(now)
             if finished:
                 del self._requests[request_id]
-            if finished or state.stream:
+            if finished or state.streams:
                 outputs.append(state.output())
         return outputs
 
-    def _keep_logprobs(self, output: SchedulerOutput, result: SamplerOutput, updated: list[Sequence]) -> None:
+    def _keep_logprobs(self, drawn: Iterable[tuple[Sequence, list[Logprobs]]]) -> None:
         """Add text to the log-probabilities that requests asked for."""
-        if not any(result.logprobs):
-            return
-        alive = set(map(id, updated))
-        for item, logprobs in zip(output.scheduled, result.logprobs, strict=True):
-            if logprobs is not None and id(item.seq) in alive:
-                row = [TokenLogprob(id_, value, self.tokenizer.decode([id_])) for id_, value in logprobs]
-                item.seq.logprobs.append(row)
+        for seq, rows in drawn:
+            decode = self.tokenizer.decode if seq.params.detokenize else lambda _: None
+            for row in rows:
+                seq.logprobs.append({id_: TokenLogprob(id_, value, rank, decode([id_])) for id_, value, rank in row})
 
     def _num_used_blocks(self) -> int:
         scheduler = self.scheduler
         return scheduler.kv.num_blocks - scheduler.kv.num_free if isinstance(scheduler, Scheduler) else 0
 
-    def _record(self, output: SchedulerOutput, start: float, now: float) -> None:
+    def _record(self, output: SchedulerOutput, seqs: list[Sequence], start: float, now: float) -> None:
         """Note what the step did."""
         self._num_preemptions += len(output.preempted)
-        decodes = sum(1 for item in output.scheduled if item.num_new_tokens == 1 and item.seq.num_output_tokens > 1)
+        pairs = list(zip(output.shares, seqs, strict=True))
+        decodes = sum(1 for share, seq in pairs if share.num_new_tokens == 1 and seq.num_output_tokens > 1)
         shares = (
             ()
             if self.history is None
-            else tuple((i.seq.request_id, i.seq.index, i.start, i.num_new_tokens) for i in output.scheduled)
+            else tuple((seq.request_id, seq.index, share.start, share.num_new_tokens) for share, seq in pairs)
         )
         self.last_stats = StepStats(
             index=self._num_steps,
             start=start,
             seconds=now - start,
             waiting=len(self.scheduler.waiting),
-            running=len(output.scheduled),
+            running=len(seqs),
             num_prefill_tokens=output.num_tokens - decodes,
             num_decode_tokens=decodes,
             preempted=len(output.preempted),
@@ -229,33 +309,3 @@ class LLMEngine:
         self._num_steps += 1
         if self.history is not None:
             self.history.append(self.last_stats)
-
-
-def make_executor(setup: EngineSetup) -> Executor:
-    """A device in this process, or several: in processes of their own, or in those that torchrun has started."""
-    if setup.config.tensor_parallel_size == 1:
-        return GPUExecutor(setup)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        from folovllm.executor.torchrun_executor import TorchrunExecutor
-
-        return TorchrunExecutor(setup)
-    from folovllm.executor.multiproc_executor import MultiprocExecutor
-
-    return MultiprocExecutor(setup)
-
-
-def make_scheduler(setup: EngineSetup, num_kv_blocks: int) -> SchedulerLike:
-    """The scheduler that the configuration asks for, with its two steps chosen."""
-    config = setup.config
-    if config.kv_cache == "growing":
-        return SerialScheduler()
-    scheduler_class: Callable[..., Scheduler] = OverlapScheduler if config.packed_steps else Scheduler
-    tokens_of_step = partial(chunk, threshold=config.long_prefill_token_threshold)
-    return scheduler_class(
-        kv=kv_cache_manager(str(config.kv_cache), bool(config.enable_prefix_caching))(num_kv_blocks, setup.block_size),
-        max_num_seqs=setup.max_num_seqs,
-        max_num_batched_tokens=setup.max_num_batched_tokens,
-        tokens_of_step=tokens_of_step if config.enable_chunked_prefill else whole_prompt,
-        make_room=wait if config.kv_cache == "slots" else preempt,
-        by_priority=config.scheduling == "priority",
-    )

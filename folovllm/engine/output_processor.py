@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from operator import getitem
+from typing import Any
 
-from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from folovllm.request import Sequence
+from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
+from folovllm.request import Sequence, SequenceStatus
+from folovllm.sampling_params import RequestOutputKind
 
 
 class RequestState:
     """A request that is being served, and how much of it was reported."""
 
-    def __init__(self, request_id: str, prompt: str | None, seqs: list[Sequence], stream: bool, arrival: float) -> None:
+    def __init__(
+        self, request_id: str, prompt: str | None, seqs: list[Sequence], kind: RequestOutputKind, arrival: float
+    ) -> None:
         self.request_id = request_id
         self.seqs = seqs
-        self.stream = stream
         self.metrics = RequestMetrics(arrival, num_prompt_tokens=seqs[0].num_prompt_tokens)
+        self._kind = kind
+        self._answers = [Answer(seq) for seq in seqs]
         self._prompt = prompt
         self._prompt_token_ids = list(seqs[0].prompt_token_ids)  # users may do with it as they like
-        self._shown = [(0, 0)] * len(seqs)  # characters and tokens of each answer
+
+    @property
+    def streams(self) -> bool:
+        """Whether there are outputs before the last."""
+        return self._kind is not RequestOutputKind.FINAL_ONLY
 
     @property
     def finished(self) -> bool:
@@ -35,41 +47,98 @@ class RequestState:
 
     def output(self) -> RequestOutput:
         """The request as it is, with what is new since the last call as deltas."""
+        finished, deltas_alone = self.finished, self._kind is RequestOutputKind.DELTA
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
-            outputs=[self._completion(i, seq) for i, seq in enumerate(self.seqs)],
-            finished=self.finished,
+            outputs=[
+                answer.report(deltas_alone, copy_later=not finished)
+                for answer in self._answers
+                if answer.has_news or not deltas_alone
+            ],
+            finished=finished,
             metrics=replace(self.metrics),  # a snapshot, as all the rest
             num_cached_tokens=self.seqs[0].num_cached_tokens or 0,
         )
 
-    def _completion(self, i: int, seq: Sequence) -> CompletionOutput:
-        text, token_ids = visible_text(seq), seq.output_token_ids.tolist()
-        characters, tokens = self._shown[i]
-        self._shown[i] = (len(text), len(token_ids))
+
+class Answer:
+    """One answer of a request, and how much of it was reported. A report costs what is new, however long the answer is."""
+
+    def __init__(self, seq: Sequence) -> None:
+        self._seq = seq
+        self._num_chars = self._num_tokens = 0  # that were reported
+        self._cumulative_logprob = 0.0  # of these tokens
+        self._was_over = False
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there are tokens, or an end, that no report told of."""
+        return self._seq.num_output_tokens > self._num_tokens or self._seq.status.is_finished != self._was_over
+
+    def report(self, deltas_alone: bool, copy_later: bool) -> CompletionOutput:
+        """The answer as it is, or with `deltas_alone` what is new in it.
+
+        With `copy_later` a long field is copied when somebody looks: the next report holds most of it again.
+        """
+        seq = self._seq
+        old_chars, old_tokens = self._advance()
+        copy: Callable[..., Any] = partial if copy_later else _now
+        first_char, first_token = (old_chars, old_tokens) if deltas_alone else (0, 0)
+        has_logprobs = seq.params.logprobs is not None
         return CompletionOutput(
             index=seq.index,
-            text=text,
-            token_ids=token_ids,
-            logprobs=list(seq.logprobs) if seq.params.logprobs is not None else None,
+            text=copy(seq.detokenizer.read, first_char, self._num_chars),
+            token_ids=copy(_token_ids, seq, first_token, self._num_tokens),
+            cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
+            logprobs=copy(getitem, seq.logprobs, slice(first_token, self._num_tokens)) if has_logprobs else None,
             finish_reason=seq.status.value if seq.status.is_finished else None,
             stop_reason=seq.stop_reason,
-            delta_text=text[characters:],
-            delta_token_ids=token_ids[tokens:],
+            delta_text=seq.detokenizer.read(old_chars, self._num_chars),
+            delta_token_ids=_token_ids(seq, old_tokens, self._num_tokens),
         )
 
+    def _advance(self) -> tuple[int, int]:
+        """Move the marks to what there is now; returns where they were."""
+        old_chars, old_tokens, seq = self._num_chars, self._num_tokens, self._seq
+        if not self._was_over:
+            self._num_chars, self._num_tokens = num_visible_chars(seq), seq.num_output_tokens
+            self._was_over = seq.status.is_finished
+            self._cumulative_logprob += sum(chosen(row).logprob for row in seq.logprobs[old_tokens:])
+        return old_chars, old_tokens
 
-def visible_text(seq: Sequence) -> str:
-    """The text that no later token can take back.
+
+def num_visible_chars(seq: Sequence) -> int:
+    """How many characters of the text no later token can take back.
 
     While an answer grows, its last characters may turn out to begin a stop string, so that many are held back.
     """
     detokenizer = seq.detokenizer
     if seq.status.is_finished:
+        if ended_by_token(seq) and not seq.params.include_stop_str_in_output:
+            detokenizer.forget_last()
         detokenizer.flush()
-        return detokenizer.text
+        return detokenizer.num_chars
     detokenizer.advance()
     held_back = max(map(len, seq.params.stop), default=1) - 1
-    return detokenizer.text[: max(0, len(detokenizer.text) - held_back)]
+    return max(0, detokenizer.num_chars - held_back)
+
+
+def ended_by_token(seq: Sequence) -> bool:
+    """Whether the last token is one that ends answers: an end-of-text id (no `stop_reason`), or one of the request's own."""
+    return seq.status is SequenceStatus.FINISHED_STOPPED and not isinstance(seq.stop_reason, str)
+
+
+def chosen(row: dict[int, TokenLogprob]) -> TokenLogprob:
+    """The entry of the token that was drawn: it comes first."""
+    return next(iter(row.values()))
+
+
+def _token_ids(seq: Sequence, start: int, end: int) -> list[int]:
+    ids: list[int] = seq.output_token_ids[start:end].tolist()
+    return ids
+
+
+def _now(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)

@@ -6,24 +6,24 @@ scheduling, and for nothing else, since nobody on the host knows it. The device 
 
 from __future__ import annotations
 
-import gc
 import time
-import weakref
 from dataclasses import dataclass
 
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.overlap_scheduler import OverlapScheduler
-from folovllm.engine.scheduler import NothingScheduled, SchedulerOutput
-from folovllm.executor.abstract import Pending
+from folovllm.executor.abstract import AsyncExecutor, Pending
 from folovllm.outputs import RequestOutput
+from folovllm.request import Sequence
+from folovllm.step.schedule import NothingScheduled, SchedulerOutput
 
 
 @dataclass(slots=True)
 class InFlight:
     """A step that was started and not taken in yet."""
 
-    schedule: SchedulerOutput
+    output: SchedulerOutput
+    seqs: list[Sequence]  # whose its shares are
     pending: Pending
     start: float
 
@@ -32,6 +32,7 @@ class OverlappedEngine(LLMEngine):
     """An `LLMEngine` that starts a step before it takes in the tokens of the one before."""
 
     scheduler: OverlapScheduler
+    executor: AsyncExecutor
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -43,7 +44,8 @@ class OverlappedEngine(LLMEngine):
         self.require_open()
         self.last_stats = None
         outputs = self.step_overlapped()
-        if self._in_flight is None and self.last_stats is None and self.has_unfinished_requests():
+        idle = self._in_flight is None and self.last_stats is None and not self.scheduler.made_room
+        if idle and self.has_unfinished_requests():
             raise NothingScheduled
         return outputs
 
@@ -61,37 +63,32 @@ class OverlappedEngine(LLMEngine):
         """
         outputs = self._collect() if self.scheduler.must_wait() else []
         schedule = self.scheduler.schedule()
-        started = self._start(schedule) if schedule.scheduled else None
+        started = self._start(schedule) if schedule.shares else None
         outputs += self._collect()
         self._in_flight = started
         if not self.has_unfinished_requests():
             outputs += self._collect()
         return outputs
 
-    def _start(self, schedule: SchedulerOutput) -> InFlight:
+    def _start(self, output: SchedulerOutput) -> InFlight:
         """Start a step on the device; the tokens that it draws are in flight from here on."""
-        started = InFlight(schedule, self.executor.submit(schedule), time.monotonic())
-        for item in schedule.scheduled:
-            item.seq.num_in_flight += item.draws
+        seqs = self.scheduler.sequences(output)
+        started = InFlight(output, seqs, self.executor.submit(output), time.monotonic())
+        for share, seq in zip(output.shares, seqs, strict=True):
+            seq.num_in_flight += share.num_draws
         return started
 
     def _collect(self) -> list[RequestOutput]:
-        """Wait for the step in flight, if there is one, and hand its tokens to their sequences."""
+        """Wait for the step in flight, if there is one, and hand its tokens to their sequences.
+
+        A sequence that ended while the step was under way gets nothing more.
+        """
         if self._in_flight is None:
             return []
         step = self._in_flight
         result = step.pending.wait()
         self._in_flight = None  # only now: what cannot arrive is an error in every later step too
-        for item in step.schedule.scheduled:
-            item.seq.num_in_flight -= item.draws
+        for share, seq in zip(step.output.shares, step.seqs, strict=True):
+            seq.num_in_flight -= share.num_draws
         start, self._last_arrival = max(step.start, self._last_arrival), time.monotonic()
-        return self._take_in(step.schedule, result, start)
-
-
-def make_engine(config: EngineConfig) -> LLMEngine:
-    """The engine with the loop that the configuration asks for."""
-    engine = OverlappedEngine(config) if config.async_scheduling else LLMEngine(config)
-    gc.collect()
-    gc.freeze()  # what exists by now stays: a collection that searched it again would stall a step
-    weakref.finalize(engine, gc.unfreeze).atexit = False  # what refers to itself is collected only if thawed
-    return engine
+        return self._take_in(step.output, step.seqs, result, start)

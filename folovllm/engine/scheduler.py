@@ -6,48 +6,13 @@ import bisect
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from folovllm.cache.manager import KVCacheManager
+from folovllm.engine.plan import Plan, Rows
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.request import Sequence, SequenceStatus
-
-
-@dataclass(slots=True)
-class ScheduledSequence:
-    """A sequence's share of a step: its tokens `start` to `start + num_new_tokens`."""
-
-    seq: Sequence
-    start: int
-    num_new_tokens: int
-    draws: bool  # the share reaches the last token, so its logits give the next one
-
-
-class NothingScheduled(RuntimeError):
-    """Requests wait and nothing runs. An engine steps because somebody waits: it would go on like this for ever."""
-
-    def __init__(self) -> None:
-        super().__init__("requests wait and nothing was scheduled: the scheduler or the cache lets none of them in")
-
-
-@dataclass(slots=True)
-class SchedulerOutput:
-    """One step: sequences with a single new token first."""
-
-    scheduled: list[ScheduledSequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        """T: tokens computed in this step."""
-        return sum(item.num_new_tokens for item in self.scheduled)
-
-    def add(self, seq: Sequence, num_new_tokens: int) -> None:
-        """Schedule the next `num_new_tokens` of `seq`, which count as computed from here on."""
-        start = seq.num_computed_tokens
-        seq.num_computed_tokens += num_new_tokens
-        self.scheduled.append(ScheduledSequence(seq, start, num_new_tokens, seq.num_uncomputed_tokens == 0))
+from folovllm.step.schedule import SchedulerOutput
 
 
 class SchedulerLike(Protocol):
@@ -64,14 +29,17 @@ class SchedulerLike(Protocol):
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
 
-    def abort(self, seq: Sequence) -> None:
-        """End a sequence at once and give back what it holds."""
+    def abort(self, *seqs: Sequence) -> None:
+        """End sequences at once and give back what they hold."""
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step."""
 
-    def postprocess(self, output: SchedulerOutput, token_ids: Iterable[int]) -> list[Sequence]:
-        """Take in what the step drew; returns the sequences that got a token."""
+    def sequences(self, output: SchedulerOutput) -> list[Sequence]:
+        """Whose the shares of the step are that was decided last, in their order."""
+
+    def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
+        """Take in the tokens that a step drew for each of its sequences; returns those that got any."""
 
 
 class SerialScheduler:
@@ -80,15 +48,19 @@ class SerialScheduler:
     def __init__(self) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._rows = Rows(1)
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
         self.waiting.append(seq)
 
-    def abort(self, seq: Sequence) -> None:
-        """End a sequence at once."""
-        (self.waiting if seq.status is SequenceStatus.WAITING else self.running).remove(seq)
-        seq.status = SequenceStatus.FINISHED_ABORTED
+    def abort(self, *seqs: Sequence) -> None:
+        """End sequences at once."""
+        gone = set(seqs)  # one pass for all: to remove each by itself is quadratic
+        self.waiting = deque(seq for seq in self.waiting if seq not in gone)
+        self.running = [seq for seq in self.running if seq not in gone]
+        for seq in seqs:
+            seq.status = SequenceStatus.FINISHED_ABORTED
 
     def schedule(self) -> SchedulerOutput:
         """All tokens of the current sequence that are not computed yet."""
@@ -96,25 +68,30 @@ class SerialScheduler:
             seq = self.waiting.popleft()
             seq.status = SequenceStatus.RUNNING
             self.running.append(seq)
-        output = SchedulerOutput()
+        plan = Plan(self._rows, self.running, budget=0)
         for seq in self.running:
-            output.add(seq, seq.num_uncomputed_tokens)
-        return output
+            plan.add(seq, seq.num_uncomputed_tokens)
+        return plan.output()
 
-    def postprocess(self, output: SchedulerOutput, token_ids: Iterable[int]) -> list[Sequence]:
+    def sequences(self, output: SchedulerOutput) -> list[Sequence]:
+        """Whose the shares are of the step that was decided last."""
+        return self._rows.owners(output)
+
+    def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
         """Append the token; leave when it ends the answer."""
-        for item, token_id in zip(output.scheduled, token_ids, strict=True):
-            seq = item.seq
+        updated = []
+        for seq, (token_id,) in drawn:
             seq.append_token(token_id)
             seq.detokenizer.append(token_id)
+            updated.append(seq)
             if (status := check_stop_conditions(seq)) is not None:
                 seq.status = status
                 self.running.remove(seq)
-        return [item.seq for item in output.scheduled]
+        return updated
 
 
 TokensOfStep = Callable[[Sequence, int], int]  # (sequence, budget) -> tokens to compute in this step
-MakeRoom = Callable[["Scheduler", list[Sequence]], Sequence | None]  # -> the sequence that gave way, if any
+MakeRoom = Callable[["Scheduler", list[Sequence]], Sequence | None]  # (scheduler, running) -> who gave way, if any
 
 
 class Scheduler:
@@ -122,9 +99,9 @@ class Scheduler:
 
     A new request joins at any step and a finished one leaves at once. Two steps of the work are chosen when the engine
     is put together: `tokens_of_step(seq, budget)` says how many tokens of a sequence a step may compute, and
-    `make_room(scheduler, candidates)` what happens when the cache is full.
+    `make_room(scheduler, running)` what happens when the cache is full.
 
-    Invariants: `waiting` is ordered by (priority, arrival); a sequence is in exactly one of `waiting` and `running`, or
+    Invariants: `waiting` is ordered by (priority, seq_id), as the sequences came; a sequence is in exactly one of `waiting` and `running`, or
     finished; only running sequences hold cache.
     """
 
@@ -140,6 +117,7 @@ class Scheduler:
         self.kv = kv
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self._rows = Rows(max_num_seqs)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._tokens_of_step = tokens_of_step
@@ -152,86 +130,103 @@ class Scheduler:
 
     def rank(self, seq: Sequence) -> tuple[int, int]:
         """Who goes first: smaller is earlier."""
-        return (seq.priority if self._by_priority else 0, seq.arrival)
+        return (seq.priority if self._by_priority else 0, seq.seq_id)
 
-    def abort(self, seq: Sequence) -> None:
-        """End a sequence at once and give back what it holds."""
-        (self.waiting if seq.status is SequenceStatus.WAITING else self.running).remove(seq)
-        seq.finish(SequenceStatus.FINISHED_ABORTED)
-        self.kv.free(seq)
+    def abort(self, *seqs: Sequence) -> None:
+        """End sequences at once and give back what they hold."""
+        gone = set(seqs)  # one pass for all: to remove each by itself is quadratic
+        self.waiting = [seq for seq in self.waiting if seq not in gone]
+        self.running = [seq for seq in self.running if seq not in gone]
+        for seq in seqs:
+            seq.finish(SequenceStatus.FINISHED_ABORTED)
+            self.kv.free(seq)
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step: first those that run, then as many of those that wait as fit.
 
-        1. Running sequences, decodes (one uncomputed token) before the rest: each gets `_tokens_of_step(seq, budget)`
-           tokens if `_reserve(seq, n, rest, output)` finds room, else none, and the next is asked. `rest` is the list
-           of those that come after it; `_reserve` takes out whoever gives way, who has no part in this step then.
-        2. Waiting sequences, in order, while fewer than `max_num_seqs` run and nobody was preempted in this step:
-           `kv.match(seq)`, then its tokens of this step. If they are 0 or `kv.reserve` fails, it and all behind it wait
-           (`kv.free(seq)` gives back what it matched): overtaking would let short requests starve a long one. Else it
-           leaves `waiting`, starts, and runs.
+        1. Running sequences, decodes (one uncomputed token) before the rest: each gets
+           `_tokens_of_step(seq, plan.budget)` tokens if `_grow(seq, n, plan)` finds room for them, else none, and the
+           next is asked.
+        2. Waiting sequences, in order, while fewer than `max_num_seqs` run: `_admit(seq, plan)` finds room for the first
+           tokens of one and says how many they are. If none, it and all behind it wait: overtaking would let short
+           requests starve a long one. Else it leaves `waiting`, starts, and runs.
 
-        Every scheduled sequence goes to `SchedulerOutput.add(seq, n)`, and `n` off the budget, which begins at
-        `max_num_batched_tokens` and is never exceeded.
+        Every share goes to `plan.add(seq, n)`, which takes n off `plan.budget`.
+
+        Returns:
+            `plan.output()`.
         """
-        output, budget = SchedulerOutput(), self._max_num_batched_tokens
-        pending = sorted(self.running, key=lambda seq: seq.num_uncomputed_tokens > 1)
-        while pending:
-            seq = pending.pop(0)
-            n = self._tokens_of_step(seq, budget)
-            if n and self._reserve(seq, n, pending, output):
-                output.add(seq, n)
-                budget -= n
-        while self.waiting and not output.preempted and len(self.running) < self._max_num_seqs:
+        plan = Plan(self._rows, self.running, self._max_num_batched_tokens)
+        for seq in sorted(self.running, key=lambda seq: seq.num_uncomputed_tokens > 1):
+            n = self._tokens_of_step(seq, plan.budget)
+            if n and self._grow(seq, n, plan):
+                plan.add(seq, n)
+        while self.waiting and len(self.running) < self._max_num_seqs:
             seq = self.waiting[0]
-            self.kv.match(seq)
-            n = self._tokens_of_step(seq, budget)
-            if n == 0 or not self.kv.reserve(seq, n):
-                self.kv.free(seq)
+            n = self._admit(seq, plan)
+            if n == 0:
                 break
             self.waiting.pop(0)
             seq.start()
             self.running.append(seq)
-            output.add(seq, n)
-            budget -= n
-        return output
+            plan.add(seq, n)
+        return plan.output()
 
-    def _reserve(self, seq: Sequence, num_new_tokens: int, rest: list[Sequence], output: SchedulerOutput) -> bool:
-        """Cache for a running sequence, at the cost of others of `rest` or of its own place if need be."""
-        while not self.kv.reserve(seq, num_new_tokens):
-            victim = self._make_room(self, [seq, *rest])
+    def sequences(self, output: SchedulerOutput) -> list[Sequence]:
+        """Whose the shares are of the step that was decided last, in their order."""
+        return self._rows.owners(output)
+
+    def _grow(self, seq: Sequence, num_new_tokens: int, plan: Plan) -> bool:
+        """Find cache for a running sequence, at the cost of those that rank behind it, or of its own place, if need be.
+
+        False if there is none, or if `seq` itself has given way in this step.
+        """
+        while seq.status is SequenceStatus.RUNNING and not self.kv.reserve(seq, num_new_tokens):
+            victim = self._make_room(self, self.running)
             if victim is None:
                 return False
-            output.preempted.append(victim)
-            if victim is seq:
-                return False
-            rest.remove(victim)
-        return True
+            plan.withdraw(victim)
+        return seq.status is SequenceStatus.RUNNING
 
-    def postprocess(self, output: SchedulerOutput, token_ids: Iterable[int]) -> list[Sequence]:
-        """Take in the tokens that a step drew, one for each scheduled sequence, in order.
+    def _admit(self, seq: Sequence, plan: Plan) -> int:
+        """Find cache for the first tokens of the sequence that waits in front; returns how many, or 0: it must wait.
 
-        For each: the K/V of its tokens is written now (`kv.publish(seq)`). A share that did not reach the last token of
-        the sequence (`item.draws` is False) has no next token: its row is ignored. Else the token is appended, to the
-        sequence and to its detokenizer, and `check_stop_conditions` asked: a sequence that ends takes its status,
-        leaves `running` and frees its cache in this very step, so that the next one can use it.
+        Nobody comes in after a preemption: the room that a victim left is for those who run.
+        """
+        if plan.preempted:
+            return 0
+        self.kv.settle(plan.take_settled())
+        self.kv.match(seq)
+        n = self._tokens_of_step(seq, plan.budget)
+        if n == 0 or not self.kv.reserve(seq, n):
+            self.kv.free(seq)
+            return 0
+        return n
+
+    def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
+        """Take in the tokens that a step drew: for each of its sequences, in order, a list of them.
+
+        For each: the K/V of its computed tokens is written now (`kv.publish(seq)`). A share that did not reach the last
+        token of its sequence has no next one, and an empty list. Each token is appended, to the sequence and to its
+        detokenizer, and `check_stop_conditions` asked: a sequence that ends takes its status, leaves `running` and frees
+        its cache in this very step, so that the next one can use it; what is left of its list is dropped.
 
         Returns:
             The sequences that got a token.
         """
         updated = []
-        for item, token_id in zip(output.scheduled, token_ids, strict=True):
-            seq = item.seq
+        for seq, token_ids in drawn:
             self.kv.publish(seq)
-            if not item.draws:
-                continue
-            seq.append_token(token_id)
-            seq.detokenizer.append(token_id)
-            updated.append(seq)
-            if (status := check_stop_conditions(seq)) is not None:
-                seq.finish(status)
-                self.running.remove(seq)
-                self.kv.free(seq)
+            for token_id in token_ids:
+                seq.append_token(token_id)
+                seq.detokenizer.append(token_id)
+                if (status := check_stop_conditions(seq)) is not None:
+                    seq.finish(status)
+                    self.running.remove(seq)
+                    self.kv.free(seq)
+                    break
+            if token_ids:
+                updated.append(seq)
         return updated
 
 
@@ -259,10 +254,11 @@ def preempt(scheduler: Scheduler, candidates: list[Sequence]) -> Sequence | None
     """No room: the candidate that ranks last goes back to `waiting` and gives up its cache.
 
     Its tokens are kept and computed again when it resumes (recomputation), so its text does not change. The first
-    candidate in rank is never the victim unless it is alone, so somebody always advances.
+    candidate in rank is never the victim unless it is alone, so somebody always advances; and nobody loses cache to
+    somebody who ranks behind.
 
     Args:
-        candidates: running sequences that are not scheduled in this step yet; the one that needs room comes first.
+        candidates: all running sequences, in any order; one of them needs room.
 
     Returns:
         The victim, which has left `running`, freed its cache (`kv.free`), turned to WAITING (`requeue`) and been

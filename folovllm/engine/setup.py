@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,43 +14,11 @@ from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.select import choose_backend
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config
-from folovllm.models.llama import context_limit, head_dim_of, num_kv_heads_of
+from folovllm.model_config import context_limit, head_dim_of, num_kv_heads_of
 from folovllm.models.registry import who_runs_it
+from folovllm.setup import EngineSetup
 
 logger = logging.getLogger("folovllm")
-
-
-@dataclass(slots=True, frozen=True)
-class EngineSetup:
-    """An `EngineConfig` that met a model and a machine: nothing is left open."""
-
-    config: EngineConfig
-    path: Path
-    hf_config: Any
-    device: torch.device
-    dtype: torch.dtype
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    attention: AttentionConfig
-    backend: str  # name of the attention backend; "" where Hugging Face attends
-    block_size: int  # tokens a page, or a slot, holds
-
-    @property
-    def num_layers(self) -> int:
-        """L: decoder layers."""
-        return int(self.hf_config.num_hidden_layers)
-
-    @property
-    def vocab_size(self) -> int:
-        """V: rows of the embedding, the bound of all token ids."""
-        return int(self.hf_config.vocab_size)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V that one token takes over all layers, on one rank."""
-        a = self.attention
-        return 2 * self.num_layers * a.num_kv_heads * a.head_dim * self.dtype.itemsize
 
 
 def set_up(config: EngineConfig) -> EngineSetup:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from folovllm.engine.scheduler import SchedulerOutput
-from folovllm.sample.sampler import SamplerOutput
+from folovllm.step.schedule import SchedulerOutput, StepResult
 
 
 class Pending(Protocol):
     """A step that was started."""
 
-    def wait(self) -> SamplerOutput:
+    def wait(self) -> StepResult:
         """Its tokens, as soon as they are here."""
 
 
@@ -20,13 +19,17 @@ class Executor(Protocol):
 
     @property
     def num_kv_blocks(self) -> int:
-        """Pages (or slots) that the KV cache holds; 0 where each sequence grows a cache of its own."""
+        """Blocks (or slots) that the KV cache holds; 0 where each sequence grows a cache of its own."""
 
-    def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
-        """Run one step; returns a token for each scheduled sequence."""
-
-    def submit(self, output: SchedulerOutput) -> Pending:
-        """Start one step and return at once, where that is possible (`async_scheduling`)."""
+    def execute_model(self, output: SchedulerOutput) -> StepResult:
+        """Run one step. Raises `NothingScheduled` if it is empty."""
 
     def shutdown(self) -> None:
         """Give everything back; twice is once."""
+
+
+class AsyncExecutor(Executor, Protocol):
+    """One that need not wait for a step before it starts the next."""
+
+    def submit(self, output: SchedulerOutput) -> Pending:
+        """Start one step and return at once."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import weakref
@@ -16,15 +14,15 @@ from types import SimpleNamespace
 
 import torch
 
+from folovllm.children import import_path, python_command
 from folovllm.distributed.group import child_environment
-from folovllm.distributed.messages import STOP, decode_result, encode_step, longest_messages
-from folovllm.distributed.rank import Assignment, Failure, Ready, spin_seconds
-from folovllm.distributed.ring import Ring, wait_for
-from folovllm.engine.scheduler import NothingScheduled, SchedulerOutput
-from folovllm.engine.setup import EngineSetup
-from folovllm.sample.sampler import SamplerOutput
-from folovllm.worker.graph_runner import full_path
-from folovllm.worker.packed_step import StepPacker
+from folovllm.executor.messages import STOP, decode_result, encode_step, longest_messages
+from folovllm.executor.packed_executor import PackedExecutor
+from folovllm.executor.rank import Assignment, Failure, MakeRank, Ready, spin_seconds
+from folovllm.executor.ring import Ring, wait_for
+from folovllm.setup import EngineSetup
+from folovllm.step.packed import PackedStep
+from folovllm.step.schedule import StepResult
 
 GRACE = 5.0  # seconds that ranks have to end by themselves
 HEARSAY = 1.0  # seconds to wait for the cause of a failure, once its consequences are seen
@@ -59,14 +57,39 @@ class Rank:
         return self.failure is not None or self.process.poll() is not None
 
 
+class MeetingPlace:
+    """A file by which the ranks find each other.
+
+    On Linux it has no name: it goes with its last user, however that ends. Elsewhere it lies among temporary files.
+    """
+
+    def __init__(self) -> None:
+        self._is_named = not hasattr(os, "memfd_create")
+        if self._is_named:
+            self.fd, name = tempfile.mkstemp(prefix="folovllm-")
+        else:
+            self.fd = os.memfd_create("folovllm-rendezvous")
+            name = f"/proc/self/fd/{self.fd}"
+        self.path = Path(name)
+
+    def close(self) -> None:
+        """Let go of the file; twice is once."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            if self._is_named:
+                self.path.unlink()
+
+
 class Ranks:
     """All ranks of one engine, from their start to their end."""
 
-    def __init__(self, setup: EngineSetup) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="folovllm-"))
+    def __init__(self, setup: EngineSetup, make_rank: MakeRank) -> None:
+        self._make_rank = make_rank
         self.size = setup.config.tensor_parallel_size
         longest_step, longest_result = longest_messages(setup)
         self.steps, self.results = Ring(self.size, longest_step), Ring(1, longest_result)
+        self._meeting = MeetingPlace()
         self._ranks: list[Rank] = []
         self._error: WorkerDied | ValueError | None = None
         self._is_started = False
@@ -121,24 +144,22 @@ class Ranks:
         self._ranks.clear()
         self.steps.close()
         self.results.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._meeting.close()
 
     def _start(self, setup: EngineSetup, rank: int) -> Rank:
-        """Start a process that runs `folovllm.distributed.rank.main`, and tell it who it is.
+        """Start a process that runs `folovllm.executor.start`, and tell it who it is.
 
         Not by `multiprocessing`, whose children import the user's main script once more.
         """
         parent, child = Pipe()
-        fds = child.fileno(), self.steps.fd, self.results.fd
-        code = f"from folovllm.distributed.rank import main; main({child.fileno()})"
-        environment = child_environment() | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], env=environment, pass_fds=fds, stdin=subprocess.DEVNULL
-        )
+        fds = child.fileno(), self.steps.fd, self.results.fd, self._meeting.fd
+        command = python_command("folovllm.executor.start", str(child.fileno()))
+        environment = child_environment() | {"PYTHONPATH": import_path()}
+        process = subprocess.Popen(command, env=environment, pass_fds=fds, stdin=subprocess.DEVNULL)
         child.close()
         threads = max(1, torch.get_num_threads() // self.size)
         plain = replace(setup, hf_config=SimpleNamespace(**setup.hf_config.to_dict()))  # a rank needs no transformers
-        parent.send(Assignment(plain, rank, self._folder / "rendezvous", *fds[1:], threads))
+        parent.send(Assignment(plain, rank, self._meeting.path, *fds[1:3], threads, self._make_rank))
         return Rank(process, parent)
 
     def _wait_until_ready(self, rank: Rank) -> Ready:
@@ -168,50 +189,40 @@ class Ranks:
         return WorkerDied(f"rank {number} failed with {failure.message}\n\n{failure.details}")
 
 
-class MultiprocExecutor:
-    """Packs each step once and hands it to all ranks; rank 0 hands back what was drawn."""
+class MultiprocExecutor(PackedExecutor):
+    """Hands each packed step to all ranks through shared memory; rank 0 hands back what was drawn."""
 
-    def __init__(self, setup: EngineSetup) -> None:
+    def __init__(self, setup: EngineSetup, make_rank: MakeRank) -> None:
         """Start the ranks and wait until all are ready.
 
         Raises:
             ValueError: something cannot be had there, memory for the cache say. WorkerDied: a rank failed.
         """
-        self._ranks = Ranks(setup)
+        self._ranks = Ranks(setup, make_rank)
         self._end = weakref.finalize(self, self._ranks.stop)
-        self._buckets = self._ranks.ready[0].buckets
-        self._packer = StepPacker(setup.max_num_seqs, setup.block_size)
         self._spin = spin_seconds(setup)
-
-    @property
-    def num_kv_blocks(self) -> int:
-        """Pages that the KV cache of every rank holds."""
-        return min(ready.num_kv_blocks for ready in self._ranks.ready)
+        ready = self._ranks.ready
+        super().__init__(setup.max_num_seqs, min(rank.num_kv_blocks for rank in ready), ready[0].buckets)
 
     @property
     def pids(self) -> list[int]:
         """Process ids, by rank; none once they are ended."""
         return self._ranks.pids
 
-    def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
-        """Run one step on all ranks; returns a token for each scheduled sequence. `NothingScheduled` if there is none."""
-        if not output.scheduled:
-            self._ranks.check()  # ranks that have ended explain it better
-            raise NothingScheduled
-        return self.submit(output).wait()
-
-    def submit(self, output: SchedulerOutput) -> RemoteStep:
-        """Start one step on all ranks and return at once. Raises `WorkerDied` if one of them has ended."""
-        steps = self._ranks.steps
+    def check(self) -> None:
+        """Raise `WorkerDied` if the ranks were ended, or one has just been heard to end."""
         if not self._ranks.pids:
             self._ranks.check()
-        message = encode_step(self._packer.pack(output.scheduled, self._buckets), full_path(output.scheduled))
-        wait_for(lambda: steps.has_room() or None, self._spin, self._ranks.check)
-        return RemoteStep(self._ranks, steps.write(message), self._spin)
 
     def shutdown(self) -> None:
         """End the ranks; twice is once."""
         self._end()
+
+    def _send(self, step: PackedStep) -> RemoteStep:
+        """Start one step on all ranks and return at once. Raises `WorkerDied` if one of them has ended."""
+        steps, message = self._ranks.steps, encode_step(step)
+        wait_for(lambda: steps.has_room() or None, self._spin, self._ranks.check)
+        return RemoteStep(self._ranks, steps.write(message), self._spin)
 
 
 class RemoteStep:
@@ -222,7 +233,7 @@ class RemoteStep:
         self._number = number
         self._spin = spin
 
-    def wait(self) -> SamplerOutput:
+    def wait(self) -> StepResult:
         """What rank 0 hands back. Raises `WorkerDied` if a rank has ended."""
         results, number = self._ranks.results, self._number
         return decode_result(wait_for(lambda: results.read(0, number), self._spin, self._ranks.check))

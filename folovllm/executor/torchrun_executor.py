@@ -8,15 +8,12 @@ import torch
 import torch.distributed as dist
 
 from folovllm.distributed.group import ProcessGroup
-from folovllm.distributed.rank import rank_setup
-from folovllm.engine.scheduler import NothingScheduled, SchedulerOutput
-from folovllm.engine.setup import EngineSetup
-from folovllm.executor.abstract import Pending
-from folovllm.sample.sampler import SamplerOutput
-from folovllm.worker.gpu_worker import GPUWorker
+from folovllm.executor.packed_executor import LocalExecutor
+from folovllm.executor.rank import MakeRank, rank_setup
+from folovllm.setup import EngineSetup
 
 
-class TorchrunExecutor:
+class TorchrunExecutor(LocalExecutor):
     """A worker in this very process, whose peers run the same program.
 
     Under torchrun every rank has an engine of its own. Given the same requests they all schedule the same steps, for
@@ -24,7 +21,7 @@ class TorchrunExecutor:
     layers exchange. A program prints on rank 0 and does everything else everywhere.
     """
 
-    def __init__(self, setup: EngineSetup) -> None:
+    def __init__(self, setup: EngineSetup, make_rank: MakeRank) -> None:
         """Meet the other ranks and load this one's part. Raises ValueError if torchrun started another number of them."""
         size, started = setup.config.tensor_parallel_size, int(os.environ["WORLD_SIZE"])
         if size != started:
@@ -37,30 +34,15 @@ class TorchrunExecutor:
             )
         own = rank_setup(setup, int(os.environ["LOCAL_RANK"]))
         self._group = ProcessGroup(int(os.environ["RANK"]), size, own.device)
-        self._worker: GPUWorker | None = GPUWorker(own, self._group)
-        self._worker.load_model()
-        self.num_kv_blocks = self._smallest(self._worker.num_kv_blocks, own.device)
-
-    def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
-        """Run one step, as all ranks do; returns a token for each scheduled sequence. `NothingScheduled` if there is none."""
-        if not output.scheduled:
-            raise NothingScheduled
-        return self._running().execute_model(output)
-
-    def submit(self, output: SchedulerOutput) -> Pending:
-        """Start one step, as all ranks do, and return at once."""
-        return self._running().submit(output)
+        worker, runner = make_rank(own, self._group)
+        super().__init__(setup.max_num_seqs, worker, runner)
+        self.num_kv_blocks = self._smallest(worker.num_kv_blocks, own.device)
 
     def shutdown(self) -> None:
         """Drop the part of the model, then leave the group, as all ranks must; twice is once."""
         if self._worker is not None:
-            self._worker = None  # graphs first, for they hold on to the group
+            super().shutdown()  # graphs first, for they hold on to the group
             self._group.close()
-
-    def _running(self) -> GPUWorker:
-        if self._worker is None:
-            raise RuntimeError("the engine was closed: make a new one")
-        return self._worker
 
     def _smallest(self, number: int, device: torch.device) -> int:
         """The least of what the ranks have."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 
@@ -22,6 +21,6 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(VocabParallelEmbedding):
     """The same matrix read the other way: how well a hidden state agrees with each token's row."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, H] -> logits [S, V], in the dtype of the model."""
-        return F.linear(hidden, self.weight)
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[S, H] -> logits [S, V], in the dtype of the model; written to `out` if that is given."""
+        return torch.mm(hidden, self.weight.t(), out=out)

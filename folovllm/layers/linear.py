@@ -5,21 +5,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from folovllm.layers.formats.abstract import WeightFormat
+from folovllm.layers.formats.plain import Plain
+
+PLAIN = Plain()
 
 
 class LinearBase(nn.Module):
-    """y = x W^T + b, with W [output_size, input_size]. The weights are uninitialised until a checkpoint fills them."""
+    """y = x W^T + b, with W [sum(output_sizes), input_size], which `format` keeps.
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = False) -> None:
+    With several `output_sizes` it is several layers that read the same input, stacked: one large matrix product instead
+    of several small ones. The weights are uninitialised until a checkpoint fills them.
+    """
+
+    weight: torch.Tensor  # what a format's parameter is mostly called
+
+    def __init__(
+        self, input_size: int, output_sizes: Sequence[int], bias: bool = False, format: WeightFormat = PLAIN
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(output_size, input_size))
-        self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
+        self.input_size, self.output_sizes, self.format = input_size, list(output_sizes), format
+        format.create(self)
+        self.bias = nn.Parameter(torch.empty(sum(output_sizes))) if bias else None
+
+    def places(self) -> dict[str, Sequence[torch.Tensor]]:
+        """Where a checkpoint's tensors go (`WeightFormat.places`), the bias too."""
+        bias = {} if self.bias is None else {"bias": torch.split(self.bias.data, self.output_sizes)}
+        return self.format.places(self) | bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, input_size] -> [T, output_size]."""
-        return F.linear(x, self.weight, self.bias)
+        """[T, input_size] -> [T, outputs]."""
+        return self.format.apply(self, x)
+
+    def fused(
+        self,
+        x: torch.Tensor,
+        norm_eps: float | None = None,
+        gated: bool = False,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The same, with a norm before it, or a gate or an addition after it: `WeightFormat.apply`."""
+        return self.format.apply(self, x, norm_eps, gated, residual)
+
+    def fuses(self, x: torch.Tensor) -> bool:
+        """Whether `fused` is one kernel for this batch."""
+        return self.format.fuses(self, x)
 
 
 class ColumnParallelLinear(LinearBase):
@@ -29,21 +61,25 @@ class ColumnParallelLinear(LinearBase):
 class RowParallelLinear(LinearBase):
     """Shared along its inputs: each rank holds some of them, and the partial results are added up."""
 
+    def __init__(self, input_size: int, output_size: int, bias: bool = False, format: WeightFormat = PLAIN) -> None:
+        super().__init__(input_size, [output_size], bias, format)
+
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several layers that read the same input, stacked: one large matrix product instead of several small ones.
-
-    Rows of `weight` follow `output_sizes`, so that splitting it by them gives views of the parts.
-    """
-
-    def __init__(self, input_size: int, output_sizes: Sequence[int], bias: bool = False) -> None:
-        super().__init__(input_size, sum(output_sizes), bias)
-        self.output_sizes = list(output_sizes)
+    """Several layers in one. Splitting the result by `output_sizes` gives views of theirs."""
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
     """The query, key and value projections, stacked in this order."""
 
-    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool = False) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool = False,
+        format: WeightFormat = PLAIN,
+    ) -> None:
         sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
-        super().__init__(hidden_size, sizes, bias)
+        super().__init__(hidden_size, sizes, bias, format)

@@ -78,6 +78,15 @@ def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(where, trust_remote_code=config.trust_remote_code)
 
 
+def generation_defaults(path: Path) -> dict[str, Any]:
+    """The fields of `SamplingParams` that the model recommends; of what else it says we know nothing."""
+    file = path / "generation_config.json"
+    said = read_json(file) if file.is_file() else {}
+    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    names["max_new_tokens"] = "max_tokens"
+    return {ours: said[theirs] for theirs, ours in names.items() if said.get(theirs) is not None}
+
+
 def eos_token_ids(path: Path, hf_config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """All ids that end a text: the generation config's, else the model config's, and the tokenizer's."""
     declared: Any = None

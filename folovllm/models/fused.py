@@ -1,42 +1,22 @@
-"""Layers whose element-wise work is one Triton kernel instead of several torch operations: same names, same contracts."""
+"""Attention whose element-wise work is one Triton kernel, and the set of all fused layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from folovllm.forward_batch import ForwardBatch
-from folovllm.kernels.activation import silu_and_mul
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
-from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.fused import FusedRMSNorm, FusedSiluAndMul
+from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.models.llama import LlamaAttention
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
-
-
-class FusedRMSNorm(RMSNorm):
-    """Sum and norm in one pass."""
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As `RMSNorm`."""
-        if residual is None:
-            return rms_norm(x.flatten(0, -2), self.weight, self.eps).view(x.shape)  # heads are rows too
-        return add_rms_norm(x, residual, self.weight, self.eps)
-
-
-class FusedSiluAndMul(SiluAndMul):
-    """Gate and product in one pass."""
-
-    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """As `SiluAndMul`."""
-        return silu_and_mul(gate_up)
 
 
 class FusedLlamaAttention(LlamaAttention):
@@ -68,22 +48,17 @@ class FusedQwen2Attention(FusedLlamaAttention, Qwen2Attention):
     """As Llama's: the families differ in their biases alone."""
 
 
-FUSED: dict[type[nn.Module], type[nn.Module]] = {
-    RMSNorm: FusedRMSNorm,
-    SiluAndMul: FusedSiluAndMul,
+ATTENTION: dict[type[LlamaAttention], type[FusedLlamaAttention]] = {
     LlamaAttention: FusedLlamaAttention,
     Qwen2Attention: FusedQwen2Attention,
     Qwen3Attention: FusedQwen3Attention,
 }
 
 
-def fuse(model: nn.Module, twins: Mapping[type[nn.Module], type[nn.Module]] = FUSED) -> None:
-    """Turn every layer that has a fused twin into it, in place: the weights stay where they are."""
-    for module in model.modules():
-        if (twin := twins.get(type(module))) is not None and _fits(module):
-            module.__class__ = twin
+def fused_layers(head_dim: int) -> LayerSet:
+    """Every layer that has a fused twin is it.
 
-
-def _fits(layer: nn.Module) -> bool:
-    """Not attention whose head_dim is no power of two, as a tile of a kernel is; flash-attn's heads may be 80 wide."""
-    return not isinstance(layer, LlamaAttention) or layer.head_dim & (layer.head_dim - 1) == 0
+    Not attention whose head_dim is no power of two, as a tile of a kernel is; flash-attn's heads may be 80 wide.
+    """
+    places: dict[type[nn.Module], Callable[..., nn.Module]] = {RMSNorm: FusedRMSNorm, SiluAndMul: FusedSiluAndMul}
+    return LayerSet(places | (ATTENTION if head_dim & (head_dim - 1) == 0 else {}))

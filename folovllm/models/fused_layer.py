@@ -6,23 +6,15 @@ layers have none for a norm or an addition, and with few tokens none for the act
 
 from __future__ import annotations
 
-from typing import TypeGuard
-
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.activation import silu_and_mul
-from folovllm.kernels.small_linear import serves, small_linear
-from folovllm.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
-from folovllm.models.fused import FusedLlamaAttention, fuse
+from folovllm.layers.formats.few_tokens import FewTokens
+from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.linear import RowParallelLinear
+from folovllm.models.fused import FusedLlamaAttention, fused_layers
 from folovllm.models.llama import LlamaDecoderLayer, LlamaMLP
-
-
-def _few(x: torch.Tensor) -> bool:
-    """Whether `small_linear` should take this batch: not in the interpreter, where its many programs take minutes."""
-    return x.is_cuda and serves(len(x))
 
 
 class FewTokensMLP(LlamaMLP):
@@ -30,31 +22,9 @@ class FewTokensMLP(LlamaMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As `LlamaMLP`."""
-        if _few(x) and self.gate_up_proj.bias is None:
-            return self.down_proj(small_linear(x, self.gate_up_proj.weight, gated=True))
+        if self.gate_up_proj.fuses(x):
+            return self.down_proj(self.gate_up_proj.fused(x, gated=True))
         return super().forward(x)
-
-
-class FewTokensLinear(LinearBase):
-    """Few tokens: all bandwidth, no library."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As `LinearBase`."""
-        return small_linear(x, self.weight) if _few(x) and self.bias is None else super().forward(x)
-
-
-class FewTokensQKVLinear(FewTokensLinear, QKVParallelLinear):
-    """All of it is inherited."""
-
-
-class AddingRowLinear(FewTokensLinear, RowParallelLinear):
-    """Can add its result to the residual stream as it is written."""
-
-    def add_to(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """stream + forward(x), [T, outputs], where there is no bias; `stream` may be overwritten."""
-        if _few(x):
-            return small_linear(x, self.weight, residual=stream)
-        return stream.addmm_(x, self.weight.t())
 
 
 class LateNormDecoderLayer(LlamaDecoderLayer):
@@ -62,8 +32,8 @@ class LateNormDecoderLayer(LlamaDecoderLayer):
     With few tokens a decode has not even those.
 
     RMSNorm multiplies each column by a weight and divides each row by one number. The weights move into the projection
-    that follows (`fold_norms`). The division commutes with the projection, and waits for whoever reads its result next.
-    The projections back add to the residual stream as they write, so the stream arrives and leaves whole.
+    that follows (`weights_loaded`). The division commutes with the projection, and waits for whoever reads its result
+    next. The projections back add to the residual stream as they write, so the stream arrives and leaves whole.
     """
 
     folded = False
@@ -76,40 +46,38 @@ class LateNormDecoderLayer(LlamaDecoderLayer):
         Where that cannot be, with float16, biases or several ranks, as `LlamaDecoderLayer`.
         """
         attention, mlp = self.self_attn, self.mlp
-        o_proj, down_proj = attention.o_proj, mlp.down_proj
-        if not (
-            self.folded and isinstance(attention, FusedLlamaAttention) and _can_add(o_proj) and _can_add(down_proj)
-        ):
+        if not self.folded or not isinstance(attention, FusedLlamaAttention):
             return super().forward(x, residual, batch)
-        qkv_weight, eps = attention.qkv_proj.weight, self.input_layernorm.eps
-        if _few(x):
-            attended = attend(attention, small_linear(x, qkv_weight, eps), batch)
+        eps = self.input_layernorm.eps
+        if attention.qkv_proj.fuses(x):
+            attended = attend(attention, attention.qkv_proj.fused(x, eps), batch)
         else:
-            attended = attention.attn(attention.prepare(F.linear(x, qkv_weight), batch, x, eps), batch)
-        x = o_proj.add_to(x, attended.flatten(1))
-        gate_up_weight, eps = mlp.gate_up_proj.weight, self.post_attention_layernorm.eps
-        if _few(x):
-            hidden = small_linear(x, gate_up_weight, eps, gated=True)
+            attended = attention.attn(attention.prepare(attention.qkv_proj(x), batch, x, eps), batch)
+        x = attention.o_proj.fused(attended.flatten(1), residual=x)
+        eps = self.post_attention_layernorm.eps
+        if mlp.gate_up_proj.fuses(x):
+            hidden = mlp.gate_up_proj.fused(x, eps, gated=True)
         else:
-            hidden = silu_and_mul(F.linear(x, gate_up_weight), x, eps)
-        return down_proj.add_to(x, hidden), None
+            hidden = silu_and_mul(mlp.gate_up_proj(x), x, eps)
+        return mlp.down_proj.fused(hidden, residual=x), None
 
-    def fold_norms(self) -> None:
+    def weights_loaded(self) -> None:
         """(x * g) W^T is x (W * g)^T: the norms' weights go into the projections' columns, and become ones.
 
-        Not with a bias, which the late division would scale, and not in float16: before it is divided, a result may be
-        larger than that can hold.
+        Not where a format cannot do that, and only where the projections back can add to the stream: not with a bias, and
+        not where ranks must first add up among themselves, which a subclass does.
         """
         pairs = (
             (self.input_layernorm, self.self_attn.qkv_proj),
             (self.post_attention_layernorm, self.mlp.gate_up_proj),
         )
-        if any(linear.bias is not None or linear.weight.dtype == torch.float16 for _, linear in pairs):
-            return
-        for norm, linear in pairs:
-            linear.weight.data *= norm.weight.data
+        back = (self.self_attn.o_proj, self.mlp.down_proj)
+        self.folded = all(linear.format.can_fold(linear) for _, linear in pairs) and all(
+            type(linear) is RowParallelLinear and linear.bias is None for linear in back
+        )
+        for norm, linear in pairs if self.folded else ():
+            linear.format.fold(linear, norm.weight.data)
             norm.weight.data.fill_(1)
-        self.folded = True
 
 
 def attend(attention: FusedLlamaAttention, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -125,22 +93,7 @@ def attend(attention: FusedLlamaAttention, qkv: torch.Tensor, batch: ForwardBatc
     return attn(attention.prepare(qkv, batch), batch)
 
 
-def _can_add(layer: RowParallelLinear) -> TypeGuard[AddingRowLinear]:
-    """Not with a bias, and not where ranks must first add up among themselves, which their subclasses do."""
-    return type(layer) is AddingRowLinear and layer.bias is None
-
-
-TWINS: dict[type[nn.Module], type[nn.Module]] = {
-    QKVParallelLinear: FewTokensQKVLinear,
-    RowParallelLinear: AddingRowLinear,
-    LlamaMLP: FewTokensMLP,
-    LlamaDecoderLayer: LateNormDecoderLayer,
-}
-
-
-def fuse_layers(model: nn.Module) -> None:
-    """After `fuse`: turn the decoder layers into these, in place. The weights of their norms move."""
-    fuse(model, TWINS)
-    for module in model.modules():
-        if isinstance(module, LateNormDecoderLayer):
-            module.fold_norms()
+def few_token_layers(head_dim: int) -> LayerSet:
+    """The fused layers, and where they leave small kernels between large ones, these."""
+    late = {LlamaDecoderLayer: LateNormDecoderLayer, LlamaMLP: FewTokensMLP}
+    return fused_layers(head_dim).having(late, FewTokens())

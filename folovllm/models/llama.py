@@ -5,7 +5,7 @@ Everything runs on a ragged batch: `T` tokens of all sequences end to end, `[T, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import nn
@@ -14,53 +14,31 @@ from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.attention import Attention
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_frequencies
 from folovllm.layers.unsupported import UnsupportedModel
+from folovllm.model_config import context_limit, head_dim_of, num_kv_heads_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def head_dim_of(config: PretrainedConfig) -> int:
-    """D: as the config says, else the hidden size shared among the heads."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def num_kv_heads_of(config: PretrainedConfig) -> int:
-    """Hkv: as the config says, else one for each query head."""
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-
-
-def sliding_window_of(config: PretrainedConfig) -> int | None:
-    """How many tokens a layer with a sliding window sees; None if there is no such layer."""
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    return getattr(config, "sliding_window", None) if slides else None
-
-
-def context_limit(config: PretrainedConfig) -> int:
-    """The longest context, in tokens, for which full attention is what the model was trained with.
-
-    Layers with a sliding window see everything as long as the context fits into the window, so the window is the limit.
-    """
-    limit: int = config.max_position_embeddings
-    return min(limit, sliding_window_of(config) or limit)
-
-
 class LlamaAttention(nn.Module):
     """Projections, position, cache, attention, projection."""
 
-    def __init__(self, config: PretrainedConfig, rope: RotaryEmbedding) -> None:
+    def __init__(self, config: PretrainedConfig, rope: RotaryEmbedding, layers: LayerSet) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = num_kv_heads_of(config)
         self.head_dim = head_dim_of(config)
         qkv_bias, output_bias = self.biases(config)
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim, bias=qkv_bias
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        self.qkv_proj = layers.make(QKVParallelLinear, config.hidden_size, *heads, qkv_bias, layers.format)
+        self.o_proj = layers.make(
+            RowParallelLinear, self.num_heads * self.head_dim, config.hidden_size, output_bias, layers.format
         )
-        self.o_proj = RowParallelLinear(self.num_heads * self.head_dim, config.hidden_size, bias=output_bias)
         self.rope = rope
         self.attn = Attention()
 
@@ -94,14 +72,14 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), with gate and up in one matrix product."""
 
-    def __init__(self, config: PretrainedConfig) -> None:
+    def __init__(self, config: PretrainedConfig, layers: LayerSet) -> None:
         super().__init__()
         if config.hidden_act != "silu":
             raise UnsupportedModel(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' is")
-        bias = getattr(config, "mlp_bias", False)
-        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [config.intermediate_size] * 2, bias)
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, bias)
-        self.act_fn = SiluAndMul()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, getattr(config, "mlp_bias", False)
+        self.gate_up_proj = layers.make(MergedColumnParallelLinear, hidden, [inner] * 2, bias, layers.format)
+        self.down_proj = layers.make(RowParallelLinear, inner, hidden, bias, layers.format)
+        self.act_fn = layers.make(SiluAndMul)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
@@ -115,12 +93,12 @@ class LlamaDecoderLayer(nn.Module):
     the last block's output and the stream it has yet to be added to.
     """
 
-    def __init__(self, config: PretrainedConfig, attention: LlamaAttention) -> None:
+    def __init__(self, config: PretrainedConfig, attention: LlamaAttention, layers: LayerSet) -> None:
         super().__init__()
         self.self_attn = attention
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = layers.make(LlamaMLP, config, layers)
+        self.input_layernorm = layers.make(RMSNorm, config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = layers.make(RMSNorm, config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
@@ -133,20 +111,24 @@ class LlamaDecoderLayer(nn.Module):
         x, residual = self.post_attention_layernorm(self.self_attn(x, batch), residual)
         return self.mlp(x), residual
 
+    def weights_loaded(self) -> None:
+        """Prepare what depends on the weights; called whenever a checkpoint has filled them. Here nothing does."""
+
 
 class LlamaModel(nn.Module):
     """Embedding, layers, final norm. All layers share one table of angles."""
 
     def __init__(
-        self, config: PretrainedConfig, attention_class: type[LlamaAttention], max_model_len: int | None = None
+        self, config: PretrainedConfig, attention_class: type[LlamaAttention], layers: LayerSet, max_model_len: int
     ) -> None:
         super().__init__()
-        rope = RotaryEmbedding(rope_frequencies(config, head_dim_of(config)), max_model_len or context_limit(config))
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        rope = layers.make(RotaryEmbedding, rope_frequencies(config, head_dim_of(config)), max_model_len)
+        self.embed_tokens = layers.make(VocabParallelEmbedding, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, attention_class(config, rope)) for _ in range(config.num_hidden_layers)
+            layers.make(LlamaDecoderLayer, config, layers.make(attention_class, config, rope, layers), layers)
+            for _ in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = layers.make(RMSNorm, config.hidden_size, config.rms_norm_eps)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """The batch's tokens -> their last hidden states, [T, H]."""
@@ -165,10 +147,10 @@ class LlamaForCausalLM(nn.Module):
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
 
-    def __init__(self, config: PretrainedConfig, max_model_len: int | None = None) -> None:
+    def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         super().__init__()
-        self.model = LlamaModel(config, self.attention_class, max_model_len)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        self.model = LlamaModel(config, self.attention_class, layers, max_model_len or context_limit(config))
+        self.lm_head = layers.make(ParallelLMHead, config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -176,7 +158,14 @@ class LlamaForCausalLM(nn.Module):
         """The hidden states of all new tokens, [T, H]; their K/V are in the caches afterwards."""
         return self.model(batch)
 
-    def compute_logits(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, H] -> [S, V]: for each sequence's last new token alone, in the dtype of the model."""
+    def compute_logits(
+        self, hidden: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, H] -> [S, V]: for each sequence's last new token alone, in the dtype of the model; in `out` if given."""
         only_decodes = len(batch.logits_indices) == len(hidden)  # then every token is its sequence's last
-        return self.lm_head(hidden if only_decodes else hidden[batch.logits_indices])
+        return self.lm_head(hidden if only_decodes else hidden[batch.logits_indices], out)
+
+    def weights_loaded(self) -> None:
+        """Call this when the weights have changed: some layers keep them in another form."""
+        for layer in self.model.layers:
+            cast(LlamaDecoderLayer, layer).weights_loaded()

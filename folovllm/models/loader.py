@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from folovllm.layers.linear import MergedColumnParallelLinear
+from folovllm.layers.formats.abstract import WeightFormat
+from folovllm.layers.linear import PLAIN, LinearBase
 from folovllm.models.json_files import read_json
 from folovllm.models.llama import LlamaForCausalLM
 
@@ -44,50 +47,69 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard
         ValueError: no safetensors here, a damaged file, or a weight that is missing, left over, of another shape, coded
             in 8 bits, or not finite (the message names it).
     """
-    destinations = checkpoint_destinations(model)
+    places = checkpoint_places(model)
+    part = None if shard is None else partial(part_of, places, shard)
     embedding = model.model.embed_tokens.weight
     tied, copied_head = model.lm_head.weight is embedding, None
-    with tqdm(total=len(destinations), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
-        for name, tensor in read_tensors(checkpoint_files(path), shard):
+    with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
+        for name, tensor in read_tensors(checkpoint_files(path), part):
             if tied and name == "lm_head.weight":
                 copied_head = tensor
             elif not name.endswith(IGNORED_SUFFIX):
-                copy_weight(name, tensor, destinations)
+                copy_weight(name, tensor, places)
                 progress.update()
-    if destinations:
-        raise ValueError(f"the checkpoint in {path} lacks {_some(destinations)}")
+    if places:
+        raise ValueError(f"the checkpoint in {path} lacks {_some(places)}")
     if copied_head is not None and not _same(copied_head, embedding):
         raise ValueError(f"{path} holds a 'lm_head.weight' of its own: set tie_word_embeddings to false in its config")
+    model.weights_loaded()
 
 
-def checkpoint_destinations(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
-    """Where each of the checkpoint's tensors goes: its name -> a view of (a part of) one of our parameters.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one of the checkpoint's tensors goes: a view of (a part of) a parameter, in the format of its layer."""
 
-    A merged parameter appears once for each of its parts, under the names that the checkpoint has for them.
+    view: torch.Tensor
+    format: WeightFormat = PLAIN
+
+
+def checkpoint_places(model: LlamaForCausalLM) -> dict[str, Place]:
+    """Where each of the checkpoint's tensors goes, by its name.
+
+    A merged layer appears once for each of its parts, under the names that the checkpoint has for them. Tied weights
+    have one place.
     """
-    destinations: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        module_name, _, kind = name.rpartition(".")
-        parent, _, leaf = module_name.rpartition(".")
-        parts = model.packed_modules_mapping.get(leaf)
-        if parts is None:
-            destinations[name] = parameter.data
+    places: dict[str, Place] = {}
+    seen: set[int] = set()
+    for module_name, module in model.named_modules():
+        if isinstance(module, LinearBase):
+            parent, _, leaf = module_name.rpartition(".")
+            parts = [f"{parent}.{part}" for part in model.packed_modules_mapping.get(leaf, [leaf])]
+            for kind, views in module.places().items():
+                places |= {f"{p}.{kind}": Place(view, module.format) for p, view in zip(parts, views, strict=True)}
             continue
-        module = cast(MergedColumnParallelLinear, model.get_submodule(module_name))
-        rows = torch.split(parameter.data, module.output_sizes)
-        destinations |= {f"{parent}.{part}.{kind}": view for part, view in zip(parts, rows, strict=True)}
-    return destinations
+        for kind, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                places[f"{module_name}.{kind}"] = Place(parameter.data)
+                seen.add(id(parameter))
+    return places
 
 
-def copy_weight(name: str, tensor: torch.Tensor, destinations: dict[str, torch.Tensor]) -> None:
-    """Copy one tensor of the checkpoint to its destination, look at what arrived, and cross that off."""
-    destination = destinations.pop(name, None)
-    if destination is None:
+def part_of(places: dict[str, Place], shard: Shard, name: str, tensor: Any) -> torch.Tensor:
+    """What `shard` keeps of a tensor of the checkpoint, whose format knows how that lies."""
+    format = places[name].format if name in places else PLAIN
+    return format.shard(name.rpartition(".")[2], tensor, partial(shard, name))
+
+
+def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> None:
+    """Copy one tensor of the checkpoint to its place and cross that off."""
+    place = places.pop(name, None)
+    if place is None:
         raise ValueError(f"the checkpoint holds {name!r}, for which the model has no place (or had it twice)")
-    if destination.shape != tensor.shape:
-        raise ValueError(f"{name!r} has shape {list(tensor.shape)}, the model expects {list(destination.shape)}")
-    destination.copy_(tensor)
-    require_finite(name, destination)
+    if place.view.shape != tensor.shape:
+        raise ValueError(f"{name!r} has shape {list(tensor.shape)}, the model expects {list(place.view.shape)}")
+    place.view.copy_(tensor)
+    require_finite(name, place.view)
 
 
 def require_finite(name: str, weight: torch.Tensor) -> None:
@@ -172,14 +194,15 @@ def init_random_weights(
 
     Where `model` is a part, `whole` (of which only shapes matter) is what is made up, and `shard` cuts each tensor.
     """
-    destinations = checkpoint_destinations(model)
+    places = checkpoint_places(model)
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
-    for name, full in checkpoint_destinations(model if whole is None else whole).items():
-        place = destinations[name]
-        tensor = torch.ones(full.shape, dtype=place.dtype, device=place.device)
+    for name, full in checkpoint_places(model if whole is None else whole).items():
+        place = places[name]
+        tensor = torch.ones(full.view.shape, dtype=place.view.dtype, device=place.view.device)
         if not name.endswith("norm.weight"):
             tensor.normal_(0.0, 0.02, generator=generator)
-        place.copy_(tensor if shard is None else shard(name, tensor))
+        place.view.copy_(tensor if shard is None else part_of(places, shard, name, tensor))
+    model.weights_loaded()
 
 
 def _same(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -188,6 +211,6 @@ def _same(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     return tensor.shape == parameter.shape and all(torch.equal(a.to(b), b) for a, b in pieces)
 
 
-def _some(names: dict[str, torch.Tensor]) -> str:
+def _some(names: Iterable[str]) -> str:
     listed = sorted(names)
     return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from folovllm.forward_batch import ForwardBatch
+from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
 from folovllm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel
@@ -22,10 +23,10 @@ Qwen3Model = LlamaModel
 class Qwen3Attention(LlamaAttention):
     """Adds QK-norm: one weight [D] for all query heads of a layer, one for its key heads."""
 
-    def __init__(self, config: PretrainedConfig, rope: RotaryEmbedding) -> None:
-        super().__init__(config, rope)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+    def __init__(self, config: PretrainedConfig, rope: RotaryEmbedding, layers: LayerSet) -> None:
+        super().__init__(config, rope, layers)
+        self.q_norm = layers.make(RMSNorm, self.head_dim, config.rms_norm_eps)
+        self.k_norm = layers.make(RMSNorm, self.head_dim, config.rms_norm_eps)
 
     def prepare(self, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """As Llama's, with the heads normalised before they are rotated."""

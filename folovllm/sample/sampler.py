@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import torch
 
-from folovllm.request import Sequence
 from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering, apply_top_p_filtering
 from folovllm.sample.noise import gumbel
-from folovllm.sample.penalties import apply_penalties, forbid_stop_tokens
-
-Logprobs = list[tuple[int, float]]  # the chosen token first, then the most likely
+from folovllm.sample.penalties import TokenCounts, apply_penalties, forbid_stop_tokens
+from folovllm.step.draw import DrawSpec, Logprobs
 
 
 @dataclass(slots=True)
@@ -25,31 +24,40 @@ class SamplingBatch:
     min_p: torch.Tensor | None = None  # [S]
     top_k: torch.Tensor | None = None  # [S]
     top_p: torch.Tensor | None = None  # [S]
-    seqs: list[Sequence] = field(default_factory=list)  # for what depends on the tokens so far
+    specs: SequenceOf[DrawSpec] = ()  # [S], and below: for what depends on the tokens so far
+    host_positions: SequenceOf[int] = ()
+    counts: SequenceOf[TokenCounts | None] = ()
 
     @classmethod
-    def from_sequences(cls, seqs: list[Sequence], device: torch.device) -> SamplingBatch:
+    def from_specs(
+        cls,
+        specs: SequenceOf[DrawSpec],
+        positions: SequenceOf[int],
+        device: torch.device,
+        counts: SequenceOf[TokenCounts | None] | None = None,
+    ) -> SamplingBatch:
         """Gather the parameters of the rows' requests."""
-        params = [seq.params for seq in seqs]
 
         def row(values: list[float] | list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
         return cls(
-            temperature=row([p.temperature for p in params]),
-            seeds=row([seq.seed for seq in seqs], torch.int64),
-            positions=row([seq.num_tokens + seq.num_in_flight for seq in seqs], torch.int64),
-            all_greedy=all(p.greedy for p in params),
-            min_p=row([p.min_p for p in params]) if any(p.min_p > 0 for p in params) else None,
-            top_k=row([p.top_k for p in params], torch.int64) if any(p.top_k > 0 for p in params) else None,
-            top_p=row([p.top_p for p in params]) if any(p.top_p < 1 for p in params) else None,
-            seqs=seqs,
+            temperature=row([spec.temperature for spec in specs]),
+            seeds=row([spec.seed for spec in specs], torch.int64),
+            positions=row(list(positions), torch.int64),
+            all_greedy=all(spec.greedy for spec in specs),
+            min_p=row([spec.min_p for spec in specs]) if any(spec.min_p > 0 for spec in specs) else None,
+            top_k=row([spec.top_k for spec in specs], torch.int64) if any(spec.top_k > 0 for spec in specs) else None,
+            top_p=row([spec.top_p for spec in specs]) if any(spec.top_p < 1 for spec in specs) else None,
+            specs=specs,
+            host_positions=positions,
+            counts=[None] * len(specs) if counts is None else counts,
         )
 
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """What a step drew, in the order of its rows."""
+    """A token for each row."""
 
     token_ids: list[int]  # [S]
     logprobs: list[Logprobs | None]  # [S]; None where the request did not ask
@@ -62,12 +70,12 @@ class Sampler:
         """Draw a token for each row of `logits` [S, V]."""
         raw = logits.float()
         tokens = self.choose(raw, batch).tolist()
-        return SamplerOutput(tokens, self.logprobs(raw, tokens, batch.seqs))
+        return SamplerOutput(tokens, self.logprobs(raw, tokens, batch.specs))
 
     def choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """All steps from `logits` [S, V] float32 to tokens [S]; the device is not waited for."""
-        adjusted = forbid_stop_tokens(apply_penalties(logits, batch.seqs), batch.seqs)
-        return self.sample(adjusted, batch)
+        penalized = apply_penalties(logits, batch.specs, batch.counts)
+        return self.sample(forbid_stop_tokens(penalized, batch.specs, batch.host_positions), batch)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Filter and draw: [S, V], penalties applied, to [S]. What depends on logits and parameters alone."""
@@ -104,13 +112,14 @@ class Sampler:
         noise = gumbel(batch.seeds, batch.positions, logits.shape[-1])  # [S, V]
         return (logits + noise * (batch.temperature > 0)[:, None]).argmax(-1)
 
-    def logprobs(self, raw: torch.Tensor, tokens: list[int], seqs: list[Sequence]) -> list[Logprobs | None]:
+    def logprobs(self, raw: torch.Tensor, tokens: list[int], specs: SequenceOf[DrawSpec]) -> list[Logprobs | None]:
         """The most likely tokens under the model's own distribution, for the rows that asked."""
-        rows: list[Logprobs | None] = [None] * len(seqs)
-        for i, seq in enumerate(seqs):
-            if (k := seq.params.logprobs) is not None:
+        rows: list[Logprobs | None] = [None] * len(specs)
+        for i, spec in enumerate(specs):
+            if (k := spec.logprobs) is not None:
                 logprobs = raw[i].log_softmax(-1)
                 values, ids = logprobs.topk(min(k, logprobs.numel()))
-                top = list(zip(ids.tolist(), values.tolist(), strict=True))
-                rows[i] = [(tokens[i], float(logprobs[tokens[i]])), *top]
+                top = zip(ids.tolist(), values.tolist(), range(1, len(ids) + 1), strict=True)
+                chosen = logprobs[tokens[i]]
+                rows[i] = [(tokens[i], float(chosen), int((logprobs >= chosen).sum())), *top]
         return rows

@@ -8,15 +8,19 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
-from folovllm.engine.setup import EngineSetup
-from folovllm.forward_batch import ForwardBatch
-from folovllm.request import Sequence
-from folovllm.sample.sampler import Logprobs, SamplerOutput, SamplingBatch
+from folovllm.models.llama import LlamaForCausalLM
+from folovllm.sample.rows import DrawRows
+from folovllm.sample.sampler import Sampler
+from folovllm.setup import EngineSetup
+from folovllm.step.draw import Logprobs
+from folovllm.step.packed import Field, PackedStep, StepPacker
+from folovllm.step.schedule import StepResult
+from folovllm.worker.device_tables import DeviceTables
+from folovllm.worker.draw import StepDraw
 from folovllm.worker.host_ring import HostRing
 from folovllm.worker.model_runner import ModelRunner
-from folovllm.worker.packed_step import DeviceTables, Field, PackedStep, StepPacker
 from folovllm.worker.step_graph import CudaGraph, RecordedGraph, StepGraph
+from folovllm.worker.warm_up import small_steps
 
 logger = logging.getLogger("folovllm")
 
@@ -24,48 +28,83 @@ logger = logging.getLogger("folovllm")
 class PendingStep:
     """A step that was started. Its tokens are on the device, and on their way to the host."""
 
-    def __init__(self, tokens: torch.Tensor, arrived: torch.cuda.Event | None, logprobs: list[Logprobs | None]) -> None:
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        arrived: torch.cuda.Event | None,
+        num_draws: list[int],
+        logprobs: dict[int, Logprobs],
+    ) -> None:
         self._tokens = tokens  # [S] int64 in host memory, once `arrived`
         self._arrived = arrived
-        self._logprobs = logprobs
+        self._num_draws = num_draws
+        self._logprobs = logprobs  # by index in the step
 
     def is_here(self) -> bool:
         """Whether `wait` would return at once."""
         return self._arrived is None or self._arrived.query()
 
-    def wait(self) -> SamplerOutput:
+    def wait(self) -> StepResult:
         """The tokens, as soon as they are here."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return SamplerOutput(self._tokens.tolist(), self._logprobs)
+        tokens = [[token] * drawn for token, drawn in zip(self._tokens.tolist(), self._num_draws, strict=True)]
+        logprobs = [[self._logprobs[i]] if i in self._logprobs else [] for i in range(len(tokens))]
+        return StepResult(tokens, logprobs)
 
 
-class GraphRunner(ModelRunner):
-    """A `ModelRunner` whose steps are started and not waited for.
+class GraphRunner:
+    """Around a `ModelRunner`: packed steps, which are started and not waited for.
 
     The whole decode step, from unpacking its buffer to the draw, is recorded once for each width in `buckets`. Other
     steps run the same operations one by one. All device work is queued on one stream, so that a step sees what the step
     before it wrote, whatever the host knows by then.
     """
 
-    def __init__(self, setup: EngineSetup) -> None:
-        super().__init__(setup)
+    def __init__(self, setup: EngineSetup, runner: ModelRunner, draw: StepDraw, sampler: Sampler) -> None:
         rows, device = setup.max_num_seqs, setup.device
+        self._setup = setup
+        self._runner = runner
+        self._draw = draw
+        self._sampler = sampler
         self.buckets: list[int] = []
-        self.packer = StepPacker(rows, setup.block_size)
+        self._draws = DrawRows(draw.vocab_size, device)
         self._tables = DeviceTables(rows, -(-setup.max_model_len // setup.block_size), setup.block_size, device)
         self._graphs: dict[int, StepGraph] = {}
         self._graph_pool: Any = None
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # what the step drew
-        self._logits: dict[int, torch.Tensor] = {}  # [width, V], where the recorded step of a width leaves them
+        self._logits: torch.Tensor | None = None  # [rows, V], where recorded steps leave them
         self._steps_in, self._tokens_out = HostRing(torch.int32, device), HostRing(torch.int64, device)
 
+    @property
+    def model(self) -> LlamaForCausalLM:
+        """The model, once it is loaded."""
+        return self._runner.model
+
+    def load_model(self) -> None:
+        """Build the model and load its weights."""
+        self._runner.load_model()
+
     def initialize_kv_cache(self) -> int:
-        """As without graphs; then record them."""
-        num_blocks = super().initialize_kv_cache()
-        if not self._setup.config.enforce_eager:
+        """Find out how many blocks fit, and allocate them; compile kernels and record steps. Returns the number of blocks."""
+        setup = self._setup
+        records = not setup.config.enforce_eager and self._runner.supports_graph()
+        if records:  # before the cache takes what is left
+            shape = setup.max_num_seqs, len(self.model.lm_head.weight)
+            self._logits = torch.zeros(shape, dtype=setup.dtype, device=setup.device)
+        num_blocks = self._runner.fit_kv_cache()
+        if setup.device.type == "cuda":
+            self.compile_kernels()
+        if records:
             self.capture_cudagraph()
         return num_blocks
+
+    def compile_kernels(self) -> None:
+        """Run what no later step will find uncompiled, one operation after the other."""
+        packer = StepPacker(self._setup.max_num_seqs, [])
+        with torch.inference_mode():
+            for output in small_steps(self._setup):
+                self.execute_model(packer.pack(output)).wait()
 
     def capture_cudagraph(self) -> None:
         """Record the decode step for every bucket, the widest first, so that all others fit into its memory.
@@ -73,9 +112,6 @@ class GraphRunner(ModelRunner):
         On CPU a bucket is recorded when it is first needed: nothing is gained by doing it earlier.
         """
         setup = self._setup
-        if not self._backend.supports_graph(setup.device):
-            logger.warning("attention backend %s cannot be captured: decode runs eagerly", setup.backend)
-            return
         self.buckets = decode_buckets(setup.max_num_seqs)
         if setup.device.type == "cuda":
             self._graph_pool = torch.cuda.graph_pool_handle()
@@ -85,102 +121,57 @@ class GraphRunner(ModelRunner):
     def _graph(self, width: int) -> StepGraph:
         """The recorded decode step of a bucket; recorded now, with nothing but padding, if it is not yet."""
         if width not in self._graphs:
-            padding = torch.from_numpy(self.packer.pack_decode([], width).fields).to(self._setup.device)
-            graph = RecordedGraph(padding) if self._graph_pool is None else CudaGraph(padding, self._graph_pool)
+            padding = StepPacker(self._setup.max_num_seqs, []).pack_decode([], width)
+            fields = torch.from_numpy(padding.fields).to(self._setup.device)
+            graph = RecordedGraph(fields) if self._graph_pool is None else CudaGraph(fields, self._graph_pool)
             with torch.inference_mode():
                 graph.capture(self._decode)
             self._graphs[width] = graph
         return self._graphs[width]
 
-    def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
-        """Start a step and wait for it."""
-        return self.submit(output).wait()
-
-    def submit(self, output: SchedulerOutput) -> PendingStep:
-        """Start a step; the host does not wait for anything, unless a request wants log-probabilities."""
-        return self.run(self.packer.pack(output.scheduled, self.buckets), full_path(output.scheduled))
-
-    def run(self, step: PackedStep, full: dict[int, Sequence]) -> PendingStep:
-        """Start a packed step; `full` is what `full_path` says of it."""
-        n = step.num_seqs
+    def execute_model(self, step: PackedStep) -> PendingStep:
+        """Start a packed step; the host does not wait for anything, unless a request wants log-probabilities."""
+        self._draws.set(step.new_rows)
         if step.is_decode:
             width = step.fields.shape[1]
             self._graph(width).replay(self._steps_in.stage(step.fields.ravel()).view(step.fields.shape))
             self._steps_in.mark()
-            logits = self._logits[width]
+            assert self._logits is not None
+            logits = self._logits[:width]
         else:
             flat = self._steps_in.to_device(step.flatten())
-            logits = self._forward(self._tables.unpack_mixed(step, flat), flat[: step.fields.size].view(len(Field), -1))
-        logprobs: list[Logprobs | None] = [None] * n
-        if full:
-            self._redraw(logits, step, full, logprobs)
-        tokens, arrived = self._tokens_out.to_host(self._tokens[:n])
-        return PendingStep(tokens, arrived, logprobs)
+            fields = flat[: step.fields.size].view(len(Field), -1)
+            logits = self._runner.forward(self._tables.unpack_mixed(step, flat))
+            self._draw.one_pass(logits, fields, self._tokens, self._tables.last_token)
+        logprobs = self._redraw(logits, step)
+        tokens, arrived = self._tokens_out.to_host(self._tokens[: step.num_seqs])
+        return PendingStep(tokens, arrived, step.fields[Field.NUM_DRAWS, : step.num_seqs].tolist(), logprobs)
 
     def _decode(self, fields: torch.Tensor) -> None:
         """The work of a decode step, from its buffer [len(Field), width] to its tokens: what a graph records."""
+        assert self._logits is not None
         batch = self._tables.unpack_decode(fields, self._setup.max_model_len)
-        self._logits[batch.num_seqs] = self._forward(batch, fields)
+        logits = self._runner.forward(batch, out=self._logits[: batch.num_seqs])
+        self._draw.one_pass(logits, fields, self._tokens, self._tables.last_token)
 
-    def _forward(self, batch: ForwardBatch, fields: torch.Tensor) -> torch.Tensor:
-        """Model and draw; returns the logits [S, V]."""
-        self._backend.plan(batch)
-        logits = self.model.compute_logits(self.model(batch), batch)
-        self._draw(logits, fields)
-        return logits
-
-    def _draw(self, logits: torch.Tensor, fields: torch.Tensor) -> None:
-        """One token a row, in one pass over the logits [S, V], to be kept: no filters, no penalties."""
-        temperature = fields[Field.TEMPERATURE].view(torch.float32)
-        low, high, positions = fields[Field.SEED_LOW], fields[Field.SEED_HIGH], fields[Field.SEQ_LEN]
-        if logits.is_cuda and not self._setup.config.compile:
-            from folovllm.kernels.gumbel_max import gumbel_max
-
-            keep = (self._tables.last_token, fields[Field.ROW])
-            gumbel_max(logits, temperature, low, high, positions, out=self._tokens, keep=keep)
-            return
-        seeds = high.long() << 32 | low.long() & 0xFFFFFFFF
-        greedy = not logits.is_cuda and not bool(temperature.any())  # to ask a GPU is to wait for it
-        batch = SamplingBatch(temperature, seeds, positions.long(), greedy)
-        self._keep(self._sampler.sample(logits, batch), fields)
-
-    def _keep(self, tokens: torch.Tensor, fields: torch.Tensor) -> None:
-        """The drawn tokens [S] go to `_tokens`, and to their rows' last token."""
-        self._tokens[: len(tokens)] = tokens
-        self._tables.last_token[fields[Field.ROW].long()] = tokens
-
-    def _redraw(
-        self, logits: torch.Tensor, step: PackedStep, full: dict[int, Sequence], out: list[Logprobs | None]
-    ) -> None:
-        """Draw again, with everything, for the rows whose requests ask for it."""
-        index = list(full)
+    def _redraw(self, logits: torch.Tensor, step: PackedStep) -> dict[int, Logprobs]:
+        """Draw again, with everything, for the rows whose requests ask for it; returns their log-probabilities."""
+        rows = step.fields[Field.ROW, : step.num_seqs].tolist()
+        index = [i for i in self._draws.special(rows) if step.fields[Field.NUM_DRAWS, i]]
+        if not index:
+            return {}
+        rows = [rows[i] for i in index]
         at = torch.tensor(index).to(logits.device, non_blocking=True)
-        seqs = [full[i] for i in index]
-        batch = SamplingBatch.from_sequences(seqs, logits.device)
-        rows = self._whole_logits(logits[at]).float()
-        tokens = self._sampler.choose(rows, batch)
+        batch = self._draws.batch(rows, step.fields[Field.SEQ_LEN, index].tolist())
+        whole = self._draw.whole(logits[at]).float()
+        tokens = self._sampler.choose(whole, batch)
         self._tokens[at] = tokens
-        table_rows = torch.from_numpy(step.fields[Field.ROW, index]).long().to(logits.device, non_blocking=True)
-        self._tables.last_token[table_rows] = tokens
-        if any(seq.params.logprobs is not None for seq in seqs):  # the host waits here
-            for i, logprobs in zip(index, self._sampler.logprobs(rows, tokens.tolist(), seqs), strict=True):
-                out[i] = logprobs
-
-    def _whole_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Rows over the whole vocabulary, [n, V]; on one rank they are that already."""
-        return logits
-
-
-def full_path(items: list[ScheduledSequence]) -> dict[int, Sequence]:
-    """The sequences, by index in the step, that the one-pass draw cannot serve."""
-    return {i: item.seq for i, item in enumerate(items) if item.draws and _needs_full_path(item.seq)}
-
-
-def _needs_full_path(seq: Sequence) -> bool:
-    """Whether the draw takes more than temperature and noise."""
-    p = seq.params
-    filtered = not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
-    return filtered or p.has_penalties or p.logprobs is not None or p.min_tokens > 0
+        self._tables.last_token[torch.tensor(rows).to(logits.device, non_blocking=True)] = tokens
+        self._draws.note(rows, tokens)
+        if not self._draws.wants_logprobs(rows):
+            return {}
+        found = self._sampler.logprobs(whole, tokens.tolist(), batch.specs)  # the host waits here
+        return {i: own for i, own in zip(index, found, strict=True) if own is not None}
 
 
 def decode_buckets(max_num_seqs: int) -> list[int]:

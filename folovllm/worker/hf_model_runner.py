@@ -1,28 +1,44 @@
-"""Hugging Face's model, one sequence at a time, each with `past_key_values` of its own."""
+"""Hugging Face's model, one sequence at a time, with `past_key_values` of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging as hf_logging
 
-from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
-from folovllm.engine.setup import EngineSetup
 from folovllm.models.json_files import reading
 from folovllm.models.loader import checkpoint_files, require_finite, require_float_weights
-from folovllm.request import Sequence
-from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
+from folovllm.sample.rows import DrawRows
+from folovllm.sample.sampler import Sampler
+from folovllm.setup import EngineSetup
+from folovllm.step.schedule import SchedulerOutput, StepResult, one_each
+
+
+@contextmanager
+def progress_bars(wanted: bool) -> Iterator[None]:
+    """Let transformers draw its progress, or not; afterwards all is as before."""
+    if wanted or not hf_logging.is_progress_bar_enabled():
+        yield
+        return
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.enable_progress_bar()
 
 
 class HFModelRunner:
-    """Runs a step through `AutoModelForCausalLM`. A sequence's cache lives as long as the sequence does."""
+    """Runs a step through `AutoModelForCausalLM`. The cache of a sequence lives until the next one begins."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
         self._sampler = Sampler()
-        self._caches: WeakKeyDictionary[Sequence, Any] = WeakKeyDictionary()
+        self._draws = DrawRows(setup.vocab_size, setup.device)
+        self._cache: Any = None
         self.model: Any = None
 
     def load_model(self) -> None:
@@ -31,7 +47,7 @@ class HFModelRunner:
         files = checkpoint_files(setup.path)
         if getattr(setup.hf_config, "quantization_config", None) is None:  # else transformers knows what the codes mean
             require_float_weights(files)
-        with reading(f"the model in {setup.path}"):
+        with reading(f"the model in {setup.path}"), progress_bars(setup.config.use_tqdm):
             model, report = AutoModelForCausalLM.from_pretrained(
                 setup.path,
                 config=setup.hf_config,
@@ -51,17 +67,16 @@ class HFModelRunner:
         """Nothing to allocate: caches grow with their sequences."""
         return 0
 
-    def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
-        """Compute the scheduled tokens, sequence by sequence, and draw the next ones."""
-        logits = torch.cat([self._forward(item) for item in output.scheduled])  # [S, V]
-        seqs = [item.seq for item in output.scheduled]
-        return self._sampler(logits, SamplingBatch.from_sequences(seqs, logits.device))
-
-    def _forward(self, item: ScheduledSequence) -> torch.Tensor:
-        """Logits [1, V] after the item's last token."""
-        if item.seq not in self._caches:
-            self._caches[item.seq] = DynamicCache(config=self._setup.hf_config)
-        ids = item.seq.token_ids[item.start : item.start + item.num_new_tokens]
-        input_ids, cache = torch.from_numpy(ids).long()[None].to(self._setup.device), self._caches[item.seq]  # [1, T]
-        result = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return result.logits[:, -1]
+    def execute_model(self, output: SchedulerOutput) -> StepResult:
+        """Compute the scheduled tokens of the one running sequence and draw the next."""
+        (share,) = output.shares
+        if share.draw is not None:
+            self._draws.set({share.row: share.draw})
+            self._cache = DynamicCache(config=self._setup.hf_config)
+        input_ids = torch.from_numpy(share.token_ids).long()[None].to(self._setup.device)  # [1, T]
+        hf_output = self.model(input_ids=input_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        logits = hf_output.logits[:, -1]  # [1, V]
+        drawn = self._sampler(logits, self._draws.batch([share.row], [share.end]))
+        result = one_each(output.shares, drawn.token_ids, drawn.logprobs)
+        self._draws.note_drawn(output.shares, result)
+        return result

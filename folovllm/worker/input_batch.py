@@ -1,7 +1,8 @@
-"""The tensors of one step: the only place that builds them."""
+"""The tensors of one step, built from its shares; steps that are packed are unpacked on the device instead (M6)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from folovllm.cache.manager import KVCacheManager
-from folovllm.engine.scheduler import ScheduledSequence
 from folovllm.forward_batch import ForwardBatch
+from folovllm.step.schedule import Share
 
 Ints = npt.NDArray[np.int64]
 
@@ -27,54 +28,65 @@ class RaggedArrays:
 
 
 class InputBatch:
-    """Turns scheduled sequences into a `ForwardBatch` on the device."""
+    """Turns the shares of a step into a `ForwardBatch` on the device.
+
+    A share brings the new entries of its sequence's block table; what came before is kept here, by row.
+    """
 
     def __init__(self, manager: type[KVCacheManager], block_size: int, device: torch.device) -> None:
         self._slots = manager.slots
         self._block_size = block_size
         self._device = device
+        self.block_tables: dict[int, list[int]] = {}  # by row
 
-    def build(self, items: list[ScheduledSequence]) -> ForwardBatch:
+    def build(self, shares: Sequence[Share]) -> ForwardBatch:
         """The device tensors of one step."""
-        arrays = self.flatten(items)
-        query_lens = [item.num_new_tokens for item in items]
-        seq_lens = [item.start + item.num_new_tokens for item in items]
+        self.note_blocks(shares)
+        arrays = self.flatten(shares)
+        query_lens = [share.num_new_tokens for share in shares]
+        seq_lens = [share.end for share in shares]
         return ForwardBatch(
             input_ids=self._tensor(arrays.input_ids),
             positions=self._tensor(arrays.positions),
             slot_mapping=self._tensor(arrays.slot_mapping),
             query_start_loc=self._tensor(arrays.query_start_loc.astype(np.int32)),
             seq_lens=self._tensor(np.array(seq_lens, np.int32)),
-            block_tables=self._tensor(padded_tables([item.seq.block_table for item in items])),
+            block_tables=self._tensor(padded_tables([self.block_tables[share.row] for share in shares])),
             logits_indices=self._tensor(arrays.logits_indices),
-            num_seqs=len(items),
-            num_decodes=next((i for i, n in enumerate(query_lens) if n > 1), len(items)),
+            num_seqs=len(shares),
+            num_decodes=next((i for i, n in enumerate(query_lens) if n > 1), len(shares)),
             max_query_len=max(query_lens),
             max_seq_len=max(seq_lens),
             query_lens_host=query_lens,
             seq_lens_host=seq_lens,
         )
 
-    def flatten(self, items: list[ScheduledSequence]) -> RaggedArrays:
-        """Lay the new tokens of all items end to end, with no padding.
+    def note_blocks(self, shares: Sequence[Share]) -> None:
+        """Bring the block tables up to date. The first share of a row begins a new one."""
+        for share in shares:
+            if share.draw is not None:
+                self.block_tables[share.row] = []
+            self.block_tables[share.row].extend(share.new_blocks)
 
-        Item i brings tokens `start` to `end = start + num_new_tokens` of its sequence:
+    def flatten(self, shares: Sequence[Share]) -> RaggedArrays:
+        """Lay the new tokens of all shares end to end, with no padding.
 
-        - input_ids: `seq.token_ids[start:end]`; positions: start, ..., end - 1;
-        - slot_mapping: `self._slots(seq.block_table, self._block_size, start, end)`;
-        - query_start_loc: [0, n_0, n_0 + n_1, ...], so that item i's tokens are query_start_loc[i] to [i + 1];
-        - logits_indices: the last token of each item, the only one whose logits are needed.
+        Share i brings tokens `start` to `end = start + num_new_tokens` of its sequence:
 
-        All are int64, which torch takes as an index; `seq.token_ids` is int32.
+        - input_ids: `share.token_ids`; positions: start, ..., end - 1;
+        - slot_mapping: `self._slots(self.block_tables[share.row], self._block_size, start, end)`;
+        - query_start_loc: [0, n_0, n_0 + n_1, ...], so that share i's tokens are query_start_loc[i] to [i + 1];
+        - logits_indices: the last token of each share, the only one whose logits are needed.
+
+        All are int64, which torch takes as an index; `share.token_ids` is int32.
         """
-        spans = [(item.seq, item.start, item.start + item.num_new_tokens) for item in items]
-        ends = np.cumsum([item.num_new_tokens for item in items])
+        ends = np.cumsum([share.num_new_tokens for share in shares])
+        tables = [self.block_tables[share.row] for share in shares]
+        slots = [self._slots(table, self._block_size, s.start, s.end) for table, s in zip(tables, shares, strict=True)]
         return RaggedArrays(
-            input_ids=np.concatenate([seq.token_ids[start:end] for seq, start, end in spans]).astype(np.int64),
-            positions=np.concatenate([np.arange(start, end) for _, start, end in spans]),
-            slot_mapping=np.concatenate(
-                [self._slots(seq.block_table, self._block_size, start, end) for seq, start, end in spans]
-            ),
+            input_ids=np.concatenate([share.token_ids for share in shares]).astype(np.int64),
+            positions=np.concatenate([np.arange(share.start, share.end) for share in shares]),
+            slot_mapping=np.concatenate(slots),
             query_start_loc=np.concatenate([[0], ends]),
             logits_indices=ends - 1,
         )

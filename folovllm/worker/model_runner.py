@@ -2,51 +2,70 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 import torch
 
 from folovllm.attention.backends.registry import get_backend
-from folovllm.cache import kv_cache_manager
-from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
-from folovllm.engine.setup import EngineSetup
+from folovllm.cache.manager import KVCacheManager
+from folovllm.forward_batch import ForwardBatch
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.request import Sequence
-from folovllm.sample.sampler import SamplerOutput, SamplingBatch
-from folovllm.sampling_params import SamplingParams
+from folovllm.sample.rows import DrawRows
+from folovllm.sample.sampler import Sampler, SamplingBatch
+from folovllm.setup import EngineSetup
+from folovllm.step.schedule import SchedulerOutput, StepResult, one_each
 from folovllm.worker.input_batch import InputBatch
 from folovllm.worker.kv_memory import num_blocks_that_fit
-from folovllm.worker.native_model import attention_layers, choose_layers, load_native_model, make_sampler
+from folovllm.worker.native_model import attention_layers
+from folovllm.worker.warm_up import dummy_shares, small_steps
 
-WARM_UP_TOKENS = 256  # from here on more tokens, or more sequences, change no kernel
+logger = logging.getLogger("folovllm")
 
 
 class ModelRunner:
     """Runs a step: tensors, model, logits of the last tokens, draw."""
 
-    def __init__(self, setup: EngineSetup) -> None:
+    def __init__(
+        self,
+        setup: EngineSetup,
+        load: Callable[[], LlamaForCausalLM],
+        sampler: Sampler,
+        manager: type[KVCacheManager],
+        whole: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
+    ) -> None:
+        """`load` builds the model with its weights; `whole` brings logits of a part of the vocabulary to all of it."""
         self._setup = setup
-        self._sampler = make_sampler(setup)
-        manager = kv_cache_manager(str(setup.config.kv_cache))
+        self._load = load
+        self._sampler = sampler
+        self._whole = whole
         self._input_batch = InputBatch(manager, setup.block_size, setup.device)
+        self._draws = DrawRows(setup.vocab_size, setup.device)
         self._backend = get_backend(setup.backend)(setup.attention)
 
     def load_model(self) -> None:
         """Build the model and load its weights."""
-        self.model = self.load_weights()
+        self.model = self._load()
         for attention in attention_layers(self.model):
             attention.backend = self._backend
-        choose_layers(self.model, self._setup)
-
-    def load_weights(self) -> LlamaForCausalLM:
-        """The model, as its checkpoint has it."""
-        return load_native_model(self._setup)
 
     def initialize_kv_cache(self) -> int:
+        """Find out how many blocks fit, and allocate them; returns their number. On a GPU, compile what steps need."""
+        num_blocks = self.fit_kv_cache()
+        if self._setup.device.type == "cuda":
+            self.compile_kernels()
+        return num_blocks
+
+    def compile_kernels(self) -> None:
+        """Run what no later step will find uncompiled."""
+        with torch.inference_mode():
+            for output in small_steps(self._setup):
+                self.execute_model(output)
+
+    def fit_kv_cache(self) -> int:
         """Find out how many blocks fit, and allocate them; returns their number."""
         num_blocks = num_blocks_that_fit(self._setup, self.warmup_model)
         self.allocate_kv_cache(num_blocks)
-        if self._setup.device.type == "cuda":
-            self.compile_kernels()
         return num_blocks
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
@@ -64,13 +83,27 @@ class ModelRunner:
         for attention, part in zip(layers, self.kv_cache.permute(0, 1, 2, 4, 3, 5), strict=True):
             attention.kv_cache = part
 
-    def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
+    def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Compute the scheduled tokens of all sequences and draw a token for each."""
-        batch = self._input_batch.build(output.scheduled)
+        shares = output.shares
+        self._draws.set({share.row: share.draw for share in shares if share.draw is not None})
+        logits = self.forward(self._input_batch.build(shares))  # [S, V]
+        drawn = self._sampler(logits, self._draws.batch([s.row for s in shares], [s.end for s in shares]))
+        result = one_each(shares, drawn.token_ids, drawn.logprobs)
+        self._draws.note_drawn(shares, result)
+        return result
+
+    def forward(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits after the last new token of each sequence, [S, V], in `out` if given; K/V of all new tokens are cached."""
         self._backend.plan(batch)
-        logits = self.model.compute_logits(self.model(batch), batch)  # [S, V]
-        seqs = [item.seq for item in output.scheduled]
-        return self._sampler(logits, SamplingBatch.from_sequences(seqs, logits.device))
+        return self.model.compute_logits(self.model(batch), batch, out)
+
+    def supports_graph(self) -> bool:
+        """Whether the attention backend can be part of a recorded step."""
+        supported = self._backend.supports_graph(self._setup.device)
+        if not supported:
+            logger.warning("attention backend %s cannot be captured: decode runs eagerly", self._setup.backend)
+        return supported
 
     def warmup_model(self) -> None:
         """Run the largest step there can be, so that the memory it takes is known.
@@ -83,44 +116,12 @@ class ModelRunner:
         self.allocate_kv_cache(-(-length // setup.block_size))
         count = max(1, min(setup.max_num_seqs, setup.max_num_batched_tokens // length))
         with torch.inference_mode():
-            batch = self._input_batch.build(dummy_items([length] * count, setup.block_size))
+            batch = self._input_batch.build(dummy_shares([length] * count, setup.block_size))
             self._backend.plan(batch)
             hidden = self.model(batch)
             batch.logits_indices = torch.arange(setup.max_num_seqs, device=setup.device) % len(hidden)
-            logits = self.model.compute_logits(hidden, batch)
-            seqs = [item.seq for item in dummy_items([1] * setup.max_num_seqs, setup.block_size)]
-            self._sampler(logits, SamplingBatch.from_sequences(seqs, setup.device))
+            logits = self._whole(self.model.compute_logits(hidden, batch))
+            rows = dummy_shares([1] * setup.max_num_seqs, setup.block_size)
+            specs = [share.draw for share in rows if share.draw is not None]
+            self._sampler(logits, SamplingBatch.from_specs(specs, [1] * len(specs), setup.device))
         self.allocate_kv_cache(0)  # the layers hold on to their parts of it
-
-    def compile_kernels(self) -> None:
-        """Run small steps of every kind, so that no kernel is compiled while requests wait.
-
-        Which variant a kernel is launched as may depend on the number of tokens or of decodes, by limits and by powers
-        of two; lengths, and how the pages lie, never matter. So: prompts of 1, 2, 4, ... tokens, then as many decodes,
-        and some decodes beside a prompt. What they leave in the cache belongs to nobody.
-        """
-        setup = self._setup
-        longest = min(setup.max_model_len, setup.max_num_batched_tokens, WARM_UP_TOKENS)
-        most = min(setup.max_num_seqs, WARM_UP_TOKENS)
-        batches = [[n] for n in doublings(longest)] + [[1] * n for n in doublings(most)]
-        batches += [[*[1] * (n - 1), min(2, longest)] for n in doublings(most)]
-        with torch.inference_mode():
-            for lengths in batches:
-                self.execute_model(SchedulerOutput(dummy_items(lengths, setup.block_size)))
-
-
-def doublings(limit: int) -> list[int]:
-    """1, 2, 4, ... below `limit`, and `limit`."""
-    return [1 << i for i in range((limit - 1).bit_length())] + [limit]
-
-
-def dummy_items(lengths: list[int], block_size: int) -> list[ScheduledSequence]:
-    """Made-up sequences that all share the same first blocks, for measuring and warming up."""
-    params = SamplingParams(temperature=1.0, top_p=0.9)
-    items = []
-    for row, length in enumerate(lengths):
-        seq = Sequence("warm-up", [0] * length, params, 1, 0, IncrementalDetokenizer(str))
-        seq.block_table = list(range(-(-length // block_size)))
-        seq.row = row
-        items.append(ScheduledSequence(seq, 0, length, draws=True))
-    return items

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from folovllm.engine.setup import EngineSetup
+from functools import partial
+
+from folovllm.distributed.group import Group
+from folovllm.distributed.sharding import local_config, shard_named
 from folovllm.layers.attention import Attention
+from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.sharded import sharded
+from folovllm.model_config import head_dim_of
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import init_random_weights, load_model
-from folovllm.models.registry import build_model
-from folovllm.sample.sampler import Sampler
+from folovllm.models.registry import PLAIN_LAYERS, build_model
+from folovllm.setup import EngineSetup
 
 
-def load_native_model(setup: EngineSetup) -> LlamaForCausalLM:
+def load_native_model(setup: EngineSetup, layers: LayerSet = PLAIN_LAYERS) -> LlamaForCausalLM:
     """Build the model on its device, then load its weights, or make them up where `random_weights` asks for it."""
-    model = build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len)
+    model = build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
     if setup.config.random_weights:
         init_random_weights(model, setup.config.seed)
     else:
@@ -20,34 +26,24 @@ def load_native_model(setup: EngineSetup) -> LlamaForCausalLM:
     return model
 
 
+def load_sharded_model(setup: EngineSetup, group: Group, layers: LayerSet = PLAIN_LAYERS) -> LlamaForCausalLM:
+    """The rank's part of the model with its weights; of the checkpoint only this part is read.
+
+    `setup` and `layers` are those of the whole model; random weights are those of one rank, cut.
+    """
+    config = local_config(setup.hf_config, group.size)
+    shard = partial(shard_named, head_dim=head_dim_of(setup.hf_config), rank=group.rank, size=group.size)
+    model = build_model(
+        config, setup.dtype, setup.device, setup.max_model_len, sharded(layers, group, setup.vocab_size)
+    )
+    if setup.config.random_weights:
+        whole = build_model(setup.hf_config, setup.dtype, "meta", setup.max_model_len, layers)
+        init_random_weights(model, setup.config.seed, whole, shard)
+    else:
+        load_model(model, setup.path, use_tqdm=setup.config.use_tqdm and group.rank == 0, shard=shard)
+    return model
+
+
 def attention_layers(model: LlamaForCausalLM) -> list[Attention]:
     """The layers that need a cache and a backend, first to last."""
     return [module for module in model.modules() if isinstance(module, Attention)]
-
-
-def make_sampler(setup: EngineSetup) -> Sampler:
-    """The draw, compiled where asked for."""
-    if setup.config.compile:
-        from folovllm.sample.compiled import CompiledSampler
-
-        return CompiledSampler()
-    return Sampler()
-
-
-def choose_layers(model: LlamaForCausalLM, setup: EngineSetup) -> None:
-    """Layers: compiled where asked for, else fused kernels where attention is a kernel, else plain torch.
-
-    What goes on in a recorded step goes further: there small kernels are what is left to save.
-    """
-    if setup.config.compile:
-        from folovllm.models.compiled import compile_layers
-
-        compile_layers(model)
-    elif "triton" in setup.backend or "flash_attn" in setup.backend:
-        from folovllm.models.fused import fuse
-
-        fuse(model)
-        if setup.config.packed_steps:
-            from folovllm.models.fused_layer import fuse_layers
-
-            fuse_layers(model)

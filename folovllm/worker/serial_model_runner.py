@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from folovllm.attention.backends.registry import get_backend
 from folovllm.cache.growing_cache import GrowingKVCache
-from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
-from folovllm.engine.setup import EngineSetup
 from folovllm.forward_batch import ForwardBatch
-from folovllm.sample.sampler import SamplerOutput, SamplingBatch
-from folovllm.worker.native_model import attention_layers, choose_layers, load_native_model, make_sampler
+from folovllm.models.llama import LlamaForCausalLM
+from folovllm.sample.rows import DrawRows
+from folovllm.sample.sampler import Sampler
+from folovllm.setup import EngineSetup
+from folovllm.step.schedule import SchedulerOutput, Share, StepResult, one_each
+from folovllm.worker.native_model import attention_layers
 
 
 class SerialModelRunner:
     """Runs a step through our own layers. One sequence runs at a time, so one cache a layer serves them in turn."""
 
-    def __init__(self, setup: EngineSetup) -> None:
+    def __init__(self, setup: EngineSetup, load: Callable[[], LlamaForCausalLM], sampler: Sampler) -> None:
         self._setup = setup
-        self._sampler = make_sampler(setup)
+        self._load = load
+        self._sampler = sampler
+        self._draws = DrawRows(setup.vocab_size, setup.device)
         self._caches: list[GrowingKVCache] = []
 
     def load_model(self) -> None:
         """Build the model and load its weights."""
-        self.model = load_native_model(self._setup)
-        choose_layers(self.model, self._setup)
+        self.model = self._load()
 
     def initialize_kv_cache(self) -> int:
         """Give each attention layer an empty cache."""
@@ -35,24 +40,27 @@ class SerialModelRunner:
             self._caches.append(cache)
         return 0
 
-    def execute_model(self, output: SchedulerOutput) -> SamplerOutput:
+    def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Compute the scheduled tokens of the one running sequence and draw the next."""
-        (item,) = output.scheduled
-        if item.start == 0:
+        (share,) = output.shares
+        if share.draw is not None:
+            self._draws.set({share.row: share.draw})
             for cache in self._caches:
                 cache.reset()
-        batch = single_sequence_batch(item, self._setup.device)
+        batch = single_sequence_batch(share, self._setup.device)
         logits = self.model.compute_logits(self.model(batch), batch)  # [1, V]
-        return self._sampler(logits, SamplingBatch.from_sequences([item.seq], logits.device))
+        drawn = self._sampler(logits, self._draws.batch([share.row], [share.end]))
+        result = one_each(output.shares, drawn.token_ids, drawn.logprobs)
+        self._draws.note_drawn(output.shares, result)
+        return result
 
 
-def single_sequence_batch(item: ScheduledSequence, device: torch.device) -> ForwardBatch:
+def single_sequence_batch(share: Share, device: torch.device) -> ForwardBatch:
     """The tensors of one sequence's share; it needs no slots, for its cache grows at the end."""
-    start, count = item.start, item.num_new_tokens
-    end = start + count
+    start, end, count = share.start, share.end, share.num_new_tokens
     empty = torch.empty(0, dtype=torch.int64, device=device)
     return ForwardBatch(
-        input_ids=torch.from_numpy(item.seq.token_ids[start:end]).long().to(device),
+        input_ids=torch.from_numpy(share.token_ids).long().to(device),
         positions=torch.arange(start, end, device=device),
         slot_mapping=empty,
         query_start_loc=torch.tensor([0, count], dtype=torch.int32, device=device),

@@ -479,6 +479,13 @@ breaks = {
     "no RoPE": [patch.object(rotary_embedding, "rotate", no_turn)],
 }
 said = {}
+
+
+def log_p(answer):
+    """Log-probability of the first token: `logprobs` has a dictionary a token, by token id."""
+    return answer.logprobs[0][answer.token_ids[0]].logprob
+
+
 for name, patches in breaks.items():
     for p in patches:
         p.start()
@@ -486,10 +493,10 @@ for name, patches in breaks.items():
     said[name] = native.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
     for p in patches:
         p.stop()
-    print(f"{name} (log p of the first token {said[name].logprobs[0][0].logprob:.3f})\n{said[name].text!r}\n")
+    print(f"{name} (log p of the first token {log_p(said[name]):.3f})\n{said[name].text!r}\n")
 assert said["as it is"].token_ids == preset_tokens
 assert all(said[name].token_ids != preset_tokens for name in ("no scale", "no RoPE"))
-first = {name: answer.logprobs[0][0].logprob for name, answer in said.items()}
+first = {name: log_p(answer) for name, answer in said.items()}
 assert abs(first["no causal mask"] - first["as it is"]) > 1e-3, "wrong numbers, whatever the text looks like"
 assert native.generate(PROMPT, GREEDY, use_tqdm=False)[0]["token_ids"] == preset_tokens, "nothing stayed broken"
 

@@ -272,11 +272,11 @@ print(f"{lines} lines; {sum(map(len, expected))} tokens equal to the preset's, e
 
 # %%
 from folovllm.distributed import sharding
-from folovllm.distributed.layers import ShardedEmbedding
-from folovllm.distributed.sharded_runner import best_of_ranks
+from folovllm.worker.draw import best_of_ranks
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.engine.overlap_scheduler import OverlapScheduler
 from folovllm.kernels import gumbel_max
+from folovllm.layers.sharded import ShardedEmbedding
 from folovllm.worker import packed_step
 from folovllm.worker.packed_step import Field, StepPacker
 from folovllm.worker.step_graph import RecordedGraph

@@ -16,10 +16,11 @@ from itertools import zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from milestones.manifest import Course, Exercise
 from milestones.mine import write_variant
+from tests.tiny import same
 
 PRELOAD = [
     "torch",
@@ -46,6 +47,11 @@ class Job:
     blanked: tuple[str, ...] = ()
     wrong: str = ""
 
+    @property
+    def exercise(self) -> str:
+        """The exercise that a wrong answer is to."""
+        return self.wrong.partition("_")[0]
+
     def __str__(self) -> str:
         return f"{self.name}-{self.kind}"
 
@@ -55,6 +61,7 @@ class Result:
     status: int | str  # pytest's, or what happened instead
     outcomes: list[tuple[str, str, str | None]] = field(default_factory=list)  # test, passed/failed/skipped, exercise
     output: str = ""
+    missed: dict[str, Any] = field(default_factory=dict)  # worked case: what came out instead
 
 
 def jobs(course: Course) -> list[Job]:
@@ -88,7 +95,19 @@ def complaint(job: Job, result: Result) -> str:
         return f"{', '.join(job.tests)} do not notice{says}"
     if job.kind == "blank" and failed[0][1] != job.name:
         return f"{failed[0][0]} fails, but not with {job.name}: a blank exercise is to be reached{says}"
+    if job.kind == "wrong" and (unwritten := [id for _, id in failed if id]):
+        return f"{unwritten[0]} is said to be unwritten, but it is wrong{says}"
+    interpreted = "TRITON_INTERPRET" in os.environ  # on a GPU, what a wrong kernel reads may be anything
+    if job.kind == "wrong" and interpreted and not same(result.missed, stored(job)):
+        return f"it gives {result.missed} in the worked case: python -m tests.course.outputs {job.exercise}"
     return ""
+
+
+def stored(job: Job) -> dict[str, Any]:
+    """What the job's wrong answer gives in the worked cases, as far as the course knows."""
+    course = Course(job.root)
+    cases = course.outputs(course.exercise(job.exercise))
+    return {case: outputs[job.wrong] for case, outputs in cases.items() if job.wrong in outputs}
 
 
 class Farm:
@@ -170,7 +189,8 @@ def _child(job: Job, pipe: Connection) -> None:
         status = pytest.main([*words, *job.tests], plugins=[recorder])
         sys.stdout.flush()
         log.seek(0)
-        pipe.send(Result(int(status), recorder.outcomes, log.read()))
+        tiny = sys.modules.get("tests.tiny")
+        pipe.send(Result(int(status), recorder.outcomes, log.read(), tiny.MISSED if tiny else {}))
         pipe.close()
 
 

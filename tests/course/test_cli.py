@@ -53,6 +53,22 @@ def test_the_way_through(sample: Course) -> None:
     assert "up to date" in course(sample, "update")
 
 
+def test_the_last_exercise_brings_the_whole_milestone(sample: Course) -> None:
+    course(sample, "start", "m1")
+    course(sample, "show", "m1.2", "--yes", "--paste")
+    file = sample.root / "mine/folovllm/pool.py"
+    file.write_text(file.read_text().replace(STUB, "        return self.free.popleft()"))  # wrong: never Empty
+    assert "last exercise" not in course(sample, "test", "m1.2", "-q")  # who says what is to run gets that
+    said = course(sample, "test", "m1.2", status=1)
+    assert "That was the last exercise of m1" in said and "m1.1 Pool.take  failing" in said
+    course(sample, "show", "m1.1", "--yes", "--paste")
+    assert "m1 passes, all of it" in course(sample, "test", "m1.2")
+    assert "last exercise" not in course(sample, "test", "m1.2")
+    course(sample, "reset", "m1.1", "--yes")
+    solve(sample)
+    assert "m1 passes, all of it" in course(sample, "test", "m1.1")
+
+
 def test_hints_come_one_by_one(sample: Course) -> None:
     for shown in (1, 2, 3, 3):
         assert f"{shown} of 3 hints" in course(sample, "hint", "m2.1")

@@ -9,10 +9,13 @@ import pytest
 
 from milestones import splice
 from milestones.manifest import Course, Exercise, Milestone
-from milestones.mine import Mine, write_variant
+from milestones.mine import Mine, State, write_variant
+from milestones.update import update
 from tests.course.farm import Farm, Job, complaint, jobs
+from tests.tiny import named, same
 
 COURSE = Course(Path(__file__).resolve().parents[2])
+SILENT = {"m2.2", "m2.3", "m2.5", "m3.6", "m5.2", "m5.3", "m5.4", "m6.1", "m6.3"}  # beside their worked cases, as yet
 each_exercise = pytest.mark.parametrize("exercise", COURSE.exercises, ids=lambda e: e.id)
 each_milestone = pytest.mark.parametrize("milestone", COURSE.milestones, ids=lambda m: m.id)
 
@@ -36,14 +39,90 @@ def test_symbols(exercise: Exercise, tmp_path: Path) -> None:
 
 
 @each_exercise
+def test_what_has_moved_is_gone_from_its_old_place(exercise: Exercise) -> None:
+    """Else `update` would carry a learner's body over again and again."""
+    for new, old in exercise.moves.items():
+        source = COURSE.source(old.path) if (COURSE.package.parent / old.path).is_file() else ""
+        assert old.name not in dict(splice.functions(source)), f"{new} has moved, and {old} is still there"
+
+
+@pytest.mark.parametrize("exercise", [e for e in COURSE.exercises if e.moves], ids=lambda e: e.id)
+def test_update_carries_what_was_written_at_the_old_place(exercise: Exercise, tmp_path: Path) -> None:
+    """A learner's folder from before the move, of a file that holds no more than these functions."""
+    mine, answer = Mine(COURSE, tmp_path), {}
+    mine.save(State(started=[exercise.id.partition(".")[0]]))
+    for number, (new, old) in enumerate(exercise.moves.items()):
+        *classes, name = old.name.split(".")
+        lines = [
+            *(f"class {c}:" for c in classes),
+            f"def {name}():",
+            '"""As it was."""',
+            answer.setdefault(new, f"{number}"),
+        ]
+        code = "\n".join("    " * min(i, len(classes) + 1) + line for i, line in enumerate(lines)) + "\n"
+        mine.write(old.path, (mine.read(old.path) or "") + code, base=(mine.read(old.path) or "") + code)
+    said = update(mine)
+    for new, old in exercise.moves.items():
+        body = splice.find(mine.read(new.path) or "", new.name).body_at("").strip()
+        assert body == answer[new], f"{old} did not arrive at {new}: {said}"
+    assert not [line for line in update(mine) if "with your" in line]
+
+
+@each_exercise
 def test_tests_exist(exercise: Exercise) -> None:
     for test in exercise.tests:
-        file, *names = test.split("::")
-        assert file.startswith(f"tests/{exercise.id.partition('.')[0]}/")
-        node: ast.AST = ast.parse((COURSE.root / file).read_text())
-        for name in names:
-            assert "[" not in name, f"{test}: name the function, not one of its parameters"
-            node = next(n for n in ast.iter_child_nodes(node) if getattr(n, "name", "") == name)
+        assert test.startswith(f"tests/{exercise.id.partition('.')[0]}/")
+        assert "[" not in test, f"{test}: name the function, not one of its parameters"
+        assert found(test)
+
+
+@each_exercise
+def test_a_worked_case_comes_first(exercise: Exercise) -> None:
+    """`-x` stops at the first failure, so that is to be the one whose numbers can be checked by hand."""
+    file = exercise.tests[0].partition("::")[0]
+    nodes = [found(test) for test in exercise.tests if test.partition("::")[0] == file]
+    first = functions_in(nodes[0])[0]
+    assert first.lineno == min(functions_in(node)[0].lineno for node in nodes), "first in the file too"
+    calls = [n for n in ast.walk(first) if isinstance(n, ast.Call) and ast.unparse(n.func) == "worked_case"]
+    assert calls and calls[0].args[0].value.split()[0] == exercise.id, f"{first.name} is no worked case"  # type: ignore[attr-defined]
+
+
+def found(test: str) -> ast.AST:
+    """What a manifest's entry names."""
+    file, *names = test.split("::")
+    node: ast.AST = ast.parse((COURSE.root / file).read_text())
+    for name in names:
+        node = next(n for n in ast.iter_child_nodes(node) if getattr(n, "name", "") == name)
+    return node
+
+
+def functions_in(node: ast.AST) -> list[ast.FunctionDef]:
+    """The test functions of a file or a class, or the function itself."""
+    nodes = [node] if isinstance(node, ast.FunctionDef) else list(ast.iter_child_nodes(node))
+    return [n for n in nodes if isinstance(n, ast.FunctionDef) and n.name.startswith("test")]
+
+
+@pytest.mark.parametrize("exercise", [e for e in COURSE.exercises if e.id not in SILENT], ids=lambda e: e.id)
+def test_each_assert_has_a_sentence(exercise: Exercise) -> None:
+    """Of the exercise's tests; `worked_case` has one anyway."""
+    for test in exercise.tests:
+        for function in functions_in(found(test)):
+            asserts = [node for node in ast.walk(function) if isinstance(node, ast.Assert)]
+            silent = [node.lineno for node in asserts if node.msg is None]
+            assert not silent, f"{test}: lines {silent} do not say what is wrong"
+
+
+@each_exercise
+def test_what_wrong_answers_give_is_stored_and_named(exercise: Exercise) -> None:
+    """Whether it is up to date, `test_mutant` says."""
+    known = {answer.id: answer for answer in COURSE.wrong_answers(exercise)}
+    cases = COURSE.outputs(exercise)
+    assert cases, f"python -m tests.course.outputs {exercise.id}"
+    for case, outputs in cases.items():
+        assert case.split()[0] == exercise.id and set(outputs) <= set(known)
+        for name, output in outputs.items():
+            twins = [other for other in outputs.values() if same(other, output)]
+            assert (f"*{known[name].title}*" in named(case, output)) is (len(twins) == 1)
 
 
 @each_exercise
@@ -93,7 +172,7 @@ def test_the_manifests_files_exist(milestone: Milestone) -> None:
     for path in filter(None, (milestone.notebook, milestone.chapter)):
         assert (COURSE.root / path).is_file()
     known = {e.id for e in milestone.exercises}
-    for file in [*milestone.folder.glob("hints/*"), *milestone.folder.glob("wrong/*.py")]:
+    for file in [*milestone.folder.glob("hints/*"), *milestone.folder.glob("wrong/*.*")]:
         assert re.match(r"m\d+\.\d+", file.name)[0] in known, f"{file.name} belongs to no exercise"  # type: ignore[index]
 
 

@@ -26,6 +26,7 @@ def change(path: str, old: str, new: str) -> Callable[[Path], None]:
 
 TEST = "tests/m1/test_pool.py"
 WRONG = "milestones/m1_pool/wrong/m1.1_none.py"
+STALE = '{"m1.1": {"m1.1_none": 7}}'
 RIGHT = (
     '"""Right."""\n\n\nclass Pool:\n    def take(self):\n        return self.free.popleft() if self.free else 1 / 0\n'
 )
@@ -42,8 +43,10 @@ RIGHT = (
         (change(WRONG, "return", "import os; os._exit(7)\n        return"), "m1.1_none-wrong", "the process died, status 7"),
         (change(TEST, "import pytest", "import nothing"), "m1.1_none-wrong", "did not run to an end: 4"),
         (change(TEST, "def test_take", "@pytest.mark.skip\ndef test_take"), "m1.1-alone", "all skipped"),
+        (lambda root: (root / WRONG).with_name("m1.1.json").write_text(STALE) and None, "m1.1_none-wrong", "it gives {} in the worked"),
+        (change(TEST, "test_take():", "test_take():\n    raise ValueError('m1.1: take')"), "m1.1_none-wrong", "said to be unwritten"),
     ],
-    ids=["bypassed", "other-failure", "hole", "undeclared-need", "no-growth", "crash", "no-import", "skipped"],
+    ids=["bypassed", "other-failure", "hole", "undeclared-need", "no-growth", "crash", "no-import", "skipped", "stale", "unwritten"],
 )  # fmt: skip
 def test_a_flaw_is_complained_of(sample: Course, farm: Farm, flaw: Callable[[Path], None], job: str, said: str) -> None:
     flaw(sample.root)

@@ -7,6 +7,7 @@ import pytest
 
 from milestones.manifest import Course
 from milestones.mine import Mine
+from milestones.update import update
 
 POOL = Path("folovllm/pool.py")
 TAKE = "        return self.free.popleft()  # mine\n"
@@ -117,17 +118,17 @@ def change_reference(mine: Mine, *pairs: tuple[str, str]) -> None:
 def test_update_grafts_bodies_into_the_fresh_reference(mine: Mine) -> None:
     mine.start("m1")
     edit(mine, stub("m1.1", "take"), TAKE)
-    assert mine.update() == []
+    assert update(mine) == []
     change_reference(
         mine,
         ('"""Hands out', '"""Gives out'),
         ("# first in, first out", "# better"),
         ("(self) -> int", "(self) -> object"),
     )
-    assert mine.update() == ["folovllm/pool.py: updated"]
+    assert update(mine) == ["folovllm/pool.py: updated"]
     assert TAKE in text(mine) and "Gives out" in text(mine) and "-> object" in text(mine)
     assert stub("m1.2", "give") in text(mine) and stub("m2.1", "share") in text(mine)
-    assert mine.update() == []
+    assert update(mine) == []
 
 
 def test_update_keeps_what_was_added_outside_the_bodies(mine: Mine) -> None:
@@ -136,7 +137,7 @@ def test_update_keeps_what_was_added_outside_the_bodies(mine: Mine) -> None:
     edit(mine, "from collections import deque", "import heapq\nfrom collections import deque")
     (mine.folder / POOL).write_text(text(mine) + "\n\ndef my_helper():\n    return heapq\n")
     change_reference(mine, ("Nothing left.", "Nothing is left."))
-    assert mine.update() == ["folovllm/pool.py: updated"]
+    assert update(mine) == ["folovllm/pool.py: updated"]
     assert all(t in text(mine) for t in ("import heapq\n", "def my_helper", TAKE, "Nothing is left."))
 
 
@@ -145,7 +146,7 @@ def test_update_steps_back_from_a_conflict(mine: Mine) -> None:
     edit(mine, stub("m1.1", "take"), TAKE)
     before = edit(mine, "Nothing left.", "Nothing there.")
     change_reference(mine, ("Nothing left.", "Nothing is left."))
-    (note,) = mine.update()
+    (note,) = update(mine)
     assert "not updated" in note and text(mine) == before
     beside = (mine.folder / "folovllm/pool.py.new").read_text()
     assert "Nothing is left." in beside and TAKE in beside
@@ -155,7 +156,7 @@ def test_update_leaves_a_file_that_does_not_parse(mine: Mine) -> None:
     mine.start("m1")
     before = edit(mine, "    def take(self) -> int:", "    def take(self) -> int")
     change_reference(mine, ("Nothing left.", "Nothing is left."))
-    (note,) = mine.update()
+    (note,) = update(mine)
     assert "not updated" in note and text(mine) == before
 
 

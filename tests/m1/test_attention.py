@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from folovllm.attention.backends.torch_naive import gather_kv
 from folovllm.attention.ops import append_kv, create_causal_mask, naive_attention, reshape_and_cache_kv
 from folovllm.cache.growing_cache import GrowingKVCache
+from tests.tiny import worked_case
 
 
 def random_qkv(tq: int, tk: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32):
@@ -25,14 +28,61 @@ def torch_attention(query, key, value, scale, mask=None):
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
 
+class TestCausalMask:
+    def test_a_worked_case(self) -> None:
+        expected = [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+        says = "three tokens are cached and two are new, at positions 3 and 4: who may look at whom (1: may)?"
+        worked_case("m1.1 mask", create_causal_mask(2, 5).int(), expected, says)
+
+    def test_nothing_cached_is_the_lower_triangle(self) -> None:
+        mask = create_causal_mask(4, 4)
+        assert torch.equal(mask, torch.ones(4, 4).tril().bool()), "with nothing cached it is the lower triangle"
+
+    def test_one_new_token_sees_everything(self) -> None:
+        assert create_causal_mask(1, 7).all(), "one new token is the last: all seven come before it, or are it"
+
+    def test_is_made_on_the_device_that_was_asked_for(self) -> None:
+        mask = create_causal_mask(2, 3, device="meta")  # a device without memory, which every machine has
+        assert mask.device.type == "meta", "the mask is to be on the device that `device` names"
+
+    @given(st.integers(1, 12), st.integers(0, 12))
+    def test_who_sees_whom(self, new: int, cached: int) -> None:
+        mask = create_causal_mask(new, cached + new)
+        assert mask.shape == (new, cached + new), "a row for each new token, a column for each token there is"
+        assert mask.dtype == torch.bool, "True and False, not numbers"
+        seen = [cached + i + 1 for i in range(new)]
+        assert mask.sum(-1).tolist() == seen, "each new token sees the cached ones, the new ones before it, and itself"
+        assert all(mask[i, : cached + i + 1].all() for i in range(new)), "what is seen are the first tokens of the row"
+
+
 class TestNaiveAttention:
+    def test_a_worked_case(self) -> None:
+        """D = 1. All scores are 0 and 0.5 * 2 ln 3 = ln 3: weights 1/4 and 3/4. The third token is hidden."""
+        query = torch.ones(1, 4, 1)  # four heads, two a KV head
+        key = torch.tensor([0.0, 2 * math.log(3), 9.0]).view(3, 1, 1).expand(3, 2, 1)
+        value = torch.tensor([[0.0, 0.0], [4.0, 40.0], [999.0, 999.0]])[..., None]  # KV head 0 says 4, head 1 says 40
+        out = naive_attention(query, key, value, 0.5, torch.tensor([[True, True, False]]))
+        says = "of 0 and 4 (the first KV head) and of 0 and 40 (the second), three quarters of the larger, for two heads each"
+        worked_case("m1.1 attention", out.flatten(), [3.0, 3.0, 30.0, 30.0], says)
+
+    def test_a_row_in_which_nothing_is_allowed(self) -> None:
+        query, key, value = torch.ones(1, 1, 1), torch.ones(2, 1, 1), torch.tensor([4.0, 8.0]).view(2, 1, 1)
+        out = naive_attention(query, key, value, 1.0, torch.tensor([[False, False]]))
+        says = "softmax of nothing but -inf is 0 / 0: NaN says that nothing was there, where a number would hide it"
+        worked_case("m1.1 nothing", out.flatten(), [math.nan], says)
+
+    def test_what_is_hidden_weighs_nothing_however_small_the_scores(self) -> None:
+        query, key, value = (torch.tensor(x).view(-1, 1, 1) for x in ([100.0], [-1000.0, 0.0], [1.0, 2.0]))
+        out = naive_attention(query, key, value, 1.0, torch.tensor([[True, False]]))
+        assert out.item() == 1, "the one token that may be seen has a score of -100,000, and still all the weight"
+
     @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 2), (7, 1), (9, 3)])
     @pytest.mark.parametrize(("tq", "tk"), [(5, 5), (1, 9), (3, 8)])
     def test_equals_pytorch(self, heads: int, kv_heads: int, tq: int, tk: int) -> None:
         query, key, value = random_qkv(tq, tk, heads, kv_heads, 16)
         mask = torch.ones(tq, tk).tril(tk - tq).bool()
         out = naive_attention(query, key, value, 0.25, mask)
-        assert out.shape == query.shape
+        assert out.shape == query.shape, "a result for every head of every query"
         torch.testing.assert_close(out, torch_attention(query, key, value, 0.25, mask), rtol=1e-5, atol=1e-5)
 
     def test_without_a_mask_everything_is_seen(self) -> None:
@@ -67,29 +117,9 @@ class TestNaiveAttention:
     def test_half_precision(self, dtype: torch.dtype) -> None:
         query, key, value = random_qkv(4, 200, 4, 2, 32, dtype)
         out = naive_attention(query, key, value, 32**-0.5)
-        assert out.dtype == dtype
+        assert out.dtype == dtype, "the result has the dtype of the values"
         exact = torch_attention(query.double(), key.double(), value.double(), 32**-0.5)
         torch.testing.assert_close(out.double(), exact, rtol=0.02, atol=0.01)
-
-
-class TestCausalMask:
-    def test_nothing_cached_is_the_lower_triangle(self) -> None:
-        assert torch.equal(create_causal_mask(4, 4), torch.ones(4, 4).tril().bool())
-
-    def test_new_tokens_after_cached_ones(self) -> None:
-        expected = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]).bool()
-        assert torch.equal(create_causal_mask(2, 5), expected)
-
-    def test_one_new_token_sees_everything(self) -> None:
-        assert create_causal_mask(1, 7).all()
-
-    @given(st.integers(1, 12), st.integers(0, 12))
-    def test_who_sees_whom(self, new: int, cached: int) -> None:
-        mask = create_causal_mask(new, cached + new)
-        assert mask.shape == (new, cached + new)
-        assert mask.dtype == torch.bool
-        assert mask.sum(-1).tolist() == [cached + i + 1 for i in range(new)]
-        assert all(mask[i, : cached + i + 1].all() for i in range(new))
 
 
 def empty_cache(blocks: int, block_size: int, kv_heads: int = 2, head_dim: int = 4) -> torch.Tensor:

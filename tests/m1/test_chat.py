@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,56 @@ def test_one_conversation_or_several(llm: LLM) -> None:
     several = llm.chat([HELLO, [*HELLO, {"role": "assistant", "content": "Hi"}]], PARAMS, use_tqdm=False)
     assert len(several) == 2 and several[0]["token_ids"] == alone["token_ids"]
     assert alone["token_ids"] == llm.generate(llm.render_chat(HELLO), PARAMS, use_tqdm=False)[0]["token_ids"]
+
+
+def rendered(llm: LLM, messages: list[dict[str, Any]], **options: Any) -> str:
+    return str(llm.tokenizer.decode(llm.render_chat(messages, **options)))
+
+
+class TestOptions:
+    def test_a_keyword_that_nobody_knows(self, llm: LLM) -> None:
+        for use in (llm.chat, llm.render_chat):
+            with pytest.raises(TypeError, match="sampling_parms"):
+                use(HELLO, sampling_parms=PARAMS)  # type: ignore[operator]
+        assert not llm.engine.has_unfinished_requests()
+
+    def test_what_the_template_reads(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ 'think' if enable_thinking else 'no' }}")
+        for thinks, says in ((True, "think"), (False, "no")):
+            options = {"chat_template_kwargs": {"enable_thinking": thinks}}
+            assert rendered(llm, HELLO, **options) == says
+            assert llm.chat(HELLO, PARAMS, use_tqdm=False, **options)[0].prompt == says  # type: ignore[arg-type]
+
+    def test_the_generation_prompt(self, llm: LLM) -> None:
+        assert not rendered(llm, HELLO, add_generation_prompt=False).endswith("assistant\n")
+
+    def test_a_message_that_goes_on(self, llm: LLM) -> None:
+        messages = [*HELLO, {"role": "assistant", "content": "Once upon"}]
+        options = {"add_generation_prompt": False, "continue_final_message": True}
+        assert rendered(llm, messages, **options).endswith("assistant\nOnce upon")
+        (output,) = llm.chat(messages, PARAMS, use_tqdm=False, **options)  # type: ignore[arg-type]
+        assert output.prompt is not None and output.prompt.endswith("Once upon")
+        with pytest.raises(ValueError, match="continue_final_message=True needs add_generation_prompt=False"):
+            llm.chat(messages, PARAMS, continue_final_message=True)
+
+    def test_another_template_and_tools(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        tool = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+        template = "{% for t in tools %}{{ t.function.name }}{% endfor %}!"
+        monkeypatch.setattr(llm.tokenizer, "chat_template", None)
+        assert rendered(llm, HELLO, chat_template=template, tools=[tool]) == "clock!"
+
+    def test_text_in_parts(self, llm: LLM) -> None:
+        parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}, "three"]
+        whole = rendered(llm, [{"role": "user", "content": "one\ntwo\nthree"}])
+        assert rendered(llm, [{"role": "user", "content": parts}]) == whole
+
+    @pytest.mark.parametrize(
+        "part",
+        [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, {"type": "text", "text": 5}, 5, None],
+    )
+    def test_parts_that_are_no_text(self, llm: LLM, part: Any) -> None:
+        with pytest.raises(ValueError, match=r"content of the kind .* is not supported: give texts"):
+            llm.chat([{"role": "user", "content": [{"type": "text", "text": "what is this?"}, part]}], PARAMS)
 
 
 def test_nothing_to_answer(llm: LLM) -> None:

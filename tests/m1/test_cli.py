@@ -20,7 +20,7 @@ from folovllm.chat import Chat
 from folovllm.cli import main
 from folovllm.config import EngineConfig
 from folovllm.flags import described_fields, pick
-from folovllm.interrupts import interrupts
+from folovllm.interrupts import Interrupted, interrupts
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from folovllm.sampling_params import SamplingParams
 
@@ -91,9 +91,10 @@ class FakeLLM:
         self.config, self.engine = config, FakeEngine()
         FakeLLM.made.append(self)
 
-    def generate(self, prompts: list[str], params: SamplingParams, use_tqdm: bool) -> list[RequestOutput]:
-        self.prompts, self.params = prompts, params
-        return [output(str(i), f" {prompt.upper()}") for i, prompt in enumerate(prompts)]
+    def generate(self, prompts: list[str], params: SamplingParams, use_tqdm: bool, on_answer: Any) -> None:
+        self.prompts, self.params, self.use_tqdm = prompts, params, use_tqdm
+        for i, prompt in enumerate(prompts):
+            on_answer(output(str(i), f" {prompt.upper()}"))
 
     has_chat_template = False
 
@@ -140,7 +141,8 @@ class TestFlags:
         monkeypatch.setenv("COLUMNS", "200")
         assert run(command, "--help") == 0
         text = capsys.readouterr().out
-        names = [f.name for kind in (EngineConfig, SamplingParams) for f in fields(kind)]
+        kinds = (EngineConfig, SamplingParams)
+        names = [f.name for kind in kinds for f in fields(kind) if f.metadata.get("flag", True)]
         assert [name for name in names if f"--{name.replace('_', '-')} " not in text.replace("/", " ")] == []
 
     def test_flags_reach_engine_and_request(self, llm: type[FakeLLM]) -> None:
@@ -160,6 +162,11 @@ class TestFlags:
     def test_what_the_preset_decides_can_be_turned_on_and_off(self, llm: type[FakeLLM]) -> None:
         assert run("generate", "hi", "--enforce-eager", "--no-async-scheduling") == 0
         assert llm.made[0].config == {"enforce_eager": True, "async_scheduling": False}
+
+    def test_no_bar_for_one_prompt_nor_where_none_is_wanted(self, llm: type[FakeLLM]) -> None:
+        for arguments in (["a", "b"], ["a"], ["a", "b", "--no-use-tqdm"]):
+            run("generate", *arguments)
+        assert [made.use_tqdm for made in llm.made] == [True, False, False]
 
     def test_what_is_not_given_is_left_to_the_dataclass(self) -> None:
         assert pick({"n": None, "stop": [], "top_k": 0, "model": "x"}, SamplingParams) == {"top_k": 0}
@@ -233,6 +240,69 @@ class TestOutput:
             "3",
         ]
         assert [json.loads(line)["outputs"][0]["text"] for line in out.splitlines()] == ["c b a ", "d "]
+
+
+class TestCtrlC:
+    """What was answered is printed, and how many that are is said."""
+
+    def test_generate(
+        self, llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def interrupted(self: FakeLLM, prompts: list[str], params: Any, use_tqdm: bool, on_answer: Any) -> None:
+            on_answer(first := output("0", " A"))
+            assert "a A" in capsys.readouterr().out, "printed as soon as it is there"
+            raise Interrupted([first, None, output("2", " C")])
+
+        monkeypatch.setattr(FakeLLM, "generate", interrupted)
+        assert run("generate", "a", "b", "c") == 130
+        out, err = capsys.readouterr()
+        assert out == "c C\n" and "interrupted: 2 of 3 prompts are answered" in err
+
+    def test_show_steps(
+        self, llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        step = FakeEngine.step
+
+        def interrupted(self: FakeEngine) -> list[RequestOutput]:
+            os.kill(os.getpid(), signal.SIGINT)
+            return step(self)
+
+        monkeypatch.setattr(FakeEngine, "step", interrupted)
+        assert run("generate", "a b", "c", "--show-steps", "--json") == 130
+        out, err = capsys.readouterr()
+        assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["c"] and "1 of 2" in err
+
+
+class TestOutputThatCannotBeWritten:
+    def test_closed(
+        self, llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys, "stdout", None)
+        assert run("generate", "hi") == 2 and not llm.made
+        assert capsys.readouterr().err.startswith("error: the standard output is closed")
+
+    @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
+    @pytest.mark.parametrize("arguments", [["generate", "hi"], ["generate", "hi", "--json"], ["--version"]])
+    @pytest.mark.parametrize("buffering", [-1, 0])  # 0: `python -u`
+    def test_a_full_disk(
+        self,
+        llm: type[FakeLLM],
+        arguments: list[str],
+        buffering: int,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        with io.TextIOWrapper(open("/dev/full", "wb", buffering), write_through=not buffering) as full:
+            monkeypatch.setattr(sys, "stdout", full)
+            assert run(*arguments) == 2
+        assert capsys.readouterr().err.endswith("error: cannot write the output: No space left on device\n")
+
+    def test_a_reader_that_has_left(self, llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as pipe:
+            monkeypatch.setattr(sys, "stdout", pipe)
+            assert run("--version") == 1
 
 
 class TestErrors:
@@ -328,9 +398,20 @@ class TestChat:
             raise line
 
         monkeypatch.setattr("builtins.input", read)
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
         self.chat().run()
         out, err = capsys.readouterr()
         assert out == "hi \n" and "Ctrl-D leaves" in err
+
+    def test_ctrl_c_without_a_terminal_leaves(self, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """There is no prompt to come back to: a pipe would be read on and on."""
+
+        def interrupted(_: str) -> str:
+            raise KeyboardInterrupt
+
+        type_in("", monkeypatch)
+        monkeypatch.setattr("builtins.input", interrupted)
+        assert run("chat") == 130
 
     def test_the_signal_handler_is_put_back(self) -> None:
         before = signal.getsignal(signal.SIGINT)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from tests.helpers import tiny_tokenizer
+from tests.tiny import worked_case
 
 TOKENIZER = tiny_tokenizer()  # one token a byte, so that every character but ASCII comes in pieces
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -33,32 +34,56 @@ class Words:
         return " ".join(f"w{i}" for i in ids)
 
 
+def deltas_of(detokenizer: IncrementalDetokenizer, tokens: list[int]) -> list[str]:
+    """What `advance` returns after each token."""
+    deltas = []
+    for token in tokens:
+        detokenizer.append(token)
+        deltas.append(detokenizer.advance())
+    return deltas
+
+
 class TestAdvance:
+    def test_a_worked_case(self) -> None:
+        words = Words()
+        got = {
+            "é, whose two bytes are a token each": deltas_of(new(), TOKENIZER.encode("aéb")),
+            "tokens 0 to 5 of a decoder that joins words": deltas_of(IncrementalDetokenizer(words), list(range(6))),
+            "were more than four tokens ever decoded at once?": words.longest > 4,
+        }
+        answers = [["a", "", "é", "b"], ["w0", " w1", " w2", " w3", " w4", " w5"], False]
+        says = "what each token adds to the text: half a character nothing, and a word the space before it"
+        worked_case("m1.7", got, dict(zip(got, answers, strict=True)), says)
+
     def test_a_character_of_four_bytes_comes_at_once(self) -> None:
         detokenizer, deltas = new(), []
         for token in TOKENIZER.encode("a😀b"):
             detokenizer.append(token)
             deltas.append(detokenizer.advance())
-        assert deltas == ["a", "", "", "", "😀", "b"]
-        assert detokenizer.text == "a😀b"
+        assert deltas == ["a", "", "", "", "😀", "b"], (
+            "the first three of a character's four bytes show nothing, the fourth shows it whole"
+        )
+        assert detokenizer.text == "a😀b", "`text` is all that was shown"
 
     def test_spaces_between_words(self) -> None:
         detokenizer, deltas = IncrementalDetokenizer(Words()), []
         for token in range(4):
             detokenizer.append(token)
             deltas.append(detokenizer.advance())
-        assert deltas == ["w0", " w1", " w2", " w3"]
+        assert deltas == ["w0", " w1", " w2", " w3"], "each word but the first comes with the space before it"
 
     def test_several_tokens_at_once_and_none(self) -> None:
         detokenizer = IncrementalDetokenizer(Words())
-        assert detokenizer.advance() == ""
+        assert detokenizer.advance() == "", "nothing was appended: nothing is new"
         for token in range(3):
             detokenizer.append(token)
-        assert detokenizer.advance() == "w0 w1 w2"
-        assert detokenizer.advance() == ""
+        assert detokenizer.advance() == "w0 w1 w2", "three tokens at once give the text of all three"
+        assert detokenizer.advance() == "", "asked again with nothing appended: nothing is new"
         detokenizer.append(3)
-        assert detokenizer.advance() == " w3"
-        assert detokenizer.text == "w0 w1 w2 w3"
+        assert detokenizer.advance() == " w3", (
+            "the window did not move when nothing was new: the space before the word is still seen"
+        )
+        assert detokenizer.text == "w0 w1 w2 w3", "`text` is all that was shown"
 
     def test_the_window_stays_short(self) -> None:
         words = Words()
@@ -74,14 +99,18 @@ class TestAdvance:
         for token in [stray, *TOKENIZER.encode("ab")]:
             detokenizer.append(token)
             detokenizer.advance()
-        assert detokenizer.text == REPLACEMENT + "ab"
+        assert detokenizer.text == REPLACEMENT + "ab", (
+            "a byte that can never become a character is shown with what follows it"
+        )
 
     def test_tokens_without_text(self) -> None:
         detokenizer, deltas = new(), []
         for token in [*TOKENIZER.encode("a"), 257, *TOKENIZER.encode("b"), 258, 258, *TOKENIZER.encode("c")]:
             detokenizer.append(token)
             deltas.append(detokenizer.advance())
-        assert deltas == ["a", "", "b", "", "", "c"]
+        assert deltas == ["a", "", "b", "", "", "c"], (
+            "a special token has no text, and what follows is neither lost nor late"
+        )
 
     @given(texts)
     def test_deltas_add_up_and_hold_whole_characters(self, text: str) -> None:
@@ -89,9 +118,9 @@ class TestAdvance:
         for token in TOKENIZER.encode(text):
             detokenizer.append(token)
             deltas.append(detokenizer.advance())
-            assert REPLACEMENT not in deltas[-1]
-            assert detokenizer.text == "".join(deltas)
-        assert "".join(deltas) == text
+            assert REPLACEMENT not in deltas[-1], "half a character was shown"
+            assert detokenizer.text == "".join(deltas), "`text` is all that was shown so far"
+        assert "".join(deltas) == text, "the pieces add up to the text"
 
 
 class TestWholeDetokenizer:

@@ -18,7 +18,9 @@ from gguf import GGUFWriter
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from folovllm.cli import main
 from folovllm.models import smollm2
+from tests.helpers import no_file_beyond
 
 HEADS, KV_HEADS, HIDDEN = 4, 2, 32
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -157,6 +159,9 @@ class TestConversion:
         assert (ids[0], ids[-2]) == (1, 2) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
         assert tokenizer.decode(ids, skip_special_tokens=True) == "user\nhi\n"
 
+    def test_all_files_may_be_read_by_the_same_people(self, converted: Path) -> None:
+        assert len({path.stat().st_mode for path in converted.iterdir()}) == 1
+
 
 class TestDownload:
     def test_without_permission_it_names_the_command(self, index: Path) -> None:
@@ -194,6 +199,37 @@ class TestDownload:
         assert list(smollm2.cache_dir().iterdir()) == []
         assert smollm2.smollm2_dir(download=True).is_dir()
 
+    def test_an_empty_folder_is_no_model(self, index: Path) -> None:
+        """A container's mount makes one, say."""
+        (smollm2.cache_dir() / "smollm2").mkdir(parents=True)
+        with pytest.raises(ValueError, match="folovllm download smollm2"):
+            smollm2.smollm2_dir()
+        assert (smollm2.smollm2_dir(download=True) / "config.json").is_file()
+
+    def test_a_cache_that_cannot_be_written(
+        self, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("FOLOVLLM_CACHE", str(tmp_path / "file" / "cache"))
+        with pytest.raises(SystemExit) as end:
+            main(["download", "smollm2"])
+        error = capsys.readouterr().err
+        assert end.value.code == 2 and error.startswith("error: cannot write smollm2 to") and error.count("\n") == 1
+
+    @pytest.mark.parametrize("room", [100, 30_000])
+    def test_a_disk_that_fills(self, index: Path, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """While a small file is written, and while the weights are."""
+        convert = smollm2.convert
+
+        def on_a_small_disk(gguf_file: Path, out: Path) -> None:
+            with no_file_beyond(room):
+                convert(gguf_file, out)
+
+        monkeypatch.setattr(smollm2, "convert", on_a_small_disk)
+        with pytest.raises(ValueError, match=r"cannot write smollm2 to .*large.*FOLOVLLM_CACHE names another folder"):
+            smollm2.smollm2_dir(download=True)
+        assert list(smollm2.cache_dir().iterdir()) == []
+
     def test_what_a_killed_download_left_is_removed_a_day_later(self, index: Path) -> None:
         old, running = smollm2.cache_dir() / ".smollm2-old", smollm2.cache_dir() / ".smollm2-running"
         old.mkdir(parents=True)
@@ -205,7 +241,8 @@ class TestDownload:
     def test_of_two_at_a_time_the_first_wins(self, tmp_path: Path) -> None:
         for name in ("mine", "theirs"):
             (tmp_path / name).mkdir()
-            (tmp_path / name / "config.json").write_text(name)
+            for file in ("config.json", "model.safetensors", "tokenizer.json"):
+                (tmp_path / name / file).write_text(name)
         smollm2._publish(tmp_path / "mine", tmp_path / "theirs")
         assert (tmp_path / "theirs" / "config.json").read_text() == "theirs"
 

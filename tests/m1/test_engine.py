@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers.utils import logging as hf_logging
 
 from folovllm import LLM, EngineConfig, SamplingParams
 from folovllm.engine.scheduler import SerialScheduler
@@ -163,10 +164,24 @@ def test_two_engines_in_turn_do_not_disturb_each_other() -> None:
     assert together == alone
 
 
-def test_caches_die_with_their_sequences() -> None:
+@pytest.mark.parametrize("use_tqdm", [False, True])
+def test_transformers_shows_its_progress_when_asked_for(use_tqdm: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    hf_logging.enable_progress_bar()  # as it is outside of tests
+    try:
+        LLM(str(tiny_checkpoint()), milestone="m1", device="cpu", use_tqdm=use_tqdm).close()
+        assert hf_logging.is_progress_bar_enabled(), "afterwards all is as before"
+    finally:
+        hf_logging.disable_progress_bar()
+    assert ("Loading weights" in capsys.readouterr().err) == use_tqdm
+
+
+def test_a_new_sequence_begins_with_an_empty_cache() -> None:
     llm = LLM(str(tiny_checkpoint()), milestone="m1", use_tqdm=False)
     llm.generate(["a", "b"], PARAMS, use_tqdm=False)
-    assert len(llm.engine.executor._worker.runner._caches) == 0  # type: ignore[attr-defined]
+    cache = llm.engine.executor._worker.runner._cache  # type: ignore[attr-defined]
+    assert (
+        cache.get_seq_length() == len(llm.engine.tokenizer.encode("b")) + 4
+    )  # b alone; its fifth token is not computed
 
 
 def test_dtype_is_what_was_asked_for() -> None:
@@ -204,5 +219,5 @@ class TestSequence:
     def test_the_serial_scheduler_schedules_what_is_not_computed(self) -> None:
         scheduler, seq = SerialScheduler(), self.sequence()
         scheduler.add(seq)
-        (item,) = scheduler.schedule().scheduled
-        assert (item.seq, item.start, item.num_new_tokens, item.draws) == (seq, 0, 3, True)
+        (item,) = scheduler.schedule().shares
+        assert (item.seq_id, item.start, item.num_new_tokens, item.num_draws) == (seq.seq_id, 0, 3, 1)

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from folovllm import LLM, EngineConfig, SamplingParams
 from folovllm.cli import main
-from folovllm.engine import llm_engine
 from tests.helpers import tiny_checkpoint
 
 SHORT = SamplingParams(temperature=0, max_tokens=3)
@@ -56,7 +55,11 @@ class TestPrompts:
             ([[1, 2.5]], "whole numbers"),
             (b"text", "a string or a list of token ids"),
             ([b"text"], "a string or a list of token ids"),
-            ({"prompt": "text"}, "a string or a list of token ids"),
+            ({"text": "text"}, "'text' in a prompt is not supported.*a string or a list of token ids"),
+            ({"prompt": 5}, "a string or a list of token ids"),
+            ({"prompt": None}, "a string or a list of token ids"),
+            ({"prompt_token_ids": "text"}, "a string or a list of token ids"),
+            ({"prompt": "text", "multi_modal_data": {"image": 1}}, "'multi_modal_data' in a prompt is not supported"),
             (None, "a string or a list of token ids"),
             (7, "a string or a list of token ids"),
             (["good", None], "a string or a list of token ids"),
@@ -105,7 +108,7 @@ class TestPrompts:
         with pytest.raises(ValueError, match="3 sampling_params for 2 prompts"):
             llm.generate(["a", "b"], [SHORT] * 3, use_tqdm=False)
 
-    @pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], "x"])
+    @pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], "x", 5])
     def test_params_of_another_kind(self, llm: LLM, params: Any) -> None:
         with pytest.raises(ValueError, match="a SamplingParams, not"):
             llm.generate("a", params, use_tqdm=False)
@@ -173,11 +176,13 @@ class TestPrompts:
         ("min_p", [-0.1, 1.1, float("nan")]),
         ("max_tokens", [0, -1, 2.5]),
         ("min_tokens", [-1, 257, 10**30, None]),
-        ("n", [0, -3, None]),
-        ("seed", [-1, 2**63]),
+        ("n", [0, -3, None, True]),
+        ("seed", [-2, 2**63]),
         ("logprobs", [-1, 10**20]),
-        ("stop", [[""], "", [1], None]),
-        ("stop_token_ids", [["a"], None]),
+        ("stop", [[""], "", [1], 5, ["\ufffd"], "half \ufffd"]),
+        ("stop_token_ids", [["a"], 5]),
+        ("truncate_prompt_tokens", [0, -2, 1.5]),
+        ("output_kind", ["DELTA", None]),
         ("repetition_penalty", [0.0, -1.0, float("nan"), float("inf"), 1e300, 1e-300]),
         ("presence_penalty", [float("nan"), 1e300, -2.1, "2"]),
         ("frequency_penalty", [float("inf"), 1e300, 2.1, None]),
@@ -252,7 +257,7 @@ def test_broken_models(folder: Path, damage: Callable[[Path], Any], says: str, m
 
 def test_small_files_are_read_before_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "generation_config.json").write_text("{")
-    monkeypatch.setattr(llm_engine, "make_executor", lambda _: pytest.fail("loads the model first"))
+    monkeypatch.setattr("folovllm.build.make_executor", lambda _: pytest.fail("loads the model first"))
     with pytest.raises(ValueError, match=r"generation_config\.json"):
         LLM(str(folder), milestone="m1", use_tqdm=False)
 

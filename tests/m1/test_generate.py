@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import pytest
@@ -76,8 +78,8 @@ def test_repetition_penalty_is_transformers(hf: LLM) -> None:
 
 def test_draws_follow_the_models_softmax(hf: LLM) -> None:
     """400 first tokens of one prompt against top_k = 6 of the reference's softmax."""
-    params = SamplingParams(n=400, temperature=2.0, top_k=6, max_tokens=1, seed=1)
-    drawn = torch.tensor(tokens(run(hf, MIXED[4], params))).flatten()
+    params = [SamplingParams(n=100, temperature=2.0, top_k=6, max_tokens=1, seed=seed) for seed in range(4)]
+    drawn = torch.tensor(tokens(run(hf, [MIXED[4]] * 4, params))).flatten()
     values, ids = (hf_logits(PATH, MIXED[4])[-1] / 2.0).topk(6)
     counts = drawn.bincount(minlength=VOCAB_SIZE)[ids].double()
     assert counts.sum() == 400
@@ -131,10 +133,25 @@ def test_logprobs_are_the_references(llm: LLM) -> None:
     assert answer.logprobs is not None and len(answer.logprobs) == 6
     reference = hf_logits(PATH, [*MIXED[3], *answer.token_ids])[len(MIXED[3]) - 1 :].log_softmax(-1)
     for token, row, expected in zip(answer.token_ids, answer.logprobs, reference[:6], strict=True):
-        assert len(row) == 4 and row[0].token_id == row[1].token_id == token
-        assert [entry.token_id for entry in row[1:]] == expected.topk(3).indices.tolist()
-        assert [e.logprob for e in row] == pytest.approx([float(expected[e.token_id]) for e in row], abs=1e-3)
-        assert row[0].text == llm.tokenizer.decode([token])
+        assert list(row) == expected.topk(3).indices.tolist() and next(iter(row)) == token
+        assert [entry.rank for entry in row.values()] == [1, 2, 3]
+        assert [e.logprob for e in row.values()] == pytest.approx([float(expected[id_]) for id_ in row], abs=1e-3)
+        assert row[token].decoded_token == llm.tokenizer.decode([token])
+    assert answer.cumulative_logprob == pytest.approx(
+        sum(r[t].logprob for r, t in zip(answer.logprobs, answer.token_ids, strict=True))
+    )
+    assert run(llm, MIXED[3], replace(GREEDY, max_tokens=1))[0].outputs[0].cumulative_logprob is None
+
+
+def test_a_token_that_was_not_likely_comes_first_with_its_rank(llm: LLM) -> None:
+    (output,) = run(llm, MIXED[3], SamplingParams(temperature=50.0, seed=3, max_tokens=5, logprobs=2))
+    answer = output.outputs[0]
+    assert answer.logprobs is not None
+    reference = hf_logits(PATH, [*MIXED[3], *answer.token_ids])[len(MIXED[3]) - 1 :].log_softmax(-1)
+    for token, row, expected in zip(answer.token_ids, answer.logprobs, reference, strict=False):
+        assert list(row) == [token, *expected.topk(2).indices.tolist()] and row[token].token_id == token
+        assert row[token].rank == 1 + int((expected > expected[token]).sum()) > 2
+        assert [entry.rank for entry in row.values()][1:] == [1, 2]
 
 
 class TestStreaming:
@@ -162,6 +179,13 @@ class TestStreaming:
         assert [len(o["logprobs"]) for o in outputs] == [len(o["token_ids"]) for o in outputs]
         assert [o.metrics.num_generated_tokens for o in outputs] == list(range(1, 25))
         assert outputs[0].metrics.finish_time is None
+
+    def test_what_was_handed_out_can_be_sent_and_compared(self, llm: LLM) -> None:
+        outputs = self.stream(llm, replace(GREEDY, logprobs=1, max_tokens=4))
+        for output in outputs:
+            assert pickle.loads(pickle.dumps(output)) == output == copy.deepcopy(output)
+        assert asdict(outputs[1])["outputs"][0]["token_ids"] == outputs[-1]["token_ids"][:2]
+        assert "text=" in repr(outputs[0]) and outputs[0] != outputs[1]
 
     def test_what_was_handed_out_may_be_changed(self, llm: LLM) -> None:
         llm.engine.add_request("s", "Once upon a time", replace(GREEDY, logprobs=1))

@@ -16,6 +16,7 @@ from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_frequencies, rope_parameters, rotate
+from tests.tiny import worked_case
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -30,6 +31,26 @@ def rms_norm(size: int, eps: float = 1e-6) -> RMSNorm:
 
 
 class TestRMSNorm:
+    def test_a_worked_case(self) -> None:
+        """The sum is [1, 7]: its squares 1 and 49, their mean 25, the root 5; the weights are 1 and 10."""
+        norm = RMSNorm(2, eps=0.0).requires_grad_(False)
+        norm.weight.copy_(torch.tensor([1.0, 10.0]))
+        x, residual = torch.tensor([0.0, 3.0]), torch.tensor([1.0, 4.0])
+        normed, stream = norm(x, residual)
+        got = {"normed": normed, "passed on": stream, "x afterwards": x, "residual afterwards": residual}
+        expected = {
+            "normed": [0.2, 14.0], "passed on": [1.0, 7.0], "x afterwards": [0.0, 3.0], "residual afterwards": [1.0, 4.0]
+        }  # fmt: skip
+        says = "[0, 3] + [1, 4] = [1, 7], divided by its root mean square, which is 5, then times the weights [1, 10]"
+        worked_case("m1.3", got, expected, says)
+
+    def test_squares_do_not_overflow_in_float16(self) -> None:
+        norm = RMSNorm(2, eps=0.0).requires_grad_(False).half()
+        norm.weight.fill_(1.0)
+        out = norm(torch.tensor([300.0, 300.0], dtype=torch.float16))
+        says = "300 over the root mean square of 300 and 300 is 1; the square, 90,000, is beyond float16"
+        worked_case("m1.3 float16", out, [1.0, 1.0], says)
+
     @pytest.mark.parametrize("shape", [(5, 16), (3, 4, 16)])
     @pytest.mark.parametrize("eps", [1e-6, 0.1])
     def test_equals_pytorch(self, shape: tuple[int, ...], eps: float) -> None:
@@ -47,22 +68,16 @@ class TestRMSNorm:
         before = x.clone(), residual.clone()
         norm(x, residual)
         norm(x)
-        assert torch.equal(x, before[0])
-        assert torch.equal(residual, before[1])
+        assert torch.equal(x, before[0]), "`x` is still the caller's"
+        assert torch.equal(residual, before[1]), "`residual` is still the caller's"
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_half_precision_equals_transformers_bit_for_bit(self, dtype: torch.dtype) -> None:
         norm, theirs, x = rms_norm(64).to(dtype), LlamaRMSNorm(64).to(dtype), torch.randn(7, 64).to(dtype)
         theirs.weight.data = norm.weight.data
         out = norm(x)
-        assert out.dtype == dtype
-        assert torch.equal(out, theirs(x))
-
-    def test_squares_do_not_overflow_in_float16(self) -> None:
-        x = torch.full((1, 8), 1000.0, dtype=torch.float16)  # 1000 squared is beyond float16
-        norm = RMSNorm(8).requires_grad_(False).half()
-        norm.weight.fill_(1.0)
-        torch.testing.assert_close(norm(x), torch.ones(1, 8, dtype=torch.float16))
+        assert out.dtype == dtype, "the result has the dtype of x"
+        assert torch.equal(out, theirs(x)), "back to the dtype of x first, then times the weight"
 
 
 def llama_config(rope: dict[str, Any] | None = None, head_dim: int = 32) -> LlamaConfig:
@@ -78,6 +93,11 @@ def hf_rotated(config: LlamaConfig, positions: torch.Tensor, query: torch.Tensor
 
 
 class TestRotary:
+    def test_a_worked_case(self) -> None:
+        out = rotate(torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]), torch.zeros(1, 1, 2), torch.ones(1, 1, 2))
+        says = "a quarter turn of the pairs (1, 3) and (2, 4): cos is 0, sin is 1, and (a, b) becomes (-b, a)"
+        worked_case("m1.2", out.flatten(), [-3.0, -4.0, 1.0, 2.0], says)
+
     @pytest.mark.parametrize("rope", [None, LLAMA3, {"rope_theta": 1e6}], ids=["plain", "llama3", "theta 1e6"])
     @pytest.mark.parametrize("head_dim", [32, 64, 128])
     def test_equals_transformers(self, rope: dict[str, Any] | None, head_dim: int) -> None:
@@ -91,14 +111,9 @@ class TestRotary:
         for ours, theirs in zip(rotary(positions, query, key), hf_rotated(config, positions, query, key), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)  # an angle of 500 has an ulp of 3e-5
 
-    def test_a_quarter_turn(self) -> None:
-        x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])  # the pairs are (1, 3) and (2, 4)
-        out = rotate(x, torch.zeros(1, 1, 2), torch.ones(1, 1, 2))
-        assert torch.equal(out, torch.tensor([[[-3.0, -4.0, 1.0, 2.0]]]))
-
     def test_no_turn_changes_nothing_and_any_turn_keeps_the_length(self) -> None:
         x, angle = torch.randn(3, 2, 8), torch.randn(3, 1, 4)
-        assert torch.equal(rotate(x, torch.ones(3, 1, 4), torch.zeros(3, 1, 4)), x)
+        assert torch.equal(rotate(x, torch.ones(3, 1, 4), torch.zeros(3, 1, 4)), x), "an angle of 0 changes nothing"
         torch.testing.assert_close(rotate(x, angle.cos(), angle.sin()).norm(dim=-1), x.norm(dim=-1))
 
     def test_scores_depend_on_the_distance_alone(self) -> None:
@@ -114,15 +129,17 @@ class TestRotary:
         rotary = RotaryEmbedding(rope_frequencies(llama_config(), 32), 512)
         out, _ = rotary(torch.arange(400, 420), query, query)
         exact, _ = rotary(torch.arange(400, 420), query.float(), query.float())
-        assert out.dtype == torch.bfloat16
-        assert torch.equal(out, exact.bfloat16())
+        assert out.dtype == torch.bfloat16, "the result has the dtype of x"
+        assert torch.equal(out, exact.bfloat16()), "cos, sin and the products are float32; only the result is rounded"
 
     def test_cache_is_float32_cosines_then_sines(self) -> None:
         rotary = RotaryEmbedding(rope_frequencies(llama_config(), 32), 100)
-        assert rotary.cos_sin_cache.shape == (100, 32)
-        assert rotary.cos_sin_cache.dtype == torch.float32
+        assert rotary.cos_sin_cache.shape == (100, 32), "a row for each position: D/2 cosines, then D/2 sines"
+        assert rotary.cos_sin_cache.dtype == torch.float32, "angles of thousands need float32"
         torch.testing.assert_close(rotary.cos_sin_cache[3, 16], torch.tensor(3.0).sin())
-        assert "cos_sin_cache" not in rotary.state_dict()
+        assert "cos_sin_cache" not in rotary.state_dict(), (
+            "the table follows from the configuration: no checkpoint has it"
+        )
 
     def test_a_position_outside_is_an_error(self) -> None:
         rotary = RotaryEmbedding(rope_frequencies(llama_config(), 32), 100)
@@ -133,11 +150,17 @@ class TestRotary:
         modern = SimpleNamespace(rope_parameters={"rope_theta": 7.0, "rope_type": "default"})
         old = SimpleNamespace(rope_theta=7.0, rope_scaling=None)
         scaled = SimpleNamespace(rope_theta=7.0, rope_scaling={**LLAMA3}, max_position_embeddings=512)
-        assert rope_parameters(modern)["rope_theta"] == rope_parameters(old)["rope_theta"] == 7.0
-        assert torch.equal(rope_frequencies(modern, 16), rope_frequencies(old, 16))
+        assert rope_parameters(modern)["rope_theta"] == rope_parameters(old)["rope_theta"] == 7.0, (
+            "theta is found in the new place and in the old one"
+        )
+        assert torch.equal(rope_frequencies(modern, 16), rope_frequencies(old, 16)), (
+            "the same theta gives the same frequencies"
+        )
         modern_scaled = SimpleNamespace(rope_parameters={"rope_theta": 7.0, **LLAMA3}, max_position_embeddings=512)
-        assert torch.equal(rope_frequencies(scaled, 16), rope_frequencies(modern_scaled, 16))
-        assert not torch.equal(rope_frequencies(scaled, 16), rope_frequencies(old, 16))
+        assert torch.equal(rope_frequencies(scaled, 16), rope_frequencies(modern_scaled, 16)), (
+            "the same scaling gives the same frequencies, from either place"
+        )
+        assert not torch.equal(rope_frequencies(scaled, 16), rope_frequencies(old, 16)), "the scaling is not overlooked"
 
     @pytest.mark.parametrize("extra", [{"rope_type": "yarn", "factor": 4.0}, {"partial_rotary_factor": 0.5}])
     def test_what_is_not_built_in_is_refused(self, extra: dict[str, Any]) -> None:

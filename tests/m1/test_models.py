@@ -15,8 +15,8 @@ from transformers import AutoConfig
 from folovllm import LLM, SamplingParams
 from folovllm.layers.attention import Attention
 from folovllm.layers.rotary_embedding import RotaryEmbedding
+from folovllm.model_config import context_limit, head_dim_of
 from folovllm.models.json_files import read_json
-from folovllm.models.llama import context_limit, head_dim_of
 from folovllm.models.registry import ARCHITECTURES, build_model
 from tests.helpers import (
     FAMILIES,

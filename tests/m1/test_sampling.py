@@ -16,12 +16,14 @@ from transformers.generation.logits_process import (
 )
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
+from folovllm.engine.plan import draw_spec
 from folovllm.request import Sequence
 from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering, apply_top_p_filtering
 from folovllm.sample.noise import gumbel, philox_4x32_10, uniform
-from folovllm.sample.penalties import apply_penalties, forbid_stop_tokens
+from folovllm.sample.penalties import TokenCounts, apply_penalties, forbid_stop_tokens
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.sampling_params import SamplingParams
+from tests.tiny import worked_case
 
 INF = float("inf")
 CPU = torch.device("cpu")
@@ -39,7 +41,7 @@ def rows(n: int, temperature: float = 1.0, position: int = 5) -> SamplingBatch:
     """`n` rows with seeds 0 to n-1 and no filters."""
     return SamplingBatch(
         temperature=torch.full((n,), temperature), seeds=torch.arange(n), positions=torch.full((n,), position),
-        all_greedy=temperature == 0, min_p=None, top_k=None, top_p=None, seqs=[],
+        all_greedy=temperature == 0, min_p=None, top_k=None, top_p=None, 
     )  # fmt: skip
 
 
@@ -97,32 +99,56 @@ class TestFilters:
         assert torch.equal(~same, filtered.isneginf()), "what stays keeps its logit, what goes becomes -inf"
         return [row.nonzero().flatten().tolist() for row in same]
 
-    def test_top_k(self) -> None:
-        assert self.kept(apply_top_k_filtering(self.logits, torch.tensor([2, 1, 4]))) == [[1, 3], [0], [0, 1, 2, 3]]
+    def test_a_worked_case_of_min_p(self) -> None:
+        kept = self.kept(apply_min_p_filtering(self.logits[:1], torch.tensor([0.35])))
+        says = "of probabilities 0.1, 0.4, 0.2, 0.3 those below 0.35 * 0.4 = 0.14 go; ids of what stays"
+        worked_case("m1.4 min-p", kept, [[1, 2, 3]], says)
+
+    def test_a_worked_case_of_top_k(self) -> None:
+        kept = self.kept(apply_top_k_filtering(self.logits[:2], torch.tensor([2, 1])))
+        says = "the 2 largest of 0.1, 0.4, 0.2, 0.3 and the largest of 0.7, 0.1, 0.15, 0.05; ids of what stays"
+        worked_case("m1.4 top-k", kept, [[1, 3], [0]], says)
+
+    def test_a_worked_case_of_top_p(self) -> None:
+        kept = self.kept(apply_top_p_filtering(self.logits[:1], torch.tensor([0.75])))
+        says = "0.4 + 0.3 = 0.7 does not reach 0.75, so the token that crosses the line (0.2) stays; ids of what stays"
+        worked_case("m1.4 top-p", kept, [[1, 2, 3]], says)
+
+    def test_top_p_of_1_keeps_all(self) -> None:
+        out = apply_top_p_filtering(torch.tensor([[40.0, 1.0, 0.0]]), torch.tensor([1.0]))
+        says = "top_p = 1 keeps all, also behind a token whose probability is rounded to 1; ids of what stays"
+        worked_case("m1.4 top-p of 1", out.isfinite()[0].nonzero().flatten(), [0, 1, 2], says)
+
+    def test_top_p_of_1_keeps_all_of_a_large_vocabulary(self) -> None:
+        logits = torch.randn(2, 50_000, generator=torch.Generator().manual_seed(0))
+        kept = apply_top_p_filtering(logits, torch.tensor([1.0, 0.9])).isfinite().sum(-1).tolist()
+        assert kept[0] == 50_000, "a sum of 50,000 probabilities may be rounded to more than 1: top_p = 1 is no bound"
+        assert kept[1] < 50_000, "the other row has a bound"
 
     def test_top_k_off(self) -> None:
-        assert self.kept(apply_top_k_filtering(self.logits, torch.tensor([0, -1, 99]))) == [[0, 1, 2, 3]] * 3
+        kept = self.kept(apply_top_k_filtering(self.logits, torch.tensor([0, -1, 99])))
+        assert kept == [[0, 1, 2, 3]] * 3, "0 or less, or as many as there are and more: all stay"
 
     def test_top_k_keeps_ties_of_the_last(self) -> None:
         tied = torch.tensor([[1.0, 3.0, 2.0, 2.0]])
-        assert apply_top_k_filtering(tied, torch.tensor([2])).isfinite().tolist() == [[False, True, True, True]]
+        kept = apply_top_k_filtering(tied, torch.tensor([2])).isfinite().tolist()
+        assert kept == [[False, True, True, True]], "the second largest is there twice: both stay"
 
-    def test_top_p(self) -> None:
-        # 0.4 + 0.3 = 0.7 does not reach 0.75, so the token that crosses the line (0.2) stays
+    def test_top_p_of_each_row(self) -> None:
         kept = self.kept(apply_top_p_filtering(self.logits, torch.tensor([0.75, 0.5, 1.0])))
-        assert kept == [[1, 2, 3], [0], [0, 1, 2, 3]]
+        assert kept == [[1, 2, 3], [0], [0, 1, 2, 3]], "each row has a top_p of its own"
 
     def test_top_p_keeps_at_least_one_and_breaks_ties_by_id(self) -> None:
         kept = self.kept(apply_top_p_filtering(self.logits, torch.tensor([1e-9, 1e-9, 0.5])))
-        assert kept == [[1], [0], [0, 1]]
+        assert kept == [[1], [0], [0, 1]], "at least the most likely stays; of equally likely ones the lower ids"
 
     def test_min_p(self) -> None:
         kept = self.kept(apply_min_p_filtering(self.logits, torch.tensor([0.4, 0.2, 0.99])))
-        assert kept == [[1, 2, 3], [0, 2], [0, 1, 2, 3]]
+        assert kept == [[1, 2, 3], [0, 2], [0, 1, 2, 3]], "each row has a min_p of its own"
 
     def test_min_p_ends_of_the_range(self) -> None:
         kept = self.kept(apply_min_p_filtering(self.logits, torch.tensor([0.0, 1.0, 1.0])))
-        assert kept == [[0, 1, 2, 3], [0], [0, 1, 2, 3]]
+        assert kept == [[0, 1, 2, 3], [0], [0, 1, 2, 3]], "0 drops nothing, 1 all but the most likely, ties included"
 
     def test_what_a_filter_dropped_stays_dropped(self) -> None:
         logits = torch.tensor([[2.0, -INF, 1.0, 0.0]])
@@ -133,31 +159,53 @@ class TestFilters:
             (apply_top_p_filtering, 1.0),
         ):
             out = apply(logits, torch.tensor([value]))
-            assert out[0, 1] == -INF and out[0, 0] == 2.0 and not out.isnan().any()
+            assert out[0, 1] == -INF, "what an earlier filter made -inf stays so"
+            assert out[0, 0] == 2.0 and not out.isnan().any(), "the rest is as it was"
 
     def test_the_input_is_left_alone(self) -> None:
         before = self.logits.clone()
         apply_top_k_filtering(self.logits, torch.tensor([1, 1, 1]))
         apply_top_p_filtering(self.logits, torch.tensor([0.1, 0.1, 0.1]))
         apply_min_p_filtering(self.logits, torch.tensor([0.9, 0.9, 0.9]))
-        assert torch.equal(self.logits, before)
+        assert torch.equal(self.logits, before), "the logits that came in are still the caller's"
 
     @given(st.integers(0, 10_000), st.integers(1, 12), st.floats(0.05, 0.95), st.floats(0.01, 0.9))
     def test_as_transformers_does(self, seed: int, k: int, p: float, m: float) -> None:
         logits = torch.randn(3, 17, generator=torch.Generator().manual_seed(seed)) * 3
         ids = torch.zeros(3, 1, dtype=torch.long)
         same = lambda ours, theirs: torch.equal(ours.isfinite(), theirs.isfinite())  # noqa: E731
-        assert same(apply_top_k_filtering(logits, torch.full((3,), k)), TopKLogitsWarper(k)(ids, logits))
-        assert same(apply_top_p_filtering(logits, torch.full((3,), p)), TopPLogitsWarper(p)(ids, logits))
-        assert same(apply_min_p_filtering(logits, torch.full((3,), m)), MinPLogitsWarper(m)(ids, logits))
+        assert same(apply_top_k_filtering(logits, torch.full((3,), k)), TopKLogitsWarper(k)(ids, logits)), (
+            "other tokens stay than with transformers' TopKLogitsWarper"
+        )
+        assert same(apply_top_p_filtering(logits, torch.full((3,), p)), TopPLogitsWarper(p)(ids, logits)), (
+            "other tokens stay than with transformers' TopPLogitsWarper"
+        )
+        assert same(apply_min_p_filtering(logits, torch.full((3,), m)), MinPLogitsWarper(m)(ids, logits)), (
+            "other tokens stay than with transformers' MinPLogitsWarper"
+        )
 
 
 class TestDraw:
     """m1.5."""
 
+    def test_a_worked_case(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With noise of round numbers, by seed. Row 0 is greedy; the logits of row 2 are divided by 2 already."""
+        noise = torch.tensor([[0.0, 0.0, 50.0], [0.0, 20.0, 0.0], [0.0, 30.0, 0.0], [0.0, 30.0, 0.0]])
+        for module in ("noise", "sampler"):
+            monkeypatch.setattr(f"folovllm.sample.{module}.gumbel", lambda seeds, positions, vocab: noise[seeds])
+        logits = torch.tensor([[20.0, 10.0, 0.0], [20.0, 10.0, 0.0], [40.0, 0.0, 10.0], [40.0, 0.0, 10.0]])
+        batch = rows(4)
+        batch.temperature = torch.tensor([0.0, 1.0, 2.0, 1.0])
+        says = (
+            "logits [20, 10, 0] of a greedy row; [20, 10, 0] + noise [0, 20, 0]; twice [40, 0, 10] + noise [0, 30, 0], "
+            "of which the temperatures, 2 and 1, are applied already: the largest of each row"
+        )
+        worked_case("m1.5", Sampler().draw(logits, batch), [0, 1, 0, 0], says)
+
     def test_greedy_takes_the_largest_and_of_equals_the_first(self) -> None:
         logits = torch.tensor([[0.0, 5.0, 5.0], [9.0, 1.0, 2.0]])
-        assert Sampler().draw(logits, rows(2, temperature=0.0)).tolist() == [1, 0]
+        drawn = Sampler().draw(logits, rows(2, temperature=0.0)).tolist()
+        assert drawn == [1, 0], "the largest; the first of the two 5s"
 
     def test_greedy_makes_no_noise(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def never(*args: object) -> torch.Tensor:
@@ -172,20 +220,28 @@ class TestDraw:
         counts = tokens.bincount(minlength=8)
         assert counts[4] == 0, "a token that was filtered out was drawn"
         keep = logits.isfinite()
-        assert chi_square(counts[keep].double(), logits.softmax(0)[keep].double()) < 22.5  # 6 degrees, p = 0.001
+        distance = chi_square(counts[keep].double(), logits.softmax(0)[keep].double())
+        assert distance < 22.5, "20,000 draws are not distributed as softmax(logits)"  # 6 degrees, p = 0.001
 
     def test_draws_along_positions_follow_the_softmax_too(self) -> None:
         batch = rows(20_000)
         batch.seeds, batch.positions = torch.full((20_000,), 42), torch.arange(20_000)
         logits = torch.tensor([0.3, 0.0, -1.0, 1.0])
         counts = Sampler().draw(logits.expand(20_000, -1), batch).bincount(minlength=4)
-        assert chi_square(counts.double(), logits.softmax(0).double()) < 16.3  # 3 degrees
+        distance = chi_square(counts.double(), logits.softmax(0).double())
+        assert distance < 16.3, (
+            "the draws of one seed along its positions are not distributed as softmax(logits)"
+        )  # 3 degrees
 
-    def test_the_noise_is_that_of_seed_and_position(self) -> None:
+    @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+    def test_the_noise_is_that_of_seed_and_position(self, temperature: float) -> None:
         logits = torch.randn(64, 100)
-        batch = rows(64, position=9)
+        batch = rows(64, temperature, position=9)
         expected = (logits + gumbel(batch.seeds, batch.positions, 100)).argmax(-1)
-        assert torch.equal(Sampler().draw(logits, batch), expected)
+        drawn = Sampler().draw(logits, batch)
+        assert torch.equal(drawn, expected), (
+            "argmax(logits + gumbel(seeds, positions, V)); the temperature is in the logits"
+        )
 
     def test_greedy_and_drawing_rows_in_one_batch(self) -> None:
         logits = torch.randn(200, 10, generator=torch.Generator().manual_seed(0))
@@ -193,15 +249,28 @@ class TestDraw:
         alone = Sampler().draw(logits, batch)
         batch.temperature = torch.where(torch.arange(200) % 2 == 0, 0.0, 1.0)
         mixed = Sampler().draw(logits, batch)
-        assert torch.equal(mixed[::2], logits[::2].argmax(-1))
-        assert torch.equal(mixed[1::2], alone[1::2])
+        assert torch.equal(mixed[::2], logits[::2].argmax(-1)), "greedy rows take the argmax beside rows that draw"
+        assert torch.equal(mixed[1::2], alone[1::2]), "rows that draw are not changed by greedy ones beside them"
+
+
+def batch_of(*params: SamplingParams) -> SamplingBatch:
+    """A draw after a prompt of one token, a row for each."""
+    specs = [draw_spec(sequence(p, [5])) for p in params]
+    return SamplingBatch.from_specs(specs, [1] * len(specs), CPU)
+
+
+def penalized(logits: torch.Tensor, *seqs: Sequence) -> torch.Tensor:
+    """What penalties make of the logits [S, V]."""
+    specs = [draw_spec(seq) for seq in seqs]
+    counts = [TokenCounts(spec, logits.shape[1], CPU) if spec.has_penalties else None for spec in specs]
+    return apply_penalties(logits, specs, counts)
 
 
 class TestWholeSampler:
     def test_order_temperature_then_min_p_then_top_k_then_top_p(self) -> None:
         logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(3)) * 2
         params = SamplingParams(temperature=0.7, min_p=0.02, top_k=12, top_p=0.8)
-        batch = SamplingBatch.from_sequences([sequence(params, [5])], CPU)
+        batch = batch_of(params)
         expected = apply_min_p_filtering(logits / 0.7, torch.tensor([0.02]))
         expected = apply_top_k_filtering(expected, torch.tensor([12]))
         expected = apply_top_p_filtering(expected, torch.tensor([0.8]))
@@ -211,24 +280,30 @@ class TestWholeSampler:
     def test_rows_with_and_without_filters(self) -> None:
         logits = torch.randn(1, 30).expand(3, -1)
         params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=1, seed=1)]
-        filtered = Sampler().filter(logits, SamplingBatch.from_sequences([sequence(p, [5]) for p in params], CPU))
+        filtered = Sampler().filter(logits, batch_of(*params))
         assert torch.equal(filtered[:2], logits[:2])
         assert filtered[2].isfinite().sum() == 1
 
     def test_logprobs_are_those_of_the_model(self) -> None:
         logits = torch.randn(2, 20)
         params = [SamplingParams(temperature=0, logprobs=3), SamplingParams(temperature=0)]
-        out = Sampler()(logits, SamplingBatch.from_sequences([sequence(p, [5]) for p in params], CPU))
+        out = Sampler()(logits, batch_of(*params))
         chosen, *top = out.logprobs[0] or []
         values, ids = logits[0].log_softmax(-1).topk(3)
         assert chosen[0] == out.token_ids[0] == ids[0]
-        assert [i for i, _ in top] == ids.tolist() and [v for _, v in top] == pytest.approx(values.tolist())
+        assert [i for i, _, _ in top] == ids.tolist() and [v for _, v, _ in top] == pytest.approx(values.tolist())
+        assert chosen[2] == 1 and [rank for _, _, rank in top] == [1, 2, 3]
         assert out.logprobs[1] is None
 
     def test_logprobs_0_gives_the_chosen_token_alone(self) -> None:
         params = SamplingParams(temperature=2.0, top_k=4, logprobs=0)
-        out = Sampler()(torch.randn(1, 20), SamplingBatch.from_sequences([sequence(params, [5])], CPU))
-        assert [i for i, _ in out.logprobs[0] or []] == out.token_ids
+        out = Sampler()(torch.randn(1, 20), batch_of(params))
+        assert [i for i, _, _ in out.logprobs[0] or []] == out.token_ids
+
+    def test_the_rank_of_a_token_among_all(self) -> None:
+        logits = torch.tensor([[1.0, 4.0, 3.0, 0.0, 2.0]])
+        (row,) = Sampler().logprobs(logits, [0], batch_of(SamplingParams(logprobs=2)).specs)
+        assert [(id_, rank) for id_, _, rank in row or []] == [(0, 4), (1, 1), (2, 2)]
 
 
 class TestPenalties:
@@ -236,22 +311,31 @@ class TestPenalties:
         logits = torch.randn(1, 12)
         seq = sequence(SamplingParams(repetition_penalty=1.7), [3, 4, 4], [5, 3])
         expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[3, 4, 4, 5, 3]]), logits.clone())
-        assert torch.allclose(apply_penalties(logits, [seq]), expected)
+        assert torch.allclose(penalized(logits, seq), expected)
 
     def test_presence_once_and_frequency_per_occurrence_in_the_answer_alone(self) -> None:
         seq = sequence(SamplingParams(presence_penalty=1.0, frequency_penalty=0.25), [0, 1], [2, 3, 3])
-        out = apply_penalties(torch.zeros(1, 5), [seq])
+        out = penalized(torch.zeros(1, 5), seq)
         assert out.tolist() == [[0, 0, -1.25, -1.5, 0]]
 
     def test_only_the_rows_that_ask_and_never_in_place(self) -> None:
         logits = torch.ones(2, 5)
         seqs = [sequence(SamplingParams(), [0], [2]), sequence(SamplingParams(presence_penalty=2.0), [0], [2])]
-        out = apply_penalties(logits, seqs)
+        out = penalized(logits, *seqs)
         assert out[0].tolist() == [1] * 5 and out[1, 2] == -1 and logits.eq(1).all()
-        assert apply_penalties(logits, seqs[:1] * 2) is logits
+        assert penalized(logits, *seqs[:1] * 2) is logits
 
     def test_no_end_before_min_tokens(self) -> None:
         seq = sequence(SamplingParams(min_tokens=2, stop_token_ids=[4]), [0], [2])
-        assert forbid_stop_tokens(torch.zeros(1, 5), [seq]).isneginf().tolist() == [[False, True, False, False, True]]
-        seq.append_token(2)
-        assert forbid_stop_tokens(torch.zeros(1, 5), [seq]).isfinite().all()
+        early, late = (forbid_stop_tokens(torch.zeros(1, 5), [draw_spec(seq)], [position]) for position in (2, 3))
+        assert early.isneginf().tolist() == [[False, True, False, False, True]] and late.isfinite().all()
+
+    def test_counts_are_kept_as_tokens_are_drawn(self) -> None:
+        params = SamplingParams(presence_penalty=1.0, frequency_penalty=0.25, repetition_penalty=2.0)
+        spec = draw_spec(sequence(params, [0], [2]))
+        counts = TokenCounts(spec, 5, CPU)
+        counts.note(torch.tensor([2]))
+        counts.note(torch.tensor([3]))
+        whole = draw_spec(sequence(params, [0], [2, 2, 3]))
+        logits = torch.randn(5)
+        assert torch.equal(counts.penalize(logits, spec), TokenCounts(whole, 5, CPU).penalize(logits, whole))

@@ -12,6 +12,7 @@ from folovllm.engine.stop import check_stop_conditions
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence, SequenceStatus
 from tests.helpers import tiny_checkpoint
+from tests.tiny import worked_case
 
 STOPPED, LENGTH = SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH
 EOS = frozenset({1, 2})
@@ -39,73 +40,118 @@ def sequence(answer: list[int], max_tokens: int = 9, found: str | None = None, *
 
 
 class TestCheckStopConditions:
+    def test_a_worked_case(self) -> None:
+        early = sequence([7], found="x", stop=["x"], min_tokens=2)
+        cases = {
+            "[7, 8]": sequence([7, 8]),
+            "[7, 1], 1 is the end of text": sequence([7, 1]),
+            "the same, and 2 tokens are allowed": sequence([7, 1], max_tokens=2),
+            "the same, and min_tokens is 3": sequence([7, 1], min_tokens=3),
+            "[7, 8], 2 fit into the context, 9 were asked for": sequence([7, 8], max_tokens=2),
+            "[7, 8], 8 is in stop_token_ids": sequence([7, 8], stop_token_ids=[8]),
+            "a stop string, earlier than min_tokens": early,
+        }
+        cases["[7, 8], 2 fit into the context, 9 were asked for"].params.max_tokens = 9
+        got: dict[str, object] = {}
+        for name, seq in cases.items():
+            status = check_stop_conditions(seq)
+            got[name] = status and [status.value, seq.stop_reason]
+        got["is it skipped for good?"] = early.detokenizer.skips == 1  # type: ignore[attr-defined]
+        answers = [None, ["stop", None], ["stop", None], None, ["length", None], ["stop", 8], None, True]
+        says = "for each answer None (go on), or how it ended and its stop_reason"
+        worked_case("m1.6", got, dict(zip(got, answers, strict=True)), says)
+
     def test_goes_on(self) -> None:
-        assert check_stop_conditions(sequence([7, 8])) is None
+        assert check_stop_conditions(sequence([7, 8])) is None, "no rule applies: go on"
 
     @pytest.mark.parametrize("eos", [1, 2])
     def test_every_end_of_text_id(self, eos: int) -> None:
         seq = sequence([7, eos])
-        assert check_stop_conditions(seq) is STOPPED and seq.stop_reason is None
+        assert check_stop_conditions(seq) is STOPPED and seq.stop_reason is None, (
+            "an end-of-text id ends the answer; a stop_reason is for what the request asked for"
+        )
 
     def test_end_of_text_in_the_middle_or_in_the_prompt_does_not_count(self) -> None:
-        assert check_stop_conditions(sequence([1, 7])) is None
+        assert check_stop_conditions(sequence([1, 7])) is None, "only the newest token counts"
 
     def test_ignore_eos(self) -> None:
-        assert check_stop_conditions(sequence([7, 1], ignore_eos=True)) is None
+        assert check_stop_conditions(sequence([7, 1], ignore_eos=True)) is None, (
+            "ignore_eos: the model's end-of-text ids are tokens like others"
+        )
 
     def test_stop_token_ids_say_which(self) -> None:
         seq = sequence([7, 8], stop_token_ids=[4, 8])
-        assert check_stop_conditions(seq) is STOPPED and seq.stop_reason == 8
-        assert type(seq.stop_reason) is int
+        assert check_stop_conditions(seq) is STOPPED and seq.stop_reason == 8, (
+            "a token of stop_token_ids ends the answer and is its stop_reason"
+        )
+        assert type(seq.stop_reason) is int, "stop_reason is Python's int, whatever the array holds"
 
     def test_stop_token_ids_hold_beside_ignore_eos(self) -> None:
-        assert check_stop_conditions(sequence([1], stop_token_ids=[1], ignore_eos=True)) is STOPPED
+        assert check_stop_conditions(sequence([1], stop_token_ids=[1], ignore_eos=True)) is STOPPED, (
+            "ignore_eos speaks of the model's ids, not of those that the request itself names"
+        )
 
     @pytest.mark.parametrize("include", [False, True])
     def test_stop_strings(self, include: bool) -> None:
         seq = sequence([7], found="x", stop=["x", "y"], include_stop_str_in_output=include)
-        assert check_stop_conditions(seq) is STOPPED and seq.stop_reason == "x"
-        assert seq.detokenizer.searches == [(["x", "y"], include)]  # type: ignore[attr-defined]
+        assert check_stop_conditions(seq) is STOPPED and seq.stop_reason == "x", (
+            "the string that the detokenizer found ends the answer and is its stop_reason"
+        )
+        assert seq.detokenizer.searches == [(["x", "y"], include)], (  # type: ignore[attr-defined]
+            "find_stop was to be asked once, with the request's strings and its include_stop_str_in_output"
+        )
 
     def test_no_stop_strings_no_text(self) -> None:
         seq = sequence([7], found="x")
-        assert check_stop_conditions(seq) is None
+        assert check_stop_conditions(seq) is None, "no stop strings, no search"
         assert seq.detokenizer.searches == [], "decoding costs time"  # type: ignore[attr-defined]
 
     def test_length(self) -> None:
-        assert check_stop_conditions(sequence([7, 7], max_tokens=3)) is None
-        assert check_stop_conditions(sequence([7, 7, 7], max_tokens=3)) is LENGTH
+        assert check_stop_conditions(sequence([7, 7], max_tokens=3)) is None, "2 of 3 tokens: go on"
+        assert check_stop_conditions(sequence([7, 7, 7], max_tokens=3)) is LENGTH, "3 of 3 tokens: the length ends it"
 
     def test_max_tokens_is_the_sequences_own(self) -> None:
         """A context that is nearly full allows fewer tokens than the request asked for."""
-        assert check_stop_conditions(sequence([7, 7], max_tokens=2, **{"min_tokens": 0})) is LENGTH
+        assert check_stop_conditions(sequence([7, 7], max_tokens=2, **{"min_tokens": 0})) is LENGTH, (
+            "seq.max_tokens counts, which the context may have made smaller"
+        )
         seq = sequence([7, 7, 7], max_tokens=9)
         seq.params.max_tokens = 3
-        assert check_stop_conditions(seq) is None
+        assert check_stop_conditions(seq) is None, "seq.max_tokens counts, not params.max_tokens"
 
     def test_the_last_token_may_be_the_end_of_text(self) -> None:
-        assert check_stop_conditions(sequence([7, 1], max_tokens=2)) is STOPPED
+        assert check_stop_conditions(sequence([7, 1], max_tokens=2)) is STOPPED, (
+            "the end of text comes before the length"
+        )
 
     def test_min_tokens_forbids_all_but_length(self) -> None:
         for answer, more in (([7, 1], {}), ([7, 8], {"stop_token_ids": [8]}), ([7, 8], {"stop": ["x"]})):
             seq = sequence(answer, found="x", min_tokens=3, **more)
-            assert check_stop_conditions(seq) is None
-            assert seq.stop_reason is None
-        assert check_stop_conditions(sequence([7, 7], max_tokens=2, min_tokens=3)) is LENGTH
+            assert check_stop_conditions(seq) is None, "before min_tokens nothing but the length ends an answer"
+            assert seq.stop_reason is None, "nothing ended, so there is no reason"
+        assert check_stop_conditions(sequence([7, 7], max_tokens=2, min_tokens=3)) is LENGTH, (
+            "the length ends it even before min_tokens"
+        )
 
     def test_min_tokens_reached(self) -> None:
-        assert check_stop_conditions(sequence([7, 7, 1], min_tokens=3)) is STOPPED
+        assert check_stop_conditions(sequence([7, 7, 1], min_tokens=3)) is STOPPED, (
+            "with min_tokens generated, this one included, the other rules apply"
+        )
 
     def test_an_early_stop_string_is_skipped_for_good(self) -> None:
         seq = sequence([7], found="x", stop=["x"], min_tokens=2)
-        assert check_stop_conditions(seq) is None
-        assert seq.detokenizer.skips == 1 and not seq.detokenizer.searches  # type: ignore[attr-defined]
-        assert check_stop_conditions(late := sequence([7, 7], found="x", stop=["x"], min_tokens=2)) is STOPPED
-        assert late.detokenizer.skips == 0  # type: ignore[attr-defined]
+        assert check_stop_conditions(seq) is None, "before min_tokens no stop string ends the answer"
+        assert seq.detokenizer.skips == 1 and not seq.detokenizer.searches, (  # type: ignore[attr-defined]
+            "skip_search was to be called once and find_stop not at all"
+        )
+        assert check_stop_conditions(late := sequence([7, 7], found="x", stop=["x"], min_tokens=2)) is STOPPED, (
+            "min_tokens is reached: the string is searched"
+        )
+        assert late.detokenizer.skips == 0, "min_tokens is reached: nothing is skipped any more"  # type: ignore[attr-defined]
 
     def test_no_text_for_min_tokens_alone(self) -> None:
         seq = sequence([7], min_tokens=2)
-        assert check_stop_conditions(seq) is None
+        assert check_stop_conditions(seq) is None, "before min_tokens: go on"
         assert seq.detokenizer.skips == 0, "decoding costs time"  # type: ignore[attr-defined]
 
 
@@ -148,7 +194,7 @@ class TestStopsInTheEngine:
     def test_text_that_may_begin_a_stop_string_is_held_back(self, llm: LLM, plain: RequestOutput) -> None:
         """No text is shown that a stop string could take back, from the first token on."""
         for length in (2, 5, 9):
-            end = plain["text"][12 : 12 + length]
+            end = re.search(rf"[^\ufffd]{{{length}}}", plain["text"]).group()  # type: ignore[union-attr]
             shown = ""
             for output in stream(llm, replace(GREEDY, stop=[end])):
                 shown += output.outputs[0].delta_text
@@ -165,6 +211,33 @@ class TestStopsInTheEngine:
         out = llm.generate(PROMPT, replace(GREEDY, stop_token_ids=[token]), use_tqdm=False)[0].outputs[0]
         assert out.token_ids == plain["token_ids"][: plain["token_ids"].index(token) + 1]
         assert (out.finish_reason, out.stop_reason) == ("stop", token)
+
+    @pytest.mark.parametrize("include", [False, True])
+    @pytest.mark.parametrize("kind", ["stop_token_ids", "end of text"])
+    def test_the_text_of_a_token_that_stops(
+        self, llm: LLM, plain: RequestOutput, include: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The token stays among the tokens; its text is left out, as a stop string's is, unless asked for."""
+        at = next(i for i, token in enumerate(plain["token_ids"]) if llm.tokenizer.decode([token]) == "{")
+        token, before = plain["token_ids"][at], plain["token_ids"][:at]
+        params = replace(GREEDY, include_stop_str_in_output=include)
+        if kind == "stop_token_ids":
+            params = replace(params, stop_token_ids=[token])
+        else:
+            monkeypatch.setattr(llm.engine._processor, "_eos", frozenset({token}))
+        outputs = stream(llm, params)
+        answer = outputs[-1].outputs[0]
+        assert answer.token_ids == [*before, token]
+        assert answer.text == llm.tokenizer.decode(answer.token_ids if include else before)
+        assert "".join(o.outputs[0].delta_text for o in outputs) == answer.text
+
+    def test_each_of_n_answers_leaves_its_stop_token_out_once(self, llm: LLM, plain: RequestOutput) -> None:
+        params = SamplingParams(n=4, temperature=3.0, seed=1, max_tokens=12, stop_token_ids=list(range(0, 200, 9)))
+        last = stream(llm, params)[-1].outputs
+        assert len({len(answer.token_ids) for answer in last}) > 1, "they were to end at different times"
+        for answer in last:
+            ids = answer.token_ids[:-1] if answer.finish_reason == "stop" else answer.token_ids
+            assert answer.text == llm.tokenizer.decode(ids, skip_special_tokens=True)
 
     def test_min_tokens_keeps_stop_tokens_from_being_drawn(self, llm: LLM, plain: RequestOutput) -> None:
         token = plain["token_ids"][0]

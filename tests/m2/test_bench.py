@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from folovllm.bench import ladder, reuse, throughput
+from folovllm.bench.cli import finish
 from folovllm.bench.contenders import parse_contenders, random_model
 from folovllm.bench.report import Metric, Result, Run, load, show
 from folovllm.bench.roofline import Rates, roofline_seconds
@@ -20,7 +21,7 @@ from folovllm.bench.workload import BenchRequest, Workload, load_workload
 from folovllm.cli import main
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
-from tests.helpers import tiny_checkpoint
+from tests.helpers import no_file_beyond, tiny_checkpoint
 from tests.workloads import assert_nothing_left, make_engine
 
 SMALL = Workload("small", [BenchRequest([1, 2, 3], 5), BenchRequest([4] * 10, 3), BenchRequest([5, 6], 8)])
@@ -149,11 +150,28 @@ def test_a_file_that_is_no_result(tmp_path: Path) -> None:
         load(tmp_path / "x.json")
 
 
+def test_a_full_disk_leaves_the_older_result(tmp_path: Path) -> None:
+    older, newer = Result("older", {}), Result("newer", {}, command="x" * 10_000)
+    older.save(tmp_path / "x.json")
+    with no_file_beyond(5000), pytest.raises(ValueError, match=r"cannot write .*x\.json"):
+        newer.save(tmp_path / "x.json")
+    assert load(tmp_path / "x.json").benchmark == "older" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_cannot_be_printed_is_still_saved(tmp_path: Path) -> None:
+    def full(result: Result) -> None:
+        raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        finish(Result("b", {}), tmp_path / "x.json", full)
+    assert load(tmp_path / "x.json").benchmark == "b"
+
+
 @pytest.mark.parametrize(
     "command",
     [
         "throughput --requests 0", "ladder --limit -1", "reuse --chunks abc", "reuse --prefix 0",
-        "throughput --save {}/none/x.json", "ladder --chart {}/none/x.png",
+        "throughput --save {}/none/x.json", "ladder --chart {}/none/x.png", "reuse --save {}",
     ],
 )  # fmt: skip
 def test_what_is_refused_before_any_work(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from folovllm import LLM, EngineConfig, SamplingParams
-from folovllm.engine.input_processor import child_seed
-from folovllm.engine.overlap import make_engine as make_any_engine
-from folovllm.engine.scheduler import NothingScheduled, SchedulerOutput
+from folovllm.build import make_engine as make_any_engine
+from folovllm.engine.input_processor import child_seed, encode_within
+from folovllm.interrupts import Interrupted
 from folovllm.outputs import RequestOutput
+from folovllm.step.schedule import NothingScheduled, SchedulerOutput
 from tests.helpers import prompts, tiny_checkpoint
 from tests.workloads import MAX_MODEL_LEN, assert_nothing_left, make_engine
 
@@ -187,8 +190,9 @@ class TestAborts:
                 return step()
 
             monkeypatch.setattr(llm.engine, "step", interrupted)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(Interrupted, match="0 of 2") as caught:
                 llm.generate(["a", "b"], LONG, use_tqdm=False)
+            assert caught.value.outputs == [None, None]
             assert_nothing_left(llm.engine)
 
     def test_ctrl_c_waits_for_the_end_of_a_step(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,9 +206,91 @@ class TestAborts:
                 return outputs
 
             monkeypatch.setattr(llm.engine, "step", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                llm.generate(["a", "b"], [GREEDY, LONG], use_tqdm=False)
+            with pytest.raises(Interrupted, match="1 of 2 prompts are answered") as caught:
+                llm.generate(["a", "b"], [LONG, GREEDY], use_tqdm=False)
+            first, second = caught.value.outputs
+            assert first is None and second is not None and second.finished and second.prompt == "b"
             assert_nothing_left(llm.engine)
+
+    def test_ctrl_c_is_heard_while_prompts_are_added(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
+            add = llm.engine.add_request
+            added: list[str] = []
+
+            def interrupted(request_id: str, *rest: Any, **options: Any) -> None:
+                if not added:  # a second one acts as ever
+                    os.kill(os.getpid(), signal.SIGINT)
+                added.append(request_id)
+                add(request_id, *rest, **options)
+
+            monkeypatch.setattr(llm.engine, "add_request", interrupted)
+            with pytest.raises(Interrupted):
+                llm.generate(["a", "b", "c"], LONG, use_tqdm=False)
+            assert len(added) == 1
+            assert_nothing_left(llm.engine)
+
+
+def test_answers_come_in_the_order_of_the_prompts_as_soon_as_they_can(model: Path) -> None:
+    with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
+        seen: list[tuple[str | None, bool]] = []
+        params = [replace(GREEDY, max_tokens=n) for n in (3, 1, 9, 2)]
+        llm.generate(
+            ["a", "b", "c", "d"], params, use_tqdm=False,
+            on_answer=lambda output: seen.append((output.prompt, llm.engine.has_unfinished_requests())),
+        )  # fmt: skip
+    assert [prompt for prompt, _ in seen] == ["a", "b", "c", "d"]
+    assert [goes_on for _, goes_on in seen] == [True, True, False, False], "a and b are there while c is written"
+
+
+def test_in_a_fork_an_engine_says_so_at_once(model: Path) -> None:
+    """Where it would wait for threads that only its parent has."""
+    with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
+        llm._turn.acquire()  # another thread of the parent is answering
+        child = os.fork()
+        if child == 0:
+            try:
+                llm.generate("a", GREEDY, use_tqdm=False)
+            except RuntimeError as error:
+                os._exit(0 if "is a fork of it" in str(error) else 2)
+            finally:
+                os._exit(1)
+        llm._turn.release()
+        deadline = time.monotonic() + 30
+        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if ended[0] == 0:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("it waits")
+        assert ended[1] == 0
+        assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished, "the parent goes on"
+
+
+class TestFarTooLong:
+    """A text of megabytes is refused by its beginning."""
+
+    @pytest.mark.parametrize("as_chat", [False, True])
+    def test_it_is_not_read_to_its_end(self, model: Path, monkeypatch: pytest.MonkeyPatch, as_chat: bool) -> None:
+        with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
+            encode = llm.tokenizer.encode
+            lengths: list[int] = []
+
+            def counted(text: str, **options: Any) -> Any:
+                lengths.append(len(text))
+                return encode(text, **options)
+
+            monkeypatch.setattr(llm.tokenizer, "encode", counted)
+            text = "word " * 1_000_000
+            with pytest.raises(ValueError, match=f"more than {MAX_MODEL_LEN} tokens"):
+                llm.render_chat([{"role": "user", "content": text}]) if as_chat else llm.generate(text)
+            assert 0 < sum(lengths) < 20_000
+
+    def test_a_long_text_of_few_tokens_is_served(self) -> None:
+        class Tokenizer:
+            def encode(self, text: str) -> list[int]:
+                return [1] * (len(text) // 1000)
+
+        assert encode_within(20, cast("Any", Tokenizer()), "x" * 15_000) == [1] * 15
 
 
 class TestBadInput:
@@ -261,7 +347,7 @@ def test_a_scheduler_that_lets_nobody_in(model: Path, fields: dict[str, Any], mo
     """An error, not a loop without end."""
     engine = make_any_engine(EngineConfig(model=str(model), device="cpu", use_tqdm=False, max_model_len=64, **fields))
     engine.add_request("a", [1, 2, 3])
-    monkeypatch.setattr(engine.scheduler, "schedule", lambda: SchedulerOutput([]))
+    monkeypatch.setattr(engine.scheduler, "schedule", SchedulerOutput)
     with pytest.raises(NothingScheduled, match="lets none of them in"):
         engine.step()
     engine.abort_request("a")

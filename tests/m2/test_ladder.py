@@ -99,7 +99,12 @@ def test_a_limit_leaves_a_partial_rung(tmp_path: Path) -> None:
     assert result.runs[0].partial and "of the roofline" not in result.runs[0].metrics
 
 
-def test_the_reference_runs_without_the_learners_code(workload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_runs_without_the_learners_code(
+    workload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it import what lies in the working directory."""
+    (tmp_path / "numpy.py").write_text("raise SystemExit('a stranger')")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FOLOVLLM_MINE", "/absent")  # would stop a process that inherited it
     plan = Plan(rungs("m1", common()), workload)
     reference = bench_reference(plan)

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folovllm.cache.slot_manager import SlotManager
-from folovllm.engine.scheduler import Scheduler, SchedulerOutput, wait, whole_prompt
+from folovllm.engine.scheduler import Scheduler, wait, whole_prompt
 from folovllm.request import Sequence, SequenceStatus
+from folovllm.step.schedule import SchedulerOutput
 from tests.sequences import EOS, make_seq
 
 CONTEXT = 12  # tokens a slot holds
@@ -54,27 +55,33 @@ class World:
     def step(self) -> None:
         before, queue = list(self.scheduler.running), list(self.scheduler.waiting)
         output = self.scheduler.schedule()
-        self.check_step(output, before, queue)
-        tokens = [EOS if self.die.random() < 0.1 else self.die.randrange(50) for _ in output.scheduled]
-        updated = self.scheduler.postprocess(output, tokens)
-        assert updated == [item.seq for item in output.scheduled]  # whole prompts: every share draws
+        seqs = self.scheduler.sequences(output)
+        self.check_step(output, seqs, before, queue)
+        updated = self.scheduler.postprocess([(seq, [self.token()]) for seq in seqs])
+        assert updated == seqs  # whole prompts: every share draws
         for seq in updated:
             if seq.status.is_finished:
                 self.ended(seq)
         self.check_slots()
 
-    def check_step(self, output: SchedulerOutput, before: list[Sequence], queue: list[Sequence]) -> None:
+    def token(self) -> int:
+        return EOS if self.die.random() < 0.1 else self.die.randrange(50)
+
+    def check_step(
+        self, output: SchedulerOutput, served: list[Sequence], before: list[Sequence], queue: list[Sequence]
+    ) -> None:
         most_seqs, budget = self.limits
         joined = [seq for seq in self.scheduler.running if seq not in before]
         assert joined == queue[: len(joined)], "overtaken"
         assert queue == sorted(queue, key=self.scheduler.rank)
         assert output.num_tokens <= budget and len(self.scheduler.running) <= most_seqs
-        assert len({item.seq for item in output.scheduled}) == len(output.scheduled)
-        assert output.scheduled or not (before or queue), "there was work, and nobody did it"
-        singles = [item.num_new_tokens == 1 for item in output.scheduled if item.seq in before]
+        assert len(set(served)) == len(served) and len({share.row for share in output.shares}) == len(served)
+        assert served or not (before or queue), "there was work, and nobody did it"
+        pairs = zip(output.shares, served, strict=True)
+        singles = [share.num_new_tokens == 1 for share, seq in pairs if seq in before]
         assert singles == sorted(singles, reverse=True)
         if len(before) <= budget:
-            assert {item.seq for item in output.scheduled} == {*before, *joined}
+            assert set(served) == {*before, *joined}
         self.admitted += joined
 
     def check_slots(self) -> None:
@@ -112,5 +119,5 @@ def test_everybody_is_served_once(
     assert [world.ends.get(seq) for _, seq in seqs] == [1] * len(wanted)
     assert not world.scheduler.waiting and not world.scheduler.running and world.kv.num_free == slots
     if not by_priority:
-        arrivals = [seq.arrival for seq in world.admitted]
+        arrivals = [seq.seq_id for seq in world.admitted]
         assert arrivals == sorted(arrivals)

@@ -1,19 +1,62 @@
 """Exercise m2.1: WAITING -> RUNNING -> FINISHED_*, and nothing else."""
 
+from collections.abc import Callable
+
 import pytest
 
 from folovllm.request import SequenceStatus
 from tests.sequences import make_seq
+from tests.tiny import worked_case
 
 WAITING, RUNNING = SequenceStatus.WAITING, SequenceStatus.RUNNING
 ENDS = [status for status in SequenceStatus if status.is_finished]
 
 
+def ended_with(call: Callable[..., None], *arguments: object) -> str:
+    """Whether a call refused what it was asked: "ValueError" or "no error"."""
+    try:
+        call(*arguments)
+    except ValueError:
+        return "ValueError"
+    return "no error"
+
+
 class TestTransitions:
+    def test_a_worked_case_of_start(self) -> None:
+        waiting, ended = make_seq(), make_seq()
+        ended.status = SequenceStatus.FINISHED_LENGTH
+        got = {
+            "one that waits": [ended_with(waiting.start), waiting.status.value],
+            "one that has ended": [ended_with(ended.start), ended.status.value],
+        }
+        says = "who waits runs afterwards; from any other status it is an error, and nothing changes"
+        worked_case(
+            "m2.1 start", got, dict(zip(got, [["no error", "running"], ["ValueError", "length"]], strict=True)), says
+        )
+
+    def test_a_worked_case_of_requeue(self) -> None:
+        """A prompt of 3 tokens, all computed, and one token of the answer."""
+        seq = make_seq(3)
+        seq.status, seq.num_computed_tokens = RUNNING, 3
+        seq.append_token(7)
+        seq.requeue()
+        got = {"status": seq.status.value, "tokens": seq.token_ids, "computed tokens": seq.num_computed_tokens}
+        expected = {"status": "waiting", "tokens": [10, 11, 12, 7], "computed tokens": 0}
+        worked_case(
+            "m2.1 requeue", got, expected, "its K/V is gone, its tokens stay: all four are to be computed again"
+        )
+
+    def test_a_worked_case_of_finish(self) -> None:
+        seq, got = make_seq(), []
+        for end in (RUNNING, SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_ABORTED):
+            got.append([ended_with(seq.finish, end), seq.status.value])
+        says = "RUNNING is no end; then it stops; an abort comes too late to change how it ended"
+        worked_case("m2.1 finish", got, [["ValueError", "waiting"], ["no error", "stop"], ["no error", "stop"]], says)
+
     def test_start(self) -> None:
         seq = make_seq()
         seq.start()
-        assert seq.status is RUNNING
+        assert seq.status is RUNNING, "who waits runs afterwards"
 
     def test_requeue_keeps_the_tokens(self) -> None:
         seq = make_seq(3)
@@ -21,10 +64,14 @@ class TestTransitions:
         seq.num_computed_tokens = 3
         seq.append_token(7)
         seq.requeue()
-        assert seq.status is WAITING
-        assert (seq.num_computed_tokens, seq.num_uncomputed_tokens) == (0, 4)
-        assert seq.token_ids.tolist() == [10, 11, 12, 7]
-        assert (seq.num_output_tokens, seq.output_token_ids.tolist()) == (1, [7])
+        assert seq.status is WAITING, "it waits again"
+        assert (seq.num_computed_tokens, seq.num_uncomputed_tokens) == (0, 4), (
+            "nothing of it is in the cache: all four tokens are to be computed"
+        )
+        assert seq.token_ids.tolist() == [10, 11, 12, 7], "prompt and answer stay as they are"
+        assert (seq.num_output_tokens, seq.output_token_ids.tolist()) == (1, [7]), (
+            "the one token of its answer is still there"
+        )
 
     @pytest.mark.parametrize("end", ENDS)
     def test_finish(self, end: SequenceStatus) -> None:
@@ -32,7 +79,7 @@ class TestTransitions:
             seq = make_seq()
             seq.status = status
             seq.finish(end)
-            assert seq.status is end
+            assert seq.status is end, "who waits or runs ends as it was told"
 
     @pytest.mark.parametrize("end", ENDS)
     def test_the_first_end_stays(self, end: SequenceStatus) -> None:
@@ -40,7 +87,7 @@ class TestTransitions:
         seq.status = end
         for other in ENDS:
             seq.finish(other)
-            assert seq.status is end
+            assert seq.status is end, "the first end stays, whatever comes later"
 
     def test_only_an_end_ends(self) -> None:
         for status in (WAITING, RUNNING, *ENDS):
@@ -49,7 +96,7 @@ class TestTransitions:
                 seq.status = status
                 with pytest.raises(ValueError, match="end"):
                     seq.finish(no_end)
-                assert seq.status is status
+                assert seq.status is status, "what was refused changes nothing"
 
     @pytest.mark.parametrize("status", [RUNNING, *ENDS])
     def test_only_who_waits_starts(self, status: SequenceStatus) -> None:
@@ -57,7 +104,7 @@ class TestTransitions:
         seq.status = status
         with pytest.raises(ValueError, match="r7"):
             seq.start()
-        assert seq.status is status
+        assert seq.status is status, "what was refused changes nothing"
 
     @pytest.mark.parametrize("status", [WAITING, *ENDS])
     def test_only_who_runs_goes_back(self, status: SequenceStatus) -> None:
@@ -65,7 +112,7 @@ class TestTransitions:
         seq.status, seq.num_computed_tokens = status, 2
         with pytest.raises(ValueError, match="r7"):
             seq.requeue()
-        assert (seq.status, seq.num_computed_tokens) == (status, 2)
+        assert (seq.status, seq.num_computed_tokens) == (status, 2), "what was refused changes nothing"
 
 
 def test_an_answer_grows_in_place() -> None:

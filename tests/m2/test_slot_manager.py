@@ -1,46 +1,62 @@
-"""Exercise m2.4: a slot belongs to one sequence from its first reservation until it is freed."""
+"""Exercise m2.4: a block belongs to one sequence from its first reservation until it is freed."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.cache.slot_manager import SlotManager
 from tests.sequences import make_seq
+from tests.tiny import worked_case
 
 
 class TestReserve:
+    def test_a_worked_case(self) -> None:
+        """Two blocks: a takes one and asks again, b takes the other, a asks once more, and c comes too late."""
+        slots, (a, b, c) = SlotManager(2, 100), [make_seq() for _ in "abc"]
+        table = a.block_table
+        got = {
+            "a, a, b, a, c": [slots.reserve(seq, 1) for seq in (a, a, b, a, c)],
+            "blocks of a, b, c": [seq.block_table for seq in (a, b, c)],
+            "is a's table the list that it had?": a.block_table is table,
+        }
+        says = "the free blocks are [1, 0], taken from the end; the number is appended to the table that is there"
+        answers = [[True, True, True, True, False], [[0], [1], []], True]
+        worked_case("m2.4", got, dict(zip(got, answers, strict=True)), says)
+
     def test_the_first_reservation_takes_a_slot(self) -> None:
         slots, seq = SlotManager(2, 100), make_seq()
-        assert slots.reserve(seq, 3) is True
-        assert len(seq.block_table) == 1 and seq.block_table[0] in (0, 1)
-        assert slots.num_free == 1
+        assert slots.reserve(seq, 3) is True, "there is a free block: True"
+        assert len(seq.block_table) == 1 and seq.block_table[0] in (0, 1), "one block, and one of those that there are"
+        assert slots.num_free == 1, "the block has left the free ones"
 
     def test_later_ones_change_nothing(self) -> None:
         slots, seq = SlotManager(2, 100), make_seq()
         slots.reserve(seq, 3)
         table = list(seq.block_table)
-        assert all(slots.reserve(seq, 1) is True for _ in range(5))
-        assert seq.block_table == table and slots.num_free == 1
+        assert all(slots.reserve(seq, 1) is True for _ in range(5)), "who has a block has room for all its tokens: True"
+        assert seq.block_table == table and slots.num_free == 1, "who has a block takes no other"
 
     def test_two_sequences_never_share(self) -> None:
         slots, seqs = SlotManager(3, 100), [make_seq() for _ in range(3)]
-        assert all(slots.reserve(seq, 3) for seq in seqs)
-        assert sorted(seq.block_table[0] for seq in seqs) == [0, 1, 2]
+        assert all(slots.reserve(seq, 3) for seq in seqs), "three blocks for three sequences"
+        assert sorted(seq.block_table[0] for seq in seqs) == [0, 1, 2], "each has a block of its own"
 
     def test_no_slot_left(self) -> None:
         slots, first, second = SlotManager(1, 100), make_seq(), make_seq()
         slots.reserve(first, 3)
-        assert slots.reserve(second, 3) is False
-        assert second.block_table == [] and first.block_table == [0] and slots.num_free == 0
-        assert slots.reserve(first, 1) is True  # who has a slot has room, however full the cache is
+        assert slots.reserve(second, 3) is False, "the only block is taken: False"
+        assert second.block_table == [] and first.block_table == [0] and slots.num_free == 0, (
+            "a refusal changes nothing"
+        )
+        assert slots.reserve(first, 1) is True, "who has a block has room, however full the cache is"
 
     def test_a_freed_slot_goes_to_the_next(self) -> None:
         slots, first, second = SlotManager(1, 100), make_seq(), make_seq()
         slots.reserve(first, 3)
         slots.free(first)
-        assert first.block_table == [] and slots.num_free == 1
-        assert slots.reserve(second, 3) and second.block_table == [0]
+        assert first.block_table == [] and slots.num_free == 1, "the block came back"
+        assert slots.reserve(second, 3) and second.block_table == [0], "the next one gets the block that came back"
         slots.free(first)  # holds nothing: nothing comes back
-        assert slots.num_free == 0
+        assert slots.num_free == 0, "a sequence without a block has nothing to give back"
 
 
 def test_a_slot_is_a_run_of_places() -> None:
@@ -53,9 +69,11 @@ def test_no_slot_is_lost_or_owned_twice(steps: list[tuple[bool, int]]) -> None:
     for takes, i in steps:
         had, free = list(seqs[i].block_table), slots.num_free
         if takes:
-            assert slots.reserve(seqs[i], 1) is bool(had or free)
+            assert slots.reserve(seqs[i], 1) is bool(had or free), "True exactly if it had a block or one was free"
         else:
             slots.free(seqs[i])
         owned = [slot for seq in seqs for slot in seq.block_table]
-        assert len(owned) == len(set(owned)) == 3 - slots.num_free
-        assert set(owned) <= {0, 1, 2} and all(len(seq.block_table) <= 1 for seq in seqs)
+        assert len(owned) == len(set(owned)) == 3 - slots.num_free, "a block is free or has one owner"
+        assert set(owned) <= {0, 1, 2} and all(len(seq.block_table) <= 1 for seq in seqs), (
+            "a sequence has one of the blocks that there are, or none"
+        )

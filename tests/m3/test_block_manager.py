@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from folovllm.cache.block_manager import BlockManager
 from folovllm.request import Sequence
 from tests.sequences import make_seq
+from tests.tiny import worked_case
 
 
 def holding(kv: BlockManager, *block_ids: int, computed: int = 0) -> Sequence:
@@ -34,31 +35,47 @@ def free_ids(kv: BlockManager) -> list[int]:
 class TestSlots:
     """m3.1"""
 
+    def test_a_worked_case(self) -> None:
+        says = "tokens 2 to 5 of the table [5, 1], four places a block: 5 * 4 + 2, 5 * 4 + 3, then 1 * 4 + 0, 1 * 4 + 1"
+        worked_case("m3.1", BlockManager.slots([5, 1], 4, 2, 6).tolist(), [22, 23, 4, 5], says)
+
     def test_pages_in_order(self) -> None:
-        assert BlockManager.slots([0, 1, 2], 4, 0, 10).tolist() == list(range(10))
+        assert BlockManager.slots([0, 1, 2], 4, 0, 10).tolist() == list(range(10)), (
+            "blocks 0, 1, 2 in order are one run of places"
+        )
 
     def test_pages_anywhere(self) -> None:
-        assert BlockManager.slots([5, 1], 4, 0, 6).tolist() == [20, 21, 22, 23, 4, 5]
+        assert BlockManager.slots([5, 1], 4, 0, 6).tolist() == [20, 21, 22, 23, 4, 5], (
+            "block 5 begins at 20, block 1 at 4"
+        )
 
     def test_from_the_middle(self) -> None:
-        assert BlockManager.slots([7, 2, 9], 3, 4, 8).tolist() == [7, 8, 27, 28]
+        assert BlockManager.slots([7, 2, 9], 3, 4, 8).tolist() == [7, 8, 27, 28], (
+            "tokens 4 and 5 are the last two of block 2, token 6 and 7 the first two of block 9"
+        )
 
     @pytest.mark.parametrize(("position", "slot"), [(0, 32), (15, 47), (16, 80), (31, 95), (32, 0)])
     def test_one_token_around_a_boundary(self, position: int, slot: int) -> None:
         slots = BlockManager.slots([2, 5, 0], 16, position, position + 1)
-        assert slots.tolist() == [slot]
+        assert slots.tolist() == [slot], "block_table[position // 16] * 16 + position % 16"
 
     def test_pages_of_one_token_are_the_table(self) -> None:
-        assert BlockManager.slots([3, 1, 4, 15, 9], 1, 1, 4).tolist() == [1, 4, 15]
+        assert BlockManager.slots([3, 1, 4, 15, 9], 1, 1, 4).tolist() == [1, 4, 15], (
+            "blocks of one token: the slot is the block's id"
+        )
 
     def test_one_page_for_all_is_a_slot_of_m2(self) -> None:
         from folovllm.cache.slot_manager import SlotManager
 
-        assert BlockManager.slots([3], 100, 5, 42).tolist() == SlotManager.slots([3], 100, 5, 42).tolist()
+        assert BlockManager.slots([3], 100, 5, 42).tolist() == SlotManager.slots([3], 100, 5, 42).tolist(), (
+            "one block for all tokens is a slot of M2"
+        )
 
     def test_integers_for_torch(self) -> None:
         slots = BlockManager.slots([1, 0], 4, 2, 7)
-        assert isinstance(slots, np.ndarray) and slots.dtype == np.int64
+        assert isinstance(slots, np.ndarray) and slots.dtype == np.int64, (
+            "an array of int64: torch takes it as an index"
+        )
 
     @given(st.permutations(range(9)), st.integers(1, 7), st.data())
     def test_every_token_has_a_place_of_its_own(self, table: list[int], block_size: int, data: st.DataObject) -> None:
@@ -67,47 +84,83 @@ class TestSlots:
         slots = BlockManager.slots(table, block_size, start, end)
         assert [(s // block_size, s % block_size) for s in slots.tolist()] == [
             (table[p // block_size], p % block_size) for p in range(start, end)
-        ]
+        ], "each token lies in its own block, at its own offset"
 
 
 class TestAllocate:
     """m3.2"""
 
+    def test_a_worked_case(self) -> None:
+        """Six blocks of four tokens. One sequence has block 3, with four tokens in it, another has nothing."""
+        kv, new = BlockManager(6, 4), make_seq(5)
+        old = holding(kv, 3, computed=4)
+        kv.allocate(old, 4)
+        kv.allocate(new, 5)
+        got = {
+            "8 tokens, of which 4 lie in block 3": old.block_table,
+            "5 tokens": new.block_table,
+            "holders of each block": [block.ref_count for block in kv.blocks],
+            "tokens computed so far": old.num_computed_tokens,
+        }
+        says = "8 tokens fill two blocks, 5 need two; the free ones are 0, 1, 2, 4, 5; nothing was computed by it"
+        worked_case("m3.2", got, dict(zip(got, [[3, 0], [1, 2], [1, 1, 1, 1, 0, 0], 4], strict=True)), says)
+
     @pytest.mark.parametrize(("tokens", "pages"), [(1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
     def test_as_many_pages_as_the_tokens_fill(self, tokens: int, pages: int) -> None:
         kv, seq = BlockManager(8, 16), make_seq(tokens)
         kv.allocate(seq, tokens)
-        assert len(seq.block_table) == pages
-        assert kv.num_free == 8 - pages
+        assert len(seq.block_table) == pages, "as many blocks as the tokens fill, rounded up"
+        assert kv.num_free == 8 - pages, "what the table has, the free list has not"
 
     def test_pages_come_from_the_left_of_the_free_list(self) -> None:
         kv, seq = BlockManager(6, 2), make_seq(5)
         other = holding(kv, 1, 3)
         kv.allocate(seq, 5)
-        assert seq.block_table == [0, 2, 4]
-        assert other.block_table == [1, 3]
+        assert seq.block_table == [0, 2, 4], (
+            "the free blocks are 0, 2, 4, 5, taken from the left, and the ids go to the end of the table"
+        )
+        assert other.block_table == [1, 3], "the blocks of others stay theirs"
 
     def test_each_page_has_one_owner(self) -> None:
         kv, seq = BlockManager(6, 2), make_seq(5)
         kv.allocate(seq, 5)
-        assert [block.ref_count for block in kv.blocks] == [1, 1, 1, 0, 0, 0]
+        assert [block.ref_count for block in kv.blocks] == [1, 1, 1, 0, 0, 0], (
+            "each block taken has one holder, the others none"
+        )
 
     def test_goes_on_behind_pages_it_has(self) -> None:
         """As after a hit in the prefix cache: two pages of K/V are there already, and the table names them."""
         kv = BlockManager(8, 4)
         seq = holding(kv, 6, 2, computed=8)
         kv.allocate(seq, 5)
-        assert seq.block_table == [6, 2, 0, 1]
+        assert seq.block_table == [6, 2, 0, 1], "8 tokens lie in blocks 6 and 2 already: two more blocks for 13"
 
     def test_the_whole_pool(self) -> None:
         kv, seq = BlockManager(3, 4), make_seq(12)
-        assert kv.can_allocate(seq, 12)
+        assert kv.can_allocate(seq, 12), "three blocks of four hold 12 tokens"
         kv.allocate(seq, 12)
-        assert (sorted(seq.block_table), kv.num_free) == ([0, 1, 2], 0)
+        assert (sorted(seq.block_table), kv.num_free) == ([0, 1, 2], 0), "all three blocks, and none is left"
 
 
 class TestMayAppend:
     """m3.3"""
+
+    def test_a_worked_case(self) -> None:
+        """Blocks of four tokens; blocks 2 and 3 are taken."""
+        kv, got = BlockManager(6, 4), {}
+        seq, other = holding(kv, 2, computed=3), holding(kv, 3, computed=1)
+        kv.may_append(seq, 1)
+        got["a fourth token"] = list(seq.block_table)
+        seq.num_computed_tokens = 4
+        kv.may_append(seq, 1)
+        got["a fifth"] = list(seq.block_table)
+        kv.may_append(seq, 1)
+        got["the fifth again, because the step did not run"] = list(seq.block_table)
+        kv.may_append(other, 9)
+        got["nine after the first"] = list(other.block_table)
+        answers = [[2], [2, 0], [2, 0], [3, 1, 4]]
+        says = "as many blocks as the tokens need and no more: 4 tokens fill one, 5 need two, 10 need three"
+        worked_case("m3.3", got, dict(zip(got, answers, strict=True)), says)
 
     def grow(self, kv: BlockManager, seq: Sequence, tokens: int = 1) -> None:
         kv.may_append(seq, tokens)
@@ -117,14 +170,16 @@ class TestMayAppend:
         kv = BlockManager(4, 4)
         seq = holding(kv, 2, computed=3)
         self.grow(kv, seq)
-        assert (seq.block_table, kv.num_free) == ([2], 3)  # the fourth token ends on the page's last slot
+        assert (seq.block_table, kv.num_free) == ([2], 3), (
+            "the fourth token goes to the last place of the block that is there"
+        )  # the fourth token ends on the page's last slot
 
     def test_a_full_page_is_followed_by_another(self) -> None:
         kv = BlockManager(4, 4)
         seq = holding(kv, 2, computed=4)
         self.grow(kv, seq)
-        assert (seq.block_table, kv.num_free) == ([2, 0], 2)
-        assert kv.blocks[0].ref_count == 1
+        assert (seq.block_table, kv.num_free) == ([2, 0], 2), "the block is full: the fifth token needs another"
+        assert kv.blocks[0].ref_count == 1, "the new block has one holder"
 
     @pytest.mark.parametrize("block_size", [1, 2, 3, 16])
     def test_one_page_every_block_size_steps(self, block_size: int) -> None:
@@ -132,65 +187,80 @@ class TestMayAppend:
         seq = holding(kv, 0, computed=1)
         for tokens in range(2, 41):
             self.grow(kv, seq)
-            assert len(seq.block_table) == -(-tokens // block_size)
+            assert len(seq.block_table) == -(-tokens // block_size), (
+                "as many blocks as the tokens fill, rounded up, after every step"
+            )
 
     def test_several_tokens_at_once(self) -> None:
         kv = BlockManager(8, 4)
         seq = holding(kv, 0, computed=3)
         self.grow(kv, seq, 10)
-        assert seq.block_table == [0, 1, 2, 3]
+        assert seq.block_table == [0, 1, 2, 3], "13 tokens fill four blocks of four"
 
     def test_asking_again_takes_nothing(self) -> None:
         kv = BlockManager(4, 4)
         seq = holding(kv, 0, computed=4)
         kv.may_append(seq, 1)
         kv.may_append(seq, 1)  # the same token: the step before it did not run
-        assert seq.block_table == [0, 1]
+        assert seq.block_table == [0, 1], "block 1 has room for the token that did not come: nothing is taken twice"
 
 
 class TestDeallocate:
     """m3.4"""
 
+    def test_a_worked_case(self) -> None:
+        """Six blocks. One sequence holds 4, 1 and 5, and another holds 1 too."""
+        kv = BlockManager(6, 4)
+        seq = holding(kv, 4, 1, 5, computed=12)
+        holding(kv, 1, computed=4)
+        kv.deallocate(seq)
+        got = {"its table": seq.block_table, "holders of each block": [block.ref_count for block in kv.blocks]}
+        got |= {"free, next one first": free_ids(kv)}
+        says = "the last block goes first, to the end of the free list (0, 2, 3); block 1 has another holder and stays"
+        worked_case("m3.4", got, dict(zip(got, [[], [0, 1, 0, 0, 0, 0], [0, 2, 3, 5, 4]], strict=True)), says)
+
     def test_everything_is_free_again(self) -> None:
         kv = BlockManager(4, 4)
         seq = holding(kv, 2, 0, 3, computed=10)
         kv.deallocate(seq)
-        assert kv.num_free == 4
-        assert all(block.ref_count == 0 for block in kv.blocks)
-        assert sorted(free_ids(kv)) == [0, 1, 2, 3]
+        assert kv.num_free == 4, "all four blocks are free again"
+        assert all(block.ref_count == 0 for block in kv.blocks), "nobody holds a block any more"
+        assert sorted(free_ids(kv)) == [0, 1, 2, 3], "each block is in the free list once"
 
     def test_the_table_is_empty(self) -> None:
         kv = BlockManager(4, 4)
         seq = holding(kv, 2, 0, computed=8)
         kv.deallocate(seq)
-        assert seq.block_table == []
+        assert seq.block_table == [], "the sequence names no block any more"
 
     def test_twice_is_once(self) -> None:
         kv = BlockManager(4, 4)
         seq = holding(kv, 2, 0, computed=8)
         kv.deallocate(seq)
         kv.deallocate(seq)
-        assert kv.num_free == 4
+        assert kv.num_free == 4, "a table that is empty gives nothing back"
 
     def test_last_page_first_behind_all_that_are_free(self) -> None:
         kv = BlockManager(6, 4)
         kv.deallocate(holding(kv, 4, 1, 5, computed=12))
-        assert free_ids(kv) == [0, 2, 3, 5, 1, 4]
+        assert free_ids(kv) == [0, 2, 3, 5, 1, 4], "behind those that were free, the sequence's last block first"
 
     def test_a_shared_page_stays(self) -> None:
         kv = BlockManager(5, 4)
         first, second = holding(kv, 0, 1, 2, computed=12), holding(kv, 0, 1, 3, computed=12)
         kv.deallocate(first)
-        assert [block.ref_count for block in kv.blocks] == [1, 1, 0, 1, 0]
-        assert second.block_table == [0, 1, 3]
-        assert free_ids(kv) == [4, 2]
+        assert [block.ref_count for block in kv.blocks] == [1, 1, 0, 1, 0], (
+            "only what the first sequence alone held has no holder"
+        )
+        assert second.block_table == [0, 1, 3], "the other sequence keeps its table"
+        assert free_ids(kv) == [4, 2], "shared blocks are not free: only 2 is, behind 4"
 
     def test_a_shared_page_goes_with_its_last_holder(self) -> None:
         kv = BlockManager(3, 4)
         first, second = holding(kv, 0, 1, computed=8), holding(kv, 0, 2, computed=8)
         kv.deallocate(first)
         kv.deallocate(second)
-        assert free_ids(kv) == [1, 2, 0]
+        assert free_ids(kv) == [1, 2, 0], "a shared block is free when its last holder leaves"
 
 
 class TestAdmission:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from folovllm.attention.backends.torch_paged import gather_pages
 from folovllm.attention.ops import reshape_and_cache_kv
+from tests.tiny import worked_case
 
 
 def cache_of(blocks: int, block_size: int, kv_heads: int = 2, head_dim: int = 4) -> torch.Tensor:
@@ -30,19 +31,33 @@ def stored(table: list[int], block_size: int, seq_len: int, blocks: int) -> tupl
 
 
 class TestGatherPages:
+    def test_a_worked_case(self) -> None:
+        """Each number says where it is: 100 * block + 10 * place + head; values are negative."""
+        kv_cache = cache_of(3, 2, kv_heads=2, head_dim=1)
+        for block, place, head in ((b, p, h) for b in range(3) for p in range(2) for h in range(2)):
+            number = 100 * block + 10 * place + head
+            kv_cache[:, block, place, head, 0] = torch.tensor([number, -number])
+        key, value = gather_pages(kv_cache, torch.tensor([2, 0, 1], dtype=torch.int32), 3)
+        got = {"keys, a token a row": key.flatten(1), "values": value.flatten(1)}
+        expected = [[200.0, 201.0], [210.0, 211.0], [0.0, 1.0]]
+        says = "three tokens in blocks of two: both places of block 2, then the first of block 0; all heads of each"
+        worked_case("m3.5", got, dict(zip(got, [expected, [[-x for x in row] for row in expected]], strict=True)), says)
+
     @pytest.mark.parametrize("seq_len", [1, 3, 4, 5, 8, 11, 12])
     def test_tokens_in_order(self, seq_len: int) -> None:
         table = [5, 0, 3]
         kv_cache, key, value = stored(table, 4, seq_len, 6)
         got_key, got_value = gather_pages(kv_cache, torch.tensor(table, dtype=torch.int32), seq_len)
-        assert got_key.shape == got_value.shape == (seq_len, 2, 4)
-        assert torch.equal(got_key, key)
-        assert torch.equal(got_value, value)
+        assert got_key.shape == got_value.shape == (seq_len, 2, 4), "a row for each token, and all heads of it"
+        assert torch.equal(got_key, key), "keys in the order of the tokens"
+        assert torch.equal(got_value, value), "values in the order of the tokens"
 
     def test_the_rest_of_the_table_means_nothing(self) -> None:
         kv_cache, key, _ = stored([2, 1], 4, 6, 3)
         table = torch.tensor([2, 1, 10**6, -7], dtype=torch.int32)  # no such pages: reading them would raise
-        assert torch.equal(gather_pages(kv_cache, table, 6)[0], key)
+        assert torch.equal(gather_pages(kv_cache, table, 6)[0], key), (
+            "only the first ceil(seq_len / B) entries of the table mean anything"
+        )
 
     def test_the_cache_stays_as_it_is(self) -> None:
         kv_cache, *_ = stored([0, 1], 4, 7, 2)
@@ -56,8 +71,8 @@ class TestGatherPages:
         table = data.draw(st.permutations(range(pages + 2)))[:pages]
         kv_cache, key, value = stored(table, block_size, seq_len, pages + 2)
         got_key, got_value = gather_pages(kv_cache, torch.tensor(table), seq_len)
-        assert torch.equal(got_key, key)
-        assert torch.equal(got_value, value)
+        assert torch.equal(got_key, key), "keys in the order of the tokens"
+        assert torch.equal(got_value, value), "values in the order of the tokens"
 
 
 class Written(TorchDispatchMode):

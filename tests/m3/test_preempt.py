@@ -5,6 +5,7 @@ from __future__ import annotations
 from folovllm.engine.scheduler import Scheduler, preempt, whole_prompt
 from folovllm.request import Sequence, SequenceStatus
 from tests.sequences import CountingCache, make_seq
+from tests.tiny import worked_case
 
 
 def make_scheduler(num_tokens: int = 100, by_priority: bool = False) -> Scheduler:
@@ -24,6 +25,26 @@ def run(scheduler: Scheduler, name: str, prompt: int = 4, answer: int = 0, prior
 
 
 class TestPreempt:
+    def test_a_worked_case(self) -> None:
+        """a, b and c arrived in this order and run in another; one that is more urgent and one that came later wait."""
+        scheduler = make_scheduler(by_priority=True)
+        a, b, c = (run(scheduler, name) for name in "abc")
+        for name, priority in (("later", 0), ("urgent", -1)):
+            scheduler.add(make_seq(name=name, priority=priority))
+        scheduler.running = [c, a, b]
+        victim = preempt(scheduler, [c, a, b])
+        held = scheduler.kv.held  # type: ignore[attr-defined]
+        got = {
+            "victim": victim and victim.request_id,
+            "running": [seq.request_id for seq in scheduler.running],
+            "waiting": [seq.request_id for seq in scheduler.waiting],
+            "who holds cache": [seq.request_id for seq in (a, b, c) if seq in held],
+            "its computed tokens": c.num_computed_tokens,
+        }
+        answers = ["c", ["a", "b"], ["urgent", "c", "later"], ["a", "b"], 0]
+        says = "c arrived last and gives way: without cache, all to be computed again, queued by (priority, arrival)"
+        worked_case("m3.6", got, dict(zip(got, answers, strict=True)), says)
+
     def test_the_last_to_arrive_gives_way(self) -> None:
         scheduler = make_scheduler()
         a, b, c = (run(scheduler, name) for name in "abc")
@@ -39,7 +60,6 @@ class TestPreempt:
         assert scheduler.running == [a, b]
 
     def test_only_candidates_give_way(self) -> None:
-        """A sequence that is scheduled in this step already keeps its cache: its tokens are about to be computed."""
         scheduler = make_scheduler()
         a, b, c = (run(scheduler, name) for name in "abc")
         assert preempt(scheduler, [a, b]) is b
@@ -88,14 +108,12 @@ class TestPreempt:
         """No room for a fourth token of both: b gives way, and when a has gone computes all it had in one step."""
         scheduler = make_scheduler(num_tokens=12)
         a, b = run(scheduler, "a", 4, 2), run(scheduler, "b", 4, 2)
-        output = scheduler.schedule()
-        assert [item.seq for item in output.scheduled] == [a, b]
+        assert scheduler.sequences(scheduler.schedule()) == [a, b]
         for seq in (a, b):
             seq.append_token(60)  # the pool is full now
         output = scheduler.schedule()
-        assert ([item.seq for item in output.scheduled], output.preempted) == ([a], [b])
+        assert (scheduler.sequences(output), output.preempted) == ([a], (b.seq_id,))
         scheduler.abort(a)
         output = scheduler.schedule()
-        assert [(item.seq, item.start, item.num_new_tokens, item.draws) for item in output.scheduled] == [
-            (b, 0, 7, True)
-        ]
+        assert scheduler.sequences(output) == [b]
+        assert [(share.start, share.num_new_tokens, share.num_draws) for share in output.shares] == [(0, 7, 1)]

@@ -25,7 +25,7 @@ def started(*lengths: int, **overrides: Any) -> LLMEngine:
 
 def test_a_character_a_page() -> None:
     engine = started(9, 4)
-    a, b = (chr(ord("a") + seq.arrival % 26) for seq in engine.scheduler.running)
+    a, b = (chr(ord("a") + seq.seq_id % 26) for seq in engine.scheduler.running)
     cells = f"{a.upper()}{a.upper()}{a}{b.upper()}"
     assert draw_pool(engine).plain == f"     0 {cells}{'·' * 60}"  # the second line is free, and left out
     engine.step()

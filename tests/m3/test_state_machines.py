@@ -142,16 +142,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [seq for seq in self.seqs if not seq.status.is_finished]
 
     def step(self) -> None:
+        ranked = sorted(self.scheduler.running, key=self.scheduler.rank)
         output = self.scheduler.schedule()
-        assert bool(output.scheduled) == bool(self.unfinished()), "somebody always advances"
-        assert output.num_tokens <= 40 and len(output.scheduled) <= self.seats
-        assert not {item.seq for item in output.scheduled} & set(output.preempted)
-        for item in output.scheduled:
-            self.write(item.seq, item.start, item.start + item.num_new_tokens)
-        for item in output.scheduled:
-            assert self.read(item.seq) == [(item.seq, p) for p in range(item.seq.num_tokens)]
-            assert item.draws
-        self.scheduler.postprocess(output, [self.next_token(item.seq) for item in output.scheduled])
+        if not output.shares and output.preempted:  # somebody gave way in vain: the next step has the room
+            output = self.scheduler.schedule()
+        seqs = self.scheduler.sequences(output)
+        assert bool(seqs) == bool(self.unfinished()), "somebody always advances"
+        assert output.num_tokens <= 40 and len(seqs) <= self.seats
+        assert not {seq.seq_id for seq in seqs} & set(output.preempted)
+        stayed = [seq for seq in ranked if seq.status is SequenceStatus.RUNNING]
+        assert stayed == ranked[: len(stayed)], "somebody lost cache to one who ranks behind"
+        for share, seq in zip(output.shares, seqs, strict=True):
+            self.write(seq, share.start, share.end)
+        for share, seq in zip(output.shares, seqs, strict=True):
+            assert self.read(seq) == [(seq, p) for p in range(seq.num_tokens)]
+            assert share.num_draws == 1 and share.token_ids.tolist() == seq.token_ids[share.start :].tolist()
+        self.scheduler.postprocess([(seq, [self.next_token(seq)]) for seq in seqs])
 
     def write(self, seq: Sequence, start: int, end: int) -> None:
         slots = self.kv.slots(seq.block_table, self.kv.block_size, start, end)

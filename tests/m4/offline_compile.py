@@ -19,7 +19,10 @@ from triton.compiler import ASTSource
 from folovllm.kernels.activation import silu_and_mul_kernel
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel
 from folovllm.kernels.decode_plan import plan_kernel
+from folovllm.kernels.draw_tokens import plain_kernel, special_kernel
+from folovllm.kernels.filter_logits import CAPACITY, CHUNK, WARPS, WIDE_CHUNK, finish_kernel, scan_kernel
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_kernel
+from folovllm.kernels.penalties import count_drawn_kernel
 from folovllm.kernels.prefill import prefill_config, prefill_kernel
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
 from folovllm.kernels.rms_norm import add_rms_norm_kernel
@@ -35,18 +38,22 @@ LIMIT_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227}
 HQ, HKV = 16, 8
 
 
+OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
+             ("finish_kernel", "weight_ptr"): "*fp32", ("finish_kernel", "token_ptr"): "*i32"}  # fmt: skip
+
+
 def pointer_type(name: str, dtype: str) -> str:
     """The element type behind a kernel's pointer argument."""
     if name in ("slot_ptr", "position_ptr", "token_ptr", "last_token_ptr", "input_ptr"):
         return "*i64"
     if name in ("table_ptr", "start_ptr", "len_ptr", "item_ptr", "header_ptr", "queue_ptr", "done_ptr", "at_ptr",
-                "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr", "row_ptr"):  # fmt: skip
+                "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr", "row_ptr", "word_ptr", "draws_ptr",
+                "hot_ptr", "id_ptr", "last_ptr", "drawn_ptr"):  # fmt: skip
         return "*i32"
-    return (
-        "*fp32"
-        if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr") or name == "sum_ptr:decode"
-        else f"*{dtype}"
-    )
+    if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr", "largest_ptr",
+                "value_ptr", "scaled_ptr", "floor_ptr"):  # fmt: skip
+        return "*fp32"
+    return f"*{dtype}"
 
 
 def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_warps=4, num_stages=2) -> int:
@@ -57,11 +64,15 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
         if name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
-            decodes = ":decode" if kernel is decode_kernel and name == "sum_ptr" else ""
-            signature[name] = pointer_type(name + decodes, dtype)
+            own = OWN_TYPES.get((kernel.__name__, name))
+            signature[name] = own or pointer_type(name, dtype)
         else:
             signature[name] = "fp32" if name in ("scale", "eps", "stream_eps") else "i32"
-        aligned = signature[name].startswith("*") or (name.startswith("stride") and name != "stride_table")
+        aligned = (
+            signature[name].startswith("*")
+            or name == "vocab_size"
+            or (name.startswith("stride") and name != "stride_table")
+        )
         if aligned and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
@@ -100,6 +111,13 @@ def kernels_of_m6(capability: int, head_dim: int, block_size: int):
         return
     yield gumbel_max_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
     yield best_of_tiles_kernel, {"WIDTH": 64, "KEEP": True}, 1, 3
+    shift = 16 if capability >= 80 else 13
+    sizes = {"GROUPS": 8192, "CAPACITY": CAPACITY, "CHUNK": CHUNK, "WIDE_CHUNK": WIDE_CHUNK}
+    yield scan_kernel, {"WIDTH": TILE}, 8, 3
+    yield finish_kernel, {**sizes, "SHIFT": shift, "FAST": True}, WARPS, 3
+    yield plain_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
+    yield special_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
+    yield count_drawn_kernel, {"WIDTH": 128, "ALL": True}, 4, 3
     lines = {"TOKEN": 0, "ROW": 1, "SEQ_LEN": 2, "NEW_BLOCK": 7}
     yield unpack_decode_kernel, {**lines, "B": block_size, "WIDTH": 128}, 1, 3
     for tokens, gated in ((1, True), (4, False)):

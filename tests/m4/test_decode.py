@@ -11,6 +11,7 @@ from triton._C.libtriton import ir
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode, decode_split, merge_partials
 from folovllm.kernels.online_softmax import LOG2_E
 from tests.m4.cases import DEVICE, Paged, assert_close
+from tests.tiny import worked_case
 
 LENS = [1, 15, 16, 17, 0, 32, 33, 64, 65, 130]
 SMALL = DecodeConfig(tile=16, min_chunk=32, max_chunk=32, queue_chunk=32, merge_step=2)
@@ -66,6 +67,23 @@ def split_kernel(
     tl.store(acc_ptr + m[:, None] * D + d[None, :], acc)
 
 
+def test_a_worked_case_of_a_chunk():
+    """Keys 16 to 33 of a sequence of 34, in blocks of 8 and tiles of 16. All scores are -2, the value of token i is i."""
+    torch.manual_seed(0)
+    paged, position = Paged.make([34], 8, 1, 16), torch.arange(34, device=DEVICE)
+    k, v = paged.kv_cache
+    where = paged.block_tables[0, position // 8], position % 8, torch.zeros_like(position)
+    k[where], v[where] = -2.0, position[:, None].float()
+    q = torch.zeros(16, 16, device=DEVICE)
+    q[:, 0] = 1
+    row_max, row_sum, acc = torch.empty(16, device=DEVICE), torch.empty(16, device=DEVICE), torch.empty_like(q)
+    split_kernel[(1,)](q, k, v, paged.block_tables, row_max, row_sum, acc, 16, 34, 1.0,
+                       STRIDE_BLOCK=k.stride(0), STRIDE_TOKEN=k.stride(1), B=8, M=16, D=16)  # fmt: skip
+    got = {"row_max": row_max[0], "row_sum": row_sum[0], "acc": acc[0, 0]}
+    says = "18 keys whose scores are all the largest, so their weights are 1; and 16 + 17 + ... + 33 = 441"
+    worked_case("m4.4", got, {"row_max": -2.0, "row_sum": 18.0, "acc": 441.0}, says)
+
+
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize(("first", "last"), [(0, 1), (0, 40), (16, 33), (32, 48), (48, 48)])
 def test_one_chunk(block_size, first, last):
@@ -81,7 +99,7 @@ def test_one_chunk(block_size, first, last):
     position = torch.arange(first, last, device=DEVICE)
     key, value = paged.kv_cache[:, paged.block_tables[0, position // block_size], position % block_size, 0].double()
     if first == last:
-        assert not row_sum.any() and not acc.any()
+        assert not row_sum.any() and not acc.any(), "an empty chunk leaves the state as it starts"
         return
     scores = q.double() @ key.T * 0.25
     assert_close(row_max / LOG2_E, scores.amax(-1))
@@ -117,6 +135,22 @@ def merge_kernel(
     row_sum, acc = merge_partials(max_ptr, sum_ptr, acc_ptr, first_row, chunks, stride, G, D, 4)
     tl.store(sum_out + g, row_sum)
     tl.store(acc_out + g[:, None] * D + d[None, :], acc)
+
+
+def test_a_worked_case_of_the_merge():
+    """Five chunks, four a turn, of two heads: maxima -4, -3, -3, -3, -2 less 500 (the first head) or 300 (the second)."""
+    maxima, sums, accs = torch.zeros(16, device=DEVICE), torch.ones(16, device=DEVICE), torch.full((16, 16), 99.0)
+    accs = accs.to(DEVICE)
+    parts = zip([-4.0, -3.0, -3.0, -3.0, -2.0], [2.0, 1.0, 1.0, 1.0, 1.0], [4.0, 2.0, 2.0, 2.0, 8.0], strict=True)
+    for chunk, (largest, total, value) in enumerate(parts):
+        row = 1 + 3 * chunk  # the first row is 1, and rows of others lie in between
+        maxima[row : row + 2] = largest - torch.tensor([500.0, 300.0], device=DEVICE)
+        sums[row : row + 2], accs[row], accs[row + 1] = total, value, 2 * value
+    row_sum, acc = torch.empty(2, device=DEVICE), torch.empty(2, 16, device=DEVICE)
+    merge_kernel[(1,)](maxima, sums, accs, row_sum, acc, 1, 5, 3, 2, 16)
+    got = {"first head": acc[0, 0] / row_sum[0], "second head": acc[1, 0] / row_sum[1]}
+    says = "weights 1/4, 1/2, 1/2, 1/2, 1; sums 2/4 + 3/2 + 1 = 3; acc 4/4 + 6/2 + 8 = 12, the second head's twice that"
+    worked_case("m4.5", got, {"first head": 4.0, "second head": 8.0}, says)
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 4, 9])
@@ -158,8 +192,12 @@ def test_merge_reads_past_the_l1_cache(like_a_gpu):
     """What other programs wrote may be stale in there, which no run in the interpreter shows."""
     sums, accs, row_sum, acc = (torch.ones(n, device=DEVICE) for n in (3, 48, 1, 16))
     merge_kernel[(1,)](torch.zeros_like(sums), sums, accs, row_sum, acc, 0, 3, 1, 1, 16)
-    assert like_a_gpu or DEVICE.type == "cuda"
-    assert all(caching == ir.CACHE_MODIFIER.CG for caching in like_a_gpu)
+    assert like_a_gpu or DEVICE.type == "cuda", (
+        "the partial results were not loaded with a mask: what is past the last chunk must not be read"
+    )
+    assert all(caching == ir.CACHE_MODIFIER.CG for caching in like_a_gpu), (
+        'the partial results are loaded with cache_modifier=".cg"'
+    )
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 24, 64])

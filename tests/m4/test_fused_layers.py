@@ -2,18 +2,22 @@
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from folovllm.kernels.activation import silu_and_mul
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
-from folovllm.models.fused import fuse
-from folovllm.models.fused_layer import LateNormDecoderLayer, fuse_layers
+from folovllm.model_config import head_dim_of
+from folovllm.models.fused import fused_layers
+from folovllm.models.fused_layer import LateNormDecoderLayer, few_token_layers
 from tests.helpers import FAMILIES, Driver, assert_logits_equal, prompts, tiny_checkpoint
 from tests.m4.cases import DEVICE, assert_close
+from tests.tiny import worked_case
 
 DTYPES = [torch.float32, torch.float16]
 
@@ -23,6 +27,17 @@ def norm(size, dtype):
     layer = RMSNorm(size).to(DEVICE, dtype)
     torch.nn.init.normal_(layer.weight, 1.0, 0.2)
     return layer.requires_grad_(False)
+
+
+def test_a_worked_case_of_add_rms_norm():
+    """Two tokens, sums [1, 1, 5] and [5, 1, 1]: the mean of their squares is 9, and eps is 16, so the root is 5."""
+    x, residual = torch.zeros(2, 5, device=DEVICE), torch.zeros(4, 3, device=DEVICE)  # rows 5 and 3 apart
+    x[:, :3] = torch.tensor([[0.0, 3.0, 1.0], [1.0, 1.0, 1.0]])
+    residual[:2] = torch.tensor([[1.0, -2.0, 4.0], [4.0, 0.0, 0.0]])
+    normed, total = add_rms_norm(x[:, :3], residual[:2], torch.tensor([1.0, 10.0, 1.0], device=DEVICE), 16.0)
+    expected = {"sum": [[1.0, 1.0, 5.0], [5.0, 1.0, 1.0]], "out": [[0.2, 2.0, 1.0], [1.0, 2.0, 0.2]]}
+    says = "[0, 3, 1] + [1, -2, 4] and [1, 1, 1] + [4, 0, 0], over sqrt(27 / 3 + 16) = 5, times the weights [1, 10, 1]"
+    worked_case("m4.6", {"sum": total, "out": normed}, expected, says)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -35,9 +50,11 @@ def test_add_rms_norm(hidden, dtype):
     before = x.clone(), residual.clone()
     normed, total = add_rms_norm(x, residual, layer.weight, layer.eps)
     expected, expected_total = layer(x, residual)
-    assert torch.equal(total, expected_total)
+    assert torch.equal(total, expected_total), "the sum is x + residual, rounded to the model's dtype"
     assert_close(normed, expected)
-    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1]), (
+        "x and residual are the caller's: they stay as they were"
+    )
 
 
 def test_add_rms_norm_of_zeros_and_of_small_numbers():
@@ -46,7 +63,7 @@ def test_add_rms_norm_of_zeros_and_of_small_numbers():
     x = torch.zeros(2, 32, device=DEVICE)
     x[1] = 1e-3
     normed, _ = add_rms_norm(x, torch.zeros_like(x), layer.weight, 1e-6)
-    assert not normed[0].any()
+    assert not normed[0].any(), "eps keeps a row of zeros at zero"
     assert_close(normed[1], layer.weight * 1e-3 / (1e-6 + 1e-6) ** 0.5)
 
 
@@ -68,8 +85,12 @@ def test_norm_rounds_where_transformers_does(size, like_a_gpu):
     layer = norm(1000, torch.float16)
     x, residual = (size * torch.randn(4, 1000, device=DEVICE).half() for _ in range(2))
     normed, _ = add_rms_norm(x, residual, layer.weight, layer.eps)
-    assert (normed != layer(x, residual)[0]).float().mean() < 0.02
-    assert (rms_norm(x, layer.weight, layer.eps) != layer(x)).float().mean() < 0.02
+    assert (normed != layer(x, residual)[0]).float().mean() < 0.02, (
+        "with a residual: a rounding is missing or in the wrong place"
+    )
+    assert (rms_norm(x, layer.weight, layer.eps) != layer(x)).float().mean() < 0.02, (
+        "without a residual: a rounding is missing or in the wrong place"
+    )
 
 
 def test_add_rms_norm_of_rows_with_different_strides(like_a_gpu):
@@ -78,7 +99,7 @@ def test_add_rms_norm_of_rows_with_different_strides(like_a_gpu):
     x, residual = torch.randn(3, 100, device=DEVICE)[:, 20:60], torch.randn(3, 40, device=DEVICE)
     for first, second in ((x, residual), (residual, x)):
         normed, total = add_rms_norm(first, second, layer.weight, layer.eps)
-        assert torch.equal(total, x + residual)
+        assert torch.equal(total, x + residual), "each of the two has a stride of its own"
         assert_close(normed, layer(first, second)[0])
 
 
@@ -154,8 +175,7 @@ def test_qk_norm_rope_store_of_what_was_not_normalised(with_norm, dtype):
 def test_heads_that_no_tile_fits_keep_their_torch_layers(family):
     """flash-attn takes heads of any width in steps of 8; their norms are rows of three dimensions."""
     path = tiny_checkpoint(family, head_dim=24)
-    plain, fused = (Driver(path, "torch_paged", device=DEVICE.type) for _ in range(2))
-    fuse(fused.model)
+    plain, fused = (Driver(path, "torch_paged", device=DEVICE.type, layers=s) for s in (LayerSet(), fused_layers(24)))
     for pieces in ({0: [5, 6, 7]}, {0: [8]}):
         assert_logits_equal(fused.step(pieces)[0], plain.step(pieces)[0])
 
@@ -176,10 +196,9 @@ def test_a_late_division_of_zeros_and_of_small_numbers(dtype):
 def test_a_fused_model_computes_what_its_layers_did(family, whole):
     """Prompts and decodes, for every family. Of the whole layers those whose projections have biases keep their norms."""
     path = tiny_checkpoint(family, attention_bias=True) if family == "llama" else tiny_checkpoint(family)
-    plain, fused = (Driver(path, "torch_paged", device=DEVICE.type) for _ in range(2))
-    fuse(fused.model)
+    layers = (few_token_layers if whole else fused_layers)(head_dim_of(AutoConfig.from_pretrained(path)))
+    plain, fused = (Driver(path, "torch_paged", device=DEVICE.type, layers=s) for s in (LayerSet(), layers))
     if whole:
-        fuse_layers(fused.model)
         folded = [layer.folded for layer in fused.model.modules() if isinstance(layer, LateNormDecoderLayer)]
         assert folded == [family in ("qwen3", "mistral")] * 3
     first, second = prompts([9, 5])

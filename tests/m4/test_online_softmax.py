@@ -7,6 +7,7 @@ import triton.language as tl
 
 from folovllm.kernels.online_softmax import LOG2_E, online_softmax_tile
 from tests.m4.cases import DEVICE, assert_close
+from tests.tiny import worked_case
 
 M, N, D = 16, 16, 16
 LOWEST = -1.0e30
@@ -30,12 +31,12 @@ def tile_kernel(
     tl.store(accs, acc)
 
 
-def run(q, keys, values, seen):
+def run(q, keys, values, seen, scale=D**-0.5 * LOG2_E):
     """Fold `keys` and `values` [tiles, N, D] in, masked by `seen` [tiles, M, N]; returns the final state."""
     state = [torch.full((M,), LOWEST), torch.zeros(M), torch.zeros(M, D)]
     state = [x.to(DEVICE) for x in state]
     for k, v, s in zip(keys, values, seen, strict=True):
-        tile_kernel[(1,)](q, k.contiguous(), v.contiguous(), s.int().contiguous(), *state, D**-0.5 * LOG2_E, M, N, D)
+        tile_kernel[(1,)](q, k.contiguous(), v.contiguous(), s.int().contiguous(), *state, scale, M, N, D)
     return state
 
 
@@ -44,6 +45,19 @@ def reference(q, keys, values, seen):
     k, v, s = keys.flatten(0, 1).double(), values.flatten(0, 1).double(), seen.transpose(0, 1).flatten(1)
     scores = (q.double() @ k.T * D**-0.5).masked_fill(~s, float("-inf"))
     return torch.softmax(scores, -1) @ v, scores
+
+
+def test_a_worked_case():
+    """Three tiles of which the query sees one key each: scores 1, 3, 2 (powers of two, the scale is 1), values 4, 8, 2."""
+    q, keys, values = (torch.zeros(*shape, D, device=DEVICE) for shape in ((M,), (3, N), (3, N)))
+    q[0, 0], keys[:, 0, 0], values[:, 0, 0] = 1, torch.tensor([1.0, 3.0, 2.0]), torch.tensor([4.0, 8.0, 2.0])
+    keys[:, 1, 0], values[:, 1, 0] = 9, 100  # hidden
+    seen = torch.zeros(3, M, N, dtype=torch.bool, device=DEVICE)
+    seen[:, :, 0] = True
+    row_max, row_sum, acc = run(q, keys, values, seen, scale=1.0)
+    got = {"row_max": row_max[0], "row_sum": row_sum[0], "acc": acc[0, 0]}
+    says = "the largest score is 3, so the weights are 1/4, 1 and 1/2: their sum, and that of 4/4 + 8 + 2/2"
+    worked_case("m4.1", got, {"row_max": 3.0, "row_sum": 1.75, "acc": 10.0}, says)
 
 
 @pytest.mark.parametrize("tiles", [1, 3])
@@ -69,7 +83,9 @@ def test_rows_that_see_nothing_keep_no_weight():
     seen = torch.zeros(3, M, N, dtype=torch.bool, device=DEVICE)
     seen[1, : M // 2] = True
     row_max, row_sum, acc = run(q, keys, values, seen)
-    assert (row_sum[M // 2 :] == 0).all() and (acc[M // 2 :] == 0).all() and (row_max[M // 2 :] == LOWEST).all()
+    assert (row_sum[M // 2 :] == 0).all() and (acc[M // 2 :] == 0).all() and (row_max[M // 2 :] == LOWEST).all(), (
+        "a query that sees no key keeps the state that it had"
+    )
     expected, _ = reference(q[: M // 2], keys[1:2], values[1:2], seen[1:2, : M // 2])
     assert_close((acc / row_sum[:, None])[: M // 2], expected)
 
@@ -93,6 +109,6 @@ def test_weights_are_rounded_for_their_product_only():
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     assert_close(row_sum, weights.sum(-1))
     expected = weights.half().double() @ values[0].double()
-    assert (
-        acc - expected
-    ).norm() / expected.norm() < 5e-5  # 2e-4 were nothing rounded; one weight rounded otherwise: 3e-5
+    assert (acc - expected).norm() / expected.norm() < 5e-5, (
+        "only the weights that go into the product with float16 values are rounded to float16"
+    )  # 2e-4 were nothing rounded; one weight rounded otherwise: 3e-5

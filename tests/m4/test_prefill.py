@@ -5,6 +5,7 @@ import torch
 
 from folovllm.kernels.prefill import PrefillConfig, prefill
 from tests.m4.cases import DEVICE, Paged, assert_close, starts
+from tests.tiny import worked_case
 
 TILES = PrefillConfig(16, 16, 4, 2)
 
@@ -18,6 +19,21 @@ def check(lens, query_lens, block_size, heads=(2, 1), dim=16, dtype=torch.float3
     prefill(query, paged.kv_cache, starts(query_lens), paged.seq_lens, paged.block_tables,
             bound or max(query_lens), dim**-0.5, out, config=config)  # fmt: skip
     assert_close(out, paged.attention(query, query_lens))
+
+
+def test_a_worked_case():
+    """A prompt of 18 tokens, in tiles of 16. All scores are 0, the value of token i is i: the mean of 0 to i is i / 2."""
+    torch.manual_seed(0)
+    paged = Paged.make([18], 16, 1, 16)
+    position = torch.arange(18, device=DEVICE)
+    blocks = paged.block_tables[0, position // 16]
+    paged.kv_cache[1, blocks, position % 16, 0] = position[:, None].float()
+    query = torch.zeros(18, 1, 16, device=DEVICE)
+    out = prefill(query, paged.kv_cache, starts([18]), paged.seq_lens, paged.block_tables, 18, 0.25, config=TILES)
+    rows = [0, 1, 15, 16, 17]
+    says = "each token sees those before it and itself, with equal weights, so token i gets i / 2"
+    got = {f"token {i}": out[i, 0, 0] for i in rows}
+    worked_case("m4.3", got, dict(zip(got, [0.0, 0.5, 7.5, 8.0, 8.5], strict=True)), says)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 33])

@@ -5,6 +5,7 @@ import torch
 
 from folovllm.kernels.store import store_kvcache
 from tests.m4.cases import DEVICE
+from tests.tiny import worked_case
 
 
 def cache(num_blocks, block_size, heads, dim, dtype=torch.float32):
@@ -23,6 +24,21 @@ def stored(key, value, kv_cache, slots):
     return expected
 
 
+def test_a_worked_case():
+    """Tokens 1, 2, 3 with two heads of one number, 10 * token + head; two blocks of two places, full of 7."""
+    keys = torch.tensor([[10.0, 11.0, 0.0], [20.0, 21.0, 0.0], [30.0, 31.0, 0.0]], device=DEVICE)
+    values = torch.zeros(5, 2, device=DEVICE)
+    values[:3] = -keys[:, :2]
+    kv_cache = cache(2, 2, heads=2, dim=1)
+    slots = torch.tensor([2, -1, 1], device=DEVICE)
+    store_kvcache(keys[:, :2, None], values[:3, :, None], kv_cache, slots)
+    keys, values = kv_cache.flatten(3).flatten(1, 2)
+    expected = [[7.0, 7.0], [30.0, 31.0], [10.0, 11.0], [7.0, 7.0]]
+    minus = [[7.0, 7.0], [-30.0, -31.0], [-10.0, -11.0], [7.0, 7.0]]
+    says = "token 1 goes to slot 2, token 2 nowhere (-1), token 3 to slot 1, with both heads; a row for each slot"
+    worked_case("m4.2", {"keys": keys, "values": values}, {"keys": expected, "values": minus}, says)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("block_size", "heads", "dim"), [(16, 2, 16), (5, 3, 8), (1, 1, 32)])
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
@@ -35,7 +51,7 @@ def test_each_token_goes_to_its_slot(block_size, heads, dim, dtype, slot_dtype):
     key, value = (torch.randn(len(slots), heads, dim, dtype=dtype, device=DEVICE) for _ in "kv")
     expected = stored(key, value, kv_cache, slots)
     store_kvcache(key, value, kv_cache, torch.tensor(slots, dtype=slot_dtype, device=DEVICE))
-    assert torch.equal(kv_cache, expected)
+    assert torch.equal(kv_cache, expected), "each token's heads at its slot, and nothing else in the cache changes"
 
 
 def test_padding_does_not_write_the_last_slot():
@@ -43,7 +59,7 @@ def test_padding_does_not_write_the_last_slot():
     kv_cache = cache(2, 4, 2, 16)
     key = value = torch.zeros(3, 2, 16, device=DEVICE)
     store_kvcache(key, value, kv_cache, torch.full((3,), -1, device=DEVICE))
-    assert (kv_cache == 7).all()
+    assert (kv_cache == 7).all(), "slot -1 writes nothing"
 
 
 def test_slices_of_one_projection():
@@ -53,14 +69,14 @@ def test_slices_of_one_projection():
     key, value = qkv[:, 2:4], qkv[:, 4:]
     expected = stored(key, value, kv_cache, slots)
     store_kvcache(key, value, kv_cache, torch.tensor(slots, device=DEVICE))
-    assert torch.equal(kv_cache, expected)
+    assert torch.equal(kv_cache, expected), "the rows of a slice are stride_key and stride_value apart"
 
 
 def test_nothing_to_store():
     """An empty batch launches nothing."""
     kv_cache = cache(1, 4, 1, 16)
     store_kvcache(*torch.empty(2, 0, 1, 16, device=DEVICE), kv_cache, torch.empty(0, dtype=torch.int64, device=DEVICE))
-    assert (kv_cache == 7).all()
+    assert (kv_cache == 7).all(), "no tokens, no writes"
 
 
 def test_keys_and_values_with_rows_of_different_strides():
@@ -69,7 +85,7 @@ def test_keys_and_values_with_rows_of_different_strides():
     kv_cache, slots = cache(2, 4, 2, 16), [6, 1, 4]
     expected = stored(keys[:, 1:3], values, kv_cache, slots)
     store_kvcache(keys[:, 1:3], values, kv_cache, torch.tensor(slots, device=DEVICE))
-    assert torch.equal(kv_cache, expected)
+    assert torch.equal(kv_cache, expected), "keys and values have a stride each"
 
 
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
@@ -80,5 +96,5 @@ def test_a_place_beyond_int32(slot_dtype, like_a_gpu):
     key, value = torch.arange(64, dtype=torch.int8, device=DEVICE).view(2, 2, 1, 16)
     store_kvcache(key, value, kv_cache, torch.tensor([5, 0], dtype=slot_dtype, device=DEVICE))
     for token, (block, within) in enumerate([(2, 1), (0, 0)]):
-        assert torch.equal(kv_cache[0, block, within], key[token])
-        assert torch.equal(kv_cache[1, block, within], value[token])
+        assert torch.equal(kv_cache[0, block, within], key[token]), "the key's place overflowed an int32"
+        assert torch.equal(kv_cache[1, block, within], value[token]), "the value's place overflowed an int32"

@@ -8,6 +8,7 @@ from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.scheduler import chunk
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
+from tests.tiny import worked_case
 
 
 def sequence(num_tokens: int, computed: int = 0) -> Sequence:
@@ -17,19 +18,32 @@ def sequence(num_tokens: int, computed: int = 0) -> Sequence:
 
 
 class TestChunk:
+    def test_a_worked_case(self) -> None:
+        got = {
+            "10 tokens left, a budget of 4": chunk(sequence(10), 4),
+            "2 tokens left, a budget of 4": chunk(sequence(10, 8), 4),
+            "10 tokens left, a budget of 0": chunk(sequence(10), 0),
+            "10 tokens left, a budget of 4, a threshold of 3": chunk(sequence(10), 4, threshold=3),
+            "10 tokens left, a budget of 2, a threshold of 3": chunk(sequence(10), 2, threshold=3),
+        }
+        says = "what is left, what the budget has, and the threshold if there is one: the smallest of them"
+        worked_case("m5.5", got, dict(zip(got, [4, 2, 0, 3, 2], strict=True)), says)
+
     @pytest.mark.parametrize(
         ("tokens", "computed", "budget", "n"), [(10, 0, 16, 10), (10, 0, 4, 4), (10, 8, 4, 2), (10, 9, 4, 1)]
     )
     def test_is_what_is_left_or_what_the_budget_has(self, tokens: int, computed: int, budget: int, n: int) -> None:
-        assert chunk(sequence(tokens, computed), budget) == n
+        assert chunk(sequence(tokens, computed), budget) == n, "the smaller of what is left and what the budget has"
 
     def test_nothing_is_left_of_an_empty_budget(self) -> None:
-        assert chunk(sequence(10), 0) == 0
+        assert chunk(sequence(10), 0) == 0, "of an empty budget nobody gets a token"
 
     def test_the_threshold_bounds_a_share(self) -> None:
-        assert chunk(sequence(100), 64, threshold=16) == 16
-        assert chunk(sequence(100, 92), 64, threshold=16) == 8
-        assert chunk(sequence(100), 8, threshold=16) == 8
+        assert chunk(sequence(100), 64, threshold=16) == 16, "no more than the threshold"
+        assert chunk(sequence(100, 92), 64, threshold=16) == 8, (
+            "8 are left, and neither budget nor threshold is shorter"
+        )
+        assert chunk(sequence(100), 8, threshold=16) == 8, "the budget is shorter than the threshold"
 
     def test_no_threshold_is_no_bound(self) -> None:
-        assert chunk(sequence(100), 64, threshold=0) == 64
+        assert chunk(sequence(100), 64, threshold=0) == 64, "a threshold of 0 is none"

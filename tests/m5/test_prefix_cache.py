@@ -14,6 +14,7 @@ from folovllm.cache.prefix_cache import ROOT, PrefixCache, PrefixCachingBlockMan
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
+from tests.tiny import worked_case
 
 B = 4
 
@@ -44,22 +45,35 @@ def leave(manager: PrefixCachingBlockManager, seq: Sequence) -> None:
 class TestComputeHash:
     tokens = np.array([1, 2, 3, 4], np.int32)
 
+    def test_a_worked_case(self) -> None:
+        """The prefix is 2 ** 32 + 5, so its bytes are 5 0 0 0 1 0 0 0; the tokens are 2 and 1, of four bytes each."""
+        data = bytes([5, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0])
+        got = compute_hash(np.array([2, 1], np.int32), 2**32 + 5)
+        says = f"xxh64 of 16 bytes, those of the prefix and then those of the tokens: {list(data)}"
+        worked_case("m5.1", got, xxhash.xxh64_intdigest(data), says)
+
     def test_is_xxh64_of_prefix_and_tokens(self) -> None:
         expected = xxhash.xxh64_intdigest((77).to_bytes(8, "little") + self.tokens.tobytes())
-        assert compute_hash(self.tokens, 77) == expected
+        assert compute_hash(self.tokens, 77) == expected, (
+            "xxh64 of the prefix's 8 bytes, little endian, and the tokens' bytes"
+        )
 
     def test_same_tokens_after_another_prefix_are_another_page(self) -> None:
-        assert compute_hash(self.tokens, 0) != compute_hash(self.tokens, 1)
+        assert compute_hash(self.tokens, 0) != compute_hash(self.tokens, 1), "the name depends on what came before"
 
     def test_order_matters(self) -> None:
-        assert compute_hash(self.tokens, 0) != compute_hash(self.tokens[::-1].copy(), 0)
+        assert compute_hash(self.tokens, 0) != compute_hash(self.tokens[::-1].copy(), 0), (
+            "the name depends on the order of the tokens"
+        )
 
     def test_takes_prefixes_of_all_64_bits(self) -> None:
-        assert 0 <= compute_hash(self.tokens, 2**64 - 1) < 2**64
-        assert compute_hash(self.tokens, 5) != compute_hash(self.tokens, 5 + 2**32)
+        assert 0 <= compute_hash(self.tokens, 2**64 - 1) < 2**64, "64 bits, unsigned, also for the largest prefix"
+        assert compute_hash(self.tokens, 5) != compute_hash(self.tokens, 5 + 2**32), "all 64 bits of the prefix count"
 
     def test_takes_views(self) -> None:
-        assert compute_hash(np.arange(8, dtype=np.int32)[2:6], 0) == compute_hash(np.arange(2, 6, dtype=np.int32), 0)
+        assert compute_hash(np.arange(8, dtype=np.int32)[2:6], 0) == compute_hash(np.arange(2, 6, dtype=np.int32), 0), (
+            "a view of an array has the bytes of its own tokens alone"
+        )
 
 
 class Chain:
@@ -83,6 +97,22 @@ class Chain:
 
 class TestLongestCachedPrefix:
     tokens: ClassVar[list[int]] = list(range(50, 62))  # three pages: 10, 11, 12
+
+    def test_a_worked_case(self) -> None:
+        """Pages 10, 11 and 12 of four tokens each are cached, in a chain."""
+        chain, more = Chain(self.tokens), [*self.tokens, 1]
+        got = {"their 12 tokens and one more": chain.found(more), "their 12 tokens": chain.found(self.tokens)}
+        missing, other, stranger = Chain(self.tokens), Chain(self.tokens), Chain(self.tokens)
+        del missing.cache._by_hash[missing.blocks[1].hash or 0]
+        other.blocks[1].token_ids = bytes(16)
+        stranger.blocks[1].parent = 999
+        got |= {
+            "13 tokens, page 11 is gone": missing.found(more),
+            "13 tokens, page 11 has the right hash and other tokens": other.found(more),
+            "13 tokens, page 11 has followed another page": stranger.found(more),
+        }
+        says = "whole pages from the start until the first miss; one token at least is left to compute"
+        worked_case("m5.2", got, dict(zip(got, [[10, 11, 12], [10, 11], [10], [10], [10]], strict=True)), says)
 
     def test_finds_whole_pages_from_the_start(self) -> None:
         chain = Chain(self.tokens)
@@ -138,12 +168,35 @@ class Forgetful(PrefixCache):
 class TestPublish:
     tokens: ClassVar[list[int]] = list(range(50, 62))
 
+    def test_a_worked_case(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Somebody published pages 7 and 8. A twin has pages 17, 18, 19, of which the first two have the same tokens."""
+
+        def named(cache: PrefixCache) -> list[int]:
+            return sorted(block.block_id for block in cache._by_hash.values())
+
+        cache, orphaned, ones, twos = PrefixCache(B), Forgetful(B), pages(7, 8), pages(17, 18, 19)
+        cache.publish(sequence(self.tokens[:8]), ones)
+        cache.publish(sequence(self.tokens), twos)
+        got = {"pages with a name": named(cache), "19 follows 8": twos[2].parent == ones[1].serial}
+        gone, again = pages(7, 8), pages(17, 18)
+        orphaned.publish(sequence(self.tokens[:8]), gone)
+        orphaned.evict(gone[0])
+        orphaned.publish(sequence(self.tokens[:8]), again)
+        got["the same, with page 7 forgotten before"] = named(orphaned)
+        monkeypatch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: 42)
+        collision, other = PrefixCache(B), sequence([1] * 8)
+        collision.publish(sequence(self.tokens[:4]), pages(7))
+        collision.publish(other, pages(17, 18))
+        got["other tokens, and all hashes are 42"] = [named(collision), len(other.page_serials)]
+        says = "twins stay nameless and what follows them follows the first; 8 without 7 gives way; a collision ends it"
+        worked_case("m5.3", got, dict(zip(got, [[7, 8, 19], True, [17, 18], [[7], 0]], strict=True)), says)
+
     def test_names_full_pages_in_a_chain(self) -> None:
         cache, seq, blocks = PrefixCache(B), sequence(self.tokens), pages(7, 8, 9)
         cache.publish(seq, blocks)
-        assert len(cache) == 3 and seq.page_serials == [b.serial for b in blocks]
+        assert len(cache) == 3 and cache.serials(seq) == [b.serial for b in blocks]
         assert [b.parent for b in blocks] == [ROOT, blocks[0].serial, blocks[1].serial]
-        assert len(set(seq.page_serials)) == 3 and ROOT not in seq.page_serials
+        assert len(set(cache.serials(seq))) == 3 and ROOT not in cache.serials(seq)
         first = np.array(self.tokens[:B], np.int32)
         assert blocks[0].token_ids == first.tobytes() and blocks[0].hash == compute_hash(first, 0)
         second = np.array(self.tokens[B : 2 * B], np.int32)
@@ -162,7 +215,7 @@ class TestPublish:
         cache.publish(first, ones)
         cache.publish(second, twos)
         assert [b.hash for b in twos[:2]] == [None, None]
-        assert second.page_serials[:2] == first.page_serials
+        assert cache.serials(second)[:2] == cache.serials(first)
         assert twos[2].parent == ones[1].serial and twos[2].hash is not None
 
     def test_a_collision_is_not_published_nor_what_follows(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +224,7 @@ class TestPublish:
         ones, twos = pages(7), pages(17, 18, 19)
         cache.publish(first, ones)
         cache.publish(second, twos)
-        assert second.page_serials == [] and all(b.hash is None for b in twos)
+        assert cache.serials(second) == [] and all(b.hash is None for b in twos)
         assert cache._by_hash[42] is ones[0]
 
     def test_a_page_whose_parent_was_a_twin_can_be_found(self) -> None:
@@ -192,6 +245,20 @@ class TestPublish:
 
 class TestEvict:
     """By hand, without the cache's other methods."""
+
+    def test_a_worked_case(self) -> None:
+        """Pages 10 and 11 have names. Page 11 is evicted, then page 3, which has none."""
+        chain, nameless = Chain(list(range(8))), Block(3)
+        block = chain.blocks[1]
+        chain.cache.evict(block)
+        chain.cache.evict(nameless)
+        got = {
+            "pages with a name": [other.block_id for other in chain.cache._by_hash.values()],
+            "hash, token_ids, serial, parent": [block.hash, list(block.token_ids), block.serial, block.parent],
+            "evictions": chain.cache.stats.evictions,
+        }
+        says = "11 is as new, and its name leads nowhere; a page without a name is no eviction"
+        worked_case("m5.4 evict", got, dict(zip(got, [[10], [None, [], 0, 0], 1], strict=True)), says)
 
     def test_the_name_leads_nowhere_and_the_page_is_blank(self) -> None:
         chain = Chain(list(range(8)))
@@ -226,6 +293,15 @@ class TestEvict:
 
 class TestAdopt:
     """Pages by hand: what counts is who holds them."""
+
+    def test_a_worked_case(self) -> None:
+        manager = PrefixCachingBlockManager(4, B)
+        manager.adopt(manager.blocks[2])
+        manager.adopt(manager.blocks[2])
+        got = {"holders": manager.blocks[2].ref_count}
+        got["free"] = [manager._free.popleft().block_id for _ in range(manager.num_free)]
+        says = "two sequences found page 2: two hold it, and nobody else can get it"
+        worked_case("m5.4 adopt", got, {"holders": 2, "free": [0, 1, 3]}, says)
 
     def test_the_first_to_find_a_page_takes_it_out_of_the_free_list(self) -> None:
         manager = PrefixCachingBlockManager(4, B)
@@ -288,7 +364,7 @@ class TestEviction:
         admit(manager, taken)
         assert manager.prefix_cache.stats.evictions == 1
         for seq in (old, new):
-            seq.page_hashes.clear()
+            seq.prefix = None
         found = manager.prefix_cache.longest_cached_prefix
         assert len(found(sequence([*range(12), 1]))) == 2  # the old one lost its last page
         assert len(found(sequence([*range(20, 32), 1]))) == 3
@@ -346,7 +422,7 @@ class TestManager:
         assert late.num_computed_tokens == 4
         assert not manager.reserve(late, late.num_uncomputed_tokens)
         manager.free(late)
-        assert (late.num_computed_tokens, late.block_table, late.page_serials) == (0, [], [])
+        assert (late.num_computed_tokens, late.block_table, manager.prefix_cache.serials(late)) == (0, [], [])
         assert manager.num_free == 2
 
     def test_a_lone_sequence_may_have_the_whole_pool_even_after_a_hit(self) -> None:

@@ -20,8 +20,8 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import folovllm.attention.backends.triton as triton_backend
+from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.engine.overlap import make_engine
 from folovllm.kernels import pdl
 from tests.m6.traffic import ENGINES, FIELDS, serve_everything
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from folovllm.worker.packed_step import NOTHING, DeviceTables, Field
+from folovllm.step.packed import NOTHING, Field
+from folovllm.worker.device_tables import DeviceTables
 from tests.m6.devices import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")

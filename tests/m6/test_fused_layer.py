@@ -9,20 +9,24 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoConfig
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.attention.ops import reshape_and_cache_kv
+from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.distributed.layers import parallelize
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.engine.overlap import make_engine
 from folovllm.kernels.small_linear import serves
+from folovllm.layers import fused as fused_elements
 from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.formats import few_tokens
+from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.rotary_embedding import rotate
+from folovllm.layers.sharded import sharded
+from folovllm.model_config import head_dim_of
 from folovllm.models import fused, fused_layer
-from folovllm.models.fused import fuse
-from folovllm.models.fused_layer import LateNormDecoderLayer, fuse_layers
+from folovllm.models.fused_layer import LateNormDecoderLayer, few_token_layers
 from folovllm.models.llama import LlamaDecoderLayer
 from folovllm.models.loader import load_model
 from folovllm.sampling_params import SamplingParams
@@ -50,20 +54,27 @@ def gpu_paths(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["few", "many"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which of a layer's two ways is taken: small batches in `small_linear`, wherever it serves them, or none."""
-    monkeypatch.setattr(fused_layer, "_few", lambda x: request.param == "few" and serves(len(x)))
+    monkeypatch.setattr(few_tokens, "is_few", lambda x: request.param == "few" and serves(len(x)))
     return request.param
 
 
 def late_driver(checkpoint: Path, **fields: Any) -> Driver:
     """A model with the layers of M6, driven by hand."""
-    driver = Driver(checkpoint, "torch_paged", device=DEVICE, **fields)
-    fuse(driver.model)
-    fuse_layers(driver.model)
-    return driver
+    return Driver(checkpoint, "torch_paged", device=DEVICE, layers=m6_layers(checkpoint), **fields)
+
+
+def m6_layers(checkpoint: Path) -> LayerSet:
+    return few_token_layers(head_dim_of(AutoConfig.from_pretrained(checkpoint)))
 
 
 def late_layers(driver: Driver) -> list[LateNormDecoderLayer]:
     return [layer for layer in driver.model.model.layers if isinstance(layer, LateNormDecoderLayer)]
+
+
+def take_weights(driver: Driver, other: Driver) -> None:
+    """The weights of another driver's model, as if a checkpoint had held them."""
+    driver.model.load_state_dict(other.model.state_dict())
+    driver.model.weights_loaded()
 
 
 # --- the whole engine -----------------------------------------------------------------------------------------------
@@ -88,9 +99,9 @@ def served_by_kernels(checkpoint: Path, **overrides: Any) -> LLMEngine:
 def test_the_engine_answers_as_m1_does(family: str, gpu_paths: None, monkeypatch: pytest.MonkeyPatch) -> None:
     load = _answered(small_checkpoint(family, num_hidden_layers=2 if family == "qwen3" else 1))
     widths: set[int] = set()
-    for name in ("silu_and_mul", "small_linear"):
-        kernel = getattr(fused_layer, name)
-        monkeypatch.setattr(fused_layer, name, lambda x, *rest, k=kernel, **kw: widths.add(len(x)) or k(x, *rest, **kw))
+    for module, name in ((fused_layer, "silu_and_mul"), (few_tokens, "small_linear")):
+        kernel = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda x, *rest, k=kernel, **kw: widths.add(len(x)) or k(x, *rest, **kw))
     served = served_by_kernels(load.model)
     load.check(serve(served, load.requests))
     assert served.stats().preemptions > 0 and served.prefix_cache_stats().tokens_hit > 0
@@ -133,16 +144,14 @@ def test_every_size_of_batch(path: str) -> None:
 def test_hostile_weights_and_streams(path: str, scale: float) -> None:
     """Weights of a norm that are zero, negative or huge; a row of zeros; a stream so small that only eps counts, or huge."""
     checkpoint = small_checkpoint(tied=False)
-    plain, late = Driver(checkpoint, "torch_paged", device=DEVICE), Driver(checkpoint, "torch_paged", device=DEVICE)
-    for driver in (plain, late):
-        embedding = driver.model.model.embed_tokens.weight
-        embedding *= scale
-        embedding[0] = 0.0
-        for layer in driver.model.model.layers:
-            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-                norm.weight[:4] = torch.tensor([0.0, -1.0, -30.0, 100.0], device=DEVICE)
-    fuse(late.model)
-    fuse_layers(late.model)
+    plain, late = Driver(checkpoint, "torch_paged", device=DEVICE), late_driver(checkpoint)
+    embedding = plain.model.model.embed_tokens.weight
+    embedding *= scale
+    embedding[0] = 0.0
+    for layer in plain.model.model.layers:
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.weight[:4] = torch.tensor([0.0, -1.0, -30.0, 100.0], device=DEVICE)
+    take_weights(late, plain)
     for pieces in ({0: [1, 0, 3]}, {0: [0], 1: [0]}, {0: [4]}):
         expected = plain.step(pieces)
         for seq, logits in late.step(pieces).items():
@@ -160,11 +169,11 @@ def test_in_float16_norms_stay(path: str) -> None:
 def test_ranks_add_among_themselves(path: str) -> None:
     """On top of these layers those that talk to others: their sums must not go straight into the stream."""
     checkpoint = small_checkpoint("llama")
-    plain, late = Driver(checkpoint, "torch_paged", device=DEVICE), late_driver(checkpoint)
+    plain = Driver(checkpoint, "torch_paged", device=DEVICE)
     group = ThreadGroup(0, [None], threading.Barrier(1))
     sums: list[int] = []
     add_up, group.all_reduce = group.all_reduce, lambda x: sums.append(len(x)) or add_up(x)  # type: ignore[method-assign]
-    parallelize(late.model, group, 259)  # type: ignore[arg-type]
+    late = Driver(checkpoint, "torch_paged", device=DEVICE, layers=sharded(m6_layers(checkpoint), group, 259))
     for pieces in ({0: [1, 2, 3]}, {0: [4]}):
         assert_logits_equal(late.step(pieces)[0], plain.step(pieces)[0])
     assert sums == [3] * 5 + [1] * 5  # the embedding, and two in each layer
@@ -174,15 +183,13 @@ def test_folding_twice_is_folding_once_and_what_is_saved_is_a_model() -> None:
     """And weights that are loaded later are folded again."""
     checkpoint, tokens = small_checkpoint(), prompts([6])[0]
     late, expected = late_driver(checkpoint), hf_logits(checkpoint, tokens)
-    for layer in late_layers(late):
-        layer.fold_norms()
+    late.model.weights_loaded()
     assert_logits_equal(late.step({0: tokens})[0], expected)
     plain = Driver(checkpoint, "torch_paged", device=DEVICE)  # the file has not changed with the model
     assert_logits_equal(plain.step({0: tokens})[0], expected)
     plain.model.load_state_dict(late.model.state_dict())  # another norm and another projection: the same product
     assert_logits_equal(plain.step({1: tokens})[1], expected)
     load_model(late.model, checkpoint, use_tqdm=False)
-    fuse_layers(late.model)
     assert_logits_equal(late.step({1: tokens})[1], expected)
 
 
@@ -246,11 +253,11 @@ def torch_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel of the layers by torch, with the same roundings."""
     monkeypatch.setattr(fused, "qk_norm_rope_store", torch_store)
-    monkeypatch.setattr(fused, "rms_norm", torch_norm)
-    monkeypatch.setattr(fused, "add_rms_norm", lambda x, r, w, eps: (torch_norm(x + r, w, eps), x + r))
-    monkeypatch.setattr(fused, "silu_and_mul", SiluAndMul())
+    monkeypatch.setattr(fused_elements, "rms_norm", torch_norm)
+    monkeypatch.setattr(fused_elements, "add_rms_norm", lambda x, r, w, eps: (torch_norm(x + r, w, eps), x + r))
+    monkeypatch.setattr(fused_elements, "silu_and_mul", SiluAndMul())
     monkeypatch.setattr(fused_layer, "silu_and_mul", lambda x, stream, eps: SiluAndMul()(divided(x, stream, eps)))
-    monkeypatch.setattr(fused_layer, "small_linear", torch_linear)
+    monkeypatch.setattr(few_tokens, "small_linear", torch_linear)
 
 
 @pytest.mark.parametrize("outliers", [False, True])
@@ -260,18 +267,17 @@ def test_in_bfloat16_as_accurate_as_with_its_norms(in_torch: None, path: str, ou
     With a few activations a thousand times as large as the others, which trained models have, and small weights there.
     """
     checkpoint = tiny_checkpoint("qwen3", tied=False, num_hidden_layers=4)
-    truth_driver, early, late = (
-        Driver(checkpoint, "torch_paged", dtype=dtype, device=DEVICE)
-        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
+    truth_driver, early = (
+        Driver(checkpoint, "torch_paged", dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16)
     )
-    for driver in (truth_driver, early, late) if outliers else ():
+    late = late_driver(checkpoint, dtype=torch.bfloat16)
+    for driver in (truth_driver, early) if outliers else ():
         driver.model.model.embed_tokens.weight[:, 5:8] *= 1024
         for layer in driver.model.model.layers:
             for norm in (layer.input_layernorm, layer.post_attention_layernorm):
                 norm.weight[5:8] /= 1024
                 norm.weight *= 16
-    fuse(late.model)
-    fuse_layers(late.model)
+    take_weights(late, early)
     assert all(layer.folded for layer in late_layers(late)) and type(early.model.model.layers[0]) is LlamaDecoderLayer
     results: list[list[torch.Tensor]] = [[], [], []]
     tokens = prompts([48])[0]

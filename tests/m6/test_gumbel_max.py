@@ -7,6 +7,7 @@ import torch
 
 from folovllm.sample.noise import gumbel
 from tests.m6.devices import DEVICE
+from tests.tiny import worked_case
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
@@ -35,12 +36,44 @@ def rows(count: int, vocab_size: int, seed: int = 0) -> tuple[torch.Tensor, ...]
     return logits.to(DEVICE), temperature.to(DEVICE), seeds.to(DEVICE), positions.to(DEVICE)
 
 
+NAN = float("nan")
+# The noise of seed 0 at position 0, rounded: ids 0 to 3, 8 to 11 and TILE to TILE + 3.
+NOISE = {0: [0.1, 2.1, 1.2, 0.7], 8: [-1.4, -0.1, -0.7, -0.3], TILE: [2.6, 0.4, -1.2, 3.0]}
+
+
+def drawn(logits: list[float], temperature: float, before: int = 0, offset: int = 0) -> int:
+    """The id drawn of one row with seed 0 at position 0; `before` columns of -inf come before the logits."""
+    row = torch.cat((torch.full((before,), -torch.inf), torch.tensor(logits)))[None].to(DEVICE)
+    zero = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    return int(gumbel_max(row, torch.tensor([temperature], device=DEVICE), zero, zero, zero, offset))
+
+
 class TestGumbelMax:
+    def test_a_worked_case(self) -> None:
+        got = {
+            "[0.5, 0, 0.5, 0] at temperature 0": drawn([0.5, 0.0, 0.5, 0.0], 0.0),
+            "[1.5, 0, 0, 0] at temperature 0.5": drawn([1.5, 0.0, 0.0, 0.0], 0.5),
+            "[NaN, 1, 0, 0] at temperature 0": drawn([NAN, 1.0, 0.0, 0.0], 0.0),
+            "[-2e30, -1e30] at temperature 0": drawn([-2e30, -1e30], 0.0),
+            "four times -100 at temperature 1": drawn([-100.0] * 4, 1.0),
+            "[0, 0, 0, 0.3], which are ids 8 to 11, at temperature 1": drawn([0.0, 0.0, 0.0, 0.3], 1.0, offset=8),
+            f"-inf up to id {TILE}, then four times 0, at temperature 1": drawn([0.0] * 4, 1.0, before=TILE),
+        }
+        says = f"the id of the largest of logit / temperature + noise; the noise is {NOISE}, by the id where it begins"
+        worked_case("m6.5", got, dict(zip(got, [0, 0, 1, 1, 1, 11, TILE + 3], strict=True)), says)
+
+    def test_the_noise_of_the_worked_case(self) -> None:
+        noise = gumbel(torch.tensor([0]), torch.tensor([0]), TILE + 4)[0]
+        for first, numbers in NOISE.items():
+            assert [round(x, 1) for x in noise[first : first + 4].tolist()] == numbers, "as it is written above"
+
     @pytest.mark.parametrize("vocab_size", [1, 3, 4, 259, TILE - 1, TILE, TILE + 1, 2 * TILE + 7])
     def test_draws_as_the_sampler_does(self, vocab_size: int) -> None:
         logits, temperature, seeds, positions = rows(5, vocab_size, seed=vocab_size)
         tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
-        assert tokens.tolist() == reference(logits, temperature, seeds, positions).argmax(-1).tolist()
+        assert tokens.tolist() == reference(logits, temperature, seeds, positions).argmax(-1).tolist(), (
+            "the token with the largest logit / temperature + noise"
+        )
 
     def test_another_position_or_seed_is_another_draw(self) -> None:
         logits = torch.zeros(4, 259, device=DEVICE)
@@ -48,7 +81,7 @@ class TestGumbelMax:
         seeds = torch.tensor([1, 1, 1 + (1 << 32), 2], device=DEVICE)  # the third differs in its high word alone
         positions = torch.tensor([7, 8, 7, 7], dtype=torch.int32, device=DEVICE)
         tokens = gumbel_max(logits, temperature, *words(seeds), positions).tolist()
-        assert len(set(tokens)) == 4
+        assert len(set(tokens)) == 4, "position, low word and high word of the seed each change the noise"
 
     def test_greedy_ties_go_to_the_lowest_id(self) -> None:
         logits = torch.zeros(2, TILE + 100, device=DEVICE)
@@ -56,25 +89,29 @@ class TestGumbelMax:
         logits[1, [TILE + 3, TILE + 1]] = 1.0
         zero = torch.zeros(2, device=DEVICE)
         tokens = gumbel_max(logits, zero, zero.int(), zero.int(), zero.int())
-        assert tokens.tolist() == [50, TILE + 1]
+        assert tokens.tolist() == [50, TILE + 1], "of the largest the lowest id, also across tiles"
 
     def test_a_share_of_the_vocabulary_has_the_noise_of_its_ids(self) -> None:
         logits, temperature, seeds, positions = rows(4, 512, seed=3)
         scores = reference(logits, temperature, seeds, positions)
         second = gumbel_max(logits[:, 256:], temperature, *words(seeds), positions.int(), offset=256)
-        assert second.tolist() == (256 + scores[:, 256:].argmax(-1)).tolist()
+        assert second.tolist() == (256 + scores[:, 256:].argmax(-1)).tolist(), (
+            "the noise is that of the token's id, offset + index"
+        )
 
     def test_what_is_minus_infinity_is_never_drawn(self) -> None:
         logits, temperature, seeds, positions = rows(8, 300, seed=4)
         logits[:, 10:] = -torch.inf
         tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
-        assert (tokens < 10).all()
+        assert (tokens < 10).all(), "a token of logit -inf was drawn"
 
     def test_what_lies_behind_the_vocabulary_loses_to_everything(self) -> None:
         logits, temperature, seeds, positions = rows(8, 301, seed=7)
         logits = -1e30 * (1 + logits.abs())
         tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
-        assert tokens.tolist() == reference(logits, temperature, seeds, positions).argmax(-1).tolist()
+        assert tokens.tolist() == reference(logits, temperature, seeds, positions).argmax(-1).tolist(), (
+            "what lies behind the vocabulary counts as -inf, below every logit"
+        )
 
     @pytest.mark.parametrize("vocab_size", [300, TILE, TILE + 1])
     def test_nan_is_never_the_best(self, vocab_size: int) -> None:
@@ -83,16 +120,20 @@ class TestGumbelMax:
         logits[:, ::2] = torch.nan
         scores = reference(logits, temperature, seeds, positions).nan_to_num(-torch.inf, posinf=torch.inf)
         drawn = gumbel_max(logits, temperature, *words(seeds), positions.int())
-        assert drawn.tolist() == scores.argmax(-1).tolist()
+        assert drawn.tolist() == scores.argmax(-1).tolist(), "a NaN is never the best"
         logits[:] = torch.nan
-        assert gumbel_max(logits, temperature, *words(seeds), positions.int()).tolist() == [0] * 4
+        assert gumbel_max(logits, temperature, *words(seeds), positions.int()).tolist() == [0] * 4, (
+            "where all is NaN the first token comes out"
+        )
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_narrow_logits_are_scored_in_float32(self, dtype: torch.dtype) -> None:
         logits, temperature, seeds, positions = rows(16, 1000, seed=6)
         logits = (20 * logits).to(dtype)
         tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
-        assert tokens.tolist() == reference(logits, temperature, seeds, positions).argmax(-1).tolist()
+        assert tokens.tolist() == reference(logits, temperature, seeds, positions).argmax(-1).tolist(), (
+            "logits are widened to float32 before the noise is added"
+        )
 
     @pytest.mark.gpu
     def test_bfloat16_and_a_real_vocabulary(self) -> None:
@@ -101,4 +142,6 @@ class TestGumbelMax:
         tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
         scores = reference(logits, temperature, seeds, positions)
         best = scores.gather(1, tokens[:, None])[:, 0]
-        assert torch.allclose(best, scores.amax(-1), atol=1e-4)  # equal but for the rounding of two logarithms
+        assert torch.allclose(best, scores.amax(-1), atol=1e-4), (
+            "a token was drawn that is not the best"
+        )  # equal but for the rounding of two logarithms

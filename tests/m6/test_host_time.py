@@ -10,8 +10,8 @@ import pytest
 from folovllm.bench.contenders import parse_contenders
 from folovllm.bench.host_time import StepTime, WaitClock, step_times, watched
 from folovllm.bench.latency import bench_latency
+from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.engine.overlap import make_engine
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import tiny_checkpoint
 from tests.m6.devices import DEVICE

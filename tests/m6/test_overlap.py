@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.engine.overlap import OverlappedEngine, make_engine
+from folovllm.engine.overlap import OverlappedEngine
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
@@ -34,7 +35,9 @@ def engine(**overrides: Any) -> LLMEngine:
 def assert_clean(served: LLMEngine) -> None:
     """Nothing is held: no page, no row, no step in flight."""
     assert_nothing_left(served)
-    assert len(served.scheduler._free_rows) == served.setup.max_num_seqs
+    rows = served.scheduler._rows
+    rows.release([])
+    assert len(rows._free) == served.setup.max_num_seqs
     assert getattr(served, "_in_flight", None) is None
 
 
@@ -122,7 +125,7 @@ def test_every_kind_of_request(mode: str, pool: dict[str, Any]) -> None:
         assert essence(actual[request_id]) == essence(output), request_id
     logprobs = actual["r5"].outputs[0].logprobs
     assert logprobs is not None and len(logprobs) == len(actual["r5"].outputs[0].token_ids)
-    assert [row[0].token_id for row in logprobs] == actual["r5"].outputs[0].token_ids
+    assert [next(iter(row)) for row in logprobs] == actual["r5"].outputs[0].token_ids
     assert_clean(served)
 
 
@@ -231,7 +234,11 @@ def test_an_engine_that_was_dropped_without_close_is_collected(mode: str) -> Non
     served.add_request("r", [5, 6, 7], SamplingParams(max_tokens=4), stream=False)
     while served.has_unfinished_requests():
         served.step()
-    held = [weakref.ref(served), weakref.ref(served.scheduler), weakref.ref(served.executor._worker.runner.model)]  # type: ignore[attr-defined]
+    held = [
+        weakref.ref(served),
+        weakref.ref(served.scheduler),
+        weakref.ref(served.executor._worker.runner.model),
+    ]  # type: ignore[attr-defined]
     assert all(ref() is not None for ref in held)
     del served
     gc.collect()

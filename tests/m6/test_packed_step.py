@@ -12,43 +12,37 @@ from hypothesis import strategies as st
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.engine.scheduler import ScheduledSequence, SchedulerOutput
+from folovllm.engine.plan import Rows
 from folovllm.forward_batch import ForwardBatch
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
+from folovllm.step.draw import DrawSpec
+from folovllm.step.packed import IN_FLIGHT, NOTHING, Field, PackedStep, StepPacker, choose_bucket, is_plain_decode
+from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.input_batch import InputBatch
-from folovllm.worker.packed_step import (
-    IN_FLIGHT,
-    NOTHING,
-    DeviceTables,
-    Field,
-    PackedStep,
-    StepPacker,
-    choose_bucket,
-    is_plain_decode,
-)
+from tests.tiny import worked_case
 
 CPU = torch.device("cpu")
 ROWS, BLOCK_SIZE, MAX_BLOCKS = 6, 4, 16
 
 
-def sequence(prompt: list[int], row: int, temperature: float = 0.0, seed: int = 0) -> Sequence:
-    seq = Sequence("r", prompt, SamplingParams(temperature=temperature), 30, seed, IncrementalDetokenizer(str))
-    seq.row = row
-    return seq
+def sequence(prompt: list[int], temperature: float = 0.0, seed: int = 0) -> Sequence:
+    return Sequence("r", prompt, SamplingParams(temperature=temperature), 30, seed, IncrementalDetokenizer(str))
 
 
-def item(seq: Sequence, num_new_tokens: int) -> ScheduledSequence:
-    output = SchedulerOutput()
-    output.add(seq, num_new_tokens)
-    return output.scheduled[0]
+def share(rows: Rows, seq: Sequence, num_new_tokens: int) -> Share:
+    """A share, and what becomes of the sequence by it."""
+    made = rows.share(seq, num_new_tokens)
+    seq.num_computed_tokens += num_new_tokens
+    return made
 
 
 class Device:
     """A packer and the tables on the other side."""
 
-    def __init__(self) -> None:
-        self.packer = StepPacker(ROWS, BLOCK_SIZE)
+    def __init__(self, with_buckets: bool = False) -> None:
+        self.packer = StepPacker(ROWS, [2, 4, 8] if with_buckets else [])
         self.tables = DeviceTables(ROWS, MAX_BLOCKS, BLOCK_SIZE, CPU)
 
     def unpack(self, step: PackedStep) -> ForwardBatch:
@@ -58,6 +52,11 @@ class Device:
 
 
 class TestChooseBucket:
+    def test_a_worked_case(self) -> None:
+        got = {f"{count} sequences": choose_bucket(count, [1, 2, 4, 8]) for count in (2, 3, 5, 9)}
+        says = "the smallest of the widths 1, 2, 4, 8 that holds them all; 0 if none does"
+        worked_case("m6.1", got, dict(zip(got, [2, 4, 8, 0], strict=True)), says)
+
     @pytest.mark.parametrize(("count", "width"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 0)])
     def test_is_the_smallest_that_holds_them(self, count: int, width: int) -> None:
         assert choose_bucket(count, [1, 2, 4, 8]) == width
@@ -67,64 +66,79 @@ class TestChooseBucket:
 
 
 class TestPackDecode:
-    def decode(self, width: int = 4) -> tuple[PackedStep, list[ScheduledSequence]]:
-        first, second = sequence([5, 6, 7], row=4, temperature=0.5, seed=(3 << 32) + 9), sequence([1] * 5, row=2)
-        first.block_table, second.block_table = [8], [3, 1]
-        first.num_computed_tokens, second.num_computed_tokens = 2, 4
-        first.num_sent_blocks, second.num_sent_blocks = 1, 1
-        packer = StepPacker(ROWS, BLOCK_SIZE)
-        packer._temperature[4], packer._seeds[4] = 0.5, first.seed
-        items = [item(first, 1), item(second, 1)]
-        return packer.pack_decode(items, width), items
+    def decode(self, width: int = 4) -> PackedStep:
+        """Rows 4 and 2 decode: the third token of one, and the fifth of the other, for which a block was taken."""
+        draw = DrawSpec(seed=(3 << 32) + 9, temperature=0.5), DrawSpec(temperature=0.0)
+        first = Share(1, 4, 2, 1, np.array([7], np.int32), (), 1, 1, None)
+        second = Share(2, 2, 4, 1, np.array([1], np.int32), (1,), 1, 1, None)
+        packer = StepPacker(ROWS, [])
+        packer.pack(SchedulerOutput(tuple(s._replace(draw=d) for s, d in zip((first, second), draw, strict=True))))
+        return packer.pack_decode((first, second), width)
+
+    def test_a_worked_case(self) -> None:
+        """Width 3, six rows. The first fills page 8; the second's token is in flight, and begins page 1; then padding."""
+        draw = DrawSpec(seed=(3 << 32) + 9, temperature=0.5), DrawSpec(temperature=0.0)
+        first = Share(1, 4, 2, 1, np.array([7], np.int32), (), 1, 1, None)
+        second = Share(2, 2, 4, 1, np.empty(0, np.int32), (1,), 1, 1, None)
+        packer = StepPacker(ROWS, [])
+        packer.pack(SchedulerOutput((first._replace(draw=draw[0]), second._replace(draw=draw[1]))))
+        step = packer.pack_decode((first, second), 3)
+        got = {field.name: step.fields[field].tolist() for field in Field}
+        got["TEMPERATURE"] = step.fields[Field.TEMPERATURE].view(np.float32).tolist()
+        got |= {"buffer": str(step.flatten().dtype)}
+        expected = {
+            "TOKEN": [7, IN_FLIGHT, 0], "ROW": [4, 2, ROWS], "SEQ_LEN": [3, 5, 0], "QUERY_LEN": [1, 1, 0],
+            "TEMPERATURE": [0.5, 0.0, 0.0], "SEED_LOW": [9, 0, 0], "SEED_HIGH": [3, 0, 0],
+            "NEW_BLOCK": [NOTHING, 1, NOTHING], "NUM_DRAWS": [1, 1, 0], "buffer": "int32",
+        }  # fmt: skip
+        says = "a column for each of two sequences, and one of padding; lengths are those after the step"
+        worked_case("m6.3", got, expected, says)
 
     def test_columns_are_the_sequences(self) -> None:
-        step, _ = self.decode()
+        step = self.decode()
         fields = step.fields
         assert step.is_decode and (step.num_seqs, step.num_decodes) == (2, 2)
         assert fields.dtype == np.int32 and fields.shape == (len(Field), 4)
         assert fields[Field.TOKEN, :2].tolist() == [7, 1]
         assert fields[Field.ROW, :2].tolist() == [4, 2]
         assert fields[Field.SEQ_LEN, :2].tolist() == [3, 5]
-        assert fields[Field.QUERY_LEN, :2].tolist() == [1, 1]
+        assert fields[Field.QUERY_LEN, :2].tolist() == [1, 1] and fields[Field.NUM_DRAWS, :2].tolist() == [1, 1]
         assert fields[Field.TEMPERATURE, :2].view(np.float32).tolist() == [0.5, 0.0]
         assert fields[Field.SEED_LOW, :2].tolist() == [9, 0] and fields[Field.SEED_HIGH, :2].tolist() == [3, 0]
 
-    def test_a_page_is_sent_once(self) -> None:
-        step, items = self.decode()
-        assert step.fields[Field.NEW_BLOCK, :2].tolist() == [NOTHING, 1]
-        assert [i.seq.num_sent_blocks for i in items] == [1, 2]
+    def test_a_new_block_or_nothing(self) -> None:
+        assert self.decode().fields[Field.NEW_BLOCK, :2].tolist() == [NOTHING, 1]
 
     def test_padding_reads_and_writes_nothing(self) -> None:
-        step, _ = self.decode()
+        step = self.decode()
         padding = step.fields[:, 2:]
         assert (padding[Field.ROW] == ROWS).all() and (padding[Field.NEW_BLOCK] == NOTHING).all()
         rest = [field for field in Field if field not in (Field.ROW, Field.NEW_BLOCK)]
         assert (padding[rest] == 0).all()
 
     def test_the_matrix_is_all_that_travels(self) -> None:
-        step, _ = self.decode()
+        step = self.decode()
         flat = step.flatten()
         assert flat.dtype == np.int32, "fields, tokens and updates are int32, the empty ones too"
         assert flat.tolist() == step.fields.ravel().tolist()
 
     def test_a_token_in_flight_is_the_devices_to_fill_in(self) -> None:
-        seq = sequence([5, 6, 7], row=1)
-        seq.block_table, seq.num_computed_tokens, seq.num_in_flight, seq.num_sent_blocks = [8], 3, 1, 1
+        in_flight = Share(1, 1, 3, 1, np.empty(0, np.int32), (), 1, 1, None)
         device = Device()
         device.tables.last_token[1] = 77
-        step = device.packer.pack_decode([item(seq, 1)], 2)
+        step = device.packer.pack_decode((in_flight,), 2)
         assert step.fields[Field.TOKEN, 0] == IN_FLIGHT
         assert step.fields[Field.SEQ_LEN, 0] == 4, "3 that the host knows, and the one in flight"
         batch = device.unpack(step)
         assert batch.input_ids[0] == 77 and batch.positions[0] == 3
 
 
-def test_a_decode_with_two_unknown_pages_is_not_plain() -> None:
-    seq = sequence([1] * 9, row=0)
-    seq.block_table, seq.num_computed_tokens = [4, 5, 6], 8
-    assert not is_plain_decode(item(seq, 1))
-    seq.num_computed_tokens, seq.num_sent_blocks = 8, 2
-    assert is_plain_decode(item(seq, 1))
+def test_what_is_no_plain_decode() -> None:
+    plain = Share(1, 0, 8, 1, np.array([1], np.int32), (6,), 2, 1, None)
+    assert is_plain_decode(plain) and is_plain_decode(plain._replace(new_blocks=()))
+    assert not is_plain_decode(plain._replace(new_blocks=(5, 6), first_new_block=1)), "two blocks: one field is too few"
+    assert not is_plain_decode(plain._replace(draw=DrawSpec())), "how a new row is drawn must travel too"
+    assert not is_plain_decode(plain._replace(num_new_tokens=2))
 
 
 @settings(max_examples=60)
@@ -132,21 +146,22 @@ def test_a_decode_with_two_unknown_pages_is_not_plain() -> None:
 def test_a_packed_step_is_the_plain_one(seed: int, with_buckets: bool) -> None:
     """Random prefills, chunks and decodes over several steps: every tensor that counts is the same."""
     rng = random.Random(seed)
-    manager, device = BlockManager(ROWS * MAX_BLOCKS, BLOCK_SIZE), Device()
+    manager, device, rows = BlockManager(ROWS * MAX_BLOCKS, BLOCK_SIZE), Device(with_buckets), Rows(ROWS)
     plain = InputBatch(BlockManager, BLOCK_SIZE, CPU)
-    seqs = [sequence([rng.randrange(200) for _ in range(rng.randint(1, 20))], row) for row in range(ROWS)]
+    seqs = [sequence([rng.randrange(200) for _ in range(rng.randint(1, 20))]) for _ in range(ROWS)]
     for _ in range(6):
-        items = []
-        for seq in sorted(rng.sample(seqs, rng.randint(1, ROWS)), key=lambda s: s.num_uncomputed_tokens > 1):
+        shares = []
+        served = sorted(rng.sample(seqs, rng.randint(1, ROWS)), key=lambda s: s.num_uncomputed_tokens > 1)
+        for seq in served:
             count = 1 if seq.num_uncomputed_tokens == 1 else rng.randint(1, seq.num_uncomputed_tokens)
             manager.allocate(seq, count)
-            items.append(item(seq, count))
-        expected = plain.build(items)
-        actual = device.unpack(device.packer.pack(items, [2, 4, 8] if with_buckets else []))
+            shares.append(share(rows, seq, count))
+        expected = plain.build(shares)
+        actual = device.unpack(device.packer.pack(SchedulerOutput(tuple(shares))))
         assert_same_batch(actual, expected)
-        for i in items:
-            if i.draws:
-                i.seq.append_token(rng.randrange(200))
+        for own, seq in zip(shares, served, strict=True):
+            if own.num_draws:
+                seq.append_token(rng.randrange(200))
 
 
 def assert_same_batch(actual: ForwardBatch, expected: ForwardBatch) -> None:

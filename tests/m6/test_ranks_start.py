@@ -6,8 +6,8 @@ from multiprocessing import Pipe
 from types import SimpleNamespace
 from typing import Any, cast
 
-from folovllm.distributed.rank import Failure, Ready
 from folovllm.executor.multiproc_executor import Rank
+from folovllm.executor.rank import Failure, Ready
 
 
 def test_readiness_is_remembered_until_it_is_asked_for() -> None:

@@ -7,9 +7,29 @@ import torch
 
 from folovllm.worker.graph_runner import decode_buckets
 from folovllm.worker.step_graph import POISON, CudaGraph, RecordedGraph
+from tests.tiny import worked_case
 
 
 class TestRecordedGraph:
+    def test_a_worked_case_of_capture(self) -> None:
+        seen: list[list[int]] = []
+        graph = RecordedGraph(torch.tensor([1, 2]))
+        graph.capture(lambda x: seen.append(x.tolist()))
+        got = {"the work ran on": seen, "the input afterwards": graph.static_input}
+        says = "recording runs the work once, on what is in the static input, and poisons that afterwards"
+        worked_case("m6.2 capture", got, {"the work ran on": [[1, 2]], "the input afterwards": [POISON, POISON]}, says)
+
+    def test_a_worked_case_of_replay(self) -> None:
+        seen: list[object] = []
+        static, value = torch.tensor([1, 2]), torch.tensor([3, 4])
+        graph = RecordedGraph(static)
+        graph.capture(lambda x: seen.append([x.tolist(), x.data_ptr() == static.data_ptr()]))
+        seen.clear()
+        graph.replay(value)
+        got = {"ran on, in the static input": seen, "the input afterwards": static, "the caller's": value}
+        says = "a replay copies [3, 4] into the static input, runs there, and poisons it; the caller's tensor stays"
+        worked_case("m6.2 replay", got, dict(zip(got, [[[[3, 4], True]], [POISON, POISON], [3, 4]], strict=True)), says)
+
     def recorded(self) -> tuple[RecordedGraph, torch.Tensor]:
         graph, out = RecordedGraph(torch.zeros(3, dtype=torch.int32)), torch.zeros(3, dtype=torch.int32)
         graph.capture(lambda x: out.copy_(2 * x))
@@ -18,16 +38,18 @@ class TestRecordedGraph:
     def test_a_replay_does_the_recorded_work_on_new_input(self) -> None:
         graph, out = self.recorded()
         graph.replay(torch.tensor([1, 2, 3], dtype=torch.int32))
-        assert out.tolist() == [2, 4, 6]
+        assert out.tolist() == [2, 4, 6], "the recorded work, on the new input"
         graph.replay(torch.tensor([4, 5, 6], dtype=torch.int32))
-        assert out.tolist() == [8, 10, 12]
+        assert out.tolist() == [8, 10, 12], "the recorded work, on the newest input"
 
     def test_recording_runs_the_work_once_and_a_replay_once(self) -> None:
         calls = []
         graph = RecordedGraph(torch.zeros(1))
         graph.capture(lambda x: calls.append(x.data_ptr()))
         graph.replay(torch.ones(1))
-        assert calls == [graph.static_input.data_ptr()] * 2
+        assert calls == [graph.static_input.data_ptr()] * 2, (
+            "once when it is recorded and once when it is replayed, on the static input each time"
+        )
 
     def test_recording_works_on_what_was_put_there(self) -> None:
         seen = []
@@ -36,15 +58,17 @@ class TestRecordedGraph:
 
     def test_the_input_does_not_outlive_a_replay(self) -> None:
         graph, _ = self.recorded()
-        assert (graph.static_input == POISON).all()
+        assert (graph.static_input == POISON).all(), "what recording leaves behind is poison"
         graph.replay(torch.tensor([1, 2, 3], dtype=torch.int32))
-        assert (graph.static_input == POISON).all()
+        assert (graph.static_input == POISON).all(), "what a replay leaves behind is poison"
 
     def test_the_value_is_copied_and_left_alone(self) -> None:
         graph, _ = self.recorded()
         value = torch.tensor([1, 2, 3], dtype=torch.int32)
         graph.replay(value)
-        assert value.tolist() == [1, 2, 3] and graph.static_input.data_ptr() != value.data_ptr()
+        assert value.tolist() == [1, 2, 3] and graph.static_input.data_ptr() != value.data_ptr(), (
+            "the value is copied into the static input, and stays as it is"
+        )
 
     def test_a_replay_of_nothing_is_an_error(self) -> None:
         with pytest.raises(RuntimeError, match="capture"):

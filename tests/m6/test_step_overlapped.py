@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from folovllm.engine.overlap import OverlappedEngine
-from folovllm.engine.scheduler import SchedulerOutput
+from folovllm.step.schedule import SchedulerOutput
+from tests.tiny import worked_case
 
 
 class Script:
@@ -23,7 +24,7 @@ class Script:
     def schedule(self) -> SchedulerOutput:
         name = self.steps[self.turn]
         self.log.append(f"schedule {name}".strip())
-        return SchedulerOutput([name] if name else [])  # type: ignore[list-item]
+        return SchedulerOutput((name,) if name else ())  # type: ignore[list-item]
 
 
 class Loop(OverlappedEngine):
@@ -39,7 +40,7 @@ class Loop(OverlappedEngine):
         return self.scheduler.turn + 1 < self._turns
 
     def _start(self, schedule: SchedulerOutput) -> Any:
-        name = schedule.scheduled[0]
+        name = schedule.shares[0]
         self.log.append(f"start {name}")
         return name
 
@@ -58,32 +59,60 @@ def run(*steps: str, waits: set[int] = frozenset(), turns: int = 0) -> tuple[lis
 
 
 class TestStepOverlapped:
+    def test_a_worked_case(self) -> None:
+        """Five turns, one with nothing to schedule; c must wait for b's tokens, and after d nobody is left."""
+        log, outputs, _ = run("a", "b", "c", "", "d", waits={2})
+        expected = [
+            *("schedule a", "start a"),
+            *("schedule b", "start b", "collect a"),
+            *("collect b", "schedule c", "start c"),
+            *("schedule", "collect c"),
+            *("schedule d", "start d", "collect d"),
+        ]
+        returned = [[], ["out a"], ["out b"], ["out c"], ["out d"]]
+        says = (
+            "schedule and start the next step, then take in the one before; c first waits; the last is not left behind"
+        )
+        worked_case("m6.4", {"log": log, "returned": outputs}, {"log": expected, "returned": returned}, says)
+
     def test_a_step_is_started_before_the_one_before_it_is_taken_in(self) -> None:
         log, outputs, loop = run("a", "b", turns=9)
-        assert log == ["schedule a", "start a", "schedule b", "start b", "collect a"]
-        assert outputs == [[], ["out a"]]
-        assert loop._in_flight == "b"
+        assert log == ["schedule a", "start a", "schedule b", "start b", "collect a"], (
+            "b is started before a is taken in"
+        )
+        assert outputs == [[], ["out a"]], "each turn hands out what has arrived in it"
+        assert loop._in_flight == "b", "what was started last is in flight"
 
     def test_one_that_must_wait_sees_everything_first(self) -> None:
         log, outputs, _ = run("a", "b", "c", waits={1}, turns=9)
-        assert log[2:5] == ["collect a", "schedule b", "start b"]
-        assert outputs == [[], ["out a"], ["out b"]]
+        assert log[2:5] == ["collect a", "schedule b", "start b"], (
+            "who must wait takes in what is in flight, and only then schedules"
+        )
+        assert outputs == [[], ["out a"], ["out b"]], "what was taken in early is handed out too"
 
     def test_with_nothing_to_do_it_still_takes_in_what_is_in_flight(self) -> None:
         log, outputs, loop = run("a", "", turns=9)
-        assert log == ["schedule a", "start a", "schedule", "collect a"]
-        assert outputs == [[], ["out a"]] and loop._in_flight is None
+        assert log == ["schedule a", "start a", "schedule", "collect a"], (
+            "nothing to schedule is no reason to leave a in flight"
+        )
+        assert outputs == [[], ["out a"]] and loop._in_flight is None, (
+            "a has arrived, and nothing is in flight any more"
+        )
 
     def test_what_nobody_wants_any_more_is_not_left_behind(self) -> None:
         log, outputs, loop = run("a", "b")
-        assert log[-2:] == ["collect a", "collect b"] and loop._in_flight is None
-        assert outputs[-1] == ["out a", "out b"]
+        assert log[-2:] == ["collect a", "collect b"] and loop._in_flight is None, (
+            "when no request is left, the last step is taken in too"
+        )
+        assert outputs[-1] == ["out a", "out b"], "both steps are handed out, in their order"
 
     def test_nothing_at_all_is_nothing(self) -> None:
-        assert run("")[:2] == (["schedule"], [[]])
+        assert run("")[:2] == (["schedule"], [[]]), "nothing is scheduled, so nothing is started or taken in"
 
     @pytest.mark.parametrize("waits", [set(), {0}, {1, 2}, {3}, {0, 1, 2, 3, 4}])
     def test_every_step_arrives_once_and_in_order(self, waits: set[int]) -> None:
         log, outputs, _ = run("a", "b", "", "c", "d", waits=waits)
-        assert [out for turn in outputs for out in turn] == ["out a", "out b", "out c", "out d"]
-        assert sum(entry.startswith("start") for entry in log) == 4
+        assert [out for turn in outputs for out in turn] == ["out a", "out b", "out c", "out d"], (
+            "each step is handed out once, and in order"
+        )
+        assert sum(entry.startswith("start") for entry in log) == 4, "only steps that do something are started"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,17 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.distributed.messages import decode_result, decode_step, encode_result, encode_step
-from folovllm.distributed.ring import SLOTS, Ring
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.engine.overlap import make_engine
-from folovllm.sample.sampler import SamplerOutput
+from folovllm.executor.messages import decode_result, decode_step, encode_result, encode_step
+from folovllm.executor.ring import SLOTS, Ring
 from folovllm.sampling_params import SamplingParams
-from folovllm.worker.packed_step import Field, PackedStep
+from folovllm.step.draw import DrawSpec
+from folovllm.step.packed import Field, PackedStep
+from folovllm.step.schedule import StepResult
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m6.test_overlap import assert_clean, essence, run
-from tests.sequences import make_seq
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, Request, serve, workload
 
 SMALL = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}  # preemption, and prompts in chunks
@@ -71,8 +70,8 @@ class TestTwoRanks:
             for mine, theirs in zip(actual[request_id].outputs, output.outputs, strict=True):
                 assert (mine.logprobs is None) == (theirs.logprobs is None)
                 for a, b in zip(mine.logprobs or [], theirs.logprobs or [], strict=True):
-                    assert [x.token_id for x in a] == [x.token_id for x in b]
-                    assert [x.logprob for x in a] == pytest.approx([x.logprob for x in b], abs=1e-3)
+                    assert list(a) == list(b)
+                    assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-3)
         assert_clean(served)
 
     def test_prefixes_are_found_again(self, served: LLMEngine) -> None:
@@ -117,44 +116,42 @@ def test_fused_layers() -> None:
 @given(
     floats=st.tuples(st.floats(0, 2), st.floats(0.01, 1), st.floats(0, 1), st.floats(0.1, 3), st.floats(-2, 2)),
     seed=st.integers(0, 2**63 - 1),
-    whole=st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 1), st.sampled_from([None, 0, 5])),
+    whole=st.tuples(st.integers(1, 9), st.integers(0, 9), st.sampled_from([None, 0, 5])),
     stops=st.lists(st.integers(0, 258), max_size=4),
 )
-def test_a_sequence_crosses(
-    floats: tuple[float, ...], seed: int, whole: tuple[int, int, int, int | None], stops: list[int]
+def test_a_step_crosses(
+    floats: tuple[float, ...], seed: int, whole: tuple[int, int, int | None], stops: list[int]
 ) -> None:
     temperature, top_p, min_p, repetition, presence = floats
-    num_prompt, num_output, in_flight, logprobs = whole
-    seq = make_seq(
-        num_prompt, 20, temperature=temperature, top_p=top_p, min_p=min_p, repetition_penalty=repetition, top_k=7,
-        presence_penalty=presence, min_tokens=5, stop_token_ids=stops, logprobs=logprobs,
+    num_prompt, num_output, logprobs = whole
+    draw = DrawSpec(
+        seed=seed, temperature=temperature, top_p=top_p, min_p=min_p, repetition_penalty=repetition, top_k=7,
+        presence_penalty=presence, first_end=num_prompt + 5, forbidden=tuple(stops), logprobs=logprobs,
+        num_prompt_tokens=num_prompt, history=np.arange(num_prompt + num_output, dtype=np.int32),
     )  # fmt: skip
-    seq.seed, seq.num_in_flight = seed, in_flight
-    for token in range(num_output):
-        seq.append_token(50 + token)
     fields = np.arange(len(Field) * 3, dtype=np.int32).reshape(len(Field), 3)
-    step = PackedStep(fields, 3, 1, np.arange(5, dtype=np.int32), np.ones((3, 2), np.int32))
-    back, full = decode_step(encode_step(step, {2: seq, 0: make_seq()}))
+    step = PackedStep(fields, 3, 1, np.arange(5, dtype=np.int32), np.ones((3, 2), np.int32), {2: draw, 0: DrawSpec()})
+    back = decode_step(encode_step(step))
     assert np.array_equal(back.fields, fields) and np.array_equal(back.tokens, step.tokens)
     assert np.array_equal(back.updates, step.updates) and (back.num_seqs, back.num_decodes) == (3, 1)
-    other = full[2]
-    assert list(full) == [2, 0] and other.seed == seed and other.num_in_flight == in_flight
-    assert (other.num_tokens, other.num_output_tokens) == (seq.num_tokens, num_output)
-    same = replace(seq.params, stop_token_ids=[], max_tokens=None)
-    assert other.params == same
-    if num_output + in_flight < 5:
-        assert {*other.eos_token_ids} == {*seq.eos_token_ids, *stops}
-    if seq.params.has_penalties:
-        assert other.token_ids.tolist() == seq.token_ids.tolist()
-        assert other.output_token_ids.tolist() == seq.output_token_ids.tolist()
+    assert list(back.new_rows) == [2, 0]
+    for row, own in step.new_rows.items():
+        for name in DrawSpec.__slots__:
+            mine, other = getattr(own, name), getattr(back.new_rows[row], name)
+            assert np.array_equal(mine, other) if name == "history" else mine == other
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 300), st.none() | st.lists(st.floats(-50, 0, width=32), min_size=1, max_size=4)))
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 300), max_size=3),
+            st.lists(st.lists(st.floats(-50, 0, width=32), min_size=1, max_size=4), max_size=2),
+        )
+    )
 )
-def test_a_result_crosses(rows: list[tuple[int, list[float] | None]]) -> None:
-    logprobs = [None if values is None else list(enumerate(values)) for _, values in rows]
-    result = SamplerOutput([token for token, _ in rows], logprobs)
+def test_a_result_crosses(rows: list[tuple[list[int], list[list[float]]]]) -> None:
+    logprobs = [[list(zip(range(len(v)), v, range(7, 99), strict=False)) for v in of_share] for _, of_share in rows]
+    result = StepResult([tokens for tokens, _ in rows], logprobs)
     assert decode_result(encode_result(result)) == result
 
 

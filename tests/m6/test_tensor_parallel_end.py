@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ import torch
 
 from folovllm import LLM, SamplingParams
 from folovllm.executor.multiproc_executor import WorkerDied
-from folovllm.worker.packed_step import Field, PackedStep
+from folovllm.step.packed import Field, PackedStep
 from tests.helpers import tiny_checkpoint
 
 KILLS = int(os.environ.get("FOLOVLLM_KILLS", "2"))  # 20 for the whole proof
@@ -104,7 +105,7 @@ def test_an_exception_is_named(leftovers: None) -> None:
         fields = np.zeros((len(Field), 1), np.int32)
         fields[[Field.ROW, Field.SEQ_LEN, Field.QUERY_LEN]] = [[1_000_000], [1], [1]]
         nonsense = PackedStep(fields, 1, 1, np.zeros(1, np.int32), np.zeros((3, 0), np.int32))
-        llm.engine.executor._packer.pack = lambda items, buckets: nonsense
+        llm.engine.executor._packer.pack = lambda output: nonsense
         with pytest.raises(WorkerDied, match=r"rank [01] failed with IndexError: [\s\S]*Traceback") as caught:
             llm.generate([[1]], use_tqdm=False)
         assert "lost its peers" not in str(caught.value)
@@ -114,6 +115,19 @@ def test_an_exception_is_named(leftovers: None) -> None:
 def test_an_error_of_the_user_is_a_value_error(leftovers: None) -> None:
     with pytest.raises(ValueError, match="the KV cache has room for"):
         engine(kv_cache_memory=4096)
+
+
+def test_what_lies_in_the_working_directory_is_not_imported(
+    leftovers: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank imports what its parent has imported, from where it has it."""
+    folder = tmp_path_factory.mktemp("work")
+    for name in ("numpy", "queue", "torch", "folovllm"):
+        (folder / f"{name}.py").write_text(f"open({str(folder)!r} + '/was_run', 'w').close()")
+    monkeypatch.chdir(folder)
+    with engine() as llm:
+        assert llm.generate([[4, 5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+    assert not (folder / "was_run").exists()
 
 
 def test_two_engines_side_by_side(leftovers: None) -> None:
@@ -180,10 +194,59 @@ def test_ctrl_c(tmp_path: Path) -> None:
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
     _, errors = process.communicate(timeout=60)
-    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert "Interrupt" in errors.splitlines()[-1]  # `Interrupted` while it answers
     assert len(pids) == 2
     assert_gone(pids)
     assert list(tmp_path.iterdir()) == []
+
+
+STARTS = """
+import os, sys, time
+import folovllm.executor.multiproc_executor
+from folovllm import LLM
+while sys.stdin.readline():
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        LLM({model!r}, device="cpu", max_model_len=512, max_num_seqs=4, use_tqdm=False, tensor_parallel_size=2)
+        time.sleep(60)
+    print(child, flush=True)
+    os.waitpid(child, 0)
+"""  # a process for each start, and torch is imported once for all of them
+
+
+def test_the_parent_is_killed_while_its_ranks_start(tmp_path: Path) -> None:
+    """By a signal to itself, or to all: no rank stays, and nothing among the temporary files."""
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTS.format(model=str(tiny_checkpoint()))], env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert starter.stdin is not None and starter.stdout is not None
+    for send, number, wait in [
+        (os.kill, signal.SIGKILL, 0.3),
+        (os.killpg, signal.SIGTERM, 0.5),
+        (os.killpg, signal.SIGHUP, 0),
+    ]:
+        print("start", file=starter.stdin, flush=True)
+        parent = int(starter.stdout.readline())
+        while len(in_session(parent)) < 2:  # its first rank is there
+            time.sleep(0.01)
+        time.sleep(wait)
+        ranks = in_session(parent)
+        send(parent, number)
+        assert_gone(ranks, 5.0)
+        assert list(tmp_path.iterdir()) == []
+    starter.communicate(timeout=60)
+
+
+def in_session(leader: int) -> list[int]:
+    """The processes of a session."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and exists(int(folder.name)):
+            with contextlib.suppress(ProcessLookupError):
+                found += [int(folder.name)] * (os.getsid(int(folder.name)) == leader)
+    return found
 
 
 def test_the_parent_is_killed(tmp_path: Path) -> None:

@@ -9,15 +9,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from folovllm.build import make_packed_worker
 from folovllm.config import EngineConfig
-from folovllm.distributed.layers import ShardedEmbedding, ShardedHead, parallelize
-from folovllm.distributed.sharded_runner import ShardedRunner, best_of_ranks
 from folovllm.distributed.sharding import (
     local_config,
     shard_column,
@@ -29,11 +29,15 @@ from folovllm.distributed.sharding import (
 )
 from folovllm.engine.setup import set_up
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from folovllm.layers.linear import RowParallelLinear
+from folovllm.layers.formats.plain import Plain
+from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.linear import LinearBase, RowParallelLinear
+from folovllm.layers.sharded import sharded
 from folovllm.sample.noise import gumbel
-from folovllm.worker.model_runner import dummy_items
-from folovllm.worker.native_model import load_native_model
-from folovllm.worker.packed_step import Field
+from folovllm.step.packed import Field
+from folovllm.worker.draw import RanksDraw, best_of_ranks
+from folovllm.worker.native_model import load_native_model, load_sharded_model
+from folovllm.worker.warm_up import dummy_shares
 from tests.helpers import assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.m6.ranks import ThreadGroup, on_ranks
 
@@ -102,13 +106,11 @@ class TestShardVocab:
         assert torch.equal(parts[:vocab_size], weight) and not parts[vocab_size:].any()
 
 
-def sharded_embedding(weight: torch.Tensor, group: ThreadGroup) -> ShardedEmbedding:
+def sharded_embedding(weight: torch.Tensor, group: ThreadGroup) -> VocabParallelEmbedding:
     rows = vocab_shard_size(len(weight), group.size)
     part = F.pad(weight, (0, 0, 0, rows * group.size - len(weight)))[group.rank * rows : (group.rank + 1) * rows]
-    layer = VocabParallelEmbedding(rows, weight.shape[1]).requires_grad_(False)
-    layer.weight.copy_(part)
-    parallelize(layer, group, len(weight))
-    assert type(layer) is ShardedEmbedding
+    layer = sharded(LayerSet(), group, len(weight)).make(VocabParallelEmbedding, rows, weight.shape[1])
+    layer.requires_grad_(False).weight.copy_(part)
     return layer
 
 
@@ -144,27 +146,24 @@ def test_noise_of_a_part_is_that_part_of_the_noise(first: int) -> None:
 
 def test_padding_cannot_be_drawn() -> None:
     def work(group: ThreadGroup) -> torch.Tensor:
-        head = ParallelLMHead(vocab_shard_size(5, 3), 2).requires_grad_(False)
+        head = sharded(LayerSet(), group, 5).make(ParallelLMHead, vocab_shard_size(5, 3), 2).requires_grad_(False)
         head.weight.zero_()
-        parallelize(head, group, 5)
-        assert type(head) is ShardedHead
         return head(torch.ones(1, 2))
 
     logits = torch.cat(on_ranks(3, work), dim=1)
     assert logits[:, :5].eq(0).all() and logits[:, 5:].eq(-torch.inf).all() and logits.shape == (1, 12)
 
 
-def test_a_layer_that_is_another_class_already_keeps_its_ways() -> None:
-    class Doubled(RowParallelLinear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(x)
+def test_a_sum_over_ranks_is_of_what_the_format_computes() -> None:
+    class Doubled(Plain):
+        def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+            return 2 * super().product(layer, x, residual)
 
     weight, x = torch.randn(3, 4), torch.randn(2, 4)
 
     def work(group: ThreadGroup) -> torch.Tensor:
-        layer = Doubled(2, 3).requires_grad_(False)
+        layer = sharded(LayerSet(), group, 1).make(RowParallelLinear, 2, 3, False, Doubled()).requires_grad_(False)
         layer.weight.copy_(shard_row(weight, group.rank, 2))
-        parallelize(layer, group, 1)
         return layer(shard_row(x, group.rank, 2))
 
     for result in on_ranks(2, work):
@@ -233,18 +232,18 @@ def test_the_whole_model(family: str, fields: dict[str, Any], size: int) -> None
 
     @torch.inference_mode()
     def work(group: ThreadGroup) -> torch.Tensor:
-        runner = ShardedRunner(setup, group)
+        _, graphs = make_packed_worker(setup, group)
+        runner = graphs._runner
         runner.load_model()
         angles = runner.model.model.layers[0].self_attn.rope.cos_sin_cache
         assert len(angles) == setup.max_model_len, "positions that no request has"
         runner.allocate_kv_cache(2)
-        item = dummy_items([len(tokens)], setup.block_size)[0]
-        item.seq.token_ids[:] = tokens
-        batch = runner._input_batch.build([item])
+        (share,) = dummy_shares([len(tokens)], setup.block_size)
+        batch = runner._input_batch.build([share._replace(token_ids=np.array(tokens, np.int32))])
         runner._backend.plan(batch)
         hidden = runner.model(batch)
         batch.logits_indices = torch.arange(len(tokens))
-        return runner._whole_logits(runner.model.compute_logits(hidden, batch))
+        return RanksDraw(setup.vocab_size, group).whole(runner.model.compute_logits(hidden, batch))
 
     for logits in on_ranks(size, work):
         assert_logits_equal(logits, hf_logits(path, tokens))
@@ -254,7 +253,7 @@ def test_random_weights_are_those_of_one_rank() -> None:
     config = EngineConfig(model=str(tiny_checkpoint()), device="cpu", random_weights=True, use_tqdm=False)
     setup = set_up(replace(config, tensor_parallel_size=2))
     whole = load_native_model(set_up(config)).state_dict()
-    parts = on_ranks(2, lambda group: ShardedRunner(setup, group).load_weights().state_dict())
+    parts = on_ranks(2, lambda group: load_sharded_model(setup, group).state_dict())
     down, embedding, norm = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight", "model.norm.weight"
     assert torch.equal(torch.cat([part[down] for part in parts], dim=1), whole[down])
     assert torch.equal(torch.cat([part[embedding] for part in parts])[:259], whole[embedding])
@@ -263,18 +262,16 @@ def test_random_weights_are_those_of_one_rank() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_numbers_still_give_a_token(temperature: float) -> None:
-    config = EngineConfig(model=str(tiny_checkpoint()), device="cpu", use_tqdm=False, max_num_seqs=2)
-    setup = set_up(replace(config, tensor_parallel_size=2))
     fields = torch.zeros(len(Field), 2, dtype=torch.int32)
     fields[Field.TEMPERATURE] = torch.full((2,), temperature).view(torch.int32)
 
     def work(group: ThreadGroup) -> list[int]:
-        runner = ShardedRunner(setup, group)
         logits = torch.full((2, vocab_shard_size(259, 2)), torch.nan)
         if group.rank == 1:
             logits[1, 3] = 0.0
-        runner._draw(logits, fields)
-        return runner._tokens.tolist()
+        tokens, last = torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+        RanksDraw(259, group).one_pass(logits, fields, tokens, last)
+        return tokens.tolist()
 
     for tokens in on_ranks(2, work):
         assert tokens == [0, vocab_shard_size(259, 2) + 3]

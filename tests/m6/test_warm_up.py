@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.engine.overlap import make_engine
-from folovllm.worker.model_runner import doublings
+from folovllm.worker.warm_up import doublings
 from tests.m6.traffic import ENGINES, FIELDS, kernels, serve_everything
 
 ROOT = Path(__file__).parents[2]

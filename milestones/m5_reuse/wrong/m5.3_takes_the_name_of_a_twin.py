@@ -3,6 +3,7 @@
 
 class PrefixCache:
     def publish(self, seq, blocks):
-        for i in range(len(seq.page_serials), len(blocks)):
-            parent = seq.page_serials[-1] if i else ROOT
-            seq.page_serials.append(self._name(blocks[i], seq, i, parent).serial)
+        serials = self.serials(seq)
+        for i in range(len(serials), len(blocks)):
+            parent = serials[-1] if i else ROOT
+            serials.append(self._name(blocks[i], seq, i, parent).serial)

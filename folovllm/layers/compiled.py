@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
 
@@ -14,14 +15,14 @@ from folovllm.layers.rotary_embedding import RotaryEmbedding
 COMPILED: dict[type[nn.Module], bool | None] = {RMSNorm: True, SiluAndMul: None, RotaryEmbedding: None}
 
 
-def compile_layers(model: nn.Module) -> None:
-    """Compile each kind of layer for batches of any size; all layers of a kind share the code.
+def compiled_layers() -> LayerSet:
+    """Each kind of layer compiled for batches of any size; all layers of a kind share the code.
 
     The first steps are slow, for that is when it happens: seconds on a GPU, a minute on a CPU, which also needs a C++
     compiler.
     """
-    for kind, dynamic in COMPILED.items():
-        forward = torch.compile(kind.forward, dynamic=dynamic)
-        for module in model.modules():
-            if type(module) is kind:
-                module.forward = forward.__get__(module)
+    return LayerSet({kind: _compiled(kind, dynamic) for kind, dynamic in COMPILED.items()})
+
+
+def _compiled(kind: type[nn.Module], dynamic: bool | None) -> type[nn.Module]:
+    return type(f"Compiled{kind.__name__}", (kind,), {"forward": torch.compile(kind.forward, dynamic=dynamic)})

@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import shutil
-import signal
-import threading
 import traceback
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,12 +16,15 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from folovllm.distributed.group import PeersLost, ProcessGroup
-from folovllm.distributed.messages import decode_step, encode_result, longest_messages
-from folovllm.distributed.ring import Ring, wait_for
-from folovllm.engine.setup import EngineSetup
+from folovllm.executor.messages import decode_step, encode_result, longest_messages
+from folovllm.executor.ring import Ring, wait_for
+from folovllm.setup import EngineSetup
+from folovllm.step.packed import Int32, PackedStep
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner, PendingStep
-from folovllm.worker.packed_step import Int32
+
+# A rank's worker and its runner; a function of a module, since its name is what travels to another process.
+MakeRank = Callable[[EngineSetup, ProcessGroup], tuple[GPUWorker[PackedStep, PendingStep], GraphRunner]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,6 +37,7 @@ class Assignment:
     steps_fd: int
     results_fd: int
     num_threads: int  # of torch, on CPU
+    make_rank: MakeRank  # puts the rank's worker together
 
     @property
     def size(self) -> int:
@@ -62,11 +64,12 @@ class Failure:
 
 
 def main(fd: int) -> None:
-    """Run the rank that is described by what comes from the parent through `fd`, until it says stop or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to answer
+    """Run the rank that is described by what comes from the parent through `fd`, until it says stop or is gone.
+
+    That it is gone is noticed by `folovllm.executor.start`, which calls this.
+    """
     parent = Connection(fd)
     assignment: Assignment = parent.recv()
-    threading.Thread(target=_die_with, args=[parent, assignment.rendezvous.parent], daemon=True).start()
     try:
         _run(assignment, parent)
     except BaseException as error:
@@ -74,15 +77,6 @@ def main(fd: int) -> None:
         is_consequence = isinstance(error, PeersLost)
         parent.send(Failure(message, traceback.format_exc(), isinstance(error, ValueError), is_consequence))
         os._exit(1)  # no collective may hold up the end
-
-
-def _die_with(parent: Connection, folder: Path) -> None:
-    """End this process as soon as its parent is gone, whatever it is doing, and tidy up in the parent's place."""
-    try:
-        parent.recv()
-    except (EOFError, OSError):
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
 
 
 def _run(assignment: Assignment, parent: Connection) -> None:
@@ -119,18 +113,15 @@ class RankServer:
         self._results = Ring(1, longest_result, assignment.results_fd)
         self._started: deque[PendingStep] = deque()  # rank 0: not handed back yet
         self._spin = spin_seconds(setup)
-        self.worker = GPUWorker(setup, group)
+        self.worker, self.runner = assignment.make_rank(setup, group)
         self.worker.load_model()
-        assert isinstance(self.worker.runner, GraphRunner)
-        self.runner = self.worker.runner
 
     def serve(self) -> None:
         """Run steps as they come, until the empty message."""
-        with torch.inference_mode():
-            while len(message := wait_for(self._next_step, self._spin)):
-                pending = self.runner.run(*decode_step(message))
-                if self._rank == 0:
-                    self._started.append(pending)
+        while len(message := wait_for(self._next_step, self._spin)):
+            pending = self.worker.execute_model(decode_step(message))
+            if self._rank == 0:
+                self._started.append(pending)
 
     def _next_step(self) -> Int32 | None:
         """The next message, if it is there. Meanwhile, tokens that have arrived are handed back."""

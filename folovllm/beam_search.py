@@ -1,0 +1,107 @@
+"""Beam search on top of the engine: each step asks for one token of every beam, and keeps the best continuations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from folovllm.engine.input_processor import encode
+from folovllm.inputs import Prompt, TokensPrompt, as_prompt_list, parse_prompt
+from folovllm.models.files import eos_token_ids
+from folovllm.sampling_params import SamplingParams, require
+from folovllm.vllm_arguments import also_takes
+
+if TYPE_CHECKING:
+    from folovllm.llm import LLM
+
+
+@also_takes({"temperature": (0,), "include_stop_str_in_output": (False,), "structured_outputs": (None,)})
+@dataclass(slots=True)
+class BeamSearchParams:
+    """How to search.
+
+    Attributes:
+        beam_width: beams that are kept in each step, and answers in the end.
+        max_tokens: of an answer.
+        ignore_eos: go on past the end of the text.
+        length_penalty: beams are compared by their log-probability over their length (prompt included) to this power.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            value = getattr(self, name)
+            require(type(value) is int and value >= 1, f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One beam: the tokens of prompt and answer, and their text in the end."""
+
+    tokens: list[int]
+    cum_logprob: float = 0.0
+    finish_reason: str | None = None
+    text: str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The best beams of one prompt, the best first."""
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)
+
+
+def search_beams(llm: LLM, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    """The best `beam_width` answers to each prompt that the search finds."""
+    setup, tokenizer = llm.engine.setup, llm.tokenizer
+    ends = frozenset() if params.ignore_eos else eos_token_ids(setup.path, setup.hf_config, tokenizer)
+    searches = [[BeamSearchSequence(_token_ids(llm, prompt))] for prompt in as_prompt_list(prompts)]
+    for _ in range(params.max_tokens):
+        open_beams = [beam for beams in searches for beam in beams if beam.finish_reason is None]
+        following = dict(zip(map(id, open_beams), _next_tokens(llm, open_beams, 2 * params.beam_width), strict=True))
+        searches = [_advance(beams, following, ends, setup.max_model_len, params) for beams in searches]
+    for beam in (beam for beams in searches for beam in beams):
+        beam.finish_reason = beam.finish_reason or "length"
+        beam.text = tokenizer.decode(beam.tokens, skip_special_tokens=True)
+    return [BeamSearchOutput(beams) for beams in searches]
+
+
+def _token_ids(llm: LLM, prompt: Prompt) -> list[int]:
+    parts = parse_prompt(prompt)
+    return encode(llm.tokenizer, parts.text or "") if parts.token_ids is None else parts.token_ids
+
+
+def _next_tokens(llm: LLM, beams: list[BeamSearchSequence], count: int) -> list[dict[int, float]]:
+    """For each beam its `count` most likely next tokens with their log-probabilities."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=count, detokenize=False)
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=beam.tokens) for beam in beams], params, use_tqdm=False)
+    rows = [(output.outputs[0].logprobs or [])[0] for output in outputs]
+    return [{token: entry.logprob for token, entry in row.items()} for row in rows]
+
+
+def _advance(
+    beams: list[BeamSearchSequence],
+    following: dict[int, dict[int, float]],
+    ends: frozenset[int],
+    max_model_len: int,
+    params: BeamSearchParams,
+) -> list[BeamSearchSequence]:
+    """The best beams one token later. Those that are over stay as they are, and compete with the others."""
+    found = [beam for beam in beams if beam.finish_reason is not None]
+    for beam in beams:
+        for token, logprob in following.get(id(beam), {}).items():
+            tokens = [*beam.tokens, token]
+            reason = "stop" if token in ends else "length" if len(tokens) >= max_model_len else None
+            found.append(BeamSearchSequence(tokens, beam.cum_logprob + logprob, reason))
+    return sorted(found, key=lambda beam: _score(beam, params), reverse=True)[: params.beam_width]
+
+
+def _score(beam: BeamSearchSequence, params: BeamSearchParams) -> float:
+    """An end-of-text id does not count as length."""
+    length = len(beam.tokens) - (beam.finish_reason == "stop")
+    return beam.cum_logprob / length**params.length_penalty

@@ -1,0 +1,171 @@
+"""How an engine is put together: which class stands in which place, by configuration.
+
+The one file that knows all of them. Reads like the table of the milestones: each function below is a seam, and what
+grew it is said beside it. Nothing inside the work asks for a milestone.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+from folovllm.cache.block_manager import BlockManager
+from folovllm.cache.manager import KVCacheManager
+from folovllm.cache.prefix_cache import PrefixCachingBlockManager
+from folovllm.cache.slot_manager import SlotManager
+from folovllm.config import EngineConfig
+from folovllm.distributed.group import Group
+from folovllm.distributed.sharding import local_config
+from folovllm.engine.cpu_threads import use_threads
+from folovllm.engine.input_processor import InputProcessor
+from folovllm.engine.llm_engine import LLMEngine, Parts
+from folovllm.engine.overlap import OverlappedEngine
+from folovllm.engine.overlap_scheduler import OverlapScheduler
+from folovllm.engine.scheduler import (
+    Scheduler,
+    SchedulerLike,
+    SerialScheduler,
+    TokensOfStep,
+    chunk,
+    preempt,
+    wait,
+    whole_prompt,
+)
+from folovllm.engine.setup import set_up
+from folovllm.executor.abstract import Executor
+from folovllm.executor.gpu_executor import GPUExecutor
+from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
+from folovllm.layers.layer_set import LayerSet
+from folovllm.models.files import load_tokenizer
+from folovllm.sample.sampler import Sampler
+from folovllm.setup import EngineSetup
+from folovllm.step.schedule import SchedulerOutput, StepResult
+from folovllm.worker.draw import OwnDraw, RanksDraw, StepDraw
+from folovllm.worker.gpu_worker import GPUWorker, Runner
+from folovllm.worker.graph_runner import GraphRunner
+from folovllm.worker.model_runner import ModelRunner
+from folovllm.worker.native_model import load_native_model, load_sharded_model
+
+
+def make_engine(config: EngineConfig) -> LLMEngine:
+    """The engine with the loop that the configuration asks for: a step at a time (M1), or one ahead (M6)."""
+    engine = OverlappedEngine(config) if config.async_scheduling else LLMEngine(config)
+    gc.collect()
+    gc.freeze()  # what exists by now stays: a collection that searched it again would stall a step
+    weakref.finalize(engine, gc.unfreeze).atexit = False  # what refers to itself is collected only if thawed
+    return engine
+
+
+def put_together(config: EngineConfig) -> Parts:
+    """All that an engine consists of. Raises ValueError, before any work, where something cannot be had."""
+    setup = set_up(config)
+    num_threads = use_threads(setup)
+    tokenizer = load_tokenizer(setup.path, config)
+    processor = InputProcessor(setup, tokenizer)  # reads small files, which may be damaged: so before the weights
+    executor = make_executor(setup)
+    return Parts(setup, num_threads, tokenizer, processor, executor, make_scheduler(setup, executor.num_kv_blocks))
+
+
+def make_scheduler(setup: EngineSetup, num_kv_blocks: int) -> SchedulerLike:
+    """Who is served: one request after the other (M1), or a batch that changes at every step (M2)."""
+    config = setup.config
+    if config.kv_cache == "growing":
+        return SerialScheduler()
+    kind: Callable[..., Scheduler] = OverlapScheduler if config.async_scheduling else Scheduler  # M6; M2
+    return kind(
+        kv=cache_manager(config)(num_kv_blocks, setup.block_size),
+        max_num_seqs=setup.max_num_seqs,
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+        tokens_of_step=tokens_of_step(config),
+        make_room=wait if config.kv_cache == "slots" else preempt,  # M2; M3
+        by_priority=config.scheduling == "priority",
+    )
+
+
+def cache_manager(config: EngineConfig) -> type[KVCacheManager]:
+    """Who holds which part of the cache: slots (M2), blocks (M3), blocks that are found again (M5)."""
+    if config.kv_cache == "slots":
+        return SlotManager
+    return PrefixCachingBlockManager if config.enable_prefix_caching else BlockManager
+
+
+def tokens_of_step(config: EngineConfig) -> TokensOfStep:
+    """How much of a prompt a step takes: all of it (M2), or what the budget has left (M5)."""
+    if not config.enable_chunked_prefill:
+        return whole_prompt
+    return partial(chunk, threshold=config.long_prefill_token_threshold)
+
+
+def make_executor(setup: EngineSetup) -> Executor:
+    """The devices: one (M1), one that is sent packed steps, or several that share the model (M6)."""
+    if not setup.config.packed_steps:
+        return GPUExecutor(GPUWorker(setup.device, make_runner(setup)))
+    if setup.config.tensor_parallel_size == 1:
+        return LocalExecutor(setup.max_num_seqs, *make_packed_worker(setup))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from folovllm.executor.torchrun_executor import TorchrunExecutor
+
+        return TorchrunExecutor(setup, make_packed_worker)
+    from folovllm.executor.multiproc_executor import MultiprocExecutor
+
+    return MultiprocExecutor(setup, make_packed_worker)
+
+
+def make_runner(setup: EngineSetup) -> Runner[SchedulerOutput, StepResult]:
+    """The model: transformers' (M1), ours for one sequence (M1), ours for a batch (M2)."""
+    if setup.config.model_impl == "hf":
+        from folovllm.worker.hf_model_runner import HFModelRunner
+
+        return HFModelRunner(setup)
+    load, sampler = partial(load_native_model, setup, layer_set(setup)), make_sampler(setup)
+    if setup.config.kv_cache == "growing":
+        from folovllm.worker.serial_model_runner import SerialModelRunner
+
+        return SerialModelRunner(setup, load, sampler)
+    return ModelRunner(setup, load, sampler, cache_manager(setup.config))
+
+
+def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[PackedWorker, GraphRunner]:
+    """A worker for packed steps, with the whole model or, with a group, a rank's part of it (M6).
+
+    `setup` describes the whole model, but for the device, which is the rank's own.
+    """
+    sampler, manager, layers = make_sampler(setup), cache_manager(setup.config), layer_set(setup)
+    draw: StepDraw
+    if group is None:
+        draw = OwnDraw(setup.vocab_size, sampler, use_kernel=setup.device.type == "cuda" and not setup.config.compile)
+        inner = ModelRunner(setup, partial(load_native_model, setup, layers), sampler, manager)
+    else:
+        draw = RanksDraw(setup.vocab_size, group)
+        part = setup.with_hf_config(local_config(setup.hf_config, group.size))
+        inner = ModelRunner(part, partial(load_sharded_model, setup, group, layers), sampler, manager, draw.whole)
+    runner = GraphRunner(setup, inner, draw, sampler)
+    return GPUWorker(setup.device, runner), runner
+
+
+def layer_set(setup: EngineSetup) -> LayerSet:
+    """What the model is built from: plain torch (M1), one kernel instead of several operations (M4), kernels for few tokens,
+    and products that norm and add as they go (M6); or layers that are compiled, where that is asked for.
+    """
+    if setup.config.compile:
+        from folovllm.layers.compiled import compiled_layers
+
+        return compiled_layers()
+    if "triton" not in setup.backend and "flash_attn" not in setup.backend:
+        return LayerSet()
+    from folovllm.models.fused import fused_layers
+    from folovllm.models.fused_layer import few_token_layers
+
+    return (few_token_layers if setup.config.packed_steps else fused_layers)(setup.attention.head_dim)
+
+
+def make_sampler(setup: EngineSetup) -> Sampler:
+    """The draw; compiled where that is asked for."""
+    if setup.config.compile:
+        from folovllm.sample.compiled import CompiledSampler
+
+        return CompiledSampler()
+    return Sampler()

@@ -1,0 +1,134 @@
+"""What the device knows of a running sequence's draw: a line of fields for each row, and a word for each token.
+
+Both are int32, so that whatever is new about some rows travels in one buffer. This file is the host's side: the layout,
+and who writes it. `folovllm/sample/draw_state.py` is the device's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from folovllm.sampling_params import SamplingParams
+
+Int32 = npt.NDArray[np.int32]
+
+
+class RowField(IntEnum):
+    """Columns of a row's line. Floats travel as the bits of int32 numbers, and so do the two words of a seed."""
+
+    FLAGS = 0  # FILTERS, WORDS
+    TEMPERATURE = 1  # float32; 0 is greedy
+    SEED_LOW = 2
+    SEED_HIGH = 3
+    TOP_K = 4  # 0: off
+    TOP_P = 5  # float32; 1: off
+    MIN_P = 6  # float32; 0: off
+    REPETITION = 7  # float32; 1: off
+    PRESENCE = 8  # float32; 0: off
+    FREQUENCY = 9  # float32; 0: off
+    FREE_FROM = 10  # position from which the tokens that may end the answer are allowed
+
+
+FILTERS = 1  # the row is drawn, and with top_k, top_p or min_p
+WORDS = 2  # the row's logits depend on its words: penalties, min_tokens, biases
+
+# A word: the token's count in the answer, two bits, and a bias on its logit as the bits of a float16.
+COUNT = (1 << 14) - 1  # a count stays at this once it is there
+ENDS = 1 << 14  # forbidden before FREE_FROM
+IN_PROMPT = 1 << 15
+BIAS_SHIFT = 16
+
+
+@dataclass(slots=True, frozen=True)
+class RowUpdate:
+    """Everything about one row: it has a new owner, or the owner comes back after preemption."""
+
+    row: int
+    fields: Int32  # [len(RowField)]
+    words: Int32  # [2, E]: token ids, each once, and their words; all other words of the row are 0
+
+    @property
+    def has_words(self) -> bool:
+        """Whether the row's words are read at all."""
+        return bool(self.fields[RowField.FLAGS] & WORDS)
+
+
+@dataclass(slots=True, frozen=True)
+class DrawUpdate:
+    """Updates of several rows as one buffer: `DrawState.set_rows(buffer on the device, num_rows, num_with_words)`."""
+
+    buffer: Int32  # [U, 1 + len(RowField)] lines of row and fields, then [3, E] entries of row, token id and word
+    num_rows: int
+    num_with_words: int  # their lines come first
+
+
+def row_update(
+    row: int,
+    params: SamplingParams,
+    seed: int,
+    prompt: npt.ArrayLike,
+    answer: npt.ArrayLike,
+    end_ids: Iterable[int],
+    vocab_size: int,
+    bias: Mapping[int, float] | None = None,
+) -> RowUpdate:
+    """What the device must know to draw for a request from now on.
+
+    Args:
+        row: the row that the sequence gets.
+        seed: 64 bits, signed.
+        prompt, answer: token ids so far; the answer is empty but after preemption.
+        end_ids: tokens that would end the answer; none is drawn before `params.min_tokens`.
+        vocab_size: V; ids outside it cannot be drawn, and are left out.
+        bias: what is added to the logits of some tokens, before the penalties; rounded to float16, -inf forbids.
+    """
+    ends = end_ids if params.min_tokens > 0 else ()
+    has_words = params.has_penalties or params.min_tokens > 0 or bool(bias)
+    words = _words(prompt, answer, ends, bias or {}, vocab_size) if has_words else np.empty((2, 0), np.int32)
+    filters = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+    low, high = np.array([seed], np.int64).view(np.int32)  # little endian
+    fields = np.zeros(len(RowField), np.int32)
+    fields[RowField.FLAGS] = FILTERS * filters + WORDS * has_words
+    fields[[RowField.SEED_LOW, RowField.SEED_HIGH]] = low, high
+    fields[RowField.TOP_K] = min(max(params.top_k, 0), 2**31 - 1)
+    fields[RowField.FREE_FROM] = min(np.size(prompt) + params.min_tokens, 2**31 - 1)
+    floats = fields.view(np.float32)
+    floats[[RowField.TEMPERATURE, RowField.TOP_P, RowField.MIN_P]] = params.temperature, params.top_p, params.min_p
+    floats[RowField.REPETITION] = params.repetition_penalty
+    floats[[RowField.PRESENCE, RowField.FREQUENCY]] = params.presence_penalty, params.frequency_penalty
+    return RowUpdate(row, fields, words)
+
+
+def _words(
+    prompt: npt.ArrayLike, answer: npt.ArrayLike, ends: Iterable[int], bias: Mapping[int, float], vocab_size: int
+) -> Int32:
+    """Token ids and words [2, E] of what is not plain."""
+    drawn, counts = np.unique(np.asarray(answer, np.int64), return_counts=True)
+    groups = [
+        (drawn, np.minimum(counts, COUNT)),
+        *((ids := np.unique(np.asarray(part, np.int64)), np.full(len(ids), bit))
+          for part, bit in ((prompt, IN_PROMPT), (list(ends), ENDS))),
+        (np.array(list(bias), np.int64), np.array(list(bias.values()), np.float16).view(np.int16).astype(np.int32) << BIAS_SHIFT),
+    ]  # fmt: skip
+    every = np.concatenate([ids for ids, _ in groups])
+    ids, place = np.unique(every, return_inverse=True)
+    words = np.zeros(len(ids), np.int32)
+    np.bitwise_or.at(words, place, np.concatenate([values for _, values in groups]).astype(np.int32))
+    known = (ids >= 0) & (ids < vocab_size)
+    return np.stack([ids[known].astype(np.int32), words[known]])
+
+
+def pack_updates(updates: Sequence[RowUpdate]) -> DrawUpdate:
+    """Updates of different rows in one buffer."""
+    ordered = sorted(updates, key=lambda update: not update.has_words)
+    lines = [np.concatenate([np.array([update.row], np.int32), update.fields]) for update in ordered]
+    rows = np.repeat([update.row for update in ordered], [update.words.shape[1] for update in ordered])
+    words = [update.words for update in ordered] or [np.empty((2, 0), np.int32)]
+    entries = np.concatenate([rows[None].astype(np.int32), np.concatenate(words, axis=1)])
+    buffer = np.concatenate([*lines, entries.ravel()]).astype(np.int32)
+    return DrawUpdate(buffer, len(ordered), sum(update.has_words for update in ordered))

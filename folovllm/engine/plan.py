@@ -1,0 +1,116 @@
+"""A step while it is put together: who has which row, what the devices have been told of it, what is left of the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from folovllm.request import Sequence
+from folovllm.step.draw import DrawSpec
+from folovllm.step.schedule import SchedulerOutput, Share
+
+
+@dataclass(slots=True)
+class Row:
+    """A running sequence's place in the devices' tables."""
+
+    number: int
+    seq: Sequence
+    num_sent: int = 0  # entries of its block table that the devices know
+
+
+class Rows:
+    """Turns a sequence's part of a step into a `Share`.
+
+    Invariants: a sequence has one row, its own, from its first share until it no longer runs; the devices know all of
+    its block table but what the next share's `new_blocks` will say.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._free = list(reversed(range(num_rows)))
+        self._rows: dict[int, Row] = {}  # by seq_id
+
+    def release(self, running: Iterable[Sequence]) -> None:
+        """Take back the rows of all that run no more."""
+        for seq_id in self._rows.keys() - {seq.seq_id for seq in running}:
+            self._free.append(self._rows.pop(seq_id).number)
+
+    def owners(self, output: SchedulerOutput) -> list[Sequence]:
+        """Whose the shares are of the step that was planned last, in their order."""
+        return [self._rows[share.seq_id].seq for share in output.shares]
+
+    def share(self, seq: Sequence, num_new_tokens: int) -> Share:
+        """The next `num_new_tokens` of `seq`, whose blocks are in its table by now."""
+        row, draw = self._rows.get(seq.seq_id), None
+        if row is None:
+            if not self._free:
+                raise RuntimeError("more sequences run than max_num_seqs allows: the scheduler let too many in")
+            row = self._rows[seq.seq_id] = Row(self._free.pop(), seq)
+            draw = draw_spec(seq)
+        start, num_sent = seq.num_computed_tokens, row.num_sent
+        row.num_sent = len(seq.block_table)
+        return Share(
+            seq_id=seq.seq_id,
+            row=row.number,
+            start=start,
+            num_new_tokens=num_new_tokens,
+            token_ids=seq.token_ids[start : start + num_new_tokens],
+            new_blocks=tuple(seq.block_table[num_sent:]),
+            first_new_block=num_sent,
+            num_draws=int(num_new_tokens == seq.num_uncomputed_tokens),
+            draw=draw,
+        )
+
+
+class Plan:
+    """A step while it is put together."""
+
+    def __init__(self, rows: Rows, running: Iterable[Sequence], budget: int) -> None:
+        rows.release(running)
+        self.budget = budget  # tokens that the step may still compute
+        self.preempted: list[int] = []  # by seq_id
+        self._rows = rows
+        self._shares: dict[int, Share] = {}  # by seq_id
+        self._unsettled: list[Sequence] = []
+
+    def add(self, seq: Sequence, num_new_tokens: int) -> None:
+        """Give `seq` a share: its next `num_new_tokens`, which count as computed from here on."""
+        self._shares[seq.seq_id] = self._rows.share(seq, num_new_tokens)
+        self._unsettled.append(seq)
+        seq.num_computed_tokens += num_new_tokens
+        self.budget -= num_new_tokens
+
+    def withdraw(self, victim: Sequence) -> None:
+        """Note a preemption. If the victim had a share already, that leaves the step and gives its budget back."""
+        self.preempted.append(victim.seq_id)
+        if (share := self._shares.pop(victim.seq_id, None)) is not None:
+            self.budget += share.num_new_tokens
+
+    def take_settled(self) -> list[Sequence]:
+        """Sequences whose shares nothing can take out of the step any more, each of them once."""
+        settled, self._unsettled = self._unsettled, []
+        return settled
+
+    def output(self) -> SchedulerOutput:
+        """The step: from here on a value."""
+        return SchedulerOutput(tuple(self._shares.values()), tuple(self.preempted))
+
+
+def draw_spec(seq: Sequence) -> DrawSpec:
+    """What a device must know to draw for `seq`."""
+    p = seq.params
+    return DrawSpec(
+        seed=seq.seed,
+        temperature=p.temperature,
+        top_k=p.top_k,
+        top_p=p.top_p,
+        min_p=p.min_p,
+        repetition_penalty=p.repetition_penalty,
+        presence_penalty=p.presence_penalty,
+        frequency_penalty=p.frequency_penalty,
+        logprobs=p.logprobs,
+        first_end=seq.num_prompt_tokens + p.min_tokens,
+        forbidden=tuple(sorted({*seq.eos_token_ids, *p.stop_token_ids})) if p.min_tokens else (),
+        num_prompt_tokens=seq.num_prompt_tokens,
+        history=seq.token_ids if p.has_penalties else seq.token_ids[:0],
+    )

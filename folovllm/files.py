@@ -1,0 +1,30 @@
+"""Files that are there as a whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file beside its place and rename it: until all is written, what was there before stays as it was.
+
+    What is no regular file (a pipe, `/dev/stdout`) is written to as it is; a link stays a link.
+
+    Raises:
+        ValueError: it cannot be written. Nothing is left beside it.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    target = path.resolve()
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        try:
+            beside.write_bytes(data)
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}. Name a file in a folder with room") from error

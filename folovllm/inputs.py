@@ -1,0 +1,137 @@
+"""What a prompt can be, and what one call may bring for many: everything becomes one `Request` a prompt."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sized
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, NotRequired, TypedDict, TypeVar, cast
+
+from folovllm.sampling_params import SamplingParams
+
+A_PROMPT = (
+    'a prompt is a string or a list of token ids (whole numbers), or one of them as {"prompt": ...} or '
+    '{"prompt_token_ids": ...}'
+)
+T = TypeVar("T")
+
+
+class TextPrompt(TypedDict):
+    """A text that is to be continued."""
+
+    prompt: str
+    cache_salt: NotRequired[str | None]
+
+
+class TokensPrompt(TypedDict):
+    """Token ids that are to be continued; `prompt`, their text, is only handed through to the output."""
+
+    prompt_token_ids: SequenceOf[int]
+    prompt: NotRequired[str | None]
+    cache_salt: NotRequired[str | None]
+
+
+Prompt = str | SequenceOf[int] | TextPrompt | TokensPrompt
+
+
+@dataclass(slots=True, frozen=True)
+class PromptParts:
+    """A prompt taken apart. One of `text` and `token_ids` is there at least; the ids count."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Request:
+    """One of the prompts of a call, with what belongs to it."""
+
+    prompt: Prompt
+    params: SamplingParams
+    priority: int = 0
+
+
+def parse_prompt(prompt: Prompt) -> PromptParts:
+    """Take a prompt apart. Raises ValueError if it is none, or brings something that no text model can use."""
+    if isinstance(prompt, str):
+        return PromptParts(text=prompt)
+    if not isinstance(prompt, Mapping):
+        return PromptParts(token_ids=_token_ids(prompt))
+    fields = {name: value for name, value in prompt.items() if value is not None}
+    text, ids, cache_salt = (fields.pop(name, None) for name in ("prompt", "prompt_token_ids", "cache_salt"))
+    if fields:
+        raise ValueError(f"{next(iter(fields))!r} in a prompt is not supported: {A_PROMPT}")
+    if not isinstance(text, str | None) or (text is None and ids is None):
+        raise ValueError(A_PROMPT)
+    return PromptParts(text, None if ids is None else _token_ids(ids), cast("str | None", cache_salt))
+
+
+def _token_ids(ids: Any) -> list[int]:
+    try:
+        if isinstance(ids, str | bytes | Mapping):  # numbers, but hardly meant as ids
+            raise TypeError("not token ids")
+        return list(map(operator.index, ids))
+    except TypeError as error:
+        raise ValueError(A_PROMPT) from error
+
+
+def as_prompt_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
+    """One prompt or many as a list; a flat list of numbers is one prompt."""
+    return [cast("Prompt", prompts)] if is_one_prompt(prompts) else list(cast("SequenceOf[Prompt]", prompts))
+
+
+def is_one_prompt(prompts: Prompt | SequenceOf[Prompt]) -> bool:
+    """Whether this is a prompt, and not a list of them. What is neither counts as one, and is refused as such later."""
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sized):
+        return True
+    return len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts)
+
+
+def as_requests(
+    prompts: Prompt | SequenceOf[Prompt] | None,
+    sampling_params: SamplingParams | SequenceOf[SamplingParams],
+    prompt_token_ids: SequenceOf[int] | SequenceOf[SequenceOf[int]] | None = None,
+    priority: int | SequenceOf[int] = 0,
+) -> list[Request]:
+    """One `Request` a prompt.
+
+    Args:
+        prompts: one prompt or a list of prompts; None where `prompt_token_ids` says all.
+        sampling_params: one for all, or one for each prompt.
+        prompt_token_ids: ids of all prompts; `prompts` are their texts then.
+        priority: one for all, or one for each prompt.
+
+    Raises:
+        ValueError: two lists are not of the same length, or something is of the wrong kind.
+    """
+    if prompt_token_ids is None:
+        items = as_prompt_list(cast("Prompt", prompts))
+    else:
+        items = _with_token_ids([] if prompts is None else as_prompt_list(prompts), as_prompt_list(prompt_token_ids))
+    params = spread(sampling_params, SamplingParams, len(items), "sampling_params", "a SamplingParams")
+    priorities = spread(priority, int, len(items), "priority", "a whole number")
+    return [Request(*parts) for parts in zip(items, params, priorities, strict=True)]
+
+
+def _with_token_ids(texts: list[Prompt], all_ids: SequenceOf[Prompt]) -> list[Prompt]:
+    """Prompts of token ids, with their texts if there are any."""
+    if texts and len(texts) != len(all_ids):
+        raise ValueError(f"{len(all_ids)} prompt_token_ids for {len(texts)} prompts: give one for each")
+    ids = [_token_ids(item) for item in all_ids]
+    if not texts:
+        return list(ids)
+    return [TokensPrompt(prompt_token_ids=i, prompt=parse_prompt(t).text) for i, t in zip(ids, texts, strict=True)]
+
+
+def spread(value: Any, kind: type[T], count: int, name: str, what: str) -> list[T]:
+    """One `value` for each of `count` prompts; raises ValueError if it is neither `what` nor a list of `count`."""
+    if isinstance(value, kind):
+        return [value] * count
+    if not isinstance(value, SequenceOf) or isinstance(value, str):
+        raise ValueError(f"{name} must be {what}, not {value!r}; or a list with one for each prompt")
+    if len(value) != count:
+        raise ValueError(f"{len(value)} {name} for {count} prompts: give one for all, or one for each")
+    return list(value)

@@ -1,0 +1,123 @@
+"""The draw of any row, in a recorded step: plain rows as `gumbel_max` does it, others with their penalties and filters."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from folovllm.draw_row import RowField
+from folovllm.kernels.filter_border import divide
+from folovllm.kernels.filter_logits import TEMPERATURE, FilterWorkspace, filter_logits, parts
+from folovllm.kernels.gumbel_max import TILE, best_of_tiles, gumbel_max_tile, gumbel_noise
+from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, adjusted_logits, float_field
+
+MAX_REGISTERS = 64  # of a thread of the plain draw, so that an SM holds four programs
+
+SEED_LOW, SEED_HIGH = tl.constexpr(int(RowField.SEED_LOW)), tl.constexpr(int(RowField.SEED_HIGH))
+
+
+@triton.jit
+def special_tile(
+    logits_ptr, word_ptr, field_ptr, position, floor, last, first, vocab_size, WIDTH: tl.constexpr, FAST: tl.constexpr
+):
+    """As `gumbel_max_tile`, of what survives: (value, index). -inf where nothing does, and then no noise is made."""
+    index = first + tl.arange(0, WIDTH // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [WIDTH / 4, 4]
+    value = adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size)
+    temperature = float_field(field_ptr, TEMPERATURE)
+    if temperature > 0:
+        value = divide(value, temperature)
+        value = tl.where((value > floor) | ((value == floor) & (index <= last)), value, float("-inf"))
+        if tl.max(value) > float("-inf"):
+            low, high = tl.load(field_ptr + SEED_LOW), tl.load(field_ptr + SEED_HIGH)
+            value += gumbel_noise(low, high, position, first, WIDTH, FAST)
+    best = tl.max(value)
+    return best, tl.min(tl.where(value == best, index, 0x7FFFFFFF))
+
+
+@triton.jit(do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
+def plain_kernel(
+    logits_ptr, field_ptr, row_ptr, position_ptr, best_ptr, at_ptr, stride_logits, vocab_size, WIDTH: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, tile): as `gumbel_max_kernel`, for rows with neither filters nor words."""
+    s, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    field_ptr += tl.load(row_ptr + s).to(tl.int64) * NUM_FIELDS
+    if tl.load(field_ptr + FLAGS) != 0:
+        return
+    first, out = tile * WIDTH, s * tl.num_programs(1) + tile
+    best, at = gumbel_max_tile(
+        logits_ptr + s * stride_logits, float_field(field_ptr, TEMPERATURE), tl.load(field_ptr + SEED_LOW),
+        tl.load(field_ptr + SEED_HIGH), tl.load(position_ptr + s), first, vocab_size, 0, WIDTH, FAST,
+    )  # fmt: skip
+    found = at < vocab_size
+    tl.store(best_ptr + out, tl.where(found, best, float("-inf")))
+    tl.store(at_ptr + out, tl.where(found, at, first))
+
+
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
+def special_kernel(
+    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, floor_ptr, last_ptr, drawn_ptr, best_ptr, at_ptr,
+    stride_logits, stride_words, vocab_size, num_tiles, WIDTH: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, part) takes tiles as in `scan_kernel`, of rows that are not plain.
+
+    What `filter_logits` has drawn already is passed on.
+    """
+    s = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_ptr + s).to(tl.int64)
+    field_ptr += row * NUM_FIELDS
+    flags = tl.load(field_ptr + FLAGS)
+    if flags == 0:
+        return
+    filtered = (flags & FILTERS) != 0
+    floor = tl.load(floor_ptr + s, mask=filtered, other=float("-inf"))
+    last = tl.load(last_ptr + s, mask=filtered, other=0x7FFFFFFF)
+    drawn = tl.load(drawn_ptr + s, mask=filtered, other=-1)
+    for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
+        best, at = 0.0, drawn
+        if drawn < 0:
+            best, at = special_tile(
+                logits_ptr + s * stride_logits, word_ptr + row * stride_words, field_ptr, tl.load(position_ptr + s),
+                floor, last, tile * WIDTH, vocab_size, WIDTH, FAST,
+            )  # fmt: skip
+        tl.store(best_ptr + s * num_tiles + tile, best)
+        tl.store(at_ptr + s * num_tiles + tile, at)
+
+
+def draw_tokens(
+    logits: torch.Tensor,
+    fields: torch.Tensor,
+    words: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    work: FilterWorkspace,
+    out: torch.Tensor | None = None,
+    keep: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Draw a token for every sequence, with everything its row asks for; the logits are only read.
+
+    Args:
+        logits: [S, V], any float dtype, rows contiguous.
+        fields: [rows, len(RowField)] int32. words: [rows, V] int32 (`folovllm/draw_row.py`).
+        rows: [S] int32. positions: [S] int32, index of the token to draw in its sequence.
+        out, keep: as in `gumbel_max`.
+
+    Returns:
+        [S] int64.
+    """
+    num_seqs, vocab_size = logits.shape
+    filter_logits(logits, fields, words, rows, positions, work)
+    num_tiles = triton.cdiv(vocab_size, TILE)
+    best = torch.empty(num_seqs, num_tiles, dtype=torch.float32, device=logits.device)
+    at = torch.empty(num_seqs, num_tiles, dtype=torch.int32, device=logits.device)
+    fast = not triton.knobs.runtime.interpret
+    plain_kernel[(num_seqs, num_tiles)](
+        logits, fields, rows, positions, best, at, logits.stride(0), vocab_size, WIDTH=TILE, FAST=fast, num_warps=8,
+        maxnreg=MAX_REGISTERS,
+    )  # fmt: skip
+    special_kernel[parts(num_seqs, vocab_size)](
+        logits, fields, words, rows, positions, work.floor, work.last, work.tokens, best, at, logits.stride(0),
+        words.stride(0), vocab_size, num_tiles, WIDTH=TILE, FAST=fast, num_warps=8,
+    )  # fmt: skip
+    return best_of_tiles(best, at, out, keep)

@@ -1,0 +1,171 @@
+"""The border of a row's filters, searched for among its candidates; the second half of `filter_logits`.
+
+The search is a bisection on the bits of the logits: how many candidates, or how much probability, is at or above a key?
+Probabilities are whole numbers, so that sums in any order are equal: whoever wrote the candidates down first, a seed
+gives the same text.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from folovllm.draw_row import RowField
+from folovllm.kernels.gumbel_max import negative_log, philox_round
+from folovllm.kernels.penalties import adjusted_logits, float_field
+
+UNIT = tl.constexpr(float(1 << 40))  # the weight of the most likely token; a sum over 2^22 tokens fits 63 bits
+LAST_ID = tl.constexpr(0x7FFFFFFF)
+LOWEST = tl.constexpr(-0x80000000)  # below every key
+SEED_LOW, SEED_HIGH = tl.constexpr(int(RowField.SEED_LOW)), tl.constexpr(int(RowField.SEED_HIGH))
+TOP_K, TOP_P = tl.constexpr(int(RowField.TOP_K)), tl.constexpr(int(RowField.TOP_P))
+
+
+@triton.jit
+def divide(x, scalar):
+    """x / scalar, rounded as torch does it: what is equal there is equal here."""
+    return tl.div_rn(x, tl.zeros_like(x) + scalar)
+
+
+@triton.jit
+def key_of(x, shift):
+    """An int32 that orders as the float32 `x` does. `shift` drops low bits that are the same in all values."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> shift
+
+
+@triton.jit
+def weight(z, top):
+    """exp(z - top) in units of 1 / UNIT: int64."""
+    return (tl.exp(z - top) * UNIT).to(tl.int64)
+
+
+@triton.jit
+def candidates(row, scale, start, CHUNK: tl.constexpr):
+    """CHUNK candidates from `start` on: (logits, the same over the temperature, token ids, which of them there are).
+
+    `row` is (logits, words, fields, position, V, candidates' logits, scaled logits, ids, their number), `scale` is
+    (temperature, largest scaled logit, scaled logit below which min_p lets nothing live).
+    """
+    logits_ptr, word_ptr, field_ptr, position, vocab_size, value_ptr, scaled_ptr, id_ptr, count = row
+    index = start + tl.arange(0, CHUNK)
+    inside = index < count
+    if count == vocab_size:  # too many, or just all of them: from the logits
+        x = adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size)
+        z = divide(x, scale[0])
+        ids = index
+        inside &= z >= scale[2]
+    else:
+        x = tl.load(value_ptr + index, mask=inside, other=float("-inf"))
+        z = tl.load(scaled_ptr + index, mask=inside, other=float("-inf"))
+        ids = tl.load(id_ptr + index, mask=inside, other=0)
+    return x, z, ids, inside
+
+
+@triton.jit
+def at_or_above(row, scale, floor, key, shift, WEIGH: tl.constexpr, CHUNK: tl.constexpr):
+    """How many candidates have at least this key, or what they weigh; those below `floor` do not count."""
+    total = tl.zeros([CHUNK], tl.int64)
+    for start in range(0, row[8], CHUNK):
+        x, z, _, inside = candidates(row, scale, start, CHUNK)
+        counted = inside & (z >= floor) & (key_of(x, shift) >= key)
+        total += tl.where(counted, weight(z, scale[1]), 0) if WEIGH else counted.to(tl.int64)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def border(row, scale, floor, target, bounds, shift, WEIGH: tl.constexpr, CHUNK: tl.constexpr):
+    """The largest scaled logit at or above which there are `target` candidates, or this much weight.
+
+    `bounds`: a key at or above which that holds, and one for which it does not. If it holds for no key, the border is
+    the least candidate.
+    """
+    low, high = bounds
+    while low < high - 1:
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # their sum may not fit
+        if at_or_above(row, scale, floor, middle, shift, WEIGH, CHUNK) >= target:
+            low = middle
+        else:
+            high = middle
+    least = tl.full([CHUNK], float("inf"), tl.float32)
+    for start in range(0, row[8], CHUNK):
+        x, z, _, inside = candidates(row, scale, start, CHUNK)
+        found = inside & (z >= floor) & (key_of(x, shift) >= low)
+        least = tl.minimum(least, tl.where(found, z, float("inf")))
+    return tl.min(least, 0)
+
+
+@triton.jit
+def last_of_ties(row, scale, value, target, CHUNK: tl.constexpr):
+    """Of the tokens whose scaled logit is `value`, the id of the last that is needed to reach the weight `target`."""
+    above, ties = tl.zeros([CHUNK], tl.int64), tl.zeros([CHUNK], tl.int64)
+    for start in range(0, row[8], CHUNK):
+        _, z, _, inside = candidates(row, scale, start, CHUNK)
+        above += tl.where(inside & (z > value), weight(z, scale[1]), 0)
+        ties += (inside & (z == value)).to(tl.int64)
+    each = tl.maximum(tl.max(weight(tl.zeros([1], tl.float32) + value, scale[1]), 0), 1)
+    needed = tl.maximum((target - tl.sum(above, 0) + each - 1) // each, 1)
+    all_stay = needed >= tl.sum(ties, 0)
+    low, high = tl.where(all_stay, LAST_ID - 1, -1), tl.where(all_stay, LAST_ID, row[4] - 1)
+    while low < high - 1:
+        middle = low + (high - low) // 2
+        count = tl.zeros([CHUNK], tl.int64)
+        for start in range(0, row[8], CHUNK):
+            _, z, ids, inside = candidates(row, scale, start, CHUNK)
+            count += (inside & (z == value) & (ids <= middle)).to(tl.int64)
+        if tl.sum(count, 0) >= needed:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+@triton.jit
+def find_border(row, scale, bounds, shift, rest, CHUNK: tl.constexpr):
+    """The row's border, from its candidates: (scaled logit, id of the last of those that are equal to it).
+
+    `rest` is what all tokens weigh together that are no candidates, in so far as top_p alone decides.
+    """
+    field_ptr, vocab_size, floor = row[2], row[4], scale[2]
+    top_k, top_p = tl.load(field_ptr + TOP_K), float_field(field_ptr, TOP_P)
+    last = LAST_ID
+    if (top_k > 0) & (top_k < vocab_size):
+        floor = tl.maximum(floor, border(row, scale, floor, top_k.to(tl.int64), bounds, shift, False, CHUNK))
+    if top_p < 1:
+        total = rest + at_or_above(row, scale, floor, LOWEST, shift, True, CHUNK)
+        target = (total.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
+        floor = border(row, scale, floor, target, bounds, shift, True, CHUNK)
+        last = last_of_ties(row, scale, floor, target, CHUNK)
+    return floor, last
+
+
+@triton.jit
+def noise_of(ids, seed_low, seed_high, position, FAST: tl.constexpr):
+    """The noise of any token ids, in their shape; `gumbel_noise` has it for consecutive ones."""
+    c0 = (ids // 4).to(tl.uint32)
+    c1, c2, c3 = c0 * 0 + position.to(tl.uint32), c0 * 0, c0 * 0
+    k0, k1 = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
+    for _ in tl.static_range(10):
+        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
+        k0, k1 = (k0 + 0x9E3779B9).to(tl.uint32), (k1 + 0xBB67AE85).to(tl.uint32)
+    bits = tl.where(ids % 4 < 2, tl.where(ids % 4 == 0, c0, c1), tl.where(ids % 4 == 2, c2, c3))
+    exponential = negative_log(((bits >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23)), FAST)
+    return -libdevice.fast_logf(exponential) if FAST else -tl.log(exponential)
+
+
+@triton.jit
+def draw_candidate(row, scale, floor, last, CHUNK: tl.constexpr, FAST: tl.constexpr):
+    """The token with the best scaled logit plus noise among the candidates that survive; the lowest id of several."""
+    field_ptr = row[2]
+    low, high = tl.load(field_ptr + SEED_LOW), tl.load(field_ptr + SEED_HIGH)
+    best, token = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
+    for start in range(0, row[8], CHUNK):
+        _, z, ids, inside = candidates(row, scale, start, CHUNK)
+        stays = inside & ((z > floor) | ((z == floor) & (ids <= last)))
+        value = tl.where(stays, z + noise_of(ids, low, high, row[3], FAST), float("-inf"))
+        largest = tl.max(value, 0)
+        if largest > best:  # candidates are in the order of their ids
+            best = largest
+            token = tl.min(tl.where(value == largest, ids, LAST_ID), 0)
+    return token

@@ -1,0 +1,275 @@
+"""Which tokens of a row survive min_p, top_k and top_p, without sorting; and the draw among them.
+
+What survives is always "more likely than a border, and of those exactly at the border the lower ids". Two launches:
+
+1. `scan`: several programs share a row. They leave the largest logit of each GROUP of tokens, and what the group weighs.
+2. `finish`: one program a row. From the groups it knows a *cut* below which certainly nothing survives; it looks again at
+   the few groups that reach above, and writes down their tokens above the cut, the candidates. It finds the border among
+   them (`filter_border`) and draws from those that survive.
+
+With too many candidates to write down it finds the border all the same, only slower, and leaves the draw to `draw_tokens`.
+Logits tie often (bfloat16 has 16 bits), so a border is exact, not a number between two logits. Rows without filters cost
+programs that return at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from folovllm.draw_row import RowField
+from folovllm.kernels.filter_border import TOP_K, TOP_P, UNIT, divide, draw_candidate, find_border, key_of, weight
+from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, WORDS, adjusted_logits, float_field
+
+TILE = 4096  # tokens that a program looks at in one go
+PROGRAMS = 512  # about as many as one launch has, each with some tiles of a row
+SCAN_WARPS, WARPS = 8, 16  # of a program that scans, and of the one that finishes a row
+CAPACITY = 8192  # candidates that a row can write down
+CHUNK, WIDE_CHUNK = 512, 4096  # candidates looked at in one go, if they are written down and if not
+UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # of a float32 that holds such a number
+
+GROUP = tl.constexpr(32)  # tokens
+GATHER = tl.constexpr(2048)  # tokens of groups that reach above the cut, looked at in one go
+LIKELY = tl.constexpr(512)  # coarse keys between the largest logit and the cut: four octaves
+LOWEST_KEY = tl.constexpr(-32641)  # the coarse key of -inf
+TEMPERATURE, MIN_P = tl.constexpr(int(RowField.TEMPERATURE)), tl.constexpr(int(RowField.MIN_P))
+
+
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
+def scan_kernel(
+    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr, stride_logits, stride_words,
+    vocab_size, num_tiles, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, part) takes every tile of the sequence whose number leaves the rest `part`.
+
+    It stores the largest logit of each group, and the sum of exp((logit - largest) / temperature): [S, groups] each.
+    """
+    s, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(row_ptr + s).to(tl.int64)
+    field_ptr += row * NUM_FIELDS
+    if (tl.load(field_ptr + FLAGS) & FILTERS) == 0:
+        return
+    out, position = s * num_tiles * (WIDTH // GROUP), tl.load(position_ptr + s)
+    inverse = 1.0 / float_field(field_ptr, TEMPERATURE)
+    for tile in range(part, num_tiles, tl.num_programs(1)):
+        g = tile * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
+        index = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        x = adjusted_logits(
+            logits_ptr + s * stride_logits, word_ptr + row * stride_words, field_ptr, position, index, vocab_size
+        )  # [groups, GROUP]
+        largest = tl.max(x, 1)
+        base = tl.where(largest > float("-inf"), largest, 0.0)
+        tl.store(largest_ptr + out + g, largest)
+        tl.store(weight_ptr + out + g, tl.sum(tl.exp((x - base[:, None]) * inverse), 1))
+
+
+@triton.jit
+def coarse_key(x):
+    """The upper half of a key: enough for a cut."""
+    return key_of(x, 16)
+
+
+@triton.jit
+def least_of_key(key):
+    """The least number with this coarse key."""
+    ordered = key << 16
+    number = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return tl.where(key > LOWEST_KEY, number, float("-inf"))
+
+
+@triton.jit
+def find_cut(largest, weights, top, target, inverse, BY_COUNT: tl.constexpr):
+    """A logit at or above which there are certainly `target` tokens, or tokens that weigh so much; as large as is easy.
+
+    Of a group that reaches above a cut, at least its largest token is above, and all but its other tokens, each of which
+    weighs no more than one at the cut. `weights` are in units of the weight of `top`, the largest logit.
+    """
+    keys, alone = coarse_key(largest), tl.exp((largest - top) * inverse)
+    low, high = tl.full([], LOWEST_KEY, tl.int32), coarse_key(top) + 1
+    middle = tl.maximum(high - LIKELY, low)  # a first guess
+    while low < high - 1:
+        if BY_COUNT:
+            above = tl.where(keys >= middle, 1.0, 0.0)
+        else:
+            others = (GROUP - 1) * tl.exp((least_of_key(middle) - top) * inverse)
+            above = tl.where(keys >= middle, tl.maximum(alone, weights - others), 0.0)
+        if tl.sum(above, 0) >= target:
+            low = middle
+        else:
+            high = middle
+        middle = (low + high) >> 1
+    return least_of_key(low)
+
+
+@triton.jit
+def choose_cut(largest, weights, top, field_ptr, vocab_size, inverse):
+    """The cut of a row: (logit, whether tokens below it are candidates for nothing but count in the sum of top_p).
+
+    top_k: all that top_p then weighs is above the k-th largest of the groups' largest. min_p: its border, less what
+    rounding may do. top_p alone: what is above has that much of the probability, and a little more for rounding.
+    """
+    top_k, top_p, min_p = tl.load(field_ptr + TOP_K), float_field(field_ptr, TOP_P), float_field(field_ptr, MIN_P)
+    cut, by_count = float("-inf"), (top_k > 0) & (top_k < vocab_size)
+    if min_p > 0:
+        distance = -tl.log(min_p) / inverse
+        cut = top - distance - 1e-5 * (tl.abs(top) + distance)
+    if by_count:
+        cut = tl.maximum(cut, find_cut(largest, weights, top, top_k.to(tl.float32), inverse, True))
+    counts_rest = (min_p <= 0) & (by_count == 0)
+    if counts_rest:
+        cut = find_cut(largest, weights, top, tl.sum(weights, 0) * top_p * 1.00001, inverse, False)
+    return cut, counts_rest
+
+
+@triton.jit
+def write_down(row, scale, cut, hot_ptr, num_hot, CAPACITY: tl.constexpr):
+    """Write down the candidates of the groups in `hot_ptr`, ids ascending: (their number, what all others there weigh).
+
+    Stops when there are more than CAPACITY.
+    """
+    logits_ptr, word_ptr, field_ptr, position, vocab_size, value_ptr, scaled_ptr, id_ptr = row
+    i = tl.arange(0, GATHER)
+    count, start = num_hot * 0, num_hot * 0
+    rest = tl.zeros([GATHER], tl.int64)
+    while (start < num_hot * GROUP) & (count <= CAPACITY):
+        inside = start + i < num_hot * GROUP
+        group = tl.load(hot_ptr + (start + i) // GROUP, mask=inside, other=0)
+        index = tl.where(inside, group * GROUP + i % GROUP, vocab_size)
+        x = adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size)
+        z = divide(x, scale[0])
+        taken = (index < vocab_size) & (x >= cut) & (z >= scale[2])
+        rest += tl.where(x < cut, weight(z, scale[1]), 0)
+        place = count + tl.cumsum(taken.to(tl.int32), 0) - 1
+        kept = taken & (place < CAPACITY)
+        tl.store(value_ptr + place, x, mask=kept)
+        tl.store(scaled_ptr + place, z, mask=kept)
+        tl.store(id_ptr + place, index, mask=kept)
+        count += tl.sum(taken.to(tl.int32), 0)
+        start += GATHER
+    return count, tl.sum(rest, 0)
+
+
+@triton.jit(do_not_specialize=["num_groups"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
+def finish_kernel(
+    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr, hot_ptr, value_ptr, scaled_ptr,
+    id_ptr, floor_ptr, last_ptr, token_ptr, stride_logits, stride_words, vocab_size, num_groups, GROUPS: tl.constexpr,
+    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, WIDE_CHUNK: tl.constexpr, SHIFT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence): from the groups to the border, [S] floor and last, and the token [S].
+
+    SHIFT: how many low bits of a float32 are never used by the type of the logits.
+    """
+    s = tl.program_id(0).to(tl.int64)
+    row_index = tl.load(row_ptr + s).to(tl.int64)
+    field_ptr += row_index * NUM_FIELDS
+    if (tl.load(field_ptr + FLAGS) & FILTERS) == 0:
+        return
+    row = (
+        logits_ptr + s * stride_logits, word_ptr + row_index * stride_words, field_ptr, tl.load(position_ptr + s),
+        vocab_size, value_ptr + s * CAPACITY, scaled_ptr + s * CAPACITY, id_ptr + s * CAPACITY,
+    )  # fmt: skip
+    largest_ptr += s * num_groups
+    weight_ptr += s * num_groups
+    hot_ptr += s * num_groups
+    g = tl.arange(0, GROUPS)
+    largest = tl.load(largest_ptr + g, mask=g < num_groups, other=float("-inf"))
+    temperature, most = float_field(field_ptr, TEMPERATURE), tl.max(largest, 0)
+    inverse, top = 1.0 / temperature, tl.max(divide(tl.zeros([1], tl.float32) + most, temperature), 0)
+    scale = (temperature, top, top + tl.log(float_field(field_ptr, MIN_P)))
+    weights = tl.load(weight_ptr + g, mask=g < num_groups, other=0.0) * tl.exp((largest - most) * inverse)
+    cut, counts_rest = choose_cut(largest, weights, most, field_ptr, vocab_size, inverse)
+    hot = (g < num_groups) & (largest >= cut)
+    tl.store(hot_ptr + tl.cumsum(hot.to(tl.int32), 0) - 1, g, mask=hot)
+    tl.debug_barrier()  # what one thread stored, others read
+    count, rest = write_down(row, scale, cut, hot_ptr, tl.sum(hot.to(tl.int32), 0), CAPACITY)
+    tl.debug_barrier()
+    rest += tl.sum(tl.where(hot, 0, (weights * UNIT).to(tl.int64)), 0)
+    rest = tl.where(counts_rest, rest, 0)
+    shift = tl.where((tl.load(field_ptr + FLAGS) & WORDS) != 0, 0, SHIFT)
+    bounds = (key_of(cut, shift), key_of(most, shift) + 1)
+    if count <= CAPACITY:
+        source = (row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], count)
+        floor, last = find_border(source, scale, bounds, shift, rest, CHUNK)
+        tl.store(token_ptr + s, draw_candidate(source, scale, floor, last, CHUNK, FAST))
+    else:
+        source = (row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], vocab_size)
+        floor, last = find_border(source, scale, bounds, shift, rest * 0, WIDE_CHUNK)
+        tl.store(token_ptr + s, -1)
+    tl.store(floor_ptr + s, floor)
+    tl.store(last_ptr + s, last)
+
+
+@dataclass(slots=True)
+class FilterWorkspace:
+    """What programs tell each other, and what they find, for S sequences at most."""
+
+    largest: torch.Tensor  # [S, groups] float32, the largest logit of each group of tokens
+    weights: torch.Tensor  # [S, groups] float32
+    hot: torch.Tensor  # [S, groups] int32, groups that reach above the cut
+    values: torch.Tensor  # [S, CAPACITY] float32, candidates' logits
+    scaled: torch.Tensor  # [S, CAPACITY] float32, over the temperature
+    ids: torch.Tensor  # [S, CAPACITY] int32
+    floor: torch.Tensor  # [S] float32, the border: a logit over the temperature
+    last: torch.Tensor  # [S] int32, the last id that survives among those at the border
+    tokens: torch.Tensor  # [S] int32, what was drawn; -1: nothing yet
+
+    @classmethod
+    def allocate(cls, num_seqs: int, vocab_size: int, device: torch.device) -> FilterWorkspace:
+        """For steps of up to `num_seqs` sequences: about 160 KB for each, with 152,000 tokens."""
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(num_seqs, *shape, dtype=dtype, device=device)
+
+        groups = triton.cdiv(vocab_size, TILE) * (TILE // GROUP.value)
+        return cls(
+            largest=empty(groups, dtype=torch.float32),
+            weights=empty(groups, dtype=torch.float32),
+            hot=empty(groups),
+            values=empty(CAPACITY, dtype=torch.float32),
+            scaled=empty(CAPACITY, dtype=torch.float32),
+            ids=empty(CAPACITY),
+            floor=empty(dtype=torch.float32),
+            last=empty(),
+            tokens=empty(),
+        )
+
+
+def filter_logits(
+    logits: torch.Tensor,
+    fields: torch.Tensor,
+    words: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    work: FilterWorkspace,
+) -> None:
+    """Find what survives the filters of each sequence that has FILTERS, and draw from it.
+
+    A token survives if its logit (with bias and penalties) over the temperature is above `work.floor`, or equal to it
+    and its id is `work.last` at most. `work.tokens` is the draw, or -1 where there were too many candidates for it.
+    Entries of sequences without filters are left as they are.
+
+    Args:
+        logits: [S, V], any float dtype, rows contiguous.
+        fields: [rows, len(RowField)] int32. words: [rows, V] int32.
+        rows: [S] int32. positions: [S] int32, index of the token to draw in its sequence.
+    """
+    num_seqs, vocab_size = logits.shape
+    num_groups, strides = work.largest.shape[1], (logits.stride(0), words.stride(0), vocab_size)
+    scan_kernel[parts(num_seqs, vocab_size)](
+        logits, fields, words, rows, positions, work.largest, work.weights, *strides, triton.cdiv(vocab_size, TILE),
+        WIDTH=TILE, num_warps=SCAN_WARPS,
+    )  # fmt: skip
+    finish_kernel[(num_seqs,)](
+        logits, fields, words, rows, positions, work.largest, work.weights, work.hot, work.values, work.scaled, work.ids,
+        work.floor, work.last, work.tokens, *strides, num_groups, GROUPS=triton.next_power_of_2(num_groups),
+        CAPACITY=CAPACITY, CHUNK=CHUNK, WIDE_CHUNK=WIDE_CHUNK, SHIFT=UNUSED_BITS[logits.dtype],
+        FAST=not triton.knobs.runtime.interpret, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def parts(num_seqs: int, vocab_size: int) -> tuple[int, int]:
+    """A grid of programs (sequence, part) that share the tiles: enough for a GPU, and few where they just return."""
+    return num_seqs, min(triton.cdiv(vocab_size, TILE), max(PROGRAMS // num_seqs, 1))

@@ -1,0 +1,82 @@
+"""What depends on the tokens so far, from the rows' words on the device: nothing is copied, nothing waits.
+
+`adjusted_logits` is part of every kernel that reads a row's logits. The logits themselves stay as they are: they are the
+model's own distribution, and rounding a penalised one to bfloat16 would lose small penalties.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from folovllm import draw_row
+from folovllm.draw_row import RowField
+
+FLAGS, FREE_FROM = tl.constexpr(int(RowField.FLAGS)), tl.constexpr(int(RowField.FREE_FROM))
+REPETITION = tl.constexpr(int(RowField.REPETITION))
+PRESENCE, FREQUENCY = tl.constexpr(int(RowField.PRESENCE)), tl.constexpr(int(RowField.FREQUENCY))
+NUM_FIELDS = tl.constexpr(len(RowField))
+FILTERS, WORDS = tl.constexpr(draw_row.FILTERS), tl.constexpr(draw_row.WORDS)
+COUNT, ENDS = tl.constexpr(draw_row.COUNT), tl.constexpr(draw_row.ENDS)
+IN_PROMPT, BIAS_SHIFT = tl.constexpr(draw_row.IN_PROMPT), tl.constexpr(draw_row.BIAS_SHIFT)
+
+
+@triton.jit
+def float_field(field_ptr, FIELD: tl.constexpr):
+    """One field of a row's line, as the float that it is."""
+    return tl.load(field_ptr + FIELD).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size):
+    """A row's logits at `index`, with bias, min_tokens and penalties: float32, in `index`'s shape.
+
+    The pointers are the row's. NaN and what lies outside the vocabulary are -inf. A row without WORDS reads no words.
+    """
+    inside = index < vocab_size
+    x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))
+    if (tl.load(field_ptr + FLAGS) & WORDS) != 0:
+        word = tl.load(word_ptr + index, mask=inside, other=0)
+        x += (word >> BIAS_SHIFT).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        count, factor = word & COUNT, float_field(field_ptr, REPETITION)
+        repeated = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + factor), x * factor)
+        x = tl.where((word & (COUNT | IN_PROMPT)) != 0, repeated, x)
+        once = tl.where(count > 0, float_field(field_ptr, PRESENCE), 0.0)
+        x -= once + float_field(field_ptr, FREQUENCY) * count.to(tl.float32)
+        early = position < tl.load(field_ptr + FREE_FROM)
+        x = tl.where(((word & ENDS) != 0) & early, float("-inf"), x)
+    return x
+
+
+@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["row_ptr", "token_ptr"])
+def count_drawn_kernel(
+    token_ptr, row_ptr, draws_ptr, field_ptr, word_ptr, stride_words, num_seqs, WIDTH: tl.constexpr,
+    ALL: tl.constexpr,
+):  # fmt: skip
+    """Program i: adds 1 to the words of sequences i * WIDTH to (i + 1) * WIDTH, as `count_drawn` says."""
+    i = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    row = tl.load(row_ptr + i, mask=i < num_seqs, other=0).to(tl.int64)
+    counted = (i < num_seqs) & ((tl.load(field_ptr + row * NUM_FIELDS + FLAGS) & WORDS) != 0)
+    if not ALL:
+        counted &= tl.load(draws_ptr + i, mask=i < num_seqs, other=0) != 0
+    at = word_ptr + row * stride_words + tl.load(token_ptr + i, mask=counted, other=0)
+    word = tl.load(at, mask=counted, other=0)
+    tl.store(at, word + 1, mask=counted & ((word & COUNT) < COUNT))
+
+
+def count_drawn(
+    tokens: torch.Tensor, rows: torch.Tensor, draws: torch.Tensor | None, fields: torch.Tensor, words: torch.Tensor
+) -> None:
+    """Count each drawn token in its row's word, where the row has WORDS.
+
+    Args:
+        tokens: [S] int64. rows: [S] int32, each row once (padding, which has no WORDS, as often as it likes).
+        draws: [S] bool, whether the token counts; None: all do.
+        fields: [rows, len(RowField)] int32. words: [rows, V] int32, changed in place.
+    """
+    count_drawn_kernel[(triton.cdiv(len(tokens), 128),)](
+        tokens, rows, rows if draws is None else draws, fields, words, words.stride(0), len(tokens), WIDTH=128,
+        ALL=draws is None, num_warps=4,
+    )  # fmt: skip

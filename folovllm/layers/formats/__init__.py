@@ -1,0 +1,1 @@
+"""How linear layers keep their weights: a format a file."""

@@ -1,0 +1,77 @@
+"""The contract between a linear layer and whatever keeps its weight and multiplies by it (strategy pattern)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from folovllm.layers.activation import SiluAndMul
+
+if TYPE_CHECKING:
+    from folovllm.distributed.sharding import Weight
+    from folovllm.layers.linear import LinearBase
+
+    Cut = Callable[[Weight], torch.Tensor]  # a whole tensor [outputs, inputs] or [outputs] -> one rank's part of it
+
+
+class WeightFormat(ABC):
+    """How W [outputs, inputs] is stored, loaded, cut and used; one object serves all layers and holds no weight.
+
+    A new format is a subclass with `create`, `places` and `product`. The bias is the layer's own business.
+    """
+
+    @abstractmethod
+    def create(self, layer: LinearBase) -> None:
+        """Give the layer its parameters, uninitialised, from its `input_size` and `output_sizes`."""
+
+    @abstractmethod
+    def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
+        """Where a checkpoint's tensors go: the last part of a name -> for each of `output_sizes` a view to copy to."""
+
+    def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
+        """One rank's part of a checkpoint's tensor; `kind` is the last part of its name.
+
+        `cut` reads `shape` and takes a slice of outputs, or of inputs. A tensor that lies otherwise is given to it in a
+        wrapper (`distributed.sharding.Weight`) that does.
+        """
+        return cut(tensor)
+
+    @abstractmethod
+    def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + b, [T, inputs] -> [T, outputs]; added to `residual`, which may be written over, where there is one."""
+
+    def apply(
+        self,
+        layer: LinearBase,
+        x: torch.Tensor,
+        norm_eps: float | None = None,
+        gated: bool = False,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The product, and what comes before and after it.
+
+        Args:
+            norm_eps: first divide each row of `x` by its root mean square (RMSNorm without its weight).
+            gated: the outputs are gate and up; the result is silu(gate) * up, [T, outputs / 2]. Never with `residual`.
+            residual: [T, outputs], to be added; it may be written over.
+        """
+        if norm_eps is not None:
+            x = F.rms_norm(x, x.shape[-1:], eps=norm_eps)
+        result = self.product(layer, x, residual)
+        return SiluAndMul()(result) if gated else result
+
+    def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
+        """Whether `apply` does all that it is asked for `x` in one kernel. If not, a caller may know a better way."""
+        return False
+
+    def can_fold(self, layer: LinearBase) -> bool:
+        """Whether `fold` works, and the product of an `x` that is divided only afterwards is as exact."""
+        return False
+
+    def fold(self, layer: LinearBase, scale: torch.Tensor) -> None:
+        """Multiply the columns of W by `scale` [inputs], for good: (x * scale) W^T is x (W * scale)^T."""
+        raise NotImplementedError(f"{type(self).__name__} cannot fold")

@@ -1,0 +1,39 @@
+"""Plain weights, with a kernel of our own where the batch is small: all bandwidth, no library."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from folovllm.kernels.small_linear import serves, small_linear
+from folovllm.layers.formats.plain import Plain
+
+if TYPE_CHECKING:
+    from folovllm.layers.linear import LinearBase
+
+
+class FewTokens(Plain):
+    """With few tokens a norm, a gate and a residual cost no kernel: they are the first and the last lines of the product."""
+
+    def apply(
+        self,
+        layer: LinearBase,
+        x: torch.Tensor,
+        norm_eps: float | None = None,
+        gated: bool = False,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `WeightFormat`."""
+        if self.fuses(layer, x):
+            return small_linear(x, layer.weight, norm_eps, gated, residual)
+        return super().apply(layer, x, norm_eps, gated, residual)
+
+    def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
+        """Few tokens, and no bias."""
+        return layer.bias is None and is_few(x)
+
+
+def is_few(x: torch.Tensor) -> bool:
+    """Whether `small_linear` should take this batch: not in the interpreter, where its many programs take minutes."""
+    return x.is_cuda and serves(len(x))

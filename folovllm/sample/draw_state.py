@@ -1,0 +1,148 @@
+"""The device's side of the draw: fields and words by row, and the draw of any row with no look back at the host.
+
+The runner's seam. A row that gets an owner brings one `RowUpdate` (`folovllm/draw_row.py`); after that a step needs only
+which rows it draws for and at which position:
+
+    state = DrawState(max_num_seqs, vocab_size, device)
+    update = pack_updates([row_update(row, params, seed, prompt, answer, end_ids, vocab_size), ...])   # the host
+    state.set_rows(torch.from_numpy(update.buffer).to(device), update.num_rows, update.num_with_words)
+    tokens = state.draw(logits, rows, positions)     # [S]; may be recorded in a CUDA graph
+    state.note(tokens, rows)                         # may be recorded too
+
+`set_rows` is queued before the step in which the new owner draws first. Nothing here waits for a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from folovllm.draw_row import BIAS_SHIFT, COUNT, ENDS, FILTERS, IN_PROMPT, WORDS, RowField
+from folovllm.sample.sampler import Sampler, SamplingBatch
+
+if TYPE_CHECKING:
+    from folovllm.kernels.filter_logits import FilterWorkspace
+
+
+class DrawState:
+    """What the device knows of the draw of each row, with one row more for padding, which is greedy and plain.
+
+    Attributes:
+        fields: [rows + 1, len(RowField)] int32.
+        words: [rows + 1, V] int32. Only the words of rows with WORDS are read; the others may be anything.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, sampler: Sampler | None = None) -> None:
+        """`sampler` draws in place of the kernels; without a GPU one always does."""
+        self.fields = torch.zeros(num_rows + 1, len(RowField), dtype=torch.int32, device=device)
+        self.words = torch.zeros(num_rows + 1, vocab_size, dtype=torch.int32, device=device)
+        kernels = device.type == "cuda" and sampler is None
+        self._work = _workspace(num_rows + 1, vocab_size, device) if kernels else None
+        self._sampler = sampler or Sampler()
+
+    def set_rows(self, buffer: torch.Tensor, num_rows: int, num_with_words: int) -> None:
+        """Take over a `DrawUpdate`; its `buffer` is on the device. All else that was known of these rows is forgotten."""
+        width = 1 + len(RowField)
+        lines, entries = buffer[: num_rows * width].view(num_rows, width), buffer[num_rows * width :].view(3, -1)
+        rows = lines[:, 0].long()
+        self.fields[rows] = lines[:, 1:]
+        self.words.index_fill_(0, rows[:num_with_words], 0)
+        row, token, word = entries
+        self.words[row.long(), token.long()] = word
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        out: torch.Tensor | None = None,
+        keep: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Draw a token for every sequence of a step, with penalties, filters and noise.
+
+        Args:
+            logits: [S, V], any float dtype; they stay as they are.
+            rows: [S] int32. positions: [S] int32, index of the token to draw in its sequence.
+            out: [at least S] int64, where the tokens go. keep: [rows] int64; the tokens go to `keep[rows]` too.
+
+        Returns:
+            [S] int64.
+        """
+        if self._work is not None:
+            from folovllm.kernels.draw_tokens import draw_tokens
+
+            kept = None if keep is None else (keep, rows)
+            return draw_tokens(logits, self.fields, self.words, rows, positions, self._work, out, kept)
+        fields = self.fields[rows.long()]
+        batch = sampling_batch(fields, positions)
+        tokens = self._sampler.sample(adjust(logits, fields, self.words, rows, positions), batch)
+        if keep is not None:
+            keep[rows.long()] = tokens
+        return tokens if out is None else out[: len(tokens)].copy_(tokens)
+
+    def note(self, tokens: torch.Tensor, rows: torch.Tensor, draws: torch.Tensor | None = None) -> None:
+        """Count the drawn `tokens` [S] int64 in the words of their `rows` [S] int32; `draws` [S] bool: whether each counts."""
+        if self._work is not None:
+            from folovllm.kernels.penalties import count_drawn
+
+            count_drawn(tokens, rows, draws, self.fields, self.words)
+            return
+        at = rows.long()
+        word = self.words[at, tokens]
+        counted = (self.fields[at, RowField.FLAGS] & WORDS != 0) & (word & COUNT < COUNT)
+        self.words[at, tokens] = word + (counted if draws is None else counted & draws).int()
+
+
+def _workspace(num_seqs: int, vocab_size: int, device: torch.device) -> FilterWorkspace:
+    """What the kernels work in; it is there before anything is recorded."""
+    from folovllm.kernels.filter_logits import FilterWorkspace
+
+    return FilterWorkspace.allocate(num_seqs, vocab_size, device)
+
+
+def sampling_batch(fields: torch.Tensor, positions: torch.Tensor) -> SamplingBatch:
+    """The parameters of a step's draw, from its sequences' `fields` [S, len(RowField)]."""
+    floats = fields.view(torch.float32)
+    filtered = fields[:, RowField.FLAGS] & FILTERS != 0
+    some = _some(filtered)
+    seeds = fields[:, RowField.SEED_HIGH].long() << 32 | fields[:, RowField.SEED_LOW].long() & 0xFFFFFFFF
+    temperature = floats[:, RowField.TEMPERATURE]
+    return SamplingBatch(
+        temperature=temperature,
+        seeds=seeds,
+        positions=positions.long(),
+        all_greedy=not _some(temperature > 0),
+        min_p=torch.where(filtered, floats[:, RowField.MIN_P], 0.0) if some else None,
+        top_k=torch.where(filtered, fields[:, RowField.TOP_K], 0).long() if some else None,
+        top_p=torch.where(filtered, floats[:, RowField.TOP_P], 1.0) if some else None,
+    )
+
+
+def adjust(
+    logits: torch.Tensor, fields: torch.Tensor, words: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Logits [S, V] in float32 with bias, penalties and min_tokens, as `folovllm/sample/penalties.py` has them.
+
+    Args:
+        fields: [S, len(RowField)], of the sequences. words: [rows, V].
+    """
+    logits = logits.float()
+    has_words = fields[:, RowField.FLAGS] & WORDS != 0
+    if not _some(has_words):
+        return logits
+    word = torch.where(has_words[:, None], words[rows.long()], 0)  # [S, V]
+    floats = fields.view(torch.float32)[:, :, None]  # [S, len(RowField), 1]
+    bias = (word >> BIAS_SHIFT).short().view(torch.float16)
+    biased = logits + bias
+    count, factor = word & COUNT, floats[:, RowField.REPETITION]
+    repeated = torch.where(biased > 0, biased / factor, biased * factor)
+    adjusted = torch.where(word & (COUNT | IN_PROMPT) != 0, repeated, biased)
+    adjusted = adjusted - (floats[:, RowField.PRESENCE] * (count > 0) + floats[:, RowField.FREQUENCY] * count)
+    early = (positions < fields[:, RowField.FREE_FROM])[:, None]
+    return torch.where(has_words[:, None], adjusted.masked_fill((word & ENDS != 0) & early, -torch.inf), logits)
+
+
+def _some(mask: torch.Tensor) -> bool:
+    """Whether any is set; not asked on a GPU, for to ask is to wait."""
+    return mask.device.type != "cpu" or bool(mask.any())

@@ -1,0 +1,51 @@
+"""What is known before a weight is loaded: an `EngineConfig` that met a model and a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from folovllm.config import EngineConfig
+
+if TYPE_CHECKING:
+    from folovllm.attention.backends.abstract import AttentionConfig
+
+
+@dataclass(slots=True, frozen=True)
+class EngineSetup:
+    """Every choice of an engine: nothing is left open."""
+
+    config: EngineConfig
+    path: Path
+    hf_config: Any
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    attention: AttentionConfig
+    backend: str  # name of the attention backend; "" where Hugging Face attends
+    block_size: int  # tokens a block, or a slot, holds
+
+    @property
+    def num_layers(self) -> int:
+        """L: decoder layers."""
+        return int(self.hf_config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """V: rows of the embedding, the bound of all token ids."""
+        return int(self.hf_config.vocab_size)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V that one token takes over all layers, on one rank."""
+        a = self.attention
+        return 2 * self.num_layers * a.num_kv_heads * a.head_dim * self.dtype.itemsize
+
+    def with_hf_config(self, hf_config: Any) -> EngineSetup:
+        """The same for another model, a rank's part say."""
+        return replace(self, hf_config=hf_config)

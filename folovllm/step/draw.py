@@ -1,0 +1,54 @@
+"""What a device must know of a request to draw its tokens. It travels once, with the first share of a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int32]
+Logprobs = list[tuple[int, float, int]]  # (token id, log-probability, rank): the chosen first, then the most likely
+
+
+def no_tokens() -> TokenIds:
+    """[0]"""
+    return np.empty(0, np.int32)
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class DrawSpec:
+    """How the tokens of one sequence are drawn.
+
+    The position of a draw (the index of the token to draw in its sequence) is no part of it: the share says it.
+    """
+
+    seed: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 or less: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None  # how many of the most likely tokens to report
+    first_end: int = 0  # the first position at which a token of `forbidden` may be drawn (`min_tokens`)
+    forbidden: tuple[int, ...] = ()  # tokens that would end the answer
+    num_prompt_tokens: int = 0
+    history: TokenIds = field(default_factory=no_tokens)  # the tokens so far, where penalties count them; else empty
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that were seen count for less."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether temperature and noise are all that the draw takes."""
+        filtered = not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return not (filtered or self.has_penalties or self.forbidden) and self.logprobs is None

@@ -1,0 +1,69 @@
+"""A step as a value: down goes what is to be computed, up comes what was drawn. No device ever sees a `Sequence`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from folovllm.step.draw import DrawSpec, Logprobs, TokenIds
+
+
+class NothingScheduled(RuntimeError):
+    """Requests wait and nothing runs. An engine steps because somebody waits: it would go on like this for ever."""
+
+    def __init__(self) -> None:
+        super().__init__("requests wait and nothing was scheduled: the scheduler or the cache lets none of them in")
+
+
+class Share(NamedTuple):
+    """One sequence's part of a step: its tokens `start` to `start + num_new_tokens`."""
+
+    seq_id: int  # whose it is: a number that no other sequence ever has
+    row: int  # the sequence's place among those that run; its own for as long as it runs
+    start: int
+    num_new_tokens: int
+    token_ids: TokenIds  # [num_new_tokens] int32, a view; empty if the one token is on the device and not here yet
+    new_blocks: tuple[int, ...]  # the end of its block table, as far as no share has told it yet
+    first_new_block: int  # their place in the table: how many entries came before
+    num_draws: int  # tokens to draw after it: 0 where it does not reach the last token
+    draw: DrawSpec | None  # with the first share of a row, whatever the row held before
+
+    @property
+    def end(self) -> int:
+        """Tokens in the cache after the step, and the position of the token to draw."""
+        return self.start + self.num_new_tokens
+
+    def __repr__(self) -> str:
+        return f"Share(seq {self.seq_id}, row {self.row}: tokens {self.start} to {self.end}, {self.num_draws} drawn)"
+
+
+@dataclass(slots=True, frozen=True)
+class SchedulerOutput:
+    """One step: shares, those with a single new token first."""
+
+    shares: tuple[Share, ...] = ()
+    preempted: tuple[int, ...] = ()  # sequences that lost their cache for it, by `seq_id`
+
+    @property
+    def num_tokens(self) -> int:
+        """T: tokens computed in this step."""
+        return sum(share.num_new_tokens for share in self.shares)
+
+    def __repr__(self) -> str:
+        preempted = f", preempted {list(self.preempted)}" if self.preempted else ""
+        return f"SchedulerOutput({list(self.shares)}{preempted})"
+
+
+@dataclass(slots=True, frozen=True)
+class StepResult:
+    """What a step drew, share by share: no token where a share draws none, one today, several with speculation."""
+
+    token_ids: list[list[int]]  # [S]
+    logprobs: list[list[Logprobs]]  # [S], one entry for each token where the request asked, else none
+
+
+def one_each(shares: tuple[Share, ...], token_ids: list[int], logprobs: list[Logprobs | None]) -> StepResult:
+    """The result of a draw that gave every row [S] one token: it counts where the share draws, and else is dropped."""
+    drawn = [[token] if share.num_draws else [] for share, token in zip(shares, token_ids, strict=True)]
+    asked = [[row] if share.num_draws and row else [] for share, row in zip(shares, logprobs, strict=True)]
+    return StepResult(drawn, asked)

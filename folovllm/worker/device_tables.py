@@ -1,0 +1,89 @@
+"""What a device keeps from step to step, and how it unpacks a step that brings only what is new."""
+
+from __future__ import annotations
+
+import torch
+
+from folovllm.forward_batch import ForwardBatch
+from folovllm.step.packed import IN_FLIGHT, NOTHING, Field, PackedStep
+
+
+class DeviceTables:
+    """The device's side: block tables and last tokens by row, with one row more for padding."""
+
+    def __init__(self, num_rows: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+        self.block_tables = torch.zeros(num_rows + 1, max_blocks, dtype=torch.int32, device=device)
+        self.last_token = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        self._block_size = block_size
+        self._counting = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+
+    def unpack_decode(self, fields: torch.Tensor, max_seq_len: int) -> ForwardBatch:
+        """The batch of a padded decode step, from [len(Field), width] on the device. Device work only.
+
+        Padding has length 0, position 0 and slot -1.
+        """
+        input_ids, positions, slots, tables = self._unpack(fields)
+        width = fields.shape[1]
+        seq_lens = fields[Field.SEQ_LEN]
+        return ForwardBatch(
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=slots,
+            query_start_loc=self._counting[: width + 1],
+            seq_lens=seq_lens,
+            block_tables=tables,
+            logits_indices=self._counting[:width],
+            num_seqs=width,
+            num_decodes=width,
+            max_query_len=1,
+            max_seq_len=max_seq_len,
+            query_lens_host=[1] * width,
+            seq_lens_host=seq_lens.tolist() if fields.device.type == "cpu" else [],
+        )
+
+    def _unpack(self, fields: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Input ids, positions, slots [S] and block tables [S, max_blocks]; new pages are entered on the way."""
+        if fields.is_cuda:  # one kernel instead of a dozen
+            from folovllm.kernels.unpack_step import unpack_decode
+
+            lines = (int(Field.TOKEN), int(Field.ROW), int(Field.SEQ_LEN), int(Field.NEW_BLOCK))
+            return unpack_decode(fields, self.block_tables, self.last_token, self._block_size, lines)
+        rows, seq_lens, new_block = fields[Field.ROW].long(), fields[Field.SEQ_LEN], fields[Field.NEW_BLOCK]
+        positions = (seq_lens - 1).clamp(min=0).long()
+        column = positions // self._block_size
+        pages = torch.where(new_block == NOTHING, self.block_tables[rows, column], new_block)
+        self.block_tables[rows, column] = pages
+        slots = pages.long() * self._block_size + positions % self._block_size
+        given = fields[Field.TOKEN].long()
+        input_ids = torch.where(given == IN_FLIGHT, self.last_token[rows], given)
+        return input_ids, positions, torch.where(seq_lens > 0, slots, -1), self.block_tables[rows]
+
+    def unpack_mixed(self, step: PackedStep, flat: torch.Tensor) -> ForwardBatch:
+        """The batch of any step, from its flattened buffer [n] int32 on the device."""
+        device = flat.device
+        num_fields, num_tokens = step.fields.size, len(step.tokens)
+        fields = flat[:num_fields].view(step.fields.shape)
+        tokens = flat[num_fields : num_fields + num_tokens].long()
+        row, column, page = flat[num_fields + num_tokens :].view(3, -1)
+        self.block_tables[row.long(), column.long()] = page
+        rows, seq_lens, query_lens = fields[Field.ROW].long(), fields[Field.SEQ_LEN], fields[Field.QUERY_LEN]
+        ends = query_lens.cumsum(0)
+        which = torch.repeat_interleave(torch.arange(len(rows), device=device), query_lens, output_size=num_tokens)
+        positions = torch.arange(num_tokens, device=device) + (seq_lens - ends)[which]
+        tables = self.block_tables[rows]
+        pages = tables[which, positions // self._block_size].long()
+        return ForwardBatch(
+            input_ids=torch.where(tokens == IN_FLIGHT, self.last_token[rows[which]], tokens),
+            positions=positions,
+            slot_mapping=pages * self._block_size + positions % self._block_size,
+            query_start_loc=torch.nn.functional.pad(ends, (1, 0)).int(),
+            seq_lens=seq_lens,
+            block_tables=tables,
+            logits_indices=(ends - 1).long(),
+            num_seqs=len(rows),
+            num_decodes=step.num_decodes,
+            max_query_len=int(step.fields[Field.QUERY_LEN].max()),
+            max_seq_len=int(step.fields[Field.SEQ_LEN].max()),
+            query_lens_host=step.fields[Field.QUERY_LEN].tolist(),
+            seq_lens_host=step.fields[Field.SEQ_LEN].tolist(),
+        )

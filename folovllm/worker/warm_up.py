@@ -1,0 +1,52 @@
+"""Steps over made-up sequences: the largest there can be, for its memory, and small ones of every kind, for their kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from folovllm.setup import EngineSetup
+from folovllm.step.draw import DrawSpec
+from folovllm.step.schedule import SchedulerOutput, Share
+
+WARM_UP_TOKENS = 256  # from here on more tokens, or more sequences, change no kernel
+
+
+def small_steps(setup: EngineSetup) -> Iterator[SchedulerOutput]:
+    """Small steps of every kind: after them no kernel is compiled while requests wait.
+
+    Which variant a kernel is launched as may depend on the number of tokens or of decodes, by limits and by powers
+    of two; lengths, and how the blocks lie, never matter. So: prompts of 1, 2, 4, ... tokens, then as many decodes,
+    and some decodes beside a prompt. What they leave in the cache belongs to nobody.
+    """
+    longest = min(setup.max_model_len, setup.max_num_batched_tokens, WARM_UP_TOKENS)
+    most = min(setup.max_num_seqs, WARM_UP_TOKENS)
+    batches = [[n] for n in doublings(longest)] + [[1] * n for n in doublings(most)]
+    batches += [[*[1] * (n - 1), min(2, longest)] for n in doublings(most)]
+    for lengths in batches:
+        yield SchedulerOutput(dummy_shares(lengths, setup.block_size))
+
+
+def doublings(limit: int) -> list[int]:
+    """1, 2, 4, ... below `limit`, and `limit`."""
+    return [1 << i for i in range((limit - 1).bit_length())] + [limit]
+
+
+def dummy_shares(lengths: list[int], block_size: int) -> tuple[Share, ...]:
+    """Made-up sequences that all share the same first blocks."""
+    draw = DrawSpec(top_p=0.9)
+    return tuple(
+        Share(
+            seq_id=-1,
+            row=row,
+            start=0,
+            num_new_tokens=length,
+            token_ids=np.zeros(length, np.int32),
+            new_blocks=tuple(range(-(-length // block_size))),
+            first_new_block=0,
+            num_draws=1,
+            draw=draw,
+        )
+        for row, length in enumerate(lengths)
+    )

@@ -1,0 +1,182 @@
+"""The detokenizer of M6 says what M1's says, token by token, and a token costs the same at any length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from folovllm import LLM, SamplingParams
+from folovllm.engine.detokenizer import IncrementalDetokenizer
+from folovllm.engine.detokenizer_stream import NoText, StreamDetokenizer, make_detokenizer
+from folovllm.engine.output_processor import RequestState
+from folovllm.outputs import TokenLogprob
+from folovllm.request import Sequence, SequenceStatus
+from folovllm.sampling_params import RequestOutputKind
+from tests.helpers import tiny_checkpoint, tiny_tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """As Llama 2 and Mistral: a token for each byte, words that bring their space, and a text that loses its first."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b", "▁▁", "é", "▁the", "😀"]
+    tokenizer = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True, unk_token="<unk>"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.add_tokens(["<tool>"])
+    return tokenizer
+
+
+def words() -> Tokenizer:
+    """As BERT: a space joins words, unless a piece says that it continues one."""
+    pieces = ["[UNK]", "a", "##b", "c", "##d", ",", ".", "é"]
+    tokenizer = Tokenizer(models.WordPiece({p: i for i, p in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(["[UNK]", "[SEP]"])
+    return tokenizer
+
+
+BACKENDS = {"bytes": tiny_tokenizer().backend_tokenizer, "byte fallback": byte_fallback(), "words": words()}
+CHARACTERS = [[1 + byte for byte in text.encode()] for text in ("é", "世", "😀")]  # with byte fallback
+
+
+def ids_of(name: str) -> st.SearchStrategy[list[int]]:
+    """Random ids, whole characters in pieces, and special tokens, all more often than chance would give them."""
+    size = BACKENDS[name].get_vocab_size()
+    anything, late = st.integers(0, size - 1), st.integers(max(0, size - 12), size - 1)
+    if name == "bytes":
+        whole = st.sampled_from([BACKENDS[name].encode(text).ids for text in ("é", "世", "😀", "a")])
+    else:
+        whole = st.sampled_from(CHARACTERS if name == "byte fallback" else [[0]])
+    one = st.one_of(anything.map(lambda i: [i]), late.map(lambda i: [i]), whole)
+    return st.lists(one, max_size=12).map(lambda parts: [i for part in parts for i in part])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@given(data=st.data(), skip=st.booleans())
+def test_its_text_is_that_of_m1(name: str, data: st.DataObject, skip: bool) -> None:
+    backend = BACKENDS[name]
+
+    def decode(ids: list[int]) -> str:
+        return str(backend.decode(ids, skip_special_tokens=skip))
+
+    plain, stream = IncrementalDetokenizer(decode), StreamDetokenizer(decode, backend, skip)
+    for token in data.draw(ids_of(name)):
+        plain.append(token)
+        stream.append(token)
+        if data.draw(st.integers(0, 4)):  # at times several tokens come at once
+            assert stream.advance() == plain.advance()
+            assert stream.text == plain.text and stream.num_chars == len(plain.text)
+    assert stream.flush() == plain.flush() and stream.text == plain.text
+    assert stream.flush() == "" and stream.advance() == ""
+
+
+def test_bytes_that_change_what_was_shown() -> None:
+    """`DecodeStream` gives up here: the a turns out to stand among bytes that are no character."""
+    backend = byte_fallback()
+    plain = IncrementalDetokenizer(backend.decode)
+    stream = StreamDetokenizer(backend.decode, backend, True)
+    answers = []
+    for detokenizer in (plain, stream):
+        for token in (1 + 0x61, 1 + 0xE5, 1 + 0x62, backend.token_to_id("b"), backend.token_to_id("▁the")):
+            detokenizer.append(token)
+            detokenizer.advance()
+        answers.append(detokenizer.text)
+    assert answers[0] == answers[1] != ""
+
+
+@pytest.mark.parametrize("make", [IncrementalDetokenizer, lambda d: StreamDetokenizer(d, BACKENDS["bytes"], True)])
+class TestStops:
+    @given(text=st.text("abc", max_size=20), stop=st.text("abc", min_size=1, max_size=3), include=st.booleans())
+    def test_stop_strings(self, make: Any, text: str, stop: str, include: bool) -> None:
+        detokenizer, found = make(BACKENDS["bytes"].decode), None
+        for token in BACKENDS["bytes"].encode(text).ids:
+            detokenizer.append(token)
+            if found := detokenizer.find_stop([stop], include):
+                break
+        assert found == (stop if stop in text else None)
+        before, match, _ = text.partition(stop)
+        assert detokenizer.flush() == "" and detokenizer.text == before + (match if include else "")
+
+    def test_a_skipped_stop_string_is_never_found(self, make: Any) -> None:
+        detokenizer = make(BACKENDS["bytes"].decode)
+        for token in BACKENDS["bytes"].encode("abc").ids:
+            detokenizer.append(token)
+        detokenizer.skip_search()
+        for token in BACKENDS["bytes"].encode("abcd").ids:
+            detokenizer.append(token)
+        assert detokenizer.find_stop(["bc"]) == "bc" and detokenizer.text == "abca"
+
+    def test_the_last_token_is_taken_back(self, make: Any) -> None:
+        detokenizer = make(BACKENDS["bytes"].decode)
+        for token in BACKENDS["bytes"].encode("ab").ids:
+            detokenizer.append(token)
+        detokenizer.forget_last()
+        detokenizer.flush()
+        assert detokenizer.text == "a"
+
+
+class CountingDetokenizer(StreamDetokenizer):
+    """Notes how much text was read."""
+
+    num_read = 0
+
+    def read(self, start: int, end: int) -> str:
+        self.num_read += end - start
+        return super().read(start, end)
+
+
+def test_a_report_costs_what_is_new() -> None:
+    backend = BACKENDS["bytes"]
+    detokenizer = CountingDetokenizer(backend.decode, backend, True)
+    params = SamplingParams(max_tokens=None, logprobs=0)
+    seq = Sequence("r", [1], params, 500, 0, detokenizer)
+    state = RequestState("r", None, [seq], RequestOutputKind.CUMULATIVE, 0.0)
+    outputs = []
+    for count in range(1, 501):
+        token = count % 90
+        seq.append_token(token)
+        detokenizer.append(token)
+        seq.logprobs.append({token: TokenLogprob(token, -1.0, 1, None)})
+        outputs.append(state.output().outputs[0])
+    assert detokenizer.num_read == detokenizer.num_chars >= 490, "text that was reported before was read again"
+    assert [len(o.delta_token_ids) for o in outputs] == [1] * 500
+    seq.finish(SequenceStatus.FINISHED_LENGTH)
+    whole = state.output().outputs[0]
+    assert [o.cumulative_logprob for o in outputs] == [-1.0 * count for count in range(1, 501)]
+    for at in (3, 200, 499):
+        assert outputs[at].token_ids == whole.token_ids[: at + 1] and len(outputs[at].logprobs or []) == at + 1
+        assert whole.text.startswith(outputs[at].text) and len(outputs[at].text) >= at - 4
+
+
+class TestWhichOne:
+    def test_by_configuration(self) -> None:
+        tokenizer, params = tiny_tokenizer(), SamplingParams()
+        assert type(make_detokenizer(tokenizer, params, stream=True)) is StreamDetokenizer
+        assert type(make_detokenizer(tokenizer, params, stream=False)) is IncrementalDetokenizer
+        assert type(make_detokenizer(tokenizer, SamplingParams(detokenize=False), stream=True)) is NoText
+
+    def test_a_tokenizer_with_python_of_its_own(self) -> None:
+        class Own(PreTrainedTokenizerFast):
+            def _decode(self, *args: Any, **options: Any) -> str:
+                return super()._decode(*args, **options).upper()
+
+        own = Own(tokenizer_object=BACKENDS["bytes"])
+        assert type(make_detokenizer(own, SamplingParams(), stream=True)) is IncrementalDetokenizer
+
+    def test_in_the_engine(self) -> None:
+        fields: dict[str, Any] = {"device": "cpu", "use_tqdm": False, "max_num_seqs": 2, "num_kv_blocks": 16}
+        fields |= {"attention_backend": "torch_paged", "max_model_len": 64}
+        params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+        texts = []
+        for milestone, kind in (("m5", IncrementalDetokenizer), ("m6", StreamDetokenizer)):
+            with LLM(str(tiny_checkpoint()), milestone=milestone, **fields) as llm:
+                llm.engine.add_request("r", "Hello", params)
+                assert type(llm.engine._requests["r"].seqs[0].detokenizer) is kind
+                llm.engine.abort_request("r")
+                texts.append(llm.generate("Hello", params, use_tqdm=False)[0]["text"])
+        assert texts[0] == texts[1]

@@ -1,0 +1,179 @@
+"""Fields and words by row, in torch: what the runner hands over, what a draw makes of it, and the log-probabilities."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.draw_row import COUNT, ENDS, FILTERS, IN_PROMPT, WORDS, RowField, pack_updates, row_update
+from folovllm.request import Sequence
+from folovllm.sample.draw_state import DrawState, adjust
+from folovllm.sample.logprobs import LogprobsBuffer, gather_logprobs
+from folovllm.sample.penalties import apply_penalties, forbid_stop_tokens
+from folovllm.sample.sampler import Sampler, SamplingBatch
+from folovllm.sampling_params import SamplingParams
+from tests.sequences import EOS, make_seq
+
+V = 120
+CPU = torch.device("cpu")
+EVERY_RULE = [
+    {},
+    {"repetition_penalty": 1.7},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.25, "temperature": 0.0},
+    {"repetition_penalty": 0.5, "frequency_penalty": -2.0, "top_k": 5, "top_p": 0.8},
+    {"min_tokens": 4, "stop_token_ids": [7], "min_p": 0.01},
+    {"min_tokens": 3},
+]
+
+
+def sequences(rules: list[dict], answer: list[int]) -> list[Sequence]:
+    seqs = [make_seq(**rule) for rule in rules]
+    for seq in seqs:
+        for token in answer:
+            seq.append_token(token)
+    return seqs
+
+
+def state_for(seqs: list[Sequence], rows: list[int], num_rows: int = 8) -> DrawState:
+    state = DrawState(num_rows, V, CPU)
+    set_rows(state, seqs, rows)
+    return state
+
+
+def set_rows(state: DrawState, seqs: list[Sequence], rows: list[int], **bias: dict[int, float]) -> None:
+    updates = [
+        row_update(row, s.params, s.seed, s.prompt_token_ids, s.output_token_ids, [EOS, *s.params.stop_token_ids], V, **bias)
+        for row, s in zip(rows, seqs, strict=True)
+    ]  # fmt: skip
+    update = pack_updates(updates)
+    state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_words)
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class TestDrawState:
+    ROWS = (5, 0, 7, 2, 1, 3)
+
+    def test_draws_as_from_the_sequences(self) -> None:
+        """The words on the device are the sampler's look at all tokens, as the answer grows."""
+        seqs = sequences(EVERY_RULE, [])
+        state, rows = state_for(seqs, list(self.ROWS)), int32(*self.ROWS)
+        for step in range(6):
+            logits = 3 * torch.randn(len(seqs), V, generator=torch.manual_seed(step))
+            positions = torch.tensor([seq.num_tokens for seq in seqs], dtype=torch.int32)
+            adjusted = forbid_stop_tokens(apply_penalties(logits, seqs), seqs)
+            assert torch.allclose(adjust(logits, state.fields[rows.long()], state.words, rows, positions), adjusted)
+            tokens = state.draw(logits, rows, positions)
+            expected = Sampler().choose(logits, SamplingBatch.from_sequences(seqs, CPU))
+            assert tokens.tolist() == expected.tolist()
+            state.note(tokens, rows)
+            for seq, token in zip(seqs, tokens.tolist(), strict=True):
+                seq.append_token(token)
+
+    def test_a_row_that_comes_back_is_what_it_was(self) -> None:
+        """After preemption a row, here another one, is filled from prompt and answer."""
+        seqs = sequences(EVERY_RULE[1:4], [4, 4, 60])
+        grown = state_for(sequences(EVERY_RULE[1:4], []), [0, 1, 2])
+        for token in (4, 4, 60):
+            grown.note(torch.full((3,), token), int32(0, 1, 2))
+        back = state_for(seqs, [4, 6, 0])
+        assert torch.equal(back.words[[4, 6, 0]], grown.words[[0, 1, 2]])
+        assert torch.equal(back.fields[[4, 6, 0]], grown.fields[[0, 1, 2]])
+
+    def test_a_new_owner_finds_nothing_of_the_old(self) -> None:
+        state = state_for(sequences([EVERY_RULE[1]] * 2, [4, 5]), [0, 1])
+        other = state.words[1].clone()
+        set_rows(state, sequences([{"presence_penalty": 1.0}], []), [0])
+        assert state.words[0].nonzero().flatten().tolist() == [10, 11, 12]
+        assert torch.equal(state.words[1], other)
+        set_rows(state, sequences([{}], []), [0])  # plain: its words are not read, and need no clearing
+        assert state.fields[0, RowField.FLAGS] == 0
+
+    def test_the_draw_goes_where_it_is_wanted(self) -> None:
+        state = state_for(sequences([{"temperature": 0.0}] * 2, []), [3, 1])
+        out, keep = torch.full((5,), -1), torch.full((9,), -1)
+        logits = torch.eye(V)[[17, 40, 0]].half()
+        tokens = state.draw(logits, int32(3, 1, 8), int32(3, 3, 0), out, keep)  # the last is padding
+        assert tokens.tolist() == [17, 40, 0] == out[:3].tolist()
+        assert keep.tolist() == [-1, 40, -1, 17, -1, -1, -1, -1, 0]
+        assert logits.equal(torch.eye(V)[[17, 40, 0]].half())
+
+    def test_only_what_draws_is_counted_and_a_count_ends(self) -> None:
+        state = state_for(sequences([EVERY_RULE[1], EVERY_RULE[1], {}], []), [0, 1, 2])
+        state.words[0, 50] = IN_PROMPT | COUNT
+        state.note(torch.tensor([50, 50, 50]), int32(0, 1, 2), torch.tensor([True, False, True]))
+        assert state.words[:3, 50].tolist() == [IN_PROMPT | COUNT, 0, 0]
+        state.note(torch.tensor([50, 51]), int32(1, 0))
+        assert state.words[:2, 50:52].tolist() == [[IN_PROMPT | COUNT, 1], [1, 0]]
+
+    def test_a_bias_moves_and_forbids(self) -> None:
+        state = DrawState(2, V, CPU)
+        set_rows(state, sequences([{"temperature": 0.0}], []), [0], bias={3: 5.25, 4: -np.inf, V: 9.0})
+        logits = torch.zeros(1, V)
+        logits[0, 4] = 100.0
+        adjusted = adjust(logits, state.fields[:1], state.words, int32(0), int32(3))
+        assert (adjusted[0, 3], adjusted[0, 4], adjusted[0, 5]) == (5.25, -torch.inf, 0)
+        assert state.draw(logits, int32(0), int32(3)).tolist() == [3]
+
+
+class TestRowUpdate:
+    def test_fields_and_words(self) -> None:
+        params = SamplingParams(temperature=0.5, top_k=7, min_tokens=2, presence_penalty=0.5)
+        update = row_update(3, params, -2, [1, 2, 2], [2, 9, 9], [9, 500, -1], V)
+        assert update.fields[RowField.FLAGS] == FILTERS | WORDS
+        assert update.fields[[RowField.SEED_LOW, RowField.SEED_HIGH, RowField.TOP_K, RowField.FREE_FROM]].tolist() == [
+            -2,
+            -1,
+            7,
+            5,
+        ]
+        assert update.fields.view(np.float32)[[RowField.TEMPERATURE, RowField.PRESENCE]].tolist() == [0.5, 0.5]
+        assert dict(zip(*update.words.tolist(), strict=True)) == {1: IN_PROMPT, 2: IN_PROMPT | 1, 9: ENDS | 2}
+
+    @pytest.mark.parametrize(
+        ("rule", "flags"),
+        [({}, 0), ({"temperature": 0.0, "top_k": 3}, 0), ({"top_p": 0.5}, FILTERS), ({"min_tokens": 1}, WORDS)],
+    )
+    def test_flags_say_what_a_draw_takes(self, rule: dict, flags: int) -> None:
+        update = row_update(0, SamplingParams(**rule), 0, [1], [], [2], V)
+        assert update.fields[RowField.FLAGS] == flags
+        assert update.words.shape[1] == (2 if flags == WORDS else 0)
+
+    @given(st.lists(st.booleans(), max_size=6))
+    def test_buffers_hold_every_row(self, penalised: list[bool]) -> None:
+        params = [SamplingParams(repetition_penalty=1.5 if p else 1.0) for p in penalised]
+        update = pack_updates([row_update(i, p, i, [i, 50], [], [], V) for i, p in enumerate(params)])
+        assert (update.num_rows, update.num_with_words) == (len(penalised), sum(penalised))
+        state = DrawState(6, V, CPU)
+        state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_words)
+        assert state.fields[: len(penalised), RowField.SEED_LOW].tolist() == list(range(len(penalised)))
+        assert state.words.nonzero().tolist() == [[i, t] for i, p in enumerate(penalised) if p for t in (i, 50)]
+
+
+class TestLogprobs:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_the_drawn_token_then_the_most_likely(self, dtype: torch.dtype) -> None:
+        logits = torch.randn(5, V, generator=torch.manual_seed(0)).to(dtype)
+        at, tokens = torch.tensor([4, 1]), torch.tensor([0, 7, 0, 0, 19])
+        out = LogprobsBuffer.allocate(3, 4, "cpu")
+        gather_logprobs(logits, at, tokens, out.first(2))
+        host = LogprobsBuffer.allocate(3, 4, "cpu")
+        host.copy_from(out)
+        for i, (row, token) in enumerate([(4, 19), (1, 7)]):
+            logprobs = logits[row].float().log_softmax(-1)
+            order = sorted(range(V), key=lambda t, row=row: (-float(logits[row, t]), t))
+            assert [t for t, _ in host.of(i, 4)] == [token, *order[:4]]
+            assert [v for _, v in host.of(i, 2)] == pytest.approx(logprobs[[token, *order[:2]]].tolist())
+            assert host.ranks[i] == 1 + int((logprobs > logprobs[token]).sum())
+
+    def test_ties_take_the_lowest_id_and_a_small_vocabulary_leaves_the_rest(self) -> None:
+        out = LogprobsBuffer.allocate(1, 5, "cpu")
+        out.ids.fill_(-1)
+        gather_logprobs(torch.tensor([[-1.0, 2.0, -1.0]]), torch.tensor([0]), torch.tensor([2]), out)
+        assert out.ids.tolist() == [[2, 1, 0, 2, -1, -1]]
+        assert out.ranks.tolist() == [2]
