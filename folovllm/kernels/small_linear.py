@@ -5,7 +5,8 @@ kernel fast; what each is worth, and what was worth nothing, is in `docs/perform
 
 - A program asks for all its weights before it waits for its inputs, and keeps them in registers.
 - Tiles of `x` and of the weights have one shape, so the elements that meet are in the same thread from the start.
-- Pairs of bfloat16 are read as one int32, and take one instruction each to become float32.
+- Numbers of 16 bits are read in pairs, as one int32: half as many sums, and a bfloat16 becomes a float32 in one
+  instruction.
 """
 
 from __future__ import annotations
@@ -17,14 +18,27 @@ import triton.language as tl
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 
 MAX_TOKENS = 4  # above, the library's matrix product is better
+NARROW = 3072
 
 
 @triton.jit
-def multiply_add(a, b, total):
-    """total + a * b, element by element, in float32. Of pairs of bfloat16 in an int32: total and both products."""
+def halves(pair, DTYPE: tl.constexpr):
+    """The two numbers of type DTYPE in an int32, as float32. Of bfloat16 the bits are there; only others are zeroed."""
+    if DTYPE == tl.bfloat16:
+        low, high = (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = (pair & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
+        high = (pair >> 16).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def multiply_add(a, b, total, DTYPE: tl.constexpr):
+    """total + a * b, element by element, in float32; of pairs, total and both products."""
     if a.dtype == tl.int32:
-        total += (a << 16).to(tl.float32, bitcast=True) * (b << 16).to(tl.float32, bitcast=True)
-        total += (a & -65536).to(tl.float32, bitcast=True) * (b & -65536).to(tl.float32, bitcast=True)
+        a_low, a_high = halves(a, DTYPE)
+        b_low, b_high = halves(b, DTYPE)
+        total = total + a_low * b_low + a_high * b_high
     else:
         total += a.to(tl.float32) * b.to(tl.float32)
     return total
@@ -50,20 +64,20 @@ def load_rows(row_ptr, k, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def add_products(sums, weights, xs):
+def add_products(sums, weights, xs, DTYPE: tl.constexpr):
     """Of each token: the sum so far, and this chunk's products. Tokens are the inner loop: a chunk is unpacked once."""
     result = ()
     for m in tl.static_range(len(xs)):
-        result = result + (multiply_add(weights, xs[m], sums[m]),)
+        result = result + (multiply_add(weights, xs[m], sums[m], DTYPE),)
     return result
 
 
 @triton.jit
-def add_squares(sums, xs):
+def add_squares(sums, xs, DTYPE: tl.constexpr):
     """Of each token: the sum so far, and this chunk's squares."""
     result = ()
     for m in tl.static_range(len(xs)):
-        result = result + (multiply_add(xs[m], xs[m], sums[m]),)
+        result = result + (multiply_add(xs[m], xs[m], sums[m], DTYPE),)
     return result
 
 
@@ -82,13 +96,14 @@ def small_linear_kernel(
     GATED: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program p: outputs p * ROWS to p * ROWS + ROWS of all M tokens. `x` and the weights may be int32, for pairs.
+    """Program p: outputs p * ROWS to p * ROWS + ROWS of all M tokens. `x` and the weights are int32 where they are pairs.
 
     NORM: x is divided by its root mean square, after the product; every program takes the mean anew, which costs less
     than a kernel that does it once. GATED: the weight is gate and up stacked, `num_rows` rows each, and the output
     silu(gate) * up, both rounded before they meet. RESIDUAL: [M, num_rows], added.
     """
     let_next_start(PDL)
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     WIDTH: tl.constexpr = K // 2 if weight_ptr.dtype.element_ty == tl.int32 else K
     outputs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kept = outputs < num_rows
@@ -110,40 +125,39 @@ def small_linear_kernel(
         xs = ()
         for m in tl.static_range(M):
             xs = xs + (load_chunk(x_row_ptr + m * stride_x, k, c * CHUNK, WIDTH, ""),)
-        sums = add_products(sums, weights[c], xs)
+        sums = add_products(sums, weights[c], xs, DTYPE)
         if GATED:
-            up_sums = add_products(up_sums, up_weights[c], xs)
+            up_sums = add_products(up_sums, up_weights[c], xs, DTYPE)
         if NORM:
-            squares = add_squares(squares, xs)
+            squares = add_squares(squares, xs, DTYPE)
     totals, up_totals, square_totals = total_rows(sums), total_rows(up_sums), total_rows(squares)
-    dtype = out_ptr.dtype.element_ty
     for m in tl.static_range(M):
         inverse = tl.rsqrt(square_totals[m] / K + eps) if NORM else 1.0
         y = totals[m] * inverse
         if GATED:
-            gate, up = y.to(dtype).to(tl.float32), (up_totals[m] * inverse).to(dtype).to(tl.float32)
-            y = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+            gate, up = y.to(DTYPE).to(tl.float32), (up_totals[m] * inverse).to(DTYPE).to(tl.float32)
+            y = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up
         if RESIDUAL:
             y += residuals[m]
-        tl.store(out_ptr + m * num_rows + outputs, y.to(dtype), mask=kept)
+        tl.store(out_ptr + m * num_rows + outputs, y.to(DTYPE), mask=kept)
 
 
-# Warps of a program, its rows, and how many of the warps share each row.
-FEW_TOKENS = ((2, 4, 1), (2, 2, 2), (4, 2, 4), (8, 2, 8), (16, 2, 16))
-MORE_TOKENS = ((2, 4, 1), (2, 2, 1), (2, 1, 2), (4, 1, 4), (8, 1, 8), (16, 1, 16))
-REGISTERS = 80  # of weights, in each thread
+REGISTERS = 80  # of weights, in each thread: the sums of each token take some too
+MAX_WARPS = 16
+MANY_ROWS = 1 << 14
 
 
-def tiling(num_tokens: int, row_bytes: int) -> tuple[int, int, int]:
-    """(warps, rows, bytes of a row that are read at a time) of a program; gate and up together are one row here.
+def tiling(num_tokens: int, num_rows: int, row_bytes: int) -> tuple[int, int, int]:
+    """(warps, rows, elements of a row that are read at a time) of a program; gate and up together are one row here.
 
-    The first tile that leaves a thread with few enough registers of weights, since the sums of each token take some too.
-    A thread reads 16 bytes at a time.
+    Two rows at a time, so that each piece of `x` serves twice; with more than two tokens long rows come singly, to leave
+    registers to the sums. As many warps share them as REGISTERS asks for, each thread reading 16 bytes. Where one warp is
+    enough, two work side by side if there would be too many programs otherwise, or the tokens keep each busy for long.
     """
-    tiles = FEW_TOKENS if num_tokens <= 2 else MORE_TOKENS
-    fitting = (tile for tile in tiles if tile[1] * row_bytes <= 4 * REGISTERS * 32 * tile[0])
-    warps, rows, sharing = next(fitting, tiles[-1])
-    return warps, rows, 16 * 32 * sharing
+    rows = 1 if num_tokens > 2 and row_bytes > 8192 else 2
+    sharing = min(MAX_WARPS, triton.next_power_of_2(triton.cdiv(rows * row_bytes, 4 * REGISTERS * 32)))
+    beside = 2 if sharing == 1 and (num_tokens > 2 or num_rows > MANY_ROWS) else 1
+    return sharing * beside, rows * beside, 4 * 32 * sharing
 
 
 def small_linear(
@@ -152,28 +166,34 @@ def small_linear(
     norm_eps: float | None = None,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x` [T, K] times the transpose of `weight` [rows, K], for few T (`serves`); accumulated in float32.
 
     With `norm_eps`, each row of `x` is first divided by its root mean square (RMSNorm without weights). With `gated`,
     `weight` is [2I, K] and the result silu(first half) * second half, [T, I]. With `residual` [T, rows], contiguous,
-    that is added. Rows of `x` may be apart; their numbers are not, and `weight` is contiguous.
+    that is added. Rows of `x` may be apart; their numbers are not, and `weight` is contiguous. The result is written to
+    `out`, contiguous, if that is given.
     """
     num_tokens, width = x.shape
     rows = len(weight) // 2 if gated else len(weight)
-    out = x.new_empty(num_tokens, rows)
-    num_warps, per_program, chunk = tiling(num_tokens, width * x.itemsize * (1 + gated))
-    if x.dtype == torch.bfloat16 and width % 2 == x.stride(0) % 2 == x.storage_offset() % 2 == 0:
+    out = x.new_empty(num_tokens, rows) if out is None else out
+    num_warps, per_program, chunk = tiling(num_tokens, rows, width * x.itemsize * (1 + gated))
+    if x.itemsize == 2 and width % 2 == x.stride(0) % 2 == x.storage_offset() % 2 == weight.storage_offset() % 2 == 0:
         x, weight = x.view(torch.int32), weight.view(torch.int32)
     small_linear_kernel[(triton.cdiv(rows, per_program),)](
         x, weight, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
         K=width, NORM=norm_eps is not None, GATED=gated, RESIDUAL=residual is not None, M=num_tokens, ROWS=per_program,
-        CHUNK=min(chunk // x.itemsize, triton.next_power_of_2(x.shape[1])), num_warps=num_warps,
+        CHUNK=min(chunk, triton.next_power_of_2(x.shape[1])), num_warps=num_warps,
         **launch_options(x.device, num_tokens),
     )  # fmt: skip
     return out
 
 
-def serves(num_tokens: int) -> bool:
-    """Whether `small_linear` takes a batch of `num_tokens`: a power of two, and few."""
-    return num_tokens <= MAX_TOKENS and num_tokens & (num_tokens - 1) == 0 and num_tokens > 0
+def serves(num_tokens: int, weight: torch.Tensor) -> bool:
+    """Whether `small_linear` is the product to take for so many tokens: a power of two, and few.
+
+    Four only where the weight has a narrow side, which in a model's layers is the width of its stream. A thread adds up
+    for each token by itself, and with so many tokens wide layers do better on the library's tensor cores.
+    """
+    return num_tokens in (1, 2) or (num_tokens == MAX_TOKENS and min(weight.shape) <= NARROW)

@@ -54,7 +54,7 @@ def gpu_paths(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["few", "many"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which of a layer's two ways is taken: small batches in `small_linear`, wherever it serves them, or none."""
-    monkeypatch.setattr(few_tokens, "is_few", lambda x: request.param == "few" and serves(len(x)))
+    monkeypatch.setattr(few_tokens, "is_few", lambda x, weight: request.param == "few" and serves(len(x), weight))
     return request.param
 
 
