@@ -22,9 +22,15 @@ NARROW = 3072
 
 
 @triton.jit
+def append(items, item):
+    """A tuple of tiles, and one more."""
+    return items + (item,)  # noqa: RUF005 -- Triton knows no (*items, item)
+
+
+@triton.jit
 def halves(pair, DTYPE: tl.constexpr):
     """The two numbers of type DTYPE in an int32, as float32. Of bfloat16 the bits are there; only others are zeroed."""
-    if DTYPE == tl.bfloat16:
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
         low, high = (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
     else:
         low = (pair & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
@@ -59,7 +65,7 @@ def load_rows(row_ptr, k, WIDTH: tl.constexpr):
     """All chunks of some rows of weights. Each is read once, so it leaves the caches to `x` (`evict_first`)."""
     chunks = ()
     for start in tl.static_range(0, WIDTH, k.shape[1]):
-        chunks = chunks + (load_chunk(row_ptr, k, start, WIDTH, "evict_first"),)
+        chunks = append(chunks, load_chunk(row_ptr, k, start, WIDTH, "evict_first"))
     return chunks
 
 
@@ -68,7 +74,7 @@ def add_products(sums, weights, xs, DTYPE: tl.constexpr):
     """Of each token: the sum so far, and this chunk's products. Tokens are the inner loop: a chunk is unpacked once."""
     result = ()
     for m in tl.static_range(len(xs)):
-        result = result + (multiply_add(weights, xs[m], sums[m], DTYPE),)
+        result = append(result, multiply_add(weights, xs[m], sums[m], DTYPE))
     return result
 
 
@@ -77,7 +83,7 @@ def add_squares(sums, xs, DTYPE: tl.constexpr):
     """Of each token: the sum so far, and this chunk's squares."""
     result = ()
     for m in tl.static_range(len(xs)):
-        result = result + (multiply_add(xs[m], xs[m], sums[m], DTYPE),)
+        result = append(result, multiply_add(xs[m], xs[m], sums[m], DTYPE))
     return result
 
 
@@ -86,7 +92,7 @@ def total_rows(sums):
     """Of each token: the sums of its tile's rows, [ROWS]."""
     result = ()
     for m in tl.static_range(len(sums)):
-        result = result + (tl.sum(sums[m], 1),)
+        result = append(result, tl.sum(sums[m], 1))
     return result
 
 
@@ -117,14 +123,16 @@ def small_linear_kernel(
     residuals, sums = (), ()
     for m in tl.static_range(M):
         if RESIDUAL:
-            residuals = residuals + (tl.load(residual_ptr + m * num_rows + outputs, mask=kept, other=0).to(tl.float32),)
-        sums = sums + (tl.zeros([ROWS, CHUNK], tl.float32),)
+            residuals = append(
+                residuals, tl.load(residual_ptr + m * num_rows + outputs, mask=kept, other=0).to(tl.float32)
+            )
+        sums = append(sums, tl.zeros([ROWS, CHUNK], tl.float32))
     up_sums, squares = sums, sums
     x_row_ptr = x_ptr + k + tl.zeros([ROWS, 1], tl.int32)  # the same in all rows
     for c in tl.static_range(len(weights)):
         xs = ()
         for m in tl.static_range(M):
-            xs = xs + (load_chunk(x_row_ptr + m * stride_x, k, c * CHUNK, WIDTH, ""),)
+            xs = append(xs, load_chunk(x_row_ptr + m * stride_x, k, c * CHUNK, WIDTH, ""))
         sums = add_products(sums, weights[c], xs, DTYPE)
         if GATED:
             up_sums = add_products(up_sums, up_weights[c], xs, DTYPE)
