@@ -20,6 +20,7 @@ from folovllm.engine.llm_engine import LLMEngine
 from folovllm.kernels.small_linear import serves
 from folovllm.layers import fused as fused_elements
 from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.formats import few_tokens
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.rotary_embedding import rotate
@@ -49,12 +50,15 @@ def gpu_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+        monkeypatch.setattr(
+            fused_layer, "is_few", lambda *_: False
+        )  # a head of 130 interpreted programs takes too long
 
 
 @pytest.fixture(params=["few", "many"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which of a layer's two ways is taken: small batches in `small_linear`, wherever it serves them, or none."""
-    monkeypatch.setattr(few_tokens, "is_few", lambda x: request.param == "few" and serves(len(x)))
+    monkeypatch.setattr(few_tokens, "is_few", lambda x, weight: request.param == "few" and serves(len(x), weight))
     return request.param
 
 
@@ -125,6 +129,26 @@ def _answered(checkpoint: Path) -> Workload:
         if DEVICE == "cpu":
             patch.setattr(torch.Tensor, "is_cuda", property(lambda _: False))
         return answered(checkpoint, requests_of_all_kinds())
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+def test_the_head_is_a_product_for_few_tokens(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the library's for others; both write where the step's logits are."""
+    taken: list[int] = []
+    head = few_token_layers(16).make(ParallelLMHead, 10, 24).to(DEVICE)
+    monkeypatch.setattr(fused_layer, "is_few", lambda x, weight: serves(len(x), weight))
+    kernel = fused_layer.small_linear
+    monkeypatch.setattr(
+        fused_layer, "small_linear", lambda x, *rest, **kw: taken.append(len(x)) or kernel(x, *rest, **kw)
+    )
+    generator = torch.Generator().manual_seed(0)
+    head.weight.data.copy_(torch.randn(10, 24, generator=generator))
+    hidden = torch.randn(tokens, 24, generator=generator).to(DEVICE)
+    out = torch.full((tokens, 10), torch.nan, device=DEVICE)
+    with torch.inference_mode():
+        logits = head(hidden, out)
+    assert logits.data_ptr() == out.data_ptr() and torch.allclose(out, hidden @ head.weight.T, atol=1e-5)
+    assert taken == ([] if tokens == 3 else [tokens])
 
 
 # --- the layers ----------------------------------------------------------------------------------------------------
