@@ -68,6 +68,13 @@ def test_small_pools_and_chunks(mode: str, pool: dict[str, Any]) -> None:
         assert served.stats().preemptions > 0
 
 
+def test_nothing_is_drawn_in_the_middle_of_a_prompt_that_comes_token_by_token() -> None:
+    """Such a step looks like decodes, for which there is a recorded step, and is none."""
+    load, served = workload(count=4), engine(long_prefill_token_threshold=1)
+    load.check(serve(served, load.requests))
+    assert_clean(served)
+
+
 def special_requests() -> list[tuple[list[int], SamplingParams]]:
     """Everything that looks at the tokens so far, or ends an answer in its own way."""
     base = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.8)
