@@ -40,6 +40,7 @@ from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.files import load_tokenizer
+from folovllm.sample.draw_state import DrawState
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput, StepResult
@@ -142,7 +143,8 @@ def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[
         draw = RanksDraw(setup.vocab_size, group)
         part = setup.with_hf_config(local_config(setup.hf_config, group.size))
         inner = ModelRunner(part, partial(load_sharded_model, setup, group, layers), sampler, slots, draw.whole)
-    runner = GraphRunner(setup, inner, draw, sampler)
+    rows_draw = DrawState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler)
+    runner = GraphRunner(setup, inner, draw, rows_draw)
     return GPUWorker(setup.device, runner), runner
 
 

@@ -94,8 +94,8 @@ def _waits(engine: LLMEngine, clock: WaitClock) -> list[tuple[Any, str, Callable
     runner, packed = worker.runner, isinstance(worker.runner, GraphRunner)
     if engine.setup.device.type == "cpu":
         model = runner.model
-        work = [(model, "forward"), (model, "compute_logits"), (runner._sampler, "choose")]
-        work += [(runner._draw, "one_pass")] if packed else []
+        work = [(model, "forward"), (model, "compute_logits")]
+        work += [(runner._draw, "one_pass"), (runner._rows_draw, "draw")] if packed else [(runner._sampler, "choose")]
         return [(target, name, clock.around) for target, name in work if hasattr(target, name)]
     if packed:
         return [(runner, "execute_model", clock.around_wait)]
