@@ -28,3 +28,4 @@ class ForwardBatch:
     max_seq_len: int
     query_lens_host: list[int]  # for backends that loop over sequences
     seq_lens_host: list[int]
+    is_disjoint: bool = False  # whether it is certain that no sequence reads K/V that another one writes in this step
