@@ -107,8 +107,8 @@ class Scheduler:
     is put together: `tokens_of_step(seq, budget)` says how many tokens of a sequence a step may compute, and
     `make_room(scheduler, running)` what happens when the cache is full.
 
-    Invariants: `waiting` is ordered by (priority, seq_id), as the sequences came; a sequence is in exactly one of `waiting` and `running`, or
-    finished; only running sequences hold cache.
+    Invariants: `waiting` is ordered by `rank`; a sequence is in exactly one of `waiting` and `running`, or finished; only
+    running sequences hold cache.
     """
 
     def __init__(

@@ -85,10 +85,12 @@ class LateNormDecoderLayer(LlamaDecoderLayer):
 def attend(attention: FusedLlamaAttention, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
     """From the projection [T, (Hq + 2 Hkv) D] to attention's result [T, Hq, D]: for decodes one kernel, if there is one.
 
-    For few sequences: its programs begin later, and at large batch thousands of them would (`docs/performance_log.md`).
+    Not where a sequence may begin with what another one computes in this very step: programs of one kernel do not wait
+    for each other. And for few sequences: its programs begin later, and at large batch thousands of them would
+    (`docs/performance_log.md`).
     """
     attn = attention.attn
-    if batch.num_decodes == batch.num_seqs:
+    if batch.num_decodes == batch.num_seqs and batch.is_disjoint:
         out = attn.backend.forward_raw(qkv, attention.preparation(), attn.kv_cache, batch)
         if out is not None:
             return out

@@ -39,7 +39,7 @@ class Share(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class SchedulerOutput:
-    """One step: shares, those with a single new token first."""
+    """One step: shares, decodes first."""
 
     shares: tuple[Share, ...] = ()
     preempted: tuple[int, ...] = ()  # sequences that lost their cache for it, by `seq_id`

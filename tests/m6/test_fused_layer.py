@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+from folovllm.attention.backends.triton import TritonBackend
 from folovllm.attention.ops import reshape_and_cache_kv
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
@@ -121,6 +122,24 @@ def test_logits_that_are_not_numbers_end_no_engine(gpu_paths: None) -> None:
     drawn = [SamplingParams(temperature=t, seed=1, max_tokens=3, ignore_eos=True) for t in (0.0, 1.0)]
     outputs = serve(served, [Request([5, 6, 7], params) for params in drawn])
     assert [output.outputs[0].token_ids for output in outputs] == [[0] * 3] * 2
+
+
+def test_no_kernel_stores_what_another_sequence_reads_in_it(gpu_paths: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have one new token, and the second begins with the block that the first fills in this very step."""
+    calls: list[int] = []
+    raw = TritonBackend.forward_raw
+    monkeypatch.setattr(TritonBackend, "forward_raw", lambda *args: calls.append(args[-1].num_seqs) or raw(*args))
+    served = served_by_kernels(small_checkpoint(num_hidden_layers=1), num_kv_blocks=16, async_scheduling=False)
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    served.add_request("first", [5, 6, 7], greedy)
+    (token,) = served.step()[0].outputs[0].token_ids
+    served.add_request("second", [5, 6, 7, token, 9], greedy)
+    served.step()
+    first, second = served.scheduler.running
+    assert (second.num_cached_tokens, second.block_table[0]) == (4, first.block_table[0])
+    assert not calls
+    served.step()
+    assert 2 in calls, "both run now, each in blocks of its own"
 
 
 def _answered(checkpoint: Path) -> Workload:

@@ -86,6 +86,13 @@ def test_only_tokens_that_the_host_knows_are_published(monkeypatch: pytest.Monke
     assert any(in_flight)
 
 
+def test_nothing_is_drawn_in_the_middle_of_a_prompt_that_comes_token_by_token() -> None:
+    """Such a step looks like decodes, for which there is a recorded step, and is none."""
+    load, served = workload(count=4), engine(long_prefill_token_threshold=1)
+    load.check(serve(served, load.requests))
+    assert_clean(served)
+
+
 def special_requests() -> list[tuple[list[int], SamplingParams]]:
     """Everything that looks at the tokens so far, or ends an answer in its own way."""
     base = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.8)

@@ -148,6 +148,7 @@ def test_what_is_no_plain_decode() -> None:
     assert not is_plain_decode(plain._replace(new_blocks=(5, 6), first_new_block=1)), "two blocks: one field is too few"
     assert not is_plain_decode(plain._replace(draw=DrawSpec())), "how a new row is drawn must travel too"
     assert not is_plain_decode(plain._replace(num_new_tokens=2))
+    assert not is_plain_decode(plain._replace(num_draws=0)), "a chunk of one token: a recorded step would draw after it"
 
 
 @settings(max_examples=60)
