@@ -1,4 +1,4 @@
-"""The command line: `folovllm generate`, `chat`, `download`, and `bench`, whose commands are in `bench/cli.py`.
+"""The command line: `folovllm generate`, `chat`, `download`; `serve` is in `server/cli.py`, `bench` in `bench/cli.py`.
 
 At the top this module imports nothing of the engine: `--mine` must act before that, and `--help` need not wait for torch.
 """
@@ -24,6 +24,7 @@ from rich.text import Text
 import folovllm
 
 if TYPE_CHECKING:
+    from folovllm.config import EngineConfig
     from folovllm.engine.llm_engine import LLMEngine
     from folovllm.engine.metrics import StepStats
     from folovllm.inputs import Prompt
@@ -96,11 +97,14 @@ def build_app() -> typer.Typer:
     from folovllm.config import EngineConfig
     from folovllm.flags import with_flags
     from folovllm.sampling_params import SamplingParams
+    from folovllm.server.cli import serve
+    from folovllm.server.config import ServerConfig
 
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_global_flags)
     app.command()(with_flags(generate, SamplingParams, EngineConfig))
     app.command()(with_flags(chat, SamplingParams, EngineConfig))
+    app.command()(with_flags(serve, ServerConfig, EngineConfig))
     app.command()(download)
     app.add_typer(build_bench_app(), name="bench")
     return app
@@ -208,8 +212,8 @@ def read_prompts(prompts: list[str] | None, file: TextIO | None) -> list[str]:
     return lines
 
 
-def load_llm(given: dict[str, Any]) -> LLM:
-    """The engine that the flags describe. A bad value is refused before torch is loaded."""
+def engine_config(given: dict[str, Any]) -> EngineConfig:
+    """The configuration that the flags describe. A bad value is refused before torch is loaded."""
     from folovllm._overlay import started_milestone
     from folovllm.config import EngineConfig
     from folovllm.flags import pick
@@ -217,10 +221,15 @@ def load_llm(given: dict[str, Any]) -> LLM:
     chosen = pick(given, EngineConfig)
     if started := started_milestone():
         chosen.setdefault("milestone", started)
-    EngineConfig(**chosen)
+    return EngineConfig(**chosen)
+
+
+def load_llm(given: dict[str, Any]) -> LLM:
+    """The engine that the flags describe."""
+    config = engine_config(given)
     from folovllm.llm import LLM
 
-    return LLM(**chosen)
+    return LLM(**asdict(config))
 
 
 def run_steps(
