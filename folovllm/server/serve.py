@@ -79,6 +79,7 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, listener: soc
         ending = asyncio.create_task(end.of(server, engine, config.drain_seconds))
         gc.collect()
         gc.freeze()  # what exists by now stays: a collection that searched it again would hold up everybody
+        listener.listen(BACKLOG)  # who reads the next line may ask at once
         announce(engine, config, listener)
         await server.serve(sockets=[listener])
         await ending

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ class Background:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="server")
         self._listener = listen("127.0.0.1", 0)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # what is not read is felt soon
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -38,6 +40,7 @@ class Background:
             options: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "timeout_graceful_shutdown": 1}
             self._server = Server(uvicorn.Config(app, http="httptools", ws="none", **options))
             self._loop = asyncio.get_running_loop()
+            self._listener.listen()
             self._ready.set()
             await self._server.serve(sockets=[self._listener])
 
