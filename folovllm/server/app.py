@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -43,6 +44,7 @@ from folovllm.server.respond import Job
 logger = logging.getLogger("folovllm")
 Handler = Callable[[Request], Awaitable[Response]]
 R = TypeVar("R", bound=msgspec.Struct)
+BODY_SECONDS = 60.0  # that a request may take to arrive
 CLIENT_GONE = 499  # nobody reads it
 
 
@@ -178,10 +180,11 @@ class Api:
         """All prompts are found good, and there is room for all, before the engine hears of any."""
         engine, admission = self._engine, self._admission
         admission.check(len(prompts))  # before the work of reading them
-        prepared = [
-            await engine.prepare(prompt, params, priority=asked.priority, cache_salt=asked.cache_salt)
-            for prompt in prompts
-        ]
+        prepared = []
+        for prompt in prompts:
+            salt = asked.cache_salt
+            prepared.append(await engine.prepare(prompt, params, priority=asked.priority, cache_salt=salt))
+            await asyncio.sleep(0)  # others have their turn between two of many prompts
         admission.check(len(prepared), sum(each.num_prompt_tokens for each in prepared))
         job = Job([engine.submit(each) for each in prepared], writer, params.n)
         if asked.stream:
@@ -223,7 +226,11 @@ class Api:
         self._engine.require_open()
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "the body must be JSON: send the header Content-Type: application/json")
-        body = await read_body(request, self._config.max_body_size)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await read_body(request, self._config.max_body_size)
+        except TimeoutError as error:
+            raise ApiError(408, f"the body did not come within {BODY_SECONDS:.0f} s: send it faster") from error
         asked = parse(body, kind, self._config.ignore_unknown_fields)
         self._check_model(getattr(asked, "model", None))
         return asked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import pickle
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -22,6 +23,7 @@ from folovllm.server.stream import Prepared, Stream
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.setup import EngineSetup
 
+logger = logging.getLogger("folovllm")
 T = TypeVar("T")
 TRANSPORTS = {"thread": ThreadTransport, "process": ProcessTransport}
 
@@ -213,9 +215,13 @@ class AsyncEngine:
         return SamplingParams.from_optional(**generation_defaults(self.setup.path))
 
     def _deliver(self, news: News) -> None:
-        """Take in one message of the engine's."""
+        """Take in one message of the engine's. What fails here would leave readers waiting for ever, so it is an end, too."""
         if isinstance(news, Step):
-            self._take_in(news)
+            try:
+                self._take_in(news)
+            except Exception as error:
+                logger.exception("a step's news could not be taken in")
+                self._die(Failure(f"{type(error).__name__}: {error}"))
         elif isinstance(news, Failure):
             self._die(news)
         elif not self._ready.done():
@@ -232,7 +238,7 @@ class AsyncEngine:
             stream.feed(delta, now)
             if stream.has_begun and not had_begun:
                 self._leave_queue(stream)
-            if stream.state.finished:
+            if stream.is_finished:
                 self._forget(stream)
                 self.counters.note_end(stream)
         for refused in step.refused:

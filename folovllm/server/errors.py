@@ -38,7 +38,12 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The JSON that says it."""
-        said = {"message": self.message, "type": TYPES.get(self.status, "invalid_request_error"), "param": self.param, "code": self.code}
+        said = {
+            "message": self.message,
+            "type": TYPES.get(self.status, "invalid_request_error"),
+            "param": self.param,
+            "code": self.code,
+        }
         return msgspec.json.encode({"error": said})
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.counters import Histogram
@@ -74,8 +74,8 @@ class Metrics(Collector):
         """Prometheus counts what is at most a bound, so buckets add up."""
         family = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
         total, buckets = 0, []
-        for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
+        for bound, count in zip((*histogram.bounds, math.inf), histogram.counts, strict=True):
             total += count
-            buckets.append((floatToGoString(bound), float(total)))
+            buckets.append(("+Inf" if bound == math.inf else str(bound), float(total)))
         family.add_metric(self._labels, buckets, histogram.sum)
         return family

@@ -68,6 +68,7 @@ class Stream:
         self._seqs = request.seqs
         self._decode = tokenizer.decode if request.params.detokenize else None
         self._on_close = on_close
+        self.is_finished = False
         self._news = asyncio.Event()
         self._error: Exception | None = None
         self._is_over = False
@@ -90,9 +91,10 @@ class Stream:
             check_stop_conditions(seq)  # cuts the text, and notes what stopped it
         if delta.finish_reason is not None:
             seq.finish(SequenceStatus(delta.finish_reason))
+            self.is_finished = self.state.finished
         self.newest[delta.index] = now
         self.state.note_progress(now)
-        if self.state.finished or self.state.streams:
+        if self.is_finished or self.state.streams:
             self._news.set()
 
     def _with_text(self, row: Row) -> dict[int, TokenLogprob]:

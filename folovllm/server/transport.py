@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from folovllm.build import make_engine
 from folovllm.children import import_path, python_command
 from folovllm.config import EngineConfig
 from folovllm.server.engine_loop import MakeEngine, run_engine
@@ -38,7 +39,7 @@ class Transport(Protocol):
 class ThreadTransport:
     """The engine in a thread of this process: for notebooks, CPUs and tests."""
 
-    def __init__(self, make_engine: MakeEngine | None = None) -> None:
+    def __init__(self, make_engine: MakeEngine = make_engine) -> None:
         self._make_engine = make_engine
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -60,10 +61,7 @@ class ThreadTransport:
             await asyncio.to_thread(self._thread.join)
 
     def _run(self, config: EngineConfig) -> None:
-        make_engine = self._make_engine
-        if make_engine is None:
-            from folovllm.build import make_engine
-        run_engine(config, _ThreadLink(self._commands, self._loop, self._deliver), make_engine)
+        run_engine(config, _ThreadLink(self._commands, self._loop, self._deliver), self._make_engine)
 
 
 class _ThreadLink:
@@ -97,7 +95,7 @@ class ProcessTransport:
     @property
     def pid(self) -> int | None:
         """The engine's process."""
-        return self._process and self._process.pid
+        return None if self._process is None else self._process.pid
 
     async def start(self, config: EngineConfig, deliver: Deliver) -> None:
         """As promised."""

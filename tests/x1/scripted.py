@@ -17,7 +17,6 @@ from folovllm.server.messages import Abort, Add, Command, News, Ready
 from folovllm.server.transport import Deliver
 from tests.helpers import tiny_checkpoint
 
-
 A = 64  # the id of "a" in the tests' tokenizer
 
 
@@ -28,7 +27,6 @@ class ScriptedEngine:
         self.setup = set_up(config or EngineConfig(model=str(tiny_checkpoint())))
         self.requests: dict[str, dict[str, Any]] = {}
         self.aborted: list[str] = []
-        self.fails: Exception | None = None  # the next step does
         self.refuses: str | None = None
         self.num_steps = 0
         self.is_closed = False
@@ -47,8 +45,6 @@ class ScriptedEngine:
         return bool(self.requests)
 
     def step(self) -> list[RequestOutput]:
-        if self.fails:
-            raise self.fails
         self.num_steps += bool(self.requests)
         outputs = [self._advance(id_, request) for id_, request in self.requests.items()]
         for output in outputs:

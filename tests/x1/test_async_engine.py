@@ -79,7 +79,9 @@ class TestStreams:
         assert engine.num_open == 0
 
     @scripted
-    async def test_a_slow_reader_gets_fewer_and_longer_pieces(self, engine: AsyncEngine, transport: HandTransport) -> None:
+    async def test_a_slow_reader_gets_fewer_and_longer_pieces(
+        self, engine: AsyncEngine, transport: HandTransport
+    ) -> None:
         """Nothing is queued for it: all that it missed is one output."""
         slow, quick = await submit(engine), await submit(engine)
         seen = []
@@ -234,18 +236,22 @@ class TestThread:
 
     def test_an_exception_in_a_step(self) -> None:
         """The streams end with it, and the engine is closed by the thread that built it."""
-        scripted = ScriptedEngine()
+
+        class Failing(ScriptedEngine):
+            def step(self) -> list[RequestOutput]:
+                if len(self.requests) < 2:
+                    return []
+                raise RuntimeError("the device is on fire")
+
+        scripted = Failing()
 
         async def main() -> None:
-            async with AsyncEngine(str(tiny_checkpoint()), transport=ThreadTransport(lambda config: scripted)) as engine:
-                params = replace(DELTAS, max_tokens=400)
-                streams = [engine.generate(PROMPT, params) for _ in range(2)]
-                await asyncio.gather(*map(anext, streams))
-                scripted.fails = RuntimeError("the device is on fire")
-                for stream in streams:
-                    with pytest.raises(EngineDead, match="RuntimeError: the device is on fire"):
-                        async for _ in stream:
-                            pass
+            transport = ThreadTransport(lambda config: scripted)
+            async with AsyncEngine(str(tiny_checkpoint()), transport=transport) as engine:
+                streams = [engine.generate(PROMPT, DELTAS) for _ in range(2)]
+                told = await asyncio.gather(*map(anext, streams), return_exceptions=True)
+                assert [type(error) for error in told] == [EngineDead, EngineDead]
+                assert str(told[0]) == "RuntimeError: the device is on fire"
 
         asyncio.run(asyncio.wait_for(main(), 30))
         assert scripted.is_closed
@@ -300,7 +306,9 @@ class TestThread:
                 assert [list(row) for row in ours.logprobs or ()] == [list(row) for row in theirs.logprobs or ()]
                 for row, other in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
                     assert [t.decoded_token for t in row.values()] == [t.decoded_token for t in other.values()]
-                    assert [t.logprob for t in row.values()] == pytest.approx([t.logprob for t in other.values()], abs=1e-4)
+                    assert [t.logprob for t in row.values()] == pytest.approx(
+                        [t.logprob for t in other.values()], abs=1e-4
+                    )
 
 
 class TestConfiguration:

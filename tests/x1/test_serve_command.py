@@ -56,8 +56,8 @@ class Command:
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[Command]:
-    command = [sys.executable, "-m", "folovllm", "serve", "--port", "0", "--engine-process", "--no-use-tqdm", *flags]
+def serving(engine: str = "--engine-process") -> Iterator[Command]:
+    command = [sys.executable, "-m", "folovllm", "serve", "--port", "0", "--no-use-tqdm", engine]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     try:
         yield Command(process)
@@ -97,7 +97,7 @@ class TestEnds:
 
     def test_sigterm_lets_answers_end(self) -> None:
         """What runs ends as it would have; who comes meanwhile is told to go elsewhere; then exit code 0."""
-        with serving() as server:
+        with serving("--no-engine-process") as server:
             running = iter(server.client.completions.create(**LONG | {"max_tokens": 300}))
             count = len(next(running).choices)
             server.process.send_signal(signal.SIGTERM)
@@ -146,7 +146,13 @@ class TestStart:
 
     @pytest.mark.parametrize(
         ("field", "value"),
-        [("port", 70_000), ("max_queued_requests", 0), ("drain_seconds", -1.0), ("api_key", [""]), ("max_body_size", 0)],
+        [
+            ("port", 70_000),
+            ("max_queued_requests", 0),
+            ("drain_seconds", -1.0),
+            ("api_key", [""]),
+            ("max_body_size", 0),
+        ],
     )
     def test_flags_out_of_range(self, field: str, value: Any) -> None:
         with pytest.raises(ValueError, match=field):
