@@ -15,6 +15,7 @@ from folovllm.config import EngineConfig
 from folovllm.server.app import build_app
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
+from folovllm.server.patience import PatientProtocol
 from folovllm.server.serve import Server, listen
 
 PATIENCE = 30.0  # seconds until a test gives up
@@ -38,7 +39,7 @@ class Background:
         async with AsyncEngine(EngineConfig(**self._overrides), transport=self._transport) as self.engine:
             app = build_app(self.engine, self._config)
             options: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "timeout_graceful_shutdown": 1}
-            self._server = Server(uvicorn.Config(app, http="httptools", ws="none", **options))
+            self._server = Server(uvicorn.Config(app, http=PatientProtocol, ws="none", **options))
             self._loop = asyncio.get_running_loop()
             self._listener.listen()
             self._ready.set()

@@ -157,6 +157,23 @@ class TestNonsense:
             assert read_to_the_end(connection) == whole_story
 
 
+class TestClientsThatSayNothing:
+    def test_nobody_is_waited_for_for_ever(
+        self, server: Background, whole_story: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not for a first byte, not for the rest of a head, not for a body; but an answer takes the time it takes."""
+        monkeypatch.setattr("folovllm.server.patience.HEADER_SECONDS", 0.05)
+        monkeypatch.setattr("folovllm.server.app.BODY_SECONDS", 0.05)
+        for begun in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"):
+            with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
+                connection.sendall(begun)
+                assert connection.recv(1) == b""
+        with raw(server, STORY, cut=1) as connection:
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408")
+        with raw(server, STORY | {"stream": True}) as connection:
+            assert read_to_the_end(connection) == whole_story
+
+
 class TestClientsThatGo:
     def test_at_random_moments(self, server: Background, whole_story: str) -> None:
         """In the middle of the body, before the first token, between tokens: no block is leaked, no request left."""
