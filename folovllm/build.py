@@ -35,11 +35,13 @@ from folovllm.engine.scheduler import (
     whole_prompt,
 )
 from folovllm.engine.setup import set_up
+from folovllm.events import Events
 from folovllm.executor.abstract import Executor
 from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.files import load_tokenizer
+from folovllm.sample.draw_state import DrawState
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput, StepResult
@@ -65,18 +67,19 @@ def put_together(config: EngineConfig) -> Parts:
     num_threads = use_threads(setup)
     tokenizer = load_tokenizer(setup.path, config)
     processor = InputProcessor(setup, tokenizer)  # reads small files, which may be damaged: so before the weights
-    executor = make_executor(setup)
-    return Parts(setup, num_threads, tokenizer, processor, executor, make_scheduler(setup, executor.num_kv_blocks))
+    executor, events = make_executor(setup), Events()
+    scheduler = make_scheduler(setup, executor.num_kv_blocks, events)
+    return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events)
 
 
-def make_scheduler(setup: EngineSetup, num_kv_blocks: int) -> SchedulerLike:
+def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events) -> SchedulerLike:
     """Who is served: one request after the other (M1), or a batch that changes at every step (M2)."""
     config = setup.config
     if config.kv_cache == "growing":
-        return SerialScheduler()
+        return SerialScheduler(events)
     kind: Callable[..., Scheduler] = OverlapScheduler if config.async_scheduling else Scheduler  # M6; M2
     return kind(
-        kv=cache_manager(config)(num_kv_blocks, setup.block_size),
+        kv=cache_manager(config)(num_kv_blocks, setup.block_size, events),
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
         tokens_of_step=tokens_of_step(config),
@@ -125,7 +128,7 @@ def make_runner(setup: EngineSetup) -> Runner[SchedulerOutput, StepResult]:
         from folovllm.worker.serial_model_runner import SerialModelRunner
 
         return SerialModelRunner(setup, load, sampler)
-    return ModelRunner(setup, load, sampler, cache_manager(setup.config))
+    return ModelRunner(setup, load, sampler, cache_manager(setup.config).slots)
 
 
 def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[PackedWorker, GraphRunner]:
@@ -133,16 +136,17 @@ def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[
 
     `setup` describes the whole model, but for the device, which is the rank's own.
     """
-    sampler, manager, layers = make_sampler(setup), cache_manager(setup.config), layer_set(setup)
+    sampler, slots, layers = make_sampler(setup), cache_manager(setup.config).slots, layer_set(setup)
     draw: StepDraw
     if group is None:
         draw = OwnDraw(setup.vocab_size, sampler, use_kernel=setup.device.type == "cuda" and not setup.config.compile)
-        inner = ModelRunner(setup, partial(load_native_model, setup, layers), sampler, manager)
+        inner = ModelRunner(setup, partial(load_native_model, setup, layers), sampler, slots)
     else:
         draw = RanksDraw(setup.vocab_size, group)
         part = setup.with_hf_config(local_config(setup.hf_config, group.size))
-        inner = ModelRunner(part, partial(load_sharded_model, setup, group, layers), sampler, manager, draw.whole)
-    runner = GraphRunner(setup, inner, draw, sampler)
+        inner = ModelRunner(part, partial(load_sharded_model, setup, group, layers), sampler, slots, draw.whole)
+    rows_draw = DrawState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler)
+    runner = GraphRunner(setup, inner, draw, rows_draw)
     return GPUWorker(setup.device, runner), runner
 
 
@@ -163,7 +167,7 @@ def layer_set(setup: EngineSetup) -> LayerSet:
 
 
 def make_sampler(setup: EngineSetup) -> Sampler:
-    """The draw; compiled where that is asked for."""
+    """Who draws the tokens (M1). The draw is compiled when the configuration asks for it."""
     if setup.config.compile:
         from folovllm.sample.compiled import CompiledSampler
 

@@ -14,12 +14,13 @@ def serve(
     **given: Any,
 ) -> None:
     """Offer a model through OpenAI's API."""
-    from folovllm.cli import engine_config
+    from folovllm.cli import engine_flags
+    from folovllm.config import EngineConfig
     from folovllm.flags import pick
     from folovllm.server.config import ServerConfig
 
     config = ServerConfig(**pick(given, ServerConfig))
-    chosen = engine_config(given | {"model": model})
+    chosen = EngineConfig(**engine_flags(given | {"model": model}))
     try:
         from folovllm.server.serve import run_server
     except ModuleNotFoundError as error:

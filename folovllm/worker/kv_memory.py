@@ -11,9 +11,14 @@ from folovllm.setup import EngineSetup
 
 logger = logging.getLogger("folovllm")
 
+MOST_CACHED = 65_536  # blocks: each is an object on the host, and another engine may want memory too
+
 
 def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None]) -> int:
-    """Blocks to allocate: as asked for, else as many as the memory holds and `max_num_seqs` sequences can use.
+    """Blocks to allocate: as asked for, else as many as the memory holds and there is a use for.
+
+    `max_num_seqs` sequences of the greatest length are of use; where prefixes are cached, more blocks are, for they
+    remember: up to `MOST_CACHED`.
 
     Args:
         profile: runs the largest step there can be; on a GPU its peak memory is left free.
@@ -26,7 +31,10 @@ def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None]) -> int:
     num_blocks = setup.config.num_kv_blocks
     if num_blocks is None:
         memory = _free_gpu_memory(setup, profile) if setup.device.type == "cuda" else setup.config.kv_cache_memory
-        num_blocks = min(memory // bytes_per_block, setup.max_num_seqs * blocks_per_seq)
+        of_use = setup.max_num_seqs * blocks_per_seq
+        if setup.config.enable_prefix_caching:
+            of_use = max(of_use, MOST_CACHED)
+        num_blocks = min(memory // bytes_per_block, of_use)
     if num_blocks < blocks_per_seq:
         fits = max(0, num_blocks) * setup.block_size
         lower = f"lower max_model_len to {fits} or less, or " if fits else ""

@@ -35,6 +35,18 @@ def test_no_more_than_all_sequences_can_use() -> None:
     assert blocks() == 8 * 7  # the default is a gigabyte, and 8 sequences of 100 tokens need 7 pages each
 
 
+@pytest.mark.m5
+def test_a_prefix_cache_remembers_more_than_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one sequence at a time, too, the pool is what memory allows, up to a bound; asked for, it is what was asked."""
+    for max_num_seqs in (1, 8):
+        options = {"milestone": "m5", "max_num_seqs": max_num_seqs}
+        assert blocks(**options, kv_cache_memory=300 * 16 * BYTES_PER_TOKEN) == 300
+        assert blocks(**options, kv_cache_memory=1 << 40) == 65_536
+        assert blocks(**options, num_kv_blocks=70_000) == 70_000
+    monkeypatch.setattr("folovllm.worker.kv_memory.MOST_CACHED", 10)
+    assert blocks(milestone="m5", max_num_seqs=8) == 8 * 7, "never less than all sequences can use"
+
+
 def test_as_many_as_asked_for() -> None:
     assert blocks(num_kv_blocks=9, kv_cache_memory=1) == 9
 
