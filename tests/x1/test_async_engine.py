@@ -230,6 +230,14 @@ class TestEnds:
         assert engine.died.is_set() and not engine.is_open
         assert not await engine.drain()
 
+    @scripted
+    async def test_news_that_make_no_sense(self, engine: AsyncEngine, transport: HandTransport) -> None:
+        """Whoever waits is told; else it would be for ever."""
+        stream = await submit(engine)
+        transport.deliver(Step([Delta(0, 5, [1])], Load()))
+        with pytest.raises(EngineDead, match="IndexError"):
+            await anext(stream)
+
 
 class TestThread:
     """With the engine in a thread of its own."""

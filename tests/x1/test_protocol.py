@@ -19,7 +19,6 @@ from folovllm.server.errors import ApiError
 from folovllm.server.messages import Abort, Add, Delta, Frames, Load, Step, decode_command, decode_news, encode, frame
 from folovllm.server.protocol import ChatRequest, CompletionRequest, parse
 from folovllm.server.requests import chat_params, completion_params, prompts_of
-from folovllm.server.sse import merge
 from tests.helpers import tiny_checkpoint
 from tests.x1.scripted import HandTransport
 
@@ -172,16 +171,3 @@ def test_a_histogram_counts_what_is_at_most_a_bound() -> None:
     for value in (0.5, 1.0, 1.5, 9.0):
         histogram.note(value)
     assert (histogram.counts, histogram.sum) == ([2, 1, 1], 12.0)
-
-
-def test_merge_gives_all_of_all() -> None:
-    async def count(first: int, times: int) -> Any:
-        for i in range(times):
-            await asyncio.sleep(0)
-            yield first + i
-
-    async def main() -> None:
-        got = [pair async for pair in merge([count(0, 3), count(10, 0), count(20, 2)])]
-        assert sorted(got) == [(0, 0), (0, 1), (0, 2), (2, 20), (2, 21)]
-
-    asyncio.run(main())
