@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from folovllm.bench.contenders import GEOMETRIES
-
 from folovllm.model_config import head_dim_of
 from folovllm.models.files import ASSETS
 from folovllm.models.llama import LlamaForCausalLM
@@ -62,7 +62,10 @@ def fields(model: str) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((FOLDER / "config.json").read_text("utf-8"))
         return content
     known = dict(GEOMETRIES[model.lower()])
-    return known | {"dtype": known["torch_dtype"], "rope_parameters": {"rope_theta": known["rope_theta"], "rope_type": "default"}}
+    return known | {
+        "dtype": known["torch_dtype"],
+        "rope_parameters": {"rope_theta": known["rope_theta"], "rope_type": "default"},
+    }
 
 
 @cache
@@ -97,7 +100,9 @@ def config_table() -> str:
     """Every field of the embedded model's file, in the order of `MEANING`. KeyError for one that has no meaning here."""
     ours, theirs = fields(SMALL), fields(LARGE)
     order = sorted(ours, key=list(MEANING).index)
-    rows = [(f"`{name}`", _json(ours[name]), _json(theirs[name]) if name in theirs else "", MEANING[name]) for name in order]
+    rows = [
+        (f"`{name}`", _json(ours[name]), _json(theirs[name]) if name in theirs else "", MEANING[name]) for name in order
+    ]
     return table(f"field | {SMALL} | {LARGE} | what it is", *rows)
 
 
@@ -201,3 +206,19 @@ def norm_table() -> str:
 
 def _vector(x: torch.Tensor) -> str:
     return "[" + ", ".join(f"{value + 0.0:.2f}" for value in x.tolist()) + "]"
+
+
+def merged_table() -> str:
+    """What `measure_merged.py` measured."""
+    measured = json.loads((Path(__file__).parents[1] / "data" / "merged_h200.json").read_text("utf-8"))
+    rows = [
+        (
+            row["what"],
+            row["tokens"],
+            f"{row['separate']:.1f}",
+            f"{row['merged']:.1f}",
+            f"{row['separate'] / row['merged']:.1f}",
+        )
+        for row in measured["rows"]
+    ]
+    return table("projections | tokens | apart, µs a layer | merged, µs a layer | times", *rows)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,9 +37,9 @@ def byte_pairs(word: str, merges: list[tuple[str, str]]) -> list[list[str]]:
     rank = {pair: place for place, pair in enumerate(merges)}
     pieces = list(word)
     steps = [pieces]
-    while pairs := [pair for pair in zip(pieces, pieces[1:], strict=False) if pair in rank]:
+    while pairs := [pair for pair in pairwise(pieces) if pair in rank]:
         first, second = min(pairs, key=rank.__getitem__)  # the pair that training merged earliest
-        at = next(i for i, pair in enumerate(zip(pieces, pieces[1:], strict=False)) if pair == (first, second))
+        at = next(i for i, pair in enumerate(pairwise(pieces)) if pair == (first, second))
         pieces = [*pieces[:at], first + second, *pieces[at + 2 :]]
         steps.append(pieces)
     return steps
@@ -58,8 +59,10 @@ def merge_table() -> str:
     if steps[-1] != tokenizer().tokenize(word):
         raise ValueError(f"{steps[-1]} is not what the tokenizer makes of {word!r}")
     rank = {"".join(pair): place for place, pair in enumerate(merges())}
-    rows: list[tuple[object, ...]] = [(" ".join(f"`{piece}`" for piece in steps[0]), "the word as bytes; `Ġ` is the space")]
-    for before, after in zip(steps, steps[1:], strict=False):
+    rows: list[tuple[object, ...]] = [
+        (" ".join(f"`{piece}`" for piece in steps[0]), "the word as bytes; `Ġ` is the space")
+    ]
+    for before, after in pairwise(steps):
         new = next(piece for piece in after if piece not in before)
         rows.append((" ".join(f"`{piece}`" for piece in after), f"merge number {rank[new]:,} gives `{new}`"))
     return table("pieces | why", *rows)
@@ -73,7 +76,9 @@ def token_table() -> str:
         pieces = " ".join(f"`{piece}`" for piece in tokenizer().convert_ids_to_tokens(ids))
         alone = " ".join(f"`{tokenizer().decode([token])}`" for token in ids)
         rows.append((f"`{text}`", len(text), len(text.encode()), len(ids), pieces, alone))
-    return table("text | characters | bytes | tokens | pieces, in the vocabulary's spelling | each decoded alone", *rows)
+    return table(
+        "text | characters | bytes | tokens | pieces, in the vocabulary's spelling | each decoded alone", *rows
+    )
 
 
 def prompt() -> str:
@@ -91,7 +96,10 @@ def prompt_ids() -> list[int]:
 
 def id_table() -> str:
     pieces = tokenizer().convert_ids_to_tokens(prompt_ids())
-    cells = [f"`{piece.replace('Ċ', chr(92) + 'n').replace('Ġ', ' ')}` {token}" for piece, token in zip(pieces, prompt_ids(), strict=True)]
+    cells = [
+        f"`{piece.replace('Ċ', chr(92) + 'n').replace('Ġ', ' ')}` {token}"
+        for piece, token in zip(pieces, prompt_ids(), strict=True)
+    ]
     return f"{len(cells)} tokens: " + " · ".join(cells)
 
 
@@ -102,7 +110,9 @@ class Watched:
         self.model: LlamaForCausalLM = build_model(config(SMALL), torch.float32, "cpu", max_model_len=64)
         load_model(self.model, FOLDER, use_tqdm=False)
         n = letters(SMALL)
-        self.backend = TorchCatBackend(AttentionConfig(n["Hq"], n["Hkv"], n["D"], torch.float32, torch.device("cpu"), 64, 1))
+        self.backend = TorchCatBackend(
+            AttentionConfig(n["Hq"], n["Hkv"], n["D"], torch.float32, torch.device("cpu"), 64, 1)
+        )
         self.given: dict[str, Any] = {}
         for layer in attention_layers(self.model):
             layer.backend, layer.kv_cache = self.backend, GrowingKVCache()  # type: ignore[assignment]  # as the backend wants it
@@ -149,7 +159,10 @@ def story_table() -> str:
     logits = Watched().step(tokenizer()(STORY)["input_ids"])
     best = logits.topk(6).indices
     rows = [
-        (f"temperature {temperature:g}", *(f"{100 * p:.1f}%" for p in (logits / temperature).softmax(-1)[best].tolist()))
+        (
+            f"temperature {temperature:g}",
+            *(f"{100 * p:.1f}%" for p in (logits / temperature).softmax(-1)[best].tolist()),
+        )
         for temperature in (0.5, 1.0, 2.0)
     ]
     names = [f"`{tokenizer().decode([token])}`" for token in best.tolist()]
@@ -161,7 +174,8 @@ def draw_table() -> str:
     """The best three at every step of the answer."""
     draws, _, _ = watched()
     rows = [
-        (place, *(f"`{name}` {100 * p:.1f}%" for name, p in best)) for place, (_, best) in enumerate(draws, len(prompt_ids()))
+        (place, *(f"`{name}` {100 * p:.1f}%" for name, p in best))
+        for place, (_, best) in enumerate(draws, len(prompt_ids()))
     ]
     return table("position | drawn | second | third", *rows)
 

@@ -59,7 +59,9 @@ def _fill_in_part(part: str) -> str:
     """The text before an `END`, with exactly one opening, and behind it what it asks for."""
     openings = list(OPENING.finditer(part))
     if not openings:
-        raise ValueError(f"one {END} closes nothing: what begins is code, signature, flags, symbols, milestones or computed")
+        raise ValueError(
+            f"one {END} closes nothing: what begins is code, signature, flags, symbols, milestones or computed"
+        )
     if len(openings) > 1:
         raise ValueError(f"{openings[0][0]} has no {END}")
     word, target = openings[0].groups()
@@ -158,7 +160,9 @@ def computed(function: str, *arguments: str) -> str:
     module, _, name = function.partition(":")
     if not Path(__file__).with_name(f"{module}.py").is_file():
         raise ValueError(f"there is no {module}.py beside excerpts.py")
-    return str(getattr(importlib.import_module(module), name)(*map(int, arguments)))
+    if not callable(found := getattr(importlib.import_module(module), name, None)):
+        raise ValueError(f"there is no {name} in {module}.py")
+    return str(found(*map(int, arguments)))
 
 
 def symbol_table(targets: list[str]) -> str:

@@ -21,8 +21,8 @@ MERMAID = "assets/mermaid/mermaid.tiny.js"
 
 
 def on_config(config: Any) -> Any:
-    """Put the chapters that the manifests name after the first page. One that is missing fails a strict build."""
-    config.nav[1:1] = [{m.title: Path(m.chapter).name} for m in COURSE.milestones if m.chapter]
+    """Put the chapters that the manifests name after chapter 0. One that is missing fails a strict build."""
+    config.nav[2:2] = [{m.title: Path(m.chapter).name} for m in COURSE.milestones if m.chapter]
     return config
 
 

@@ -18,7 +18,9 @@ from torch.nn.functional import linear
 from folovllm.bench.contenders import GEOMETRIES
 
 GEOMETRY = GEOMETRIES["qwen3-0.6b"]
-HIDDEN, LAYERS, INNER, HEAD = (GEOMETRY[k] for k in ("hidden_size", "num_hidden_layers", "intermediate_size", "head_dim"))
+HIDDEN, LAYERS, INNER, HEAD = (
+    GEOMETRY[k] for k in ("hidden_size", "num_hidden_layers", "intermediate_size", "head_dim")
+)
 HEADS = [GEOMETRY["num_attention_heads"], GEOMETRY["num_key_value_heads"], GEOMETRY["num_key_value_heads"]]
 PARTS = {"query, key, value": [n * HEAD for n in HEADS], "gate, up": [INNER, INNER]}
 TOKENS, REPEATS = (1, 16, 256, 2048), 50

@@ -46,7 +46,11 @@ ROWS = {
     "model.layers.0.mlp.gate_up_proj": ("gate and up in one product", "[T, H]", "[T, 2*I]"),
     "model.layers.0.mlp.act_fn": ("silu(gate) times up", "[T, 2*I]", "[T, I]"),
     "model.layers.0.mlp.down_proj": ("back to H", "[T, I]", "[T, H]"),
-    "model.layers.1.input_layernorm": ("the next layer: added to the stream, then norm", "[T, H] [T, H]", "[T, H] [T, H]"),
+    "model.layers.1.input_layernorm": (
+        "the next layer: added to the stream, then norm",
+        "[T, H] [T, H]",
+        "[T, H] [T, H]",
+    ),
     "model.norm": ("after the last layer", "[T, H] [T, H]", "[T, H] [T, H]"),
     "lm_head": ("of the last token alone", "[S, H]", "[S, V]"),
 }
@@ -113,15 +117,23 @@ def recorded(model: str) -> list[dict[str, tuple[str, str]]]:
     backend.recorder = recorder
     cache_shape = (2, 8, n["Hkv"], BLOCK_SIZE, n["D"])
     for layer in attention_layers(net):
-        layer.backend, layer.kv_cache = backend, torch.empty(cache_shape, dtype=torch.bfloat16, device=meta).transpose(2, 3)  # [2, N, B, Hkv, D]
-    hooks = [module.register_forward_hook(partial(recorder.watch, name)) for name, module in net.named_modules() if name]
+        layer.backend, layer.kv_cache = (
+            backend,
+            torch.empty(cache_shape, dtype=torch.bfloat16, device=meta).transpose(2, 3),
+        )  # [2, N, B, Hkv, D]
+    hooks = [
+        module.register_forward_hook(partial(recorder.watch, name)) for name, module in net.named_modules() if name
+    ]
     steps = []
     for batch in batches():
         recorder.shapes.clear()
         on_meta = ForwardBatch(**{f.name: _to_meta(getattr(batch, f.name)) for f in fields(batch)})
         net.compute_logits(net(on_meta), on_meta)
         steps.append({name: recorder.shapes[name] for name in ROWS})
-        _compare(steps[-1], n | {"T": sum(batch.query_lens_host), "n": batch.seq_lens_host[0], "S": 1, "N": 8, "B": BLOCK_SIZE})
+        _compare(
+            steps[-1],
+            n | {"T": sum(batch.query_lens_host), "n": batch.seq_lens_host[0], "S": 1, "N": 8, "B": BLOCK_SIZE},
+        )
     for hook in hooks:
         hook.remove()
     return steps

@@ -71,7 +71,13 @@ def num_diagrams(file: Path) -> int:
 
 @contextmanager
 def _browser(address: str) -> Iterator[None]:
-    flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--window-size={WIDTH + 60},1300")
+    flags = (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        f"--window-size={WIDTH + 60},1300",
+    )
     process = subprocess.Popen([str(CHROMIUM), *flags, address], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield

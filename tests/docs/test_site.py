@@ -15,7 +15,15 @@ from tests.docs import browser
 from tests.docs.blocks import ROOT
 
 COLUMNS = 120  # of code, that a page shows at a width of 1,440 pixels
-FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "video": "src", "object": "data"}
+FETCHED = {
+    "script": "src",
+    "img": "src",
+    "link": "href",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "object": "data",
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +64,20 @@ def test_no_page_names_an_address_to_fetch(site: Path) -> None:
         if re.match(r"(\w+:)?//", address)
     ]
     assert outside == []
-    assert not [file for file in site.rglob("*.css") if re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", file.read_text("utf-8"))]
+    assert not [
+        file
+        for file in site.rglob("*.css")
+        if re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", file.read_text("utf-8"))
+    ]
 
 
 def test_a_page_with_a_diagram_has_the_script_that_draws_it(site: Path) -> None:
     with_diagrams = [file for file in site.rglob("*.html") if browser.num_diagrams(file)]
     assert with_diagrams
     for file in with_diagrams:
-        scripts = [file.parent / address for address in Fetched(file.read_text("utf-8")).addresses if "mermaid" in address]
+        scripts = [
+            file.parent / address for address in Fetched(file.read_text("utf-8")).addresses if "mermaid" in address
+        ]
         assert [script.resolve().is_file() for script in scripts] == [True], file
 
 
