@@ -74,11 +74,16 @@ def token_table() -> str:
     for text in (" kite", "kite", " Zorimba", "é", "中", "😀"):
         ids = tokenizer()(text)["input_ids"]
         pieces = " ".join(f"`{piece}`" for piece in tokenizer().convert_ids_to_tokens(ids))
-        alone = " ".join(f"`{tokenizer().decode([token])}`" for token in ids)
-        rows.append((f"`{text}`", len(text), len(text.encode()), len(ids), pieces, alone))
+        alone = " ".join(f"`{_visible(tokenizer().decode([token]))}`" for token in ids)
+        rows.append((f"`{_visible(text)}`", len(text), len(text.encode()), len(ids), pieces, alone))
     return table(
         "text | characters | bytes | tokens | pieces, in the vocabulary's spelling | each decoded alone", *rows
     )
+
+
+def _visible(text: str) -> str:
+    """A space at an end of code is not shown, so it gets a sign."""
+    return text.replace(" ", "␣")
 
 
 def prompt() -> str:

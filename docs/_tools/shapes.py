@@ -161,13 +161,20 @@ def batch_table() -> str:
 def _values(tensor: torch.Tensor) -> str:
     flat = [str(value) for value in tensor.flatten().tolist()]
     shown = flat if len(flat) <= 6 else [*flat[:3], "...", *flat[-2:]]
-    return f"{', '.join(shown)} ({list(tensor.shape)})"
+    return f"{', '.join(shown)}: `{list(tensor.shape)}`"
 
 
 def step_table(step: int) -> str:
     """What goes in and comes out of every module in one step, of both models."""
     rows = []
-    for name, (what, given, back) in ROWS.items():
-        sizes = [" → ".join(recorded(model)[step][name]) for model in (SMALL, LARGE)]
-        rows.append((f"`{name.removeprefix('model.')}`", what, f"{given} → {back}".replace("*", "·"), *sizes))
+    for name, (what, *said) in ROWS.items():
+        in_letters, *sizes = (
+            _arrow(*pair) for pair in (said, *(recorded(model)[step][name] for model in (SMALL, LARGE)))
+        )
+        rows.append((f"`{name.removeprefix('model.')}`", what, in_letters.replace("*", "·"), *sizes))
     return table(f"module | what happens | in letters | {SMALL} | {LARGE}", *rows)
+
+
+def _arrow(given: str, back: str) -> str:
+    """As code: two pairs of brackets side by side would be a link."""
+    return f"`{given}` → `{back}`"
