@@ -40,6 +40,7 @@ from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.files import load_tokenizer
+from folovllm.sample.draw_state import DrawState
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput, StepResult
@@ -125,7 +126,7 @@ def make_runner(setup: EngineSetup) -> Runner[SchedulerOutput, StepResult]:
         from folovllm.worker.serial_model_runner import SerialModelRunner
 
         return SerialModelRunner(setup, load, sampler)
-    return ModelRunner(setup, load, sampler, cache_manager(setup.config))
+    return ModelRunner(setup, load, sampler, cache_manager(setup.config).slots)
 
 
 def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[PackedWorker, GraphRunner]:
@@ -133,16 +134,17 @@ def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[
 
     `setup` describes the whole model, but for the device, which is the rank's own.
     """
-    sampler, manager, layers = make_sampler(setup), cache_manager(setup.config), layer_set(setup)
+    sampler, slots, layers = make_sampler(setup), cache_manager(setup.config).slots, layer_set(setup)
     draw: StepDraw
     if group is None:
         draw = OwnDraw(setup.vocab_size, sampler, use_kernel=setup.device.type == "cuda" and not setup.config.compile)
-        inner = ModelRunner(setup, partial(load_native_model, setup, layers), sampler, manager)
+        inner = ModelRunner(setup, partial(load_native_model, setup, layers), sampler, slots)
     else:
         draw = RanksDraw(setup.vocab_size, group)
         part = setup.with_hf_config(local_config(setup.hf_config, group.size))
-        inner = ModelRunner(part, partial(load_sharded_model, setup, group, layers), sampler, manager, draw.whole)
-    runner = GraphRunner(setup, inner, draw, sampler)
+        inner = ModelRunner(part, partial(load_sharded_model, setup, group, layers), sampler, slots, draw.whole)
+    rows_draw = DrawState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler)
+    runner = GraphRunner(setup, inner, draw, rows_draw)
     return GPUWorker(setup.device, runner), runner
 
 
@@ -163,7 +165,7 @@ def layer_set(setup: EngineSetup) -> LayerSet:
 
 
 def make_sampler(setup: EngineSetup) -> Sampler:
-    """The draw; compiled where that is asked for."""
+    """Who draws the tokens (M1). The draw is compiled when the configuration asks for it."""
     if setup.config.compile:
         from folovllm.sample.compiled import CompiledSampler
 

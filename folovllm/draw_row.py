@@ -6,14 +6,14 @@ and who writes it. `folovllm/sample/draw_state.py` is the device's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.sampling_params import SamplingParams
+from folovllm.step.draw import DrawSpec
 
 Int32 = npt.NDArray[np.int32]
 
@@ -67,64 +67,44 @@ class DrawUpdate:
     num_with_words: int  # their lines come first
 
 
-def row_update(
-    row: int,
-    params: SamplingParams,
-    seed: int,
-    prompt: npt.ArrayLike,
-    answer: npt.ArrayLike,
-    end_ids: Iterable[int],
-    vocab_size: int,
-    bias: Mapping[int, float] | None = None,
-) -> RowUpdate:
-    """What the device must know to draw for a request from now on.
+def row_update(row: int, spec: DrawSpec, bias: Mapping[int, float] | None = None) -> RowUpdate:
+    """What the device must know to draw from now on for the sequence that gets `row`.
 
     Args:
-        row: the row that the sequence gets.
-        seed: 64 bits, signed.
-        prompt, answer: token ids so far; the answer is empty but after preemption.
-        end_ids: tokens that would end the answer; none is drawn before `params.min_tokens`.
-        vocab_size: V; ids outside it cannot be drawn, and are left out.
         bias: what is added to the logits of some tokens, before the penalties; rounded to float16, -inf forbids.
     """
-    ends = end_ids if params.min_tokens > 0 else ()
-    has_words = params.has_penalties or params.min_tokens > 0 or bool(bias)
-    words = _words(prompt, answer, ends, bias or {}, vocab_size) if has_words else np.empty((2, 0), np.int32)
-    filters = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-    low, high = np.array([seed], np.int64).view(np.int32)  # little endian
+    has_words = spec.has_penalties or bool(spec.forbidden) or bool(bias)
     fields = np.zeros(len(RowField), np.int32)
-    fields[RowField.FLAGS] = FILTERS * filters + WORDS * has_words
-    fields[[RowField.SEED_LOW, RowField.SEED_HIGH]] = low, high
-    fields[RowField.TOP_K] = min(max(params.top_k, 0), 2**31 - 1)
-    fields[RowField.FREE_FROM] = min(np.size(prompt) + params.min_tokens, 2**31 - 1)
+    fields[RowField.FLAGS] = FILTERS * spec.has_filters + WORDS * has_words
+    fields[[RowField.SEED_LOW, RowField.SEED_HIGH]] = np.array([spec.seed], np.int64).view(np.int32)  # little endian
+    fields[RowField.TOP_K] = min(max(spec.top_k, 0), 2**31 - 1)
+    fields[RowField.FREE_FROM] = min(spec.first_end, 2**31 - 1)
     floats = fields.view(np.float32)
-    floats[[RowField.TEMPERATURE, RowField.TOP_P, RowField.MIN_P]] = params.temperature, params.top_p, params.min_p
-    floats[RowField.REPETITION] = params.repetition_penalty
-    floats[[RowField.PRESENCE, RowField.FREQUENCY]] = params.presence_penalty, params.frequency_penalty
-    return RowUpdate(row, fields, words)
+    floats[[RowField.TEMPERATURE, RowField.TOP_P, RowField.MIN_P]] = spec.temperature, spec.top_p, spec.min_p
+    floats[RowField.REPETITION] = spec.repetition_penalty
+    floats[[RowField.PRESENCE, RowField.FREQUENCY]] = spec.presence_penalty, spec.frequency_penalty
+    return RowUpdate(row, fields, _words(spec, bias or {}) if has_words else np.empty((2, 0), np.int32))
 
 
-def _words(
-    prompt: npt.ArrayLike, answer: npt.ArrayLike, ends: Iterable[int], bias: Mapping[int, float], vocab_size: int
-) -> Int32:
+def _words(spec: DrawSpec, bias: Mapping[int, float]) -> Int32:
     """Token ids and words [2, E] of what is not plain."""
-    drawn, counts = np.unique(np.asarray(answer, np.int64), return_counts=True)
+    drawn, counts = np.unique(spec.history[spec.num_prompt_tokens :], return_counts=True)
+    prompt, ends = np.unique(spec.history[: spec.num_prompt_tokens]), np.unique(spec.forbidden)
     groups = [
         (drawn, np.minimum(counts, COUNT)),
-        *((ids := np.unique(np.asarray(part, np.int64)), np.full(len(ids), bit))
-          for part, bit in ((prompt, IN_PROMPT), (list(ends), ENDS))),
-        (np.array(list(bias), np.int64), np.array(list(bias.values()), np.float16).view(np.int16).astype(np.int32) << BIAS_SHIFT),
-    ]  # fmt: skip
-    every = np.concatenate([ids for ids, _ in groups])
+        (prompt, np.full(len(prompt), IN_PROMPT)),
+        (ends, np.full(len(ends), ENDS)),
+        (np.array(list(bias)), np.array(list(bias.values()), np.float16).view(np.int16).astype(np.int32) << BIAS_SHIFT),
+    ]
+    every, values = (np.concatenate(parts).astype(np.int32) for parts in zip(*groups, strict=True))
     ids, place = np.unique(every, return_inverse=True)
     words = np.zeros(len(ids), np.int32)
-    np.bitwise_or.at(words, place, np.concatenate([values for _, values in groups]).astype(np.int32))
-    known = (ids >= 0) & (ids < vocab_size)
-    return np.stack([ids[known].astype(np.int32), words[known]])
+    np.bitwise_or.at(words, place, values)
+    return np.stack([ids, words])
 
 
 def pack_updates(updates: Sequence[RowUpdate]) -> DrawUpdate:
-    """Updates of different rows in one buffer."""
+    """Updates of different rows in one buffer; none make an empty one."""
     ordered = sorted(updates, key=lambda update: not update.has_words)
     lines = [np.concatenate([np.array([update.row], np.int32), update.fields]) for update in ordered]
     rows = np.repeat([update.row for update in ordered], [update.words.shape[1] for update in ordered])

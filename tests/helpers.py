@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.registry import get_backend
-from folovllm.cache.growing_cache import GrowingKVCache
+from folovllm.attention.growing_cache import GrowingKVCache
 from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.attention import Attention
 from folovllm.layers.layer_set import LayerSet

@@ -29,7 +29,8 @@ import torch
 from folovllm import LLM, EngineConfig, SamplingParams
 from folovllm.bench.contenders import random_model
 from folovllm.bench.report import Metric, Result, Run, show
-from folovllm.bench.throughput import Observed, empty_prefix_cache, metrics_of, run_workload, warm_up
+from folovllm.bench.serve import Observed, empty_prefix_cache, run_workload, warm_up
+from folovllm.bench.throughput import metrics_of
 from folovllm.bench.workload import Workload, load_workload
 from folovllm.build import make_engine
 

@@ -9,25 +9,27 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from folovllm.draw_row import pack_updates, row_update
 from folovllm.kernels.gumbel_max import gumbel_max
 from folovllm.sample.draw_state import DrawState, adjust, sampling_batch
 from folovllm.sample.sampler import Sampler
-from folovllm.sampling_params import SamplingParams
+from folovllm.step.draw import DrawSpec
 
 VOCAB_SIZE = 151_936
 CASES = {
-    "plain": SamplingParams(temperature=0.7),
-    "top_k 50, top_p 0.9": SamplingParams(temperature=0.7, top_k=50, top_p=0.9),
-    "top_k 50": SamplingParams(temperature=0.7, top_k=50),
-    "top_p 0.9": SamplingParams(temperature=0.7, top_p=0.9),
-    "min_p 0.05": SamplingParams(temperature=0.7, min_p=0.05),
-    "top_p 0.9, hot (more than fit)": SamplingParams(temperature=3.0, top_p=0.9),
-    "penalties": SamplingParams(temperature=0.7, repetition_penalty=1.1, presence_penalty=0.5),
-    "penalties, top_k 50, top_p 0.9": SamplingParams(temperature=0.7, repetition_penalty=1.1, top_k=50, top_p=0.9),
+    "plain": DrawSpec(temperature=0.7),
+    "top_k 50, top_p 0.9": DrawSpec(temperature=0.7, top_k=50, top_p=0.9),
+    "top_k 50": DrawSpec(temperature=0.7, top_k=50),
+    "top_p 0.9": DrawSpec(temperature=0.7, top_p=0.9),
+    "min_p 0.05": DrawSpec(temperature=0.7, min_p=0.05),
+    "top_p 0.9, hot (more than fit)": DrawSpec(temperature=3.0, top_p=0.9),
+    "penalties": DrawSpec(temperature=0.7, repetition_penalty=1.1, presence_penalty=0.5),
+    "penalties, top_k 50, top_p 0.9": DrawSpec(temperature=0.7, repetition_penalty=1.1, top_k=50, top_p=0.9),
 }
 
 
@@ -59,11 +61,12 @@ def microseconds(work: Callable[[], object], calls: int = 10) -> float:
     return statistics.median(times[2:])
 
 
-def measure(num_seqs: int, params: SamplingParams, with_torch: bool) -> tuple[float, float, float]:
+def measure(num_seqs: int, params: DrawSpec, with_torch: bool) -> tuple[float, float, float]:
     """Microseconds of `gumbel_max`, of `DrawState.draw` with `note`, and of torch's draw (nan: not measured)."""
     state = DrawState(num_seqs, VOCAB_SIZE, torch.device("cuda"))
-    updates = [row_update(i, params, i, range(100, 600), range(50), [0], VOCAB_SIZE) for i in range(num_seqs)]
-    update = pack_updates(updates)
+    history = np.array([*range(100, 600), *range(50)], np.int32)
+    specs = [replace(params, seed=i, num_prompt_tokens=500, history=history) for i in range(num_seqs)]
+    update = pack_updates([row_update(i, spec) for i, spec in enumerate(specs)])
     state.set_rows(torch.from_numpy(update.buffer).cuda(), update.num_rows, update.num_with_words)
     logits, rows = model_like(num_seqs), torch.arange(num_seqs, dtype=torch.int32, device="cuda")
     positions = rows + 700

@@ -1,1 +1,1 @@
-"""Benchmarks: each module has a function that measures and one that prints."""
+"""Benchmarks: `serve` runs requests on a clock, `report` keeps and prints results, and each other module measures one thing."""

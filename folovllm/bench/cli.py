@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,10 +25,12 @@ Geometry = Annotated[
 Limit = Annotated[
     float | None, typer.Option(help="Most seconds for each engine; rates are over what it generated.", min=0)
 ]
+Repeats = Annotated[int, typer.Option(help="Passes; the table shows the median, and their spread.", min=1)]
+Requests = Annotated[int | None, typer.Option(help="Only the first so many requests.", min=1)]
 
 
 def in_a_folder(file: Path | None) -> Path | None:
-    """A file that will be written when all is measured: where it could not be, that is said before."""
+    """Check, before anything is measured, that the result can be written to `file` afterwards."""
     if file is not None and not file.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {file.parent}")
     if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
@@ -39,19 +42,15 @@ Save = Annotated[Path | None, typer.Option("--save", help="Write the result to t
 
 
 def build_bench_app() -> typer.Typer:
-    """The commands, with a flag for every field of `EngineConfig`."""
+    """Build the commands; each has a flag for every field of `EngineConfig`."""
     from folovllm.config import EngineConfig
     from folovllm.flags import with_flags
 
     app = typer.Typer(
         no_args_is_help=True, help="Measure the engine; every result is a table and, with --save, a file."
     )
-    app.command()(with_flags(throughput, EngineConfig))
-    app.command()(with_flags(latency, EngineConfig))
-    app.command()(with_flags(memory, EngineConfig))
-    app.command()(with_flags(reuse, EngineConfig))
-    app.command()(with_flags(ladder, EngineConfig))
-    app.command()(attention)
+    for command in (throughput, latency, memory, reuse, ladder):
+        app.command()(with_flags(command, EngineConfig))
     app.command()(compare)
     return app
 
@@ -60,10 +59,10 @@ def throughput(
     workload: Annotated[
         str, typer.Option(help="default, mixed, nano-vllm, or a file of JSON lines: prompt_len, output_len, arrival.")
     ] = "default",
-    requests: Annotated[int | None, typer.Option(help="Only the first so many requests.", min=1)] = None,
+    requests: Requests = None,
     compare: Compare = None,
     limit: Limit = None,
-    repeats: Annotated[int, typer.Option(help="Passes; the table shows median and spread.", min=1)] = 1,
+    repeats: Repeats = 1,
     random_weights: Geometry = None,
     save: Save = None,
     **given: Any,
@@ -71,8 +70,7 @@ def throughput(
     """Serve a workload: tokens a second, times to first token, memory wasted, share of the roofline, Python's cost."""
     from folovllm.bench.throughput import bench_throughput
 
-    with tempfile.TemporaryDirectory() as folder:
-        engines = contenders(given, compare, random_weights, folder)
+    with contenders(given, compare, random_weights) as engines:
         found = bench_throughput(engines, workload, requests, repeats, limit, with_step_times=True)
     finish(found, save)
 
@@ -80,16 +78,16 @@ def throughput(
 def latency(
     compare: Compare = None,
     limit: Limit = None,
-    repeats: Annotated[int, typer.Option(help="Passes; the table shows median and spread.", min=1)] = 3,
+    repeats: Repeats = 3,
     random_weights: Geometry = None,
     save: Save = None,
     **given: Any,
 ) -> None:
     """One request alone, 128 tokens in and 256 out: times to the first token and between tokens."""
-    from folovllm.bench.latency import bench_latency
+    from folovllm.bench.throughput import bench_latency
 
-    with tempfile.TemporaryDirectory() as folder:
-        found = bench_latency(contenders(given, compare, random_weights, folder), repeats, limit)
+    with contenders(given, compare, random_weights) as engines:
+        found = bench_latency(engines, repeats, limit)
     finish(found, save)
 
 
@@ -101,13 +99,13 @@ def memory(
     save: Save = None,
     **given: Any,
 ) -> None:
-    """Pages against slots in the same bytes: sequences in flight, tokens a second, memory that is held and empty."""
+    """Blocks against slots in the same bytes: sequences in flight, tokens a second, memory that is held and empty."""
     from folovllm.bench.memory import bench_memory
 
     longest = given.pop("max_model_len", None) or 512
     compare = compare or (None if given.get("milestone") else "m2,m3")
-    with tempfile.TemporaryDirectory() as folder:
-        found = bench_memory(contenders(given, compare, random_weights, folder), slots, longest, requests)
+    with contenders(given, compare, random_weights) as engines:
+        found = bench_memory(engines, slots, longest, requests)
     finish(found, save)
 
 
@@ -122,7 +120,7 @@ def reuse(
     cpu_time: Annotated[
         bool, typer.Option("--cpu-time", help="Count the process's own time: for one thread of a busy machine.")
     ] = False,
-    repeats: Annotated[int, typer.Option(help="Passes; the table shows median and spread.", min=1)] = 3,
+    repeats: Repeats = 3,
     random_weights: Geometry = None,
     save: Save = None,
     **given: Any,
@@ -134,8 +132,7 @@ def reuse(
         sizes = tuple(int(size) for size in chunks.split(","))
     except ValueError:
         raise ValueError(f"--chunks takes whole numbers, say 2048,512,128, not {chunks!r}") from None
-    with tempfile.TemporaryDirectory() as folder:
-        [contender] = contenders(given, None, random_weights, folder)
+    with contenders(given, None, random_weights) as [contender]:
         for part, found in bench_reuse(contender, parts, prefix, prompt, requests, sizes, repeats, cpu_time):
             finish(found, save and save.with_stem(f"{save.stem}-{part}"))
 
@@ -148,12 +145,9 @@ def ladder(
         str | None,
         typer.Option(help="mixed (what a CPU gets), nano-vllm (a GPU), default, latency, or a file of JSON lines."),
     ] = None,
-    requests: Annotated[int | None, typer.Option(help="Only the first so many requests.", min=1)] = None,
+    requests: Requests = None,
     limit: Limit = 60.0,
-    repeats: Annotated[int, typer.Option(help="Passes; the table shows the median.", min=1)] = 1,
-    chart: Annotated[
-        Path | None, typer.Option(help="Draw it: x.png writes x.png and x.svg; needs matplotlib.", callback=in_a_folder)
-    ] = None,
+    repeats: Repeats = 1,
     random_weights: Geometry = None,
     save: Save = None,
     **given: Any,
@@ -161,36 +155,22 @@ def ladder(
     """One workload through every milestone; with --mine, your ladder beside the reference's."""
     from folovllm._overlay import started_milestone
     from folovllm.bench.ladder import Plan, bench_ladder, bench_reference, beside, for_cpu, rungs
-    from folovllm.bench.ladder_chart import draw_ladder, plotting
     from folovllm.bench.ladder_table import show_ladder
     from folovllm.config import LATEST
     from folovllm.engine.setup import choose_device
 
     if given.pop("milestone", None):
         raise ValueError("the ladder runs all milestones: say --upto m3, not --milestone m3")
-    if chart is not None:
-        plotting()  # its absence is told before anything runs
     with_mine = bool(os.environ.get("FOLOVLLM_MINE"))
     upto = upto or started_milestone() or LATEST
     on_gpu = choose_device(given.get("device")).type == "cuda"
     workload = workload or ("nano-vllm" if on_gpu else "mixed")
-    with tempfile.TemporaryDirectory() as folder:
-        [(_, fields)] = contenders(given, None, random_weights, folder)
+    with contenders(given, None, random_weights) as [(_, fields)]:
         climbed = rungs(upto, fields) if on_gpu else for_cpu(rungs(upto, fields), workload, requests)
         plan = Plan(climbed, workload, requests, limit, repeats)
         found = bench_ladder(plan)
         found = beside(found, bench_reference(plan)) if with_mine else found
     finish(found, save, show_ladder)
-    for file in draw_ladder(found, chart) if chart is not None else ():
-        print(file)
-
-
-def attention() -> None:
-    """Every attention backend on the same pages, against the card's own copy bandwidth. Needs a GPU."""
-    from folovllm.bench.attention import bench_attention
-
-    for _ in bench_attention():
-        pass  # it reports as it goes
 
 
 def compare(files: Annotated[list[Path], typer.Argument(help="Results that --save wrote.")]) -> None:
@@ -207,20 +187,24 @@ def compare(files: Annotated[list[Path], typer.Argument(help="Results that --sav
     show(first)
 
 
-def contenders(given: dict[str, Any], compare: str | None, geometry: str | None, folder: str) -> list[Contender]:
-    """Name and configuration of each engine to measure; refused before torch is loaded where that is possible."""
+@contextmanager
+def contenders(given: dict[str, Any], compare: str | None, geometry: str | None) -> Iterator[list[Contender]]:
+    """Name and configuration of each engine to measure; refused before torch is loaded where that is possible.
+
+    A geometry's files are there until the end of the block.
+    """
     from folovllm._overlay import started_milestone
     from folovllm.bench.contenders import parse_contenders, random_model
     from folovllm.config import LATEST, EngineConfig
     from folovllm.flags import pick
 
     chosen = {"use_tqdm": False, **pick(given, EngineConfig)}
-    if geometry is not None:
-        chosen = random_model(geometry, Path(folder), chosen)
     milestone = chosen.pop("milestone", None)
     if compare is not None and milestone is not None:
         raise ValueError("give --milestone or --compare, not both")
-    return parse_contenders(compare or milestone or started_milestone() or LATEST, chosen)
+    with tempfile.TemporaryDirectory() as folder:
+        fields = chosen if geometry is None else random_model(geometry, Path(folder), chosen)
+        yield parse_contenders(compare or milestone or started_milestone() or LATEST, fields)
 
 
 def finish(result: Result, save: Path | None, printer: Callable[[Result], None] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a benchmark compares: presets with settings of their own, over a model or over a geometry of random weights."""
+"""What a benchmark compares: presets with their settings, over a model or over random weights of some shape."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GEOMETRIES["qwen3-8b"] = GEOMETRIES["qwen3-0.6b"] | {
 
 
 def write_geometry(name: str, folder: Path) -> Path:
-    """Write the configuration of a model of this shape; returns where, a folder of its name in `folder`.
+    """Write the configuration of a model of this shape to a folder of its name in `folder`, and return that folder.
 
     Raises:
         ValueError: no such geometry; the sentence lists those there are.
@@ -54,13 +54,13 @@ def write_geometry(name: str, folder: Path) -> Path:
 
 
 def random_model(name: str, folder: Path, common: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an EngineConfig that runs this geometry; its text is decoded by the embedded model's tokenizer."""
+    """Return the fields of an EngineConfig that runs this geometry. The embedded model's tokenizer decodes its text."""
     model = str(write_geometry(name, folder))
     return {"tokenizer": DEFAULT_MODEL, "model_impl": "native", **common, "model": model, "random_weights": True}
 
 
 def used_settings(config: EngineConfig) -> dict[str, Any]:
-    """What a result file says of a configuration: all that is set, and of made-up weights the geometry, not the folder."""
+    """Return the fields that are set, for a result file. With random weights the model is named after its geometry."""
     settings = {key: value for key, value in asdict(config).items() if value is not None}
     return settings | {"model": Path(config.model).name} if config.random_weights else settings
 

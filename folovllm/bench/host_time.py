@@ -1,4 +1,4 @@
-"""What Python costs: the part of a decode step in which the host works, apart from that in which it waits for the device.
+"""What Python costs: the part of a decode step in which the host works and does not wait for the device.
 
 With overlap the two do not add up to anything a user feels: as long as the host waits at all, the device has work, and
 Python is free. Without overlap, the device has nothing to do while the host works.
@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from folovllm.bench.report import Metric
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.executor.abstract import Pending
 from folovllm.sampling_params import SamplingParams
@@ -30,13 +31,13 @@ MOST_SECONDS = 2.0  # then fewer steps have to do
 
 
 class WaitClock:
-    """Adds up the seconds inside the functions that it was put around: the host's wait for the device."""
+    """Adds up the seconds that the host waits for the device: those inside the functions that it wraps."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def around(self, work: Callable[P, R]) -> Callable[P, R]:
-        """`work`, on the clock."""
+        """Return `work` with its whole time on the clock."""
 
         def on_the_clock(*args: P.args, **kwargs: P.kwargs) -> R:
             start = time.perf_counter()
@@ -48,11 +49,11 @@ class WaitClock:
         return on_the_clock
 
     def around_wait(self, start: Callable[P, Pending]) -> Callable[P, TimedPending]:
-        """`start`, which starts a step and takes the host's time, with the wait for that step on the clock."""
+        """Return `start`, which starts a step, with the later wait for that step on the clock."""
         return lambda *args, **kwargs: TimedPending(start(*args, **kwargs), self)
 
     def then_synchronize(self, launch: Callable[P, R]) -> Callable[P, R]:
-        """`launch`, which queues work and takes the host's time, followed by a wait, on the clock, for all that is queued."""
+        """Return `launch`, which queues work, followed by a wait, on the clock, for all that is queued."""
 
         def launch_and_wait(*args: P.args, **kwargs: P.kwargs) -> R:
             result = launch(*args, **kwargs)
@@ -64,19 +65,19 @@ class WaitClock:
 
 @dataclass(slots=True)
 class TimedPending:
-    """A step that was started; waiting for it counts."""
+    """A step that was started. The clock runs while somebody waits for it."""
 
     step: Pending
     clock: WaitClock
 
     def wait(self) -> StepResult:
-        """As the step's own."""
+        """Wait for the step, on the clock."""
         return self.clock.around(self.step.wait)()
 
 
 @contextmanager
 def watched(engine: LLMEngine, clock: WaitClock) -> Iterator[None]:
-    """Within this, the clock runs whenever the engine waits for its device."""
+    """Run the clock, until the end of the block, whenever the engine waits for its device."""
     with ExitStack() as stack:
         for target, name, wrap in _waits(engine, clock):
             own = vars(target).get(name)  # else it is the class's, which comes to light again by itself
@@ -86,15 +87,15 @@ def watched(engine: LLMEngine, clock: WaitClock) -> Iterator[None]:
 
 
 def _waits(engine: LLMEngine, clock: WaitClock) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Where the host waits: (object, method, what to put around it). On a CPU the device's work is done by the host itself."""
+    """List where the host waits: (object, method, wrapper). A CPU's own work for the model counts as waiting."""
     worker: Any = getattr(engine.executor, "_worker", None)
     if worker is None:  # elsewhere
         return [(engine.executor, "submit", clock.around_wait)]
     runner, packed = worker.runner, isinstance(worker.runner, GraphRunner)
     if engine.setup.device.type == "cpu":
         model = runner.model
-        work = [(model, "forward"), (model, "compute_logits"), (runner._sampler, "choose")]
-        work += [(runner._draw, "one_pass")] if packed else []
+        work = [(model, "forward"), (model, "compute_logits")]
+        work += [(runner._draw, "one_pass"), (runner._rows_draw, "draw")] if packed else [(runner._sampler, "choose")]
         return [(target, name, clock.around) for target, name in work if hasattr(target, name)]
     if packed:
         return [(runner, "execute_model", clock.around_wait)]
@@ -103,15 +104,23 @@ def _waits(engine: LLMEngine, clock: WaitClock) -> list[tuple[Any, str, Callable
 
 @dataclass(slots=True, frozen=True)
 class StepTime:
-    """Median seconds of a decode step: the host's own, and those of its wait."""
+    """Median seconds of a decode step: how long the host worked, and how long it waited."""
 
     num_seqs: int
     host: float
     waiting: float
 
+    def metrics(self) -> dict[str, Metric]:
+        """The same for a report."""
+        batch = f"a step, {self.num_seqs} sequence{'s' if self.num_seqs > 1 else ''}"
+        return {
+            f"Python {batch}": Metric.of([1e3 * self.host], "ms", False),
+            f"waiting {batch}": Metric.of([1e3 * self.waiting], "ms", False),
+        }
+
 
 def step_times(engine: LLMEngine, batches: tuple[int, ...] = BATCHES) -> list[StepTime]:
-    """Decode steps with as many sequences as `batches` says, or as the engine serves at once; short contexts.
+    """Time decode steps of as many sequences as `batches` says, or as the engine serves at once; contexts are short.
 
     The engine must be idle, and is so afterwards.
     """
@@ -120,7 +129,7 @@ def step_times(engine: LLMEngine, batches: tuple[int, ...] = BATCHES) -> list[St
 
 
 def _room(engine: LLMEngine) -> int:
-    """Sequences that decode together with no preemption."""
+    """Return how many sequences can decode together without a preemption."""
     setup, num_blocks = engine.setup, engine.executor.num_kv_blocks
     if not num_blocks:  # caches that grow
         return setup.max_num_seqs

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ CHUNK = 128  # tokens a step of a CPU where prompts come in chunks: some 15 ms
 
 @dataclass(slots=True, frozen=True)
 class Plan:
-    """What to run; as JSON it also goes to the process that measures the reference."""
+    """What to run. The process that measures the reference gets it as JSON."""
 
     contenders: list[Contender]
     workload: str
@@ -43,7 +43,7 @@ class Plan:
 
 
 def rungs(upto: str, common: dict[str, Any]) -> list[Contender]:
-    """The presets up to `upto`; on a GPU, the other attention backends after them.
+    """List the presets up to `upto`; on a GPU, the other attention backends follow.
 
     Raises:
         ValueError: no such milestone.
@@ -57,7 +57,7 @@ def rungs(upto: str, common: dict[str, Any]) -> list[Contender]:
 
 
 def for_cpu(contenders: list[Contender], workload_name: str, count: int | None) -> list[Contender]:
-    """The rungs with little memory and small chunks, so that a CPU shows what each of them is for.
+    """Give the rungs little memory and small chunks, so that a CPU shows what each of them is for.
 
     The KV cache has room for `SLOTS` requests as long as the workload's longest, in slots or in the same bytes of
     blocks, and where prompts come in chunks a step has `CHUNK` tokens. What a contender's fields say already stays.
@@ -74,7 +74,7 @@ def for_cpu(contenders: list[Contender], workload_name: str, count: int | None) 
 
 
 def other_backends(contender: Contender) -> list[Contender]:
-    """The same engine with each paged backend that runs here and that "auto" did not choose."""
+    """List the same engine with each paged backend that runs here and that "auto" did not choose."""
     name, overrides = contender
     chosen, found = set_up(EngineConfig(**overrides)).backend, []
     for backend in ("torch_paged", *list(BACKENDS)[list(BACKENDS).index("torch_paged") + 1 :]):
@@ -122,7 +122,7 @@ def check_answers(result: Result) -> None:
 
 
 def bench_reference(plan: Plan) -> Result:
-    """The ladder of the package's own code, in a process without `FOLOVLLM_MINE`.
+    """Measure the ladder of the package's own code, in a process without `FOLOVLLM_MINE`.
 
     Raises:
         RuntimeError: that process failed; its last line says why.
@@ -131,8 +131,7 @@ def bench_reference(plan: Plan) -> Result:
     environment["PYTHONPATH"] = import_path()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "reference.json"
-        asked = json.dumps([[list(c) for c in plan.contenders], plan.workload, plan.requests, plan.limit, plan.repeats])
-        command = python_command("folovllm.bench.ladder", asked, str(file))
+        command = python_command("folovllm.bench.ladder", json.dumps(asdict(plan)), str(file))
         child = subprocess.run(command, env=environment, stderr=subprocess.PIPE)
         if child.returncode:
             raise RuntimeError(f"the reference's ladder failed: {child.stderr.decode(errors='replace')[-500:].strip()}")
@@ -140,13 +139,12 @@ def bench_reference(plan: Plan) -> Result:
 
 
 def measure_to(asked: str, file: str) -> None:
-    """What the child process of `bench_reference` does."""
-    contenders, *others = json.loads(asked)
-    bench_ladder(Plan([(name, fields) for name, fields in contenders], *others)).save(Path(file))
+    """Measure the plan `asked`, as JSON, and save the result: the child process of `bench_reference` does this."""
+    bench_ladder(Plan(**json.loads(asked))).save(Path(file))
 
 
 def beside(mine: Result, reference: Result) -> Result:
-    """One ladder with two runs a rung, the reference's first."""
+    """Put two ladders into one, with two runs a rung: the reference's, then the learner's."""
     both = replace(mine)
     both.runs = [
         renamed

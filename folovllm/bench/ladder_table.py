@@ -1,4 +1,4 @@
-"""The ladder as a table of 80 columns, with what its headings mean and what a reader might misread."""
+"""Show the ladder as a table of 80 columns, and say what its headings mean and what a reader might misread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from folovllm.bench.report import Metric, Result, Run, digits, machine_line, workload_line
+from folovllm.bench.report import Result, Run, digits, machine_line, workload_line
 from folovllm.bench.throughput import AGREEMENT, LONGEST_GAP, PER_CPU_SECOND, REUSED, ROOFLINE, WASTE
 
 RATE = "output tokens"
@@ -30,7 +30,7 @@ FOR_GPUS = "On a CPU M4 runs what M3 runs, and M6 has no device to overlap with:
 
 
 def show_ladder(result: Result, console: Console | None = None) -> None:
-    """A row a rung; the ratio is of its tokens a second to those of the first."""
+    """Print a row for each rung. The ratio compares its tokens a second with the first rung's."""
     console = console or Console(highlight=False)
     title = f"bench ladder: {workload_line(result.workload)}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
@@ -50,7 +50,7 @@ def show_ladder(result: Result, console: Console | None = None) -> None:
 
 
 def _is_worth_a_column(name: str, result: Result) -> bool:
-    """Whether there is a figure; of the agreement, whether any is not 100%, for else a note says it."""
+    """Whether any run has this figure. Agreement is worth a column only where it is not 100%: else a note says it."""
     return any(name in run.metrics for run in result.runs) and not (name == AGREEMENT and all_agree(result))
 
 
@@ -61,7 +61,7 @@ def all_agree(result: Result) -> bool:
 
 
 def notes(result: Result) -> list[str]:
-    """What the headings mean, what all rungs have in common, and of a CPU what it cannot show."""
+    """Explain the headings, say what all rungs have in common, and what a CPU cannot show."""
     found = [LEGEND] + ["All rungs gave the same tokens."] * all_agree(result)
     on_cpu = all(PER_CPU_SECOND in run.metrics for run in result.runs)
     if on_cpu and any(run.config.get("milestone") in ("m4", "m6") for run in result.runs):
@@ -71,9 +71,5 @@ def notes(result: Result) -> list[str]:
 
 def _cells(run: Run, first: Run, columns: list[str]) -> list[str]:
     rate, base = run.metrics[RATE].median, first.metrics[RATE].median
-    cells = [_text(run.metrics.get(name)) for name in columns]
+    cells = [digits(run.metrics[name].median) if name in run.metrics else "-" for name in columns]
     return [run.title, cells[0], f"{rate / base:.2f}x" if base else "", *cells[1:]]
-
-
-def _text(metric: Metric | None) -> str:
-    return "-" if metric is None else digits(metric.median)

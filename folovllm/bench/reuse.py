@@ -6,16 +6,13 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
-
-import torch
 
 from folovllm.bench.contenders import Contender, used_settings
 from folovllm.bench.report import Metric, Result, Run
-from folovllm.bench.throughput import run_workload
+from folovllm.bench.serve import exactly, finish, run_workload, running
 from folovllm.bench.workload import BenchRequest, Workload
-from folovllm.build import make_engine
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
@@ -24,7 +21,6 @@ from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.scheduler import Scheduler
 from folovllm.engine.setup import choose_device
 from folovllm.request import Sequence
-from folovllm.sampling_params import SamplingParams
 
 Clock = Callable[[], float]  # the wall's, or that of the process alone, which a busy machine does not disturb
 
@@ -33,25 +29,13 @@ CHUNKS = (2048, 512, 128)
 DECODED_BEFORE = 8  # tokens of the running request before the long prompt comes
 
 
-@contextmanager
-def engine_for(contender: Contender, longest: int, **overrides: Any) -> Iterator[LLMEngine]:
-    """An engine whose context is long enough; gone at the end."""
-    fields = {"max_model_len": longest} | contender[1] | overrides
-    engine = make_engine(EngineConfig(**fields))
-    try:
-        yield engine
-    finally:
-        engine.close()
-        torch.cuda.empty_cache()
-
-
-def greedy(count: int) -> SamplingParams:
-    """`count` tokens, whatever the model says."""
-    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+def engine_for(contender: Contender, longest: int, **overrides: Any) -> AbstractContextManager[LLMEngine]:
+    """Run an engine whose context is long enough."""
+    return running(EngineConfig(**{"max_model_len": longest} | contender[1] | overrides))
 
 
 def random_ids(rng: random.Random, count: int, engine: LLMEngine) -> list[int]:
-    """Token ids that nobody has asked for before, in all likelihood."""
+    """Draw token ids; in all likelihood nobody has asked for the same before."""
     return [rng.randrange(engine.setup.vocab_size) for _ in range(count)]
 
 
@@ -59,7 +43,7 @@ def random_ids(rng: random.Random, count: int, engine: LLMEngine) -> list[int]:
 
 
 def bench_ttft(contender: Contender, prefix: int, repeats: int = 5, clock: Clock = time.perf_counter) -> Result:
-    """Two prompts that share `prefix` tokens, one after the other; each repeat has tokens of its own."""
+    """Serve two prompts that share `prefix` tokens, one after the other. Each repeat has tokens of its own."""
     rng, times = random.Random(0), []
     with engine_for(contender, prefix + TAIL + 8, enable_prefix_caching=True) as engine:
         for _ in range(repeats + 1):
@@ -78,11 +62,10 @@ def bench_ttft(contender: Contender, prefix: int, repeats: int = 5, clock: Clock
 
 
 def time_to_first_token(engine: LLMEngine, prompt: list[int], clock: Clock = time.perf_counter) -> float:
-    """Seconds, of a request that has the engine to itself."""
+    """Return the seconds until the first token of a request that has the engine to itself."""
     start = clock()
-    engine.add_request("only", prompt, greedy(1))
-    while engine.has_unfinished_requests():
-        engine.step()
+    engine.add_request("only", prompt, exactly(1))
+    finish(engine)
     return clock() - start
 
 
@@ -97,7 +80,7 @@ def bench_sharing(
     repeats: int = 3,
     clock: Clock = time.perf_counter,
 ) -> Result:
-    """`count` requests that begin alike, and as many of the same lengths that do not, with the cache off and on.
+    """Serve `count` requests that begin alike, and as many of the same lengths that do not, with the cache off and on.
 
     One engine serves all of it, and off and on take turns: what else the machine does falls on both.
     """
@@ -116,8 +99,8 @@ def bench_sharing(
         config = used_settings(engine.setup.config)
     runs = [
         Run(word, config | {"enable_prefix_caching": caching}, {
-            "prefix shared": rate(loads["alike"], seconds["alike", caching]),
-            "nothing shared": rate(loads["unlike"], seconds["unlike", caching]),
+            label: Metric.of([loads[name].output_tokens / t for t in seconds[name, caching]], "tok/s")
+            for name, label in (("alike", "prefix shared"), ("unlike", "nothing shared"))
         })
         for word, caching in (("the cache off", False), ("the cache on", True))
     ]  # fmt: skip
@@ -136,7 +119,7 @@ def workload(engine: LLMEngine, prefix: int, count: int, output_len: int, shared
 
 
 def serve(engine: LLMEngine, load: Workload, caching: bool, clock: Clock) -> tuple[float, float, float]:
-    """From an empty pool, the first request alone, then the others together.
+    """Serve the first request alone, then the others together; the cache is empty at the start.
 
     Returns:
         Seconds in all, seconds in `match` and `publish`, and the share of the tokens that were found.
@@ -155,7 +138,7 @@ def serve(engine: LLMEngine, load: Workload, caching: bool, clock: Clock) -> tup
 
 
 def clocked(kv: KVCacheManager, name: str, clock: Clock) -> list[float]:
-    """Seconds of every call of one method, from now on."""
+    """Wrap one method, and return a list that gets the seconds of each call from now on."""
     spent, method = list[float](), getattr(kv, name)
 
     def call(seq: Sequence) -> None:
@@ -165,11 +148,6 @@ def clocked(kv: KVCacheManager, name: str, clock: Clock) -> list[float]:
 
     setattr(kv, name, call)
     return spent
-
-
-def rate(load: Workload, seconds: list[float]) -> Metric:
-    """Output tokens a second of all passes."""
-    return Metric.of([load.output_tokens / t for t in seconds], "tok/s")
 
 
 # --- gaps between tokens --------------------------------------------------------------------------------------------
@@ -202,15 +180,15 @@ def bench_gaps(
 def watch_gaps(
     engine: LLMEngine, prompt: int, seed: int, clock: Clock = time.perf_counter
 ) -> tuple[list[float], float]:
-    """Seconds between the running request's tokens until the long prompt has its first token, and its TTFT."""
+    """Return the gaps between the running request's tokens while the long prompt is computed, and its TTFT: seconds."""
     rng = random.Random(seed)
     short, long = random_ids(rng, 8, engine), random_ids(rng, prompt, engine)  # drawn here: it takes milliseconds
-    engine.add_request("runs", short, greedy(prompt))
+    engine.add_request("runs", short, exactly(prompt))
     decoded = 0
     while decoded < DECODED_BEFORE:
         decoded += sum(len(output.outputs[0].delta_token_ids) for output in engine.step())
     times, arrival, through = [clock()], clock(), False
-    engine.add_request("long", long, greedy(1))
+    engine.add_request("long", long, exactly(1))
     while not through:
         ids = {output.request_id for output in engine.step() if output.outputs[0].delta_token_ids}
         through = "long" in ids
@@ -218,13 +196,12 @@ def watch_gaps(
             times.append(clock())
     ttft = clock() - arrival
     engine.abort_request("runs")
-    while engine.has_unfinished_requests():
-        engine.step()
+    finish(engine)
     return [b - a for a, b in itertools.pairwise(times)], ttft
 
 
 def gap_metrics(seen: list[tuple[list[float], float]]) -> dict[str, Metric]:
-    """The longest gap, how many there were, and what the newcomer paid."""
+    """Return the longest gap, how many gaps there were, and the newcomer's time to its first token."""
     return {
         "longest gap": Metric.of([1e3 * max(gaps) for gaps, _ in seen], "ms", False),
         "tokens meanwhile": Metric.of([float(len(gaps)) for gaps, _ in seen]),
@@ -233,8 +210,6 @@ def gap_metrics(seen: list[tuple[list[float], float]]) -> dict[str, Metric]:
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------
-
-PARTS = ("ttft", "sharing", "gaps")
 
 
 def bench_reuse(
@@ -247,26 +222,25 @@ def bench_reuse(
     repeats: int = 3,
     cpu_time: bool = False,
 ) -> Iterator[tuple[str, Result]]:
-    """The parts asked for, each as soon as it is done; sizes that are left open depend on the device.
+    """Yield the parts that were asked for, each as soon as it is done. Sizes that are left open depend on the device.
 
     Raises:
         ValueError: no such part.
     """
-    wanted = parts or list(PARTS)
-    if unknown := set(wanted) - set(PARTS):
-        raise ValueError(f"unknown part {min(unknown)!r}: choose of {', '.join(PARTS)}")
     gpu = choose_device(contender[1].get("device")).type == "cuda"
     clock = time.process_time if cpu_time else time.perf_counter
     prefix = prefix or (16_000 if gpu else 2_000)
-    benches: dict[str, Callable[[], Result]] = {
+    benches = {
         "ttft": lambda: bench_ttft(contender, prefix, repeats, clock),
         "sharing": lambda: bench_sharing(contender, prefix // 4, requests or (256 if gpu else 16), 32, repeats, clock),
         "gaps": lambda: bench_gaps(contender, prompt, chunks, repeats, clock),
     }
-    for part in wanted:
+    if unknown := set(parts or ()) - set(benches):
+        raise ValueError(f"unknown part {min(unknown)!r}: choose of {', '.join(benches)}")
+    for part in parts or benches:
         yield part, benches[part]()
 
 
 def describe(name: str, requests: int, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
-    """As `Workload.describe`."""
+    """Describe what was served, as `Workload.describe` does."""
     return {"name": name, "requests": requests, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}

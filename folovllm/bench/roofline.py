@@ -61,7 +61,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def roofline_seconds(workload: Workload, setup: EngineSetup, rates: Rates) -> float:
-    """Seconds that the workload takes at least."""
+    """Return the seconds that the workload takes at least."""
     layer, head = _matrix_parameters(setup)
     a, requests = setup.attention, workload.requests
     weight_bytes = (layer + head) * setup.dtype.itemsize

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,13 @@ class Workload:
         """The context that the longest request needs."""
         return max(len(request.prompt) + request.output_len for request in self.requests)
 
+    def for_vocabulary(self, size: int) -> Workload:
+        """Return the same for a model with `size` tokens: larger ids wrap around."""
+        requests = [replace(request, prompt=[token % size for token in request.prompt]) for request in self.requests]
+        return replace(self, requests=requests)
+
     def describe(self) -> dict[str, Any]:
-        """For a result file."""
+        """Return what a result file says about the workload."""
         return {
             "name": self.name,
             "requests": len(self.requests),
@@ -55,7 +61,7 @@ class Workload:
 
 
 def load_workload(name: str, vocab_size: int, count: int | None = None) -> Workload:
-    """A built-in workload, or a file of JSON lines; the first `count` requests of it.
+    """Load a built-in workload or a file of JSON lines; `count` keeps only its first requests.
 
     A line holds `prompt_token_ids` or `prompt_len`, and `output_len`; `arrival` in seconds may follow. Ids beyond the
     vocabulary wrap around, so that one workload fits every model.
@@ -77,11 +83,17 @@ def load_workload(name: str, vocab_size: int, count: int | None = None) -> Workl
         raise ValueError(
             f"unknown workload {name!r}: choose one of {', '.join(WORKLOADS)}, or name a file of JSON lines"
         )
-    requests = [
-        BenchRequest([token % vocab_size for token in request.prompt], request.output_len, request.arrival)
-        for request in workload.requests[:count]
-    ]
-    return Workload(workload.name, requests, workload.temperature)
+    return replace(workload, requests=workload.requests[:count]).for_vocabulary(vocab_size)
+
+
+def mixed_workload(count: int, seed: int, prompts: tuple[int, int], answers: tuple[int, int]) -> Workload:
+    """Draw many short lengths and few long ones: their logarithm is uniform between the bounds."""
+    rng, ids = random.Random(seed), random.Random(0)
+
+    def length(bounds: tuple[int, int]) -> int:
+        return round(math.exp(rng.uniform(math.log(bounds[0]), math.log(bounds[1]))))
+
+    return Workload("mixed", [BenchRequest(_ids(ids, length(prompts)), length(answers)) for _ in range(count)])
 
 
 def _uniform(rng: random.Random, count: int) -> list[BenchRequest]:

@@ -25,16 +25,16 @@ class PeersLost(ConnectionError):
 
 
 class Group(Protocol):
-    """What a sharded layer needs from the other ranks. Every rank calls the same, in the same order."""
+    """What a sharded layer needs from the other ranks. All ranks make the same calls in the same order."""
 
     rank: int
     size: int
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `x`, on every rank. `x` may be overwritten."""
+        """Add up all ranks' `x`, and return the sum on every rank. `x` may be overwritten."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' `x`, on every rank: [size, *x.shape]."""
+        """Collect all ranks' `x` on every rank: [size, *x.shape]."""
 
 
 class ProcessGroup:
@@ -44,7 +44,7 @@ class ProcessGroup:
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Any = None) -> None:
-        """Meet the others at `store`, or where torchrun's environment says. Blocks until all are there."""
+        """Meet the other ranks at `store`, or where torchrun's environment says. Blocks until all are there."""
         self.rank, self.size = rank, size
         for name, value in NO_MULTICAST.items():
             os.environ.setdefault(name, value)
@@ -116,7 +116,7 @@ class OneShotAllReduce:
 
 
 def make_one_shot(device: torch.device, size: int) -> OneShotAllReduce | None:
-    """The quick sum where it works: the GPUs see each other's memory, and a trial gives the right sum on all ranks.
+    """Return the quick sum where it works: the GPUs see each other's memory, and a trial sum is right on all ranks.
 
     `FOLOVLLM_ONE_SHOT=0` does without, to compare.
     """
@@ -132,7 +132,7 @@ def make_one_shot(device: torch.device, size: int) -> OneShotAllReduce | None:
 
 
 def all_say(yes: bool, device: torch.device) -> bool:
-    """Whether all ranks say yes. What one of them cannot do, none may begin."""
+    """Whether all ranks say yes. If one of them cannot do something, none may begin it."""
     verdict = torch.tensor([float(yes)], device=device)
     dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
     return bool(verdict.item())
@@ -166,7 +166,7 @@ def _sums_right(one_shot: OneShotAllReduce, size: int) -> bool:
 
 
 def child_environment() -> dict[str, str]:
-    """What torch's and NCCL's libraries read when a rank starts. Multicast over NVLink stays off."""
+    """Return the variables that torch and NCCL read when a rank starts. Multicast over NVLink stays off."""
     extra = dict(NO_MULTICAST)
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:

@@ -11,7 +11,7 @@ class Pending(Protocol):
     """A step that was started."""
 
     def wait(self) -> StepResult:
-        """Its tokens, as soon as they are here."""
+        """Wait for the step's tokens and return them."""
 
 
 class Executor(Protocol):
@@ -25,11 +25,11 @@ class Executor(Protocol):
         """Run one step. Raises `NothingScheduled` if it is empty."""
 
     def shutdown(self) -> None:
-        """Give everything back; twice is once."""
+        """Give everything back. A second call does nothing."""
 
 
 class AsyncExecutor(Executor, Protocol):
-    """One that need not wait for a step before it starts the next."""
+    """An executor that can start the next step before the last one has ended."""
 
     def submit(self, output: SchedulerOutput) -> Pending:
         """Start one step and return at once."""

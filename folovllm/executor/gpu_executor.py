@@ -25,5 +25,5 @@ class GPUExecutor:
         return self._worker.execute_model(output)
 
     def shutdown(self) -> None:
-        """Drop the model and its cache; twice is once."""
+        """Drop the model and its cache. A second call does nothing."""
         self.__dict__.pop("_worker", None)

@@ -1,4 +1,4 @@
-"""Steps and results as int32 numbers, so that they can cross to another process without being pickled.
+"""Write steps and results as int32 numbers, so that they reach another process without being pickled.
 
 Floats and 64-bit numbers travel as their bits.
 """
@@ -10,61 +10,40 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
+from folovllm.draw_row import DrawUpdate, RowField
 from folovllm.setup import EngineSetup
-from folovllm.step.draw import DrawSpec, Logprobs
+from folovllm.step.draw import Logprobs
 from folovllm.step.packed import Field, Int32, PackedStep
 from folovllm.step.schedule import StepResult
 
 STOP: Int32 = np.empty(0, np.int32)  # the last message of all
-HEADER = 6  # int32 numbers before a step
-FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-INTS = ("seed", "top_k", "first_end", "num_prompt_tokens")
+HEADER = 9  # int32 numbers before a step
 
 
 def encode_step(step: PackedStep) -> Int32:
-    """A packed step."""
-    tokens, updates = len(step.tokens), step.updates.shape[1]
-    numbers = [step.num_seqs, step.num_decodes, step.fields.shape[1], tokens, updates, len(step.new_rows)]
-    rows = [encode_draw(row, draw) for row, draw in step.new_rows.items()]
-    return np.concatenate([np.array(numbers, np.int32), step.flatten(), *rows])
+    """Encode a packed step as numbers."""
+    draws = step.draws
+    numbers = [
+        step.num_seqs, step.num_decodes, step.fields.shape[1], len(step.tokens), step.updates.shape[1],
+        len(draws.buffer), draws.num_rows, draws.num_with_words, int(step.is_special),
+    ]  # fmt: skip
+    return np.concatenate([np.array(numbers, np.int32), step.flatten(), step.logprobs.ravel()])
 
 
 def decode_step(message: Int32) -> PackedStep:
-    """The step that went into `encode_step`."""
-    num_seqs, num_decodes, width, num_tokens, num_updates, num_new_rows = message[:HEADER].tolist()
-    parts = _Reader(message[HEADER:])
+    """Decode the step that `encode_step` encoded."""
+    parts = _Reader(message)
+    num_seqs, num_decodes, width, num_tokens, num_updates, *of_draws, is_special = parts.take(HEADER).tolist()
     fields = parts.take(len(Field) * width).reshape(len(Field), width)
     tokens, updates = parts.take(num_tokens), parts.take(3 * num_updates).reshape(3, num_updates)
-    return PackedStep(
-        fields, num_seqs, num_decodes, tokens, updates, dict(decode_draw(parts) for _ in range(num_new_rows))
-    )
-
-
-def encode_draw(row: int, draw: DrawSpec) -> Int32:
-    """How the tokens of a new row are drawn."""
-    floats = np.array([getattr(draw, name) for name in FLOATS], np.float64)
-    ints = [getattr(draw, name) for name in INTS]
-    ints += [-1 if draw.logprobs is None else draw.logprobs, len(draw.forbidden), len(draw.history)]
-    numbers = floats.view(np.int32), np.array(ints, np.int64).view(np.int32)
-    return np.concatenate([np.array([row], np.int32), *numbers, np.array(draw.forbidden, np.int32), draw.history])
-
-
-def decode_draw(parts: _Reader) -> tuple[int, DrawSpec]:
-    """What went into `encode_draw`."""
-    row = int(parts.take(1)[0])
-    floats = dict(zip(FLOATS, parts.take(2 * len(FLOATS)).view(np.float64).tolist(), strict=True))
-    *ints, logprobs, num_forbidden, num_history = parts.take(2 * (len(INTS) + 3)).view(np.int64).tolist()
-    return row, DrawSpec(
-        logprobs=None if logprobs < 0 else logprobs,
-        forbidden=tuple(parts.take(num_forbidden).tolist()),
-        history=parts.take(num_history),
-        **floats,
-        **dict(zip(INTS, ints, strict=True)),
-    )
+    length, num_rows, num_with_words = of_draws
+    draws = DrawUpdate(parts.take(length), num_rows, num_with_words)
+    logprobs = parts.take(parts.left).reshape(2, -1)
+    return PackedStep(fields, num_seqs, num_decodes, tokens, updates, draws, bool(is_special), logprobs)
 
 
 def encode_result(result: StepResult) -> Int32:
-    """How many tokens each share drew, the tokens, and log-probabilities where there are any."""
+    """Encode how many tokens each share drew, the tokens, and log-probabilities where there are any."""
     counts = [len(tokens) for tokens in result.token_ids]
     parts = [np.array([len(counts), *counts, *chain.from_iterable(result.token_ids)], np.int32)]
     for index, rows in enumerate(result.logprobs):
@@ -75,7 +54,7 @@ def encode_result(result: StepResult) -> Int32:
 
 
 def decode_result(message: Int32) -> StepResult:
-    """What went into `encode_result`."""
+    """Decode what `encode_result` encoded."""
     parts = _Reader(message)
     counts = parts.take(int(parts.take(1)[0])).tolist()
     tokens = [parts.take(count).tolist() for count in counts]
@@ -88,10 +67,10 @@ def decode_result(message: Int32) -> StepResult:
 
 
 def longest_messages(setup: EngineSetup) -> tuple[int, int]:
-    """How many numbers a step and a result can have. Far more than they usually do; memory is taken as it is used."""
+    """Return how many numbers a step and a result can have at most. Memory is taken only as far as it is used."""
     rows, vocab_size = setup.max_num_seqs, setup.vocab_size
     pages = -(-setup.max_model_len // setup.block_size)
-    per_row = len(Field) + 3 * pages + 1 + 2 * (len(FLOATS) + len(INTS) + 3) + vocab_size + setup.max_model_len
+    per_row = len(Field) + 3 * pages + 1 + len(RowField) + 3 * vocab_size + 2
     return HEADER + rows * per_row + setup.max_num_batched_tokens, 1 + rows * (4 + 3 * (vocab_size + 1))
 
 

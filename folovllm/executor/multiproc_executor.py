@@ -29,7 +29,7 @@ HEARSAY = 1.0  # seconds to wait for the cause of a failure, once its consequenc
 
 
 class WorkerDied(RuntimeError):
-    """A rank has ended, and the engine with it: make a new one. The message names the rank and its exception."""
+    """A rank has ended, and the engine is unusable: make a new one. The message names the rank and its exception."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class MeetingPlace:
         self.path = Path(name)
 
     def close(self) -> None:
-        """Let go of the file; twice is once."""
+        """Let go of the file. A second call does nothing."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -109,7 +109,7 @@ class Ranks:
         return [rank.process.pid for rank in self._ranks]
 
     def check(self) -> None:
-        """Raise an error if a rank has ended; the others are ended then.
+        """Raise an error if a rank has ended, and end the others.
 
         It is `WorkerDied`, or a ValueError if that is what kept a rank from starting.
         """
@@ -123,7 +123,7 @@ class Ranks:
             raise self._error
 
     def stop(self) -> None:
-        """End all ranks: let them finish if they can, and see to it if they cannot. A fork of their parent may not."""
+        """End all ranks: wait for them to finish, and kill those that do not. Does nothing in a fork of the parent."""
         if os.getpid() != self._owner:
             return
         if self._ranks and self._error is None and self.steps.has_room():
@@ -206,7 +206,7 @@ class MultiprocExecutor(PackedExecutor):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, by rank; none once they are ended."""
+        """Return the process ids by rank; none after the ranks have ended."""
         return self._ranks.pids
 
     def check(self) -> None:
@@ -215,7 +215,7 @@ class MultiprocExecutor(PackedExecutor):
             self._ranks.check()
 
     def shutdown(self) -> None:
-        """End the ranks; twice is once."""
+        """End the ranks. A second call does nothing."""
         self._end()
 
     def _send(self, step: PackedStep) -> RemoteStep:
@@ -226,7 +226,7 @@ class MultiprocExecutor(PackedExecutor):
 
 
 class RemoteStep:
-    """A step that the ranks have been given."""
+    """A step that was sent to the ranks."""
 
     def __init__(self, ranks: Ranks, number: int, spin: float) -> None:
         self._ranks = ranks
@@ -234,6 +234,6 @@ class RemoteStep:
         self._spin = spin
 
     def wait(self) -> StepResult:
-        """What rank 0 hands back. Raises `WorkerDied` if a rank has ended."""
+        """Wait for what rank 0 hands back. Raises `WorkerDied` if a rank has ended."""
         results, number = self._ranks.results, self._number
         return decode_result(wait_for(lambda: results.read(0, number), self._spin, self._ranks.check))

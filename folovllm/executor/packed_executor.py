@@ -1,4 +1,4 @@
-"""Executors whose steps travel packed: the one place where a step is packed, for one device and for many."""
+"""Executors that send packed steps. This is the one place where a step is packed, for one device and for many."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class PackedExecutor(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Give everything back; twice is once."""
+        """Give everything back. A second call does nothing."""
 
 
 class LocalExecutor(PackedExecutor):
-    """One worker in this very process: nothing travels."""
+    """Runs one worker in this process, so that nothing has to travel."""
 
     def __init__(self, max_num_seqs: int, worker: PackedWorker, runner: GraphRunner) -> None:
         self._worker: PackedWorker | None = worker
@@ -57,7 +57,7 @@ class LocalExecutor(PackedExecutor):
         self._running()
 
     def shutdown(self) -> None:
-        """Drop the model and its cache; twice is once."""
+        """Drop the model and its cache. A second call does nothing."""
         self._worker = None
 
     def _send(self, step: PackedStep) -> PendingStep:

@@ -55,7 +55,7 @@ class Ready:
 
 @dataclass(slots=True, frozen=True)
 class Failure:
-    """A rank's last words."""
+    """What a rank reports when an exception ends it."""
 
     message: str  # type and text of the exception
     details: str  # its traceback
@@ -80,7 +80,7 @@ def main(fd: int) -> None:
 
 
 def _run(assignment: Assignment, parent: Connection) -> None:
-    """From set-up to the end."""
+    """Set the rank up, serve steps until the end, and end the process."""
     torch.set_num_threads(assignment.num_threads)
     if assignment.rank:
         logging.getLogger("folovllm").setLevel(logging.ERROR)  # rank 0 has said it already
@@ -97,14 +97,14 @@ def _run(assignment: Assignment, parent: Connection) -> None:
 
 
 def rank_setup(setup: EngineSetup, rank: int) -> EngineSetup:
-    """The set-up on the rank's own device."""
+    """Return the set-up with the rank's own device."""
     device = torch.device("cuda", rank) if setup.device.type == "cuda" else setup.device
     config = setup.config if rank == 0 else replace(setup.config, use_tqdm=False)
     return replace(setup, device=device, config=config, attention=replace(setup.attention, device=device))
 
 
 class RankServer:
-    """A worker between two rings."""
+    """Runs the steps that come through one ring, and hands results back through another."""
 
     def __init__(self, assignment: Assignment, setup: EngineSetup, group: ProcessGroup) -> None:
         longest_step, longest_result = longest_messages(setup)
@@ -124,12 +124,12 @@ class RankServer:
                 self._started.append(pending)
 
     def _next_step(self) -> Int32 | None:
-        """The next message, if it is there. Meanwhile, tokens that have arrived are handed back."""
+        """Return the next message if it is there. Hand back tokens that have arrived meanwhile."""
         if self._started and self._started[0].is_here():
             self._results.write(encode_result(self._started.popleft().wait()))
         return self._steps.read(self._rank)
 
 
 def spin_seconds(setup: EngineSetup) -> float:
-    """How long to look for a message without a pause: longer than a step takes on a GPU. CPUs have better things to do."""
+    """Return how long to look for a message without a pause: longer than a GPU's step; not at all on a CPU."""
     return 0.02 if setup.device.type == "cuda" else 0.0

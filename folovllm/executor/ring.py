@@ -27,7 +27,7 @@ class Ring:
     """
 
     def __init__(self, num_readers: int, capacity: int, fd: int | None = None) -> None:
-        """A new ring, or the one behind `fd` (with the same numbers)."""
+        """Make a new ring, or open the one behind `fd` (with the same numbers)."""
         head = 8 * (1 + num_readers + SLOTS)
         size = head + 4 * SLOTS * capacity
         self.fd = anonymous_file(size) if fd is None else fd
@@ -40,11 +40,11 @@ class Ring:
         self._fence = threading.Lock()
 
     def has_room(self) -> bool:
-        """Whether every reader is done with the slot that comes next."""
+        """Whether every reader has read what is in the next slot."""
         return int(self._written[0] - self._taken.min()) < SLOTS
 
     def write(self, message: Int32) -> int:
-        """Publish a message; its number. Only when `has_room`."""
+        """Publish a message and return its number. Call it only when `has_room`."""
         number = int(self._written[0])
         self._slots[number % SLOTS, : len(message)] = message
         self._lengths[number % SLOTS] = len(message)
@@ -53,7 +53,7 @@ class Ring:
         return number
 
     def read(self, reader: int, number: int | None = None) -> Int32 | None:
-        """A copy of the next message, or of a later one by its `number`; None if it is not there yet."""
+        """Return a copy of the next message, or of a later one by its `number`; None if it is not there yet."""
         number = int(self._taken[reader]) if number is None else number
         if self._written[0] <= number:
             return None
@@ -64,7 +64,7 @@ class Ring:
         return message
 
     def close(self) -> None:
-        """Let go of the memory, which goes with its last user. From now on there is nothing to read."""
+        """Let go of the memory; it is freed with its last user. From now on there is nothing to read."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -78,7 +78,7 @@ class Ring:
 
 
 def anonymous_file(size: int) -> int:
-    """The descriptor of a file in memory that has no name."""
+    """Make a file in memory that has no name, and return its descriptor."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("folovllm-ring")
     else:
@@ -89,7 +89,7 @@ def anonymous_file(size: int) -> int:
 
 
 def wait_for(poll: Callable[[], T | None], spin: float, check: Callable[[], None] = lambda: None) -> T:
-    """The first value of `poll` that is not None.
+    """Call `poll` until its value is not None, and return that.
 
     For `spin` seconds it is called without a pause; then with pauses that grow with the wait, up to a millisecond, and
     with `check` each time, which raises when waiting is hopeless.

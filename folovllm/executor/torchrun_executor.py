@@ -14,7 +14,7 @@ from folovllm.setup import EngineSetup
 
 
 class TorchrunExecutor(LocalExecutor):
-    """A worker in this very process, whose peers run the same program.
+    """Runs a worker in this process; its peers run the same program.
 
     Under torchrun every rank has an engine of its own. Given the same requests they all schedule the same steps, for
     scheduling knows neither time nor chance, and they draw the same tokens; so nothing needs to travel but what the
@@ -39,11 +39,11 @@ class TorchrunExecutor(LocalExecutor):
         self.num_kv_blocks = self._smallest(worker.num_kv_blocks, own.device)
 
     def shutdown(self) -> None:
-        """Drop the part of the model, then leave the group, as all ranks must; twice is once."""
+        """Drop the part of the model, then leave the group, as all ranks must. A second call does nothing."""
         if self._worker is not None:
             super().shutdown()  # graphs first, for they hold on to the group
             self._group.close()
 
     def _smallest(self, number: int, device: torch.device) -> int:
-        """The least of what the ranks have."""
+        """Return the smallest of the ranks' numbers."""
         return int(self._group.all_gather(torch.tensor([number], device=device)).min())

@@ -73,7 +73,7 @@ def count_drawn(
 
     Args:
         tokens: [S] int64. rows: [S] int32, each row once (padding, which has no WORDS, as often as it likes).
-        draws: [S] bool, whether the token counts; None: all do.
+        draws: [S], not 0 where the token counts; None: all do.
         fields: [rows, len(RowField)] int32. words: [rows, V] int32, changed in place.
     """
     count_drawn_kernel[(triton.cdiv(len(tokens), 128),)](

@@ -1,4 +1,4 @@
-"""Element-wise layers through `torch.compile`, as nano-vLLM does it: the rival of the hand-written kernels."""
+"""Element-wise layers that `torch.compile` makes, as in nano-vLLM: the rival of the hand-written kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPILED: dict[type[nn.Module], bool | None] = {RMSNorm: True, SiluAndMul: None,
 
 
 def compiled_layers() -> LayerSet:
-    """Each kind of layer compiled for batches of any size; all layers of a kind share the code.
+    """Return a set in which each kind of layer is compiled for batches of any size. All layers of a kind share the code.
 
     The first steps are slow, for that is when it happens: seconds on a GPU, a minute on a CPU, which also needs a C++
     compiler.

@@ -19,7 +19,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """The same matrix read the other way: how well a hidden state agrees with each token's row."""
+    """Reads the same matrix the other way: how well a hidden state agrees with each token's row."""
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[S, H] -> logits [S, V], in the dtype of the model; written to `out` if that is given."""

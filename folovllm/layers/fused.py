@@ -11,7 +11,7 @@ from folovllm.layers.layernorm import RMSNorm
 
 
 class FusedRMSNorm(RMSNorm):
-    """Sum and norm in one pass."""
+    """Adds and norms in one pass."""
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -23,7 +23,7 @@ class FusedRMSNorm(RMSNorm):
 
 
 class FusedSiluAndMul(SiluAndMul):
-    """Gate and product in one pass."""
+    """Gates and multiplies in one pass."""
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         """As `SiluAndMul`."""

@@ -1,4 +1,4 @@
-"""Which layers a model is built from."""
+"""The set of layers that a model is built from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Stand = Mapping[Any, Callable[..., nn.Module]]  # a class of layers -> what make
 
 @dataclass(frozen=True, slots=True)
 class LayerSet:
-    """Layers are born what they are: a model asks this set for each of its layers, and for the format of its weights.
+    """A model asks this set for each of its layers, and for the format of its weights. Layers never change their kind.
 
     The plain set makes every layer of the class that the model names: torch, and weights as checkpoints have them.
     """
@@ -27,10 +27,10 @@ class LayerSet:
     format: WeightFormat = PLAIN
 
     def make(self, kind: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
-        """A layer of this kind, or the one that stands in its place: a subclass, made from the same arguments."""
+        """Make a layer of this kind, or of the subclass that stands in its place; both take the same arguments."""
         layer: M = self.places.get(kind, kind)(*args, **kwargs)  # type: ignore[assignment]  # the mapping is by kind
         return layer
 
     def having(self, places: Stand, format: WeightFormat | None = None) -> LayerSet:
-        """This set with other layers in these places."""
+        """Return this set with other layers in these places."""
         return replace(self, places={**self.places, **places}, format=format or self.format)

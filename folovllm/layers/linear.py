@@ -46,7 +46,7 @@ class LinearBase(nn.Module):
         gated: bool = False,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The same, with a norm before it, or a gate or an addition after it: `WeightFormat.apply`."""
+        """Multiply with a norm before it, or a gate or an addition after it (`WeightFormat.apply`)."""
         return self.format.apply(self, x, norm_eps, gated, residual)
 
     def fuses(self, x: torch.Tensor) -> bool:

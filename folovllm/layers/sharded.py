@@ -1,4 +1,4 @@
-"""The layers that must talk to other ranks. All others do not notice that they are smaller."""
+"""The layers that talk to other ranks. All other layers work unchanged on a part of the model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ShardedHead(ParallelLMHead):
 
 
 def sharded(layers: LayerSet, group: Group, vocab_size: int) -> LayerSet:
-    """`layers` for one rank's part of a model; `vocab_size` is the whole model's."""
+    """Return `layers` for one rank's part of a model. `vocab_size` is the whole model's."""
     return layers.having(
         {
             RowParallelLinear: partial(ShardedRowLinear, group=group),

@@ -1,5 +1,5 @@
-"""The error of models that are sound, and not built in."""
+"""The error for a valid model that this package has not built in."""
 
 
 class UnsupportedModel(ValueError):
-    """The model's configuration asks for something that no layer here has; the message names it."""
+    """The model's configuration asks for something that no layer here has. The message names it."""

@@ -16,7 +16,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def resolve_model(name: str) -> Path:
-    """The folder that holds a model: embedded, converted, local, or fetched from the Hugging Face hub.
+    """Find the folder that holds a model: embedded, converted, local, or fetched from the Hugging Face hub.
 
     Raises:
         ValueError: there is no such folder and the hub cannot give it.
@@ -79,7 +79,7 @@ def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
 
 
 def generation_defaults(path: Path) -> dict[str, Any]:
-    """The fields of `SamplingParams` that the model recommends; of what else it says we know nothing."""
+    """Return the fields of `SamplingParams` that the model recommends. Anything else that it recommends is left out."""
     file = path / "generation_config.json"
     said = read_json(file) if file.is_file() else {}
     names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}

@@ -20,7 +20,7 @@ from folovllm.models.qwen3 import Qwen3Attention
 
 
 class FusedLlamaAttention(LlamaAttention):
-    """Rotation and the store into the cache in one pass, and QK-norm where the model has one."""
+    """Rotates and stores into the cache in one pass, with QK-norm where the model has one."""
 
     def prepare(
         self, qkv: torch.Tensor, batch: ForwardBatch, stream: torch.Tensor | None = None, eps: float = 0.0
@@ -32,7 +32,7 @@ class FusedLlamaAttention(LlamaAttention):
         )  # fmt: skip
 
     def preparation(self) -> Preparation:
-        """What a kernel must know to do it."""
+        """Return what the kernel needs besides `qkv`."""
         return Preparation(self.rope.cos_sin_cache)
 
 
@@ -45,7 +45,7 @@ class FusedQwen3Attention(FusedLlamaAttention, Qwen3Attention):
 
 
 class FusedQwen2Attention(FusedLlamaAttention, Qwen2Attention):
-    """As Llama's: the families differ in their biases alone."""
+    """The same as Llama's: the families differ in their biases alone."""
 
 
 ATTENTION: dict[type[LlamaAttention], type[FusedLlamaAttention]] = {
@@ -56,9 +56,9 @@ ATTENTION: dict[type[LlamaAttention], type[FusedLlamaAttention]] = {
 
 
 def fused_layers(head_dim: int) -> LayerSet:
-    """Every layer that has a fused twin is it.
+    """Return the set in which every layer with a fused form takes that form.
 
-    Not attention whose head_dim is no power of two, as a tile of a kernel is; flash-attn's heads may be 80 wide.
+    Attention stays plain where head_dim is no power of two, which a kernel's tile must be (flash-attn takes 80).
     """
     places: dict[type[nn.Module], Callable[..., nn.Module]] = {RMSNorm: FusedRMSNorm, SiluAndMul: FusedSiluAndMul}
     return LayerSet(places | (ATTENTION if head_dim & (head_dim - 1) == 0 else {}))

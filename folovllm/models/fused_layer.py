@@ -1,4 +1,4 @@
-"""A decoder layer for small kernels' sake: products that norm, activate and add as they go.
+"""A decoder layer without small kernels: its matrix products also norm, activate and add.
 
 In a recorded step nothing waits for Python any more, and what is left between the large kernels is small kernels. These
 layers have none for a norm or an addition, and with few tokens none for the activation or for the new K and V.
@@ -18,7 +18,7 @@ from folovllm.models.llama import LlamaDecoderLayer, LlamaMLP
 
 
 class FewTokensMLP(LlamaMLP):
-    """Gate, up and activation in one kernel where the batch is small."""
+    """Computes gate, up and activation in one kernel where the batch is small."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As `LlamaMLP`."""
@@ -28,7 +28,7 @@ class FewTokensMLP(LlamaMLP):
 
 
 class LateNormDecoderLayer(LlamaDecoderLayer):
-    """No norm and no addition is a kernel of its own: four matrix products, attention, and a pass before and after it.
+    """Runs four matrix products, attention, and a pass before and after it; norms and additions are part of them.
     With few tokens a decode has not even those.
 
     RMSNorm multiplies each column by a weight and divides each row by one number. The weights move into the projection
@@ -94,6 +94,6 @@ def attend(attention: FusedLlamaAttention, qkv: torch.Tensor, batch: ForwardBatc
 
 
 def few_token_layers(head_dim: int) -> LayerSet:
-    """The fused layers, and where they leave small kernels between large ones, these."""
+    """Return the fused layers, with those of this file where they would leave small kernels between large ones."""
     late = {LlamaDecoderLayer: LateNormDecoderLayer, LlamaMLP: FewTokensMLP}
     return fused_layers(head_dim).having(late, FewTokens())

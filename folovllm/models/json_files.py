@@ -1,4 +1,4 @@
-"""The JSON files of a model's folder: read in one place, which says what is wrong with them before anything builds on it."""
+"""Read the JSON files of a model's folder, and say what is wrong with them before anything builds on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 class Kind(NamedTuple):
-    """What a field may hold: in words, and as a test."""
+    """What a field may hold, in words and as a test."""
 
     says: str
     fits: Callable[[Any], bool]
@@ -81,7 +81,7 @@ FIELDS: dict[str, dict[str, Kind]] = {  # what is read of each file, here or in 
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file, each known field of which is of its kind.
+    """Read the object in a JSON file, and check that each known field is of its kind.
 
     Raises:
         ValueError: it is not; the sentence names file and field.
@@ -112,7 +112,7 @@ def check_fields(where: str, content: dict[str, Any], kinds: dict[str, Kind], ma
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """One sentence for whatever goes wrong while `what`, a user's file, is read; its cause stays attached.
+    """Turn whatever goes wrong while `what`, a user's file, is read into one sentence. Its cause stays attached.
 
     Libraries raise nearly everything there is at a damaged file, so that no list of exceptions would be complete.
     """
@@ -123,12 +123,12 @@ def reading(what: str) -> Iterator[None]:
 
 
 def in_one_line(error: Exception) -> str:
-    """What a library says, for the end of a sentence: of which kind it is, unless the message is sure to be one."""
+    """Return a library's message for the end of a sentence, with the exception's type where the message needs it."""
     kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
     return textwrap.shorten(f"{kind}{error}", 300, placeholder=" ...").removesuffix(":")
 
 
 def _short(value: Any) -> str:
-    """The beginning of a value as JSON has it, for a sentence."""
+    """Return the beginning of a value, as JSON writes it, for a sentence."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}..."

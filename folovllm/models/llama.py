@@ -1,4 +1,4 @@
-"""Llama, and the frame that the other families fill in: only their attention differs.
+"""Llama, and the frame of the other families: only their attention differs.
 
 Everything runs on a ragged batch: `T` tokens of all sequences end to end, `[T, H]`, with no padding.
 """
@@ -112,7 +112,7 @@ class LlamaDecoderLayer(nn.Module):
         return self.mlp(x), residual
 
     def weights_loaded(self) -> None:
-        """Prepare what depends on the weights; called whenever a checkpoint has filled them. Here nothing does."""
+        """Prepare what depends on the weights; called whenever a checkpoint has filled them. Does nothing here."""
 
 
 class LlamaModel(nn.Module):

@@ -1,4 +1,4 @@
-"""Checkpoints into models: safetensors only, one tensor at a time, every name accounted for."""
+"""Load checkpoints into models: only safetensors, one tensor at a time, and no name may be left over."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Shard = Callable[[str, Any], torch.Tensor]  # a tensor's name, and the tensor (o
 
 
 class StoredTensor:
-    """A tensor that is still in its file: what is indexed is read, and nothing else."""
+    """A tensor that is still in its file. Indexing reads what is indexed, and nothing else."""
 
     def __init__(self, stored: Any) -> None:
         self._stored = stored
@@ -67,7 +67,7 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one of the checkpoint's tensors goes: a view of (a part of) a parameter, in the format of its layer."""
+    """Where one of the checkpoint's tensors goes: a view of a parameter or of a part of it."""
 
     view: torch.Tensor
     format: WeightFormat = PLAIN
@@ -96,7 +96,7 @@ def checkpoint_places(model: LlamaForCausalLM) -> dict[str, Place]:
 
 
 def part_of(places: dict[str, Place], shard: Shard, name: str, tensor: Any) -> torch.Tensor:
-    """What `shard` keeps of a tensor of the checkpoint, whose format knows how that lies."""
+    """Return the part of a checkpoint's tensor that `shard` keeps; its format knows how the tensor is laid out."""
     format = places[name].format if name in places else PLAIN
     return format.shard(name.rpartition(".")[2], tensor, partial(shard, name))
 
@@ -132,13 +132,13 @@ def require_float_weights(files: list[Path]) -> None:
 
 
 def require_float(name: str, dtype: str) -> None:
-    """Raise ValueError if a weight's numbers are codes that something (a scale) must be applied to. Masks may be."""
+    """Raise ValueError if a weight's numbers are codes that need a scale. Masks are allowed."""
     if name.endswith((".weight", "proj.bias")) and dtype not in FLOATS:
         raise ValueError(f"{name!r} is stored as {dtype}: quantized checkpoints are not supported, only plain floats")
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """The files that make up the checkpoint: those its index names, else the single one."""
+    """List the files of the checkpoint: those that its index names, else the single one."""
     index = path / INDEX
     files = [path / name for name in (sorted(indexed_names(index)) if index.is_file() else [SINGLE])]
     absent = [file.name for file in files if not file.is_file()]
@@ -190,7 +190,7 @@ def read_tensors(files: list[Path], shard: Shard | None = None) -> Iterator[tupl
 def init_random_weights(
     model: LlamaForCausalLM, seed: int, whole: LlamaForCausalLM | None = None, shard: Shard | None = None
 ) -> None:
-    """Weights made up on the model's own device: N(0, 0.02) everywhere, ones in the norms. For timing a geometry.
+    """Fill the model with random weights on its own device, to time a geometry: N(0, 0.02), and ones in the norms.
 
     Where `model` is a part, `whole` (of which only shapes matter) is what is made up, and `shard` cuts each tensor.
     """
@@ -206,7 +206,7 @@ def init_random_weights(
 
 
 def _same(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether two [V, H] hold the same, compared in pieces so that neither is copied whole."""
+    """Whether two [V, H] hold the same. They are compared in pieces, so that neither is copied whole."""
     pieces = zip(tensor.split(4096), parameter.split(4096), strict=False)
     return tensor.shape == parameter.shape and all(torch.equal(a.to(b), b) for a, b in pieces)
 

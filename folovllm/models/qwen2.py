@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class Qwen2Attention(LlamaAttention):
-    """The biases are part of the architecture, not of the config."""
+    """Says where the architecture has biases; the config does not say it."""
 
     @staticmethod
     def biases(config: PretrainedConfig) -> tuple[bool, bool]:
-        """Inputs: yes. Output: no."""
+        """The input projections have a bias, the output projection has none."""
         return True, False
 
 

@@ -1,4 +1,4 @@
-"""Models by the architecture name in their `config.json`."""
+"""Find a model's class by the architecture name in its `config.json`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAIN_LAYERS = LayerSet()
 
 
 def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
-    """The class for the first known name among `hf_config.architectures`; its module is imported here.
+    """Return the class of the first known name among `hf_config.architectures`. Its module is imported here.
 
     Raises:
         UnsupportedModel: none of them is known.
@@ -76,7 +76,7 @@ def build_model(
 
 
 def who_runs_it(hf_config: PretrainedConfig) -> str:
-    """For the end of a sentence: that `transformers`, and so M1, has this model, if it has."""
+    """Return the end of a sentence: it says so if `transformers`, and so M1, has this model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(hf_config, "model_type", ""))

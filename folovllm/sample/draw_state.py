@@ -4,10 +4,10 @@ The runner's seam. A row that gets an owner brings one `RowUpdate` (`folovllm/dr
 which rows it draws for and at which position:
 
     state = DrawState(max_num_seqs, vocab_size, device)
-    update = pack_updates([row_update(row, params, seed, prompt, answer, end_ids, vocab_size), ...])   # the host
+    update = pack_updates([row_update(row, spec), ...])   # the host
     state.set_rows(torch.from_numpy(update.buffer).to(device), update.num_rows, update.num_with_words)
     tokens = state.draw(logits, rows, positions)     # [S]; may be recorded in a CUDA graph
-    state.note(tokens, rows)                         # may be recorded too
+    state.note(tokens, rows, num_draws)              # may be recorded too
 
 `set_rows` is queued before the step in which the new owner draws first. Nothing here waits for a GPU.
 """
@@ -34,11 +34,10 @@ class DrawState:
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, sampler: Sampler | None = None) -> None:
-        """`sampler` draws in place of the kernels; without a GPU one always does."""
+        """`sampler` draws where there is no GPU."""
         self.fields = torch.zeros(num_rows + 1, len(RowField), dtype=torch.int32, device=device)
         self.words = torch.zeros(num_rows + 1, vocab_size, dtype=torch.int32, device=device)
-        kernels = device.type == "cuda" and sampler is None
-        self._work = _workspace(num_rows + 1, vocab_size, device) if kernels else None
+        self._work = _workspace(num_rows + 1, vocab_size, device) if device.type == "cuda" else None
         self._sampler = sampler or Sampler()
 
     def set_rows(self, buffer: torch.Tensor, num_rows: int, num_with_words: int) -> None:
@@ -47,9 +46,10 @@ class DrawState:
         lines, entries = buffer[: num_rows * width].view(num_rows, width), buffer[num_rows * width :].view(3, -1)
         rows = lines[:, 0].long()
         self.fields[rows] = lines[:, 1:]
-        self.words.index_fill_(0, rows[:num_with_words], 0)
-        row, token, word = entries
-        self.words[row.long(), token.long()] = word
+        if num_with_words:
+            self.words.index_fill_(0, rows[:num_with_words], 0)
+            row, token, word = entries
+            self.words[row.long(), token.long()] = word
 
     def draw(
         self,
@@ -82,7 +82,7 @@ class DrawState:
         return tokens if out is None else out[: len(tokens)].copy_(tokens)
 
     def note(self, tokens: torch.Tensor, rows: torch.Tensor, draws: torch.Tensor | None = None) -> None:
-        """Count the drawn `tokens` [S] int64 in the words of their `rows` [S] int32; `draws` [S] bool: whether each counts."""
+        """Count the drawn `tokens` [S] int64 in the words of their `rows` [S] int32, but for those with `draws` [S] 0."""
         if self._work is not None:
             from folovllm.kernels.penalties import count_drawn
 
@@ -91,7 +91,7 @@ class DrawState:
         at = rows.long()
         word = self.words[at, tokens]
         counted = (self.fields[at, RowField.FLAGS] & WORDS != 0) & (word & COUNT < COUNT)
-        self.words[at, tokens] = word + (counted if draws is None else counted & draws).int()
+        self.words[at, tokens] = word + (counted if draws is None else counted & (draws != 0)).int()
 
 
 def _workspace(num_seqs: int, vocab_size: int, device: torch.device) -> FilterWorkspace:

@@ -6,60 +6,42 @@ from dataclasses import dataclass
 
 import torch
 
+from folovllm.step.draw import Logprobs
+
 
 @dataclass(slots=True)
-class LogprobsBuffer:
-    """Where the log-probabilities of a step go: for each sequence the drawn token first, then the K most likely."""
+class DrawnLogprobs:
+    """For each of n sequences the drawn token first, then the K most likely."""
 
     ids: torch.Tensor  # [n, 1 + K] int64
     values: torch.Tensor  # [n, 1 + K] float32
-    ranks: torch.Tensor  # [n] int64: 1 if nothing is more likely than the drawn token
+    ranks: torch.Tensor  # [n] int64: how many tokens are at least as likely as the drawn one
 
-    @classmethod
-    def allocate(cls, num_seqs: int, num_logprobs: int, device: torch.device | str) -> LogprobsBuffer:
-        """For up to `num_seqs` sequences and K = `num_logprobs`; in host memory it is pinned where there is a GPU."""
-        pinned = str(device) == "cpu" and torch.cuda.is_available()
-        shape = (num_seqs, 1 + num_logprobs)
-        return cls(
-            ids=torch.zeros(shape, dtype=torch.int64, device=device, pin_memory=pinned),
-            values=torch.zeros(shape, dtype=torch.float32, device=device, pin_memory=pinned),
-            ranks=torch.zeros(num_seqs, dtype=torch.int64, device=device, pin_memory=pinned),
-        )
+    def to_host(self) -> DrawnLogprobs:
+        """A copy in host memory, pinned on the way from a GPU: it is only queued, and whoever reads waits for an event."""
+        parts = (part.to("cpu", non_blocking=True) for part in (self.ids, self.values, self.ranks))
+        return DrawnLogprobs(*parts)
 
-    def first(self, num_seqs: int) -> LogprobsBuffer:
-        """A view of the first `num_seqs` sequences."""
-        return LogprobsBuffer(self.ids[:num_seqs], self.values[:num_seqs], self.ranks[:num_seqs])
-
-    def copy_from(self, other: LogprobsBuffer) -> None:
-        """Queue a copy of all of it, between host and device; whoever reads waits for an event."""
-        self.ids.copy_(other.ids, non_blocking=True)
-        self.values.copy_(other.values, non_blocking=True)
-        self.ranks.copy_(other.ranks, non_blocking=True)
-
-    def of(self, i: int, k: int) -> list[tuple[int, float]]:
-        """Sequence i's drawn token and its `k` most likely, as (id, log-probability); for a buffer of the host."""
-        return list(zip(self.ids[i, : 1 + k].tolist(), self.values[i, : 1 + k].tolist(), strict=True))
+    def of(self, i: int, k: int) -> Logprobs:
+        """Sequence i's drawn token and its `k` most likely, as a request gets them."""
+        ids, values = self.ids[i, : 1 + k].tolist(), self.values[i, : 1 + k].tolist()
+        return list(zip(ids, values, [int(self.ranks[i]), *range(1, len(ids))], strict=True))
 
 
-def gather_logprobs(logits: torch.Tensor, at: torch.Tensor, tokens: torch.Tensor, out: LogprobsBuffer) -> None:
-    """Leave the log-probabilities of some sequences of a step in `out`, under the model's own distribution.
+def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> DrawnLogprobs:
+    """Log-probabilities under the model's own distribution: of the drawn `tokens`, and of the `k` most likely.
 
-    Of equally likely tokens the lower id comes first. With a vocabulary smaller than K the last columns are not written.
-    Only device work is queued.
+    Of equally likely tokens the lower id comes first. Only device work is queued.
 
     Args:
-        logits: [S, V], any float dtype, as the model gave them.
-        at: [n] int64, which sequences. tokens: [S] int64, what they drew.
-        out: for n sequences.
+        logits: [n, V], any float dtype, as the model gave them. tokens: [n] int64.
+        k: K, or more than V, which is then K.
     """
-    logprobs = logits[at].float().log_softmax(-1)  # [n, V]
-    drawn = tokens[at][:, None]
-    value = logprobs.gather(1, drawn)
-    out.ids[:, :1], out.values[:, :1] = drawn, value
-    out.ranks.copy_((logprobs > value).sum(-1) + 1)
-    k = min(out.ids.shape[1] - 1, logprobs.shape[1])
-    ids = _order(logprobs).topk(k).indices
-    out.ids[:, 1 : 1 + k], out.values[:, 1 : 1 + k] = ids, logprobs.gather(1, ids)
+    logprobs = logits.float().log_softmax(-1)  # [n, V]
+    most_likely = _order(logprobs).topk(min(k, logprobs.shape[1])).indices
+    ids = torch.cat([tokens[:, None], most_likely], dim=1)
+    values = logprobs.gather(1, ids)
+    return DrawnLogprobs(ids, values, (logprobs >= values[:, :1]).sum(-1))
 
 
 def _order(values: torch.Tensor) -> torch.Tensor:

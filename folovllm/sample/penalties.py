@@ -10,7 +10,7 @@ from folovllm.step.draw import DrawSpec
 
 
 class TokenCounts:
-    """Which tokens of the vocabulary a sequence has seen, on the device: it can be brought up to date without a wait."""
+    """Which tokens of the vocabulary a sequence has seen, and how often."""
 
     def __init__(self, spec: DrawSpec, vocab_size: int, device: torch.device) -> None:
         prompt, answer = spec.history[: spec.num_prompt_tokens], spec.history[spec.num_prompt_tokens :]

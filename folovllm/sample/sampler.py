@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering, apply_top_p_filtering
+from folovllm.sample.logprobs import gather_logprobs
 from folovllm.sample.noise import gumbel
 from folovllm.sample.penalties import TokenCounts, apply_penalties, forbid_stop_tokens
 from folovllm.step.draw import DrawSpec, Logprobs
@@ -115,11 +116,10 @@ class Sampler:
     def logprobs(self, raw: torch.Tensor, tokens: list[int], specs: SequenceOf[DrawSpec]) -> list[Logprobs | None]:
         """The most likely tokens under the model's own distribution, for the rows that asked."""
         rows: list[Logprobs | None] = [None] * len(specs)
-        for i, spec in enumerate(specs):
-            if (k := spec.logprobs) is not None:
-                logprobs = raw[i].log_softmax(-1)
-                values, ids = logprobs.topk(min(k, logprobs.numel()))
-                top = zip(ids.tolist(), values.tolist(), range(1, len(ids) + 1), strict=True)
-                chosen = logprobs[tokens[i]]
-                rows[i] = [(tokens[i], float(chosen), int((logprobs >= chosen).sum())), *top]
+        asked = {i: spec.logprobs for i, spec in enumerate(specs) if spec.logprobs is not None}
+        if asked:
+            at = torch.tensor(list(asked), device=raw.device)
+            found = gather_logprobs(raw[at], torch.tensor(tokens, device=raw.device)[at], max(asked.values()))
+            for n, (i, k) in enumerate(asked.items()):
+                rows[i] = found.of(n, k)
         return rows

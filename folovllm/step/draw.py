@@ -48,7 +48,6 @@ class DrawSpec:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether temperature and noise are all that the draw takes."""
-        filtered = not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-        return not (filtered or self.has_penalties or self.forbidden) and self.logprobs is None
+    def has_filters(self) -> bool:
+        """Whether a token may be too unlikely to be drawn."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

@@ -1,7 +1,7 @@
 """A whole step in one int32 buffer: packed where it is decided, unpacked where it runs, one copy in between.
 
-The device keeps what does not change from step to step: the block table of each row and the last token drawn for it.
-A step brings only what is new. Floats and seeds travel as the bits of int32 numbers.
+The device keeps what does not change from step to step: the block table of each row, the last token drawn for it and how
+its tokens are drawn. A step brings only what is new. Floats and seeds travel as the bits of int32 numbers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from folovllm.draw_row import DrawUpdate, RowField, pack_updates, row_update
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput, Share
 
@@ -20,6 +21,7 @@ Int32 = npt.NDArray[np.int32]
 IN_FLIGHT = -1  # a token that is on the device and has not come back yet
 NOTHING = -1
 FLYING = np.array([IN_FLIGHT], np.int32)
+NO_DRAWS, NOBODY = pack_updates([]), np.empty((2, 0), np.int32)
 
 
 class Field(IntEnum):
@@ -42,6 +44,8 @@ class PackedStep:
 
     A decode step is the matrix alone, padded to a bucket's width. Other steps also bring the tokens of all sequences
     end to end, entries of block tables as (row, column, block), and how the tokens of new rows are drawn.
+
+    `is_special`: some sequence draws with filters, or from logits that depend on the tokens so far.
     """
 
     fields: Int32  # [len(Field), width]
@@ -49,7 +53,9 @@ class PackedStep:
     num_decodes: int
     tokens: Int32  # [T], empty in a decode step
     updates: Int32  # [3, U]
-    new_rows: Mapping[int, DrawSpec] = field(default_factory=dict)
+    draws: DrawUpdate = NO_DRAWS  # of new rows
+    is_special: bool = False
+    logprobs: Int32 = field(default_factory=lambda: NOBODY)  # [2, n]: which sequences, how many each
 
     @property
     def is_decode(self) -> bool:
@@ -58,7 +64,7 @@ class PackedStep:
 
     def flatten(self) -> Int32:
         """What goes to the device, end to end."""
-        return np.concatenate([self.fields.ravel(), self.tokens, self.updates.ravel()])
+        return np.concatenate([self.fields.ravel(), self.tokens, self.updates.ravel(), self.draws.buffer])
 
 
 class StepPacker:
@@ -70,14 +76,21 @@ class StepPacker:
         self._buckets = buckets
         self._temperature = np.zeros(num_rows, np.float32)  # [rows], as the first share of each said
         self._seeds = np.zeros(num_rows, np.int64)  # [rows]
+        self._special: set[int] = set()  # rows whose draw takes more than temperature and noise
+        self._logprobs: dict[int, int] = {}  # by row, where the request wants any
 
     def pack(self, output: SchedulerOutput) -> PackedStep:
         """One step."""
         shares = output.shares
         width = choose_bucket(len(shares), self._buckets)
-        if width and all(map(is_plain_decode, shares)):
-            return self.pack_decode(shares, width)
-        return self._pack_mixed(shares)
+        is_decode = width and all(map(is_plain_decode, shares))
+        step = self.pack_decode(shares, width) if is_decode else self._pack_mixed(shares)
+        if self._special or self._logprobs:
+            drawn = [(i, share.row) for i, share in enumerate(shares) if share.num_draws]
+            step.is_special = any(row in self._special for _, row in drawn)
+            asked = [(i, self._logprobs[row]) for i, row in drawn if row in self._logprobs]
+            step.logprobs = np.array(asked, np.int32).reshape(-1, 2).T
+        return step
 
     def pack_decode(self, shares: Sequence[Share], width: int) -> PackedStep:
         """A step in which every sequence has one new token, padded to `width` columns.
@@ -110,9 +123,7 @@ class StepPacker:
 
     def _pack_mixed(self, shares: Sequence[Share]) -> PackedStep:
         """Any step: fields, tokens, blocks that the devices do not know yet, and how new rows are drawn."""
-        new = {share.row: share.draw for share in shares if share.draw is not None}
-        for row, draw in new.items():
-            self._temperature[row], self._seeds[row] = draw.temperature, draw.seed
+        draws = self._new_draws({share.row: share.draw for share in shares if share.draw is not None})
         fields = np.zeros((len(Field), len(shares)), np.int32)
         fields[Field.ROW] = rows = [share.row for share in shares]
         fields[Field.SEQ_LEN] = [share.end for share in shares]
@@ -121,7 +132,19 @@ class StepPacker:
         fields[Field.TEMPERATURE : Field.SEED_HIGH + 1] = self._row_fields(rows)
         tokens = np.concatenate([share.token_ids if len(share.token_ids) else FLYING for share in shares])
         num_decodes = next((i for i, share in enumerate(shares) if share.num_new_tokens > 1), len(shares))
-        return PackedStep(fields, len(shares), num_decodes, tokens, block_updates(shares), new)
+        return PackedStep(fields, len(shares), num_decodes, tokens, block_updates(shares), draws)
+
+    def _new_draws(self, new: Mapping[int, DrawSpec]) -> DrawUpdate:
+        """How the tokens of rows that have a new owner are drawn: noted here, and what the devices must be told."""
+        updates = [row_update(row, spec) for row, spec in new.items()]
+        for update, spec in zip(updates, new.values(), strict=True):
+            row = update.row
+            self._temperature[row], self._seeds[row] = spec.temperature, spec.seed
+            (self._special.add if update.fields[RowField.FLAGS] else self._special.discard)(row)
+            self._logprobs.pop(row, None)
+            if spec.logprobs is not None:
+                self._logprobs[row] = spec.logprobs
+        return pack_updates(updates)
 
     def _row_fields(self, rows: list[int]) -> Int32:
         """TEMPERATURE, SEED_LOW and SEED_HIGH of the rows, [3, S]."""

@@ -64,7 +64,7 @@ class DeviceTables:
         num_fields, num_tokens = step.fields.size, len(step.tokens)
         fields = flat[:num_fields].view(step.fields.shape)
         tokens = flat[num_fields : num_fields + num_tokens].long()
-        row, column, page = flat[num_fields + num_tokens :].view(3, -1)
+        row, column, page = flat[num_fields + num_tokens :][: step.updates.size].view(3, -1)
         self.block_tables[row.long(), column.long()] = page
         rows, seq_lens, query_lens = fields[Field.ROW].long(), fields[Field.SEQ_LEN], fields[Field.QUERY_LEN]
         ends = query_lens.cumsum(0)

@@ -16,7 +16,7 @@ NOWHERE = 2**31 - 1
 
 
 class StepDraw(Protocol):
-    """The part of a step from logits to tokens. Device work only, so that it can be recorded."""
+    """The part of a step from logits to tokens, where the vocabulary may be in parts. Device work only: it is recorded."""
 
     vocab_size: int  # of the whole model
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.sample.rows import DrawRows
-from folovllm.sample.sampler import Sampler
+from folovllm.sample.draw_state import DrawState
+from folovllm.sample.logprobs import DrawnLogprobs, gather_logprobs
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import Logprobs
 from folovllm.step.packed import Field, PackedStep, StepPacker
@@ -26,19 +27,20 @@ logger = logging.getLogger("folovllm")
 
 
 class PendingStep:
-    """A step that was started. Its tokens are on the device, and on their way to the host."""
+    """A step that was started. What it drew is on the device, and on its way to the host."""
 
     def __init__(
         self,
+        step: PackedStep,
         tokens: torch.Tensor,
         arrived: torch.cuda.Event | None,
-        num_draws: list[int],
-        logprobs: dict[int, Logprobs],
+        logprobs: DrawnLogprobs | None,
     ) -> None:
-        self._tokens = tokens  # [S] int64 in host memory, once `arrived`
+        self._num_draws: list[int] = step.fields[Field.NUM_DRAWS, : step.num_seqs].tolist()
+        self._asked: list[list[int]] = step.logprobs.T.tolist()  # (index in the step, how many), for `logprobs`
+        self._tokens = tokens  # [S] int64 in host memory, once `arrived`, and so are `logprobs`
         self._arrived = arrived
-        self._num_draws = num_draws
-        self._logprobs = logprobs  # by index in the step
+        self._logprobs = logprobs
 
     def is_here(self) -> bool:
         """Whether `wait` would return at once."""
@@ -49,28 +51,31 @@ class PendingStep:
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens = [[token] * drawn for token, drawn in zip(self._tokens.tolist(), self._num_draws, strict=True)]
-        logprobs = [[self._logprobs[i]] if i in self._logprobs else [] for i in range(len(tokens))]
+        logprobs: list[list[Logprobs]] = [[] for _ in tokens]
+        if self._logprobs is not None:
+            for n, (i, k) in enumerate(self._asked):
+                logprobs[i] = [self._logprobs.of(n, k)]
         return StepResult(tokens, logprobs)
 
 
 class GraphRunner:
     """Around a `ModelRunner`: packed steps, which are started and not waited for.
 
-    The whole decode step, from unpacking its buffer to the draw, is recorded once for each width in `buckets`. Other
-    steps run the same operations one by one. All device work is queued on one stream, so that a step sees what the step
-    before it wrote, whatever the host knows by then.
+    The whole decode step, from unpacking its buffer to the draw, is recorded twice for each width in `buckets`: with the
+    draw in one pass, and with the draw of any row. Other steps run the same operations one by one. All device work is
+    queued on one stream, so that a step sees what the step before it wrote, whatever the host knows by then.
     """
 
-    def __init__(self, setup: EngineSetup, runner: ModelRunner, draw: StepDraw, sampler: Sampler) -> None:
+    def __init__(self, setup: EngineSetup, runner: ModelRunner, draw: StepDraw, rows_draw: DrawState) -> None:
+        """`draw` serves steps whose draw is plain; `rows_draw` serves all others, and knows how each row draws."""
         rows, device = setup.max_num_seqs, setup.device
         self._setup = setup
         self._runner = runner
         self._draw = draw
-        self._sampler = sampler
+        self._rows_draw = rows_draw
         self.buckets: list[int] = []
-        self._draws = DrawRows(draw.vocab_size, device)
         self._tables = DeviceTables(rows, -(-setup.max_model_len // setup.block_size), setup.block_size, device)
-        self._graphs: dict[int, StepGraph] = {}
+        self._graphs: dict[tuple[int, bool], StepGraph] = {}
         self._graph_pool: Any = None
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # what the step drew
         self._logits: torch.Tensor | None = None  # [rows, V], where recorded steps leave them
@@ -116,62 +121,65 @@ class GraphRunner:
         if setup.device.type == "cuda":
             self._graph_pool = torch.cuda.graph_pool_handle()
             for width in tqdm(self.buckets[::-1], desc="Capturing graphs", disable=not setup.config.use_tqdm):
-                self._graph(width)
+                for is_special in (False, True):
+                    self._graph(width, is_special)
 
-    def _graph(self, width: int) -> StepGraph:
+    def _graph(self, width: int, is_special: bool) -> StepGraph:
         """The recorded decode step of a bucket; recorded now, with nothing but padding, if it is not yet."""
-        if width not in self._graphs:
+        if (width, is_special) not in self._graphs:
             padding = StepPacker(self._setup.max_num_seqs, []).pack_decode([], width)
             fields = torch.from_numpy(padding.fields).to(self._setup.device)
             graph = RecordedGraph(fields) if self._graph_pool is None else CudaGraph(fields, self._graph_pool)
             with torch.inference_mode():
-                graph.capture(self._decode)
-            self._graphs[width] = graph
-        return self._graphs[width]
+                graph.capture(partial(self._decode, is_special=is_special))
+            self._graphs[width, is_special] = graph
+        return self._graphs[width, is_special]
 
     def execute_model(self, step: PackedStep) -> PendingStep:
-        """Start a packed step; the host does not wait for anything, unless a request wants log-probabilities."""
-        self._draws.set(step.new_rows)
+        """Start a packed step; the host does not wait for anything."""
         if step.is_decode:
             width = step.fields.shape[1]
-            self._graph(width).replay(self._steps_in.stage(step.fields.ravel()).view(step.fields.shape))
+            graph = self._graph(width, step.is_special)
+            graph.replay(self._steps_in.stage(step.fields.ravel()).view(step.fields.shape))
             self._steps_in.mark()
             assert self._logits is not None
             logits = self._logits[:width]
         else:
-            flat = self._steps_in.to_device(step.flatten())
-            fields = flat[: step.fields.size].view(len(Field), -1)
-            logits = self._runner.forward(self._tables.unpack_mixed(step, flat))
-            self._draw.one_pass(logits, fields, self._tokens, self._tables.last_token)
-        logprobs = self._redraw(logits, step)
+            logits = self._run(step, self._steps_in.to_device(step.flatten()))
+        logprobs = self._gather_logprobs(logits, step) if step.logprobs.size else None
         tokens, arrived = self._tokens_out.to_host(self._tokens[: step.num_seqs])
-        return PendingStep(tokens, arrived, step.fields[Field.NUM_DRAWS, : step.num_seqs].tolist(), logprobs)
+        return PendingStep(step, tokens, arrived, logprobs)
 
-    def _decode(self, fields: torch.Tensor) -> None:
+    def _decode(self, fields: torch.Tensor, is_special: bool) -> None:
         """The work of a decode step, from its buffer [len(Field), width] to its tokens: what a graph records."""
         assert self._logits is not None
         batch = self._tables.unpack_decode(fields, self._setup.max_model_len)
         logits = self._runner.forward(batch, out=self._logits[: batch.num_seqs])
-        self._draw.one_pass(logits, fields, self._tokens, self._tables.last_token)
+        self._draw_tokens(logits, fields, is_special)
 
-    def _redraw(self, logits: torch.Tensor, step: PackedStep) -> dict[int, Logprobs]:
-        """Draw again, with everything, for the rows whose requests ask for it; returns their log-probabilities."""
-        rows = step.fields[Field.ROW, : step.num_seqs].tolist()
-        index = [i for i in self._draws.special(rows) if step.fields[Field.NUM_DRAWS, i]]
-        if not index:
-            return {}
-        rows = [rows[i] for i in index]
-        at = torch.tensor(index).to(logits.device, non_blocking=True)
-        batch = self._draws.batch(rows, step.fields[Field.SEQ_LEN, index].tolist())
-        whole = self._draw.whole(logits[at]).float()
-        tokens = self._sampler.choose(whole, batch)
-        self._tokens[at] = tokens
-        self._tables.last_token[torch.tensor(rows).to(logits.device, non_blocking=True)] = tokens
-        self._draws.note(rows, tokens)
-        if not self._draws.wants_logprobs(rows):
-            return {}
-        found = self._sampler.logprobs(whole, tokens.tolist(), batch.specs)  # the host waits here
-        return {i: own for i, own in zip(index, found, strict=True) if own is not None}
+    def _run(self, step: PackedStep, flat: torch.Tensor) -> torch.Tensor:
+        """The work of any step, from its flattened buffer [n] on the device to its tokens; returns the logits."""
+        draws, fields = step.draws, flat[: step.fields.size].view(step.fields.shape)
+        if draws.num_rows:
+            self._rows_draw.set_rows(flat[-len(draws.buffer) :], draws.num_rows, draws.num_with_words)
+        logits = self._runner.forward(self._tables.unpack_mixed(step, flat))
+        self._draw_tokens(logits, fields, step.is_special)
+        return logits
+
+    def _draw_tokens(self, logits: torch.Tensor, fields: torch.Tensor, is_special: bool) -> None:
+        """A token for each row [S] of `logits`, to `self._tokens` and to where the next step finds it. Device work only."""
+        if not is_special:
+            self._draw.one_pass(logits, fields, self._tokens, self._tables.last_token)
+            return
+        whole, rows, positions = self._draw.whole(logits), fields[Field.ROW], fields[Field.SEQ_LEN]
+        tokens = self._rows_draw.draw(whole, rows, positions, self._tokens, self._tables.last_token)
+        self._rows_draw.note(tokens, rows, fields[Field.NUM_DRAWS])
+
+    def _gather_logprobs(self, logits: torch.Tensor, step: PackedStep) -> DrawnLogprobs:
+        """Log-probabilities for the sequences that want any, on their way to the host ahead of the tokens."""
+        index, count = step.logprobs
+        at = self._steps_in.to_device(index).long()
+        return gather_logprobs(self._draw.whole(logits[at]), self._tokens[at], int(count.max())).to_host()
 
 
 def decode_buckets(max_num_seqs: int) -> list[int]:

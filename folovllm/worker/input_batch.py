@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from folovllm.cache.manager import KVCacheManager
 from folovllm.forward_batch import ForwardBatch
 from folovllm.step.schedule import Share
 
 Ints = npt.NDArray[np.int64]
+SlotsOf = Callable[[list[int], int, int, int], Ints]  # `KVCacheManager.slots`
 
 
 @dataclass(slots=True)
@@ -33,8 +33,8 @@ class InputBatch:
     A share brings the new entries of its sequence's block table; what came before is kept here, by row.
     """
 
-    def __init__(self, manager: type[KVCacheManager], block_size: int, device: torch.device) -> None:
-        self._slots = manager.slots
+    def __init__(self, slots: SlotsOf, block_size: int, device: torch.device) -> None:
+        self._slots = slots
         self._block_size = block_size
         self._device = device
         self.block_tables: dict[int, list[int]] = {}  # by row

@@ -8,14 +8,13 @@ from collections.abc import Callable
 import torch
 
 from folovllm.attention.backends.registry import get_backend
-from folovllm.cache.manager import KVCacheManager
 from folovllm.forward_batch import ForwardBatch
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.rows import DrawRows
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput, StepResult, one_each
-from folovllm.worker.input_batch import InputBatch
+from folovllm.worker.input_batch import InputBatch, SlotsOf
 from folovllm.worker.kv_memory import num_blocks_that_fit
 from folovllm.worker.native_model import attention_layers
 from folovllm.worker.warm_up import dummy_shares, small_steps
@@ -31,7 +30,7 @@ class ModelRunner:
         setup: EngineSetup,
         load: Callable[[], LlamaForCausalLM],
         sampler: Sampler,
-        manager: type[KVCacheManager],
+        slots: SlotsOf,
         whole: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
     ) -> None:
         """`load` builds the model with its weights; `whole` brings logits of a part of the vocabulary to all of it."""
@@ -39,7 +38,7 @@ class ModelRunner:
         self._load = load
         self._sampler = sampler
         self._whole = whole
-        self._input_batch = InputBatch(manager, setup.block_size, setup.device)
+        self._input_batch = InputBatch(slots, setup.block_size, setup.device)
         self._draws = DrawRows(setup.vocab_size, setup.device)
         self._backend = get_backend(setup.backend)(setup.attention)
 

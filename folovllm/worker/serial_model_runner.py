@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from folovllm.attention.backends.registry import get_backend
-from folovllm.cache.growing_cache import GrowingKVCache
+from folovllm.attention.growing_cache import GrowingKVCache
 from folovllm.forward_batch import ForwardBatch
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.rows import DrawRows

@@ -11,6 +11,7 @@ from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput, Share
 
 WARM_UP_TOKENS = 256  # from here on more tokens, or more sequences, change no kernel
+FILTERED = DrawSpec(top_p=0.9)
 
 
 def small_steps(setup: EngineSetup) -> Iterator[SchedulerOutput]:
@@ -18,14 +19,15 @@ def small_steps(setup: EngineSetup) -> Iterator[SchedulerOutput]:
 
     Which variant a kernel is launched as may depend on the number of tokens or of decodes, by limits and by powers
     of two; lengths, and how the blocks lie, never matter. So: prompts of 1, 2, 4, ... tokens, then as many decodes,
-    and some decodes beside a prompt. What they leave in the cache belongs to nobody.
+    and some decodes beside a prompt; the latter draw plainly, all others with a filter. What they leave in the cache
+    belongs to nobody.
     """
     longest = min(setup.max_model_len, setup.max_num_batched_tokens, WARM_UP_TOKENS)
     most = min(setup.max_num_seqs, WARM_UP_TOKENS)
-    batches = [[n] for n in doublings(longest)] + [[1] * n for n in doublings(most)]
-    batches += [[*[1] * (n - 1), min(2, longest)] for n in doublings(most)]
-    for lengths in batches:
+    for lengths in [[n] for n in doublings(longest)] + [[1] * n for n in doublings(most)]:
         yield SchedulerOutput(dummy_shares(lengths, setup.block_size))
+    for n in doublings(most):
+        yield SchedulerOutput(dummy_shares([*[1] * (n - 1), min(2, longest)], setup.block_size, DrawSpec()))
 
 
 def doublings(limit: int) -> list[int]:
@@ -33,9 +35,8 @@ def doublings(limit: int) -> list[int]:
     return [1 << i for i in range((limit - 1).bit_length())] + [limit]
 
 
-def dummy_shares(lengths: list[int], block_size: int) -> tuple[Share, ...]:
+def dummy_shares(lengths: list[int], block_size: int, draw: DrawSpec = FILTERED) -> tuple[Share, ...]:
     """Made-up sequences that all share the same first blocks."""
-    draw = DrawSpec(top_p=0.9)
     return tuple(
         Share(
             seq_id=-1,

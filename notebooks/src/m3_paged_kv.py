@@ -26,7 +26,8 @@ import numpy as np
 import torch
 
 from folovllm import LLM, SamplingParams
-from folovllm.bench.memory import measure, mixed_workload
+from folovllm.bench.memory import measure
+from folovllm.bench.workload import mixed_workload
 from folovllm.show import draw_pool, page_holders
 
 MODEL = "stories-5m"  # comes with the package

@@ -36,8 +36,8 @@ from folovllm import LLM, SamplingParams
 from folovllm.attention.backends.abstract import AttentionConfig, BackendUnavailable
 from folovllm.attention.backends.registry import BACKENDS, get_backend
 from folovllm.attention.backends.torch_paged import TorchPagedBackend, attend, gather_pages
-from folovllm.bench.attention import make_batch
 from folovllm.bench.roofline import measure_rates
+from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels import decode, online_softmax, prefill, rms_norm, store
 from folovllm.kernels.online_softmax import LOG2_E
 
@@ -54,10 +54,24 @@ def load(backend="auto", **options):
     return LLM(MODEL, milestone="m4", attention_backend=backend, **options)
 
 
+def make_batch(lens, decode):
+    """A step over sequences of these lengths in shuffled pages: one new token each, or all of them new."""
+    blocks, new = [-(-n // B) for n in lens], [1] * len(lens) if decode else lens
+    parts = torch.randperm(sum(blocks), dtype=torch.int32).split(blocks)
+    nothing = torch.empty(0, dtype=torch.int64)  # what attention does not read
+    return ForwardBatch(
+        input_ids=nothing, positions=nothing, slot_mapping=nothing, logits_indices=nothing,
+        query_start_loc=torch.tensor([0, *new]).cumsum(0).to(torch.int32), seq_lens=torch.tensor(lens, dtype=torch.int32),
+        block_tables=torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True),
+        num_seqs=len(lens), num_decodes=len(lens) if decode else 0, max_query_len=max(new), max_seq_len=max(lens),
+        query_lens_host=new, seq_lens_host=lens,
+    )
+
+
 def paged(lens, decode=True, seed=0):
     """Random K/V of sequences in shuffled pages, NaN where no token is; (query [T, Hq, D], cache, batch)."""
     torch.manual_seed(seed)
-    batch = make_batch(lens, B, decode, CPU)
+    batch = make_batch(lens, decode)
     blocks = sum(-(-n // B) for n in lens)
     kv_cache = torch.full((2, blocks, HKV, B, D), torch.nan).permute(0, 1, 3, 2, 4)  # [2, N, B, Hkv, D]
     for table, n in zip(batch.block_tables.long(), lens, strict=True):
@@ -533,7 +547,7 @@ assert len(worked) >= 3 and max(worked) < 1e-5
 
 # %% [markdown]
 # And where kernels are compiled instead of interpreted. From `docs/performance_log.md`: one NVIDIA H200, torch 2.11, Triton 3.6, flash-attn 2.8.3.post2,
-# bfloat16, 16 query and 8 KV heads of 128, pages of 256, microseconds a layer; repeat it with `python -m folovllm.bench.attention`.
+# bfloat16, 16 query and 8 KV heads of 128, pages of 256, microseconds a layer; repeat it with `python tools/bench_attention.py`.
 #
 # | decode | `torch_paged` | `flash_attn` | `triton` | of the copy bandwidth |
 # |---|---|---|---|---|

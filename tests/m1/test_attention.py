@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.attention.backends.torch_naive import gather_kv
+from folovllm.attention.growing_cache import GrowingKVCache
 from folovllm.attention.ops import append_kv, create_causal_mask, naive_attention, reshape_and_cache_kv
-from folovllm.cache.growing_cache import GrowingKVCache
 from tests.tiny import worked_case
 
 

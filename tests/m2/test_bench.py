@@ -16,7 +16,8 @@ from folovllm.bench.cli import finish
 from folovllm.bench.contenders import parse_contenders, random_model
 from folovllm.bench.report import Metric, Result, Run, load, show
 from folovllm.bench.roofline import Rates, roofline_seconds
-from folovllm.bench.throughput import bench_throughput, metrics_of, run_workload
+from folovllm.bench.serve import run_workload
+from folovllm.bench.throughput import bench_throughput, metrics_of
 from folovllm.bench.workload import BenchRequest, Workload, load_workload
 from folovllm.cli import main
 from folovllm.config import EngineConfig
@@ -171,7 +172,7 @@ def test_what_cannot_be_printed_is_still_saved(tmp_path: Path) -> None:
     "command",
     [
         "throughput --requests 0", "ladder --limit -1", "reuse --chunks abc", "reuse --prefix 0",
-        "throughput --save {}/none/x.json", "ladder --chart {}/none/x.png", "reuse --save {}",
+        "throughput --save {}/none/x.json", "ladder --save {}/none/x.json", "reuse --save {}",
     ],
 )  # fmt: skip
 def test_what_is_refused_before_any_work(

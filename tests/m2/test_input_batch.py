@@ -12,7 +12,7 @@ from folovllm.worker.input_batch import InputBatch, RaggedArrays
 from tests.sequences import CountingCache, make_seq
 from tests.tiny import worked_case
 
-BATCH = InputBatch(SlotManager, 100, torch.device("cpu"))
+BATCH = InputBatch(SlotManager.slots, 100, torch.device("cpu"))
 
 
 def item(num_prompt_tokens: int, start: int, count: int, slot: int) -> Share:
@@ -33,7 +33,7 @@ def lists(arrays: RaggedArrays) -> dict[str, list[int]]:
 class TestFlatten:
     def test_a_worked_case(self) -> None:
         """Tokens are 10, 11, ...; slots are 100 tokens long. One decodes its sixth token, a prompt has three."""
-        got = lists(BATCH.flatten([item(6, 5, 1, slot=2), item(3, 0, 3, slot=0)]))
+        got = lists(flatten([item(6, 5, 1, slot=2), item(3, 0, 3, slot=0)]))
         expected = {
             "input_ids": [15, 10, 11, 12],
             "positions": [5, 0, 1, 2],
@@ -69,7 +69,7 @@ class TestFlatten:
 
     def test_the_cache_says_where(self) -> None:
         """The slots are the manager's business: another one lays them out otherwise."""
-        batch = InputBatch(CountingCache, 100, torch.device("cpu"))
+        batch = InputBatch(CountingCache.slots, 100, torch.device("cpu"))
         assert flatten([item(3, 1, 2, slot=4)], batch).slot_mapping.tolist() == [4001, 4002]
 
     def test_indices_are_64_bit(self) -> None:

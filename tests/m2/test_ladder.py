@@ -12,12 +12,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from folovllm.bench.ladder import Plan, bench_ladder, bench_reference, beside, check_answers, for_cpu, rungs
-from folovllm.bench.ladder_chart import draw_ladder
 from folovllm.bench.ladder_table import show_ladder
 from folovllm.bench.report import Metric, Result, Run, load
 from folovllm.bench.throughput import AGREEMENT, LONGEST_GAP, PER_CPU_SECOND, REUSED, WASTE
 from folovllm.cli import build_app
 from tests.helpers import tiny_checkpoint
+from tools.ladder_chart import draw_ladder
 
 torch.set_num_threads(1)
 
@@ -163,7 +163,7 @@ def test_the_chart_is_drawn_from_the_data(tmp_path: Path) -> None:
     assert [file.name for file in files] == ["x.png", "x.svg"] and all(file.stat().st_size > 1000 for file in files)
 
 
-def test_without_matplotlib(workload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ValueError, match="pip install matplotlib"):
         draw_ladder(made_up(1.0), Path("x.png"))

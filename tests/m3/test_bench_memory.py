@@ -1,4 +1,4 @@
-"""The comparison of pages and slots counts what it says."""
+"""The comparison of blocks and slots counts what it says."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from folovllm.bench.memory import bench_memory, measure, mixed_workload
+from folovllm.bench.memory import bench_memory, measure
 from folovllm.bench.report import load
+from folovllm.bench.workload import mixed_workload
 from folovllm.cli import main
 from tests.helpers import tiny_checkpoint
 
 
 def test_lengths_lie_between_the_bounds_and_most_are_short() -> None:
-    requests = mixed_workload(400, 0, (4, 64), (2, 128))
-    assert {4, 64} <= {r.prompt for r in requests} <= set(range(4, 65))
-    assert sum(r.answer <= 16 for r in requests) == pytest.approx(200, abs=30)
-    assert requests == mixed_workload(400, 0, (4, 64), (2, 128))
+    workload = mixed_workload(400, 0, (4, 64), (2, 128))
+    assert {4, 64} <= {len(r.prompt) for r in workload.requests} <= set(range(4, 65))
+    assert sum(r.output_len <= 16 for r in workload.requests) == pytest.approx(200, abs=30)
+    assert workload == mixed_workload(400, 0, (4, 64), (2, 128))
 
 
-def test_pages_hold_more_sequences_in_the_same_bytes() -> None:
-    requests = mixed_workload(16, 0, (2, 16), (2, 32))
+def test_blocks_hold_more_sequences_in_the_same_bytes() -> None:
+    workload = mixed_workload(16, 0, (2, 16), (2, 32))
     options = {"model": str(tiny_checkpoint()), "slots": 2, "max_model_len": 64, "device": "cpu"}
-    m2, m3 = (measure(milestone, requests, block_size=4, **options) for milestone in ("m2", "m3"))
+    m2, m3 = (measure(milestone, workload, block_size=4, **options) for milestone in ("m2", "m3"))
     assert m2.kv_bytes == m3.kv_bytes
-    assert m2.output_tokens == m3.output_tokens == sum(r.answer for r in requests)
+    assert m2.output_tokens == m3.output_tokens == workload.output_tokens
     assert (m2.block_size, m2.peak_running) == (64, 2)
     assert m3.peak_running > 2 and m3.mean_running > 1.5 * m2.mean_running
     assert m3.mean_waste < m2.mean_waste < 1
@@ -32,10 +33,10 @@ def test_pages_hold_more_sequences_in_the_same_bytes() -> None:
     assert m3.steps < m2.steps
 
 
-def test_a_page_a_sequence_is_a_slot() -> None:
-    requests = mixed_workload(6, 1, (2, 16), (2, 16))
+def test_a_block_a_sequence_is_a_slot() -> None:
+    workload = mixed_workload(6, 1, (2, 16), (2, 16))
     options = {"model": str(tiny_checkpoint()), "slots": 2, "max_model_len": 64, "device": "cpu"}
-    m2, m3 = measure("m2", requests, **options), measure("m3", requests, block_size=64, **options)
+    m2, m3 = measure("m2", workload, **options), measure("m3", workload, block_size=64, **options)
     assert (m3.steps, m3.mean_running, m3.mean_waste) == (m2.steps, m2.mean_running, m2.mean_waste)
 
 

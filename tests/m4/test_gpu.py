@@ -8,10 +8,10 @@ from folovllm.attention.backends.composite import compose
 from folovllm.attention.backends.flash_attn import FlashAttentionBackend
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.attention.backends.triton import TritonBackend
-from folovllm.bench.attention import make_batch, sequence_lengths
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
 from folovllm.kernels.prefill import prefill
 from tests.m4.cases import DEVICE, Paged, assert_close, starts
+from tools.bench_attention import make_batch, sequence_lengths
 
 pytestmark = pytest.mark.gpu
 LENS = [1, 16, 17, 63, 64, 65, 255, 256, 257, 0, 512, 513, 1000, 2047, 4095]

@@ -23,6 +23,8 @@ import folovllm.attention.backends.triton as triton_backend
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.kernels import pdl
+from folovllm.kernels.filter_logits import FilterWorkspace
+from folovllm.worker.graph_runner import GraphRunner
 from tests.m6.traffic import ENGINES, FIELDS, serve_everything
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
@@ -51,10 +53,14 @@ def measure(overrides: dict) -> dict:
     seen.clear()
     engine = make_engine(EngineConfig(**{**FIELDS, "device": "cpu", "dtype": "float32"} | overrides))
     runner = engine.executor._worker.runner
+    if isinstance(runner, GraphRunner):
+        runner._draw._use_kernel = True
+        runner._rows_draw._work = FilterWorkspace.allocate(21, runner._draw.vocab_size, torch.device("cpu"))
     with torch.inference_mode():
         runner.compile_kernels()
         for width in getattr(runner, "buckets", []):
-            runner._graph(width)
+            for is_special in (True, False):
+                runner._graph(width, is_special)
     at_start = len(seen)
     steps = serve_everything(engine)
     engine.close()

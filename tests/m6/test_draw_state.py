@@ -9,13 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.draw_row import COUNT, ENDS, FILTERS, IN_PROMPT, WORDS, RowField, pack_updates, row_update
+from folovllm.engine.plan import draw_spec
 from folovllm.request import Sequence
 from folovllm.sample.draw_state import DrawState, adjust
-from folovllm.sample.logprobs import LogprobsBuffer, gather_logprobs
-from folovllm.sample.penalties import apply_penalties, forbid_stop_tokens
+from folovllm.sample.logprobs import gather_logprobs
+from folovllm.sample.penalties import TokenCounts, apply_penalties, forbid_stop_tokens
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.sampling_params import SamplingParams
-from tests.sequences import EOS, make_seq
+from folovllm.step.draw import DrawSpec
+from tests.m6.specs import spec_of
+from tests.sequences import make_seq
 
 V = 120
 CPU = torch.device("cpu")
@@ -43,12 +46,8 @@ def state_for(seqs: list[Sequence], rows: list[int], num_rows: int = 8) -> DrawS
     return state
 
 
-def set_rows(state: DrawState, seqs: list[Sequence], rows: list[int], **bias: dict[int, float]) -> None:
-    updates = [
-        row_update(row, s.params, s.seed, s.prompt_token_ids, s.output_token_ids, [EOS, *s.params.stop_token_ids], V, **bias)
-        for row, s in zip(rows, seqs, strict=True)
-    ]  # fmt: skip
-    update = pack_updates(updates)
+def set_rows(state: DrawState, seqs: list[Sequence], rows: list[int]) -> None:
+    update = pack_updates([row_update(row, draw_spec(seq)) for row, seq in zip(rows, seqs, strict=True)])
     state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_words)
 
 
@@ -66,10 +65,12 @@ class TestDrawState:
         for step in range(6):
             logits = 3 * torch.randn(len(seqs), V, generator=torch.manual_seed(step))
             positions = torch.tensor([seq.num_tokens for seq in seqs], dtype=torch.int32)
-            adjusted = forbid_stop_tokens(apply_penalties(logits, seqs), seqs)
+            specs = [draw_spec(seq) for seq in seqs]
+            counts = [TokenCounts(spec, V, CPU) if spec.has_penalties else None for spec in specs]
+            adjusted = forbid_stop_tokens(apply_penalties(logits, specs, counts), specs, positions.tolist())
             assert torch.allclose(adjust(logits, state.fields[rows.long()], state.words, rows, positions), adjusted)
             tokens = state.draw(logits, rows, positions)
-            expected = Sampler().choose(logits, SamplingBatch.from_sequences(seqs, CPU))
+            expected = Sampler().choose(logits, SamplingBatch.from_specs(specs, positions.tolist(), CPU, counts))
             assert tokens.tolist() == expected.tolist()
             state.note(tokens, rows)
             for seq, token in zip(seqs, tokens.tolist(), strict=True):
@@ -113,7 +114,8 @@ class TestDrawState:
 
     def test_a_bias_moves_and_forbids(self) -> None:
         state = DrawState(2, V, CPU)
-        set_rows(state, sequences([{"temperature": 0.0}], []), [0], bias={3: 5.25, 4: -np.inf, V: 9.0})
+        update = pack_updates([row_update(0, DrawSpec(temperature=0.0), {3: 5.25, 4: -np.inf})])
+        state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_words)
         logits = torch.zeros(1, V)
         logits[0, 4] = 100.0
         adjusted = adjust(logits, state.fields[:1], state.words, int32(0), int32(3))
@@ -124,30 +126,34 @@ class TestDrawState:
 class TestRowUpdate:
     def test_fields_and_words(self) -> None:
         params = SamplingParams(temperature=0.5, top_k=7, min_tokens=2, presence_penalty=0.5)
-        update = row_update(3, params, -2, [1, 2, 2], [2, 9, 9], [9, 500, -1], V)
+        update = row_update(3, spec_of(params, -2, [1, 2, 2], [2, 9, 9], [9, 50]))
         assert update.fields[RowField.FLAGS] == FILTERS | WORDS
-        assert update.fields[[RowField.SEED_LOW, RowField.SEED_HIGH, RowField.TOP_K, RowField.FREE_FROM]].tolist() == [
-            -2,
-            -1,
-            7,
-            5,
-        ]
+        whole = RowField.SEED_LOW, RowField.SEED_HIGH, RowField.TOP_K, RowField.FREE_FROM
+        assert update.fields[list(whole)].tolist() == [-2, -1, 7, 5]
         assert update.fields.view(np.float32)[[RowField.TEMPERATURE, RowField.PRESENCE]].tolist() == [0.5, 0.5]
-        assert dict(zip(*update.words.tolist(), strict=True)) == {1: IN_PROMPT, 2: IN_PROMPT | 1, 9: ENDS | 2}
+        words = {1: IN_PROMPT, 2: IN_PROMPT | 1, 9: ENDS | 2, 50: ENDS}
+        assert dict(zip(*update.words.tolist(), strict=True)) == words
 
     @pytest.mark.parametrize(
-        ("rule", "flags"),
-        [({}, 0), ({"temperature": 0.0, "top_k": 3}, 0), ({"top_p": 0.5}, FILTERS), ({"min_tokens": 1}, WORDS)],
+        ("rule", "flags", "num_words"),
+        [
+            ({}, 0, 0),
+            ({"temperature": 0.0, "top_k": 3}, 0, 0),
+            ({"top_p": 0.5}, FILTERS, 0),
+            ({"min_tokens": 1}, WORDS, 1),
+            ({"presence_penalty": 1.0}, WORDS, 2),
+            ({"logprobs": 2}, 0, 0),
+        ],
     )
-    def test_flags_say_what_a_draw_takes(self, rule: dict, flags: int) -> None:
-        update = row_update(0, SamplingParams(**rule), 0, [1], [], [2], V)
+    def test_flags_say_what_a_draw_takes(self, rule: dict, flags: int, num_words: int) -> None:
+        update = row_update(0, spec_of(SamplingParams(**rule), 0, [1], [5], [2]))
         assert update.fields[RowField.FLAGS] == flags
-        assert update.words.shape[1] == (2 if flags == WORDS else 0)
+        assert update.words.shape[1] == num_words
 
     @given(st.lists(st.booleans(), max_size=6))
     def test_buffers_hold_every_row(self, penalised: list[bool]) -> None:
         params = [SamplingParams(repetition_penalty=1.5 if p else 1.0) for p in penalised]
-        update = pack_updates([row_update(i, p, i, [i, 50], [], [], V) for i, p in enumerate(params)])
+        update = pack_updates([row_update(i, spec_of(p, i, [i, 50])) for i, p in enumerate(params)])
         assert (update.num_rows, update.num_with_words) == (len(penalised), sum(penalised))
         state = DrawState(6, V, CPU)
         state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_words)
@@ -158,22 +164,17 @@ class TestRowUpdate:
 class TestLogprobs:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_the_drawn_token_then_the_most_likely(self, dtype: torch.dtype) -> None:
-        logits = torch.randn(5, V, generator=torch.manual_seed(0)).to(dtype)
-        at, tokens = torch.tensor([4, 1]), torch.tensor([0, 7, 0, 0, 19])
-        out = LogprobsBuffer.allocate(3, 4, "cpu")
-        gather_logprobs(logits, at, tokens, out.first(2))
-        host = LogprobsBuffer.allocate(3, 4, "cpu")
-        host.copy_from(out)
-        for i, (row, token) in enumerate([(4, 19), (1, 7)]):
-            logprobs = logits[row].float().log_softmax(-1)
-            order = sorted(range(V), key=lambda t, row=row: (-float(logits[row, t]), t))
-            assert [t for t, _ in host.of(i, 4)] == [token, *order[:4]]
-            assert [v for _, v in host.of(i, 2)] == pytest.approx(logprobs[[token, *order[:2]]].tolist())
-            assert host.ranks[i] == 1 + int((logprobs > logprobs[token]).sum())
+        logits = torch.randn(2, V, generator=torch.manual_seed(0)).to(dtype)
+        found = gather_logprobs(logits, torch.tensor([19, 7]), 4).to_host()
+        for i, token in enumerate([19, 7]):
+            logprobs = logits[i].float().log_softmax(-1)
+            order = sorted(range(V), key=lambda t, i=i: (-float(logits[i, t]), t))
+            ids, values, ranks = zip(*found.of(i, 4), strict=True)
+            assert ids == (token, *order[:4])
+            assert values == pytest.approx(logprobs[list(ids)].tolist())
+            assert ranks == (int((logprobs >= logprobs[token]).sum()), 1, 2, 3, 4)
+            assert found.of(i, 2) == found.of(i, 4)[:3]
 
-    def test_ties_take_the_lowest_id_and_a_small_vocabulary_leaves_the_rest(self) -> None:
-        out = LogprobsBuffer.allocate(1, 5, "cpu")
-        out.ids.fill_(-1)
-        gather_logprobs(torch.tensor([[-1.0, 2.0, -1.0]]), torch.tensor([0]), torch.tensor([2]), out)
-        assert out.ids.tolist() == [[2, 1, 0, 2, -1, -1]]
-        assert out.ranks.tolist() == [2]
+    def test_ties_take_the_lowest_id_and_a_small_vocabulary_has_no_more(self) -> None:
+        found = gather_logprobs(torch.tensor([[-1.0, 2.0, -1.0]]), torch.tensor([2]), 5)
+        assert [(id_, rank) for id_, _, rank in found.of(0, 5)] == [(2, 3), (1, 1), (0, 2), (2, 3)]

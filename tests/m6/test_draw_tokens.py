@@ -11,6 +11,7 @@ from folovllm.sample.draw_state import DrawState, adjust, sampling_batch
 from folovllm.sample.sampler import Sampler
 from folovllm.sampling_params import SamplingParams
 from tests.m6.devices import DEVICE
+from tests.m6.specs import spec_of
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
@@ -42,9 +43,8 @@ def state_for(params: list[SamplingParams], vocab_size: int, prompt=(), answer=(
     """One row each, in reverse order, so that a row is not its sequence's index; seeds 100, 101 and so on."""
     state = DrawState(len(params), vocab_size, torch.device(DEVICE))
     last = len(params) - 1
-    update = pack_updates(
-        [row_update(last - i, p, 100 + i, prompt, answer, ends, vocab_size, bias) for i, p in enumerate(params)]
-    )
+    specs = [spec_of(p, 100 + i, prompt, answer, ends) for i, p in enumerate(params)]
+    update = pack_updates([row_update(last - i, spec, bias) for i, spec in enumerate(specs)])
     state.set_rows(torch.from_numpy(update.buffer).to(DEVICE), update.num_rows, update.num_with_words)
     return state
 

@@ -9,7 +9,7 @@ import pytest
 
 from folovllm.bench.contenders import parse_contenders
 from folovllm.bench.host_time import StepTime, WaitClock, step_times, watched
-from folovllm.bench.latency import bench_latency
+from folovllm.bench.throughput import bench_latency
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.sampling_params import SamplingParams

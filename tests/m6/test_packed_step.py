@@ -147,7 +147,7 @@ def test_a_packed_step_is_the_plain_one(seed: int, with_buckets: bool) -> None:
     """Random prefills, chunks and decodes over several steps: every tensor that counts is the same."""
     rng = random.Random(seed)
     manager, device, rows = BlockManager(ROWS * MAX_BLOCKS, BLOCK_SIZE), Device(with_buckets), Rows(ROWS)
-    plain = InputBatch(BlockManager, BLOCK_SIZE, CPU)
+    plain = InputBatch(BlockManager.slots, BLOCK_SIZE, CPU)
     seqs = [sequence([rng.randrange(200) for _ in range(rng.randint(1, 20))]) for _ in range(ROWS)]
     for _ in range(6):
         shares = []

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
+from folovllm.draw_row import pack_updates, row_update
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.executor.messages import decode_result, decode_step, encode_result, encode_step
 from folovllm.executor.ring import SLOTS, Ring
@@ -21,6 +22,7 @@ from folovllm.step.draw import DrawSpec
 from folovllm.step.packed import Field, PackedStep
 from folovllm.step.schedule import StepResult
 from tests.helpers import prompts, tiny_checkpoint
+from tests.m6 import test_draw_rows
 from tests.m6.test_overlap import assert_clean, essence, run
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, Request, serve, workload
 
@@ -74,6 +76,10 @@ class TestTwoRanks:
                     assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-3)
         assert_clean(served)
 
+    def test_every_draw(self, served: LLMEngine, name: str) -> None:
+        """Penalties, filters and log-probabilities are those of M1."""
+        test_draw_rows.check(serve(served, test_draw_rows.requests()), family_of(name))
+
     def test_prefixes_are_found_again(self, served: LLMEngine) -> None:
         prompt, params = prompts([50], seed=9)[0], SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
         answers = []
@@ -113,32 +119,23 @@ def test_fused_layers() -> None:
 # --- what crosses from process to process ---------------------------------------------------------------------------
 
 
-@given(
-    floats=st.tuples(st.floats(0, 2), st.floats(0.01, 1), st.floats(0, 1), st.floats(0.1, 3), st.floats(-2, 2)),
-    seed=st.integers(0, 2**63 - 1),
-    whole=st.tuples(st.integers(1, 9), st.integers(0, 9), st.sampled_from([None, 0, 5])),
-    stops=st.lists(st.integers(0, 258), max_size=4),
-)
-def test_a_step_crosses(
-    floats: tuple[float, ...], seed: int, whole: tuple[int, int, int | None], stops: list[int]
-) -> None:
-    temperature, top_p, min_p, repetition, presence = floats
-    num_prompt, num_output, logprobs = whole
-    draw = DrawSpec(
-        seed=seed, temperature=temperature, top_p=top_p, min_p=min_p, repetition_penalty=repetition, top_k=7,
-        presence_penalty=presence, first_end=num_prompt + 5, forbidden=tuple(stops), logprobs=logprobs,
-        num_prompt_tokens=num_prompt, history=np.arange(num_prompt + num_output, dtype=np.int32),
-    )  # fmt: skip
+@given(rows=st.lists(st.lists(st.integers(0, 258), max_size=4), max_size=3), logprobs=st.lists(st.integers(0, 9)))
+def test_a_step_crosses(rows: list[list[int]], logprobs: list[int]) -> None:
+    specs = [DrawSpec(seed=2**62 + i, top_p=0.5, forbidden=tuple(ends)) for i, ends in enumerate(rows)]
     fields = np.arange(len(Field) * 3, dtype=np.int32).reshape(len(Field), 3)
-    step = PackedStep(fields, 3, 1, np.arange(5, dtype=np.int32), np.ones((3, 2), np.int32), {2: draw, 0: DrawSpec()})
+    step = PackedStep(
+        fields, 3, 1, np.arange(5, dtype=np.int32), np.ones((3, 2), np.int32),
+        pack_updates([row_update(7 - i, spec) for i, spec in enumerate(specs)]), bool(rows),
+        np.array([range(len(logprobs)), logprobs], np.int32),
+    )  # fmt: skip
     back = decode_step(encode_step(step))
-    assert np.array_equal(back.fields, fields) and np.array_equal(back.tokens, step.tokens)
-    assert np.array_equal(back.updates, step.updates) and (back.num_seqs, back.num_decodes) == (3, 1)
-    assert list(back.new_rows) == [2, 0]
-    for row, own in step.new_rows.items():
-        for name in DrawSpec.__slots__:
-            mine, other = getattr(own, name), getattr(back.new_rows[row], name)
-            assert np.array_equal(mine, other) if name == "history" else mine == other
+    assert (back.num_seqs, back.num_decodes, back.is_special) == (3, 1, bool(rows))
+    assert (back.draws.num_rows, back.draws.num_with_words) == (step.draws.num_rows, step.draws.num_with_words)
+    for mine, other in (
+        (step.fields, back.fields), (step.tokens, back.tokens), (step.updates, back.updates),
+        (step.draws.buffer, back.draws.buffer), (step.logprobs, back.logprobs),
+    ):  # fmt: skip
+        assert np.array_equal(mine, other) and mine.shape == other.shape
 
 
 @given(

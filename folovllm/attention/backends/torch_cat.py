@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
+from folovllm.attention.growing_cache import GrowingKVCache
 from folovllm.attention.ops import create_causal_mask, naive_attention
-from folovllm.cache.growing_cache import GrowingKVCache
 from folovllm.forward_batch import ForwardBatch
 
 

@@ -1,1 +1,1 @@
-"""How linear layers keep their weights: a format a file."""
+"""How linear layers keep their weights. Each format is one file."""

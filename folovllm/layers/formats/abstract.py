@@ -33,7 +33,7 @@ class WeightFormat(ABC):
         """Where a checkpoint's tensors go: the last part of a name -> for each of `output_sizes` a view to copy to."""
 
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
-        """One rank's part of a checkpoint's tensor; `kind` is the last part of its name.
+        """Return one rank's part of a checkpoint's tensor. `kind` is the last part of its name.
 
         `cut` reads `shape` and takes a slice of outputs, or of inputs. A tensor that lies otherwise is given to it in a
         wrapper (`distributed.sharding.Weight`) that does.
@@ -52,7 +52,7 @@ class WeightFormat(ABC):
         gated: bool = False,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The product, and what comes before and after it.
+        """Multiply, with what comes before and after it.
 
         Args:
             norm_eps: first divide each row of `x` by its root mean square (RMSNorm without its weight).

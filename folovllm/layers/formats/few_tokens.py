@@ -1,4 +1,4 @@
-"""Plain weights, with a kernel of our own where the batch is small: all bandwidth, no library."""
+"""Plain weights, with a kernel of our own where the batch is small: it reaches the memory's bandwidth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class FewTokens(Plain):
-    """With few tokens a norm, a gate and a residual cost no kernel: they are the first and the last lines of the product."""
+    """With few tokens, the kernel of the product also applies the norm, the gate and the residual."""
 
     def apply(
         self,
@@ -30,10 +30,10 @@ class FewTokens(Plain):
         return super().apply(layer, x, norm_eps, gated, residual)
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
-        """Few tokens, and no bias."""
+        """True for few tokens and no bias."""
         return layer.bias is None and is_few(x)
 
 
 def is_few(x: torch.Tensor) -> bool:
-    """Whether `small_linear` should take this batch: not in the interpreter, where its many programs take minutes."""
+    """Whether `small_linear` should take this batch. In the interpreter its many programs would take minutes."""
     return x.is_cuda and serves(len(x))

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Plain(WeightFormat):
-    """`weight` [outputs, inputs], multiplied by the library."""
+    """Keeps `weight` [outputs, inputs]; the library multiplies by it."""
 
     def create(self, layer: LinearBase) -> None:
-        """One parameter. Rows follow `output_sizes`."""
+        """Make one parameter, whose rows follow `output_sizes`."""
         layer.weight = nn.Parameter(torch.empty(sum(layer.output_sizes), layer.input_size))
 
     def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
@@ -34,7 +34,7 @@ class Plain(WeightFormat):
         return residual if layer.bias is None else residual.add_(layer.bias)
 
     def can_fold(self, layer: LinearBase) -> bool:
-        """Not with a bias, which a late division would scale, and not in float16.
+        """False with a bias, which a late division would scale, and in float16.
 
         Before it is divided, a result may be larger than float16 can hold.
         """

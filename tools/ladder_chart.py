@@ -1,12 +1,17 @@
-"""The ladder as a picture: one panel a figure, one bar a rung. Drawn from a result file, so it can be redrawn without measuring."""
+"""Draw a ladder that was measured: one panel a figure, one bar a rung.
+
+folovllm bench ladder --save ladder.json
+python tools/ladder_chart.py ladder.json ladder.png     # and ladder.svg beside it; needs matplotlib
+"""
 
 from __future__ import annotations
 
+import argparse
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from folovllm.bench.report import Result, Run, device_line, digits
+from folovllm.bench.report import Result, Run, device_line, digits, load
 from folovllm.files import write_whole
 
 PANELS = (
@@ -48,12 +53,12 @@ def draw_ladder(result: Result, path: Path) -> list[Path]:
 
 
 def plotting() -> Any:
-    """matplotlib's pyplot, without a display. Raises ValueError where it is missing: call it before measuring."""
+    """matplotlib's pyplot, without a display. Raises ValueError where it is missing."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:
         raise ValueError(
-            '--chart needs matplotlib: pip install matplotlib, or pip install -e ".[notebooks]"'
+            'a chart needs matplotlib: pip install matplotlib, or pip install -e ".[notebooks]"'
         ) from error
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "folovllm"  # the same data gives the same file
@@ -86,3 +91,19 @@ def _caption(result: Result) -> str:
         f"{device_line(result)}; workload {work['name']}: {work['requests']} requests, {work['prompt_tokens']:,} prompt and "
         f"{work['output_tokens']:,} output tokens; commit {result.commit}, {result.date[:10]}"
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path, help="what `folovllm bench ladder --save` wrote")
+    parser.add_argument("picture", type=Path, help="x.png writes x.png and x.svg")
+    given = parser.parse_args()
+    try:
+        files = draw_ladder(load(given.result), given.picture)
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
+    print(*files, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

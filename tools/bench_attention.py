@@ -1,4 +1,6 @@
-"""`folovllm bench attention`: every backend on the same pages, decode against the card's own copy bandwidth.
+"""Every attention backend on the same blocks, a decode against the card's own copy bandwidth.
+
+    python tools/bench_attention.py     # on a machine with a CUDA GPU
 
 A decode moves each cached key and value through the chip once and does next to nothing with it, so its bound is the
 memory: TB/s, and the share of what a plain copy reaches in the same run. A prefill's bound is arithmetic: TFLOP/s.
@@ -8,6 +10,7 @@ Medians over captured graphs where a backend can be captured; planning is includ
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -55,7 +58,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def make_batch(lens: list[int], block_size: int, decode: bool, device: torch.device) -> ForwardBatch:
-    """A step over sequences of these lengths in shuffled pages: one new token each, or all of them new."""
+    """A step over sequences of these lengths in shuffled blocks: one new token each, or all of them new."""
     blocks = [-(-n // block_size) for n in lens]
     ids = iter(torch.randperm(sum(blocks)).tolist())
     tables = torch.zeros(len(lens), max(blocks), dtype=torch.int32)
@@ -166,4 +169,7 @@ def _rows(
 
 
 if __name__ == "__main__":
-    list(bench_attention())
+    try:
+        list(bench_attention())
+    except BackendUnavailable as error:
+        sys.exit(f"{error}")

@@ -1,0 +1,26 @@
+"""How a sequence is drawn, from its parameters and its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from folovllm.sampling_params import SamplingParams
+from folovllm.step.draw import DrawSpec
+
+
+def spec_of(
+    params: SamplingParams, seed: int, prompt: Iterable[int] = (), answer: Iterable[int] = (), ends: Iterable[int] = ()
+) -> DrawSpec:
+    """As the scheduler makes it; `ends` are the tokens that would end the answer."""
+    prompt = list(prompt)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    return DrawSpec(
+        seed=seed,
+        **{name: getattr(params, name) for name in (*names, "logprobs")},
+        first_end=len(prompt) + params.min_tokens,
+        forbidden=tuple(ends) if params.min_tokens else (),
+        num_prompt_tokens=len(prompt),
+        history=np.array([*prompt, *answer] if params.has_penalties else [], np.int32),
+    )

@@ -1,0 +1,163 @@
+"""Penalties, filters, `min_tokens` and log-probabilities in M6: M1's answers, and no step waits for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from folovllm.executor.abstract import Pending
+from folovllm.outputs import RequestOutput
+from folovllm.sampling_params import SamplingParams
+from folovllm.step.schedule import SchedulerOutput, StepResult
+from tests.helpers import prompts, tiny_checkpoint
+from tests.m6.test_overlap import assert_clean, engine
+from tests.workloads import Request, make_engine, serve
+
+BASE = SamplingParams(max_tokens=18, ignore_eos=True, temperature=0.9)
+EVERY_DRAW = [
+    {},
+    {"repetition_penalty": 1.6},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.8, "logprobs": 2},
+    {"repetition_penalty": 1.4, "temperature": 0.0, "logprobs": 0},
+    {"min_tokens": 7, "stop_token_ids": list(range(0, 250, 2))},
+    {"min_tokens": 5, "stop_token_ids": list(range(1, 250, 3)), "top_p": 0.9, "frequency_penalty": 0.5},
+    {"top_k": 5},
+    {"top_p": 0.7, "logprobs": 4},
+    {"min_p": 0.1, "top_k": 30},
+    {"top_k": 40, "top_p": 0.8, "repetition_penalty": 0.7},
+    {"logprobs": 3},
+    {"temperature": 0.0},
+]
+POOLS: dict[str, dict[str, Any]] = {
+    "everything at once": {},
+    "preemption": {"block_size": 4, "num_kv_blocks": 40},
+    "chunks": {"max_num_batched_tokens": 14, "long_prefill_token_threshold": 9},
+    "rows that change hands": {"max_num_seqs": 3},
+    "no graphs": {"enforce_eager": True},
+}
+
+
+def requests() -> list[Request]:
+    """Prompts of all lengths; two and two begin alike, so that prefixes are found again."""
+    lengths = [1, 40, 9, 17, 33, 3]
+    starts = prompts(lengths, seed=11)
+    params = [replace(BASE, seed=100 + i, **draw) for i, draw in enumerate(EVERY_DRAW)]
+    return [Request([*starts[i % 6], *range(i)], own) for i, own in enumerate(params)]
+
+
+@lru_cache(maxsize=2)
+def answers_of_m1(family: str = "qwen3") -> list[tuple[Any, ...]]:
+    return [essence(output) for output in serve(make_engine(tiny_checkpoint(family), milestone="m1"), requests())]
+
+
+def essence(output: RequestOutput) -> tuple[Any, ...]:
+    """Tokens, why they end, and for each token the ids, ranks and values of its log-probabilities."""
+    answer = output.outputs[0]
+    rows = answer.logprobs or []
+    values = [x.logprob for row in rows for x in row.values()]
+    return answer.token_ids, answer.finish_reason, [[(i, x.rank) for i, x in row.items()] for row in rows], values
+
+
+def check(outputs: list[RequestOutput], family: str = "qwen3") -> None:
+    for draw, output, expected in zip(EVERY_DRAW, outputs, answers_of_m1(family), strict=True):
+        *same, values = essence(output)
+        assert same == list(expected[:-1]), draw
+        assert values == pytest.approx(expected[-1], abs=1e-3), draw
+
+
+@pytest.mark.parametrize("arrival", ["at_once", "random_steps"])
+@pytest.mark.parametrize("pool", POOLS)
+def test_answers_are_those_of_m1(pool: str, arrival: str) -> None:
+    served = engine(**POOLS[pool])
+    check(serve(served, requests(), arrival))
+    check(serve(served, requests(), arrival, seed=1))  # again, with all prompts in the cache
+    assert_clean(served)
+    assert (served.stats().preemptions > 0) == (pool == "preemption")
+
+
+def test_aborts_leave_their_rows_to_others() -> None:
+    served = engine(max_num_seqs=4)
+    for i, request in enumerate(requests()):
+        served.add_request(f"aborted {i}", request.prompt, replace(request.params, repetition_penalty=3.0, top_k=2))
+    for step in range(12):
+        served.step()
+        served.abort_request(f"aborted {step}")
+    check(serve(served, requests()))
+    assert_clean(served)
+
+
+class Logged:
+    """A step whose wait is noted."""
+
+    def __init__(self, pending: Pending, number: int, log: list[str]) -> None:
+        self._pending, self._number, self._log = pending, number, log
+
+    def wait(self) -> StepResult:
+        self._log.append(f"wait {self._number}")
+        return self._pending.wait()
+
+
+def test_no_step_waits_for_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step is started before the one before it is taken in, whatever its sequences draw with."""
+    served, log = engine(), []
+    submit = served.executor.submit
+
+    def logged(output: SchedulerOutput) -> Logged:
+        assert not served.scheduler.must_wait()
+        number = sum(entry.startswith("start") for entry in log)
+        log.append(f"start {number}")
+        return Logged(submit(output), number, log)
+
+    monkeypatch.setattr(served.executor, "submit", logged)
+    check(serve(served, requests()))
+    last = sum(entry.startswith("start") for entry in log) - 1
+    between = [entry for i in range(last) for entry in (f"start {i + 1}", f"wait {i}")]
+    assert log == ["start 0", *between, f"wait {last}"] and last >= BASE.max_tokens - 1
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_plain_steps_take_the_plain_draw(monkeypatch: pytest.MonkeyPatch, special: bool) -> None:
+    """Whoever asks for nothing pays for nothing; log-probabilities alone are nothing that the draw must know."""
+    served = engine()
+    runner = served.executor._worker.runner
+    draw, calls = runner._rows_draw.draw, []
+    monkeypatch.setattr(runner._rows_draw, "draw", lambda *args: calls.append(args) or draw(*args))
+    plain = {i for i, draw in enumerate(EVERY_DRAW) if not draw.keys() - {"logprobs", "temperature"}}
+    serve(served, [request for i, request in enumerate(requests()) if i in plain or special])
+    assert bool(calls) == special
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """M5's answers on the same card; and a decode step, or what a new row brings, never makes the host wait."""
+    fields = {"device": "cuda", "dtype": "float32", "attention_backend": "triton"}
+    expected = [essence(output) for output in serve(engine(milestone="m5", **fields), requests())]
+    served = engine(**fields)
+    runner = served.executor._worker.runner
+
+    def forbid_waits(target: object, name: str) -> None:
+        own = getattr(target, name)
+
+        def strict(*args: Any) -> Any:
+            step = args[0]
+            if not getattr(step, "is_decode", True):
+                return own(*args)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return own(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        monkeypatch.setattr(target, name, strict)
+
+    forbid_waits(runner, "execute_model")
+    forbid_waits(runner._rows_draw, "set_rows")
+    forbid_waits(runner, "_gather_logprobs")
+    for output, (*same, values) in zip(serve(served, requests()), expected, strict=True):
+        *mine, own = essence(output)
+        assert mine == same
+        assert own == pytest.approx(values, abs=1e-3)
