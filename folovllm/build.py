@@ -35,6 +35,7 @@ from folovllm.engine.scheduler import (
     whole_prompt,
 )
 from folovllm.engine.setup import set_up
+from folovllm.events import Events
 from folovllm.executor.abstract import Executor
 from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
@@ -66,18 +67,19 @@ def put_together(config: EngineConfig) -> Parts:
     num_threads = use_threads(setup)
     tokenizer = load_tokenizer(setup.path, config)
     processor = InputProcessor(setup, tokenizer)  # reads small files, which may be damaged: so before the weights
-    executor = make_executor(setup)
-    return Parts(setup, num_threads, tokenizer, processor, executor, make_scheduler(setup, executor.num_kv_blocks))
+    executor, events = make_executor(setup), Events()
+    scheduler = make_scheduler(setup, executor.num_kv_blocks, events)
+    return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events)
 
 
-def make_scheduler(setup: EngineSetup, num_kv_blocks: int) -> SchedulerLike:
+def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events) -> SchedulerLike:
     """Who is served: one request after the other (M1), or a batch that changes at every step (M2)."""
     config = setup.config
     if config.kv_cache == "growing":
-        return SerialScheduler()
+        return SerialScheduler(events)
     kind: Callable[..., Scheduler] = OverlapScheduler if config.async_scheduling else Scheduler  # M6; M2
     return kind(
-        kv=cache_manager(config)(num_kv_blocks, setup.block_size),
+        kv=cache_manager(config)(num_kv_blocks, setup.block_size, events),
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
         tokens_of_step=tokens_of_step(config),

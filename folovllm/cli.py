@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -24,12 +24,12 @@ from rich.text import Text
 import folovllm
 
 if TYPE_CHECKING:
-    from folovllm.engine.llm_engine import LLMEngine
     from folovllm.engine.metrics import StepStats
     from folovllm.inputs import Prompt
     from folovllm.llm import LLM
     from folovllm.outputs import RequestMetrics, RequestOutput
     from folovllm.sampling_params import SamplingParams
+    from folovllm.watcher import Watcher
 
 USER_ERROR = 2  # the exit code of a usage error, too
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -227,29 +227,31 @@ def run_steps(
     llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, take: Callable[[RequestOutput], None]
 ) -> None:
     """What `llm.generate` does, with a line on stderr for each step of the engine, and its pool of KV cache under it."""
+    from folovllm.engine.metrics import StepLog
     from folovllm.interrupts import Answers, Interrupted, interrupts
+    from folovllm.watcher import Watcher
 
-    answers = Answers([str(index) for index in range(len(prompts))], take)
+    answers, log, watcher = Answers([str(index) for index in range(len(prompts))], take), StepLog(), Watcher()
+    llm.engine.subscribe(log)
+    llm.engine.subscribe(watcher)
     for index, prompt in enumerate(prompts):
         llm.engine.add_request(str(index), prompt, params, stream=False)
-    llm.engine.history = []
     with interrupts() as ctrl_c:
         while llm.engine.has_unfinished_requests():
             if ctrl_c.is_set():
                 raise Interrupted(answers.in_order())
             finished = llm.engine.step()
-            show_steps_taken(llm.engine)
+            show_steps_taken(log.take(), watcher)
             answers.add(finished)
 
 
-def show_steps_taken(engine: LLMEngine) -> None:
+def show_steps_taken(steps: Iterable[StepStats], watcher: Watcher) -> None:
     """A line for each step that was taken in: with overlap none, one or two. Then the pool."""
     from folovllm.show import draw_pool
 
-    for stats in engine.history or ():
+    for stats in steps:
         _stderr().print(step_line(stats), style="dim", soft_wrap=True)
-    engine.history = []
-    if pool := draw_pool(engine):
+    if pool := draw_pool(watcher):
         _stderr().print(pool, soft_wrap=True)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 from tqdm import tqdm
@@ -16,6 +17,7 @@ from folovllm.chat_template import Message, as_conversations, render
 from folovllm.config import EngineConfig
 from folovllm.engine.input_processor import encode_within
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.metrics import StepLog
 from folovllm.inputs import Prompt, Request, TokensPrompt, as_requests
 from folovllm.interrupts import Answers, Interrupted, interrupts
 from folovllm.models.files import generation_defaults
@@ -154,8 +156,14 @@ class LLM:
                 for id_, r in zip(ids, requests, strict=True):
                     self.engine.add_request(id_, r.prompt, r.params, priority=r.priority, stream=False)
                     _heed(ctrl_c)
-                with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
-                    for finished in self._steps(bar):
+                with (
+                    tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar,
+                    self._speeds(bar) as speeds,
+                ):
+                    while self.engine.has_unfinished_requests():
+                        finished = self.engine.step()
+                        speeds.show()
+                        bar.update(len(finished))
                         if finished:
                             with tqdm.external_write_mode():  # the bar makes way for what is printed
                                 answers.add(finished)
@@ -169,23 +177,18 @@ class LLM:
             raise RuntimeError("the engine was closed before all was answered")
         return outputs
 
-    def _steps(self, bar: Any) -> Iterable[list[RequestOutput]]:
-        """What each step finished; the bar shows tokens a second of prefill and of decode."""
-        speeds = {"prefill": (0, 0.0), "decode": (0, 0.0)}
-        shown = 0.0
-        while self.engine.has_unfinished_requests():
-            finished = self.engine.step()
-            step = self.engine.last_stats
-            if not bar.disable and step is not None:
-                kind, n = (
-                    ("prefill", step.num_prefill_tokens) if step.num_prefill_tokens else ("decode", step.num_tokens)
-                )
-                speeds[kind] = (speeds[kind][0] + n, speeds[kind][1] + step.seconds)
-                if (now := time.monotonic()) - shown > 0.1:
-                    shown = now
-                    bar.set_postfix({k: f"{n / s:.0f} tok/s" for k, (n, s) in speeds.items() if s}, refresh=True)
-            bar.update(len(finished))
-            yield finished
+    @contextmanager
+    def _speeds(self, bar: Any) -> Iterator[Speeds]:
+        """The figures beside a bar; where none is shown, nobody listens."""
+        speeds = Speeds(bar)
+        if bar.disable:
+            yield speeds
+            return
+        self.engine.subscribe(speeds.log)
+        try:
+            yield speeds
+        finally:
+            self.engine.unsubscribe(speeds.log)
 
     def close(self) -> None:
         """Give everything back; the object is of no use afterwards. Twice is once."""
@@ -196,6 +199,26 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Speeds:
+    """Tokens a second of prefill and of decode, beside a progress bar, at most ten times a second."""
+
+    def __init__(self, bar: Any) -> None:
+        self.log = StepLog()
+        self._bar = bar
+        self._sums = {"prefill": (0, 0.0), "decode": (0, 0.0)}  # tokens, seconds
+        self._shown = 0.0
+
+    def show(self) -> None:
+        """Take in the steps since the last time."""
+        for step in self.log.take():
+            kind, n = ("prefill", step.num_prefill_tokens) if step.num_prefill_tokens else ("decode", step.num_tokens)
+            tokens, seconds = self._sums[kind]
+            self._sums[kind] = (tokens + n, seconds + step.seconds)
+            if (now := time.monotonic()) - self._shown > 0.1:
+                self._shown = now
+                self._bar.set_postfix({k: f"{n / s:.0f} tok/s" for k, (n, s) in self._sums.items() if s}, refresh=True)
 
 
 def _heed(ctrl_c: threading.Event) -> None:

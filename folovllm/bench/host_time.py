@@ -17,6 +17,7 @@ import torch
 
 from folovllm.bench.report import Metric
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.metrics import StepLog
 from folovllm.executor.abstract import Pending
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import StepResult
@@ -160,8 +161,9 @@ def _step_time(engine: LLMEngine, num_seqs: int) -> StepTime:
 
 
 def _until_all_decode(engine: LLMEngine, num_seqs: int) -> None:
-    decodes = 0
+    decodes, log = 0, StepLog()
+    engine.subscribe(log)
     while decodes < SETTLE:
         engine.step()
-        stats = engine.last_stats
-        decodes += stats is not None and stats.num_decode_tokens == num_seqs == stats.num_tokens
+        decodes += sum(step.num_decode_tokens == num_seqs == step.num_tokens for step in log.take())
+    engine.unsubscribe(log)

@@ -13,7 +13,7 @@ from folovllm.bench.workload import Workload
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.engine.metrics import EngineStats
+from folovllm.engine.metrics import EngineStats, StepLog
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 
@@ -93,8 +93,9 @@ def run_workload(
             f"the workload's longest request has {workload.longest} tokens, and the context is "
             f"{engine.setup.max_model_len}: choose another workload or model, or raise max_model_len"
         )
-    seen, queue, start = Observed(), list(reversed(list(enumerate(workload.requests)))), time.perf_counter()
-    cpu_start = time.process_time()
+    seen, queue, log = Observed(), list(reversed(list(enumerate(workload.requests)))), StepLog()
+    engine.subscribe(log)
+    start, cpu_start = time.perf_counter(), time.process_time()
     while queue or engine.has_unfinished_requests():
         now = time.perf_counter() - start
         if limit is not None and now > limit:
@@ -107,19 +108,20 @@ def run_workload(
         if not engine.has_unfinished_requests():
             time.sleep(min(0.01, queue[-1][1].arrival - now))
             continue
-        _step(engine, seen, look_every)
+        _step(engine, seen, log, look_every)
     seen.seconds, seen.cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    engine.unsubscribe(log)
     for index in range(len(workload.requests) - len(queue)):
         seen.count(seen.outputs.get(str(index)) or engine.abort_request(str(index)))
     return seen
 
 
-def _step(engine: LLMEngine, seen: Observed, look_every: int) -> None:
+def _step(engine: LLMEngine, seen: Observed, log: StepLog, look_every: int) -> None:
     seen.outputs |= {output.request_id: output for output in engine.step()}
-    if engine.last_stats is not None:
-        seen.batch += engine.last_stats.running
-        if engine.last_stats.num_decode_tokens:
-            seen.longest_gap = max(seen.longest_gap, engine.last_stats.seconds)
+    for step in log.take():
+        seen.batch += step.running
+        if step.num_decode_tokens:
+            seen.longest_gap = max(seen.longest_gap, step.seconds)
         if seen.steps % look_every == 0 and (stats := engine.stats()).kv_bytes_reserved:
             seen.looks.append(stats)
         seen.steps += 1

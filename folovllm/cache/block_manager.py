@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
 from folovllm.cache.free_list import Block, FreeList
 from folovllm.cache.manager import KVCacheManager
+from folovllm.events import BlockState, BlockTaken, Events, TableFreed
 from folovllm.request import Sequence, SequenceStatus
 
 WATERMARK = 0.01  # share of the pages that an admission leaves free for the sequences that run already
@@ -19,10 +22,10 @@ class BlockManager(KVCacheManager):
     that name it; free + used = `num_blocks`.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self, num_blocks: int, block_size: int, events: Events | None = None) -> None:
+        super().__init__(num_blocks, block_size, events)
         self.blocks = [Block(i) for i in range(num_blocks)]
-        self._free = FreeList(self.blocks)
+        self._free = FreeList(self.blocks, self.events)
         self._watermark = int(WATERMARK * num_blocks)
 
     def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
@@ -83,7 +86,17 @@ class BlockManager(KVCacheManager):
 
     def free(self, seq: Sequence) -> None:
         """Take back all that `seq` holds."""
+        table = tuple(seq.block_table) if self.events.on else ()
         self.deallocate(seq)
+        if table:
+            self.events.emit(TableFreed(seq.seq_id, tuple((i, self.blocks[i].ref_count) for i in table)))
+
+    def states(self) -> Iterable[BlockState]:
+        """The blocks that somebody holds or that have a name."""
+        for block in self.blocks:
+            is_free = block._next is not None
+            if block.ref_count or not is_free or block.hash is not None:
+                yield BlockState(block.block_id, block.ref_count, is_free, block.hash, block.serial, block.parent)
 
     @property
     def num_free(self) -> int:
@@ -99,6 +112,8 @@ class BlockManager(KVCacheManager):
         """A free page's id; the page now has one owner."""
         block = self._free.popleft()
         block.ref_count = 1
+        if self.events.on:
+            self.events.emit(BlockTaken(block.block_id))
         return block.block_id
 
     @staticmethod

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from folovllm.events import BlockClaimed, BlockFreed, Events
+
 
 @dataclass(slots=True, eq=False)
 class Block:
@@ -27,18 +29,24 @@ class Block:
 class FreeList:
     """A doubly linked list through the blocks themselves: no search, no allocation."""
 
-    def __init__(self, blocks: list[Block]) -> None:
+    def __init__(self, blocks: list[Block], events: Events | None = None) -> None:
+        self._events = Events() if events is None else events
         self._ends = Block(-1)  # a sentinel between the last and the first: no end is a special case
         self._ends._previous = self._ends._next = self._ends
         self._length = 0
         for block in blocks:
-            self.append(block)
+            self._link(block)
 
     def __len__(self) -> int:
         return self._length
 
     def append(self, block: Block) -> None:
         """Add the most recently freed block."""
+        self._link(block)
+        if self._events.on:
+            self._events.emit(BlockFreed(block.block_id))
+
+    def _link(self, block: Block) -> None:
         last = self._ends._previous
         assert last is not None
         block._previous, block._next = last, self._ends
@@ -52,6 +60,8 @@ class FreeList:
         before._next, after._previous = after, before
         block._previous = block._next = None
         self._length -= 1
+        if self._events.on:
+            self._events.emit(BlockClaimed(block.block_id))
 
     def popleft(self) -> Block:
         """Take the least recently freed block. Raises IndexError if there is none."""

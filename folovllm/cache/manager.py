@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from folovllm.events import BlockState, Events
 from folovllm.request import Sequence
 
 
@@ -18,9 +19,10 @@ class KVCacheManager(ABC):
     computed or scheduled.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, events: Events | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.events = Events() if events is None else events
 
     def match(self, seq: Sequence) -> None:
         """Let a waiting sequence adopt what is cached of its tokens already. Nothing, unless prefixes are cached."""
@@ -46,6 +48,10 @@ class KVCacheManager(ABC):
     @abstractmethod
     def num_free(self) -> int:
         """Blocks that nobody holds."""
+
+    def states(self) -> Iterable[BlockState]:
+        """The blocks that are not blank, for who begins to listen."""
+        return ()
 
     @staticmethod
     @abstractmethod

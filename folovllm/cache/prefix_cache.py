@@ -14,6 +14,7 @@ import xxhash
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.free_list import Block
+from folovllm.events import BlockAdopted, BlockEvicted, BlockPublished, Events, PrefixHit
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.draw import TokenIds
 
@@ -67,8 +68,9 @@ class PrefixCache:
     can only follow the very page after which it was computed (or one of the same name, tokens and parent).
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, events: Events | None = None) -> None:
         self._block_size = block_size
+        self._events = Events() if events is None else events
         self._by_hash: dict[int, Block] = {}
         self._serials = itertools.count(ROOT + 1)
         self.stats = PrefixCacheStats()
@@ -135,17 +137,26 @@ class PrefixCache:
     def reset(self) -> None:
         """Forget everything, as after a change of the weights."""
         for block in list(self._by_hash.values()):
-            self.evict(block)
+            self.forget(block)
         self.stats = PrefixCacheStats()
+
+    def forget(self, block: Block) -> None:
+        """Evict what a page holds, if it has a name, and say so."""
+        hash_ = block.hash
+        self.evict(block)
+        if self._events.on and hash_ is not None and block.hash is None:
+            self._events.emit(BlockEvicted(block.block_id, hash_))
 
     def _name(self, block: Block, seq: Sequence, i: int, parent: int) -> Block:
         """Give `block` the name of page i of `seq`; whoever had it loses it."""
         hash_ = self._hash(seq, i)
         if (other := self._by_hash.get(hash_)) is not None:
-            self.evict(other)
+            self.forget(other)
         block.hash, block.token_ids = hash_, self._tokens(seq, i)
         block.serial, block.parent = next(self._serials), parent
         self._by_hash[hash_] = block
+        if self._events.on:
+            self._events.emit(BlockPublished(block.block_id, seq.seq_id, i, hash_, block.serial, parent))
         return block
 
     def serials(self, seq: Sequence) -> list[int]:
@@ -190,9 +201,9 @@ class PrefixCachingBlockManager(BlockManager):
     The free list is then the queue for eviction: least recently freed first, a sequence's tail before its beginning.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
-        self.prefix_cache = PrefixCache(block_size)
+    def __init__(self, num_blocks: int, block_size: int, events: Events | None = None) -> None:
+        super().__init__(num_blocks, block_size, events)
+        self.prefix_cache = PrefixCache(block_size, self.events)
 
     def match(self, seq: Sequence) -> None:
         """Let a waiting sequence begin with what is cached of it."""
@@ -200,6 +211,8 @@ class PrefixCachingBlockManager(BlockManager):
             self.adopt(block)
             seq.block_table.append(block.block_id)
             self.prefix_cache.serials(seq).append(block.serial)
+            if self.events.on:
+                self.events.emit(BlockAdopted(block.block_id, seq.seq_id, block.ref_count))
         seq.num_computed_tokens = len(seq.block_table) * self.block_size
 
     def adopt(self, block: Block) -> None:
@@ -220,6 +233,8 @@ class PrefixCachingBlockManager(BlockManager):
             stats.tokens_hit += hit
             notes = notes_of(seq)
             notes.num_hit_tokens = hit if notes.num_hit_tokens is None else notes.num_hit_tokens
+            if self.events.on and hit:
+                self.events.emit(PrefixHit(seq.seq_id, hit))
         return reserved
 
     def settle(self, seqs: Iterable[Sequence]) -> None:
@@ -246,5 +261,5 @@ class PrefixCachingBlockManager(BlockManager):
     def _take(self) -> int:
         """The page that was not used for longest; what it held is forgotten."""
         block_id = super()._take()
-        self.prefix_cache.evict(self.blocks[block_id])
+        self.prefix_cache.forget(self.blocks[block_id])
         return block_id

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import SupportsIndex
+
 import numpy as np
 import numpy.typing as npt
 
 from folovllm.cache.manager import KVCacheManager
+from folovllm.events import BlockClaimed, BlockFreed, BlockState, BlockTaken, Events, TableFreed
 from folovllm.request import Sequence
+
+
+class FreeSlots(list[int]):
+    """The blocks that nobody holds: a list that says what comes and goes."""
+
+    def __init__(self, block_ids: Iterable[int], events: Events) -> None:
+        super().__init__(block_ids)
+        self._events = events
+
+    def pop(self, index: SupportsIndex = -1) -> int:
+        """Take a block."""
+        block_id = super().pop(index)
+        if self._events.on:
+            self._events.emit(BlockClaimed(block_id))
+            self._events.emit(BlockTaken(block_id))
+        return block_id
+
+    def extend(self, block_ids: Iterable[int]) -> None:
+        """Give blocks back."""
+        for block_id in block_ids:
+            self.append(block_id)
+            if self._events.on:
+                self._events.emit(BlockFreed(block_id))
 
 
 class SlotManager(KVCacheManager):
@@ -15,9 +42,9 @@ class SlotManager(KVCacheManager):
     Simple, and wasteful: a sequence of 10 tokens holds as much memory as one of `max_model_len`.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
-        self._free = list(reversed(range(num_blocks)))  # the end is the next one to go
+    def __init__(self, num_blocks: int, block_size: int, events: Events | None = None) -> None:
+        super().__init__(num_blocks, block_size, events)
+        self._free = FreeSlots(reversed(range(num_blocks)), self.events)  # the end is the next one to go
 
     def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Give `seq` a block if it has none: its id is appended to `seq.block_table`, to the list that is there.
@@ -34,7 +61,13 @@ class SlotManager(KVCacheManager):
     def free(self, seq: Sequence) -> None:
         """Take the block back."""
         self._free.extend(seq.block_table)
+        if self.events.on and seq.block_table:
+            self.events.emit(TableFreed(seq.seq_id, tuple((i, 0) for i in seq.block_table)))
         seq.block_table.clear()
+
+    def states(self) -> Iterable[BlockState]:
+        """The blocks that somebody holds."""
+        return (BlockState(i, 1, False) for i in sorted({*range(self.num_blocks)} - {*self._free}))
 
     @property
     def num_free(self) -> int:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, overload
 from folovllm.cache.prefix_cache import PrefixCacheStats, PrefixCachingBlockManager
 from folovllm.config import EngineConfig, ModelConfig
 from folovllm.engine.input_processor import InputProcessor
-from folovllm.engine.metrics import EngineStats, StepStats
+from folovllm.engine.metrics import EngineStats, StepLog, StepStats
 from folovllm.engine.output_processor import RequestState
 from folovllm.engine.scheduler import Scheduler, SchedulerLike
+from folovllm.engine.snapshot import added, snapshot
+from folovllm.events import Events, Finished, Listener, StepEnded
 from folovllm.executor.abstract import Executor
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.outputs import RequestOutput, TokenLogprob
@@ -40,6 +42,7 @@ class Parts:
     processor: InputProcessor
     executor: Executor
     scheduler: SchedulerLike
+    events: Events
 
 
 class LLMEngine:
@@ -65,10 +68,10 @@ class LLMEngine:
         self.tokenizer = parts.tokenizer
         self.executor = parts.executor
         self.scheduler = parts.scheduler
+        self.events = parts.events
         self._processor = parts.processor
         self._requests: dict[str, RequestState] = {}
-        self.last_stats: StepStats | None = None
-        self.history: list[StepStats] | None = None  # set it to [] to keep every step's snapshot
+        self._log: StepLog | None = None
         self._num_steps = 0
         self._num_preemptions = 0
         self._is_closed = False
@@ -130,8 +133,10 @@ class LLMEngine:
         params = SamplingParams() if params is None else params
         text, seqs = self._processor.process(request_id, prompt, params, priority, cache_salt)
         kind = params.output_kind if stream else RequestOutputKind.FINAL_ONLY
-        self._requests[request_id] = RequestState(request_id, text, seqs, kind, time.monotonic())
+        state = self._requests[request_id] = RequestState(request_id, text, seqs, kind, time.monotonic())
         for seq in seqs:
+            if self.events.on:
+                self.events.emit(added(seq, state.metrics.arrival_time))
             self.scheduler.add(seq)
 
     @overload
@@ -152,6 +157,7 @@ class LLMEngine:
             return self.abort_request([request_id])[0]
         states = [self._requests.pop(id_) for id_ in dict.fromkeys(request_id) if id_ in self._requests]
         self.scheduler.abort(*(seq for state in states for seq in state.seqs if not seq.status.is_finished))
+        self.events.drain()
         for state in states:
             state.note_progress(time.monotonic())
         return [state.output() for state in states]
@@ -177,22 +183,53 @@ class LLMEngine:
         self.require_open()
         if not self.has_unfinished_requests():
             return []
-        start = time.monotonic()
-        output = self.scheduler.schedule()
-        if output.preempted and not output.shares:  # room was made, and the next step has it
-            return []
-        seqs = self.scheduler.sequences(output)
-        return self._take_in(output, seqs, self.executor.execute_model(output), start)
+        with self.events:  # whoever listens hears of all this at the end
+            start = time.monotonic()
+            output = self.scheduler.schedule()
+            if output.preempted and not output.shares:  # room was made, and the next step has it
+                return []
+            seqs = self.scheduler.sequences(output)
+            return self._take_in(output, seqs, self.executor.execute_model(output), start)
+
+    def subscribe(self, listener: Listener) -> None:
+        """Let `listener(events)` hear after each step what happened (`folovllm.events`); now, how things stand."""
+        kv = self.scheduler.kv if isinstance(self.scheduler, Scheduler) else None
+        self.events.subscribe(listener, snapshot(self.setup, kv, self._num_steps, self._requests.values()))
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Tell `listener` nothing more. ValueError if it does not listen."""
+        self.events.unsubscribe(listener)
+
+    @property
+    def history(self) -> list[StepStats] | None:
+        """Set it to [] to have a snapshot of every step from now on appended to it, and to None to have no more."""
+        return None if self._log is None else self._log.steps
+
+    @history.setter
+    def history(self, steps: list[StepStats] | None) -> None:
+        if self._log is not None:
+            self.unsubscribe(self._log)
+        self._log = None
+        if steps is not None:
+            self._log = StepLog(steps)
+            self.subscribe(self._log)
 
     def _take_in(
         self, output: SchedulerOutput, seqs: list[Sequence], result: StepResult, start: float
     ) -> list[RequestOutput]:
         """Hand the tokens of a step that began at `start` to their sequences; returns what is new."""
+        arrived = time.monotonic()
         alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
         updated = self.scheduler.postprocess([(seqs[i], result.token_ids[i]) for i in alive])
         self._keep_logprobs([(seqs[i], result.logprobs[i]) for i in alive])
         now = time.monotonic()
-        self._record(output, seqs, start, now)
+        if self.events.on:
+            waiting, used = len(self.scheduler.waiting), self._num_used_blocks()
+            self.events.emit(StepEnded(self._num_steps, start, arrived, now, output, result, waiting, used))
+            for seq in (seqs[i] for i in alive if seqs[i].status.is_finished):
+                self.events.emit(Finished(seq.seq_id, seq.status.value))
+        self._num_steps += 1
+        self._num_preemptions += len(output.preempted)
         return self._outputs(updated, now)
 
     def require_open(self) -> None:
@@ -247,6 +284,7 @@ class LLMEngine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, as after a change of the weights. Raises ValueError where there is no cache."""
         self._prefix_caching_manager().prefix_cache.reset()
+        self.events.drain()
         return True  # vLLM's may fail
 
     def prefix_cache_stats(self) -> PrefixCacheStats:
@@ -283,29 +321,3 @@ class LLMEngine:
     def _num_used_blocks(self) -> int:
         scheduler = self.scheduler
         return scheduler.kv.num_blocks - scheduler.kv.num_free if isinstance(scheduler, Scheduler) else 0
-
-    def _record(self, output: SchedulerOutput, seqs: list[Sequence], start: float, now: float) -> None:
-        """Note what the step did."""
-        self._num_preemptions += len(output.preempted)
-        pairs = list(zip(output.shares, seqs, strict=True))
-        decodes = sum(1 for share, seq in pairs if share.num_new_tokens == 1 and seq.num_output_tokens > 1)
-        shares = (
-            ()
-            if self.history is None
-            else tuple((seq.request_id, seq.index, share.start, share.num_new_tokens) for share, seq in pairs)
-        )
-        self.last_stats = StepStats(
-            index=self._num_steps,
-            start=start,
-            seconds=now - start,
-            waiting=len(self.scheduler.waiting),
-            running=len(seqs),
-            num_prefill_tokens=output.num_tokens - decodes,
-            num_decode_tokens=decodes,
-            preempted=len(output.preempted),
-            kv_blocks_used=self._num_used_blocks(),
-            shares=shares,
-        )
-        self._num_steps += 1
-        if self.history is not None:
-            self.history.append(self.last_stats)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+
+from folovllm.events import Event, RequestAdded, Snapshot, StepEnded
 
 
 @dataclass(slots=True, frozen=True)
@@ -24,6 +27,48 @@ class StepStats:
     def num_tokens(self) -> int:
         """T: tokens computed in the step."""
         return self.num_prefill_tokens + self.num_decode_tokens
+
+
+class StepLog:
+    """A listener that keeps each step's snapshot."""
+
+    def __init__(self, steps: list[StepStats] | None = None) -> None:
+        self.steps = [] if steps is None else steps
+        self._added: dict[int, RequestAdded] = {}  # by seq_id; with overlap a share outlives its sequence
+
+    def __call__(self, events: SequenceOf[Event]) -> None:
+        """Take in what happened."""
+        for event in events:
+            if isinstance(event, StepEnded):
+                self.steps.append(self._stats(event))
+            elif isinstance(event, RequestAdded):
+                self._added[event.seq_id] = event
+            elif isinstance(event, Snapshot):
+                self._added = {seq.added.seq_id: seq.added for seq in event.sequences}
+
+    def take(self) -> list[StepStats]:
+        """The steps since the last time: with overlap, a turn of the loop takes in none, one or two."""
+        steps, self.steps = self.steps, []
+        return steps
+
+    def _stats(self, event: StepEnded) -> StepStats:
+        decodes, shares = 0, []
+        for share in event.output.shares:
+            if (added := self._added.get(share.seq_id)) is not None:  # else it had ended before anybody listened
+                decodes += share.num_new_tokens == 1 and share.start >= len(added.prompt_token_ids)
+                shares.append((added.request_id, added.answer, share.start, share.num_new_tokens))
+        return StepStats(
+            index=event.step,
+            start=event.start,
+            seconds=event.end - event.start,
+            waiting=event.waiting,
+            running=len(event.output.shares),
+            num_prefill_tokens=event.output.num_tokens - decodes,
+            num_decode_tokens=decodes,
+            preempted=len(event.output.preempted),
+            kv_blocks_used=event.kv_blocks_used,
+            shares=tuple(shares),
+        )
 
 
 @dataclass(slots=True, frozen=True)

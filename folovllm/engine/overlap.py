@@ -42,9 +42,10 @@ class OverlappedEngine(LLMEngine):
     def step(self) -> list[RequestOutput]:
         """Start the next step, then hand out what the step before it drew. Raises `NothingScheduled` if neither is there."""
         self.require_open()
-        self.last_stats = None
-        outputs = self.step_overlapped()
-        idle = self._in_flight is None and self.last_stats is None and not self.scheduler.made_room
+        before = self._num_steps
+        with self.events:
+            outputs = self.step_overlapped()
+        idle = self._in_flight is None and self._num_steps == before and not self.scheduler.made_room
         if idle and self.has_unfinished_requests():
             raise NothingScheduled
         return outputs

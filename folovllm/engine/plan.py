@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from folovllm.events import Events, Refused, StepBegan
 from folovllm.request import Sequence
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput, Share
@@ -26,7 +29,13 @@ class Rows:
     its block table but what the next share's `new_blocks` will say.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(
+        self, num_rows: int, events: Events | None = None, waiting: Callable[[], SequenceOf[Sequence]] = tuple
+    ) -> None:
+        self.num_rows = num_rows
+        self.events = Events() if events is None else events
+        self.waiting = waiting  # who would like a row
+        self.num_steps = 0  # planned so far
         self._free = list(reversed(range(num_rows)))
         self._rows: dict[int, Row] = {}  # by seq_id
 
@@ -65,11 +74,13 @@ class Rows:
 class Plan:
     """A step while it is put together."""
 
-    def __init__(self, rows: Rows, running: Iterable[Sequence], budget: int) -> None:
+    def __init__(self, rows: Rows, running: Collection[Sequence], budget: int) -> None:
+        self._start = time.monotonic() if rows.events.on else 0.0
         rows.release(running)
         self.budget = budget  # tokens that the step may still compute
         self.preempted: list[int] = []  # by seq_id
         self._rows = rows
+        self._running = running
         self._shares: dict[int, Share] = {}  # by seq_id
         self._unsettled: list[Sequence] = []
 
@@ -80,11 +91,17 @@ class Plan:
         seq.num_computed_tokens += num_new_tokens
         self.budget -= num_new_tokens
 
-    def withdraw(self, victim: Sequence) -> None:
-        """Note a preemption. If the victim had a share already, that leaves the step and gives its budget back."""
+    def withdraw(self, victim: Sequence) -> int:
+        """Note a preemption. If the victim had a share already, that leaves the step and gives its budget back.
+
+        Returns:
+            The tokens of that share, or 0.
+        """
         self.preempted.append(victim.seq_id)
-        if (share := self._shares.pop(victim.seq_id, None)) is not None:
-            self.budget += share.num_new_tokens
+        share = self._shares.pop(victim.seq_id, None)
+        num_tokens = 0 if share is None else share.num_new_tokens
+        self.budget += num_tokens
+        return num_tokens
 
     def take_settled(self) -> list[Sequence]:
         """Sequences whose shares nothing can take out of the step any more, each of them once."""
@@ -93,7 +110,18 @@ class Plan:
 
     def output(self) -> SchedulerOutput:
         """The step: from here on a value."""
-        return SchedulerOutput(tuple(self._shares.values()), tuple(self.preempted))
+        output = SchedulerOutput(tuple(self._shares.values()), tuple(self.preempted))
+        if self._rows.events.on:
+            self._report(output)
+        self._rows.num_steps += bool(self._shares)
+        return output
+
+    def _report(self, output: SchedulerOutput) -> None:
+        rows, waiting = self._rows, self._rows.waiting()
+        if waiting and len(self._running) >= rows.num_rows:
+            rows.events.emit(Refused(waiting[0].seq_id, "sequences"))
+        if output.shares:
+            rows.events.emit(StepBegan(rows.num_steps, self._start, time.monotonic(), output, max(0, self.budget)))
 
 
 def draw_spec(seq: Sequence) -> DrawSpec:

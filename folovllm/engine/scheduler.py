@@ -11,6 +11,7 @@ from typing import Protocol
 from folovllm.cache.manager import KVCacheManager
 from folovllm.engine.plan import Plan, Rows
 from folovllm.engine.stop import check_stop_conditions
+from folovllm.events import Aborted, Admitted, Budget, Events, Preempted, Refused
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.schedule import SchedulerOutput
 
@@ -45,10 +46,11 @@ class SchedulerLike(Protocol):
 class SerialScheduler:
     """One request at a time, first come, first served: the whole prompt in one step, then a token a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: Events | None = None) -> None:
+        self.events = Events() if events is None else events
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._rows = Rows(1)
+        self._rows = Rows(1, self.events, lambda: self.waiting)
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -61,6 +63,8 @@ class SerialScheduler:
         self.running = [seq for seq in self.running if seq not in gone]
         for seq in seqs:
             seq.status = SequenceStatus.FINISHED_ABORTED
+            if self.events.on:
+                self.events.emit(Aborted(seq.seq_id))
 
     def schedule(self) -> SchedulerOutput:
         """All tokens of the current sequence that are not computed yet."""
@@ -68,6 +72,8 @@ class SerialScheduler:
             seq = self.waiting.popleft()
             seq.status = SequenceStatus.RUNNING
             self.running.append(seq)
+            if self.events.on:
+                self.events.emit(Admitted(seq.seq_id, 0))
         plan = Plan(self._rows, self.running, budget=0)
         for seq in self.running:
             plan.add(seq, seq.num_uncomputed_tokens)
@@ -115,9 +121,10 @@ class Scheduler:
         by_priority: bool = False,
     ) -> None:
         self.kv = kv
+        self.events = kv.events
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self._rows = Rows(max_num_seqs)
+        self._rows = Rows(max_num_seqs, self.events, lambda: self.waiting)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._tokens_of_step = tokens_of_step
@@ -140,6 +147,8 @@ class Scheduler:
         for seq in seqs:
             seq.finish(SequenceStatus.FINISHED_ABORTED)
             self.kv.free(seq)
+            if self.events.on:
+                self.events.emit(Aborted(seq.seq_id))
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step: first those that run, then as many of those that wait as fit.
@@ -182,10 +191,13 @@ class Scheduler:
         False if there is none, or if `seq` itself has given way in this step.
         """
         while seq.status is SequenceStatus.RUNNING and not self.kv.reserve(seq, num_new_tokens):
+            had = {running.seq_id: running.num_computed_tokens for running in self.running} if self.events.on else {}
             victim = self._make_room(self, self.running)
             if victim is None:
                 return False
-            plan.withdraw(victim)
+            withdrawn = plan.withdraw(victim)
+            if had:
+                self.events.emit(Preempted(victim.seq_id, seq.seq_id, had[victim.seq_id] - withdrawn))
         return seq.status is SequenceStatus.RUNNING
 
     def _admit(self, seq: Sequence, plan: Plan) -> int:
@@ -194,14 +206,22 @@ class Scheduler:
         Nobody comes in after a preemption: the room that a victim left is for those who run.
         """
         if plan.preempted:
-            return 0
+            return self._refuse(seq, "preemption")
         self.kv.settle(plan.take_settled())
         self.kv.match(seq)
         n = self._tokens_of_step(seq, plan.budget)
         if n == 0 or not self.kv.reserve(seq, n):
             self.kv.free(seq)
-            return 0
+            return self._refuse(seq, "blocks" if n else "tokens")
+        if self.events.on:
+            self.events.emit(Admitted(seq.seq_id, seq.num_computed_tokens))
         return n
+
+    def _refuse(self, seq: Sequence, budget: Budget) -> int:
+        """Say why nobody more comes in; returns the tokens that `seq` gets, none."""
+        if self.events.on:
+            self.events.emit(Refused(seq.seq_id, budget))
+        return 0
 
     def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
         """Take in the tokens that a step drew: for each of its sequences, in order, a list of them.

@@ -28,7 +28,8 @@ import torch
 from folovllm import LLM, SamplingParams
 from folovllm.bench.memory import measure
 from folovllm.bench.workload import mixed_workload
-from folovllm.show import draw_pool, page_holders
+from folovllm.show import draw_pool
+from folovllm.watcher import Watcher
 
 MODEL = "stories-5m"  # comes with the package
 CONTEXT = 256  # the longest text that the engines here serve
@@ -82,11 +83,16 @@ rng = np.random.default_rng(0)
 REQUESTS = [(rng.integers(300, 1000, int(p)).tolist(), int(a)) for p, a in zip(rng.integers(4, 60, 14), rng.integers(8, 90, 14))]
 
 
-def contents(engine):
+def watch(engine):
+    """Who holds which block, kept up to date by what the engine tells after each step."""
+    engine.subscribe(watcher := Watcher())
+    return watcher
+
+
+def contents(watcher):
     """The memory, a number a slot: who has a token there, -1 reserved and empty, -2 free; [N * B]."""
-    size = engine.setup.block_size
-    picture = np.full((engine.stats().kv_blocks_total, size), -2)
-    for block_id, holders in enumerate(page_holders(engine)):
+    picture = np.full((len(watcher.cells), watcher.block_size), -2)
+    for block_id, holders in enumerate(watcher.holders()):
         for seq, tokens in holders:
             picture[block_id] = -1
             picture[block_id, :tokens] = int(seq.request_id)
@@ -99,8 +105,8 @@ def paint(picture):
 
 
 def snapshot(llm, step=20):
-    seen = []
-    serve(llm.engine, REQUESTS, lambda: seen.append((contents(llm.engine), llm.engine.stats())))
+    seen, watcher = [], watch(llm.engine)
+    serve(llm.engine, REQUESTS, lambda: seen.append((contents(watcher), llm.engine.stats())))
     picture, stats = seen[step]
     return picture.reshape(WHOLE, CONTEXT), stats, len(seen)
 
@@ -301,13 +307,13 @@ assert m3_stats.running > 2 * m2_stats.running and m3_stats.kv_waste < m2_stats.
 # that is being filled. Here are the first eight of these requests, served alone.
 
 # %%
-steps_before = paged.engine.stats().steps
+steps_before, watcher = paged.engine.stats().steps, watch(paged.engine)
 
 
 def print_pool():
     step = paged.engine.stats().steps - steps_before
     if step % 15 == 0:
-        print(f"after step {step}\n{draw_pool(paged.engine).plain}\n")
+        print(f"after step {step}\n{draw_pool(watcher).plain}\n")
 
 
 serve(paged.engine, REQUESTS[:8], print_pool)
@@ -322,12 +328,12 @@ assert paged.engine.stats().kv_blocks_used == 0
 # %%
 tight = load(block_size=8, num_kv_blocks=16, max_model_len=80)
 hungry = [(prompt[:12], 45) for prompt, _ in REQUESTS[:6]]
-tight.engine.history, owners = [], []
+tight.engine.history, owners, holding = [], [], watch(tight.engine)
 
 
 def look():
     row = np.full(16, -2)
-    for block_id, holders in enumerate(page_holders(tight.engine)):
+    for block_id, holders in enumerate(holding.holders()):
         for seq, _ in holders:
             row[block_id] = int(seq.request_id)
     owners.append(row)

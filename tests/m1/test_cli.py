@@ -9,30 +9,30 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from folovllm.chat import Chat
 from folovllm.cli import main
 from folovllm.config import EngineConfig
+from folovllm.events import Listener, StepEnded
 from folovllm.flags import described_fields, pick
 from folovllm.interrupts import Interrupted, interrupts
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from folovllm.sampling_params import SamplingParams
+from folovllm.step.schedule import SchedulerOutput, Share, StepResult
 
 
-@dataclass
-class FakeStats:
-    index: int
-    waiting: int = 0
-    running: int = 1
-    num_tokens: int = 7
-    seconds: float = 0.0125
-    kv_blocks_used: int = 3
+def step_ended(step: int) -> StepEnded:
+    """Seven tokens of one sequence, in 12.5 ms."""
+    share = Share(0, 0, 0, 7, np.arange(7, dtype=np.int32), (), 0, 1, None)
+    result = StepResult([[1]], [[]])
+    return StepEnded(step, 10.0, 10.0, 10.0125, SchedulerOutput((share,)), result, waiting=0, kv_blocks_used=3)
 
 
 class FakeEngine:
@@ -44,7 +44,7 @@ class FakeEngine:
         self.steps = 0
         self.aborted: list[str] = []
         self.on_step: Any = lambda: None
-        self.history: list[FakeStats] | None = None
+        self.listeners: list[Listener] = []
         self.num_threads: int | None = 1
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams, stream: bool = True) -> None:
@@ -54,12 +54,15 @@ class FakeEngine:
         self.said[request_id] = ""
         self.stream = stream
 
+    def subscribe(self, listener: Listener) -> None:
+        self.listeners.append(listener)
+
     def has_unfinished_requests(self) -> bool:
         return bool(self.words)
 
     def step(self) -> list[RequestOutput]:
-        if self.history is not None:
-            self.history.append(FakeStats(self.steps))
+        for listener in self.listeners:
+            listener([step_ended(self.steps)])
         self.steps += 1
         outputs = []
         for request_id, words in list(self.words.items()):
@@ -107,7 +110,6 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeLLM]]:
     module = ModuleType("folovllm.llm")
     module.LLM = FakeLLM  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "folovllm.llm", module)
-    monkeypatch.setattr("folovllm.show.draw_pool", lambda engine: "")  # tests/m3 has the picture
     monkeypatch.delenv("FOLOVLLM_MINE", raising=False)
     FakeLLM.made = []
     yield FakeLLM

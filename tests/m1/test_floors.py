@@ -86,6 +86,11 @@ def test_exceptions_are_needed() -> None:
         assert not {f"folovllm.{module}" for module in modules} & at_once
 
 
+def test_events_know_only_what_a_step_is() -> None:
+    assert {*imported(PACKAGE / "events.py")} == {"step.schedule"}
+    assert {*imported(PACKAGE / "step" / "schedule.py")} == {"step.draw"}
+
+
 def test_nothing_becomes_something_else_afterwards() -> None:
     """No object changes its class, and no layer's `forward` is replaced."""
     for file in PACKAGE.rglob("*.py"):

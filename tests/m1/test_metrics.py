@@ -69,9 +69,15 @@ def test_step_stats(llm: LLM) -> None:
     assert history[0].waiting == 1 and history[-1].waiting == 0
 
 
-def test_shares_are_kept_only_with_a_history(llm: LLM) -> None:
+def test_a_history_is_kept_only_where_it_is_asked_for(llm: LLM) -> None:
     llm.generate("Hello", PARAMS, use_tqdm=False)
-    assert llm.engine.last_stats is not None and llm.engine.last_stats.shares == ()
+    assert llm.engine.history is None and not llm.engine.events.on
+    llm.engine.history = steps = []
+    llm.generate("Hello", PARAMS, use_tqdm=False)
+    assert llm.engine.history is steps and len(steps) == 10
+    llm.engine.history = None
+    llm.generate("Hello", PARAMS, use_tqdm=False)
+    assert len(steps) == 10 and not llm.engine.events.on
 
 
 def test_waste() -> None:

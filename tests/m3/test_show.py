@@ -9,9 +9,15 @@ import pytest
 from folovllm.cli import main
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams
-from folovllm.show import draw_pool, page_holders
+from folovllm.show import draw_pool
+from folovllm.watcher import Watcher
 from tests.helpers import prompts, tiny_checkpoint
 from tests.workloads import make_engine
+
+
+def watched(engine: LLMEngine) -> Watcher:
+    engine.subscribe(watcher := Watcher())
+    return watcher
 
 
 def started(*lengths: int, **overrides: Any) -> LLMEngine:
@@ -26,25 +32,26 @@ def started(*lengths: int, **overrides: Any) -> LLMEngine:
 def test_a_character_a_page() -> None:
     engine = started(9, 4)
     a, b = (chr(ord("a") + seq.seq_id % 26) for seq in engine.scheduler.running)
-    cells = f"{a.upper()}{a.upper()}{a}{b.upper()}"
-    assert draw_pool(engine).plain == f"     0 {cells}{'·' * 60}"  # the second line is free, and left out
+    cells, watcher = f"{a.upper()}{a.upper()}{a}{b.upper()}", watched(engine)
+    assert draw_pool(watcher).plain == f"     0 {cells}{'·' * 60}"  # the second line is free, and left out
     engine.step()
-    assert draw_pool(engine).plain == f"     0 {cells}{b}{'·' * 59}"
+    assert draw_pool(watcher).plain == f"     0 {cells}{b}{'·' * 59}"
 
 
 def test_agrees_with_the_statistics_at_every_step() -> None:
     engine = started(9, 4, 17, 30, num_kv_blocks=32)
+    watcher = watched(engine)
     while engine.has_unfinished_requests():
-        holders, stats = page_holders(engine), engine.stats()
+        holders, stats = watcher.holders(), engine.stats()
         assert sum(map(bool, holders)) == stats.kv_blocks_used
         assert sum(tokens for held in holders for _, tokens in held) == stats.kv_tokens_stored
         assert len(holders) == stats.kv_blocks_total
         engine.step()
-    assert draw_pool(engine).plain == ""
+    assert draw_pool(watcher).plain == ""
 
 
 def test_each_sequence_has_one_colour() -> None:
-    text = draw_pool(started(9, 4, 6))
+    text = draw_pool(watched(started(9, 4, 6)))
     styles = {span.style for span in text.spans}
     assert len(styles) == 3 + 1  # three sequences, and dim
 
@@ -53,21 +60,21 @@ def test_shared_pages() -> None:
     engine = started(8, 9)
     first, second = engine.scheduler.running
     second.block_table[0] = first.block_table[0]
-    assert draw_pool(engine).plain.startswith("     0 #")
+    assert draw_pool(watched(engine)).plain.startswith("     0 #")
 
 
 def test_a_large_pool_is_cut_off() -> None:
     engine = started(60, 60, 60, 60, block_size=1, num_kv_blocks=2000)
     for seq in engine.scheduler.running:
         seq.block_table = [i * 32 + seq.block_table[0] // 60 for i in range(60)]
-    lines = draw_pool(engine).plain.splitlines()
+    lines = draw_pool(watched(engine)).plain.splitlines()
     assert len(lines) == 17 and lines[-1].strip() == "and 14 lines more"
 
 
 def test_slots_and_no_pool_at_all() -> None:
     slots = started(9, 4, milestone="m2", num_kv_blocks=3, block_size=None)
-    assert len(draw_pool(slots).plain.split()[1]) == 3
-    assert draw_pool(started(9, milestone="m1", num_kv_blocks=None, block_size=None)).plain == ""
+    assert len(draw_pool(watched(slots)).plain.split()[1]) == 3
+    assert draw_pool(watched(started(9, milestone="m1", num_kv_blocks=None, block_size=None))).plain == ""
 
 
 def test_show_steps_draws_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,229 @@
+"""What happened, for whoever listens: metrics, `--show-steps`, pictures, recordings read this one stream.
+
+An event is a record that could be written to a file. It names sequences and blocks by number; text is nobody's business
+here. Seams and primitives emit events, an exercise's body never does: code that is wrong is seen as what it does.
+Where nobody listens no event is made, and each place pays for one look at an attribute:
+
+    if self.events.on:
+        self.events.emit(BlockTaken(block_id))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Literal, NamedTuple
+
+from folovllm.step.schedule import SchedulerOutput, StepResult
+
+Budget = Literal["sequences", "tokens", "blocks", "preemption"]  # what refused: the last, that somebody just gave way
+
+
+class RequestAdded(NamedTuple):
+    """A sequence came: one answer to a request."""
+
+    seq_id: int
+    request_id: str
+    answer: int  # which of the answers to its prompt
+    prompt_token_ids: SequenceOf[int]
+    max_tokens: int
+    priority: int
+    time: float  # seconds of a monotonic clock, as all times here
+
+
+class Refused(NamedTuple):
+    """The sequence that waits in front was not admitted to this step."""
+
+    seq_id: int
+    budget: Budget
+
+
+class Admitted(NamedTuple):
+    """A sequence was let in; so many of its tokens were in the cache already."""
+
+    seq_id: int
+    num_cached_tokens: int
+
+
+class PrefixHit(NamedTuple):
+    """The prefix cache had these tokens of a sequence that was admitted."""
+
+    seq_id: int
+    num_tokens: int
+
+
+class Preempted(NamedTuple):
+    """A sequence gave way; what it had computed is lost."""
+
+    seq_id: int
+    for_seq_id: int  # may be itself: it ranks last
+    num_tokens: int  # computed by earlier steps
+
+
+class Finished(NamedTuple):
+    """A sequence ended by itself: "stop" or "length"."""
+
+    seq_id: int
+    reason: str
+
+
+class Aborted(NamedTuple):
+    """A sequence was ended from outside."""
+
+    seq_id: int
+
+
+class StepBegan(NamedTuple):
+    """A step was decided. The shares say who computes what, and which blocks are new in whose table."""
+
+    step: int
+    start: float  # when the scheduler began
+    scheduled: float  # and when it was ready
+    output: SchedulerOutput
+    budget_left: int  # tokens that the step could have computed besides
+
+
+class StepEnded(NamedTuple):
+    """A step was taken in. Steps end in the order in which they begin."""
+
+    step: int
+    start: float  # from here on its time counts: with overlap from the end of the step before, at the earliest
+    arrived: float  # its tokens were on the host
+    end: float
+    output: SchedulerOutput
+    result: StepResult  # share by share; a sequence that ended meanwhile gets nothing of it
+    waiting: int  # sequences
+    kv_blocks_used: int
+
+
+class BlockClaimed(NamedTuple):
+    """A block left the free list, for new contents or because its old ones were found."""
+
+    block_id: int
+
+
+class BlockFreed(NamedTuple):
+    """A block joined the free list; its contents stay until it is taken."""
+
+    block_id: int
+
+
+class BlockTaken(NamedTuple):
+    """A block got a first holder, for new contents; whose it is, the share says that names it."""
+
+    block_id: int
+
+
+class BlockAdopted(NamedTuple):
+    """A sequence began with a block that was cached."""
+
+    block_id: int
+    seq_id: int
+    ref_count: int  # with it
+
+
+class BlockPublished(NamedTuple):
+    """A full block got a name, so that others find it."""
+
+    block_id: int
+    seq_id: int  # whose tokens it holds,
+    place: int  # and which block of them
+    hash: int
+    serial: int
+    parent: int  # the serial of the block before it
+
+
+class BlockEvicted(NamedTuple):
+    """A block lost its name."""
+
+    block_id: int
+    hash: int
+
+
+class TableFreed(NamedTuple):
+    """A sequence gave back its blocks."""
+
+    seq_id: int
+    blocks: tuple[tuple[int, int], ...]  # (block_id, holders that are left), first block first
+
+
+class BlockState(NamedTuple):
+    """A block that is held or has a name."""
+
+    block_id: int
+    ref_count: int
+    is_free: bool
+    hash: int | None = None
+    serial: int = 0
+    parent: int = 0
+
+
+class SequenceState(NamedTuple):
+    """A sequence that is being served."""
+
+    added: RequestAdded
+    is_running: bool
+    num_tokens: int
+    num_computed_tokens: int
+    block_table: tuple[int, ...]
+
+
+class Snapshot(NamedTuple):
+    """How things stand. Each listener hears it first, for itself; the events after it are changes to it."""
+
+    num_blocks: int  # 0: the cache is no pool of blocks (M1)
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_steps: int  # taken in
+    blocks: tuple[BlockState, ...]  # all others are blank
+    sequences: tuple[SequenceState, ...]
+
+
+Event = (
+    RequestAdded | Refused | Admitted | PrefixHit | Preempted | Finished | Aborted | StepBegan | StepEnded
+    | BlockClaimed | BlockFreed | BlockTaken | BlockAdopted | BlockPublished | BlockEvicted | TableFreed | Snapshot
+)  # fmt: skip
+Listener = Callable[[SequenceOf[Event]], None]
+
+
+class Events:
+    """One engine's stream. Events are collected while it works and handed over together, once a step."""
+
+    __slots__ = ("_listeners", "_pending", "on")
+
+    def __init__(self) -> None:
+        self.on = False  # whether anybody listens
+        self._listeners: list[Listener] = []
+        self._pending: list[Event] = []
+
+    def subscribe(self, listener: Listener, snapshot: Snapshot) -> None:
+        """Let `listener` hear of all that happens from here on; first, how things stand."""
+        self.drain()
+        listener([snapshot])
+        self._listeners.append(listener)
+        self.on = True
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Hand over what has happened, and tell `listener` nothing more. ValueError if it does not listen."""
+        self.drain()
+        self._listeners.remove(listener)
+        self.on = bool(self._listeners)
+
+    def emit(self, event: Event) -> None:
+        """Note what happened. Whoever calls has seen that somebody listens (`on`): else no event is made at all."""
+        self._pending.append(event)
+
+    def __enter__(self) -> None:
+        """Begin a step."""
+
+    def __exit__(self, *_: object) -> None:
+        """End a step and hand over what happened, after an error too: who listens sees how it came about."""
+        self.drain()
+
+    def drain(self) -> None:
+        """Hand over what has happened since the last time, in its order."""
+        if self._pending:
+            events, self._pending = self._pending, []
+            for listener in tuple(self._listeners):
+                listener(events)
