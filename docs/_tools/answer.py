@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from anatomy import FOLDER, SMALL, config, letters, table
-from folovllm.cache.growing_cache import GrowingKVCache
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.torch_cat import TorchCatBackend
+from folovllm.attention.growing_cache import GrowingKVCache
 from folovllm.forward_batch import ForwardBatch
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import load_model

@@ -95,7 +95,7 @@ class WatchedBackend(TorchPagedBackend):
 @cache
 def batches() -> list[ForwardBatch]:
     """The request's three steps, as the engine builds them, with the tokens that the embedded model draws."""
-    builder, prompt = InputBatch(BlockManager, BLOCK_SIZE, torch.device("cpu")), prompt_ids()
+    builder, prompt = InputBatch(BlockManager.slots, BLOCK_SIZE, torch.device("cpu")), prompt_ids()
     drawn = [token for token, _ in watched()[0]]
     pieces, start, given, built = [prompt, drawn[:1], drawn[1:2]], 0, 0, []
     for step, ids in enumerate(pieces):
