@@ -130,7 +130,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without chat markup.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, one a line.")] = False,
     show_steps: Annotated[
-        bool, typer.Option("--show-steps", help="Print a line a step, and draw the KV cache: a letter a page.")
+        bool, typer.Option("--show-steps", help="Print a line a step, and draw the KV cache: a letter a block.")
     ] = False,
     **given: Any,
 ) -> None:

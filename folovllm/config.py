@@ -66,8 +66,8 @@ class EngineConfig:
         max_model_len: longest prompt plus answer, in tokens; None is the smaller of the model's and 4,096.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step; None fits at least one whole prompt.
-        block_size: tokens a page holds; None is the smallest from 16 up that the attention backend accepts.
-        num_kv_blocks: pages of the KV cache, instead of measuring how many fit; enough for one `max_model_len`.
+        block_size: tokens a block holds; None is the smallest from 16 up that the attention backend accepts.
+        num_kv_blocks: blocks of the KV cache, instead of measuring how many fit; enough for one `max_model_len`.
         gpu_memory_utilization: share of the card's memory that the engine may fill.
         kv_cache_memory: bytes of KV cache on CPU.
         attention_backend: a name, "auto", or "prefill,decode".
@@ -182,7 +182,7 @@ class EngineConfig:
         if self.kv_cache == "growing" and self.max_num_seqs != 1:
             raise ValueError('kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, or use "m2"')
         if self.enable_prefix_caching and self.kv_cache != "paged":
-            raise ValueError('enable_prefix_caching needs pages: kv_cache="paged", as from milestone m3 on')
+            raise ValueError('enable_prefix_caching needs blocks: kv_cache="paged", as from milestone m3 on')
         if self.enable_chunked_prefill and self.kv_cache == "growing":
             raise ValueError("enable_chunked_prefill needs batches: take milestone m2 or later")
         if self.packed_steps and self.kv_cache != "paged":

@@ -15,10 +15,10 @@ from folovllm.attention.backends.abstract import AttentionBackend, AttentionConf
 from folovllm.attention.backends.registry import BACKENDS, get_backend
 from folovllm.forward_batch import ForwardBatch
 
-PAGED = tuple(name for name in BACKENDS if name != "torch_cat")  # the others keep their K/V in pages
+PAGED = tuple(name for name in BACKENDS if name != "torch_cat")  # the others keep their K/V in blocks
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # inputs are standard normal
-LARGEST_BLOCK = 256  # of a backend that does not take a case's pages
+LARGEST_BLOCK = 256  # of a backend that does not take a case's blocks
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,14 @@ def make_backend(name: str, case: Case, dtype: torch.dtype, device: str = DEVICE
 
 
 def make_problem(config: AttentionConfig, case: Case, seed: int = 0) -> Problem:
-    """Random K/V in scattered pages. Table entries beyond a sequence name a page of NaN that nobody owns."""
+    """Random K/V in scattered blocks. Table entries beyond a sequence name a block of NaN that nobody owns."""
     assert config.block_size is not None
     generator, b, dtype = torch.Generator().manual_seed(seed), config.block_size, config.dtype
     lens = [sum(pair) for pair in case.seqs]
-    pages = [-(-n // b) for n in lens]
-    order = torch.randperm(sum(pages) + 1, generator=generator)
-    nobodys, owned = order[0], list(order[1:].split(pages))
-    tables = torch.stack([torch.cat((own, nobodys.repeat(max(pages) + 1 - len(own)))) for own in owned])
+    blocks = [-(-n // b) for n in lens]
+    order = torch.randperm(sum(blocks) + 1, generator=generator)
+    nobodys, owned = order[0], list(order[1:].split(blocks))
+    tables = torch.stack([torch.cat((own, nobodys.repeat(max(blocks) + 1 - len(own)))) for own in owned])
     kv = [torch.randn(2, n, config.num_kv_heads, config.head_dim, generator=generator).to(dtype) for n in lens]
     new = [n for _, n in case.seqs]
     query = torch.randn(sum(new), config.num_heads, config.head_dim, generator=generator).to(dtype)
@@ -119,7 +119,7 @@ def make_problem(config: AttentionConfig, case: Case, seed: int = 0) -> Problem:
 
 
 def as_allocated(cache: torch.Tensor) -> torch.Tensor:
-    """The strides that the engine's allocation has: K/V of one page and head contiguous, whatever a copy made of it."""
+    """The strides that the engine's allocation has: K/V of one block and head contiguous, whatever a copy made of it."""
     return cache.transpose(2, 3).contiguous().transpose(2, 3)
 
 

@@ -18,7 +18,7 @@ from answer import prompt_ids, watched
 from torch import nn
 
 from folovllm.attention.backends.abstract import AttentionConfig
-from folovllm.attention.backends.torch_paged import TorchPagedBackend, gather_pages
+from folovllm.attention.backends.torch_paged import TorchPagedBackend, gather_blocks
 from folovllm.cache.block_manager import BlockManager
 from folovllm.forward_batch import ForwardBatch
 from folovllm.step.draw import DrawSpec
@@ -85,7 +85,7 @@ class WatchedBackend(TorchPagedBackend):
         self.recorder.note("store", (key, value), kv_cache)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        key, value = gather_pages(kv_cache, batch.block_tables[0], batch.seq_lens_host[0])
+        key, value = gather_blocks(kv_cache, batch.block_tables[0], batch.seq_lens_host[0])
         scores = query.transpose(0, 1) @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).permute(1, 2, 0)
         self.recorder.note("gather", kv_cache, (key, value))
         self.recorder.note("scores", (query, key), scores)

@@ -124,7 +124,7 @@ def serve(engine: LLMEngine, load: Workload, caching: bool, clock: Clock) -> tup
     Returns:
         Seconds in all, seconds in `match` and `publish`, and the share of the tokens that were found.
     """
-    assert isinstance(engine.scheduler, Scheduler), "prefix caching needs a pool of pages"
+    assert isinstance(engine.scheduler, Scheduler), "prefix caching needs a pool of blocks"
     old = engine.scheduler.kv
     manager = PrefixCachingBlockManager if caching else BlockManager
     engine.scheduler.kv = kv = manager(old.num_blocks, old.block_size)

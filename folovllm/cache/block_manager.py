@@ -1,4 +1,4 @@
-"""The paged KV cache: a sequence holds just the pages its tokens fill (PagedAttention; Kwon et al., SOSP 2023)."""
+"""The paged KV cache: a sequence holds just the blocks its tokens fill (PagedAttention; Kwon et al., SOSP 2023)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from folovllm.cache.manager import KVCacheManager
 from folovllm.events import BlockState, BlockTaken, Events, TableFreed
 from folovllm.request import Sequence, SequenceStatus
 
-WATERMARK = 0.01  # share of the pages that an admission leaves free for the sequences that run already
+WATERMARK = 0.01  # share of the blocks that an admission leaves free for the sequences that run already
 
 
 class BlockManager(KVCacheManager):
-    """Hands out pages of `block_size` tokens and keeps count of who holds them.
+    """Hands out blocks of `block_size` tokens and keeps count of who holds them.
 
-    Invariants: a page is in the free list exactly if its `ref_count` is 0; `ref_count` is the number of block tables
+    Invariants: a block is in the free list exactly if its `ref_count` is 0; `ref_count` is the number of block tables
     that name it; free + used = `num_blocks`.
     """
 
@@ -29,7 +29,7 @@ class BlockManager(KVCacheManager):
         self._watermark = int(WATERMARK * num_blocks)
 
     def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """Pages for the next tokens: an admission for a waiting sequence, else one more page now and then."""
+        """Blocks for the next tokens: an admission for a waiting sequence, else one more block now and then."""
         if seq.status is SequenceStatus.WAITING:
             if not self.can_allocate(seq, num_new_tokens):
                 return False
@@ -41,29 +41,29 @@ class BlockManager(KVCacheManager):
         return True
 
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """Whether a waiting sequence can be admitted, with the watermark left over if others hold pages."""
-        others_hold_pages = self.num_blocks - len(self._free) > len(seq.block_table)
-        spare = self._watermark if others_hold_pages else 0
+        """Whether a waiting sequence can be admitted, with the watermark left over if others hold blocks."""
+        others_hold_blocks = self.num_blocks - len(self._free) > len(seq.block_table)
+        spare = self._watermark if others_hold_blocks else 0
         return self._num_missing(seq, num_new_tokens) + spare <= len(self._free)
 
     def allocate(self, seq: Sequence, num_new_tokens: int) -> None:
         """Admit `seq`: extend its block table to cover `seq.num_computed_tokens + num_new_tokens` tokens.
 
-        Each page comes from the left of the free list (`_take`), and its id goes to the end of `seq.block_table`. The
-        last page may be filled in part. There is room: `can_allocate` was asked.
+        Each block comes from the left of the free list (`_take`), and its id goes to the end of `seq.block_table`. The
+        last block may be filled in part. There is room: `can_allocate` was asked.
         """
         for _ in range(self._num_missing(seq, num_new_tokens)):
             seq.block_table.append(self._take())
 
     def can_append(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """Whether a running sequence can grow by `num_new_tokens`, down to the last free page."""
+        """Whether a running sequence can grow by `num_new_tokens`, down to the last free block."""
         return self._num_missing(seq, num_new_tokens) <= len(self._free)
 
     def may_append(self, seq: Sequence, num_new_tokens: int) -> None:
-        """Let a running sequence grow: take a page only when its last one is full.
+        """Let a running sequence grow: take a block only when its last one is full.
 
-        After it, the table covers `seq.num_computed_tokens + num_new_tokens` tokens exactly: as many pages as those
-        tokens need and no more. While decoding, that is one new page every `block_size` steps. There is room:
+        After it, the table covers `seq.num_computed_tokens + num_new_tokens` tokens exactly: as many blocks as those
+        tokens need and no more. While decoding, that is one new block every `block_size` steps. There is room:
         `can_append` was asked.
         """
         needed = -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size)
@@ -71,10 +71,10 @@ class BlockManager(KVCacheManager):
             seq.block_table.append(self._take())
 
     def deallocate(self, seq: Sequence) -> None:
-        """Give back the pages of `seq`, last page first, and clear its table.
+        """Give back the blocks of `seq`, last block first, and clear its table.
 
-        A page whose `ref_count` falls to 0 goes to the right end of the free list (`self._free.append(block)`); a page
-        that another sequence holds too stays in use. Last page first, so that the tail of a sequence is reused before
+        A block whose `ref_count` falls to 0 goes to the right end of the free list (`self._free.append(block)`); a block
+        that another sequence holds too stays in use. Last block first, so that the tail of a sequence is reused before
         its beginning, which other sequences are more likely to share.
         """
         for block_id in reversed(seq.block_table):
@@ -100,16 +100,16 @@ class BlockManager(KVCacheManager):
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
+        """Blocks that nobody holds."""
         return len(self._free)
 
     def _num_missing(self, seq: Sequence, num_new_tokens: int) -> int:
-        """Pages that the table lacks to cover the next tokens."""
+        """Blocks that the table lacks to cover the next tokens."""
         needed = -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size)
         return max(0, needed - len(seq.block_table))
 
     def _take(self) -> int:
-        """A free page's id; the page now has one owner."""
+        """A free block's id; the block now has one owner."""
         block = self._free.popleft()
         block.ref_count = 1
         if self.events.on:
@@ -120,9 +120,9 @@ class BlockManager(KVCacheManager):
     def slots(block_table: list[int], block_size: int, start: int, end: int) -> npt.NDArray[np.int64]:
         """Where tokens `start` to `end` of a sequence go in the paged cache.
 
-        Token `p` lies in the sequence's page number `p // block_size`, whose place in the cache is
+        Token `p` lies in the sequence's block number `p // block_size`, whose place in the cache is
         `block_table[p // block_size]`, at offset `p % block_size`: the virtual address and its translation.
         """
         positions = np.arange(start, end)
-        pages = np.asarray(block_table)[positions // block_size]
-        return pages * block_size + positions % block_size
+        blocks = np.asarray(block_table)[positions // block_size]
+        return blocks * block_size + positions % block_size

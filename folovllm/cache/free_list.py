@@ -9,11 +9,11 @@ from folovllm.events import BlockClaimed, BlockFreed, Events
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One page of the KV cache.
+    """One block of the KV cache.
 
     `ref_count` sequences hold it. The other fields name its contents once it is full and published for reuse (prefix
     caching), and stay until the block is taken for something else: `hash`, the bytes of its int32 `token_ids`, the
-    `serial` number of the publication, and that of the page before it.
+    `serial` number of the publication, and that of the block before it.
     """
 
     block_id: int

@@ -1,7 +1,7 @@
-"""Prefix caching: pages keep their K/V after they are freed, named by a chain of hashes, and are found again.
+"""Prefix caching: blocks keep their K/V after they are freed, named by a chain of hashes, and are found again.
 
-The K/V of a token depends on all tokens before it. So a full page is named by a hash of its own tokens *and* of the
-page before it, which makes equal names mean equal prefixes (vLLM's automatic prefix caching).
+The K/V of a token depends on all tokens before it. So a full block is named by a hash of its own tokens *and* of the
+block before it, which makes equal names mean equal prefixes (vLLM's automatic prefix caching).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from folovllm.events import BlockAdopted, BlockEvicted, BlockPublished, Events, 
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.draw import TokenIds
 
-ROOT = 0  # the parent of every first page
+ROOT = 0  # the parent of every first block
 
 
 def compute_hash(token_ids: TokenIds, prefix: int) -> int:
-    """The name of a full page: xxh64 of the name of the page before it and of its own tokens.
+    """The name of a full block: xxh64 of the name of the block before it and of its own tokens.
 
     Args:
-        token_ids: the page's tokens, [B] int32.
-        prefix: the hash of the page before it; for a first page, that of the tenant's salt, or 0.
+        token_ids: the block's tokens, [B] int32.
+        prefix: the hash of the block before it; for a first block, that of the tenant's salt, or 0.
 
     Returns:
         64 bits, unsigned: `xxhash.xxh64` over the 8 bytes of `prefix` (little endian) followed by the tokens' bytes.
@@ -61,11 +61,11 @@ class CachedPrefix:
 
 
 class PrefixCache:
-    """Full pages by their hash.
+    """Full blocks by their hash.
 
-    A 64-bit hash can collide, and a page served by mistake would be silently wrong text. So a hit must also have the
-    same tokens and the same parent. Parents are compared by serial number: each publication gets a new one, so a page
-    can only follow the very page after which it was computed (or one of the same name, tokens and parent).
+    A 64-bit hash can collide, and a block served by mistake would be silently wrong text. So a hit must also have the
+    same tokens and the same parent. Parents are compared by serial number: each publication gets a new one, so a block
+    can only follow the very block after which it was computed (or one of the same name, tokens and parent).
     """
 
     def __init__(self, block_size: int, events: Events | None = None) -> None:
@@ -79,14 +79,14 @@ class PrefixCache:
         return len(self._by_hash)
 
     def longest_cached_prefix(self, seq: Sequence) -> list[Block]:
-        """The cached pages with which `seq` may begin, in order.
+        """The cached blocks with which `seq` may begin, in order.
 
-        Page by page from the start (`self._hash(seq, i)`, `self._tokens(seq, i)`): a page of that hash must be there
-        (`self._by_hash`), with the same tokens, and its `parent` must be the `serial` of the page before it, `ROOT` for
+        Block by block from the start (`self._hash(seq, i)`, `self._tokens(seq, i)`): a block of that hash must be there
+        (`self._by_hash`), with the same tokens, and its `parent` must be the `serial` of the block before it, `ROOT` for
         the first. The first miss ends the search: what comes after it depends on tokens that are not cached.
 
         At least one token is left to compute, even if all are cached: its logits give the next token. So only the first
-        (num_tokens - 1) // B pages count.
+        (num_tokens - 1) // B blocks count.
         """
         found: list[Block] = []
         parent = ROOT
@@ -99,19 +99,19 @@ class PrefixCache:
         return found
 
     def publish(self, seq: Sequence, blocks: list[Block]) -> None:
-        """Name the full, computed pages of `seq` that have no name yet, so that others can find them.
+        """Name the full, computed blocks of `seq` that have no name yet, so that others can find them.
 
         Args:
-            blocks: the pages of `seq` in order, of which those from `len(self.serials(seq))` on are new; all full.
+            blocks: the blocks of `seq` in order, of which those from `len(self.serials(seq))` on are new; all full.
 
-        For page i with hash h, its parent being page i - 1's serial (`serials[-1]`, or `ROOT`):
+        For block i with hash h, its parent being block i - 1's serial (`serials[-1]`, or `ROOT`):
 
-        - nobody, or a page with another parent, is named h: name this page (`self._name`; the other is forgotten);
-        - a page with the same parent and tokens is named h: a twin, computed at the same time. Its serial counts for
-          what follows; this page stays nameless, for a running sequence is never moved to other pages;
-        - same parent, other tokens: a collision. This page and all after it stay unpublished.
+        - nobody, or a block with another parent, is named h: name this block (`self._name`; the other is forgotten);
+        - a block with the same parent and tokens is named h: a twin, computed at the same time. Its serial counts for
+          what follows; this block stays nameless, for a running sequence is never moved to other blocks;
+        - same parent, other tokens: a collision. This block and all after it stay unpublished.
 
-        Every page that gets or shares a name adds its serial to `self.serials(seq)`, a list.
+        Every block that gets or shares a name adds its serial to `self.serials(seq)`, a list.
         """
         serials = self.serials(seq)
         for i in range(len(serials), len(blocks)):
@@ -124,10 +124,10 @@ class PrefixCache:
             serials.append(named.serial)
 
     def evict(self, block: Block) -> None:
-        """Forget what a page holds, for it is about to hold something else.
+        """Forget what a block holds, for it is about to hold something else.
 
         Its name leaves `self._by_hash`; its `hash`, `token_ids`, `serial` and `parent` become those of a new `Block`:
-        None, b"", 0 and 0. `self.stats.evictions` counts it. Without any effect if the page has no name (`hash` is None).
+        None, b"", 0 and 0. `self.stats.evictions` counts it. Without any effect if the block has no name (`hash` is None).
         """
         if block.hash is not None:
             del self._by_hash[block.hash]
@@ -141,14 +141,14 @@ class PrefixCache:
         self.stats = PrefixCacheStats()
 
     def forget(self, block: Block) -> None:
-        """Evict what a page holds, if it has a name, and say so."""
+        """Evict what a block holds, if it has a name, and say so."""
         hash_ = block.hash
         self.evict(block)
         if self._events.on and hash_ is not None and block.hash is None:
             self._events.emit(BlockEvicted(block.block_id, hash_))
 
     def _name(self, block: Block, seq: Sequence, i: int, parent: int) -> Block:
-        """Give `block` the name of page i of `seq`; whoever had it loses it."""
+        """Give `block` the name of block i of `seq`; whoever had it loses it."""
         hash_ = self._hash(seq, i)
         if (other := self._by_hash.get(hash_)) is not None:
             self.forget(other)
@@ -160,27 +160,27 @@ class PrefixCache:
         return block
 
     def serials(self, seq: Sequence) -> list[int]:
-        """Serial numbers of the pages of `seq` that are published, in order, while it holds them."""
+        """Serial numbers of the blocks of `seq` that are published, in order, while it holds them."""
         return notes_of(seq).serials
 
     def _hash(self, seq: Sequence, i: int) -> int:
-        """The hash of page i, a full one."""
+        """The hash of block i, a full one."""
         return self._named(seq, i).hashes[i]
 
     def _tokens(self, seq: Sequence, i: int) -> bytes:
-        """The tokens of page i, a full one: int32, as bytes."""
+        """The tokens of block i, a full one: int32, as bytes."""
         return self._named(seq, i).tokens[i]
 
     def _named(self, seq: Sequence, i: int) -> CachedPrefix:
-        """The notes of `seq` with the hash of page i: made once a page, for its tokens never change, and all at once."""
+        """The notes of `seq` with the hash of block i: made once a block, for its tokens never change, and all at once."""
         notes, size = notes_of(seq), self._block_size
         if i >= len(notes.hashes):
             prefix = notes.hashes[-1] if notes.hashes else _salt_hash(seq.cache_salt)
             new = seq.token_ids[len(notes.hashes) * size : seq.num_tokens // size * size]
-            for page in new.reshape(-1, size):  # [B]
-                prefix = compute_hash(page, prefix)
+            for block in new.reshape(-1, size):  # [B]
+                prefix = compute_hash(block, prefix)
                 notes.hashes.append(prefix)
-                notes.tokens.append(page.tobytes())
+                notes.tokens.append(block.tobytes())
         return notes
 
 
@@ -196,7 +196,7 @@ def _salt_hash(salt: str | None) -> int:
 
 
 class PrefixCachingBlockManager(BlockManager):
-    """A `BlockManager` whose freed pages can be found again until they are needed for something else.
+    """A `BlockManager` whose freed blocks can be found again until they are needed for something else.
 
     The free list is then the queue for eviction: least recently freed first, a sequence's tail before its beginning.
     """
@@ -216,7 +216,7 @@ class PrefixCachingBlockManager(BlockManager):
         seq.num_computed_tokens = len(seq.block_table) * self.block_size
 
     def adopt(self, block: Block) -> None:
-        """Hold a cached page: one more reference, and `self._free.remove(block)` if nobody held it so far."""
+        """Hold a cached block: one more reference, and `self._free.remove(block)` if nobody held it so far."""
         if block.ref_count == 0:
             self._free.remove(block)
         block.ref_count += 1
@@ -238,7 +238,7 @@ class PrefixCachingBlockManager(BlockManager):
         return reserved
 
     def settle(self, seqs: Iterable[Sequence]) -> None:
-        """Name the pages that the coming step will fill, so that others can begin with them in this very step.
+        """Name the blocks that the coming step will fill, so that others can begin with them in this very step.
 
         A layer stores the K/V of a whole step before it attends, so that whoever finds them reads what is written.
         """
@@ -246,20 +246,20 @@ class PrefixCachingBlockManager(BlockManager):
             self.publish(seq)
 
     def publish(self, seq: Sequence) -> None:
-        """Name the pages whose tokens are known and whose K/V is written, now or by a step that is on its way."""
+        """Name the blocks whose tokens are known and whose K/V is written, now or by a step that is on its way."""
         num_full = min(seq.num_computed_tokens, seq.num_tokens) // self.block_size
         if num_full > len(notes_of(seq).serials):
             self.prefix_cache.publish(seq, [self.blocks[i] for i in seq.block_table[:num_full]])
 
     def free(self, seq: Sequence) -> None:
-        """Take the pages back; they stay findable."""
+        """Take the blocks back; they stay findable."""
         super().free(seq)
         self.prefix_cache.serials(seq).clear()
         if seq.status is SequenceStatus.WAITING:
             seq.num_computed_tokens = 0
 
     def _take(self) -> int:
-        """The page that was not used for longest; what it held is forgotten."""
+        """The block that was not used for longest; what it held is forgotten."""
         block_id = super()._take()
         self.prefix_cache.forget(self.blocks[block_id])
         return block_id

@@ -267,7 +267,7 @@ class LLMEngine:
         bytes_per_token = self.setup.kv_bytes_per_token
         bytes_per_block = self.setup.block_size * bytes_per_token
         running = self.scheduler.running
-        num_shared = sum(len(seq.block_table) for seq in running) - num_used  # pages are full before they are shared
+        num_shared = sum(len(seq.block_table) for seq in running) - num_used  # blocks are full before they are shared
         stored = sum(seq.num_computed_tokens for seq in running) - num_shared * self.setup.block_size
         return EngineStats(
             waiting=len(self.scheduler.waiting),

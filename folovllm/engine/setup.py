@@ -56,7 +56,7 @@ def set_up(config: EngineConfig) -> EngineSetup:
 
 
 def _choose_attention(config: EngineConfig, attention: AttentionConfig, max_model_len: int) -> tuple[str, int]:
-    """The backend's name, and the tokens of a page, or of a cache that grows."""
+    """The backend's name, and the tokens of a block, or of a cache that grows."""
     if config.kv_cache == "growing":
         if config.attention_backend != "auto":
             get_backend(str(config.attention_backend))  # a name that nobody knows has an error of its own

@@ -69,8 +69,8 @@ def decode_result(message: Int32) -> StepResult:
 def longest_messages(setup: EngineSetup) -> tuple[int, int]:
     """Return how many numbers a step and a result can have at most. Memory is taken only as far as it is used."""
     rows, vocab_size = setup.max_num_seqs, setup.vocab_size
-    pages = -(-setup.max_model_len // setup.block_size)
-    per_row = len(Field) + 3 * pages + 1 + len(RowField) + 3 * vocab_size + 2
+    blocks = -(-setup.max_model_len // setup.block_size)
+    per_row = len(Field) + 3 * blocks + 1 + len(RowField) + 3 * vocab_size + 2
     return HEADER + rows * per_row + setup.max_num_batched_tokens, 1 + rows * (4 + 3 * (vocab_size + 1))
 
 

@@ -127,7 +127,7 @@ def prefill(
     first_seq: int = 0,
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
-    """Causal attention of a ragged batch of queries over their sequences' pages, GQA included.
+    """Causal attention of a ragged batch of queries over their sequences' blocks, GQA included.
 
     Args:
         query: [T, Hq, D]; each token's heads contiguous.

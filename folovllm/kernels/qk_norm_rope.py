@@ -1,7 +1,7 @@
 """`qk_norm_rope_store`: what happens between the QKV projection and attention, in one pass over memory.
 
 Qwen3 normalises every query and key head, RoPE turns them (Su et al., 2021), and keys and values go to the cache. As
-separate steps that is three reads and writes of Q and K; here each is read once, and K and V land in their pages.
+separate steps that is three reads and writes of Q and K; here each is read once, and K and V land in their blocks.
 """
 
 from __future__ import annotations

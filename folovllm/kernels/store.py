@@ -1,4 +1,4 @@
-"""`store_kvcache`: scatter the new keys and values into their pages."""
+"""`store_kvcache`: scatter the new keys and values into their blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def store_kvcache_kernel(
     """Copy one token's K and V, [Hkv, D] each, to its slot; one program a token.
 
     Slot `s` is token `s % B` of block `s // B`. A slot of -1 writes nothing: it marks padding, and as an index it
-    would hit the last page. A token's heads lie side by side in `key` and `value`, whose rows are `stride_key` and
+    would hit the last block. A token's heads lie side by side in `key` and `value`, whose rows are `stride_key` and
     `stride_value` apart; in the cache the D numbers of a head do. Slots may be int32, for which a place in a large cache
     is too much: make them int64 first. WIDTH is the power of two from Hkv * D up.
     """

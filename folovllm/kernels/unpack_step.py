@@ -15,7 +15,7 @@ def unpack_decode_kernel(
 ):  # fmt: skip
     """Program (column i): token, position, slot and block table of sequence i; `DeviceTables.unpack_decode` in torch.
 
-    `field_ptr` [fields, S] int32. A new page is entered into the row's table, and the row copied to the batch's.
+    `field_ptr` [fields, S] int32. A new block is entered into the row's table, and the row copied to the batch's.
     """
     i, count = tl.program_id(0), tl.num_programs(0)
     token = tl.load(field_ptr + TOKEN * count + i).to(tl.int64)
@@ -25,18 +25,18 @@ def unpack_decode_kernel(
     position = tl.maximum(seq_len - 1, 0)
     column = position // B
     table = table_ptr + row * stride_table
-    page = tl.load(table + column)
-    page = tl.where(new_block >= 0, new_block, page)
+    block = tl.load(table + column)
+    block = tl.where(new_block >= 0, new_block, block)
     tl.store(input_ptr + i, tl.where(token >= 0, token, tl.load(last_token_ptr + row)))
     tl.store(position_ptr + i, position.to(tl.int64))
-    slot = page.to(tl.int64) * B + position % B
+    slot = block.to(tl.int64) * B + position % B
     tl.store(slot_ptr + i, tl.where(seq_len > 0, slot, -1))
     for start in range(0, column + 1, WIDTH):  # entries beyond the sequence are never read
         c = start + tl.arange(0, WIDTH)
-        pages = tl.load(table + c, mask=c <= column, other=0)
-        pages = tl.where(c == column, page, pages)
-        tl.store(batch_table_ptr + i.to(tl.int64) * max_blocks + c, pages, mask=c <= column)
-    tl.store(table + column, page)
+        blocks = tl.load(table + c, mask=c <= column, other=0)
+        blocks = tl.where(c == column, block, blocks)
+        tl.store(batch_table_ptr + i.to(tl.int64) * max_blocks + c, blocks, mask=c <= column)
+    tl.store(table + column, block)
 
 
 def unpack_decode(
@@ -49,8 +49,8 @@ def unpack_decode(
     """Input ids [S], positions [S] and slots [S], all int64, and block tables [S, max_blocks] int32 of a decode step.
 
     Args:
-        fields: [fields, S] int32; `lines` are its lines for token, row, length and new page.
-        block_tables: [rows, max_blocks] int32; new pages are entered. last_token: [rows] int64.
+        fields: [fields, S] int32; `lines` are its lines for token, row, length and new block.
+        block_tables: [rows, max_blocks] int32; new blocks are entered. last_token: [rows] int64.
     """
     width, max_blocks = fields.shape[1], block_tables.shape[1]
     input_ids, positions, slots = torch.empty(3, width, dtype=torch.int64, device=fields.device)

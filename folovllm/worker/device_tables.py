@@ -43,7 +43,7 @@ class DeviceTables:
         )
 
     def _unpack(self, fields: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Input ids, positions, slots [S] and block tables [S, max_blocks]; new pages are entered on the way."""
+        """Input ids, positions, slots [S] and block tables [S, max_blocks]; new blocks are entered on the way."""
         if fields.is_cuda:  # one kernel instead of a dozen
             from folovllm.kernels.unpack_step import unpack_decode
 
@@ -52,9 +52,9 @@ class DeviceTables:
         rows, seq_lens, new_block = fields[Field.ROW].long(), fields[Field.SEQ_LEN], fields[Field.NEW_BLOCK]
         positions = (seq_lens - 1).clamp(min=0).long()
         column = positions // self._block_size
-        pages = torch.where(new_block == NOTHING, self.block_tables[rows, column], new_block)
-        self.block_tables[rows, column] = pages
-        slots = pages.long() * self._block_size + positions % self._block_size
+        blocks = torch.where(new_block == NOTHING, self.block_tables[rows, column], new_block)
+        self.block_tables[rows, column] = blocks
+        slots = blocks.long() * self._block_size + positions % self._block_size
         given = fields[Field.TOKEN].long()
         input_ids = torch.where(given == IN_FLIGHT, self.last_token[rows], given)
         return input_ids, positions, torch.where(seq_lens > 0, slots, -1), self.block_tables[rows]
@@ -65,18 +65,18 @@ class DeviceTables:
         num_fields, num_tokens = step.fields.size, len(step.tokens)
         fields = flat[:num_fields].view(step.fields.shape)
         tokens = flat[num_fields : num_fields + num_tokens].long()
-        row, column, page = flat[num_fields + num_tokens :][: step.updates.size].view(3, -1)
-        self.block_tables[row.long(), column.long()] = page
+        row, column, block = flat[num_fields + num_tokens :][: step.updates.size].view(3, -1)
+        self.block_tables[row.long(), column.long()] = block
         rows, seq_lens, query_lens = fields[Field.ROW].long(), fields[Field.SEQ_LEN], fields[Field.QUERY_LEN]
         ends = query_lens.cumsum(0)
         which = torch.repeat_interleave(torch.arange(len(rows), device=device), query_lens, output_size=num_tokens)
         positions = torch.arange(num_tokens, device=device) + (seq_lens - ends)[which]
         tables = self.block_tables[rows]
-        pages = tables[which, positions // self._block_size].long()
+        blocks = tables[which, positions // self._block_size].long()
         return ForwardBatch(
             input_ids=torch.where(tokens == IN_FLIGHT, self.last_token[rows[which]], tokens),
             positions=positions,
-            slot_mapping=pages * self._block_size + positions % self._block_size,
+            slot_mapping=blocks * self._block_size + positions % self._block_size,
             query_start_loc=torch.nn.functional.pad(ends, (1, 0)).int(),
             seq_lens=seq_lens,
             block_tables=tables,

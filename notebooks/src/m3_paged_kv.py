@@ -248,7 +248,7 @@ EXERCISES = {
     "m3.2": BlockManager.allocate,
     "m3.3": BlockManager.may_append,
     "m3.4": BlockManager.deallocate,
-    "m3.5": torch_paged.gather_pages,
+    "m3.5": torch_paged.gather_blocks,
     "m3.6": scheduler.preempt,
 }
 for id, f in EXERCISES.items():
@@ -263,7 +263,7 @@ print(f"def {f.__name__}{inspect.signature(f)}:\n")
 print(inspect.getdoc(f))
 
 # %% [markdown]
-# **A stretch.** `gather_pages` copies a sequence's whole cache in every layer of every step. It need not: attention can be folded block by
+# **A stretch.** `gather_blocks` copies a sequence's whole cache in every layer of every step. It need not: attention can be folded block by
 # block with three running numbers per query, the largest score so far $m$, the sum of weights $l$ and the weighted sum of values $a$.
 # With the scores $s$ and the values $v$ of the next block,
 #
@@ -279,12 +279,12 @@ def check(mine):
     kv_cache, table = torch.randn(2, 9, 16, 2, 32), torch.tensor([7, 2, 5])
     kv_cache[:, 5, 6:] = torch.nan  # 38 tokens: the last block is not full
     query = torch.randn(1, 4, 32)  # one new token, Hq = 4
-    expected = torch_paged.attend(query, *torch_paged.gather_pages(kv_cache, table, 38), scale=32**-0.5)
+    expected = torch_paged.attend(query, *torch_paged.gather_blocks(kv_cache, table, 38), scale=32**-0.5)
     torch.testing.assert_close(mine(query, kv_cache, table, 38, 32**-0.5), expected)
     print("equal")
 
 
-check(lambda query, kv_cache, table, n, scale: torch_paged.attend(query, *torch_paged.gather_pages(kv_cache, table, n), scale))
+check(lambda query, kv_cache, table, n, scale: torch_paged.attend(query, *torch_paged.gather_blocks(kv_cache, table, n), scale))
 
 # %% [markdown]
 # ## See it: the same bytes in short blocks
@@ -449,7 +449,7 @@ from folovllm import build
 breaks = {
     "as it is": None,
     "blocks taken for neighbours": patch.object(BlockManager, "slots", staticmethod(contiguous)),
-    "the last block read to its end": patch.object(torch_paged, "gather_pages", whole_blocks),
+    "the last block read to its end": patch.object(torch_paged, "gather_blocks", whole_blocks),
     "the first gives way": patch.object(build, "preempt", first_gives_way),
     "one block never comes back": patch.object(BlockManager, "deallocate", leaking),
 }
@@ -490,7 +490,7 @@ assert serve(load(block_size=8, num_kv_blocks=16, max_model_len=80).engine, hung
 # %%
 import time
 
-gather, moved = torch_paged.gather_pages, Counter()
+gather, moved = torch_paged.gather_blocks, Counter()
 
 
 def watched(*args):
@@ -510,7 +510,7 @@ def decodes(context, sequences=6, steps=10):
         engine.step()
     moved.clear()
     engine.history = []
-    with patch.object(torch_paged, "gather_pages", watched):
+    with patch.object(torch_paged, "gather_blocks", watched):
         for _ in range(steps):
             engine.step()
     assert all(step.num_tokens == sequences for step in engine.history)

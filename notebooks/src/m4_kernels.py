@@ -35,7 +35,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from folovllm import LLM, SamplingParams
 from folovllm.attention.backends.abstract import AttentionConfig, BackendUnavailable
 from folovllm.attention.backends.registry import BACKENDS, get_backend
-from folovllm.attention.backends.torch_paged import TorchPagedBackend, attend, gather_pages
+from folovllm.attention.backends.torch_paged import TorchPagedBackend, attend, gather_blocks
 from folovllm.bench.roofline import measure_rates
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels import decode, online_softmax, prefill, rms_norm, store
@@ -125,8 +125,8 @@ def clock(f, repeats=9):
 contexts, spent = (256, 1024, 4096, 16384), {"copy the blocks": [], "attend": []}
 for n in contexts:
     query, kv_cache, batch = paged([n])
-    table, gathered = batch.block_tables[0], gather_pages(kv_cache, batch.block_tables[0], n)
-    spent["copy the blocks"].append(clock(lambda: gather_pages(kv_cache, table, n)))
+    table, gathered = batch.block_tables[0], gather_blocks(kv_cache, batch.block_tables[0], n)
+    spent["copy the blocks"].append(clock(lambda: gather_blocks(kv_cache, table, n)))
     spent["attend"].append(clock(lambda: attend(query, *gathered, D**-0.5)))
 share = np.array(spent["copy the blocks"]) / np.sum(list(spent.values()), 0)
 figure, axes = plt.subplots(figsize=(7, 2))
@@ -357,7 +357,7 @@ def trace_kernel(q_ptr, k_ptr, v_ptr, max_ptr, sum_ptr, acc_ptr, n, scale, TILE:
 def trace(layer, head):
     """Scores [n] of the last token, and max, sum [tiles], acc [tiles, D] after each tile."""
     query, kv_cache, table, n = seen[layer]
-    k, v = (x[:, head // (HQ // HKV)].contiguous() for x in gather_pages(kv_cache, table, n))
+    k, v = (x[:, head // (HQ // HKV)].contiguous() for x in gather_blocks(kv_cache, table, n))
     q, tiles = query[-16:, head].contiguous(), -(-n // 16)
     state = torch.zeros(tiles, 16), torch.zeros(tiles, 16), torch.zeros(tiles, 16, D)
     trace_kernel[(1,)](q, k, v, *state, n, D**-0.5 * LOG2_E, TILE=16, D=D)

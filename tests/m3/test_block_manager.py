@@ -1,4 +1,4 @@
-"""The block manager, a method at a time: tables, slots, growth, and pages that come back."""
+"""The block manager, a method at a time: tables, slots, growth, and blocks that come back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.tiny import worked_case
 
 
 def holding(kv: BlockManager, *block_ids: int, computed: int = 0) -> Sequence:
-    """A running sequence whose table names these pages; they leave the free list, or gain one more holder."""
+    """A running sequence whose table names these blocks; they leave the free list, or gain one more holder."""
     seq = make_seq(max(computed, 1))
     seq.start()
     seq.num_computed_tokens = computed
@@ -39,12 +39,12 @@ class TestSlots:
         says = "tokens 2 to 5 of the table [5, 1], four places a block: 5 * 4 + 2, 5 * 4 + 3, then 1 * 4 + 0, 1 * 4 + 1"
         worked_case("m3.1", BlockManager.slots([5, 1], 4, 2, 6).tolist(), [22, 23, 4, 5], says)
 
-    def test_pages_in_order(self) -> None:
+    def test_blocks_in_order(self) -> None:
         assert BlockManager.slots([0, 1, 2], 4, 0, 10).tolist() == list(range(10)), (
             "blocks 0, 1, 2 in order are one run of places"
         )
 
-    def test_pages_anywhere(self) -> None:
+    def test_blocks_anywhere(self) -> None:
         assert BlockManager.slots([5, 1], 4, 0, 6).tolist() == [20, 21, 22, 23, 4, 5], (
             "block 5 begins at 20, block 1 at 4"
         )
@@ -59,12 +59,12 @@ class TestSlots:
         slots = BlockManager.slots([2, 5, 0], 16, position, position + 1)
         assert slots.tolist() == [slot], "block_table[position // 16] * 16 + position % 16"
 
-    def test_pages_of_one_token_are_the_table(self) -> None:
+    def test_blocks_of_one_token_are_the_table(self) -> None:
         assert BlockManager.slots([3, 1, 4, 15, 9], 1, 1, 4).tolist() == [1, 4, 15], (
             "blocks of one token: the slot is the block's id"
         )
 
-    def test_one_page_for_all_is_a_slot_of_m2(self) -> None:
+    def test_one_block_for_all_is_a_slot_of_m2(self) -> None:
         from folovllm.cache.slot_manager import SlotManager
 
         assert BlockManager.slots([3], 100, 5, 42).tolist() == SlotManager.slots([3], 100, 5, 42).tolist(), (
@@ -105,14 +105,14 @@ class TestAllocate:
         says = "8 tokens fill two blocks, 5 need two; the free ones are 0, 1, 2, 4, 5; nothing was computed by it"
         worked_case("m3.2", got, dict(zip(got, [[3, 0], [1, 2], [1, 1, 1, 1, 0, 0], 4], strict=True)), says)
 
-    @pytest.mark.parametrize(("tokens", "pages"), [(1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
-    def test_as_many_pages_as_the_tokens_fill(self, tokens: int, pages: int) -> None:
+    @pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
+    def test_as_many_blocks_as_the_tokens_fill(self, tokens: int, blocks: int) -> None:
         kv, seq = BlockManager(8, 16), make_seq(tokens)
         kv.allocate(seq, tokens)
-        assert len(seq.block_table) == pages, "as many blocks as the tokens fill, rounded up"
-        assert kv.num_free == 8 - pages, "what the table has, the free list has not"
+        assert len(seq.block_table) == blocks, "as many blocks as the tokens fill, rounded up"
+        assert kv.num_free == 8 - blocks, "what the table has, the free list has not"
 
-    def test_pages_come_from_the_left_of_the_free_list(self) -> None:
+    def test_blocks_come_from_the_left_of_the_free_list(self) -> None:
         kv, seq = BlockManager(6, 2), make_seq(5)
         other = holding(kv, 1, 3)
         kv.allocate(seq, 5)
@@ -121,15 +121,15 @@ class TestAllocate:
         )
         assert other.block_table == [1, 3], "the blocks of others stay theirs"
 
-    def test_each_page_has_one_owner(self) -> None:
+    def test_each_block_has_one_owner(self) -> None:
         kv, seq = BlockManager(6, 2), make_seq(5)
         kv.allocate(seq, 5)
         assert [block.ref_count for block in kv.blocks] == [1, 1, 1, 0, 0, 0], (
             "each block taken has one holder, the others none"
         )
 
-    def test_goes_on_behind_pages_it_has(self) -> None:
-        """As after a hit in the prefix cache: two pages of K/V are there already, and the table names them."""
+    def test_goes_on_behind_blocks_it_has(self) -> None:
+        """As after a hit in the prefix cache: two blocks of K/V are there already, and the table names them."""
         kv = BlockManager(8, 4)
         seq = holding(kv, 6, 2, computed=8)
         kv.allocate(seq, 5)
@@ -166,15 +166,15 @@ class TestMayAppend:
         kv.may_append(seq, tokens)
         seq.num_computed_tokens += tokens
 
-    def test_room_on_the_last_page(self) -> None:
+    def test_room_on_the_last_block(self) -> None:
         kv = BlockManager(4, 4)
         seq = holding(kv, 2, computed=3)
         self.grow(kv, seq)
         assert (seq.block_table, kv.num_free) == ([2], 3), (
             "the fourth token goes to the last place of the block that is there"
-        )  # the fourth token ends on the page's last slot
+        )  # the fourth token ends on the block's last slot
 
-    def test_a_full_page_is_followed_by_another(self) -> None:
+    def test_a_full_block_is_followed_by_another(self) -> None:
         kv = BlockManager(4, 4)
         seq = holding(kv, 2, computed=4)
         self.grow(kv, seq)
@@ -182,7 +182,7 @@ class TestMayAppend:
         assert kv.blocks[0].ref_count == 1, "the new block has one holder"
 
     @pytest.mark.parametrize("block_size", [1, 2, 3, 16])
-    def test_one_page_every_block_size_steps(self, block_size: int) -> None:
+    def test_one_block_every_block_size_steps(self, block_size: int) -> None:
         kv = BlockManager(40 // block_size + 2, block_size)
         seq = holding(kv, 0, computed=1)
         for tokens in range(2, 41):
@@ -240,12 +240,12 @@ class TestDeallocate:
         kv.deallocate(seq)
         assert kv.num_free == 4, "a table that is empty gives nothing back"
 
-    def test_last_page_first_behind_all_that_are_free(self) -> None:
+    def test_last_block_first_behind_all_that_are_free(self) -> None:
         kv = BlockManager(6, 4)
         kv.deallocate(holding(kv, 4, 1, 5, computed=12))
         assert free_ids(kv) == [0, 2, 3, 5, 1, 4], "behind those that were free, the sequence's last block first"
 
-    def test_a_shared_page_stays(self) -> None:
+    def test_a_shared_block_stays(self) -> None:
         kv = BlockManager(5, 4)
         first, second = holding(kv, 0, 1, 2, computed=12), holding(kv, 0, 1, 3, computed=12)
         kv.deallocate(first)
@@ -255,7 +255,7 @@ class TestDeallocate:
         assert second.block_table == [0, 1, 3], "the other sequence keeps its table"
         assert free_ids(kv) == [4, 2], "shared blocks are not free: only 2 is, behind 4"
 
-    def test_a_shared_page_goes_with_its_last_holder(self) -> None:
+    def test_a_shared_block_goes_with_its_last_holder(self) -> None:
         kv = BlockManager(3, 4)
         first, second = holding(kv, 0, 1, computed=8), holding(kv, 0, 2, computed=8)
         kv.deallocate(first)
@@ -267,7 +267,7 @@ class TestAdmission:
     """`can_allocate` and `can_append`: what is asked before."""
 
     def test_the_watermark_is_kept_for_those_who_run(self) -> None:
-        kv = BlockManager(300, 1)  # a watermark of 3 pages
+        kv = BlockManager(300, 1)  # a watermark of 3 blocks
         assert kv.can_allocate(make_seq(300), 300)  # nobody runs: nothing is held back
         runner = holding(kv, 0, computed=1)
         assert kv.can_allocate(make_seq(296), 296)
@@ -275,7 +275,7 @@ class TestAdmission:
         assert kv.can_append(runner, 299)
         assert not kv.can_append(runner, 300)
 
-    def test_own_pages_are_no_reason_to_hold_back(self) -> None:
+    def test_own_blocks_are_no_reason_to_hold_back(self) -> None:
         kv = BlockManager(300, 1)
         seq = holding(kv, *range(10), computed=10)
         assert kv.can_allocate(seq, 290)

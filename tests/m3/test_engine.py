@@ -1,4 +1,4 @@
-"""Pages of any size and pools of any size give M1's answers; with one page a sequence, M2's waste as well."""
+"""Blocks of any size and pools of any size give M1's answers; with one block a sequence, M2's waste as well."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONGEST = 84  # tokens of the longest request of the workloads: 60 of prompt, 24
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block_size", [1, 2, 16, 256, MAX_MODEL_LEN])
-def test_output_equals_m1_whatever_the_pages(kind: str, block_size: int) -> None:
+def test_output_equals_m1_whatever_the_blocks(kind: str, block_size: int) -> None:
     expected = workload(kind)
     engine = make_engine(expected.model, milestone="m3", block_size=block_size)
     for seed, arrival in enumerate(ARRIVALS):
@@ -38,7 +38,7 @@ def test_output_equals_m1_whatever_the_pages(kind: str, block_size: int) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block_size", [1, 2, 16])
-def test_output_equals_m1_with_hardly_any_pages(kind: str, block_size: int) -> None:
+def test_output_equals_m1_with_hardly_any_blocks(kind: str, block_size: int) -> None:
     expected = workload(kind)
     engine = make_engine(
         expected.model,
@@ -91,16 +91,16 @@ def watched(engine: LLMEngine, requests: list[Request]) -> list[EngineStats]:
     return seen
 
 
-def test_a_page_as_long_as_the_context_wastes_what_m2_wastes() -> None:
+def test_a_block_as_long_as_the_context_wastes_what_m2_wastes() -> None:
     requests = mixed_requests(count=16)
     m2 = make_engine(tiny_checkpoint(), milestone="m2", max_num_seqs=8)
     m3 = make_engine(tiny_checkpoint(), milestone="m3", max_num_seqs=8, block_size=MAX_MODEL_LEN)
-    slots, pages = watched(m2, requests), watched(m3, requests)
-    assert pages == slots  # bytes reserved, bytes used, queues, step by step
-    assert max(stats.kv_waste for stats in pages) > 0.5
+    slots, blocks = watched(m2, requests), watched(m3, requests)
+    assert blocks == slots  # bytes reserved, bytes used, queues, step by step
+    assert max(stats.kv_waste for stats in blocks) > 0.5
 
 
-def test_small_pages_waste_less_than_a_page_a_sequence() -> None:
+def test_small_blocks_waste_less_than_a_block_a_sequence() -> None:
     engine = make_engine(tiny_checkpoint(), milestone="m3", max_num_seqs=8, block_size=4)
     per_token = engine.setup.kv_bytes_per_token
     for stats in watched(engine, mixed_requests(count=16)):
@@ -116,20 +116,20 @@ def test_around_a_block_boundary(prompt: int, answer: int) -> None:
     engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=16)
     params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
     engine.add_request("r", ids, params)
-    pages, output = [], None
+    blocks, output = [], None
     while engine.has_unfinished_requests():
-        pages.append(engine.stats().kv_blocks_used)
+        blocks.append(engine.stats().kv_blocks_used)
         (output,) = engine.step()
     assert output is not None
     # The last token drawn is never computed, so it takes no place.
-    assert pages == [0, *(-(-n // 16) for n in range(prompt, prompt + answer - 1))]
+    assert blocks == [0, *(-(-n // 16) for n in range(prompt, prompt + answer - 1))]
     tokens, logits = hf_greedy(tiny_checkpoint(), ids, answer)
     assert_tokens_equal(output.outputs[0].token_ids, tokens, logits, tolerance(logits))
     assert_nothing_left(engine)
 
 
 def test_a_pool_of_exactly_one_sequence() -> None:
-    """One request fills the last slot of the last page; a second waits for it."""
+    """One request fills the last slot of the last block; a second waits for it."""
     first, second = prompts([40, 30])
     engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=16, max_model_len=64, num_kv_blocks=4)
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
@@ -140,7 +140,7 @@ def test_a_pool_of_exactly_one_sequence() -> None:
 
 
 def test_preemption_watched() -> None:
-    """Two sequences grow until no page is free: the later one gives way, waits for the first to end, and resumes."""
+    """Two sequences grow until no block is free: the later one gives way, waits for the first to end, and resumes."""
     engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=4, max_model_len=40, num_kv_blocks=10)
     engine.history = []
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=1)
@@ -153,7 +153,7 @@ def test_preemption_watched() -> None:
     preempted = next(i for i, step in enumerate(engine.history) if step.preempted)
     assert shares[0] == {"a": (0, 12), "b": (0, 12)}
     assert engine.history[preempted - 1].kv_blocks_used == 10
-    assert shares[preempted] == {"a": (20, 1)}  # five pages each: a gets a sixth, b gives all back
+    assert shares[preempted] == {"a": (20, 1)}  # five blocks each: a gets a sixth, b gives all back
     resumed = next(i for i in range(preempted, len(shares)) if "b" in shares[i])
     assert shares[resumed] == {"b": (0, 21)}  # its prompt and the nine tokens of its answer so far, in one step
     assert all("b" not in step for step in shares[preempted:resumed])
@@ -178,8 +178,8 @@ def test_a_preempted_request_can_be_aborted() -> None:
     assert_nothing_left(engine)
 
 
-def test_pages_that_are_freed_are_used_again_by_others() -> None:
-    """A hundred short requests through a pool of two: pages change hands, and every answer is as if alone."""
+def test_blocks_that_are_freed_are_used_again_by_others() -> None:
+    """A hundred short requests through a pool of two: blocks change hands, and every answer is as if alone."""
     expected = workload("greedy", count=12, seed=3)
     engine = make_engine(
         expected.model, milestone="m3", block_size=4, max_model_len=LONGEST, num_kv_blocks=30, max_num_seqs=3
@@ -212,7 +212,7 @@ def test_the_presets_differ_in_the_cache_alone() -> None:
 
 
 def test_a_finished_step_frees_before_the_next() -> None:
-    """The pages of a request that ends are there for the very next step."""
+    """The blocks of a request that ends are there for the very next step."""
     engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=4, max_model_len=16, num_kv_blocks=4)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     for name in "abc":

@@ -1,4 +1,4 @@
-"""How many pages the memory holds, and what is said when it holds too few."""
+"""How many blocks the memory holds, and what is said when it holds too few."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_as_many_as_the_memory_holds() -> None:
 
 
 def test_no_more_than_all_sequences_can_use() -> None:
-    assert blocks() == 8 * 7  # the default is a gigabyte, and 8 sequences of 100 tokens need 7 pages each
+    assert blocks() == 8 * 7  # the default is a gigabyte, and 8 sequences of 100 tokens need 7 blocks each
 
 
 @pytest.mark.m5
@@ -78,18 +78,18 @@ def test_the_engine_allocates_what_was_counted() -> None:
 
 
 def test_on_a_gpu_the_peak_of_a_step_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a card of 1,000 pages' bytes 90% may be filled; others use 100 pages, the model 200, a step at most 150 more."""
-    page = 16 * BYTES_PER_TOKEN
-    state = SimpleNamespace(allocated=200 * page, peak=200 * page, profiled=0)
+    """Of a card of 1,000 blocks' bytes 90% may be filled; others use 100 blocks, the model 200, a step at most 150 more."""
+    block = 16 * BYTES_PER_TOKEN
+    state = SimpleNamespace(allocated=200 * block, peak=200 * block, profiled=0)
 
     def profile() -> None:
-        state.peak, state.profiled = 350 * page, state.profiled + 1
+        state.peak, state.profiled = 350 * block, state.profiled + 1
 
     fakes = {
         "empty_cache": lambda: None, "synchronize": lambda device: None,
         "reset_peak_memory_stats": lambda device: setattr(state, "peak", state.allocated),
         "memory_allocated": lambda device: state.allocated, "max_memory_allocated": lambda device: state.peak,
-        "mem_get_info": lambda device: (700 * page, 1000 * page),
+        "mem_get_info": lambda device: (700 * block, 1000 * block),
     }  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)

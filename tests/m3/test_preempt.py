@@ -1,4 +1,4 @@
-"""m3.6: who gives way when no page is free, and what it keeps."""
+"""m3.6: who gives way when no block is free, and what it keeps."""
 
 from __future__ import annotations
 

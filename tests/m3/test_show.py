@@ -29,7 +29,7 @@ def started(*lengths: int, **overrides: Any) -> LLMEngine:
     return engine
 
 
-def test_a_character_a_page() -> None:
+def test_a_character_a_block() -> None:
     engine = started(9, 4)
     a, b = (chr(ord("a") + seq.seq_id % 26) for seq in engine.scheduler.running)
     cells, watcher = f"{a.upper()}{a.upper()}{a}{b.upper()}", watched(engine)
@@ -56,7 +56,7 @@ def test_each_sequence_has_one_colour() -> None:
     assert len(styles) == 3 + 1  # three sequences, and dim
 
 
-def test_shared_pages() -> None:
+def test_shared_blocks() -> None:
     engine = started(8, 9)
     first, second = engine.scheduler.running
     second.block_table[0] = first.block_table[0]

@@ -1,4 +1,4 @@
-"""Any order of events: pages add up, and the cache holds exactly the tokens it should."""
+"""Any order of events: blocks add up, and the cache holds exactly the tokens it should."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from folovllm.request import Sequence, SequenceStatus
 from tests.sequences import EOS, make_seq
 
 
-def assert_pages_add_up(kv: BlockManager, holders: list[Sequence]) -> None:
-    """Reference counts are the tables' entries, a page is free exactly if nobody names it, and no table has holes."""
+def assert_blocks_add_up(kv: BlockManager, holders: list[Sequence]) -> None:
+    """Reference counts are the tables' entries, a block is free exactly if nobody names it, and no table has holes."""
     named = Counter(block_id for seq in holders for block_id in seq.block_table)
     assert [block.ref_count for block in kv.blocks] == [named[i] for i in range(kv.num_blocks)]
     free = [block.block_id for block in kv.blocks if block._next is not None]
@@ -26,7 +26,7 @@ def assert_pages_add_up(kv: BlockManager, holders: list[Sequence]) -> None:
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Admit, grow, share, free and preempt in any order; a list says which page must come next."""
+    """Admit, grow, share, free and preempt in any order; a list says which block must come next."""
 
     @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 5))
     def make(self, num_blocks: int, block_size: int) -> None:
@@ -62,7 +62,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.seqs)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        """Another sequence begins with the same full pages, as prefix caching will have it."""
+        """Another sequence begins with the same full blocks, as prefix caching will have it."""
         first = data.draw(st.sampled_from(self.seqs))
         full = first.num_computed_tokens // self.kv.block_size
         if full:
@@ -93,9 +93,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.seqs.append(seq)
 
     @invariant()
-    def pages_add_up(self) -> None:
+    def blocks_add_up(self) -> None:
         if hasattr(self, "kv"):
-            assert_pages_add_up(self.kv, self.seqs)
+            assert_blocks_add_up(self.kv, self.seqs)
             assert self.kv.num_free == len(self.free)
 
     def teardown(self) -> None:
@@ -106,7 +106,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """A scheduler over few pages, and a cache in which each slot remembers whose token it holds.
+    """A scheduler over few blocks, and a cache in which each slot remembers whose token it holds.
 
     The next token of a sequence depends on its position alone, so a sequence that resumes in the wrong place shows.
     """
@@ -175,7 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "kv"):
             return
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        assert_pages_add_up(self.kv, running)
+        assert_blocks_add_up(self.kv, running)
         assert not set(running) & set(waiting) and set(running) | set(waiting) == set(self.unfinished())
         assert all(seq.status is SequenceStatus.RUNNING for seq in running)
         assert all((seq.status, seq.block_table) == (SequenceStatus.WAITING, []) for seq in waiting)

@@ -12,7 +12,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # 
 
 @dataclass
 class Paged:
-    """K/V of some sequences in shuffled pages. All that no sequence owns is NaN, and their tables point nowhere."""
+    """K/V of some sequences in shuffled blocks. All that no sequence owns is NaN, and their tables point nowhere."""
 
     kv_cache: torch.Tensor  # [2, N, B, Hkv, D], a permuted view
     block_tables: torch.Tensor  # [S, max_blocks] int32

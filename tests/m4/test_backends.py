@@ -27,7 +27,7 @@ CASES = {  # (tokens, of which new), decodes first
 
 
 def make_batch(rows, num_decodes):
-    """A `ForwardBatch` of sequences (tokens, new) in shuffled pages, and how many tokens are cached before it."""
+    """A `ForwardBatch` of sequences (tokens, new) in shuffled blocks, and how many tokens are cached before it."""
     lens, new = [n for n, _ in rows], [k for _, k in rows]
     width = max(-(-n // B) for n in lens)
     tables = torch.randperm(len(rows) * width).view(len(rows), width).to(torch.int32)
@@ -103,16 +103,16 @@ def test_halves_of_a_batch():
 
 @pytest.mark.parametrize("name", ["torch_paged", "torch_paged,torch_naive"])
 def test_what_a_backend_declares_is_kept(name, monkeypatch):
-    """A backend need only name the pages that it can use; the smallest is taken, and another refused in a sentence."""
+    """A backend need only name the blocks that it can use; the smallest is taken, and another refused in a sentence."""
     monkeypatch.setattr(TorchPagedBackend, "supported_block_sizes", (64,))
     config = replace(CONFIG, device=torch.device("cpu"), dtype=torch.float32, block_size=None)
     assert choose_backend(name, config) == (name, 64)
-    with pytest.raises(BackendUnavailable, match=f"{name} cannot use pages of 48 tokens: leave block_size open"):
+    with pytest.raises(BackendUnavailable, match=f"{name} cannot use blocks of 48 tokens: leave block_size open"):
         choose_backend(name, replace(config, block_size=48))
 
 
 def test_composite_asks_both():
-    """A page must suit both, and either may refuse."""
+    """A block must suit both, and either may refuse."""
     composite = compose(FlashAttentionBackend, TritonBackend)
     assert composite.supports_block_size(256) and not composite.supports_block_size(16)
     assert composite.supports_cuda_graph and not compose(TritonBackend, TorchNaiveBackend).supports_cuda_graph

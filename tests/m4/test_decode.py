@@ -87,7 +87,7 @@ def test_a_worked_case_of_a_chunk():
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize(("first", "last"), [(0, 1), (0, 40), (16, 33), (32, 48), (48, 48)])
 def test_one_chunk(block_size, first, last):
-    """Keys `first` to `last` and no others; the pages hold NaN from token 48 on."""
+    """Keys `first` to `last` and no others; the blocks hold NaN from token 48 on."""
     torch.manual_seed(0)
     paged = Paged.make([48], block_size, 1, 16)
     q = torch.randn(16, 16, device=DEVICE)

@@ -11,7 +11,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def test_a_few_tokens_equal_m3s():
-    """Two layers, prompts on both sides of a page, one sequence longer than the others; fused layers included."""
+    """Two layers, prompts on both sides of a block, one sequence longer than the others; fused layers included."""
     model = tiny_checkpoint("qwen3", num_hidden_layers=2)
     requests = [
         Request(prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))

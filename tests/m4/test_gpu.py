@@ -32,7 +32,7 @@ def flash_attn_or_skip(config):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("num_programs", [None, 132, 7])
 def test_decode(shape, dtype, num_programs):
-    """Poisoned pages, every boundary; with few programs each takes many items from the queue."""
+    """Poisoned blocks, every boundary; with few programs each takes many items from the queue."""
     torch.manual_seed(0)
     block_size, heads, kv_heads, dim = shape
     paged = Paged.make(LENS, block_size, kv_heads, dim, dtype)

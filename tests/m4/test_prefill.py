@@ -49,8 +49,8 @@ def test_the_rest_after_cached_tokens(length, new):
 
 
 @pytest.mark.parametrize("block_size", [4, 16, 24, 64])
-def test_ragged_batch_in_pages_of_any_size(block_size):
-    """Pages smaller than a tile, of its size, larger, and of a size that no tile fits into."""
+def test_ragged_batch_in_blocks_of_any_size(block_size):
+    """Blocks smaller than a tile, of its size, larger, and of a size that no tile fits into."""
     check([5, 20, 1, 37], [5, 3, 1, 20], block_size)
 
 

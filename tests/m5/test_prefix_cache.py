@@ -1,4 +1,4 @@
-"""Pages by the hash of their prefix: what is found, what is published, what is forgotten."""
+"""Blocks by the hash of their prefix: what is found, what is published, what is forgotten."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TestComputeHash:
             "xxh64 of the prefix's 8 bytes, little endian, and the tokens' bytes"
         )
 
-    def test_same_tokens_after_another_prefix_are_another_page(self) -> None:
+    def test_same_tokens_after_another_prefix_are_another_block(self) -> None:
         assert compute_hash(self.tokens, 0) != compute_hash(self.tokens, 1), "the name depends on what came before"
 
     def test_order_matters(self) -> None:
@@ -77,16 +77,16 @@ class TestComputeHash:
 
 
 class Chain:
-    """A `PrefixCache` with some pages in it, put there without its own `publish`."""
+    """A `PrefixCache` with some blocks in it, put there without its own `publish`."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.cache = PrefixCache(B)
         self.blocks: list[Block] = []
         prefix = parent = 0
         for i in range(len(tokens) // B):
-            page = np.array(tokens[i * B : (i + 1) * B], np.int32)
-            prefix = xxhash.xxh64_intdigest(prefix.to_bytes(8, "little") + page.tobytes())
-            block = Block(10 + i, hash=prefix, token_ids=page.tobytes(), serial=100 + i, parent=parent)
+            block = np.array(tokens[i * B : (i + 1) * B], np.int32)
+            prefix = xxhash.xxh64_intdigest(prefix.to_bytes(8, "little") + block.tobytes())
+            block = Block(10 + i, hash=prefix, token_ids=block.tobytes(), serial=100 + i, parent=parent)
             parent = block.serial
             self.cache._by_hash[prefix] = block
             self.blocks.append(block)
@@ -96,10 +96,10 @@ class Chain:
 
 
 class TestLongestCachedPrefix:
-    tokens: ClassVar[list[int]] = list(range(50, 62))  # three pages: 10, 11, 12
+    tokens: ClassVar[list[int]] = list(range(50, 62))  # three blocks: 10, 11, 12
 
     def test_a_worked_case(self) -> None:
-        """Pages 10, 11 and 12 of four tokens each are cached, in a chain."""
+        """Blocks 10, 11 and 12 of four tokens each are cached, in a chain."""
         chain, more = Chain(self.tokens), [*self.tokens, 1]
         got = {"their 12 tokens and one more": chain.found(more), "their 12 tokens": chain.found(self.tokens)}
         missing, other, stranger = Chain(self.tokens), Chain(self.tokens), Chain(self.tokens)
@@ -107,17 +107,17 @@ class TestLongestCachedPrefix:
         other.blocks[1].token_ids = bytes(16)
         stranger.blocks[1].parent = 999
         got |= {
-            "13 tokens, page 11 is gone": missing.found(more),
-            "13 tokens, page 11 has the right hash and other tokens": other.found(more),
-            "13 tokens, page 11 has followed another page": stranger.found(more),
+            "13 tokens, block 11 is gone": missing.found(more),
+            "13 tokens, block 11 has the right hash and other tokens": other.found(more),
+            "13 tokens, block 11 has followed another block": stranger.found(more),
         }
-        says = "whole pages from the start until the first miss; one token at least is left to compute"
+        says = "whole blocks from the start until the first miss; one token at least is left to compute"
         worked_case("m5.2", got, dict(zip(got, [[10, 11, 12], [10, 11], [10], [10], [10]], strict=True)), says)
 
-    def test_finds_whole_pages_from_the_start(self) -> None:
+    def test_finds_whole_blocks_from_the_start(self) -> None:
         chain = Chain(self.tokens)
         for count, found in ((13, [10, 11, 12]), (9, [10, 11]), (7, [10]), (3, [])):
-            assert chain.found([*self.tokens, 1][:count]) == found, f"{count} tokens: its full pages, in order"
+            assert chain.found([*self.tokens, 1][:count]) == found, f"{count} tokens: its full blocks, in order"
 
     def test_leaves_one_token_to_compute(self) -> None:
         chain = Chain(self.tokens)
@@ -129,29 +129,29 @@ class TestLongestCachedPrefix:
         chain = Chain(self.tokens)
         other = [*self.tokens, 1]
         other[5] += 1
-        assert chain.found(other) == [10], "token 5 is another: page 1 and all after it are not found"
+        assert chain.found(other) == [10], "token 5 is another: block 1 and all after it are not found"
         other[0] += 1
         assert chain.found(other) == [], "token 0 is another: nothing is found"
 
-    def test_a_missing_page_ends_it(self) -> None:
+    def test_a_missing_block_ends_it(self) -> None:
         chain = Chain(self.tokens)
         del chain.cache._by_hash[chain.blocks[1].hash or 0]
-        assert chain.found([*self.tokens, 1]) == [10], "page 11 is gone; 12 cannot be used without it"
+        assert chain.found([*self.tokens, 1]) == [10], "block 11 is gone; 12 cannot be used without it"
 
     def test_other_tokens_under_the_same_hash_are_no_hit(self) -> None:
         chain = Chain(self.tokens)
         chain.blocks[0].token_ids = np.array([9, 9, 9, 9], np.int32).tobytes()
-        assert chain.found([*self.tokens, 1]) == [], "page 10 holds other tokens, whatever its hash"
+        assert chain.found([*self.tokens, 1]) == [], "block 10 holds other tokens, whatever its hash"
 
-    def test_a_page_that_followed_another_page_is_no_hit(self) -> None:
+    def test_a_block_that_followed_another_block_is_no_hit(self) -> None:
         chain = Chain(self.tokens)
         chain.blocks[1].parent = 999
-        assert chain.found([*self.tokens, 1]) == [10], "page 11 was computed after another page than 10"
+        assert chain.found([*self.tokens, 1]) == [10], "block 11 was computed after another block than 10"
         chain.blocks[0].parent = 999
-        assert chain.found([*self.tokens, 1]) == [], "page 10 was not computed at the beginning of a prompt"
+        assert chain.found([*self.tokens, 1]) == [], "block 10 was not computed at the beginning of a prompt"
 
 
-def pages(*ids: int) -> list[Block]:
+def make_blocks(*ids: int) -> list[Block]:
     return [Block(i) for i in ids]
 
 
@@ -167,56 +167,58 @@ class TestPublish:
     tokens: ClassVar[list[int]] = list(range(50, 62))
 
     def test_a_worked_case(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Somebody published pages 7 and 8. A twin has pages 17, 18, 19, of which the first two have the same tokens."""
+        """Somebody published blocks 7 and 8. A twin has blocks 17, 18, 19, of which the first two have the same tokens."""
 
         def named(cache: PrefixCache) -> list[int]:
             return sorted(block.block_id for block in cache._by_hash.values())
 
-        cache, orphaned, ones, twos = PrefixCache(B), Forgetful(B), pages(7, 8), pages(17, 18, 19)
+        cache, orphaned, ones, twos = PrefixCache(B), Forgetful(B), make_blocks(7, 8), make_blocks(17, 18, 19)
         cache.publish(sequence(self.tokens[:8]), ones)
         cache.publish(sequence(self.tokens), twos)
-        got = {"pages with a name": named(cache), "19 follows 8": twos[2].parent == ones[1].serial}
-        gone, again = pages(7, 8), pages(17, 18)
+        got = {"blocks with a name": named(cache), "19 follows 8": twos[2].parent == ones[1].serial}
+        gone, again = make_blocks(7, 8), make_blocks(17, 18)
         orphaned.publish(sequence(self.tokens[:8]), gone)
         orphaned.evict(gone[0])
         orphaned.publish(sequence(self.tokens[:8]), again)
-        got["the same, with page 7 forgotten before"] = named(orphaned)
+        got["the same, with block 7 forgotten before"] = named(orphaned)
         monkeypatch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: 42)
         collision, other = PrefixCache(B), sequence([1] * 8)
-        collision.publish(sequence(self.tokens[:4]), pages(7))
-        collision.publish(other, pages(17, 18))
+        collision.publish(sequence(self.tokens[:4]), make_blocks(7))
+        collision.publish(other, make_blocks(17, 18))
         got["other tokens, and all hashes are 42"] = [named(collision), len(collision.serials(other))]
         says = "twins stay nameless and what follows them follows the first; 8 without 7 gives way; a collision ends it"
         worked_case("m5.3", got, dict(zip(got, [[7, 8, 19], True, [17, 18], [[7], 0]], strict=True)), says)
 
-    def test_names_full_pages_in_a_chain(self) -> None:
-        cache, seq, blocks = PrefixCache(B), sequence(self.tokens), pages(7, 8, 9)
+    def test_names_full_blocks_in_a_chain(self) -> None:
+        cache, seq, blocks = PrefixCache(B), sequence(self.tokens), make_blocks(7, 8, 9)
         cache.publish(seq, blocks)
-        assert len(cache) == 3, "three full pages have a name"
-        assert cache.serials(seq) == [b.serial for b in blocks], "the sequence's serials are those of its pages"
+        assert len(cache) == 3, "three full blocks have a name"
+        assert cache.serials(seq) == [b.serial for b in blocks], "the sequence's serials are those of its blocks"
         assert [b.parent for b in blocks] == [ROOT, blocks[0].serial, blocks[1].serial], (
             "each follows the one before it"
         )
-        assert len(set(cache.serials(seq))) == 3 and ROOT not in cache.serials(seq), "each page has a serial of its own"
+        assert len(set(cache.serials(seq))) == 3 and ROOT not in cache.serials(seq), (
+            "each block has a serial of its own"
+        )
         first, second = (np.array(self.tokens[i * B : (i + 1) * B], np.int32) for i in range(2))
-        assert blocks[0].token_ids == first.tobytes(), "page 0 notes its tokens"
-        assert blocks[0].hash == compute_hash(first, 0), "page 0 is named after its tokens"
+        assert blocks[0].token_ids == first.tobytes(), "block 0 notes its tokens"
+        assert blocks[0].hash == compute_hash(first, 0), "block 0 is named after its tokens"
         assert blocks[1].hash == compute_hash(second, blocks[0].hash or 0), (
-            "page 1 after its own and the page before it"
+            "block 1 after its own and the block before it"
         )
 
     def test_goes_on_where_it_left_off(self) -> None:
-        cache, seq, blocks = PrefixCache(B), sequence(self.tokens), pages(7, 8, 9)
+        cache, seq, blocks = PrefixCache(B), sequence(self.tokens), make_blocks(7, 8, 9)
         cache.publish(seq, blocks[:1])
         serial = blocks[0].serial
         cache.publish(seq, blocks)
         assert blocks[0].serial == serial, "what was published is not published again"
-        assert blocks[1].parent == serial, "the next page follows it"
-        assert len(cache) == 3, "three pages have a name"
+        assert blocks[1].parent == serial, "the next block follows it"
+        assert len(cache) == 3, "three blocks have a name"
 
     def test_a_twin_stays_nameless_and_counts_as_the_first(self) -> None:
         cache, first, second = PrefixCache(B), sequence(self.tokens), sequence([*self.tokens[:8], 1, 2, 3, 4])
-        ones, twos = pages(7, 8), pages(17, 18, 19)
+        ones, twos = make_blocks(7, 8), make_blocks(17, 18, 19)
         cache.publish(first, ones)
         cache.publish(second, twos)
         assert [b.hash for b in twos[:2]] == [None, None], "17 and 18 are twins of 7 and 8, and get no name"
@@ -227,15 +229,15 @@ class TestPublish:
     def test_a_collision_is_not_published_nor_what_follows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: 42)
         cache, first, second = PrefixCache(B), sequence(self.tokens), sequence([1] * 12)
-        ones, twos = pages(7), pages(17, 18, 19)
+        ones, twos = make_blocks(7), make_blocks(17, 18, 19)
         cache.publish(first, ones)
         cache.publish(second, twos)
-        assert cache.serials(second) == [], "no page of the second is published"
+        assert cache.serials(second) == [], "no block of the second is published"
         assert all(b.hash is None for b in twos), "so none has a name"
         assert cache._by_hash[42] is ones[0], "who was first keeps the name"
 
-    def test_a_page_whose_parent_was_a_twin_can_be_found(self) -> None:
-        cache, blocks = PrefixCache(B), pages(7, 17, 18)
+    def test_a_block_whose_parent_was_a_twin_can_be_found(self) -> None:
+        cache, blocks = PrefixCache(B), make_blocks(7, 17, 18)
         cache.publish(sequence(self.tokens[:B]), blocks[:1])
         cache.publish(sequence(self.tokens), [blocks[1], blocks[2]])
         assert blocks[1].serial == 0, "17 is a twin of 7: it has no name, hence no serial"
@@ -243,11 +245,11 @@ class TestPublish:
 
     def test_an_orphan_gives_its_name_away(self) -> None:
         cache, first, again = Forgetful(B), sequence(self.tokens), sequence(self.tokens)
-        ones, twos = pages(7, 8), pages(17, 18)
+        ones, twos = make_blocks(7, 8), make_blocks(17, 18)
         cache.publish(first, ones)
-        cache.evict(ones[0])  # page 8 can no longer be reached
+        cache.evict(ones[0])  # block 8 can no longer be reached
         cache.publish(again, twos)
-        assert ones[1].hash is None, "8 follows a page that is gone: it loses its name"
+        assert ones[1].hash is None, "8 follows a block that is gone: it loses its name"
         assert cache._by_hash[twos[1].hash or 0] is twos[1], "18 has it now"
         assert twos[1].parent == twos[0].serial, "and follows 17"
 
@@ -256,20 +258,20 @@ class TestEvict:
     """By hand, without the cache's other methods."""
 
     def test_a_worked_case(self) -> None:
-        """Pages 10 and 11 have names. Page 11 is evicted, then page 3, which has none."""
+        """Blocks 10 and 11 have names. Block 11 is evicted, then block 3, which has none."""
         chain, nameless = Chain(list(range(8))), Block(3)
         block = chain.blocks[1]
         chain.cache.evict(block)
         chain.cache.evict(nameless)
         got = {
-            "pages with a name": [other.block_id for other in chain.cache._by_hash.values()],
+            "blocks with a name": [other.block_id for other in chain.cache._by_hash.values()],
             "hash, token_ids, serial, parent": [block.hash, list(block.token_ids), block.serial, block.parent],
             "evictions": chain.cache.stats.evictions,
         }
-        says = "11 is as new, and its name leads nowhere; a page without a name is no eviction"
+        says = "11 is as new, and its name leads nowhere; a block without a name is no eviction"
         worked_case("m5.4 evict", got, dict(zip(got, [[10], [None, [], 0, 0], 1], strict=True)), says)
 
-    def test_the_name_leads_nowhere_and_the_page_is_blank(self) -> None:
+    def test_the_name_leads_nowhere_and_the_block_is_blank(self) -> None:
         chain = Chain(list(range(8)))
         first, second = chain.blocks
         chain.cache.evict(second)
@@ -277,35 +279,35 @@ class TestEvict:
         blank = (None, b"", 0, 0)
         assert (second.hash, second.token_ids, second.serial, second.parent) == blank, "11 is as a new `Block`"
         assert first.hash is not None and first.serial == 100, "10 is what it was"
-        assert chain.cache.stats.evictions == 1, "one page lost its name"
+        assert chain.cache.stats.evictions == 1, "one block lost its name"
 
     def test_a_second_time_is_once_too_often(self) -> None:
         chain = Chain(list(range(8)))
         block = chain.blocks[1]
         name = block.hash
         chain.cache.evict(block)
-        chain.cache._by_hash[name or 0] = heir = Block(99, hash=name)  # computed again, in another page
+        chain.cache._by_hash[name or 0] = heir = Block(99, hash=name)  # computed again, in another block
         chain.cache.evict(block)
-        assert chain.cache._by_hash[name or 0] is heir, "the name belongs to another page now, and stays"
+        assert chain.cache._by_hash[name or 0] is heir, "the name belongs to another block now, and stays"
         assert chain.cache.stats.evictions == 1, "the second time nothing was evicted"
 
-    def test_a_page_without_a_name_is_no_eviction(self) -> None:
+    def test_a_block_without_a_name_is_no_eviction(self) -> None:
         chain = Chain(list(range(8)))
         chain.cache.evict(Block(3))
         assert len(chain.cache) == 2, "10 and 11 keep their names"
         assert chain.cache.stats.evictions == 0, "nothing was forgotten, so nothing is counted"
 
-    def test_a_page_taken_for_something_else_is_forgotten(self) -> None:
+    def test_a_block_taken_for_something_else_is_forgotten(self) -> None:
         manager = PrefixCachingBlockManager(2, B)
         chain = Chain(list(range(8)))
         manager.prefix_cache, manager.blocks[0].hash = chain.cache, chain.blocks[0].hash
         chain.cache._by_hash[chain.blocks[0].hash or 0] = manager.blocks[0]
-        assert manager._take() == 0 and manager.blocks[0].hash is None, "page 0 is taken and has no name any more"
-        assert len(chain.cache) == 1, "only page 11 is left to be found"
+        assert manager._take() == 0 and manager.blocks[0].hash is None, "block 0 is taken and has no name any more"
+        assert len(chain.cache) == 1, "only block 11 is left to be found"
 
 
 class TestAdopt:
-    """Pages by hand: what counts is who holds them."""
+    """Blocks by hand: what counts is who holds them."""
 
     def test_a_worked_case(self) -> None:
         manager = PrefixCachingBlockManager(4, B)
@@ -313,13 +315,13 @@ class TestAdopt:
         manager.adopt(manager.blocks[2])
         got = {"holders": manager.blocks[2].ref_count}
         got["free"] = [manager._free.popleft().block_id for _ in range(manager.num_free)]
-        says = "two sequences found page 2: two hold it, and nobody else can get it"
+        says = "two sequences found block 2: two hold it, and nobody else can get it"
         worked_case("m5.4 adopt", got, {"holders": 2, "free": [0, 1, 3]}, says)
 
-    def test_the_first_to_find_a_page_takes_it_out_of_the_free_list(self) -> None:
+    def test_the_first_to_find_a_block_takes_it_out_of_the_free_list(self) -> None:
         manager = PrefixCachingBlockManager(4, B)
         manager.adopt(manager.blocks[2])
-        assert manager.blocks[2].ref_count == 1 and manager.num_free == 3, "one holds page 2, and three are free"
+        assert manager.blocks[2].ref_count == 1 and manager.num_free == 3, "one holds block 2, and three are free"
         assert [manager._free.popleft().block_id for _ in range(3)] == [0, 1, 3], "the others, in their order"
 
     def test_others_share_it(self) -> None:
@@ -329,7 +331,7 @@ class TestAdopt:
             assert manager.blocks[2].ref_count == count, "one holder more each time"
             assert manager.num_free == 3, "it leaves the free list once"
 
-    def test_a_shared_page_is_free_when_the_last_one_leaves(self) -> None:
+    def test_a_shared_block_is_free_when_the_last_one_leaves(self) -> None:
         manager = PrefixCachingBlockManager(4, B)
         seqs = [sequence(list(range(5))) for _ in range(2)]
         for seq in seqs:
@@ -348,19 +350,19 @@ class TestAdopt:
 
 class TestEviction:
     def test_evicting_forgets_the_name(self) -> None:
-        cache, seq, blocks = PrefixCache(B), sequence(list(range(8))), pages(7, 8)
+        cache, seq, blocks = PrefixCache(B), sequence(list(range(8))), make_blocks(7, 8)
         cache.publish(seq, blocks)
         cache.evict(blocks[1])
         assert (blocks[1].hash, blocks[1].token_ids, blocks[1].serial, blocks[1].parent) == (None, b"", 0, 0)
         assert len(cache) == 1 and cache.stats.evictions == 1
         assert cache.longest_cached_prefix(sequence([*range(8), 1])) == [blocks[0]]
 
-    def test_a_nameless_page_is_no_eviction(self) -> None:
+    def test_a_nameless_block_is_no_eviction(self) -> None:
         cache = PrefixCache(B)
         cache.evict(Block(3))
         assert cache.stats.evictions == 0
 
-    def test_pages_are_found_until_they_are_needed(self) -> None:
+    def test_blocks_are_found_until_they_are_needed(self) -> None:
         manager = PrefixCachingBlockManager(4, B)
         seq = sequence(list(range(9)))
         admit(manager, seq)
@@ -380,7 +382,7 @@ class TestEviction:
         for seq in (old, new):
             seq.prefix = None
         found = manager.prefix_cache.longest_cached_prefix
-        assert len(found(sequence([*range(12), 1]))) == 2  # the old one lost its last page
+        assert len(found(sequence([*range(12), 1]))) == 2  # the old one lost its last block
         assert len(found(sequence([*range(20, 32), 1]))) == 3
 
     def test_a_hit_leaves_the_free_list_and_is_shared(self) -> None:
@@ -456,7 +458,7 @@ class TestManager:
             assert manager.reserve(seq, 1)
             seq.num_computed_tokens += 1
             manager.publish(seq)
-        assert admit(manager, sequence([*range(8), 70, 71, 72, 73, 5])) == 8  # its third page follows nothing known
+        assert admit(manager, sequence([*range(8), 70, 71, 72, 73, 5])) == 8  # its third block follows nothing known
 
     def test_counts_at_admission(self) -> None:
         manager = PrefixCachingBlockManager(20, B)

@@ -1,4 +1,4 @@
-"""Whatever happens, a page is only ever served for the very tokens that it was computed from."""
+"""Whatever happens, a block is only ever served for the very tokens that it was computed from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ B, N = 2, 12
 class PrefixCacheMachine(RuleBasedStateMachine):
     """Sequences over three tokens, so that prefixes are shared and hashes collide all the time.
 
-    `written` models the device: for each page, the whole prefix of each place's K/V at the time it was written.
+    `written` models the device: for each block, the whole prefix of each place's K/V at the time it was written.
     """
 
     def __init__(self) -> None:
@@ -80,8 +80,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def compute(self, seq: Sequence, count: int) -> None:
         """Write the K/V of the next tokens, then publish."""
         for position in range(seq.num_computed_tokens, seq.num_computed_tokens + count):
-            page = seq.block_table[position // B]
-            self.written[page][position % B] = self.prefix(seq, position)
+            block = seq.block_table[position // B]
+            self.written[block][position % B] = self.prefix(seq, position)
         seq.num_computed_tokens += count
         self.manager.publish(seq)
 
@@ -93,18 +93,18 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def everyone_reads_their_own_tokens(self) -> None:
         for seq in self.running:
             for position in range(seq.num_computed_tokens):
-                page = seq.block_table[position // B]
-                assert self.written[page][position % B] == self.prefix(seq, position)
+                block = seq.block_table[position // B]
+                assert self.written[block][position % B] == self.prefix(seq, position)
 
     @invariant()
-    def pages_add_up(self) -> None:
-        held = [page for seq in self.running for page in seq.block_table]
+    def blocks_add_up(self) -> None:
+        held = [block for seq in self.running for block in seq.block_table]
         for block in self.manager.blocks:
             assert block.ref_count == held.count(block.block_id)
         assert self.manager.num_free == sum(block.ref_count == 0 for block in self.manager.blocks)
 
     @invariant()
-    def names_and_pages_agree(self) -> None:
+    def names_and_blocks_agree(self) -> None:
         by_hash = self.manager.prefix_cache._by_hash
         assert all(block.hash == hash_ for hash_, block in by_hash.items())
         assert sum(block.hash is not None for block in self.manager.blocks) == len(by_hash)

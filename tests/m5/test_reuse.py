@@ -52,7 +52,7 @@ def answers(
     return result
 
 
-def test_a_shared_page_counts_once() -> None:
+def test_a_shared_block_counts_once() -> None:
     served = engine()
     (prefix,) = prompts([5 * BLOCK])
     for name, own in zip("abc", prompts([2, 3, 4]), strict=True):
@@ -93,7 +93,7 @@ def test_the_threshold_holds_for_every_share() -> None:
 
 
 class TestPrefixes:
-    """What is shared, at and around the boundaries of pages."""
+    """What is shared, at and around the boundaries of blocks."""
 
     @pytest.mark.parametrize("shared", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1, 30])
     def test_a_prefix_that_ends_anywhere(self, shared: int) -> None:
@@ -157,7 +157,7 @@ class TestPrefixes:
         with pytest.raises(ValueError, match="enable_prefix_caching"):
             without().reset_prefix_cache()
 
-    def test_aborted_requests_leave_usable_pages(self) -> None:
+    def test_aborted_requests_leave_usable_blocks(self) -> None:
         prompt = prompts([3 * BLOCK + 1], seed=6)[0]
         served = engine()
         served.add_request("a", prompt, GREEDY)
@@ -221,8 +221,8 @@ def test_prompts_longer_than_the_budget_are_served_only_in_chunks() -> None:
     assert len(finish(served)["a"].outputs[0].token_ids) == 6
 
 
-def test_a_running_request_keeps_its_pages() -> None:
-    """A twin that is published first does not pull the pages away under a running sequence."""
+def test_a_running_request_keeps_its_blocks() -> None:
+    """A twin that is published first does not pull the blocks away under a running sequence."""
     served, prompt = engine(), prompts([13], seed=9)[0]
     served.add_request("a", prompt, GREEDY)
     served.add_request("b", prompt, GREEDY)
@@ -254,7 +254,7 @@ def test_on_a_gpu(backend: str) -> None:
 
 
 def test_what_one_computed_oneself_was_not_cached() -> None:
-    """Preempted between two chunks of its prompt, a sequence finds its own pages again."""
+    """Preempted between two chunks of its prompt, a sequence finds its own blocks again."""
     served = engine(long_prefill_token_threshold=2 * BLOCK)
     served.add_request("a", prompts([5 * BLOCK])[0], GREEDY)
     served.step()

@@ -181,5 +181,5 @@ def test_unpacking_in_one_kernel_is_unpacking_in_torch(block_size: int) -> None:
     assert torch.equal(ids.cpu(), expected.input_ids) and torch.equal(positions.cpu(), expected.positions)
     assert torch.equal(slots.cpu(), expected.slot_mapping) and torch.equal(before.cpu(), tables.block_tables)
     for row, wanted, length in zip(batch_tables.cpu(), expected.block_tables, fields[Field.SEQ_LEN], strict=True):
-        pages = -(-int(length) // block_size)
-        assert torch.equal(row[:pages], wanted[:pages])
+        blocks = -(-int(length) // block_size)
+        assert torch.equal(row[:blocks], wanted[:blocks])

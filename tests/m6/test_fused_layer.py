@@ -94,7 +94,7 @@ def requests_of_all_kinds() -> list[Request]:
 
 
 def served_by_kernels(checkpoint: Path, **overrides: Any) -> LLMEngine:
-    """M6 over kernels. Few pages, so that sequences push each other out, and prompts come in chunks."""
+    """M6 over kernels. Few blocks, so that sequences push each other out, and prompts come in chunks."""
     fields = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 10, "block_size": 4, "num_kv_blocks": 8}
     fields |= {"attention_backend": "triton", "dtype": "float32", "device": DEVICE, "use_tqdm": False}
     return make_engine(EngineConfig(model=str(checkpoint), **(fields | overrides)))

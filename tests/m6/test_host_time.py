@@ -76,7 +76,7 @@ def test_nothing_stays_watched() -> None:
 
 
 def test_a_small_cache_bounds_the_batch() -> None:
-    """20 pages of 16 tokens: room for five sequences of up to 55 tokens."""
+    """20 blocks of 16 tokens: room for five sequences of up to 55 tokens."""
     engine = engine_of(milestone="m5", max_num_seqs=16, num_kv_blocks=20, block_size=16)
     assert [type(time) for time in step_times(engine, (256,))] == [StepTime]
     assert step_times(engine, (256,))[0].num_seqs == 5

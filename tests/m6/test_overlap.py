@@ -36,7 +36,7 @@ def engine(**overrides: Any) -> LLMEngine:
 
 
 def assert_clean(served: LLMEngine) -> None:
-    """Nothing is held: no page, no row, no step in flight."""
+    """Nothing is held: no block, no row, no step in flight."""
     assert_nothing_left(served)
     rows = served.scheduler._rows
     rows.release([])
@@ -254,7 +254,7 @@ def test_a_long_random_run_leaks_nothing() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_engine_that_was_dropped_without_close_is_collected(mode: str) -> None:
-    """What is frozen would never be: not the pages, and not a model that a recorded step on a CPU refers to."""
+    """What is frozen would never be: not the blocks, and not a model that a recorded step on a CPU refers to."""
     served = engine(**MODES[mode])
     served.add_request("r", [5, 6, 7], SamplingParams(max_tokens=4), stream=False)
     while served.has_unfinished_requests():

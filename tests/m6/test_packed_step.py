@@ -184,7 +184,7 @@ def assert_same_batch(actual: ForwardBatch, expected: ForwardBatch) -> None:
     assert torch.equal(actual.seq_lens[:n], expected.seq_lens)
     assert torch.equal(actual.logits_indices[:n], expected.logits_indices)
     for row, table, length in zip(actual.block_tables, expected.block_tables, expected.seq_lens_host, strict=False):
-        pages = -(-length // BLOCK_SIZE)
-        assert torch.equal(row[:pages], table[:pages])
+        blocks = -(-length // BLOCK_SIZE)
+        assert torch.equal(row[:blocks], table[:blocks])
     assert actual.query_lens_host[:n] == expected.query_lens_host
     assert actual.seq_lens_host[:n] == expected.seq_lens_host

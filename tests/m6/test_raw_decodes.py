@@ -35,8 +35,8 @@ def test_equals_the_two_kernels(
     paged = Paged.make(AROUND, block_size, num_kv_heads, dim, dtype)
     lens = torch.tensor(AROUND, device=DEVICE)
     last = (lens - 1).clamp(min=0)
-    pages = paged.block_tables.gather(1, (last // block_size)[:, None].long())[:, 0].long()
-    slots = torch.where(lens > 0, pages * block_size + last % block_size, -1)
+    blocks = paged.block_tables.gather(1, (last // block_size)[:, None].long())[:, 0].long()
+    slots = torch.where(lens > 0, blocks * block_size + last % block_size, -1)
     for slot in slots[slots >= 0].tolist():
         paged.kv_cache[:, slot // block_size, slot % block_size] = float("nan")
     other_cache = paged.kv_cache.clone()

@@ -56,7 +56,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_block_size(cls, block_size: int) -> bool:
-        """Whether pages of `block_size` tokens work."""
+        """Whether blocks of `block_size` tokens work."""
         sizes = cls.supported_block_sizes
         return sizes is None or any(block_size % size == 0 for size in sizes)
 

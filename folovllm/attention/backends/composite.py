@@ -56,7 +56,7 @@ class CompositeBackend(AttentionBackend):
 
     @classmethod
     def supports_block_size(cls, block_size: int) -> bool:
-        """Whether both read pages of `block_size` tokens."""
+        """Whether both read blocks of `block_size` tokens."""
         return cls.prefill_class.supports_block_size(block_size) and cls.decode_class.supports_block_size(block_size)
 
     def plan(self, batch: ForwardBatch) -> None:

@@ -1,4 +1,4 @@
-"""Which attention backend runs, and with pages of how many tokens."""
+"""Which attention backend runs, and with blocks of how many tokens."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def _checked(backend: type[AttentionBackend], config: AttentionConfig) -> int:
     backend.check_available(replace(config, block_size=size))
     if not backend.supports_block_size(size):
         raise BackendUnavailable(
-            f"{backend.name} cannot use pages of {size} tokens: leave block_size open, or choose another backend"
+            f"{backend.name} cannot use blocks of {size} tokens: leave block_size open, or choose another backend"
         )
     return size

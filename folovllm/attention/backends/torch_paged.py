@@ -1,4 +1,4 @@
-"""Attention over a paged cache in plain torch: copy a sequence's pages together, then attend with PyTorch's kernel."""
+"""Attention over a paged cache in plain torch: copy a sequence's blocks together, then attend with PyTorch's kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from folovllm.forward_batch import ForwardBatch
 
 
 class TorchPagedBackend(AttentionBackend):
-    """Pages of any size, on any device. Each step copies all pages that it reads: what kernels later avoid."""
+    """Blocks of any size, on any device. Each step copies all blocks that it reads: what kernels later avoid."""
 
     name = "torch_paged"
 
@@ -23,28 +23,28 @@ class TorchPagedBackend(AttentionBackend):
         """Causal attention, sequence by sequence over the ragged batch: [T, Hq, D] -> [T, Hq, D]."""
         queries = torch.split(query, batch.query_lens_host)  # S times [n, Hq, D]
         outputs = [
-            attend(new, *gather_pages(kv_cache, table, seq_len), self.config.scale)
+            attend(new, *gather_blocks(kv_cache, table, seq_len), self.config.scale)
             for new, table, seq_len in zip(queries, batch.block_tables, batch.seq_lens_host, strict=True)
         ]
         return torch.cat(outputs)
 
 
-def gather_pages(
+def gather_blocks(
     kv_cache: torch.Tensor,  # [2, N, B, Hkv, D]
     block_table: torch.Tensor,  # [max_blocks] int32
     seq_len: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one sequence in token order: two [seq_len, Hkv, D].
 
-    The sequence's first ceil(seq_len / B) pages, in the order of its block table, one behind the other; the places of
-    the last page that hold no token of it are cut off. Entries of the table beyond those pages mean nothing.
+    The sequence's first ceil(seq_len / B) blocks, in the order of its block table, one behind the other; the places of
+    the last block that hold no token of it are cut off. Entries of the table beyond those blocks mean nothing.
 
-    One copy and no more: `kv_cache[:, pages]` would keep the order of memory, heads before places, and pages and places
+    One copy and no more: `kv_cache[:, blocks]` would keep the order of memory, heads before places, and blocks and places
     could only be merged by copying once again.
     """
     block_size = kv_cache.shape[2]
-    pages = block_table[: -(-seq_len // block_size)]
-    key, value = (part.index_select(0, pages).flatten(0, 1)[:seq_len] for part in kv_cache)  # from [pages, B, Hkv, D]
+    blocks = block_table[: -(-seq_len // block_size)]
+    key, value = (part.index_select(0, blocks).flatten(0, 1)[:seq_len] for part in kv_cache)  # from [blocks, B, Hkv, D]
     return key, value
 
 

@@ -1,4 +1,4 @@
-"""Takes the pages of a sequence to lie side by side, as in M2's one long block: right until a sequence crosses into a page elsewhere."""
+"""Takes the blocks of a sequence to lie side by side, as in M2's one long block: right until a sequence crosses into a block elsewhere."""
 
 import numpy as np
 

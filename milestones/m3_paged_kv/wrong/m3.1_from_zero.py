@@ -6,5 +6,5 @@ import numpy as np
 class BlockManager:
     @staticmethod
     def slots(block_table, block_size, start, end):
-        pages = np.asarray(block_table)[np.arange(start, end) // block_size]
-        return pages * block_size + np.arange(end - start) % block_size
+        blocks = np.asarray(block_table)[np.arange(start, end) // block_size]
+        return blocks * block_size + np.arange(end - start) % block_size

@@ -1,4 +1,4 @@
-"""Looks the page up by the offset on it, so the second page is never reached: the two halves of the address are swapped."""
+"""Looks the block up by the offset on it, so the second block is never reached: the two halves of the address are swapped."""
 
 import numpy as np
 
@@ -7,5 +7,5 @@ class BlockManager:
     @staticmethod
     def slots(block_table, block_size, start, end):
         positions = np.arange(start, end)
-        pages = np.asarray(block_table)[positions % block_size % len(block_table)]
-        return pages * block_size + positions // block_size
+        blocks = np.asarray(block_table)[positions % block_size % len(block_table)]
+        return blocks * block_size + positions // block_size

@@ -1,4 +1,4 @@
-"""Replaces the table instead of extending it: pages the sequence held already are lost to everybody."""
+"""Replaces the table instead of extending it: blocks the sequence held already are lost to everybody."""
 
 
 class BlockManager:

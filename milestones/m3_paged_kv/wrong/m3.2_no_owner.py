@@ -1,4 +1,4 @@
-"""Takes the page from the free list by hand and counts no holder: the reference count stays 0."""
+"""Takes the block from the free list by hand and counts no holder: the reference count stays 0."""
 
 
 class BlockManager:

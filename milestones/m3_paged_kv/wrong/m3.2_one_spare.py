@@ -1,4 +1,4 @@
-"""Always a page more, "so that the first token fits": a prompt of exactly one page holds two."""
+"""Always a block more, "so that the first token fits": a prompt of exactly one block holds two."""
 
 
 class BlockManager:

@@ -1,4 +1,4 @@
-"""Rounds down: the last tokens of a prompt that does not fill its last page have no place."""
+"""Rounds down: the last tokens of a prompt that does not fill its last block have no place."""
 
 
 class BlockManager:

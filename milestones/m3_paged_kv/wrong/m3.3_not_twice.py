@@ -1,4 +1,4 @@
-"""Looks at the tokens and not at the table, so asking twice for the same token takes two pages."""
+"""Looks at the tokens and not at the table, so asking twice for the same token takes two blocks."""
 
 
 class BlockManager:

@@ -1,4 +1,4 @@
-"""The rule for a single token, `% block_size == 1`: wrong for several at once, and for pages of one token."""
+"""The rule for a single token, `% block_size == 1`: wrong for several at once, and for blocks of one token."""
 
 
 class BlockManager:

@@ -1,4 +1,4 @@
-"""Takes the next page as soon as the last slot of a page is used, one step early: a sequence that ends there held a page for nothing."""
+"""Takes the next block as soon as the last slot of a block is used, one step early: a sequence that ends there held a block for nothing."""
 
 
 class BlockManager:

@@ -1,4 +1,4 @@
-"""Counts the holders down and forgets the free list: after enough requests there is no page left, and nobody holds one."""
+"""Counts the holders down and forgets the free list: after enough requests there is no block left, and nobody holds one."""
 
 
 class BlockManager:

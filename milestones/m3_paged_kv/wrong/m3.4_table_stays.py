@@ -1,4 +1,4 @@
-"""Leaves the table as it is: the sequence goes on naming pages that others get, and frees them again the next time."""
+"""Leaves the table as it is: the sequence goes on naming blocks that others get, and frees them again the next time."""
 
 
 class BlockManager:

@@ -1,4 +1,4 @@
-"""Looks the next tile's pages up before this tile's addresses are made from them."""
+"""Looks the next tile's blocks up before this tile's addresses are made from them."""
 
 
 def prefill_loop(

@@ -1,4 +1,4 @@
-"""Tokens in sorted order: "dog bites man" and "man bites dog" are one page."""
+"""Tokens in sorted order: "dog bites man" and "man bites dog" are one block."""
 
 
 def compute_hash(token_ids, prefix):

@@ -1,4 +1,4 @@
-"""The page's own tokens and no prefix: the same sentence in another story gets K/V that was computed after other words."""
+"""The block's own tokens and no prefix: the same sentence in another story gets K/V that was computed after other words."""
 
 
 def compute_hash(token_ids, prefix):

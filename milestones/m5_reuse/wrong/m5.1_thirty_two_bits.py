@@ -1,4 +1,4 @@
-"""Half of the prefix is enough, or so it seems: two pages whose names agree in 32 bits have the same successors."""
+"""Half of the prefix is enough, or so it seems: two blocks whose names agree in 32 bits have the same successors."""
 
 
 def compute_hash(token_ids, prefix):

@@ -1,4 +1,4 @@
-"""Compares a page's own tokens and not what it followed: a collision one page earlier goes unnoticed."""
+"""Compares a block's own tokens and not what it followed: a collision one block earlier goes unnoticed."""
 
 
 class PrefixCache:

@@ -1,4 +1,4 @@
-"""Goes on after a miss: the table then lacks a page in the middle, and all later pages stand at the wrong positions."""
+"""Goes on after a miss: the table then lacks a block in the middle, and all later blocks stand at the wrong positions."""
 
 
 class PrefixCache:

@@ -1,4 +1,4 @@
-"""Takes a stranger with the same hash for a twin: its own next pages are then published as if they followed the stranger's."""
+"""Takes a stranger with the same hash for a twin: its own next blocks are then published as if they followed the stranger's."""
 
 
 class PrefixCache:

@@ -1,4 +1,4 @@
-"""Leaves a name to a page that nobody can reach any more: the prefix is never cached again until that page is taken."""
+"""Leaves a name to a block that nobody can reach any more: the prefix is never cached again until that block is taken."""
 
 
 class PrefixCache:

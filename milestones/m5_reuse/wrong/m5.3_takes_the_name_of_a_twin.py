@@ -1,4 +1,4 @@
-"""Names its page whoever has the name: the twin that others already hold is forgotten, and what follows it cut off."""
+"""Names its block whoever has the name: the twin that others already hold is forgotten, and what follows it cut off."""
 
 
 class PrefixCache:

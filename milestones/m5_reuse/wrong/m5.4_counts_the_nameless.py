@@ -1,4 +1,4 @@
-"""Counts pages that held nothing worth finding: the statistics cry wolf from the first request on."""
+"""Counts blocks that held nothing worth finding: the statistics cry wolf from the first request on."""
 
 
 class PrefixCache:

@@ -1,4 +1,4 @@
-"""A page that was found stays in the free list: it is handed out and overwritten while somebody reads it."""
+"""A block that was found stays in the free list: it is handed out and overwritten while somebody reads it."""
 
 
 class PrefixCachingBlockManager:

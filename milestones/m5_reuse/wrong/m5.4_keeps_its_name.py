@@ -1,4 +1,4 @@
-"""Strikes the name off the dictionary, not off the page: evicted a second time, it takes away the name of its successor."""
+"""Strikes the name off the dictionary, not off the block: evicted a second time, it takes away the name of its successor."""
 
 
 class PrefixCache:

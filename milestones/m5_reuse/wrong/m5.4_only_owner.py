@@ -1,4 +1,4 @@
-"""Sets the count to 1: when the first of two holders leaves, the page is free under the second."""
+"""Sets the count to 1: when the first of two holders leaves, the block is free under the second."""
 
 
 class PrefixCachingBlockManager:

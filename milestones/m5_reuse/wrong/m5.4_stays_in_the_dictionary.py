@@ -1,4 +1,4 @@
-"""Wipes the page and leaves the dictionary as it is: the old name leads to a page that holds something else by now."""
+"""Wipes the block and leaves the dictionary as it is: the old name leads to a block that holds something else by now."""
 
 
 class PrefixCache:

@@ -1,4 +1,4 @@
-"""The victim leaves but keeps its pages: nobody gains anything by it."""
+"""The victim leaves but keeps its blocks: nobody gains anything by it."""
 
 
 def preempt(scheduler, candidates):

@@ -1,4 +1,4 @@
-"""m3.5: pages back into token order, and the backend that does so."""
+"""m3.5: blocks back into token order, and the backend that does so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from folovllm.attention.backends.torch_paged import gather_pages
+from folovllm.attention.backends.torch_paged import gather_blocks
 from folovllm.attention.ops import reshape_and_cache_kv
 from tests.tiny import worked_case
 
@@ -21,7 +21,7 @@ def cache_of(blocks: int, block_size: int, kv_heads: int = 2, head_dim: int = 4)
 
 
 def stored(table: list[int], block_size: int, seq_len: int, blocks: int) -> tuple[torch.Tensor, ...]:
-    """A cache that holds `seq_len` tokens in the pages of `table` and NaN elsewhere; their K and V."""
+    """A cache that holds `seq_len` tokens in the blocks of `table` and NaN elsewhere; their K and V."""
     generator = torch.Generator().manual_seed(seq_len)
     key, value = torch.randn(2, seq_len, 2, 4, generator=generator)
     slots = [table[p // block_size] * block_size + p % block_size for p in range(seq_len)]
@@ -30,14 +30,14 @@ def stored(table: list[int], block_size: int, seq_len: int, blocks: int) -> tupl
     return kv_cache, key, value
 
 
-class TestGatherPages:
+class TestGatherBlocks:
     def test_a_worked_case(self) -> None:
         """Each number says where it is: 100 * block + 10 * place + head; values are negative."""
         kv_cache = cache_of(3, 2, kv_heads=2, head_dim=1)
         for block, place, head in ((b, p, h) for b in range(3) for p in range(2) for h in range(2)):
             number = 100 * block + 10 * place + head
             kv_cache[:, block, place, head, 0] = torch.tensor([number, -number])
-        key, value = gather_pages(kv_cache, torch.tensor([2, 0, 1], dtype=torch.int32), 3)
+        key, value = gather_blocks(kv_cache, torch.tensor([2, 0, 1], dtype=torch.int32), 3)
         got = {"keys, a token a row": key.flatten(1), "values": value.flatten(1)}
         expected = [[200.0, 201.0], [210.0, 211.0], [0.0, 1.0]]
         says = "three tokens in blocks of two: both places of block 2, then the first of block 0; all heads of each"
@@ -47,30 +47,30 @@ class TestGatherPages:
     def test_tokens_in_order(self, seq_len: int) -> None:
         table = [5, 0, 3]
         kv_cache, key, value = stored(table, 4, seq_len, 6)
-        got_key, got_value = gather_pages(kv_cache, torch.tensor(table, dtype=torch.int32), seq_len)
+        got_key, got_value = gather_blocks(kv_cache, torch.tensor(table, dtype=torch.int32), seq_len)
         assert got_key.shape == got_value.shape == (seq_len, 2, 4), "a row for each token, and all heads of it"
         assert torch.equal(got_key, key), "keys in the order of the tokens"
         assert torch.equal(got_value, value), "values in the order of the tokens"
 
     def test_the_rest_of_the_table_means_nothing(self) -> None:
         kv_cache, key, _ = stored([2, 1], 4, 6, 3)
-        table = torch.tensor([2, 1, 10**6, -7], dtype=torch.int32)  # no such pages: reading them would raise
-        assert torch.equal(gather_pages(kv_cache, table, 6)[0], key), (
+        table = torch.tensor([2, 1, 10**6, -7], dtype=torch.int32)  # no such blocks: reading them would raise
+        assert torch.equal(gather_blocks(kv_cache, table, 6)[0], key), (
             "only the first ceil(seq_len / B) entries of the table mean anything"
         )
 
     def test_the_cache_stays_as_it_is(self) -> None:
         kv_cache, *_ = stored([0, 1], 4, 7, 2)
         before = kv_cache.clone()
-        gather_pages(kv_cache, torch.tensor([0, 1]), 7)
+        gather_blocks(kv_cache, torch.tensor([0, 1]), 7)
         torch.testing.assert_close(kv_cache, before, rtol=0, atol=0, equal_nan=True)
 
     @given(st.integers(1, 6), st.integers(1, 30), st.data())
     def test_reads_back_what_was_stored(self, block_size: int, seq_len: int, data: st.DataObject) -> None:
-        pages = -(-seq_len // block_size)
-        table = data.draw(st.permutations(range(pages + 2)))[:pages]
-        kv_cache, key, value = stored(table, block_size, seq_len, pages + 2)
-        got_key, got_value = gather_pages(kv_cache, torch.tensor(table), seq_len)
+        blocks = -(-seq_len // block_size)
+        table = data.draw(st.permutations(range(blocks + 2)))[:blocks]
+        kv_cache, key, value = stored(table, block_size, seq_len, blocks + 2)
+        got_key, got_value = gather_blocks(kv_cache, torch.tensor(table), seq_len)
         assert torch.equal(got_key, key), "keys in the order of the tokens"
         assert torch.equal(got_value, value), "values in the order of the tokens"
 
@@ -87,9 +87,9 @@ class Written(TorchDispatchMode):
         return result
 
 
-def test_pages_are_copied_once() -> None:
-    """K and V of three pages of 4 tokens with 2 heads of 4 numbers, and not twice as many."""
+def test_blocks_are_copied_once() -> None:
+    """K and V of three blocks of 4 tokens with 2 heads of 4 numbers, and not twice as many."""
     kv_cache, *_ = stored([5, 0, 3], 4, 11, 6)
     with Written() as written:
-        gather_pages(kv_cache, torch.tensor([5, 0, 3], dtype=torch.int32), 11)
+        gather_blocks(kv_cache, torch.tensor([5, 0, 3], dtype=torch.int32), 11)
     assert written.count == 2 * 3 * 4 * 2 * 4

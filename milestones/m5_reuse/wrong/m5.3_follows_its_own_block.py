@@ -1,4 +1,4 @@
-"""After a twin it gives its own nameless page as the parent, serial 0: what follows can never be reached."""
+"""After a twin it gives its own nameless block as the parent, serial 0: what follows can never be reached."""
 
 
 class PrefixCache:

@@ -1,4 +1,4 @@
-"""First page first: the beginning of a sequence, which others are most likely to ask for again, is reused before its tail."""
+"""First block first: the beginning of a sequence, which others are most likely to ask for again, is reused before its tail."""
 
 
 class BlockManager:

@@ -1,4 +1,4 @@
-"""Frees every page, whoever else holds it: two sequences end up writing into one page."""
+"""Frees every block, whoever else holds it: two sequences end up writing into one block."""
 
 
 class BlockManager:

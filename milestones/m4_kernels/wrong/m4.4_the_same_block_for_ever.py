@@ -1,4 +1,4 @@
-"""Looks the page up once: from the second page on it reads the first one again."""
+"""Looks the block up once: from the second block on it reads the first one again."""
 
 
 def decode_split(
