@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -24,10 +24,34 @@ def sliding_window_of(config: PretrainedConfig) -> int | None:
     return getattr(config, "sliding_window", None) if slides else None
 
 
+def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
+    """`rope_theta`, `rope_type` and what else the type needs, from either place a config may keep them.
+
+    transformers 5 has one dict `rope_parameters`; transformers 4 had `rope_theta` and, beside it, `rope_scaling`.
+    """
+    modern: dict[str, Any] | None = getattr(config, "rope_parameters", None)
+    scaling: dict[str, Any] = getattr(config, "rope_scaling", None) or {}
+    return modern or {"rope_theta": getattr(config, "rope_theta", 10000.0), **scaling}
+
+
+def rope_kind(config: PretrainedConfig) -> str:
+    """How the angles of RoPE are scaled; "default": not at all."""
+    parameters = rope_parameters(config)
+    return str(parameters.get("rope_type", parameters.get("type", "default")))
+
+
+def num_positions(config: PretrainedConfig) -> int:
+    """The positions a model knows: what the config says, and under YaRN at least `factor` times the first training's."""
+    limit, parameters = int(config.max_position_embeddings), rope_parameters(config)
+    if rope_kind(config) != "yarn":
+        return limit
+    return max(limit, int(parameters.get("original_max_position_embeddings", 0) * parameters["factor"]))
+
+
 def context_limit(config: PretrainedConfig) -> int:
     """The longest context, in tokens, for which full attention is what the model was trained with.
 
     Layers with a sliding window see everything as long as the context fits into the window, so the window is the limit.
     """
-    limit: int = config.max_position_embeddings
+    limit = num_positions(config)
     return min(limit, sliding_window_of(config) or limit)

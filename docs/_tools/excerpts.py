@@ -29,7 +29,7 @@ from reading_order import ORDER  # noqa: E402
 from milestones.manifest import Course  # noqa: E402
 
 COURSE = Course(ROOT)
-OPENING = re.compile(r"^<!-- (code|signature|flags|symbols|milestones)\b *(.*?) -->$", re.MULTILINE)
+OPENING = re.compile(r"^<!-- (code|signature|flags|symbols|milestones|computed)\b *(.*?) -->$", re.MULTILINE)
 END = "<!-- end -->"
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -59,7 +59,9 @@ def _fill_in_part(part: str) -> str:
     """The text before an `END`, with exactly one opening, and behind it what it asks for."""
     openings = list(OPENING.finditer(part))
     if not openings:
-        raise ValueError(f"one {END} closes nothing: what begins is code, signature, flags, symbols or milestones")
+        raise ValueError(
+            f"one {END} closes nothing: what begins is code, signature, flags, symbols, milestones or computed"
+        )
     if len(openings) > 1:
         raise ValueError(f"{openings[0][0]} has no {END}")
     word, target = openings[0].groups()
@@ -74,6 +76,8 @@ def _replacement(word: str, target: str) -> str:
             return symbol_table(target.split())
         case "milestones":
             return milestone_table()
+        case "computed":
+            return computed(*target.split())
     module, _, name = target.partition(":")
     place = source_file(module).relative_to(ROOT).as_posix()
     return f"```python\n# {place}: {name}\n{excerpt(target, signature=word == 'signature')}\n```"
@@ -149,6 +153,16 @@ def milestone_table() -> str:
         title = f"[{m.title}]({Path(m.chapter).name})" if m.chapter else m.title
         rows.append(f"| **{m.id.upper()}** | {title} | {m.summary} |")
     return "\n".join(rows)
+
+
+def computed(function: str, *arguments: str) -> str:
+    """What a function of a tool beside this one returns, for example "shapes:step_table 0"."""
+    module, _, name = function.partition(":")
+    if not Path(__file__).with_name(f"{module}.py").is_file():
+        raise ValueError(f"there is no {module}.py beside excerpts.py")
+    if not callable(found := getattr(importlib.import_module(module), name, None)):
+        raise ValueError(f"there is no {name} in {module}.py")
+    return str(found(*map(int, arguments)))
 
 
 def symbol_table(targets: list[str]) -> str:

@@ -1,7 +1,8 @@
-"""What mkdocs does to the pages beside building them: the chapters' order, and formulas.
+"""What mkdocs does to the pages beside building them: the chapters' order, formulas, and diagrams.
 
 The chapters stand in the navigation in the order of the manifests that name them. Formulas, `$x$` and `$$x$$`, become MathML: a browser
-draws them without a script. What the pages take from the code is in them already (`excerpts.py`).
+draws them without a script. Diagrams have one, which comes with the book: no page makes a request to anywhere else.
+What the pages take from the code is in them already (`excerpts.py`).
 """
 
 from __future__ import annotations
@@ -11,19 +12,27 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.utils import get_relative_url
+
 from milestones.manifest import Course
 
 COURSE = Course(Path(__file__).resolve().parents[2])
+MERMAID = "assets/mermaid/mermaid.tiny.js"
 
 
 def on_config(config: Any) -> Any:
-    """Put the chapters that the manifests name after the first page. One that is missing fails a strict build."""
-    config.nav[1:1] = [{m.title: Path(m.chapter).name} for m in COURSE.milestones if m.chapter]
+    """Put the chapters that the manifests name after chapter 0. One that is missing fails a strict build."""
+    config.nav[2:2] = [{m.title: Path(m.chapter).name} for m in COURSE.milestones if m.chapter]
     return config
 
 
-def on_page_content(content: str, **_: Any) -> str:
-    """Formulas to MathML."""
+def on_page_content(content: str, page: Any, **_: Any) -> str:
+    """Formulas to MathML, and the script that draws diagrams to pages that have one.
+
+    The theme would fetch that script from the web; it does not where `mermaid` is there already.
+    """
+    if '<pre class="mermaid">' in content:
+        content += f'\n<script src="{get_relative_url(MERMAID, page.url)}"></script>'
     return re.sub(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', _formula, content, flags=re.DOTALL)
 
 

@@ -14,7 +14,7 @@ from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.select import choose_backend
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config
-from folovllm.model_config import context_limit, head_dim_of, num_kv_heads_of
+from folovllm.model_config import context_limit, head_dim_of, num_kv_heads_of, num_positions
 from folovllm.models.registry import who_runs_it
 from folovllm.setup import EngineSetup
 
@@ -67,13 +67,13 @@ def _choose_attention(config: EngineConfig, attention: AttentionConfig, max_mode
 
 def own_limit(config: EngineConfig, hf_config: Any) -> int:
     """The longest context that the model takes: Hugging Face's own layers look through sliding windows, ours do not."""
-    return int(hf_config.max_position_embeddings if config.model_impl == "hf" else context_limit(hf_config))
+    return num_positions(hf_config) if config.model_impl == "hf" else context_limit(hf_config)
 
 
 def choose_max_model_len(config: EngineConfig, hf_config: Any) -> int:
     """The context in tokens. Raises ValueError where the model has none so long, or a sliding window would matter."""
     limit = own_limit(config, hf_config)
-    if config.max_model_len and limit < config.resolve_max_model_len(hf_config.max_position_embeddings):
+    if config.max_model_len and limit < config.resolve_max_model_len(num_positions(hf_config)):
         raise ValueError(
             f"max_model_len {config.max_model_len} exceeds the model's sliding window of {limit} tokens, and attention "
             f"that slides is not supported: lower it{who_runs_it(hf_config)}"

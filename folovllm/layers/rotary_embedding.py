@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, "RoFormer"), with Llama 3's stretched frequencies."""
+"""Rotary position embedding (Su et al. 2021, "RoFormer"), and two ways to stretch it to longer contexts: Llama 3's and YaRN."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from folovllm.layers.unsupported import UnsupportedModel
+from folovllm.model_config import rope_kind, rope_parameters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -17,15 +18,16 @@ if TYPE_CHECKING:
 class RotaryEmbedding(nn.Module):
     """Rotates each pair of dimensions by an angle proportional to the position, so that q.k depends on distance alone.
 
-    `cos_sin_cache` is [max_position, D] in float32: D/2 cosines, then D/2 sines. A position outside it is an error.
+    `cos_sin_cache` is [max_position, D] in float32: D/2 cosines, then D/2 sines, all times `amplitude`. A position
+    outside it is an error.
     """
 
     cos_sin_cache: torch.Tensor
 
-    def __init__(self, frequencies: torch.Tensor, max_position: int) -> None:
+    def __init__(self, frequencies: torch.Tensor, max_position: int, amplitude: float = 1.0) -> None:
         super().__init__()
         angles = torch.outer(torch.arange(max_position, device="cpu").float(), frequencies)  # [max_position, D/2]
-        cache = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        cache = torch.cat((angles.cos(), angles.sin()), dim=-1) * amplitude
         self.register_buffer("cos_sin_cache", cache.to(torch.get_default_device()), persistent=False)
 
     def forward(
@@ -47,33 +49,23 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
-    """`rope_theta`, `rope_type` and what else the type needs, from either place a config may keep them.
-
-    transformers 5 has one dict `rope_parameters`; transformers 4 had `rope_theta` and, beside it, `rope_scaling`.
-    """
-    modern: dict[str, Any] | None = getattr(config, "rope_parameters", None)
-    scaling: dict[str, Any] = getattr(config, "rope_scaling", None) or {}
-    return modern or {"rope_theta": getattr(config, "rope_theta", 10000.0), **scaling}
-
-
 def rope_frequencies(config: PretrainedConfig, head_dim: int) -> torch.Tensor:
     """The angle a position adds to each pair, theta^(-2i/D): [D/2], float32, falling from 1.
 
     Raises:
-        UnsupportedModel: the config asks for a kind of RoPE that is not built in. Plain and "llama3" are.
+        UnsupportedModel: the config asks for a kind of RoPE that is not built in. Plain, "llama3" and "yarn" are.
     """
-    parameters = rope_parameters(config)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise UnsupportedModel(f"RoPE of type {kind!r} is not supported: only 'default' and 'llama3' are")
+    parameters, kind = rope_parameters(config), rope_kind(config)
+    if kind not in ("default", *SCALINGS):
+        known = ", ".join(repr(name) for name in ("default", *SCALINGS))
+        raise UnsupportedModel(f"RoPE of type {kind!r} is not supported: only {known} are")
     if (part := parameters.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedModel(f"partial rotary embedding (of {part:.0%} of a head) is not supported: only whole heads")
     exponent = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
     frequencies = 1.0 / (parameters["rope_theta"] ** exponent)
     if kind == "default":
         return frequencies
-    return scale_llama3(frequencies, parameters, config.max_position_embeddings)
+    return SCALINGS[kind](frequencies, parameters, config.max_position_embeddings)
 
 
 def scale_llama3(frequencies: torch.Tensor, parameters: dict[str, Any], max_position: int) -> torch.Tensor:
@@ -87,3 +79,41 @@ def scale_llama3(frequencies: torch.Tensor, parameters: dict[str, Any], max_posi
     turns = context * frequencies / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return keep * frequencies + (1 - keep) * frequencies / parameters["factor"]
+
+
+def scale_yarn(frequencies: torch.Tensor, parameters: dict[str, Any], max_position: int) -> torch.Tensor:
+    """Slow slow pairs down by `factor`, leave fast ones, blend in between (Peng et al. 2023, "YaRN", section 3.2).
+
+    A pair is fast if it turns more than `beta_fast` times in the context that the model was first trained for, and slow
+    if it turns fewer than `beta_slow` times. Llama 3 blends along the number of turns, YaRN along the pair's index.
+    """
+    num_pairs, context = len(frequencies), parameters.get("original_max_position_embeddings", max_position)
+
+    def pair_that_turns(times: float) -> float:
+        return num_pairs * math.log(context / (times * 2 * math.pi)) / math.log(parameters["rope_theta"])
+
+    first = pair_that_turns(parameters.get("beta_fast", 32.0))  # all before it are fast, all behind `last` are slow
+    last = pair_that_turns(parameters.get("beta_slow", 1.0))
+    if parameters.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * num_pairs - 1)
+    slow = ((torch.arange(num_pairs, device="cpu") - first) / ((last - first) or 0.001)).clamp(0.0, 1.0)
+    return (1 - slow) * frequencies + slow * frequencies / parameters["factor"]
+
+
+SCALINGS = {"llama3": scale_llama3, "yarn": scale_yarn}
+
+
+def rope_amplitude(config: PretrainedConfig) -> float:
+    """What cosines and sines are multiplied by: 1, and more under YaRN, which makes the scores of long contexts sharper.
+
+    Queries and keys both grow by it, so scores grow by its square (the paper's temperature, section 3.4).
+    """
+    parameters = rope_parameters(config)
+    if rope_kind(config) != "yarn":
+        return 1.0
+    if (given := parameters.get("attention_factor")) is not None:
+        return float(given)
+    stretch = math.log(max(parameters["factor"], 1.0))
+    over, under = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    return (0.1 * over * stretch + 1) / (0.1 * under * stretch + 1) if over and under else 0.1 * stretch + 1

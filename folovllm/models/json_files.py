@@ -55,6 +55,8 @@ IDS = Kind("a token id or a list of them", lambda value: all(map(_is_whole, _as_
 ROPE = {
     "rope_type": TEXT, "type": TEXT, "rope_theta": ABOVE_0, "factor": ABOVE_0, "low_freq_factor": ABOVE_0,
     "high_freq_factor": ABOVE_0, "original_max_position_embeddings": SIZE, "partial_rotary_factor": ABOVE_0,
+    "beta_fast": ABOVE_0, "beta_slow": ABOVE_0, "attention_factor": ABOVE_0, "mscale": ABOVE_0, "mscale_all_dim": ABOVE_0,
+    "truncate": SWITCH,
 }  # fmt: skip
 FIELDS: dict[str, dict[str, Kind]] = {  # what is read of each file, here or in transformers; null is as good as absent
     "config.json": {

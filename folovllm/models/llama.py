@@ -17,7 +17,7 @@ from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_frequencies
+from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_amplitude, rope_frequencies
 from folovllm.layers.unsupported import UnsupportedModel
 from folovllm.model_config import context_limit, head_dim_of, num_kv_heads_of
 
@@ -122,7 +122,8 @@ class LlamaModel(nn.Module):
         self, config: PretrainedConfig, attention_class: type[LlamaAttention], layers: LayerSet, max_model_len: int
     ) -> None:
         super().__init__()
-        rope = layers.make(RotaryEmbedding, rope_frequencies(config, head_dim_of(config)), max_model_len)
+        frequencies = rope_frequencies(config, head_dim_of(config))
+        rope = layers.make(RotaryEmbedding, frequencies, max_model_len, rope_amplitude(config))
         self.embed_tokens = layers.make(VocabParallelEmbedding, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             layers.make(LlamaDecoderLayer, config, layers.make(attention_class, config, rope, layers), layers)

@@ -15,13 +15,24 @@ from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
-from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_frequencies, rope_parameters, rotate
+from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_amplitude, rope_frequencies, rotate
+from folovllm.model_config import rope_parameters
 from tests.tiny import worked_case
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+YARNS = {
+    "yarn": YARN,
+    "yarn, given amplitude": {**YARN, "attention_factor": 0.7},
+    "yarn, both mscales": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.6},
+    "yarn, other borders": {**YARN, "beta_fast": 4, "beta_slow": 2, "truncate": False},
+    "yarn, borders in one place": {**YARN, "beta_fast": 2, "beta_slow": 2, "truncate": False},
+    "yarn, by nothing": {**YARN, "factor": 1.0},
+    "yarn, trained at the whole context": {"rope_type": "yarn", "factor": 2.0},
+}
 
 
 def rms_norm(size: int, eps: float = 1e-6) -> RMSNorm:
@@ -98,7 +109,11 @@ class TestRotary:
         says = "a quarter turn of the pairs (1, 3) and (2, 4): cos is 0, sin is 1, and (a, b) becomes (-b, a)"
         worked_case("m1.2", out.flatten(), [-3.0, -4.0, 1.0, 2.0], says)
 
-    @pytest.mark.parametrize("rope", [None, LLAMA3, {"rope_theta": 1e6}], ids=["plain", "llama3", "theta 1e6"])
+    @pytest.mark.parametrize(
+        "rope",
+        [None, LLAMA3, {"rope_theta": 1e6}, *YARNS.values()],
+        ids=["plain", "llama3", "theta 1e6", *YARNS],
+    )
     @pytest.mark.parametrize("head_dim", [32, 64, 128])
     def test_equals_transformers(self, rope: dict[str, Any] | None, head_dim: int) -> None:
         config = llama_config(rope, head_dim)
@@ -107,9 +122,20 @@ class TestRotary:
         torch.testing.assert_close(
             rope_frequencies(config, head_dim), LlamaRotaryEmbedding(config).inv_freq, rtol=1e-6, atol=0
         )
-        rotary = RotaryEmbedding(rope_frequencies(config, head_dim), 512)
+        rotary = RotaryEmbedding(rope_frequencies(config, head_dim), 512, rope_amplitude(config))
         for ours, theirs in zip(rotary(positions, query, key), hf_rotated(config, positions, query, key), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)  # an angle of 500 has an ulp of 3e-5
+            torch.testing.assert_close(
+                ours, theirs, rtol=0, atol=3e-4
+            )  # an angle of 500 has an ulp of 3e-5, and a factor
+
+    def test_yarn_leaves_fast_pairs_and_slows_slow_ones_down(self) -> None:
+        plain, yarn = rope_frequencies(llama_config(), 64), rope_frequencies(llama_config(YARN), 64)
+        turns = 64 * plain / (2 * torch.pi)  # in the context of the first training
+        assert turns[0] > 4 and turns[-1] < 0.1, "there are pairs of both kinds"
+        assert torch.equal(yarn[0], plain[0]), "neighbours are told apart as before"
+        torch.testing.assert_close(yarn[turns < 0.5], plain[turns < 0.5] / 4)
+        assert rope_amplitude(llama_config(YARN)) > 1, "scores of a longer context are made sharper"
+        assert rope_amplitude(llama_config(LLAMA3)) == 1, "Llama 3 leaves them as they are"
 
     def test_no_turn_changes_nothing_and_any_turn_keeps_the_length(self) -> None:
         x, angle = torch.randn(3, 2, 8), torch.randn(3, 1, 4)
@@ -162,7 +188,7 @@ class TestRotary:
         )
         assert not torch.equal(rope_frequencies(scaled, 16), rope_frequencies(old, 16)), "the scaling is not overlooked"
 
-    @pytest.mark.parametrize("extra", [{"rope_type": "yarn", "factor": 4.0}, {"partial_rotary_factor": 0.5}])
+    @pytest.mark.parametrize("extra", [{"rope_type": "dynamic", "factor": 4.0}, {"partial_rotary_factor": 0.5}])
     def test_what_is_not_built_in_is_refused(self, extra: dict[str, Any]) -> None:
         config = SimpleNamespace(rope_parameters={"rope_theta": 1e4, **extra})
         with pytest.raises(ValueError, match="not supported"):

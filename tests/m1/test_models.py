@@ -75,19 +75,31 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
         ("llama", {"rope_parameters": LLAMA3}),
+        ("qwen3", {"rope_parameters": YARN}),
+        ("qwen3", {"rope_scaling": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.6}}),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("llama", {"head_dim": 64}),
         ("qwen3", {"attention_bias": True}),
         ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
         ("mistral", {"sliding_window": 40}),
     ],
-    ids=["llama3 rope", "llama biases", "llama head_dim", "qwen3 bias", "rope_theta 1e6", "window not reached"],
+    ids=[
+        "llama3 rope",
+        "yarn",
+        "yarn in the old place",
+        "llama biases",
+        "llama head_dim",
+        "qwen3 bias",
+        "rope_theta 1e6",
+        "window not reached",
+    ],
 )
 def test_what_a_config_may_change(family: str, overrides: dict[str, object]) -> None:
     path = tiny_checkpoint(family, **overrides)
@@ -217,7 +229,11 @@ ONLY_M1 = [  # family, fields, and what the refusal names
         {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
         "no model for architecture Qwen3MoeForCausalLM",
     ),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "RoPE of type 'yarn'"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+        "RoPE of type 'dynamic'",
+    ),
     ("llama", {"partial_rotary_factor": 0.5}, "partial rotary embedding .of 50% of a head."),
     ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
 ]
@@ -269,7 +285,9 @@ class TestPositions:
         assert len(reference) == 512, "without max_model_len, all that the model knows"
         assert table.shape == (64, 32) and torch.equal(table, reference[:64])
 
-    @pytest.mark.parametrize("milestone", ["m1", "m2", "m6"])
+    @pytest.mark.parametrize(
+        "milestone", ["m1", *(pytest.param(m, marks=getattr(pytest.mark, m)) for m in ("m2", "m6"))]
+    )
     def test_of_the_engine(self, milestone: str, monkeypatch: pytest.MonkeyPatch) -> None:
         tables: list[torch.Tensor] = []
         keep = RotaryEmbedding.__init__
@@ -301,6 +319,23 @@ class TestConfigFacts:
         assert head_dim_of(SimpleNamespace(head_dim=128, hidden_size=64, num_attention_heads=4)) == 128
         assert head_dim_of(SimpleNamespace(head_dim=None, hidden_size=64, num_attention_heads=4)) == 16
         assert head_dim_of(SimpleNamespace(hidden_size=64, num_attention_heads=4)) == 16
+
+    def test_yarn_makes_the_context_longer(self) -> None:
+        """Qwen3's model card adds the scaling to a config.json whose `max_position_embeddings` stays at 40,960."""
+        qwen3 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+        assert context_limit(SimpleNamespace(max_position_embeddings=40960, rope_scaling=qwen3)) == 131072
+        assert context_limit(SimpleNamespace(max_position_embeddings=163840, rope_scaling=qwen3)) == 163840
+        whole = {"rope_type": "yarn", "factor": 4.0}
+        assert context_limit(SimpleNamespace(max_position_embeddings=40960, rope_scaling=whole)) == 40960
+
+    @pytest.mark.parametrize("milestone", ["m1", "m2"])
+    def test_a_yarn_checkpoint_may_be_used_beyond_its_first_training(self, milestone: str) -> None:
+        path = tiny_checkpoint("qwen3", rope_parameters={**YARN, "original_max_position_embeddings": 512})
+        llm = LLM(str(path), milestone=milestone, max_model_len=700, use_tqdm=False)
+        (prompt,) = prompts([600])
+        greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        answer = llm.generate([prompt], greedy, use_tqdm=False)[0]["token_ids"]
+        assert_tokens_equal(answer, *hf_greedy(path, prompt, 8))
 
     def test_a_sliding_window_bounds_the_context(self) -> None:
         full, slides = ["full_attention"] * 2, ["full_attention", "sliding_attention"]
