@@ -27,10 +27,10 @@ demo: .venv/.engine
 	@if [ $(MODEL) = smollm2 ]; then $(BIN)/folovllm download smollm2; fi
 	$(BIN)/folovllm generate "$(PROMPT)" --model $(MODEL) --temperature 0.7 --top-p 0.9 --seed 1 --max-tokens 120
 
-learn: .venv/.dev .venv/.notebooks
+learn: .venv/.serve .venv/.dev .venv/.notebooks
 	@echo "Next: source .venv/bin/activate, then python -m milestones start m1"
 
-test: .venv/.dev
+test: .venv/.serve .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -64,6 +64,6 @@ clean:
 	$(INSTALL) -e .
 	@touch $@
 
-.venv/.dev .venv/.notebooks .venv/.docs: .venv/.%: .venv/.engine
+.venv/.serve .venv/.dev .venv/.notebooks .venv/.docs: .venv/.%: .venv/.engine
 	$(INSTALL) -e ".[$*]"
 	@touch $@

@@ -1,4 +1,4 @@
-"""The command line: `folovllm generate`, `chat`, `download`, and `bench`, whose commands are in `bench/cli.py`.
+"""The command line: `folovllm generate`, `chat`, `download`; `serve` is in `server/cli.py`, `bench` in `bench/cli.py`.
 
 At the top this module imports nothing of the engine: `--mine` must act before that, and `--help` need not wait for torch.
 """
@@ -96,11 +96,14 @@ def build_app() -> typer.Typer:
     from folovllm.config import EngineConfig
     from folovllm.flags import with_flags
     from folovllm.sampling_params import SamplingParams
+    from folovllm.server.cli import serve
+    from folovllm.server.config import ServerConfig
 
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_global_flags)
     app.command()(with_flags(generate, SamplingParams, EngineConfig))
     app.command()(with_flags(chat, SamplingParams, EngineConfig))
+    app.command()(with_flags(serve, ServerConfig, EngineConfig))
     app.command()(download)
     app.add_typer(build_bench_app(), name="bench")
     return app
@@ -208,8 +211,8 @@ def read_prompts(prompts: list[str] | None, file: TextIO | None) -> list[str]:
     return lines
 
 
-def load_llm(given: dict[str, Any]) -> LLM:
-    """The engine that the flags describe. A bad value is refused before torch is loaded."""
+def engine_flags(given: dict[str, Any]) -> dict[str, Any]:
+    """Those of the flags that describe the engine. A bad value is refused before torch is loaded."""
     from folovllm._overlay import started_milestone
     from folovllm.config import EngineConfig
     from folovllm.flags import pick
@@ -218,6 +221,12 @@ def load_llm(given: dict[str, Any]) -> LLM:
     if started := started_milestone():
         chosen.setdefault("milestone", started)
     EngineConfig(**chosen)
+    return chosen
+
+
+def load_llm(given: dict[str, Any]) -> LLM:
+    """The engine that the flags describe."""
+    chosen = engine_flags(given)
     from folovllm.llm import LLM
 
     return LLM(**chosen)

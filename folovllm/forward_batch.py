@@ -11,8 +11,8 @@ import torch
 class ForwardBatch:
     """A ragged batch: the new tokens of all scheduled sequences, end to end, with no padding.
 
-    Sequences with one new token (decodes) come first. `T` new tokens, `S` sequences. Passed explicitly down the
-    model: there is no global context, so two engines can live in one process.
+    Decodes, which have one new token, come first; among the others some may have just one, too. `T` new tokens, `S`
+    sequences. Passed explicitly down the model: there is no global context, so two engines can live in one process.
     """
 
     input_ids: torch.Tensor  # [T] int64
@@ -23,8 +23,9 @@ class ForwardBatch:
     block_tables: torch.Tensor  # [S, max_blocks] int32
     logits_indices: torch.Tensor  # [S] int64, the last new token of each sequence
     num_seqs: int
-    num_decodes: int
+    num_decodes: int  # how many sequences in front have one new token
     max_query_len: int  # upper bounds, so that a captured graph may keep them
     max_seq_len: int
     query_lens_host: list[int]  # for backends that loop over sequences
     seq_lens_host: list[int]
+    is_disjoint: bool = False  # whether it is certain that no sequence reads K/V that another one writes in this step

@@ -74,6 +74,10 @@ class Sequence:
         """Prompt and answer, `[num_tokens]`: a view that costs nothing."""
         return self._token_ids[: self.num_tokens]
 
+    def tokens(self, start: int, end: int) -> TokenIds:
+        """Tokens `start` to `end`, as far as they are known: a view."""
+        return self._token_ids[start : min(end, self.num_tokens)]
+
     @property
     def output_token_ids(self) -> TokenIds:
         """The answer so far."""

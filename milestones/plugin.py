@@ -45,11 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """A test in tests/m3/ has the marker m3, unless it has a milestone's marker of its own; in tests/course/, course."""
-    if any(re.fullmatch(r"m\d+", marker.name) for marker in item.iter_markers()):
+    """A test in tests/m3/ has the marker m3, unless it has a milestone's marker of its own; so in tests/x1/ and tests/course/."""
+    if any(re.fullmatch(r"[mx]\d+", marker.name) for marker in item.iter_markers()):
         return
     for folder in item.path.parent.parts[len(item.config.rootpath.parts) :]:
-        if re.fullmatch(r"m\d+|course", folder):
+        if re.fullmatch(r"[mx]\d+|course", folder):
             item.add_marker(folder)
 
 

@@ -1,5 +1,6 @@
 """`update`: the fresh reference around what a learner wrote, also where an exercise has moved to another place."""
 
+import ast
 import re
 import subprocess
 import tempfile
@@ -69,7 +70,7 @@ class Update:
         carried = [f"{m.new.name} from {m.old.path}" for m in self._arriving(path) if m.carries]
         if not (mine.course.package.parent / path).is_file():
             return self._retire(path, text)
-        fresh = mine.course.source(path)
+        fresh, changed = mine.course.source(path), self._changed(path)
         try:
             if text is None:
                 said = self._bring(path, fresh) if list(self._arriving(path)) else ""
@@ -77,7 +78,22 @@ class Update:
                 said = self._merge(path, text, fresh) if carried or fresh != mine.base(path) else ""
         except (LookupError, SyntaxError) as error:
             return f"not updated, {error}; mend it and update again"
-        return f"{said}, with your {', '.join(carried)}" if carried and said in ("new", "updated") else said
+        if said in ("new", "updated"):
+            said += f", with your {', '.join(carried)}" if carried else ""
+            said += f"; the text of {', '.join(changed)} has changed: read it again" if changed else ""
+        return said
+
+    def _changed(self, path: Path) -> list[str]:
+        """Exercises that are written, and whose parameters or docstring were others then."""
+        found, fresh = [], self.mine.course.source(path)
+        for symbol, exercise in self._exercises(path):
+            move = self.moves.get(symbol)
+            old = move.old if move is not None else symbol
+            written = move.carries if move is not None else not self.mine.is_blank(symbol, exercise)
+            base = self.mine.base(old.path) if self.mine.read(old.path) is not None else ""
+            if written and _has(base, old.name) and _asks(base, old.name) != _asks(fresh, symbol.name):
+                found.append(exercise.id)
+        return sorted({*found})
 
     def _merge(self, path: Path, text: str, fresh: str) -> str:
         old, new = self._sides(path, text, fresh)
@@ -178,6 +194,12 @@ def merge(yours: str, base: str, theirs: str) -> str | None:
         except FileNotFoundError:
             return None
     return done.stdout.decode() if done.returncode == 0 else None
+
+
+def _asks(source: str, name: str) -> tuple[str, str | None]:
+    """Parameters and docstring of a function: what somebody who writes its body goes by."""
+    node = splice.find(source, name).node
+    return ast.unparse(node.args), ast.get_docstring(node)
 
 
 def _has(source: str, name: str) -> bool:

@@ -20,7 +20,8 @@ Compare = Annotated[
     typer.Option(help="Presets to run one after the other, say m1,m2:max_num_seqs=8; ratios are to the first."),
 ]
 Geometry = Annotated[
-    str | None, typer.Option("--random-weights", help="A geometry with made-up weights: qwen3-0.6b.", metavar="NAME")
+    str | None,
+    typer.Option("--random-weights", help="A geometry with made-up weights: qwen3-0.6b, -4b or -8b.", metavar="NAME"),
 ]
 Limit = Annotated[
     float | None, typer.Option(help="Most seconds for each engine; rates are over what it generated.", min=0)

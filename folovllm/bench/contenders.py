@@ -30,6 +30,12 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
     },
 }
+GEOMETRIES["qwen3-4b"] = GEOMETRIES["qwen3-0.6b"] | {
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "intermediate_size": 9728,
+}
 GEOMETRIES["qwen3-8b"] = GEOMETRIES["qwen3-0.6b"] | {
     "hidden_size": 4096,
     "num_hidden_layers": 36,

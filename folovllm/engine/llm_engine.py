@@ -221,7 +221,8 @@ class LLMEngine:
         arrived = time.monotonic()
         alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
         updated = self.scheduler.postprocess([(seqs[i], result.token_ids[i]) for i in alive])
-        self._keep_logprobs([(seqs[i], result.logprobs[i]) for i in alive])
+        if result.logprobs:
+            self._keep_logprobs([(seqs[i], result.logprobs[i]) for i in alive if i in result.logprobs])
         now = time.monotonic()
         if self.events.on:
             waiting, used = len(self.scheduler.waiting), self._num_used_blocks()

@@ -56,19 +56,14 @@ class Rows:
                 raise RuntimeError("more sequences run than max_num_seqs allows: the scheduler let too many in")
             row = self._rows[seq.seq_id] = Row(self._free.pop(), seq)
             draw = draw_spec(seq)
-        start, num_sent = seq.num_computed_tokens, row.num_sent
-        row.num_sent = len(seq.block_table)
-        return Share(
-            seq_id=seq.seq_id,
-            row=row.number,
-            start=start,
-            num_new_tokens=num_new_tokens,
-            token_ids=seq.token_ids[start : start + num_new_tokens],
-            new_blocks=tuple(seq.block_table[num_sent:]),
-            first_new_block=num_sent,
-            num_draws=int(num_new_tokens == seq.num_uncomputed_tokens),
-            draw=draw,
-        )
+        start, num_sent, table = seq.num_computed_tokens, row.num_sent, seq.block_table
+        new_blocks: tuple[int, ...] = ()
+        if len(table) > num_sent:
+            new_blocks, row.num_sent = tuple(table[num_sent:]), len(table)
+        end = start + num_new_tokens
+        num_draws = int(end == seq.num_tokens + seq.num_in_flight)
+        tokens = seq.tokens(start, end)
+        return Share(seq.seq_id, row.number, start, num_new_tokens, tokens, new_blocks, num_sent, num_draws, draw)
 
 
 class Plan:

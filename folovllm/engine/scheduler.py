@@ -107,8 +107,8 @@ class Scheduler:
     is put together: `tokens_of_step(seq, budget)` says how many tokens of a sequence a step may compute, and
     `make_room(scheduler, running)` what happens when the cache is full.
 
-    Invariants: `waiting` is ordered by (priority, seq_id), as the sequences came; a sequence is in exactly one of `waiting` and `running`, or
-    finished; only running sequences hold cache.
+    Invariants: `waiting` is ordered by `rank`; a sequence is in exactly one of `waiting` and `running`, or finished; only
+    running sequences hold cache.
     """
 
     def __init__(
@@ -190,7 +190,9 @@ class Scheduler:
 
         False if there is none, or if `seq` itself has given way in this step.
         """
-        while seq.status is SequenceStatus.RUNNING and not self.kv.reserve(seq, num_new_tokens):
+        if seq.seq_id in plan.preempted:
+            return False
+        while not self.kv.reserve(seq, num_new_tokens):
             had = {running.seq_id: running.num_computed_tokens for running in self.running} if self.events.on else {}
             victim = self._make_room(self, self.running)
             if victim is None:
@@ -198,7 +200,9 @@ class Scheduler:
             withdrawn = plan.withdraw(victim)
             if had:
                 self.events.emit(Preempted(victim.seq_id, seq.seq_id, had[victim.seq_id] - withdrawn))
-        return seq.status is SequenceStatus.RUNNING
+            if victim is seq:
+                return False
+        return True
 
     def _admit(self, seq: Sequence, plan: Plan) -> int:
         """Find cache for the first tokens of the sequence that waits in front; returns how many, or 0: it must wait.

@@ -46,7 +46,7 @@ def encode_result(result: StepResult) -> Int32:
     """Encode how many tokens each share drew, the tokens, and log-probabilities where there are any."""
     counts = [len(tokens) for tokens in result.token_ids]
     parts = [np.array([len(counts), *counts, *chain.from_iterable(result.token_ids)], np.int32)]
-    for index, rows in enumerate(result.logprobs):
+    for index, rows in result.logprobs.items():
         for row in rows:
             ids, values, ranks = zip(*row, strict=True)
             parts += [np.array([index, len(row), *ids, *ranks], np.int32), np.array(values, np.float32).view(np.int32)]
@@ -58,11 +58,11 @@ def decode_result(message: Int32) -> StepResult:
     parts = _Reader(message)
     counts = parts.take(int(parts.take(1)[0])).tolist()
     tokens = [parts.take(count).tolist() for count in counts]
-    logprobs: list[list[Logprobs]] = [[] for _ in tokens]
+    logprobs: dict[int, list[Logprobs]] = {}
     while parts.left:
         index, count = parts.take(2).tolist()
         ids, ranks, values = parts.take(count).tolist(), parts.take(count).tolist(), parts.take(count).view(np.float32)
-        logprobs[index].append(list(zip(ids, values.tolist(), ranks, strict=True)))
+        logprobs.setdefault(index, []).append(list(zip(ids, values.tolist(), ranks, strict=True)))
     return StepResult(tokens, logprobs)
 
 

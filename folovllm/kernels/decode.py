@@ -21,7 +21,7 @@ import triton.language as tl
 
 from folovllm.kernels.decode_plan import ITEM, plan_kernel
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
-from folovllm.kernels.pdl import launch_options, wait_for_inputs
+from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import take_in_token
 
@@ -118,6 +118,7 @@ def decode_kernel(
     queue = [items taken, programs gone] and done [S * Hkv] are zero before and after every launch. RAW: `q_ptr` is the
     projection [S, (Hq + 2 Hkv) D], and new keys and values are not in the cache yet (`take_in_token`).
     """
+    let_next_start(PDL)
     wait_for_inputs(PDL)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     num_items, chunk = tl.load(header_ptr), tl.load(header_ptr + 1)

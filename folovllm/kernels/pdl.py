@@ -18,14 +18,20 @@ MAX_TOKENS = 8
 
 
 @triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Let the next kernel start as soon as all programs of this one have. The earlier, the more of it is hidden."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Let the next kernel start, then wait until all kernels before this one are complete and their writes visible.
+    """Wait until all kernels before this one are complete and their writes visible.
 
     Every kernel that is launched with `launch_options` calls it before it reads what another kernel wrote and before it
     writes anything; what it reads earlier must have been there from the start, as weights are.
     """
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
 
 
@@ -38,7 +44,7 @@ def available(device: torch.device) -> bool:
 
 
 def launch_options(device: torch.device, num_tokens: int) -> dict[str, bool]:
-    """Keywords of a launch whose kernel takes `PDL` and calls `wait_for_inputs`.
+    """Keywords of a launch whose kernel takes `PDL` and calls `let_next_start` and `wait_for_inputs`.
 
     Only for few tokens: at large batch the kernels are long, and nothing was gained (`docs/performance_log.md`).
     """

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.kernels.pdl import launch_options, wait_for_inputs
+from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.rms_norm import inverse_rms
 
@@ -87,6 +87,7 @@ def qk_norm_rope_store_kernel(
     QS and KVS are the powers of two from HQ and HKV up. SCALE: all are first divided by the root mean square of the
     token's row of the stream [T, H]; WIDTH is the power of two from H up.
     """
+    let_next_start(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     scale = 1.0

@@ -1,7 +1,12 @@
 """Matrix times very few rows: what the layers of a decode are at batch 1 to 4.
 
-There is nothing to compute here, only weights to read. Libraries tune their kernels for larger batches and leave half of
-the bandwidth unused; this one gives every program a few rows of the weight and reads each exactly once, in long runs.
+There is nothing to compute here, only weights to read, and libraries are tuned for larger batches. Three things make this
+kernel fast; what each is worth, and what was worth nothing, is in `docs/performance_log.md`:
+
+- A program asks for all its weights before it waits for its inputs, and keeps them in registers.
+- Tiles of `x` and of the weights have one shape, so the elements that meet are in the same thread from the start.
+- Numbers of 16 bits are read in pairs, as one int32: half as many sums, and a bfloat16 becomes a float32 in one
+  instruction.
 """
 
 from __future__ import annotations
@@ -10,59 +15,157 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.kernels.pdl import launch_options, wait_for_inputs
+from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 
 MAX_TOKENS = 4  # above, the library's matrix product is better
-WIDTH = 512  # elements of a row that are read at a time
+NARROW = 3072
+
+
+@triton.jit
+def append(items, item):
+    """A tuple of tiles, and one more."""
+    return items + (item,)  # noqa: RUF005 -- Triton knows no (*items, item)
+
+
+@triton.jit
+def halves(pair, DTYPE: tl.constexpr):
+    """The two numbers of type DTYPE in an int32, as float32. Of bfloat16 the bits are there; only others are zeroed."""
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
+        low, high = (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = (pair & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
+        high = (pair >> 16).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def multiply_add(a, b, total, DTYPE: tl.constexpr):
+    """total + a * b, element by element, in float32; of pairs, total and both products."""
+    if a.dtype == tl.int32:
+        a_low, a_high = halves(a, DTYPE)
+        b_low, b_high = halves(b, DTYPE)
+        total = total + a_low * b_low + a_high * b_high
+    else:
+        total += a.to(tl.float32) * b.to(tl.float32)
+    return total
+
+
+@triton.jit
+def load_chunk(row_ptr, k, start: tl.constexpr, WIDTH: tl.constexpr, POLICY: tl.constexpr):
+    """Columns start + k of some rows, `row_ptr` at their column k; zeros past WIDTH, and a mask only where that can be."""
+    if start + k.shape[1] <= WIDTH:
+        chunk = tl.load(row_ptr + start, eviction_policy=POLICY)
+    else:
+        chunk = tl.load(row_ptr + start, mask=k < WIDTH - start, other=0, eviction_policy=POLICY)
+    return chunk
+
+
+@triton.jit
+def load_rows(row_ptr, k, WIDTH: tl.constexpr):
+    """All chunks of some rows of weights. Each is read once, so it leaves the caches to `x` (`evict_first`)."""
+    chunks = ()
+    for start in tl.static_range(0, WIDTH, k.shape[1]):
+        chunks = append(chunks, load_chunk(row_ptr, k, start, WIDTH, "evict_first"))
+    return chunks
+
+
+@triton.jit
+def add_products(sums, weights, xs, DTYPE: tl.constexpr):
+    """Of each token: the sum so far, and this chunk's products. Tokens are the inner loop: a chunk is unpacked once."""
+    result = ()
+    for m in tl.static_range(len(xs)):
+        result = append(result, multiply_add(weights, xs[m], sums[m], DTYPE))
+    return result
+
+
+@triton.jit
+def add_squares(sums, xs, DTYPE: tl.constexpr):
+    """Of each token: the sum so far, and this chunk's squares."""
+    result = ()
+    for m in tl.static_range(len(xs)):
+        result = append(result, multiply_add(xs[m], xs[m], sums[m], DTYPE))
+    return result
+
+
+@triton.jit
+def total_rows(sums):
+    """Of each token: the sums of its tile's rows, [ROWS]."""
+    result = ()
+    for m in tl.static_range(len(sums)):
+        result = append(result, tl.sum(sums[m], 1))
+    return result
 
 
 @triton.jit
 def small_linear_kernel(
     x_ptr, weight_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, K: tl.constexpr, NORM: tl.constexpr,
-    GATED: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr,
+    GATED: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program p: outputs p * N to p * N + N of all M tokens. The first weights are under way before the inputs are there.
+    """Program p: outputs p * ROWS to p * ROWS + ROWS of all M tokens. `x` and the weights are int32 where they are pairs.
 
     NORM: x is divided by its root mean square, after the product; every program takes the mean anew, which costs less
     than a kernel that does it once. GATED: the weight is gate and up stacked, `num_rows` rows each, and the output
     silu(gate) * up, both rounded before they meet. RESIDUAL: [M, num_rows], added.
     """
-    rows = tl.program_id(0) * N + tl.arange(0, N)
-    keep = rows < num_rows
-    tokens = tl.arange(0, M)
-    y = tl.zeros([M, N, WIDTH], tl.float32)
-    up = tl.zeros([M, N, WIDTH], tl.float32)
-    squares = tl.zeros([M, WIDTH], tl.float32)
-    for start in tl.static_range(0, K, WIDTH):
-        k = start + tl.arange(0, WIDTH)
-        mask = keep[:, None] & (k < K)[None, :]
-        row = weight_ptr + rows.to(tl.int64)[:, None] * K + k[None, :]
-        w = tl.load(row, mask=mask, other=0.0)
-        if GATED:
-            w_up = tl.load(row + tl.cast(num_rows, tl.int64) * K, mask=mask, other=0.0)
-        if start == 0:
-            wait_for_inputs(PDL)
-        x = tl.load(x_ptr + tokens[:, None] * stride_x + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)
-        if NORM:
-            squares += x * x
-        y += x[:, None, :] * w[None, :, :].to(tl.float32)
-        if GATED:
-            up += x[:, None, :] * w_up[None, :, :].to(tl.float32)
-    dtype = out_ptr.dtype.element_ty
-    result = tl.sum(y, 2)
-    factor = tl.sum(up, 2)
-    if NORM:
-        inverse = tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
-        result *= inverse
-        factor *= inverse
+    let_next_start(PDL)
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = K // 2 if weight_ptr.dtype.element_ty == tl.int32 else K
+    outputs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    kept = outputs < num_rows
+    rows = tl.minimum(outputs, num_rows - 1)  # what is past the last row reads that again, and is not stored
+    k = tl.arange(0, CHUNK)[None, :]
+    row_ptr = weight_ptr + rows[:, None].to(tl.int64) * WIDTH + k  # [ROWS, CHUNK]
+    weights = load_rows(row_ptr, k, WIDTH)
     if GATED:
-        gate = result.to(dtype).to(tl.float32)
-        result = (gate / (1.0 + tl.exp(-gate))).to(dtype) * factor.to(dtype)
-    at = tokens[:, None] * num_rows + rows[None, :]
-    if RESIDUAL:
-        result += tl.load(residual_ptr + at, mask=keep[None, :], other=0.0)
-    tl.store(out_ptr + at, result.to(dtype), mask=keep[None, :])
+        up_weights = load_rows(row_ptr + tl.cast(num_rows, tl.int64) * WIDTH, k, WIDTH)
+    wait_for_inputs(PDL)
+    residuals, sums = (), ()
+    for m in tl.static_range(M):
+        if RESIDUAL:
+            residuals = append(
+                residuals, tl.load(residual_ptr + m * num_rows + outputs, mask=kept, other=0).to(tl.float32)
+            )
+        sums = append(sums, tl.zeros([ROWS, CHUNK], tl.float32))
+    up_sums, squares = sums, sums
+    x_row_ptr = x_ptr + k + tl.zeros([ROWS, 1], tl.int32)  # the same in all rows
+    for c in tl.static_range(len(weights)):
+        xs = ()
+        for m in tl.static_range(M):
+            xs = append(xs, load_chunk(x_row_ptr + m * stride_x, k, c * CHUNK, WIDTH, ""))
+        sums = add_products(sums, weights[c], xs, DTYPE)
+        if GATED:
+            up_sums = add_products(up_sums, up_weights[c], xs, DTYPE)
+        if NORM:
+            squares = add_squares(squares, xs, DTYPE)
+    totals, up_totals, square_totals = total_rows(sums), total_rows(up_sums), total_rows(squares)
+    for m in tl.static_range(M):
+        inverse = tl.rsqrt(square_totals[m] / K + eps) if NORM else 1.0
+        y = totals[m] * inverse
+        if GATED:
+            gate, up = y.to(DTYPE).to(tl.float32), (up_totals[m] * inverse).to(DTYPE).to(tl.float32)
+            y = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up
+        if RESIDUAL:
+            y += residuals[m]
+        tl.store(out_ptr + m * num_rows + outputs, y.to(DTYPE), mask=kept)
+
+
+REGISTERS = 80  # of weights, in each thread: the sums of each token take some too
+MAX_WARPS = 16
+MANY_ROWS = 1 << 14
+
+
+def tiling(num_tokens: int, num_rows: int, row_bytes: int) -> tuple[int, int, int]:
+    """(warps, rows, elements of a row that are read at a time) of a program; gate and up together are one row here.
+
+    Two rows at a time, so that each piece of `x` serves twice; with more than two tokens long rows come singly, to leave
+    registers to the sums. As many warps share them as REGISTERS asks for, each thread reading 16 bytes. Where one warp is
+    enough, two work side by side if there would be too many programs otherwise, or the tokens keep each busy for long.
+    """
+    rows = 1 if num_tokens > 2 and row_bytes > 8192 else 2
+    sharing = min(MAX_WARPS, triton.next_power_of_2(triton.cdiv(rows * row_bytes, 4 * REGISTERS * 32)))
+    beside = 2 if sharing == 1 and (num_tokens > 2 or num_rows > MANY_ROWS) else 1
+    return sharing * beside, rows * beside, 4 * 32 * sharing
 
 
 def small_linear(
@@ -71,26 +174,34 @@ def small_linear(
     norm_eps: float | None = None,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`x` [T, K] times the transpose of `weight` [rows, K], for T = 1, 2 or 4; accumulated in float32.
+    """`x` [T, K] times the transpose of `weight` [rows, K], for few T (`serves`); accumulated in float32.
 
     With `norm_eps`, each row of `x` is first divided by its root mean square (RMSNorm without weights). With `gated`,
     `weight` is [2I, K] and the result silu(first half) * second half, [T, I]. With `residual` [T, rows], contiguous,
-    that is added.
+    that is added. Rows of `x` may be apart; their numbers are not, and `weight` is contiguous. The result is written to
+    `out`, contiguous, if that is given.
     """
     num_tokens, width = x.shape
     rows = len(weight) // 2 if gated else len(weight)
-    out = x.new_empty(num_tokens, rows)
-    per_program = 8 if rows > 2048 and num_tokens <= 2 else 4
+    out = x.new_empty(num_tokens, rows) if out is None else out
+    num_warps, per_program, chunk = tiling(num_tokens, rows, width * x.itemsize * (1 + gated))
+    if x.itemsize == 2 and width % 2 == x.stride(0) % 2 == x.storage_offset() % 2 == weight.storage_offset() % 2 == 0:
+        x, weight = x.view(torch.int32), weight.view(torch.int32)
     small_linear_kernel[(triton.cdiv(rows, per_program),)](
         x, weight, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
-        K=width, NORM=norm_eps is not None, GATED=gated, RESIDUAL=residual is not None,
-        M=num_tokens, N=per_program, WIDTH=min(WIDTH, triton.next_power_of_2(width)), num_warps=4,
+        K=width, NORM=norm_eps is not None, GATED=gated, RESIDUAL=residual is not None, M=num_tokens, ROWS=per_program,
+        CHUNK=min(chunk, triton.next_power_of_2(x.shape[1])), num_warps=num_warps,
         **launch_options(x.device, num_tokens),
     )  # fmt: skip
     return out
 
 
-def serves(num_tokens: int) -> bool:
-    """Whether `small_linear` takes a batch of `num_tokens`: a power of two, and few."""
-    return num_tokens <= MAX_TOKENS and num_tokens & (num_tokens - 1) == 0 and num_tokens > 0
+def serves(num_tokens: int, weight: torch.Tensor) -> bool:
+    """Whether `small_linear` is the product to take for so many tokens: a power of two, and few.
+
+    Four only where the weight has a narrow side, which in a model's layers is the width of its stream. A thread adds up
+    for each token by itself, and with so many tokens wide layers do better on the library's tensor cores.
+    """
+    return num_tokens in (1, 2) or (num_tokens == MAX_TOKENS and min(weight.shape) <= NARROW)

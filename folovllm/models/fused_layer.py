@@ -10,7 +10,9 @@ import torch
 
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.activation import silu_and_mul
-from folovllm.layers.formats.few_tokens import FewTokens
+from folovllm.kernels.small_linear import small_linear
+from folovllm.layers.embed_head import ParallelLMHead
+from folovllm.layers.formats.few_tokens import FewTokens, is_few
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import RowParallelLinear
 from folovllm.models.fused import FusedLlamaAttention, fused_layers
@@ -83,17 +85,29 @@ class LateNormDecoderLayer(LlamaDecoderLayer):
 def attend(attention: FusedLlamaAttention, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
     """From the projection [T, (Hq + 2 Hkv) D] to attention's result [T, Hq, D]: for decodes one kernel, if there is one.
 
-    For few sequences: its programs begin later, and at large batch thousands of them would (`docs/performance_log.md`).
+    Not where a sequence may begin with what another one computes in this very step: programs of one kernel do not wait
+    for each other. And for few sequences: its programs begin later, and at large batch thousands of them would
+    (`docs/performance_log.md`).
     """
     attn = attention.attn
-    if batch.num_decodes == batch.num_seqs:
+    if batch.num_decodes == batch.num_seqs and batch.is_disjoint:
         out = attn.backend.forward_raw(qkv, attention.preparation(), attn.kv_cache, batch)
         if out is not None:
             return out
     return attn(attention.prepare(qkv, batch), batch)
 
 
+class FewTokensHead(ParallelLMHead):
+    """The largest product of a step, by the kernel for few tokens where that is ahead."""
+
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """As `ParallelLMHead`."""
+        if is_few(hidden, self.weight):
+            return small_linear(hidden, self.weight, out=out)
+        return super().forward(hidden, out)
+
+
 def few_token_layers(head_dim: int) -> LayerSet:
     """Return the fused layers, with those of this file where they would leave small kernels between large ones."""
-    late = {LlamaDecoderLayer: LateNormDecoderLayer, LlamaMLP: FewTokensMLP}
+    late = {LlamaDecoderLayer: LateNormDecoderLayer, LlamaMLP: FewTokensMLP, ParallelLMHead: FewTokensHead}
     return fused_layers(head_dim).having(late, FewTokens())

@@ -163,8 +163,11 @@ def newest_token(share: Share) -> int:
 
 
 def is_plain_decode(share: Share) -> bool:
-    """One new token in a row that the devices know, and at most one new block, the one this token goes to."""
-    return share.num_new_tokens == 1 and share.draw is None and len(share.new_blocks) < 2
+    """One new token to draw after, in a row that the devices know, and at most one new block, which this token goes to.
+
+    A chunk can be one token too; but nothing is drawn in the middle of a prompt.
+    """
+    return (share.num_new_tokens, share.num_draws) == (1, 1) and share.draw is None and len(share.new_blocks) < 2
 
 
 def block_updates(shares: Sequence[Share]) -> Int32:

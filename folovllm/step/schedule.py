@@ -39,7 +39,7 @@ class Share(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class SchedulerOutput:
-    """One step: shares, those with a single new token first."""
+    """One step: shares, decodes first."""
 
     shares: tuple[Share, ...] = ()
     preempted: tuple[int, ...] = ()  # sequences that lost their cache for it, by `seq_id`
@@ -59,11 +59,11 @@ class StepResult:
     """What a step drew, share by share: no token where a share draws none, one today, several with speculation."""
 
     token_ids: list[list[int]]  # [S]
-    logprobs: list[list[Logprobs]]  # [S], one entry for each token where the request asked, else none
+    logprobs: dict[int, list[Logprobs]]  # by index of the share, of those that asked: one entry for each token
 
 
 def one_each(shares: tuple[Share, ...], token_ids: list[int], logprobs: list[Logprobs | None]) -> StepResult:
     """The result of a draw that gave every row [S] one token: it counts where the share draws, and else is dropped."""
     drawn = [[token] if share.num_draws else [] for share, token in zip(shares, token_ids, strict=True)]
-    asked = [[row] if share.num_draws and row else [] for share, row in zip(shares, logprobs, strict=True)]
+    asked = {i: [row] for i, row in enumerate(logprobs) if row is not None and shares[i].num_draws}
     return StepResult(drawn, asked)

@@ -51,10 +51,9 @@ class PendingStep:
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens = [[token] * drawn for token, drawn in zip(self._tokens.tolist(), self._num_draws, strict=True)]
-        logprobs: list[list[Logprobs]] = [[] for _ in tokens]
+        logprobs: dict[int, list[Logprobs]] = {}
         if self._logprobs is not None:
-            for n, (i, k) in enumerate(self._asked):
-                logprobs[i] = [self._logprobs.of(n, k)]
+            logprobs = {i: [self._logprobs.of(n, k)] for n, (i, k) in enumerate(self._asked)}
         return StepResult(tokens, logprobs)
 
 

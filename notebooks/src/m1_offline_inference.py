@@ -453,7 +453,7 @@ assert results["hf"] == results["native"]
 # |---|---|---|---|
 # | model | Hugging Face's, or ours (`native`) | own Qwen3 | own, some hundred architectures |
 # | step | one sequence | prefill *or* decode, many sequences | many sequences, prefill and decode mixed |
-# | KV cache | grows by concatenation | pages | pages |
+# | KV cache | grows by concatenation | in blocks | in blocks |
 # | draw | filters, Gumbel-max with Philox noise | temperature; exponential noise, `argmax` | filters; exponential noise, `argmax`; FlashInfer kernels |
 # | seed per request | yes, the same text in any batch | no | yes, a generator a request |
 # | text | incremental, whole characters | decoded at the end | incremental, whole characters |

@@ -411,9 +411,9 @@ assert useful == sum(step.num_tokens for step in history), "M2 computes the usef
 # | who takes part | `Scheduler.schedule`, anew at every step | `Scheduler.schedule`: a step is all prefill *or* all decode | `Scheduler.schedule`, one token budget for prefill and decode |
 # | what a step is | tokens of sequences, decodes first | two kinds of batch, two code paths in the runner | `{request: number of tokens}` |
 # | the batch | flat, `query_start_loc` | flat, `cu_seqlens_q` | flat, `query_start_loc` |
-# | the cache | a block a sequence | pages | pages |
+# | the cache | one long block a sequence | short blocks | short blocks |
 #
-# The idea is Orca's (Yu et al., OSDI 2022): *iteration-level scheduling*. vLLM's paper added the pages.
+# The idea is Orca's (Yu et al., OSDI 2022): *iteration-level scheduling*. vLLM's paper added the short blocks.
 
 # %% [markdown]
 # ## Break it
@@ -424,9 +424,9 @@ assert useful == sum(step.num_tokens for step in history), "M2 computes the usef
 reference_flatten = InputBatch.flatten
 
 
-def positions_from_zero(self, items):
-    arrays = reference_flatten(self, items)
-    arrays.positions = np.concatenate([np.arange(item.num_new_tokens) for item in items])
+def positions_from_zero(self, shares):
+    arrays = reference_flatten(self, shares)
+    arrays.positions = np.concatenate([np.arange(share.num_new_tokens) for share in shares])
     return arrays
 
 

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # M3: a paged KV cache
 #
-# M2 gave every sequence a block as long as the longest text there may be. Here the memory is cut into small pages, and a sequence holds
+# M2 gave every sequence a block as long as the longest text there may be. Here the memory is cut into short blocks, and a sequence holds
 # just those that its tokens fill. Three small things make it work: a table per sequence, a free list, and a rule for the day on which
-# no page is left.
+# no block is left.
 #
 # The [chapter](../docs/3_paged_kv.md) explains at leisure. Here you predict, measure, and break things.
 
@@ -66,9 +66,9 @@ def serve(engine, requests, look=lambda: None):
 # Write your guesses down before you go on; each is measured below.
 #
 # 1. The memory holds four texts of 256 tokens. Requests are of mixed lengths, most of them short. How many run at once if the memory
-#    comes in pages of 16 tokens?
-# 2. What share of the memory that sequences hold is empty, with M2's blocks and with such pages? And with pages of 64?
-# 3. Pages of one token waste nothing. Why does nobody use them?
+#    comes in blocks of 16 tokens?
+# 2. What share of the memory that sequences hold is empty, with M2's long blocks and with short ones of 16 tokens? And with blocks of 64?
+# 3. Blocks of one token waste nothing. Why does nobody use them?
 # 4. A sequence of 100 tokens is thrown out for lack of memory and comes back later. How many steps does it take to be where it was?
 #    And does its text change?
 
@@ -123,20 +123,21 @@ assert m2_stats.running == WHOLE and m2_stats.kv_waste > 0.5
 # Ten requests wait for memory while most of the memory holds nothing. It cannot be lent out: a sequence's memory must be in one piece, because the
 # K/V of position p is in slot `block * 256 + p`, and nobody knows yet how long a text will get.
 #
-# ## The mini: pages in one cell
+# ## The mini: short blocks in one cell
 #
 # (It has the ideas of m3.1 to m3.3 in it. To find them yourself, read on from "Your turn" and come back.)
 #
-# The remedy is as old as virtual memory: look the place up. Below is a decoder (the one of M1's mini, shortened) over a pool of pages. A
-# table per sequence says where its pages lie; a sequence takes a page when it needs one; if there is none, the last to arrive gives
-# back all of its pages and starts over with the text it has. No import of the engine, and the same tokens as the preset.
+# The remedy is as old as virtual memory, whose blocks are called *pages*: look the place up. Below is a decoder (the one of M1's mini, shortened)
+# over a pool of blocks. A
+# table per sequence says where its blocks lie; a sequence takes a block when it needs one; if there is none, the last to arrive gives
+# back all of its blocks and starts over with the text it has. No import of the engine, and the same tokens as the preset.
 
 # %%
 from safetensors.torch import load_file
 
 
-class Pages:
-    """K/V of many sequences in pages of `size` tokens."""
+class Blocks:
+    """K/V of many sequences in blocks of `size` tokens."""
 
     def __init__(self, config, count, size):
         shape = config["num_hidden_layers"], 2, count, size, config["num_key_value_heads"], config["head_dim"]
@@ -144,7 +145,7 @@ class Pages:
         self.free, self.tables = list(range(count)), {}
 
     def reserve(self, seq, tokens):
-        """Pages for so many tokens; False if there is none left."""
+        """Blocks for so many tokens; False if there is none left."""
         table = self.tables.setdefault(seq, [])
         while len(table) * self.size < tokens and self.free:
             table.append(self.free.pop(0))
@@ -174,7 +175,7 @@ class Mini:
         a, b = x.chunk(2, -1)
         return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
-    def next_token(self, ids, start, pages, seq):
+    def next_token(self, ids, start, blocks, seq):
         """The greedy token after `ids`, of which those from `start` on are new."""
         positions, dim = torch.arange(start, len(ids)), self.c["head_dim"]
         x = self.w["model.embed_tokens.weight"][ids[start:]]  # [T, H]
@@ -182,7 +183,7 @@ class Mini:
             name, h = f"model.layers.{i}.self_attn", self.norm(x, f"model.layers.{i}.input_layernorm")
             q, k, v = ((h @ self.w[f"{name}.{p}_proj.weight"].T).view(len(h), -1, dim) for p in "qkv")
             q, k = (self.rotate(self.norm(t, f"{name}.{p}_norm"), positions) for p, t in (("q", q), ("k", k)))
-            k, v = pages.write_and_read(i, seq, start, torch.stack((k, v))).repeat_interleave(q.shape[1] // k.shape[1], 2)
+            k, v = blocks.write_and_read(i, seq, start, torch.stack((k, v))).repeat_interleave(q.shape[1] // k.shape[1], 2)
             scores = torch.einsum("qhd,khd->hqk", q, k) / dim**0.5
             scores = scores.masked_fill(torch.arange(len(k)) > positions[:, None], -torch.inf)
             x = x + torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1) @ self.w[f"{name}.o_proj.weight"].T
@@ -195,21 +196,21 @@ class Mini:
 @torch.inference_mode()
 def mini_serve(folder, requests, count, size):
     mini, texts, preemptions = Mini(folder), [list(ids) for ids, _ in requests], 0
-    pages, computed, todo = Pages(mini.c, count, size), [0] * len(texts), list(range(len(texts)))
+    blocks, computed, todo = Blocks(mini.c, count, size), [0] * len(texts), list(range(len(texts)))
     while todo:
         for seq in list(todo):  # in order of arrival
-            while seq in todo and not pages.reserve(seq, len(texts[seq])):
-                victim = max(pages.tables)  # the last to arrive gives way
-                pages.release(victim)
+            while seq in todo and not blocks.reserve(seq, len(texts[seq])):
+                victim = max(blocks.tables)  # the last to arrive gives way
+                blocks.release(victim)
                 computed[victim], preemptions = 0, preemptions + 1
                 if victim == seq:
                     break  # it was itself: another time
             else:
                 start, computed[seq] = computed[seq], len(texts[seq])
-                texts[seq].append(mini.next_token(texts[seq], start, pages, seq))
+                texts[seq].append(mini.next_token(texts[seq], start, blocks, seq))
                 if len(texts[seq]) == len(requests[seq][0]) + requests[seq][1]:
                     todo.remove(seq)
-                    pages.release(seq)
+                    blocks.release(seq)
     return [text[len(ids) :] for text, (ids, _) in zip(texts, requests, strict=True)], preemptions
 
 
@@ -222,7 +223,7 @@ preset_tokens = serve(llm.engine, stories)
 assert mini_tokens == preset_tokens and preemptions > 0
 lines = sum(1 for line in In[-2].splitlines() if line.strip())  # the cell above
 assert lines <= 80
-print(f"{lines} lines; {sum(map(len, mini_tokens))} tokens in 16 pages of 8, {preemptions} preemptions, all tokens equal")
+print(f"{lines} lines; {sum(map(len, mini_tokens))} tokens in 16 blocks of 8, {preemptions} preemptions, all tokens equal")
 
 # %% [markdown]
 # ## Your turn
@@ -262,9 +263,9 @@ print(f"def {f.__name__}{inspect.signature(f)}:\n")
 print(inspect.getdoc(f))
 
 # %% [markdown]
-# **A stretch.** `gather_pages` copies a sequence's whole cache in every layer of every step. It need not: attention can be folded page by
-# page with three running numbers per query, the largest score so far $m$, the sum of weights $l$ and the weighted sum of values $a$.
-# With the scores $s$ and the values $v$ of the next page,
+# **A stretch.** `gather_pages` copies a sequence's whole cache in every layer of every step. It need not: attention can be folded block by
+# block with three running numbers per query, the largest score so far $m$, the sum of weights $l$ and the weighted sum of values $a$.
+# With the scores $s$ and the values $v$ of the next block,
 #
 # $$m' = \max(m, \max s), \quad l' = l\,e^{m-m'} + \sum e^{s-m'}, \quad a' = a\,e^{m-m'} + \sum e^{s-m'} v, \qquad \text{out} = a / l$$
 #
@@ -273,10 +274,10 @@ print(inspect.getdoc(f))
 
 # %%
 def check(mine):
-    """Compare with gathering first, on scattered pages with NaN in the unused slots."""
+    """Compare with gathering first, on scattered blocks with NaN in the unused slots."""
     torch.manual_seed(0)
     kv_cache, table = torch.randn(2, 9, 16, 2, 32), torch.tensor([7, 2, 5])
-    kv_cache[:, 5, 6:] = torch.nan  # 38 tokens: the last page is not full
+    kv_cache[:, 5, 6:] = torch.nan  # 38 tokens: the last block is not full
     query = torch.randn(1, 4, 32)  # one new token, Hq = 4
     expected = torch_paged.attend(query, *torch_paged.gather_pages(kv_cache, table, 38), scale=32**-0.5)
     torch.testing.assert_close(mine(query, kv_cache, table, 38, 32**-0.5), expected)
@@ -286,7 +287,7 @@ def check(mine):
 check(lambda query, kv_cache, table, n, scale: torch_paged.attend(query, *torch_paged.gather_pages(kv_cache, table, n), scale))
 
 # %% [markdown]
-# ## See it: the same bytes in pages
+# ## See it: the same bytes in short blocks
 #
 # The requests of before, in the same memory, after the same number of steps. A row is now just a line break; white is free.
 
@@ -295,7 +296,7 @@ paged = load(num_kv_blocks=WHOLE * CONTEXT // 16, block_size=16)
 after, m3_stats, m3_steps = snapshot(paged)
 figure, axes = plt.subplots(figsize=(11, 1.5))
 axes.imshow(paint(after), aspect="auto", interpolation="nearest")
-axes.set(yticks=[], xticks=range(0, CONTEXT + 1, 16), xlabel="slots, a tick a page")
+axes.set(yticks=[], xticks=range(0, CONTEXT + 1, 16), xlabel="slots, a tick a block")
 axes.set_title(f"M3 after 21 steps: {m3_stats.running} run, {m3_stats.waiting} wait, {m3_stats.kv_waste:.0%} of what is reserved is empty")
 plt.show()
 print(f"all done after {m3_steps} steps; M2 took {m2_steps}")
@@ -303,7 +304,7 @@ assert m3_stats.kv_bytes_total == m2_stats.kv_bytes_total
 assert m3_stats.running > 2 * m2_stats.running and m3_stats.kv_waste < m2_stats.kv_waste / 2 and m3_steps < m2_steps
 
 # %% [markdown]
-# `folovllm generate ... --show-steps` draws the same in the terminal, a character a page: a capital is a full page, a small letter one
+# `folovllm generate ... --show-steps` draws the same in the terminal, a character a block: a capital is a full block, a small letter one
 # that is being filled. Here are the first eight of these requests, served alone.
 
 # %%
@@ -322,7 +323,7 @@ assert paged.engine.stats().kv_blocks_used == 0
 # %% [markdown]
 # ## See it: a preemption as it happens
 #
-# Now the memory is really short: 16 pages of 8 tokens, six requests that want up to ten pages each. Left: who holds which page, step by
+# Now the memory is really short: 16 blocks of 8 tokens, six requests that want up to ten blocks each. Left: who holds which block, step by
 # step. Right: which tokens each request computes; a red bar is a sequence that comes back and computes all it had in one step.
 
 # %%
@@ -346,7 +347,7 @@ left.imshow(paint(np.array(owners).T), aspect="auto", interpolation="nearest")
 for step in history:
     if step.preempted:
         left.axvline(step.index, color="black", lw=0.7, ls=":")
-left.set(xlabel="step", ylabel="page", title="who holds which page (dotted: a preemption)")
+left.set(xlabel="step", ylabel="block", title="who holds which block (dotted: a preemption)")
 resumed = Counter()
 for step in history:
     for request, _, start, n in step.shares:
@@ -364,10 +365,10 @@ assert tight.engine.stats().preemptions == sum(resumed.values()) > 2
 assert short_of_memory == serve(paged.engine, hungry), "with memory for all: the same text"
 
 # %% [markdown]
-# The first to arrive never gives way. The others wait with their tokens, not with their cache; when there is room again, one step
+# The first to arrive never gives way, and nobody gives way to somebody who came later. Those who do wait with their tokens, not with their cache; when there is room again, one step
 # computes all of them together, like a prompt. That is cheap: a step of 50 tokens costs far less than 50 steps (M1's roofline).
 #
-# ## Measure: M2's blocks against pages, and how large a page should be
+# ## Measure: long blocks against short ones, and how long a block should be
 #
 # The same bytes, the same requests, all there at the start.
 
@@ -376,7 +377,7 @@ requests = mixed_workload(24, seed=1, prompts=(4, 64), answers=(8, 128))
 options = {"model": MODEL, "slots": WHOLE, "max_model_len": CONTEXT, "device": "cpu"}
 results = [measure("m2", requests, **options)]
 results += [measure("m3", requests, block_size=size, **options) for size in (1, 16, 64, 256)]
-print("         page   in flight   waste   steps   preempted   tokens/s")
+print("        block   in flight   waste   steps   preempted   tokens/s")
 for r in results:
     print(f"{r.milestone:>5} {r.block_size:7} {r.mean_running:11.1f} {r.mean_waste:7.1%} {r.steps:7} {r.preemptions:11} {r.tokens_per_second:10.0f}")
 
@@ -386,7 +387,7 @@ columns = {"sequences in flight": "mean_running", "waste": "mean_waste", "tokens
 for panel, (title, field) in zip(panels, columns.items(), strict=True):
     panel.bar(sizes, [getattr(r, field) for r in results[1:]], color="tab:blue")
     panel.axhline(getattr(results[0], field), color="tab:red", lw=1.5, label="M2's blocks")
-    panel.set(title=title, xlabel="tokens a page")
+    panel.set(title=title, xlabel="tokens a block")
 panels[0].legend(frameon=False)
 figure.tight_layout()
 plt.show()
@@ -397,9 +398,9 @@ assert one.mean_waste == 0
 assert (whole.steps, whole.mean_waste, whole.mean_running) == (m2.steps, m2.mean_waste, m2.mean_running)
 
 # %% [markdown]
-# The last bar is the joke of this milestone: with pages as long as the context, M3 *is* M2, step for step and byte for byte. Going left,
+# The last bar is the joke of this milestone: with blocks as long as the context, M3 *is* M2, step for step and byte for byte. Going left,
 # the waste falls to at most B - 1 slots per sequence. Beyond 16 or so there is nothing more to gain, and something to lose: the tables get
-# long, and a kernel (M4) wants many neighbouring tokens in one read. Pages of one token waste nothing and cost a table entry each.
+# long, and a kernel (M4) wants many neighbouring tokens in one read. Blocks of one token waste nothing and cost a table entry each.
 #
 # Mind the tokens per second of that last bar: the schedule is M2's, so what differs is `torch_paged` against `torch_naive`, and that is
 # little. The rest is what more sequences in flight bring: a step with twice as many costs little more, because they share the pass over the
@@ -410,12 +411,12 @@ assert (whole.steps, whole.mean_waste, whole.mean_running) == (m2.steps, m2.mean
 #
 # | | this milestone | nano-vLLM | vLLM |
 # |---|---|---|---|
-# | tokens a page | any; 16 unless the backend wants more | 256 | 16 on most GPUs |
-# | free pages | linked list through the pages | `deque` | linked list through the pages |
-# | a new page when | the table is too short for the tokens of the step | `len(seq) % block_size == 1` | the table is too short for the tokens of the step |
-# | no page left | last to arrive recomputes | last in the running list recomputes | last in the running list (or least priority) recomputes |
-# | admission holds back | 1% of the pages | nothing | nothing; once, 1% |
-# | attention | copies pages, then PyTorch's kernel | FlashAttention on the table | several kernels on the table |
+# | tokens a block | any; 16 unless the backend wants more | 256 | 16 on most GPUs |
+# | free blocks | linked list through the blocks | `deque` | linked list through the blocks |
+# | a new block when | the table is too short for the tokens of the step | `len(seq) % block_size == 1` | the table is too short for the tokens of the step |
+# | no block left | last to arrive recomputes | last in the running list recomputes | last in the running list (or least priority) recomputes |
+# | admission holds back | 1% of the blocks | nothing | nothing; once, 1% |
+# | attention | copies blocks, then PyTorch's kernel | FlashAttention on the table | several kernels on the table |
 #
 # ## Break it
 #
@@ -426,13 +427,13 @@ def contiguous(block_table, block_size, start, end):
     return np.arange(block_table[0] * block_size + start, block_table[0] * block_size + end)
 
 
-def whole_pages(kv_cache, block_table, seq_len):
+def whole_blocks(kv_cache, block_table, seq_len):
     key, value = kv_cache[:, block_table[: -(-seq_len // kv_cache.shape[2])]].flatten(1, 2)
     return key, value
 
 
 def first_gives_way(chosen, candidates):
-    return scheduler_preempt(chosen, candidates[:1])
+    return scheduler_preempt(chosen, [min(candidates, key=chosen.rank)])
 
 
 def leaking(self, seq):
@@ -443,14 +444,14 @@ def leaking(self, seq):
 
 
 scheduler_preempt = scheduler.preempt
-import folovllm.engine.llm_engine as engine_module
+from folovllm import build
 
 breaks = {
     "as it is": None,
-    "pages taken for neighbours": patch.object(BlockManager, "slots", staticmethod(contiguous)),
-    "the last page read to its end": patch.object(torch_paged, "gather_pages", whole_pages),
-    "the one in need gives way": patch.object(engine_module, "preempt", first_gives_way),
-    "one page never comes back": patch.object(BlockManager, "deallocate", leaking),
+    "blocks taken for neighbours": patch.object(BlockManager, "slots", staticmethod(contiguous)),
+    "the last block read to its end": patch.object(torch_paged, "gather_pages", whole_blocks),
+    "the first gives way": patch.object(build, "preempt", first_gives_way),
+    "one block never comes back": patch.object(BlockManager, "deallocate", leaking),
 }
 said = {}
 for name, broken in breaks.items():
@@ -458,10 +459,10 @@ for name, broken in breaks.items():
         broken.start()
     try:
         fresh = load(block_size=8, num_kv_blocks=16, max_model_len=80)
-        tokens = serve(fresh.engine, hungry) if name != "one page never comes back" else None
+        tokens = serve(fresh.engine, hungry) if name != "one block never comes back" else None
         if tokens is None:  # an endless wait would be the end: count what is left after three short requests
             serve(fresh.engine, [(prompt, 2) for prompt, _ in hungry[:3]])
-            said[name] = f"{fresh.engine.stats().kv_blocks_used} of 16 pages in use, and nobody runs"
+            said[name] = f"{fresh.engine.stats().kv_blocks_used} of 16 blocks in use, and nobody runs"
         else:
             right_answers = sum(a == b for a, b in zip(tokens, short_of_memory, strict=True))
             stats = fresh.engine.stats()
@@ -473,13 +474,13 @@ for name, broken in breaks.items():
             broken.stop()
     print(f"{name:30} {said[name]}")
 assert said["as it is"].startswith("6 of 6")
-assert not said["pages taken for neighbours"].startswith("6 of 6")
-assert said["one page never comes back"].startswith("3 of 16")
+assert not said["blocks taken for neighbours"].startswith("6 of 6")
+assert said["one block never comes back"].startswith("3 of 16")
 assert serve(load(block_size=8, num_kv_blocks=16, max_model_len=80).engine, hungry) == short_of_memory, "nothing stayed broken"
 
 # %% [markdown]
 # A leak is the nastiest: every answer is right, until one day nothing is admitted any more. Hence the tests that play random requests
-# and count the pages at the end.
+# and count the blocks at the end.
 #
 # ## What the next milestone is for
 #
@@ -525,5 +526,5 @@ assert copied > 1000 * new
 
 # %% [markdown]
 # At 64 tokens one could live with it. At 2,048 every token of an answer pays for a copy of all that was said before, almost two thousand times what it adds
-# itself, and every byte of the copy is read once more right after. A kernel that follows the table itself, and folds page after page into a
+# itself, and every byte of the copy is read once more right after. A kernel that follows the table itself, and folds block after block into a
 # running softmax, copies nothing: that is [M4](../notebooks/m4_kernels.ipynb).

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # M4: attention kernels
 #
-# M3 copies all pages of all running sequences together, in every layer of every step, before it attends. Here attention walks the pages
+# M3 copies all blocks of all running sequences together, in every layer of every step, before it attends. Here attention walks the blocks
 # itself, a tile at a time, and keeps three running numbers per query. That needs code of our own on the GPU: Triton. Without a GPU
 # the same code runs in Triton's interpreter, slowly and exactly. This notebook interprets everywhere, for it looks into the kernels; Triton
 # itself exists on Linux only.
@@ -42,7 +42,7 @@ from folovllm.kernels import decode, online_softmax, prefill, rms_norm, store
 from folovllm.kernels.online_softmax import LOG2_E
 
 MODEL, CPU = "stories-5m", torch.device("cpu")  # the model comes with the package
-HQ, HKV, D, B = 4, 2, 64, 16  # its heads; tokens a page
+HQ, HKV, D, B = 4, 2, 64, 16  # its heads; tokens a block
 
 torch.set_num_threads(1)  # so that two runs of this notebook can be compared
 plt.rcParams.update({"figure.dpi": 72, "axes.spines.top": False, "axes.spines.right": False, "font.size": 10})
@@ -55,7 +55,7 @@ def load(backend="auto", **options):
 
 
 def make_batch(lens, decode):
-    """A step over sequences of these lengths in shuffled pages: one new token each, or all of them new."""
+    """A step over sequences of these lengths in shuffled blocks: one new token each, or all of them new."""
     blocks, new = [-(-n // B) for n in lens], [1] * len(lens) if decode else lens
     parts = torch.randperm(sum(blocks), dtype=torch.int32).split(blocks)
     nothing = torch.empty(0, dtype=torch.int64)  # what attention does not read
@@ -69,7 +69,7 @@ def make_batch(lens, decode):
 
 
 def paged(lens, decode=True, seed=0):
-    """Random K/V of sequences in shuffled pages, NaN where no token is; (query [T, Hq, D], cache, batch)."""
+    """Random K/V of sequences in shuffled blocks, NaN where no token is; (query [T, Hq, D], cache, batch)."""
     torch.manual_seed(seed)
     batch = make_batch(lens, decode)
     blocks = sum(-(-n // B) for n in lens)
@@ -122,16 +122,16 @@ def clock(f, repeats=9):
     return float(np.median(times[1:]))
 
 
-contexts, spent = (256, 1024, 4096, 16384), {"copy the pages": [], "attend": []}
+contexts, spent = (256, 1024, 4096, 16384), {"copy the blocks": [], "attend": []}
 for n in contexts:
     query, kv_cache, batch = paged([n])
     table, gathered = batch.block_tables[0], gather_pages(kv_cache, batch.block_tables[0], n)
-    spent["copy the pages"].append(clock(lambda: gather_pages(kv_cache, table, n)))
+    spent["copy the blocks"].append(clock(lambda: gather_pages(kv_cache, table, n)))
     spent["attend"].append(clock(lambda: attend(query, *gathered, D**-0.5)))
-share = np.array(spent["copy the pages"]) / np.sum(list(spent.values()), 0)
+share = np.array(spent["copy the blocks"]) / np.sum(list(spent.values()), 0)
 figure, axes = plt.subplots(figsize=(7, 2))
 left = np.zeros(len(contexts))
-for name, colour in (("copy the pages", "tab:red"), ("attend", "tab:blue")):
+for name, colour in (("copy the blocks", "tab:red"), ("attend", "tab:blue")):
     part = np.array(spent[name]) / np.sum(list(spent.values()), 0)
     axes.barh([f"{n:,}" for n in contexts], part, left=left, color=colour, label=name)
     left += part
@@ -313,7 +313,7 @@ check(all_tiles)
 #
 # ## See it: three running numbers
 #
-# Real queries and keys, taken from the engine while it reads a prompt, layer 3. The kernel's own `online_softmax_tile` folds them, a page
+# Real queries and keys, taken from the engine while it reads a prompt, layer 3. The kernel's own `online_softmax_tile` folds them, a block
 # at a time, and a small kernel around it stores the state after each tile.
 
 # %%
@@ -496,7 +496,7 @@ assert moved["decode", "torch_paged"][-1] > 2.5 * moved["decode", "triton"][-1]
 assert moved["prefill", "torch_naive"][-1] > 4 * moved["prefill", "triton"][-1]
 
 # %% [markdown]
-# A decode by tiles touches each key and value once, which is all one can ask for. `torch_paged` touches them three times: the pages are
+# A decode by tiles touches each key and value once, which is all one can ask for. `torch_paged` touches them three times: the blocks are
 # copied into the order of tokens (read, written), and attended to (read).
 #
 # In its prefill the kernel inside PyTorch is one operation to us, of which we see what goes in and comes out; it is a flash kernel
@@ -531,7 +531,7 @@ print(f"{'backend':12} {'error':>8} {'KB moved':>9} {'ms here':>8}")
 worked = []
 for name in BACKENDS:
     if name == "torch_cat":
-        continue  # M1's cache of one sequence has no pages
+        continue  # M1's cache of one sequence has no blocks
     try:
         out = run(name, problem)
     except BackendUnavailable as reason:
@@ -547,7 +547,7 @@ assert len(worked) >= 3 and max(worked) < 1e-5
 
 # %% [markdown]
 # And where kernels are compiled instead of interpreted. From `docs/performance_log.md`: one NVIDIA H200, torch 2.11, Triton 3.6, flash-attn 2.8.3.post2,
-# bfloat16, 16 query and 8 KV heads of 128, pages of 256, microseconds a layer; repeat it with `python tools/bench_attention.py`.
+# bfloat16, 16 query and 8 KV heads of 128, blocks of 256, microseconds a layer; repeat it with `python tools/bench_attention.py`.
 #
 # | decode | `torch_paged` | `flash_attn` | `triton` | of the copy bandwidth |
 # |---|---|---|---|---|
@@ -604,7 +604,7 @@ assert rates.matmul / rates.copy > 1
 #
 # | | this milestone | nano-vLLM | vLLM |
 # |---|---|---|---|
-# | prefill | Triton, walks pages | flash-attn, contiguous or paged | FlashAttention 3, FlashInfer, Triton and others |
+# | prefill | Triton, walks blocks | flash-attn, contiguous or paged | FlashAttention 3, FlashInfer, Triton and others |
 # | decode | Triton, split K/V, one launch with the merge | `flash_attn_with_kvcache` | the same choice |
 # | how it is split | plan on the device, once a step | inside flash-attn | scheduler metadata per step, or fixed segments (Triton) |
 # | store | Triton, slot mapping, -1 skipped | Triton, slot mapping, -1 skipped | CUDA, slot mapping, -1 skipped |
@@ -645,7 +645,7 @@ right_ids = online_softmax.block_ids
 
 
 @triton.jit
-def first_page(table_ptr, token, end, B: tl.constexpr, TILE: tl.constexpr):
+def first_block(table_ptr, token, end, B: tl.constexpr, TILE: tl.constexpr):
     return right_ids(table_ptr, token * 0, end, B, TILE)
 
 
@@ -654,7 +654,7 @@ BREAKS = {
     "partial results added up": {"merge_partials": adds_up},
     "only acc is rescaled": {"online_softmax_tile": half_a_rescale},
     "masked scores, unmasked loads": {"online_softmax_tile": scores_only},
-    "always the first page": {"block_ids": first_page},
+    "always the first block": {"block_ids": first_block},
     "the maximum starts at -inf": {"LOWEST": tl.constexpr(float("-inf"))},
 }
 CASES = {"1 token": [1], "32 tokens": [32], "200 tokens": [200]}
@@ -674,11 +674,11 @@ assert max(errors["as it is"]) < 1e-5 and max(errors["the maximum starts at -inf
 assert errors["partial results added up"][0] < 1e-5 < 0.01 < errors["partial results added up"][2]
 assert errors["only acc is rescaled"][1] < 1e-5 < 0.01 < errors["only acc is rescaled"][2]
 assert np.isnan(errors["masked scores, unmasked loads"][0])
-assert errors["always the first page"][0] < 1e-5 < 0.01 < errors["always the first page"][2]
+assert errors["always the first block"][0] < 1e-5 < 0.01 < errors["always the first block"][2]
 
 # %% [markdown]
-# At 32 tokens, exactly one tile, everything looks right: one tile needs no rescale, one chunk no merge, nothing is masked, and the first pages
-# are the right ones. Hence the tests at and around every boundary of tile, chunk and page. The last mistake does nothing *here*, because every tile that these kernels fold shows each
+# At 32 tokens, exactly one tile, everything looks right: one tile needs no rescale, one chunk no merge, nothing is masked, and the first blocks
+# are the right ones. Hence the tests at and around every boundary of tile, chunk and block. The last mistake does nothing *here*, because every tile that these kernels fold shows each
 # query at least one key; with a sliding window (the stretch above) it would be NaN.
 #
 # ## What the next milestone is for

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # M5: reuse
 #
-# M3 gave a page back as soon as its sequence ended, and forgot what was on it. Yet the next turn of a conversation begins with all that was
-# said before, and a thousand users share one system prompt. Here a page keeps its contents and a *name* until somebody else needs it,
+# M3 gave a block back as soon as its sequence ended, and forgot what was in it. Yet the next turn of a conversation begins with all that was
+# said before, and a thousand users share one system prompt. Here a block keeps its contents and a *name* until somebody else needs it,
 # and whoever begins with the same words finds it. A second idea belongs to it: a long prompt that does have to be computed comes in
 # chunks, so that nobody else has to stop.
 #
@@ -111,26 +111,26 @@ print(f"usual gap between two tokens {usual * 1e3:.0f} ms; while the prompt came
 assert max(gaps) > 10 * usual
 
 # %% [markdown]
-# ## The mini: pages with names
+# ## The mini: blocks with names
 #
 # (It has the ideas of m5.1 to m5.4 in it. To find them yourself, read on from "Your turn" and come back.)
 #
-# Below is M3's decoder over a pool of pages, with one thing more. A full page gets a name: the hash of *the name of the page before it* and
-# of its own tokens. So equal names mean equal prefixes, not just equal pages. A freed page keeps its name until it is taken for something
-# else, and a newcomer begins with the pages whose names it can compute. No import of the engine, and the same tokens as the preset.
+# Below is M3's decoder over a pool of blocks, with one thing more. A full block gets a name: the hash of *the name of the block before it* and
+# of its own tokens. So equal names mean equal prefixes, not just equal blocks. A freed block keeps its name until it is taken for something
+# else, and a newcomer begins with the blocks whose names it can compute. No import of the engine, and the same tokens as the preset.
 
 # %%
 from safetensors.torch import load_file
 
 
-class Pages:
-    """K/V of many sequences in pages of `size` tokens; full pages have names, and keep them when they are free."""
+class Blocks:
+    """K/V of many sequences in blocks of `size` tokens; full blocks have names, and keep them when they are free."""
 
     def __init__(self, config, count, size):
         shape = config["num_hidden_layers"], 2, count, size, config["num_key_value_heads"], config["head_dim"]
         self.kv, self.size, self.tables = torch.full(shape, torch.nan), size, {}
-        self.free = dict.fromkeys(range(count))  # longest free first; a dict, so that any page can leave at once
-        self.holders, self.page_of, self.name_of = [0] * count, {}, {}
+        self.free = dict.fromkeys(range(count))  # longest free first; a dict, so that any block can leave at once
+        self.holders, self.block_of, self.name_of = [0] * count, {}, {}
 
     def names(self, ids):
         name = 0
@@ -142,32 +142,32 @@ class Pages:
         """Begin with what is there, but leave a token to compute; how many tokens were found."""
         table = self.tables[seq] = []
         for name in self.names(ids[:-1]):
-            if (page := self.page_of.get(name)) is None:
+            if (block := self.block_of.get(name)) is None:
                 break
-            self.free.pop(page, None)  # found, hence no longer free
-            self.holders[page] += 1
-            table.append(page)
+            self.free.pop(block, None)  # found, hence no longer free
+            self.holders[block] += 1
+            table.append(block)
         return len(table) * self.size
 
     def reserve(self, seq, tokens):
         table = self.tables[seq]
         while len(table) * self.size < tokens:
-            page = next(iter(self.free))
-            del self.free[page]
-            self.page_of.pop(self.name_of.pop(page, None), None)  # taken, hence forgotten
-            self.holders[page] = 1
-            table.append(page)
+            block = next(iter(self.free))
+            del self.free[block]
+            self.block_of.pop(self.name_of.pop(block, None), None)  # taken, hence forgotten
+            self.holders[block] = 1
+            table.append(block)
 
     def publish(self, seq, ids):
-        for page, name in zip(self.tables[seq], self.names(ids), strict=False):
-            if name not in self.page_of:
-                self.page_of[name], self.name_of[page] = page, name
+        for block, name in zip(self.tables[seq], self.names(ids), strict=False):
+            if name not in self.block_of:
+                self.block_of[name], self.name_of[block] = block, name
 
     def release(self, seq):
-        for page in reversed(self.tables.pop(seq)):
-            self.holders[page] -= 1
-            if self.holders[page] == 0:
-                self.free[page] = None
+        for block in reversed(self.tables.pop(seq)):
+            self.holders[block] -= 1
+            if self.holders[block] == 0:
+                self.free[block] = None
 
     def write_and_read(self, layer, seq, start, kv):
         table, p = torch.tensor(self.tables[seq]), torch.arange(start, start + kv.shape[1])
@@ -179,20 +179,20 @@ class Pages:
 def mini_serve(mini, requests, count, size, chunk):
     """Requests take turns, each with at most `chunk` tokens; the answers, and how many tokens were computed."""
     texts, done, computed = [list(ids) for ids, _ in requests], {}, 0
-    pages, todo = Pages(mini.c, count, size), list(range(len(requests)))
+    blocks, todo = Blocks(mini.c, count, size), list(range(len(requests)))
     while todo:
         for seq in list(todo):
             text = texts[seq]
-            start = done[seq] if seq in done else pages.match(seq, text)
+            start = done[seq] if seq in done else blocks.match(seq, text)
             done[seq] = end = min(len(text), start + chunk)
-            pages.reserve(seq, end)
-            token, computed = mini.next_token(text[:end], start, pages, seq), computed + end - start
-            pages.publish(seq, text[:end])
+            blocks.reserve(seq, end)
+            token, computed = mini.next_token(text[:end], start, blocks, seq), computed + end - start
+            blocks.publish(seq, text[:end])
             if end == len(text):  # a chunk that ends earlier draws nothing
                 text.append(token)
                 if len(text) == len(requests[seq][0]) + requests[seq][1]:
                     todo.remove(seq)
-                    pages.release(seq)
+                    blocks.release(seq)
     return [text[len(ids) :] for text, (ids, _) in zip(texts, requests, strict=True)], computed
 
 
@@ -214,7 +214,7 @@ class Mini:
         a, b = x.chunk(2, -1)
         return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
-    def next_token(self, ids, start, pages, seq):
+    def next_token(self, ids, start, blocks, seq):
         """The greedy token after `ids`, of which those from `start` on are new."""
         positions, dim = torch.arange(start, len(ids)), self.c["head_dim"]
         x = self.w["model.embed_tokens.weight"][ids[start:]]  # [T, H]
@@ -222,7 +222,7 @@ class Mini:
             name, h = f"model.layers.{i}.self_attn", self.norm(x, f"model.layers.{i}.input_layernorm")
             q, k, v = ((h @ self.w[f"{name}.{p}_proj.weight"].T).view(len(h), -1, dim) for p in "qkv")
             q, k = (self.rotate(self.norm(t, f"{name}.{p}_norm"), positions) for p, t in (("q", q), ("k", k)))
-            k, v = pages.write_and_read(i, seq, start, torch.stack((k, v))).repeat_interleave(q.shape[1] // k.shape[1], 2)
+            k, v = blocks.write_and_read(i, seq, start, torch.stack((k, v))).repeat_interleave(q.shape[1] // k.shape[1], 2)
             scores = torch.einsum("qhd,khd->hqk", q, k) / dim**0.5
             scores = scores.masked_fill(torch.arange(len(k)) > positions[:, None], -torch.inf)
             x = x + torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1) @ self.w[f"{name}.o_proj.weight"].T
@@ -242,7 +242,7 @@ preset_tokens = serve(llm.engine, stories)
 assert mini_tokens == preset_tokens
 in_all = sum(len(ids) + count - 1 for ids, count in stories)
 assert computed < in_all
-lines = sum(1 for line in In[-3].splitlines() if line.strip())  # the cell of Pages and mini_serve
+lines = sum(1 for line in In[-3].splitlines() if line.strip())  # the cell of Blocks and mini_serve
 assert lines <= 80, lines
 print(f"{lines} lines; {in_all} tokens to compute, {computed} computed; all {sum(map(len, mini_tokens))} generated tokens equal")
 
@@ -288,16 +288,16 @@ print(inspect.getdoc(f))
 # %% [markdown]
 # ## See it: the chain in a live pool
 #
-# Four stories that begin alike; one has been told already, three are being told. Each box is a page that has a name: its number, the
-# number of sequences that hold it, its words. A line leads to the page that it follows. White boxes are held by nobody: free to take, and
-# still to be found. Below it, the free list, in the order in which its pages will be forgotten.
+# Four stories that begin alike; one has been told already, three are being told. Each box is a block that has a name: its number, the
+# number of sequences that hold it, its words. A line leads to the block that it follows. White boxes are held by nobody: free to take, and
+# still to be found. Below it, the free list, in the order in which its blocks will be forgotten.
 
 # %%
 tokenizer = llm.tokenizer
 
 
 def chain(kv):
-    """Named pages as (block, depth, children); the roots, in order of their serials."""
+    """Named blocks as (block, depth, children); the roots, in order of their serials."""
     blocks = sorted(kv.prefix_cache._by_hash.values(), key=lambda block: block.serial)
     children = {block.serial: [] for block in blocks} | {prefix_cache.ROOT: []}
     for block in blocks:
@@ -324,7 +324,7 @@ def draw_chain(kv, title):
             x, y = spots[block.block_id]
             words = tokenizer.decode(np.frombuffer(block.token_ids, np.int32).tolist())
             colour = shades(0.12 + 0.14 * block.ref_count) if block.ref_count else "white"
-            text = f"page {block.block_id} · held {block.ref_count}x\n{words.strip()[:19]}"
+            text = f"block {block.block_id} · held {block.ref_count}x\n{words.strip()[:19]}"
             axes.text(x, -y, text, ha="center", va="center", fontsize=7.5, bbox={"boxstyle": "round", "fc": colour, "ec": "grey"})
             for child in children.get(block.serial, []):
                 cx, cy = spots[child.block_id]
@@ -346,16 +346,15 @@ for i, (ids, _) in enumerate(stories[:3]):
 for _ in range(7):
     live.engine.step()
 pool = live.engine.scheduler.kv
-draw_chain(pool, "named pages after 7 steps: three sequences run, one is gone")
-held = [pool.blocks[page].ref_count for seq in live.engine.scheduler.running for page in seq.block_table]
+draw_chain(pool, "named blocks after 7 steps: three sequences run, one is gone")
+held = [pool.blocks[block].ref_count for seq in live.engine.scheduler.running for block in seq.block_table]
 assert max(held) == 3 and any(b.ref_count == 0 for b in pool.prefix_cache._by_hash.values())
 
 # %% [markdown]
-# It is a tree, and nobody has built one: each page knows the serial number of the page it follows, and that is all. The beginning is held
-# three times and is stored once. The white chain is the story that has been told. The page before ", Lily saw a" has been followed by these
-# words in two running sequences, which computed them in the same step: one of the two pages has the name, its twin has none, and nobody
-# is moved from one to the other. Where a text goes on differently, so does the chain, at the granularity of a page: the page in which two
-# texts part is stored twice.
+# It is a tree, and nobody has built one: each block knows the serial number of the block it follows, and that is all. The beginning is held
+# three times and is stored once. The white chain is the story that has been told. Two stories go on with ", Lily saw a". They came into the
+# same step, and still one of them computed this block and both hold it: it had its name before the step began. Where a text goes on
+# differently, so does the chain, at the granularity of a block: the block in which two texts part is stored twice.
 #
 # And the conversation from above:
 
@@ -399,7 +398,7 @@ print("the same 64 tokens, found:", dict(zip(["the first time", "at the beginnin
 assert found == [0, 64, 0]
 
 # %% [markdown]
-# Nothing, although the words are the same and lie on page boundaries. The K/V of a word is made from all words before it, so in another
+# Nothing, although the words are the same and lie on block boundaries. The K/V of a word is made from all words before it, so in another
 # story it is another K/V. The chain says just that.
 #
 # ## Measure: the first token, with and without a hit
@@ -435,7 +434,7 @@ assert on.metrics["prefix shared"].median > off.metrics["prefix shared"].median
 assert on.metrics["hashing and look-ups, nothing shared"].median < 1
 
 # %% [markdown]
-# A cache that finds nothing costs next to nothing: a hash of 64 bytes per page, once per sequence, and a look into a dictionary.
+# A cache that finds nothing costs next to nothing: a hash of 64 bytes per block, once per sequence, and a look into a dictionary.
 #
 # ## Measure: chunks against the longest gap
 #
@@ -474,10 +473,10 @@ assert max(curves[LONG + 64][0]) > 3 * max(curves[128][0])
 #
 # | | this milestone | nano-vLLM | vLLM | SGLang |
 # |---|---|---|---|---|
-# | known prefixes are in | a dictionary of page names | a dictionary of page names | a dictionary of page names | a radix tree of token ids |
+# | known prefixes are in | a dictionary of block names | a dictionary of block names | a dictionary of block names | a radix tree of token ids |
 # | a name is | xxh64(previous name, tokens) | the same | SHA-256 of the same, and more (images, adapters, salt) | none: a path |
-# | tokens compared on a hit | yes, and the parent | the page's own | no | yes, they are the tree's edges |
-# | granularity | a page, 16 tokens | a page, 256 | a page, 16 | a page, 1 token by default |
+# | tokens compared on a hit | yes, and the parent | the block's own | no | yes, they are the tree's edges |
+# | granularity | a block, 16 tokens | a block, 256 | a block, 16 | a block, 1 token by default |
 # | forgotten first | freed for the longest time, tail first | freed for the longest time, tail first | freed for the longest time, tail first | the leaf unused for the longest time |
 # | the queue heeds the cache | no | no | no | yes: longest match first, if asked |
 #
@@ -486,12 +485,12 @@ assert max(curves[LONG + 64][0]) > 3 * max(curves[128][0])
 #
 # ## Break it
 #
-# Six requests in a small pool, after four others: prefixes are shared, and pages are forgotten all the time. The right answers come from
+# Six requests in a small pool, after four others: prefixes are shared, and blocks are forgotten all the time. The right answers come from
 # an engine without a cache.
 
 # %%
 def texts(*numbers):
-    """A first page of its own for each, then the same two pages, then a page of its own."""
+    """A first block of its own for each, then the same two blocks, then a block of its own."""
     words = tokenizer.encode(" She had a red ball and a small dog")[:8]
     return [([100 + n] * 4 + words + [200 + n] * 3, 12) for n in numbers]
 
@@ -594,7 +593,7 @@ assert play(load(**SMALL).engine)[0] == right_answers, "nothing stayed broken"
 # %%
 with patch.object(PrefixCache, "longest_cached_prefix", to_the_last_token):
     engine = load(**SMALL).engine
-    prompt = texts(1)[0][0][:12]  # three full pages
+    prompt = texts(1)[0][0][:12]  # three full blocks
     serve(engine, [(prompt, 2)])
     engine.add_request("again", prompt, greedy(2))
     try:

@@ -35,7 +35,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from folovllm import LLM, SamplingParams
-from folovllm.sample.sampler import SamplerOutput
+from folovllm.step.schedule import StepResult
 from folovllm.worker.graph_runner import decode_buckets
 
 MODEL = "stories-5m"  # comes with the package
@@ -274,11 +274,11 @@ print(f"{lines} lines; {sum(map(len, expected))} tokens equal to the preset's, e
 from folovllm.distributed import sharding
 from folovllm.worker.draw import best_of_ranks
 from folovllm.engine.overlap import OverlappedEngine
-from folovllm.engine.overlap_scheduler import OverlapScheduler
 from folovllm.kernels import gumbel_max
 from folovllm.layers.sharded import ShardedEmbedding
-from folovllm.worker import packed_step
-from folovllm.worker.packed_step import Field, StepPacker
+from folovllm.sample.draw_state import DrawState
+from folovllm.step import packed as packed_step
+from folovllm.step.packed import Field, StepPacker
 from folovllm.worker.step_graph import RecordedGraph
 
 EXERCISES = {
@@ -321,27 +321,28 @@ class PretendGPU:
     """An executor whose steps take `seconds` of a clock, in order; its tokens were drawn before."""
 
     def __init__(self, engine, requests, answers, seconds):
-        self.runner, self.requests, self.answers, self.seconds = engine.executor._worker.runner, requests, answers, seconds
+        self.packer, self.scheduler = engine.executor._packer, engine.scheduler
+        self.requests, self.answers, self.seconds = requests, answers, seconds
         self.free_at, self.host, self.device = 0.0, [], []
         self.num_kv_blocks = engine.executor.num_kv_blocks
 
     def submit(self, output):
         began = time.perf_counter()
-        self.runner.packer.pack(output.scheduled, self.runner.buckets)
+        self.packer.pack(output)
         now = time.perf_counter()
         start = max(now, self.free_at)
         self.free_at = start + self.seconds
         self.host.append(("pack and start", began, now))
         self.device.append((start, self.free_at))
-        return Pending(self, self.free_at, [self.token(item) for item in output.scheduled])
+        owners = self.scheduler.sequences(output)  # no device knows them; this one has a script to read from
+        return Pending(self, self.free_at, [self.tokens(*pair) for pair in zip(output.shares, owners, strict=True)])
 
     def execute_model(self, output):
         return self.submit(output).wait()
 
-    def token(self, item):
-        request = int(item.seq.request_id)
-        i = item.start + item.num_new_tokens - len(self.requests[request][0])
-        return self.answers[request][i] if 0 <= i < len(self.answers[request]) else 0
+    def tokens(self, share, seq):
+        answer, i = self.answers[int(seq.request_id)], share.end - seq.num_prompt_tokens
+        return [answer[i] if i < len(answer) else 0] * share.num_draws
 
 
 class Pending:
@@ -353,7 +354,7 @@ class Pending:
         while time.perf_counter() < self.done:
             pass  # as an event's synchronize does
         self.gpu.host.append(("wait", began, time.perf_counter()))
-        return SamplerOutput(self.tokens, [None] * len(self.tokens))
+        return StepResult(self.tokens, [[] for _ in self.tokens])
 
 
 def timed(function, log, name):
@@ -436,7 +437,7 @@ assert sum(curves[True]) < sum(curves[False])
 #
 # ## See it: what travels to the device
 #
-# A decode step is one matrix of int32, a column a sequence. Block tables stay on the device; a page is mentioned once, in the step in which it
+# A decode step is one matrix of int32, a column a sequence. Block tables stay on the device; a block is mentioned once, in the step in which it
 # begins. -1 in the first line is a token in flight.
 
 # %%
@@ -448,7 +449,7 @@ for field in Field:
     print(f"{field.name:12} {matrix[field].tolist()}")
 bytes_packed = len(Field) * 256 * 4
 tables = 256 * -(-1000 // 16) * 4
-print(f"\n256 sequences: {bytes_packed:,} bytes in one copy. Block tables alone, of 1,000 tokens in pages of 16: {tables:,}")
+print(f"\n256 sequences: {bytes_packed:,} bytes in one copy. Block tables alone, of 1,000 tokens in blocks of 16: {tables:,}")
 assert matrix.shape == (len(Field), 4) and matrix[Field.SEQ_LEN, 3] == 0
 
 # %% [markdown]
@@ -714,9 +715,9 @@ assert said != "equal"
 # slot is -1. Does it do any harm?
 
 # %%
-def borrows_row_0(self, items, width):
-    step = pack_decode(self, items, width)
-    step.fields[Field.ROW, len(items) :] = 0
+def borrows_row_0(self, shares, width):
+    step = pack_decode(self, shares, width)
+    step.fields[Field.ROW, len(shares) :] = 0
     return step
 
 
@@ -730,13 +731,23 @@ assert not all(right)
 # Only with overlap, and only for whoever has row 0: the padding's draw lands in `last_token[0]`, and the next step believes it. Without overlap the
 # host sends each token itself, and nobody looks there. Bugs of this kind pass every test that runs one request at a time.
 #
-# Third: a penalty depends on the tokens so far, hence on those in flight. `must_wait` sees to that. What if it did not?
+# Third: a penalty depends on the tokens so far, hence on those in flight. So the device counts them itself, right after each draw. What if the
+# host did it, which sees a token one step late?
 
 # %%
 penalized = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, frequency_penalty=2.0)
 story = "no no no no no"
 right = load().generate([story], penalized, use_tqdm=False)[0].outputs[0]
-with patch.object(OverlapScheduler, "must_wait", lambda self: False):
+note, drawn = DrawState.note, []
+
+
+def counts_one_step_late(self, *step):
+    drawn.append([tensor.clone() for tensor in step])
+    if len(drawn) > 1:
+        note(self, *drawn[-2])
+
+
+with patch.object(DrawState, "note", counts_one_step_late):
     wrong = load().generate([story], penalized, use_tqdm=False)[0].outputs[0]
 same = next(i for i, (a, b) in enumerate(zip(right.token_ids, wrong.token_ids, strict=True)) if a != b)
 print(f"equal for {same} tokens, then\nright: {right.text!r}\nwrong: {wrong.text!r}")

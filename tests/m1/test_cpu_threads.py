@@ -54,7 +54,7 @@ def products_take(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]) ->
 
 
 class TestTheEnginesChoice:
-    @pytest.mark.parametrize("milestone", ["m1", "m6"])
+    @pytest.mark.parametrize("milestone", ["m1", pytest.param("m6", marks=pytest.mark.m6)])
     def test_the_embedded_model_gets_one(self, threads: list[int], milestone: str) -> None:
         """Hugging Face's model as well as ours: torch's default made both up to a hundred times slower."""
         with LLM(milestone=milestone, max_model_len=64, kv_cache_memory=1 << 22, device="cpu", use_tqdm=False) as llm:

@@ -285,7 +285,9 @@ class TestPositions:
         assert len(reference) == 512, "without max_model_len, all that the model knows"
         assert table.shape == (64, 32) and torch.equal(table, reference[:64])
 
-    @pytest.mark.parametrize("milestone", ["m1", "m2", "m6"])
+    @pytest.mark.parametrize(
+        "milestone", ["m1", *(pytest.param(m, marks=getattr(pytest.mark, m)) for m in ("m2", "m6"))]
+    )
     def test_of_the_engine(self, milestone: str, monkeypatch: pytest.MonkeyPatch) -> None:
         tables: list[torch.Tensor] = []
         keep = RotaryEmbedding.__init__

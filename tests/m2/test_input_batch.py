@@ -1,5 +1,7 @@
 """Exercise m2.5: the new tokens of all sequences, end to end."""
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
@@ -15,10 +17,16 @@ from tests.tiny import worked_case
 BATCH = InputBatch(SlotManager.slots, 100, torch.device("cpu"))
 
 
-def item(num_prompt_tokens: int, start: int, count: int, slot: int) -> Share:
-    """Tokens `start` to `start + count` of a sequence in row `slot` whose tokens are 10, 11, ..."""
+def item(num_prompt_tokens: int, start: int, count: int, slot: int, row: int | None = None) -> Share:
+    """Tokens `start` to `start + count` of a sequence whose tokens are 10, 11, ...: the first share of its row."""
+    row = slot if row is None else row
     tokens, draws = make_seq(num_prompt_tokens).token_ids[start : start + count], start + count == num_prompt_tokens
-    return Share(slot, slot, start, count, tokens, (slot,), 0, int(draws), DrawSpec())
+    return Share(70 + row, row, start, count, tokens, (slot,), 0, int(draws), DrawSpec())
+
+
+def later(share: Share) -> Share:
+    """The same as a later share: the table is known already."""
+    return share._replace(new_blocks=(), first_new_block=1, draw=None)
 
 
 def flatten(shares: list[Share], batch: InputBatch = BATCH) -> RaggedArrays:
@@ -30,67 +38,93 @@ def lists(arrays: RaggedArrays) -> dict[str, list[int]]:
     return {name: getattr(arrays, name).tolist() for name in arrays.__slots__}
 
 
+def pairs(block_table: list[int], block_size: int, start: int, end: int) -> npt.NDArray[np.int64]:
+    """Slots of a cache whose blocks have two tokens each."""
+    return np.array([2 * block_table[p // 2] + p % 2 for p in range(start, end)])
+
+
 class TestFlatten:
     def test_a_worked_case(self) -> None:
-        """Tokens are 10, 11, ...; slots are 100 tokens long. One decodes its sixth token, a prompt has three."""
-        got = lists(flatten([item(6, 5, 1, slot=2), item(3, 0, 3, slot=0)]))
+        """Tokens are 10, 11, ...; slots are 100 tokens long. Row 1 has slot 2 and decodes its sixth token, row 0 has slot 3 and a prompt of three."""
+        batch = InputBatch(SlotManager.slots, 100, torch.device("cpu"))
+        batch.block_tables = {0: [3], 1: [2]}
+        got = lists(batch.flatten([later(item(6, 5, 1, slot=2, row=1)), item(3, 0, 3, slot=3, row=0)]))
         expected = {
             "input_ids": [15, 10, 11, 12],
             "positions": [5, 0, 1, 2],
-            "slot_mapping": [205, 0, 1, 2],
+            "slot_mapping": [205, 300, 301, 302],
             "query_start_loc": [0, 1, 4],
             "logits_indices": [0, 3],
         }
-        worked_case(
-            "m2.5", got, expected, "token 5 of the sequence in slot 2, then tokens 0, 1, 2 of the one in slot 0"
-        )
+        says = "token 5 of the sequence in row 1, whose slot is 2, then tokens 0, 1, 2 of the one in row 0, whose slot is 3"
+        worked_case("m2.5", got, expected, says)
 
     def test_one_prompt(self) -> None:
-        assert lists(flatten([item(3, 0, 3, slot=2)])) == {
+        expected = {
             "input_ids": [10, 11, 12],
             "positions": [0, 1, 2],
             "slot_mapping": [200, 201, 202],
             "query_start_loc": [0, 3],
             "logits_indices": [2],
         }
+        assert lists(flatten([item(3, 0, 3, slot=2)])) == expected, "all three tokens of a prompt in slot 2"
 
     def test_decodes_and_a_prompt(self) -> None:
-        assert lists(flatten([item(8, 7, 1, slot=3), item(5, 4, 1, slot=0), item(4, 0, 4, slot=1)])) == {
+        expected = {
             "input_ids": [17, 14, 10, 11, 12, 13],
             "positions": [7, 4, 0, 1, 2, 3],
             "slot_mapping": [307, 4, 100, 101, 102, 103],
             "query_start_loc": [0, 1, 2, 6],
             "logits_indices": [0, 1, 5],
         }
+        got = lists(flatten([item(8, 7, 1, slot=3), item(5, 4, 1, slot=0), item(4, 0, 4, slot=1)]))
+        assert got == expected, "token 7 in slot 3, token 4 in slot 0, tokens 0 to 3 in slot 1"
 
     def test_a_piece_from_the_middle(self) -> None:
         arrays = flatten([item(9, 2, 3, slot=0)])
-        assert arrays.input_ids.tolist() == [12, 13, 14] and arrays.positions.tolist() == [2, 3, 4]
+        assert arrays.input_ids.tolist() == [12, 13, 14], "tokens 2, 3 and 4 of 10, 11, ..."
+        assert arrays.positions.tolist() == [2, 3, 4], "their places in their sequence, not in the share"
+
+    def test_a_table_that_is_known_already(self) -> None:
+        """What the share brings is the end of the table; the rest came with the shares before it."""
+        batch = InputBatch(pairs, 2, torch.device("cpu"))
+        first = item(4, 0, 4, slot=5, row=1)._replace(new_blocks=(5, 3))
+        assert flatten([first], batch).slot_mapping.tolist() == [10, 11, 6, 7], "two tokens a block: blocks 5 and 3"
+        second = later(item(6, 4, 1, slot=0, row=1))._replace(new_blocks=(8,), first_new_block=2)
+        assert flatten([second], batch).slot_mapping.tolist() == [16], "token 4 begins the third block of the table, 8"
+        third = later(item(6, 5, 1, slot=0, row=1))
+        assert flatten([third], batch).slot_mapping.tolist() == [17], (
+            "token 5 is in block 8, too: the share brings none"
+        )
 
     def test_the_cache_says_where(self) -> None:
         """The slots are the manager's business: another one lays them out otherwise."""
         batch = InputBatch(CountingCache.slots, 100, torch.device("cpu"))
-        assert flatten([item(3, 1, 2, slot=4)], batch).slot_mapping.tolist() == [4001, 4002]
+        slots = flatten([item(3, 1, 2, slot=4)], batch).slot_mapping.tolist()
+        assert slots == [4001, 4002], "what `self._slots` gives for the table, the block size, start and end"
 
     def test_indices_are_64_bit(self) -> None:
         """As an index torch takes int64; and a slot times the context may pass 2**31."""
         arrays = flatten([item(3, 0, 3, slot=0), item(2, 0, 2, slot=1)])
         names = ("input_ids", "positions", "slot_mapping", "logits_indices")
-        assert {name: str(getattr(arrays, name).dtype) for name in names} == dict.fromkeys(names, "int64")
+        types = {name: str(getattr(arrays, name).dtype) for name in names}
+        assert types == dict.fromkeys(names, "int64"), "token ids are int32 in the share, and int64 here"
 
     @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), min_size=1, max_size=8))
     def test_every_piece_is_found_again(self, pieces: list[tuple[int, int]]) -> None:
         items = [item(start + count, start, count, slot) for slot, (start, count) in enumerate(pieces)]
         arrays = flatten(items)
         bounds = arrays.query_start_loc.tolist()
-        assert bounds[0] == 0 and bounds[-1] == len(arrays.input_ids) == sum(count for _, count in pieces)
-        assert len(arrays.positions) == len(arrays.slot_mapping) == bounds[-1]
+        assert bounds[0] == 0, "the first share begins at 0"
+        assert bounds[-1] == len(arrays.input_ids) == sum(count for _, count in pieces), "the last bound is T"
+        assert len(arrays.positions) == len(arrays.slot_mapping) == bounds[-1], "one position and one slot a token"
         for i, (start, count) in enumerate(pieces):
-            own = slice(bounds[i], bounds[i + 1])
-            assert arrays.positions[own].tolist() == list(range(start, start + count))
-            assert arrays.input_ids[own].tolist() == [10 + p for p in range(start, start + count)]
-            assert arrays.slot_mapping[own].tolist() == [100 * i + p for p in range(start, start + count)]
-            assert arrays.logits_indices[i] == bounds[i + 1] - 1
+            own, where = slice(bounds[i], bounds[i + 1]), f"share {i} of {pieces} (start, number of tokens): "
+            tokens = range(start, start + count)
+            assert arrays.positions[own].tolist() == list(tokens), f"{where}its positions"
+            assert arrays.input_ids[own].tolist() == [10 + p for p in tokens], f"{where}its tokens"
+            assert arrays.slot_mapping[own].tolist() == [100 * i + p for p in tokens], f"{where}its slots"
+            assert arrays.logits_indices[i] == bounds[i + 1] - 1, f"{where}its last token"
 
 
 def test_a_batch_on_the_device() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from folovllm.engine.scheduler import Scheduler, TokensOfStep, wait, whole_prompt
+from folovllm.engine.scheduler import MakeRoom, Scheduler, TokensOfStep, wait, whole_prompt
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.schedule import SchedulerOutput
 from tests.sequences import EOS, CountingCache, make_seq
@@ -62,64 +62,106 @@ class WatchedCache(CountingCache):
         return super().reserve(seq, num_new_tokens)
 
 
+def gives_way(name: str) -> MakeRoom:
+    """The sequence of that name gives way as long as it runs, and nobody else ever does."""
+
+    def make_room(scheduler: Scheduler, running: list[Sequence]) -> Sequence | None:
+        victim = next((seq for seq in running if seq.request_id == name), None)
+        if victim is not None:
+            scheduler.running.remove(victim)
+            scheduler.kv.free(victim)
+            victim.status, victim.num_computed_tokens = SequenceStatus.WAITING, 0
+            scheduler.add(victim)
+        return victim
+
+    return make_room
+
+
 class TestSchedule:
     def test_a_worked_case(self) -> None:
-        """A budget of 10. One decodes; a (4 tokens), long (8, of which 2 are cached) and short (1) wait."""
+        """A budget of 12. Of part 4 tokens are not computed, old decodes; a (2), b (3), long (8, 2 of them cached) and short (1) wait."""
         cache = WatchedCache()
         cache.cached = {"long": 2}
-        scheduler = make_scheduler(cache, max_num_batched_tokens=10)
+        scheduler = make_scheduler(cache, max_num_batched_tokens=12, max_num_seqs=8)
+        run(scheduler, "part", 9, 5)
         run(scheduler, "old", 9, 8)
         cache.asked_as.clear()
-        queue(scheduler, make_seq(4, name="a"), make_seq(8, name="long"), make_seq(1, name="short"))
+        queue(scheduler, *(make_seq(n, name=name) for name, n in (("a", 2), ("b", 3), ("long", 8), ("short", 1))))
         got = {
-            "shares": shares(scheduler.schedule()),
+            "shares": decide(scheduler),
             "waiting": names(scheduler.waiting),
+            "running": names(scheduler.running),
             "who holds cache": names(cache.held),
             "status of each when its cache was asked for": cache.asked_as,
         }
-        answers = [[("old", 8, 1), ("a", 0, 4)], ["long", "short"], ["old", "a"], {"old": "running", "a": "waiting"}]
-        says = "10 - 1 - 4 = 5 tokens are left, long needs 6: it waits with nothing in its hands, and short behind it"
+        answers = [
+            [("old", 8, 1), ("part", 5, 4), ("a", 0, 2), ("b", 0, 3)],
+            ["long", "short"],
+            ["part", "old", "a", "b"],
+            ["part", "old", "a", "b"],
+            {"old": "running", "part": "running", "a": "waiting", "b": "waiting"},
+        ]
+        says = (
+            "12 - 1 - 4 - 2 - 3 = 2 tokens are left, long needs 6: it waits with nothing in its hands, short behind it"
+        )
         worked_case("m2.2", got, dict(zip(got, answers, strict=True)), says)
 
     def test_a_worked_case_without_room(self) -> None:
         """a, b and c fill the cache and need one token each: a gives way, which leaves room for b, c and 2 more."""
-
-        def first_gives_way(scheduler: Scheduler, candidates: list[Sequence]) -> Sequence:
-            scheduler.running.remove(candidates[0])
-            scheduler.kv.free(candidates[0])
-            return candidates[0]
-
-        scheduler = make_scheduler(CountingCache(12), make_room=first_gives_way)
-        for name in "abc":
-            run(scheduler, name, 5, 4)
+        scheduler = make_scheduler(CountingCache(12), make_room=gives_way("a"))
+        seqs = [run(scheduler, name, 5, 4) for name in "abc"]
         queue(scheduler, make_seq(1, name="new"))
         output = scheduler.schedule()
-        got = {"shares": shares(output), "preempted": names(output.preempted), "waiting": names(scheduler.waiting)}
-        expected = {"shares": [("b", 4, 1), ("c", 4, 1)], "preempted": ["a"], "waiting": ["new"]}
+        got = {
+            "shares": shares(scheduler, output),
+            "preempted": [seq.request_id for seq in seqs if seq.seq_id in output.preempted],
+            "waiting": names(scheduler.waiting),
+        }
+        expected = {"shares": [("b", 4, 1), ("c", 4, 1)], "preempted": ["a"], "waiting": ["a", "new"]}
         says = "who gets no room does not stop those behind it; after a preemption nobody is admitted"
         worked_case("m2.2 no room", got, expected, says)
 
+    def test_a_worked_case_of_a_share_that_is_taken_back(self) -> None:
+        """A budget of 2 and room for one token more. v decodes, takes both, and gives way when a needs room."""
+        scheduler = make_scheduler(CountingCache(17), max_num_batched_tokens=2, make_room=gives_way("v"))
+        seqs = [run(scheduler, name, 5, 4) for name in "vabc"]
+        output = scheduler.schedule()
+        got = {
+            "shares": shares(scheduler, output),
+            "preempted": [seq.request_id for seq in seqs if seq.seq_id in output.preempted],
+            "computed tokens of v, a, b, c": [seq.num_computed_tokens for seq in seqs],
+        }
+        expected = {"shares": [("a", 4, 1), ("b", 4, 1)], "preempted": ["v"]}
+        expected["computed tokens of v, a, b, c"] = [0, 5, 5, 4]
+        says = "v leaves the step and gives its token of the budget back: a and b have one each, none is left for c"
+        worked_case("m2.2 taken back", got, expected, says)
+
     def test_nothing_to_do(self) -> None:
         output = make_scheduler().schedule()
-        assert output == SchedulerOutput()
+        assert output == SchedulerOutput(), "without sequences a step has no shares"
 
     def test_a_whole_prompt_then_a_token_a_step(self) -> None:
         scheduler, seq = make_scheduler(), make_seq(5, name="a")
         queue(scheduler, seq)
         output = scheduler.schedule()
-        assert shares(scheduler, output) == [("a", 0, 5)] and output.shares[0].num_draws == 1
-        assert seq.status is SequenceStatus.RUNNING and seq.num_computed_tokens == 5
-        assert names(scheduler.running) == ["a"] and not scheduler.waiting
+        assert shares(scheduler, output) == [("a", 0, 5)], "a prompt of 5 tokens is computed in one step"
+        assert output.shares[0].num_draws == 1, "it reaches the last token, so the next one is drawn"
+        assert seq.status is SequenceStatus.RUNNING, "who takes part has been started"
+        assert seq.num_computed_tokens == 5, "`plan.add` counts the tokens of a share as computed, once"
+        assert names(scheduler.running) == ["a"] and not scheduler.waiting, "it has left `waiting` and runs"
         for n in range(5, 8):
             seq.append_token(7)
-            assert decide(scheduler) == [("a", n, 1)]
+            assert decide(scheduler) == [("a", n, 1)], "each step computes the token that the one before it drew"
 
     def test_new_ones_join_those_that_run(self) -> None:
         scheduler = make_scheduler()
         run(scheduler, "old", 9, 8)
         queue(scheduler, make_seq(3, name="a"), make_seq(4, name="b"))
-        assert decide(scheduler) == [("old", 8, 1), ("a", 0, 3), ("b", 0, 4)]
-        assert names(scheduler.running) == ["old", "a", "b"]
+        expected = [("old", 8, 1), ("a", 0, 3), ("b", 0, 4)]
+        assert decide(scheduler) == expected, (
+            "there is budget, room and a place for a and b: they need not wait for old"
+        )
+        assert names(scheduler.running) == ["old", "a", "b"], "they run, in the order in which they came"
 
     def test_decodes_before_the_rest(self) -> None:
         scheduler = make_scheduler()
@@ -128,47 +170,53 @@ class TestSchedule:
         run(scheduler, "long2", 9, 3)
         run(scheduler, "decode2", 8, 7)
         expected = [("decode1", 4, 1), ("decode2", 7, 1), ("long", 2, 7), ("long2", 3, 6)]
-        assert decide(scheduler) == expected
+        assert decide(scheduler) == expected, "first those with one uncomputed token; both groups keep their order"
 
     def test_at_most_max_num_seqs(self) -> None:
         scheduler = make_scheduler(max_num_seqs=3)
         run(scheduler, "old", 9, 8)
         queue(scheduler, *(make_seq(2, name=name) for name in "abcd"))
-        assert [name for name, *_ in decide(scheduler)] == ["old", "a", "b"]
-        assert names(scheduler.waiting) == ["c", "d"] and len(scheduler.running) == 3
+        assert [name for name, *_ in decide(scheduler)] == ["old", "a", "b"], "three places, and old has one of them"
+        assert names(scheduler.waiting) == ["c", "d"], "c and d wait for a place"
+        assert len(scheduler.running) == 3, "never more than `max_num_seqs` run"
 
     def test_the_budget_counts_tokens(self) -> None:
         scheduler = make_scheduler(max_num_batched_tokens=10)
         run(scheduler, "old", 9, 8)
         queue(scheduler, make_seq(4, name="a"), make_seq(5, name="b"), make_seq(1, name="c"))
         output = scheduler.schedule()
-        assert shares(scheduler, output) == [("old", 8, 1), ("a", 0, 4), ("b", 0, 5)] and output.num_tokens == 10
-        assert names(scheduler.waiting) == ["c"]
+        assert shares(scheduler, output) == [("old", 8, 1), ("a", 0, 4), ("b", 0, 5)], "1 + 4 + 5 tokens are 10"
+        assert output.num_tokens == 10, "the budget can be used to its last token"
+        assert names(scheduler.waiting) == ["c"], "nothing is left for c"
 
     def test_nobody_overtakes_when_the_budget_is_short(self) -> None:
         scheduler = make_scheduler(max_num_batched_tokens=10)
         queue(scheduler, make_seq(4, name="a"), make_seq(7, name="long"), make_seq(1, name="short"))
-        assert decide(scheduler) == [("a", 0, 4)]
-        assert names(scheduler.waiting) == ["long", "short"]
-        assert all(seq.status is SequenceStatus.WAITING and seq.num_computed_tokens == 0 for seq in scheduler.waiting)
+        assert decide(scheduler) == [("a", 0, 4)], "6 tokens are left, long needs 7, and short may not pass it"
+        assert names(scheduler.waiting) == ["long", "short"], "both wait, in their order"
+        untouched = all(
+            seq.status is SequenceStatus.WAITING and seq.num_computed_tokens == 0 for seq in scheduler.waiting
+        )
+        assert untouched, "who waits was not started, and nothing of it is computed"
 
     def test_nobody_overtakes_when_the_cache_is_full(self) -> None:
         cache = CountingCache(10)
         scheduler = make_scheduler(cache)
         queue(scheduler, make_seq(4, name="a"), make_seq(7, name="long"), make_seq(1, name="short"))
-        assert decide(scheduler) == [("a", 0, 4)]
-        assert names(scheduler.waiting) == ["long", "short"] and cache.num_free == 6
-        assert all(seq.status is SequenceStatus.WAITING for seq in scheduler.waiting)
-        assert ("reserve", "short") not in cache.calls
+        assert decide(scheduler) == [("a", 0, 4)], "there is room for 6 tokens, long needs 7, and short may not pass it"
+        assert names(scheduler.waiting) == ["long", "short"], "both wait, in their order"
+        assert cache.num_free == 6, "who waits holds no cache"
+        assert all(seq.status is SequenceStatus.WAITING for seq in scheduler.waiting), "who waits was not started"
+        assert ("reserve", "short") not in cache.calls, "the first that does not fit ends the search"
 
     def test_the_cache_is_asked_what_it_has(self) -> None:
-        """`match` comes before the number of tokens is known: what is cached need not be computed."""
+        """What is cached need not be computed."""
         cache = CountingCache()
         cache.cached = {"a": 4}
         scheduler = make_scheduler(cache, max_num_batched_tokens=5)
         queue(scheduler, make_seq(9, name="a"))
-        assert decide(scheduler) == [("a", 4, 5)]
-        assert cache.calls == [("match", "a"), ("reserve", "a")]
+        assert decide(scheduler) == [("a", 4, 5)], "4 of its 9 tokens are cached; the other 5 are its share"
+        assert cache.calls == [("match", "a"), ("reserve", "a")], "`_admit` asks for what is cached and for room, once"
 
     @pytest.mark.parametrize("short_of", ["budget", "cache"])
     def test_who_has_to_wait_gives_back_what_it_matched(self, short_of: str) -> None:
@@ -176,75 +224,78 @@ class TestSchedule:
         cache.cached = {"a": 4}
         scheduler = make_scheduler(cache, max_num_batched_tokens=3 if short_of == "budget" else 100)
         queue(scheduler, make_seq(9, name="a"))
-        assert decide(scheduler) == [] and names(scheduler.waiting) == ["a"]
-        assert cache.calls[-1] == ("free", "a") and not cache.held
+        assert decide(scheduler) == [] and names(scheduler.waiting) == ["a"], f"a waits: the {short_of} is too small"
+        assert cache.calls[-1] == ("free", "a") and not cache.held, "what was cached of it is not held while it waits"
 
     def test_tokens_of_step_decides_how_many(self) -> None:
         scheduler = make_scheduler(tokens_of_step=lambda seq, budget: min(seq.num_uncomputed_tokens, budget, 3))
         scheduler._max_num_batched_tokens = 5
         queue(scheduler, make_seq(7, name="a"), make_seq(7, name="b"))
-        first = scheduler.schedule()
-        assert shares(scheduler, first) == [("a", 0, 3), ("b", 0, 2)] and not any(
-            share.num_draws for share in first.shares
-        )
-        assert decide(scheduler) == [("a", 3, 3), ("b", 2, 2)]
-        last = scheduler.schedule()
-        assert shares(scheduler, last) == [("a", 6, 1), ("b", 4, 3)] and [share.num_draws for share in last.shares] == [
-            1,
-            1,
-        ]
+        for expected, draws in (
+            ([("a", 0, 3), ("b", 0, 2)], [0, 0]),
+            ([("a", 3, 3), ("b", 2, 2)], [0, 0]),
+            ([("a", 6, 1), ("b", 4, 3)], [1, 1]),
+        ):
+            output = scheduler.schedule()
+            assert shares(scheduler, output) == expected, "at most 3 of each and 5 in all, as `_tokens_of_step` says"
+            assert [share.num_draws for share in output.shares] == draws, (
+                "only a share that reaches the last token draws"
+            )
 
     def test_a_budget_used_up_by_those_that_run(self) -> None:
         scheduler = make_scheduler(max_num_batched_tokens=2)
         for name in "abc":
             run(scheduler, name, 5, 4)
         queue(scheduler, make_seq(1, name="new"))
-        assert decide(scheduler) == [("a", 4, 1), ("b", 4, 1)]
-        assert names(scheduler.running) == ["a", "b", "c"] and names(scheduler.waiting) == ["new"]
+        assert decide(scheduler) == [("a", 4, 1), ("b", 4, 1)], "two tokens: one for a, one for b"
+        assert names(scheduler.running) == ["a", "b", "c"], "c is left out of this step, and runs on"
+        assert names(scheduler.waiting) == ["new"], "nothing is left for a new one"
 
     def test_no_room_for_one_that_runs(self) -> None:
         """With `wait` it is left out of this step, and stays."""
-        cache = CountingCache(9)
-        scheduler = make_scheduler(cache)
+        scheduler = make_scheduler(CountingCache(9))
         seqs = [run(scheduler, name, 5, 4) for name in "ab"]
-        assert decide(scheduler) == [("a", 4, 1)]
-        assert names(scheduler.running) == ["a", "b"] and seqs[1].num_computed_tokens == 4
+        assert decide(scheduler) == [("a", 4, 1)], "there is room for one token more, which a takes"
+        assert names(scheduler.running) == ["a", "b"], "b gets nothing in this step, and runs on"
+        assert seqs[1].num_computed_tokens == 4, "what has no share is not computed"
 
     def test_who_gets_no_room_does_not_stop_the_rest(self) -> None:
         """The one that needs room gives way itself; those behind it can use what it held."""
-
-        def asker_gives_way(scheduler: Scheduler, candidates: list[Sequence]) -> Sequence:
-            victim = next(seq for seq in candidates if seq.request_id == "a")
-            scheduler.running.remove(victim)
-            scheduler.kv.free(victim)
-            victim.requeue()
-            return victim
-
-        scheduler = make_scheduler(CountingCache(12), make_room=asker_gives_way)
+        scheduler = make_scheduler(CountingCache(12), make_room=gives_way("a"))
         a, *_ = (run(scheduler, name, 5, 4) for name in "abc")
         output = scheduler.schedule()
-        assert shares(scheduler, output) == [("b", 4, 1), ("c", 4, 1)] and output.preempted == (a.seq_id,)
+        assert shares(scheduler, output) == [("b", 4, 1), ("c", 4, 1)], "a is passed over, b and c are asked"
+        assert output.preempted == (a.seq_id,), "the step says who lost its cache"
+
+    def test_a_victim_that_had_its_share_leaves_the_step_and_gives_its_budget_back(self) -> None:
+        """v is asked first and gets 3 of 4 tokens; then the cache is full, and v gives way to what comes behind it."""
+        scheduler = make_scheduler(CountingCache(12), max_num_batched_tokens=4, make_room=gives_way("v"))
+        v, a = run(scheduler, "v", 9, 6), run(scheduler, "a", 6, 3)
+        scheduler._tokens_of_step = lambda seq, budget: min(seq.num_uncomputed_tokens, budget, 3)
+        output = scheduler.schedule()
+        assert shares(scheduler, output) == [("a", 3, 1)], "v has no part in the step any more"
+        assert output.preempted == (v.seq_id,) and output.num_tokens == 1, "its tokens are not computed"
+        assert (v.status, v.num_computed_tokens) == (SequenceStatus.WAITING, 0), "v waits, with nothing computed"
+        assert list(scheduler.kv.held) == [a], "v holds no cache"  # type: ignore[attr-defined]
+        assert decide(scheduler) == [("a", 4, 2), ("v", 0, 2)], "its 3 tokens and its place are given to the next step"
 
     def test_after_a_preemption_nobody_is_admitted(self) -> None:
         """The room that a victim left is for those who run; whoever came in now would be the next victim."""
         asked: list[list[str]] = []
 
-        def last_gives_way(scheduler: Scheduler, candidates: list[Sequence]) -> Sequence:
-            asked.append(names(candidates))
-            victim = candidates[-1]
-            scheduler.running.remove(victim)
-            scheduler.kv.free(victim)
-            victim.status, victim.num_computed_tokens = SequenceStatus.WAITING, 0
-            scheduler.add(victim)
-            return victim
+        def make_room(scheduler: Scheduler, running: list[Sequence]) -> Sequence | None:
+            asked.append(names(running))
+            return gives_way("c")(scheduler, running)
 
-        scheduler = make_scheduler(CountingCache(12), make_room=last_gives_way, by_priority=True)
+        scheduler = make_scheduler(CountingCache(12), make_room=make_room, by_priority=True)
         *_, c = (run(scheduler, name, 5, 4) for name in "abc")
         queue(scheduler, make_seq(1, name="urgent", priority=-1))  # fits into what is left, and waits all the same
         output = scheduler.schedule()
-        assert shares(scheduler, output) == [("a", 4, 1), ("b", 4, 1)] and output.preempted == (c.seq_id,)
-        assert asked == [["a", "b", "c"]]
-        assert names(scheduler.waiting) == ["urgent", "c"] and names(scheduler.running) == ["a", "b"]
+        assert shares(scheduler, output) == [("a", 4, 1), ("b", 4, 1)], "c gives way to a; there is room for b, too"
+        assert output.preempted == (c.seq_id,), "one victim is enough"
+        assert asked == [["a", "b", "c"]], "anybody who runs may give way, whether it has a share already or not"
+        assert names(scheduler.waiting) == ["urgent", "c"], "nobody comes in, not even who is more urgent"
+        assert names(scheduler.running) == ["a", "b"], "c runs no more"
 
 
 class TestPostprocess:
@@ -254,20 +305,30 @@ class TestPostprocess:
             seq.num_computed_tokens += count
 
     def test_a_worked_case(self) -> None:
-        """The step's order is c, a, b; a's share does not reach its last token, so its row (72) means nothing."""
+        """The step's order is d, c, a, b. Of a, which is long, only a piece was computed; d and b draw their last token."""
         cache = CountingCache()
         scheduler = make_scheduler(cache)
-        a, b, c = run(scheduler, "a", 9, 0), run(scheduler, "b", 3, 2), run(scheduler, "c", 4, 3)
-        updated = scheduler.postprocess(self.step(scheduler, (c, 1), (a, 4), (b, 1)), [71, 72, EOS])
+        seqs = a, b, c, d = [run(scheduler, *own) for own in (("a", 9, 0), ("b", 3, 2), ("c", 4, 3), ("d", 5, 4))]
+        self.compute((a, 4), (b, 1), (c, 1), (d, 1))
+        cache.calls.clear()
+        updated = scheduler.postprocess([(d, [EOS]), (c, [70]), (a, []), (b, [71, EOS, 72])])
         got = {
             "updated": names(updated),
-            "answers of a, b, c": [seq.output_token_ids for seq in (a, b, c)],
-            "status of a, b, c": [seq.status.value for seq in (a, b, c)],
+            "answers of a, b, c, d": [seq.output_token_ids for seq in seqs],
+            "status of a, b, c, d": [seq.status.value for seq in seqs],
             "running": names(scheduler.running),
             "who holds cache": names(cache.held),
+            "published": [says for call, says in cache.calls if call == "publish"],
         }
-        answers = [["c", "b"], [[], [EOS], [71]], ["running", "stop", "running"], ["a", "c"], ["a", "c"]]
-        says = "rows 71, 72, EOS belong to c, a, b in this order; b ends, and leaves the batch and the cache at once"
+        answers = [
+            ["d", "c", "b"],
+            [[], [71, EOS], [70], [EOS]],
+            ["running", "stop", "running", "stop"],
+            ["a", "c"],
+            ["a", "c"],
+            [f"{name} with {n} tokens" for name, n in (("d", 5), ("c", 4), ("a", 9), ("b", 3))],
+        ]
+        says = "d and b end, and leave the batch and the cache at once; what b drew after its EOS (72) is dropped"
         worked_case("m2.3", got, dict(zip(got, answers, strict=True)), says)
 
     def test_a_token_each(self) -> None:
@@ -275,27 +336,39 @@ class TestPostprocess:
         a, b = run(scheduler, "a", 4, 0), run(scheduler, "b", 6, 5)
         self.compute((b, 1), (a, 4))
         updated = scheduler.postprocess([(b, [71]), (a, [72])])
-        assert names(updated) == ["b", "a"]
-        assert a.token_ids[-1] == 72 and b.token_ids[-1] == 71 and (a.num_tokens, b.num_tokens) == (5, 7)
-        assert (a.detokenizer.token_ids, b.detokenizer.token_ids) == ([72], [71])
-        assert a.num_uncomputed_tokens == b.num_uncomputed_tokens == 1
-        assert names(scheduler.running) == ["a", "b"]
+        assert names(updated) == ["b", "a"], "both got a token; in the order of the step"
+        assert (a.token_ids[-1], b.token_ids[-1]) == (72, 71), "each token goes to the sequence that it comes with"
+        assert (a.num_tokens, b.num_tokens) == (5, 7), "each sequence has one token more"
+        assert (a.detokenizer.token_ids, b.detokenizer.token_ids) == ([72], [71]), "the detokenizers got theirs, too"
+        assert a.num_uncomputed_tokens == b.num_uncomputed_tokens == 1, "a new token is not computed yet"
+        assert names(scheduler.running) == ["a", "b"], "nobody has ended, and `running` keeps its order"
 
     def test_a_share_that_does_not_reach_the_end_has_no_token(self) -> None:
         scheduler = make_scheduler()
         a, b = run(scheduler, "a", 9, 0), run(scheduler, "b", 3, 2)
         self.compute((b, 1), (a, 4))
         updated = scheduler.postprocess([(a, []), (b, [71])])
-        assert names(updated) == ["b"]
-        assert a.num_tokens == 9 and a.detokenizer.token_ids == [] and a.status is SequenceStatus.RUNNING
+        assert names(updated) == ["b"], "a got no token, so it is not among those that did"
+        assert a.num_tokens == 9 and a.detokenizer.token_ids == [], "nothing was drawn for a"
+        assert a.status is SequenceStatus.RUNNING, "a runs on"
 
     def test_several_tokens_at_once(self) -> None:
         """As speculation brings them. What comes after the end of an answer is dropped."""
         scheduler = make_scheduler()
         a, b = run(scheduler, "a", 4, 3), run(scheduler, "b", 4, 3)
         updated = scheduler.postprocess([(a, [71, 72]), (b, [73, EOS, 74])])
-        assert names(updated) == ["a", "b"] and names(scheduler.running) == ["a"]
-        assert a.output_token_ids.tolist() == [71, 72] and b.output_token_ids.tolist() == [73, EOS]
+        assert names(updated) == ["a", "b"], "each sequence once, however many tokens it got"
+        assert names(scheduler.running) == ["a"], "b ended in the middle of its list"
+        assert a.output_token_ids.tolist() == [71, 72], "all of a list belongs to the answer, in its order"
+        assert b.output_token_ids.tolist() == [73, EOS], "what follows the end of an answer is no part of it"
+        assert b.detokenizer.token_ids == [73, EOS], "nor of its text"
+
+    def test_the_last_token_that_an_answer_may_have_is_in_the_middle_of_a_list(self) -> None:
+        scheduler = make_scheduler()
+        seq = run(scheduler, "a", 4, 3, max_tokens=2)
+        scheduler.postprocess([(seq, [71, 72, 73])])
+        assert seq.output_token_ids.tolist() == [71, 72], "max_tokens is 2: the third token is dropped"
+        assert seq.status is SequenceStatus.FINISHED_LENGTH, "the answer is as long as it may be"
 
     def test_who_ends_leaves_at_once(self) -> None:
         cache = CountingCache()
@@ -303,17 +376,22 @@ class TestPostprocess:
         stops, goes_on, full = (run(scheduler, n, 4, 3, max_tokens=m) for n, m in (("s", 9), ("g", 9), ("f", 1)))
         cache.calls.clear()
         updated = scheduler.postprocess([(stops, [EOS]), (goes_on, [71]), (full, [72])])
-        assert names(updated) == ["s", "g", "f"]
-        assert stops.status is SequenceStatus.FINISHED_STOPPED and full.status is SequenceStatus.FINISHED_LENGTH
-        assert goes_on.status is SequenceStatus.RUNNING and names(scheduler.running) == ["g"]
-        assert [call for call in cache.calls if call[0] == "free"] == [("free", "s"), ("free", "f")]
-        assert list(cache.held) == [goes_on]
+        assert names(updated) == ["s", "g", "f"], "who ends got a token, too"
+        assert stops.status is SequenceStatus.FINISHED_STOPPED, "it drew its EOS"
+        assert full.status is SequenceStatus.FINISHED_LENGTH, "it may have one token, and has it"
+        assert goes_on.status is SequenceStatus.RUNNING and names(scheduler.running) == ["g"], "only g runs on"
+        freed = [call for call in cache.calls if call[0] == "free"]
+        assert freed == [("free", "s"), ("free", "f")], (
+            "who ends gives its cache back in this very step, and nobody else"
+        )
+        assert list(cache.held) == [goes_on], "g keeps its cache"
 
     def test_all_end_together(self) -> None:
         scheduler = make_scheduler()
         seqs = [run(scheduler, name, 4, 3) for name in "abc"]
         scheduler.postprocess([(seq, [EOS]) for seq in seqs])
-        assert scheduler.running == [] and all(seq.status.is_finished for seq in seqs)
+        assert all(seq.status.is_finished for seq in seqs), "all three drew their EOS; none may be skipped"
+        assert scheduler.running == [], "nobody runs any more"
 
     def test_the_cache_hears_what_was_written(self) -> None:
         """`publish` speaks of computed tokens: the new token has no K/V yet. Partial shares are published too."""
@@ -322,15 +400,17 @@ class TestPostprocess:
         a, b = run(scheduler, "a", 9, 0), run(scheduler, "b", 3, 2)
         cache.calls.clear()
         scheduler.postprocess([(b, [71]), (a, [])])
-        assert cache.calls == [("publish", "b with 3 tokens"), ("publish", "a with 9 tokens")]
+        expected = [("publish", "b with 3 tokens"), ("publish", "a with 9 tokens")]
+        assert cache.calls == expected, "`publish` for every sequence of the step, before its token is appended"
 
     def test_a_stop_string(self) -> None:
         scheduler = make_scheduler()
         seq = run(scheduler, "a", 3, 2, stop=["<72>"])
         for token in (71, 72):
             scheduler.postprocess([(seq, [token])])
-        assert seq.status is SequenceStatus.FINISHED_STOPPED and seq.stop_reason == "<72>"
-        assert seq.detokenizer.text == "<71>"
+        assert seq.status is SequenceStatus.FINISHED_STOPPED, "the detokenizer has the text in which the stop string is"
+        assert seq.stop_reason == "<72>", "`check_stop_conditions` notes which string it was"
+        assert seq.detokenizer.text == "<71>", "the stop string is cut off"
 
 
 def test_priorities_decide_the_order_of_waiting() -> None:

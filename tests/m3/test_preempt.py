@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 from folovllm.engine.scheduler import Scheduler, preempt, whole_prompt
 from folovllm.request import Sequence, SequenceStatus
 from tests.sequences import CountingCache, make_seq
@@ -48,43 +50,40 @@ class TestPreempt:
     def test_the_last_to_arrive_gives_way(self) -> None:
         scheduler = make_scheduler()
         a, b, c = (run(scheduler, name) for name in "abc")
-        assert preempt(scheduler, [a, b, c]) is c
-        assert (scheduler.running, scheduler.waiting) == ([a, b], [c])
+        assert preempt(scheduler, [a, b, c]) is c, "of equally urgent ones the last to arrive"
+        assert (scheduler.running, scheduler.waiting) == ([a, b], [c]), "c runs no more and waits"
 
     def test_last_to_arrive_wherever_it_stands(self) -> None:
         """After a preemption of its own, an early sequence runs behind later ones."""
-        scheduler = make_scheduler()
-        a, b, c = (run(scheduler, name) for name in "abc")
-        scheduler.running = [c, a, b]
-        assert preempt(scheduler, [c, a, b]) is c
-        assert scheduler.running == [a, b]
-
-    def test_only_candidates_give_way(self) -> None:
-        scheduler = make_scheduler()
-        a, b, c = (run(scheduler, name) for name in "abc")
-        assert preempt(scheduler, [a, b]) is b
-        assert scheduler.running == [a, c]
+        for order in permutations("abc"):
+            scheduler = make_scheduler()
+            seqs = {name: run(scheduler, name) for name in "abc"}
+            scheduler.running = [seqs[name] for name in order]
+            assert preempt(scheduler, scheduler.running) is seqs["c"], f"c arrived last, whatever the order: {order}"
+            left = [seq.request_id for seq in scheduler.running]
+            assert left == [name for name in order if name != "c"], "the others run on, in the order that they had"
 
     def test_alone_it_is_its_own_victim(self) -> None:
         scheduler = make_scheduler()
-        a, b = run(scheduler, "a"), run(scheduler, "b")
-        assert preempt(scheduler, [b]) is b
-        assert scheduler.running == [a]
+        a = run(scheduler, "a")
+        assert preempt(scheduler, [a]) is a, "the only one that runs gives way, also if it is the one that needs room"
+        assert (scheduler.running, scheduler.waiting) == ([], [a]), "it runs no more and waits"
 
     def test_priority_goes_before_arrival(self) -> None:
         scheduler = make_scheduler(by_priority=True)
         a, b, c = (run(scheduler, name, priority=p) for name, p in (("a", 2), ("b", 0), ("c", 1)))
-        assert preempt(scheduler, [b, a, c]) is a
+        assert preempt(scheduler, [b, a, c]) is a, "a has the largest number: it is the least urgent"
 
     def test_its_cache_is_free_and_its_tokens_stay(self) -> None:
         scheduler = make_scheduler()
         a, b = run(scheduler, "a", 4, 2), run(scheduler, "b", 5, 3)
         before = b.token_ids.tolist()
-        assert scheduler.kv.num_free == 100 - 5 - 7
+        assert scheduler.kv.num_free == 100 - 5 - 7, "before: 5 and 7 tokens are in the cache"
         preempt(scheduler, [a, b])
-        assert scheduler.kv.num_free == 100 - 5
-        assert b.status is SequenceStatus.WAITING
-        assert (b.token_ids.tolist(), b.num_computed_tokens, b.num_uncomputed_tokens) == (before, 0, 8)
+        assert scheduler.kv.num_free == 100 - 5, "b's cache is free"
+        assert b.status is SequenceStatus.WAITING, "b waits"
+        assert b.token_ids.tolist() == before, "prompt and answer of b are what they were"
+        assert (b.num_computed_tokens, b.num_uncomputed_tokens) == (0, 8), "all of them will be computed again"
 
     def test_ahead_of_those_that_never_ran(self) -> None:
         scheduler = make_scheduler()
@@ -93,7 +92,7 @@ class TestPreempt:
         scheduler.add(new)
         preempt(scheduler, [a, b, c])
         preempt(scheduler, [a, b])
-        assert scheduler.waiting == [b, c, new]
+        assert scheduler.waiting == [b, c, new], "in the order in which they arrived, not in that of the preemptions"
 
     def test_behind_those_that_are_more_urgent(self) -> None:
         scheduler = make_scheduler(by_priority=True)
@@ -102,18 +101,20 @@ class TestPreempt:
         scheduler.add(later)
         scheduler.add(urgent)
         preempt(scheduler, [a, b])
-        assert scheduler.waiting == [urgent, b, later]
+        assert scheduler.waiting == [urgent, b, later], "by (priority, arrival)"
 
     def test_resumes_where_it_was(self) -> None:
         """No room for a fourth token of both: b gives way, and when a has gone computes all it had in one step."""
         scheduler = make_scheduler(num_tokens=12)
         a, b = run(scheduler, "a", 4, 2), run(scheduler, "b", 4, 2)
-        assert scheduler.sequences(scheduler.schedule()) == [a, b]
+        assert scheduler.sequences(scheduler.schedule()) == [a, b], "there is room for one token more of each"
         for seq in (a, b):
             seq.append_token(60)  # the pool is full now
         output = scheduler.schedule()
-        assert (scheduler.sequences(output), output.preempted) == ([a], (b.seq_id,))
+        assert scheduler.sequences(output) == [a], "there is none for another: b gives way to a"
+        assert output.preempted == (b.seq_id,), "the step says so"
         scheduler.abort(a)
         output = scheduler.schedule()
-        assert scheduler.sequences(output) == [b]
-        assert [(share.start, share.num_new_tokens, share.num_draws) for share in output.shares] == [(0, 7, 1)]
+        assert scheduler.sequences(output) == [b], "a has gone, and b resumes"
+        shares = [(share.start, share.num_new_tokens, share.num_draws) for share in output.shares]
+        assert shares == [(0, 7, 1)], "with all its 7 tokens, after which the next one is drawn"

@@ -1,4 +1,6 @@
-"""Compile a milestone's kernels for one compute capability with no GPU: prints a JSON list of [kernel, shared bytes, limit].
+"""Compile a milestone's kernels for one compute capability with no GPU.
+
+Prints a JSON list of [kernel, bytes of shared memory, limit, bytes of stack, where what does not fit into registers goes].
 
 A program of its own, because Triton decides when it is first imported whether kernels are compiled or interpreted:
     python tests/m4/offline_compile.py 90 m4
@@ -8,10 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 import sys
+import tempfile
 
 os.environ["TRITON_INTERPRET"] = "0"
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -26,7 +32,7 @@ from folovllm.kernels.penalties import count_drawn_kernel
 from folovllm.kernels.prefill import prefill_config, prefill_kernel
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
 from folovllm.kernels.rms_norm import add_rms_norm_kernel
-from folovllm.kernels.small_linear import WIDTH, small_linear_kernel
+from folovllm.kernels.small_linear import serves, small_linear_kernel, tiling
 from folovllm.kernels.store import store_kvcache_kernel
 from folovllm.kernels.unpack_step import unpack_decode_kernel
 
@@ -39,7 +45,8 @@ HQ, HKV = 16, 8
 
 
 OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
-             ("finish_kernel", "weight_ptr"): "*fp32", ("finish_kernel", "token_ptr"): "*i32"}  # fmt: skip
+             ("finish_kernel", "weight_ptr"): "*fp32", ("finish_kernel", "token_ptr"): "*i32",
+             ("small_linear_kernel", "x_ptr"): "*i32", ("small_linear_kernel", "weight_ptr"): "*i32"}  # fmt: skip
 
 
 def pointer_type(name: str, dtype: str) -> str:
@@ -56,8 +63,8 @@ def pointer_type(name: str, dtype: str) -> str:
     return f"*{dtype}"
 
 
-def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_warps=4, num_stages=2) -> int:
-    """Shared memory in bytes of `kernel` compiled for sm_`capability`, its pointers and strides 16-byte aligned."""
+def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_warps=4, num_stages=2) -> tuple[int, int]:
+    """Bytes of shared memory and of stack of `kernel` for sm_`capability`, its pointers and strides 16-byte aligned."""
     signature, attributes = {}, {}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -78,7 +85,17 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return int(compiled.metadata.shared)
+    return int(compiled.metadata.shared), stack_bytes(compiled.asm["cubin"])
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Of one thread, in a compiled kernel: 0 if all that it works with is in registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
 def kernels(capability: int, head_dim: int, block_size: int):
@@ -120,10 +137,24 @@ def kernels_of_m6(capability: int, head_dim: int, block_size: int):
     yield count_drawn_kernel, {"WIDTH": 128, "ALL": True}, 4, 3
     lines = {"TOKEN": 0, "ROW": 1, "SEQ_LEN": 2, "NEW_BLOCK": 7}
     yield unpack_decode_kernel, {**lines, "B": block_size, "WIDTH": 128}, 1, 3
-    for tokens, gated in ((1, True), (4, False)):
-        linear = {"K": 1024, "NORM": gated, "GATED": gated, "RESIDUAL": not gated, "M": tokens, "N": 4, "WIDTH": WIDTH,
-                  "PDL": capability >= 90}  # fmt: skip
-        yield small_linear_kernel, linear, 4, 3
+    yield from small_linears(capability)
+
+
+# Hidden size, query and KV heads, MLP: Qwen3-0.6B, 4B and 8B, Llama-1B, and one of eight ranks of a 70B.
+GEOMETRIES = [(1024, 16, 8, 3072), (2560, 32, 8, 9728), (4096, 32, 8, 12288), (2048, 32, 8, 8192), (8192, 8, 1, 3584)]
+
+
+def small_linears(capability: int):
+    """The four products of each geometry's layers, for as many tokens as they are served; one geometry on older cards."""
+    for hidden, heads, kv_heads, mlp in GEOMETRIES[: {90: 5, 80: 2}.get(capability, 1)]:
+        for rows, width, norm, gated in (((heads + 2 * kv_heads) * 128, hidden, True, False),
+                                         (hidden, heads * 128, False, False), (mlp, hidden, True, True),
+                                         (hidden, mlp, False, False)):  # fmt: skip
+            weight = torch.empty(rows * (1 + gated), width, device="meta")
+            for tokens in filter(lambda n, w=weight: serves(n, w), (1, 2, 4)):
+                num_warps, per_program, chunk = tiling(tokens, rows, 2 * width * (1 + gated))
+                yield small_linear_kernel, {"K": width, "NORM": norm, "GATED": gated, "RESIDUAL": not norm, "M": tokens,
+                                            "ROWS": per_program, "CHUNK": chunk, "PDL": capability >= 90}, num_warps, 3  # fmt: skip
 
 
 def main(capability: int, milestone: str) -> None:
@@ -133,8 +164,9 @@ def main(capability: int, milestone: str) -> None:
     rows = []
     for head_dim, block_size in SHAPES[capability]:
         for kernel, constants, num_warps, num_stages in kernels_of(capability, head_dim, block_size):
-            shared = compile_kernel(kernel, capability, dtype, constants, num_warps, num_stages)
-            rows.append([f"{kernel.__name__} D={head_dim} B={block_size}", shared, LIMIT_KIB[capability] * 1024])
+            shared, stack = compile_kernel(kernel, capability, dtype, constants, num_warps, num_stages)
+            name = f"{kernel.__name__} D={head_dim} B={block_size}"
+            rows.append([name, shared, LIMIT_KIB[capability] * 1024, stack])
     print(json.dumps(rows))
 
 

@@ -22,6 +22,8 @@ def test_compiles_and_fits(capability, milestone, count):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
-    assert len({name.split()[0] for name, _, _ in rows}) == count
-    too_large = [f"{name}: {shared} of {limit} bytes" for name, shared, limit in rows if shared > limit]
+    assert len({name.split()[0] for name, *_ in rows}) == count
+    too_large = [f"{name}: {shared} of {limit} bytes" for name, shared, limit, _ in rows if shared > limit]
     assert not too_large
+    spilled = [f"{name}: {stack} bytes a thread" for name, _, _, stack in rows if stack and "small_linear" in name]
+    assert not spilled, "weights that a program asks for ahead of time must stay in registers"

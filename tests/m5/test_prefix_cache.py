@@ -116,41 +116,39 @@ class TestLongestCachedPrefix:
 
     def test_finds_whole_pages_from_the_start(self) -> None:
         chain = Chain(self.tokens)
-        assert chain.found([*self.tokens, 1]) == [10, 11, 12]
-        assert chain.found(self.tokens[:9]) == [10, 11]
-        assert chain.found(self.tokens[:7]) == [10]
-        assert chain.found(self.tokens[:3]) == []
+        for count, found in ((13, [10, 11, 12]), (9, [10, 11]), (7, [10]), (3, [])):
+            assert chain.found([*self.tokens, 1][:count]) == found, f"{count} tokens: its full pages, in order"
 
     def test_leaves_one_token_to_compute(self) -> None:
         chain = Chain(self.tokens)
-        assert chain.found(self.tokens) == [10, 11]
-        assert chain.found(self.tokens[:4]) == []
-        assert chain.found(self.tokens[:5]) == [10]
+        for count, found in ((12, [10, 11]), (4, []), (5, [10])):
+            says = f"of {count} tokens one at least must be left: its logits give the next token"
+            assert chain.found(self.tokens[:count]) == found, says
 
     def test_stops_at_the_first_difference(self) -> None:
         chain = Chain(self.tokens)
         other = [*self.tokens, 1]
         other[5] += 1
-        assert chain.found(other) == [10]
+        assert chain.found(other) == [10], "token 5 is another: page 1 and all after it are not found"
         other[0] += 1
-        assert chain.found(other) == []
+        assert chain.found(other) == [], "token 0 is another: nothing is found"
 
     def test_a_missing_page_ends_it(self) -> None:
         chain = Chain(self.tokens)
         del chain.cache._by_hash[chain.blocks[1].hash or 0]
-        assert chain.found([*self.tokens, 1]) == [10]
+        assert chain.found([*self.tokens, 1]) == [10], "page 11 is gone; 12 cannot be used without it"
 
     def test_other_tokens_under_the_same_hash_are_no_hit(self) -> None:
         chain = Chain(self.tokens)
         chain.blocks[0].token_ids = np.array([9, 9, 9, 9], np.int32).tobytes()
-        assert chain.found([*self.tokens, 1]) == []
+        assert chain.found([*self.tokens, 1]) == [], "page 10 holds other tokens, whatever its hash"
 
     def test_a_page_that_followed_another_page_is_no_hit(self) -> None:
         chain = Chain(self.tokens)
         chain.blocks[1].parent = 999
-        assert chain.found([*self.tokens, 1]) == [10]
+        assert chain.found([*self.tokens, 1]) == [10], "page 11 was computed after another page than 10"
         chain.blocks[0].parent = 999
-        assert chain.found([*self.tokens, 1]) == []
+        assert chain.found([*self.tokens, 1]) == [], "page 10 was not computed at the beginning of a prompt"
 
 
 def pages(*ids: int) -> list[Block]:
@@ -187,36 +185,44 @@ class TestPublish:
         collision, other = PrefixCache(B), sequence([1] * 8)
         collision.publish(sequence(self.tokens[:4]), pages(7))
         collision.publish(other, pages(17, 18))
-        got["other tokens, and all hashes are 42"] = [named(collision), len(other.page_serials)]
+        got["other tokens, and all hashes are 42"] = [named(collision), len(collision.serials(other))]
         says = "twins stay nameless and what follows them follows the first; 8 without 7 gives way; a collision ends it"
         worked_case("m5.3", got, dict(zip(got, [[7, 8, 19], True, [17, 18], [[7], 0]], strict=True)), says)
 
     def test_names_full_pages_in_a_chain(self) -> None:
         cache, seq, blocks = PrefixCache(B), sequence(self.tokens), pages(7, 8, 9)
         cache.publish(seq, blocks)
-        assert len(cache) == 3 and cache.serials(seq) == [b.serial for b in blocks]
-        assert [b.parent for b in blocks] == [ROOT, blocks[0].serial, blocks[1].serial]
-        assert len(set(cache.serials(seq))) == 3 and ROOT not in cache.serials(seq)
-        first = np.array(self.tokens[:B], np.int32)
-        assert blocks[0].token_ids == first.tobytes() and blocks[0].hash == compute_hash(first, 0)
-        second = np.array(self.tokens[B : 2 * B], np.int32)
-        assert blocks[1].hash == compute_hash(second, blocks[0].hash or 0)
+        assert len(cache) == 3, "three full pages have a name"
+        assert cache.serials(seq) == [b.serial for b in blocks], "the sequence's serials are those of its pages"
+        assert [b.parent for b in blocks] == [ROOT, blocks[0].serial, blocks[1].serial], (
+            "each follows the one before it"
+        )
+        assert len(set(cache.serials(seq))) == 3 and ROOT not in cache.serials(seq), "each page has a serial of its own"
+        first, second = (np.array(self.tokens[i * B : (i + 1) * B], np.int32) for i in range(2))
+        assert blocks[0].token_ids == first.tobytes(), "page 0 notes its tokens"
+        assert blocks[0].hash == compute_hash(first, 0), "page 0 is named after its tokens"
+        assert blocks[1].hash == compute_hash(second, blocks[0].hash or 0), (
+            "page 1 after its own and the page before it"
+        )
 
     def test_goes_on_where_it_left_off(self) -> None:
         cache, seq, blocks = PrefixCache(B), sequence(self.tokens), pages(7, 8, 9)
         cache.publish(seq, blocks[:1])
         serial = blocks[0].serial
         cache.publish(seq, blocks)
-        assert blocks[0].serial == serial and blocks[1].parent == serial and len(cache) == 3
+        assert blocks[0].serial == serial, "what was published is not published again"
+        assert blocks[1].parent == serial, "the next page follows it"
+        assert len(cache) == 3, "three pages have a name"
 
     def test_a_twin_stays_nameless_and_counts_as_the_first(self) -> None:
         cache, first, second = PrefixCache(B), sequence(self.tokens), sequence([*self.tokens[:8], 1, 2, 3, 4])
         ones, twos = pages(7, 8), pages(17, 18, 19)
         cache.publish(first, ones)
         cache.publish(second, twos)
-        assert [b.hash for b in twos[:2]] == [None, None]
-        assert cache.serials(second)[:2] == cache.serials(first)
-        assert twos[2].parent == ones[1].serial and twos[2].hash is not None
+        assert [b.hash for b in twos[:2]] == [None, None], "17 and 18 are twins of 7 and 8, and get no name"
+        assert cache.serials(second)[:2] == cache.serials(first), "the serials of 7 and 8 count for what follows"
+        assert twos[2].parent == ones[1].serial, "19 follows 8"
+        assert twos[2].hash is not None, "19 has other tokens than anybody, and gets a name"
 
     def test_a_collision_is_not_published_nor_what_follows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: 42)
@@ -224,14 +230,16 @@ class TestPublish:
         ones, twos = pages(7), pages(17, 18, 19)
         cache.publish(first, ones)
         cache.publish(second, twos)
-        assert cache.serials(second) == [] and all(b.hash is None for b in twos)
-        assert cache._by_hash[42] is ones[0]
+        assert cache.serials(second) == [], "no page of the second is published"
+        assert all(b.hash is None for b in twos), "so none has a name"
+        assert cache._by_hash[42] is ones[0], "who was first keeps the name"
 
     def test_a_page_whose_parent_was_a_twin_can_be_found(self) -> None:
         cache, blocks = PrefixCache(B), pages(7, 17, 18)
         cache.publish(sequence(self.tokens[:B]), blocks[:1])
         cache.publish(sequence(self.tokens), [blocks[1], blocks[2]])
-        assert (blocks[1].serial, blocks[2].parent) == (0, blocks[0].serial)
+        assert blocks[1].serial == 0, "17 is a twin of 7: it has no name, hence no serial"
+        assert blocks[2].parent == blocks[0].serial, "18 follows 7, which can be found"
 
     def test_an_orphan_gives_its_name_away(self) -> None:
         cache, first, again = Forgetful(B), sequence(self.tokens), sequence(self.tokens)
@@ -239,8 +247,9 @@ class TestPublish:
         cache.publish(first, ones)
         cache.evict(ones[0])  # page 8 can no longer be reached
         cache.publish(again, twos)
-        assert ones[1].hash is None and cache._by_hash[twos[1].hash or 0] is twos[1]
-        assert twos[1].parent == twos[0].serial
+        assert ones[1].hash is None, "8 follows a page that is gone: it loses its name"
+        assert cache._by_hash[twos[1].hash or 0] is twos[1], "18 has it now"
+        assert twos[1].parent == twos[0].serial, "and follows 17"
 
 
 class TestEvict:
@@ -264,10 +273,11 @@ class TestEvict:
         chain = Chain(list(range(8)))
         first, second = chain.blocks
         chain.cache.evict(second)
-        assert list(chain.cache._by_hash.values()) == [first]
-        assert (second.hash, second.token_ids, second.serial, second.parent) == (None, b"", 0, 0)
-        assert first.hash is not None and first.serial == 100
-        assert chain.cache.stats.evictions == 1
+        assert list(chain.cache._by_hash.values()) == [first], "the name of 11 is gone, that of 10 is not"
+        blank = (None, b"", 0, 0)
+        assert (second.hash, second.token_ids, second.serial, second.parent) == blank, "11 is as a new `Block`"
+        assert first.hash is not None and first.serial == 100, "10 is what it was"
+        assert chain.cache.stats.evictions == 1, "one page lost its name"
 
     def test_a_second_time_is_once_too_often(self) -> None:
         chain = Chain(list(range(8)))
@@ -276,19 +286,22 @@ class TestEvict:
         chain.cache.evict(block)
         chain.cache._by_hash[name or 0] = heir = Block(99, hash=name)  # computed again, in another page
         chain.cache.evict(block)
-        assert chain.cache._by_hash[name or 0] is heir and chain.cache.stats.evictions == 1
+        assert chain.cache._by_hash[name or 0] is heir, "the name belongs to another page now, and stays"
+        assert chain.cache.stats.evictions == 1, "the second time nothing was evicted"
 
     def test_a_page_without_a_name_is_no_eviction(self) -> None:
         chain = Chain(list(range(8)))
         chain.cache.evict(Block(3))
-        assert len(chain.cache) == 2 and chain.cache.stats.evictions == 0
+        assert len(chain.cache) == 2, "10 and 11 keep their names"
+        assert chain.cache.stats.evictions == 0, "nothing was forgotten, so nothing is counted"
 
     def test_a_page_taken_for_something_else_is_forgotten(self) -> None:
         manager = PrefixCachingBlockManager(2, B)
         chain = Chain(list(range(8)))
         manager.prefix_cache, manager.blocks[0].hash = chain.cache, chain.blocks[0].hash
         chain.cache._by_hash[chain.blocks[0].hash or 0] = manager.blocks[0]
-        assert manager._take() == 0 and manager.blocks[0].hash is None and len(chain.cache) == 1
+        assert manager._take() == 0 and manager.blocks[0].hash is None, "page 0 is taken and has no name any more"
+        assert len(chain.cache) == 1, "only page 11 is left to be found"
 
 
 class TestAdopt:
@@ -306,14 +319,15 @@ class TestAdopt:
     def test_the_first_to_find_a_page_takes_it_out_of_the_free_list(self) -> None:
         manager = PrefixCachingBlockManager(4, B)
         manager.adopt(manager.blocks[2])
-        assert manager.blocks[2].ref_count == 1 and manager.num_free == 3
-        assert [manager._free.popleft().block_id for _ in range(3)] == [0, 1, 3]
+        assert manager.blocks[2].ref_count == 1 and manager.num_free == 3, "one holds page 2, and three are free"
+        assert [manager._free.popleft().block_id for _ in range(3)] == [0, 1, 3], "the others, in their order"
 
     def test_others_share_it(self) -> None:
         manager = PrefixCachingBlockManager(4, B)
         for count in (1, 2, 3):
             manager.adopt(manager.blocks[2])
-            assert manager.blocks[2].ref_count == count and manager.num_free == 3
+            assert manager.blocks[2].ref_count == count, "one holder more each time"
+            assert manager.num_free == 3, "it leaves the free list once"
 
     def test_a_shared_page_is_free_when_the_last_one_leaves(self) -> None:
         manager = PrefixCachingBlockManager(4, B)
@@ -323,13 +337,13 @@ class TestAdopt:
             seq.block_table.append(2)
         for seq, num_free in zip(seqs, (3, 4), strict=True):
             manager.deallocate(seq)
-            assert manager.num_free == num_free
+            assert manager.num_free == num_free, "with one of two holders gone it is held, with both it is free"
 
     def test_finding_leaves_the_name(self) -> None:
         manager = PrefixCachingBlockManager(4, B)
         manager.blocks[1].hash = 42
         manager.adopt(manager.blocks[1])
-        assert manager.blocks[1].hash == 42
+        assert manager.blocks[1].hash == 42, "others can go on finding it"
 
 
 class TestEviction:

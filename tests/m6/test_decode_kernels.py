@@ -16,7 +16,7 @@ from tests.m6.devices import DEVICE
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.kernels.gumbel_max import TILE, gumbel_max
-from folovllm.kernels.small_linear import serves, small_linear
+from folovllm.kernels.small_linear import serves, small_linear, tiling
 from folovllm.kernels.unpack_step import unpack_decode
 
 
@@ -77,8 +77,48 @@ class TestSmallLinear:
         x, weight = torch.randn(2, 100, device=DEVICE)[:, :64], torch.randn(8, 64, device=DEVICE)
         assert torch.allclose(small_linear(x, weight), x @ weight.T, atol=1e-4)
 
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize(("width", "rows"), [(2, 1), (34, 7), (514, 9), (1100, 5)])
+    @pytest.mark.parametrize("tokens", [1, 3, 4])
+    def test_pairs_of_numbers(self, tokens: int, width: int, rows: int, dtype: torch.dtype) -> None:
+        """All that is done to a result, with widths that fill no tile. The interpreter cuts bfloat16 off, three times."""
+        generator = torch.Generator().manual_seed(width)
+        x = torch.randn(tokens, width, generator=generator).to(DEVICE, dtype)
+        weight = (torch.randn(2 * rows, width, generator=generator) / width**0.5).to(DEVICE, dtype)
+        stream = torch.randn(tokens, rows, generator=generator).to(DEVICE, dtype)
+        y = F.linear(F.rms_norm(x.double(), (width,), eps=1e-6), weight.double())
+        expected = stream + F.silu(y[:, :rows]) * y[:, rows:]
+        actual = small_linear(x, weight, 1e-6, gated=True, residual=stream).double()
+        assert (actual - expected).norm() <= (0.02 if dtype == torch.bfloat16 else 2e-3) * expected.norm()
+
+    @pytest.mark.parametrize("first", [0, 1, 2])  # pairs begin at even places; elsewhere each number is read by itself
+    @pytest.mark.parametrize("apart", [8, 9])
+    def test_pairs_in_a_larger_tensor(self, first: int, apart: int) -> None:
+        whole = torch.randn(3, apart, generator=torch.Generator().manual_seed(first)).to(DEVICE, torch.float16)
+        x, weight = whole[:, first : first + 6], torch.randn(5, 6, device=DEVICE, dtype=torch.float16)
+        assert torch.allclose(small_linear(x, weight), x @ weight.T, atol=1e-2)
+        weight = torch.randn(5 * 6 + 2, device=DEVICE, dtype=torch.float16)[first:][:30].view(5, 6)
+        assert torch.allclose(small_linear(x, weight), x @ weight.T, atol=1e-2)
+
+    def test_writes_where_it_is_told(self) -> None:
+        x, weight, out = torch.randn(2, 64, device=DEVICE), torch.randn(10, 64, device=DEVICE), torch.empty(4, 10)
+        out = out.fill_(torch.nan).to(DEVICE)
+        small_linear(x, weight, out=out[:2])
+        assert torch.allclose(out[:2], x @ weight.T, atol=1e-4) and out[2:].isnan().all()
+
     def test_serves_few_tokens(self) -> None:
-        assert [n for n in range(10) if serves(n)] == [1, 2, 4]
+        """Four only where it is ahead of the library: not in a layer of Qwen3-8B, but in one of Qwen3-4B."""
+        narrow, wide = torch.empty(2560, 9728, device="meta"), torch.empty(24576, 4096, device="meta")
+        assert [n for n in range(10) if serves(n, narrow)] == [1, 2, 4]
+        assert [n for n in range(10) if serves(n, wide)] == [1, 2]
+
+    @pytest.mark.parametrize("tokens", [1, 2, 4])
+    @pytest.mark.parametrize("num_rows", [10, 151936])
+    def test_a_tile_is_small_enough_for_registers(self, tokens: int, num_rows: int) -> None:
+        """Of rows of up to 40,960 numbers in 16 bits, or half as many gated."""
+        for row_bytes in [2, 100, *range(1024, 81_921, 1024)]:
+            warps, rows, chunk = tiling(tokens, num_rows, row_bytes)
+            assert rows * row_bytes <= warps * 32 * 4 * 80 and warps <= 16 and chunk <= warps * 32 * 4
 
     @pytest.mark.gpu
     @pytest.mark.parametrize(("width", "rows", "gated"), [(1024, 4096, False), (3072, 1024, False), (1024, 6144, True)])

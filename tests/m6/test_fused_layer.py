@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+from folovllm.attention.backends.triton import TritonBackend
 from folovllm.attention.ops import reshape_and_cache_kv
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
@@ -20,6 +21,7 @@ from folovllm.engine.llm_engine import LLMEngine
 from folovllm.kernels.small_linear import serves
 from folovllm.layers import fused as fused_elements
 from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.formats import few_tokens
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.rotary_embedding import rotate
@@ -49,12 +51,15 @@ def gpu_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+        monkeypatch.setattr(
+            fused_layer, "is_few", lambda *_: False
+        )  # a head of 130 interpreted programs takes too long
 
 
 @pytest.fixture(params=["few", "many"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which of a layer's two ways is taken: small batches in `small_linear`, wherever it serves them, or none."""
-    monkeypatch.setattr(few_tokens, "is_few", lambda x: request.param == "few" and serves(len(x)))
+    monkeypatch.setattr(few_tokens, "is_few", lambda x, weight: request.param == "few" and serves(len(x), weight))
     return request.param
 
 
@@ -119,12 +124,50 @@ def test_logits_that_are_not_numbers_end_no_engine(gpu_paths: None) -> None:
     assert [output.outputs[0].token_ids for output in outputs] == [[0] * 3] * 2
 
 
+def test_no_kernel_stores_what_another_sequence_reads_in_it(gpu_paths: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have one new token, and the second begins with the block that the first fills in this very step."""
+    calls: list[int] = []
+    raw = TritonBackend.forward_raw
+    monkeypatch.setattr(TritonBackend, "forward_raw", lambda *args: calls.append(args[-1].num_seqs) or raw(*args))
+    served = served_by_kernels(small_checkpoint(num_hidden_layers=1), num_kv_blocks=16, async_scheduling=False)
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    served.add_request("first", [5, 6, 7], greedy)
+    (token,) = served.step()[0].outputs[0].token_ids
+    served.add_request("second", [5, 6, 7, token, 9], greedy)
+    served.step()
+    first, second = served.scheduler.running
+    assert (second.num_cached_tokens, second.block_table[0]) == (4, first.block_table[0])
+    assert not calls
+    served.step()
+    assert 2 in calls, "both run now, each in blocks of its own"
+
+
 def _answered(checkpoint: Path) -> Workload:
     """M1's answers, computed without the fixture's pretence."""
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE == "cpu":
             patch.setattr(torch.Tensor, "is_cuda", property(lambda _: False))
         return answered(checkpoint, requests_of_all_kinds())
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+def test_the_head_is_a_product_for_few_tokens(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the library's for others; both write where the step's logits are."""
+    taken: list[int] = []
+    head = few_token_layers(16).make(ParallelLMHead, 10, 24).to(DEVICE)
+    monkeypatch.setattr(fused_layer, "is_few", lambda x, weight: serves(len(x), weight))
+    kernel = fused_layer.small_linear
+    monkeypatch.setattr(
+        fused_layer, "small_linear", lambda x, *rest, **kw: taken.append(len(x)) or kernel(x, *rest, **kw)
+    )
+    generator = torch.Generator().manual_seed(0)
+    head.weight.data.copy_(torch.randn(10, 24, generator=generator))
+    hidden = torch.randn(tokens, 24, generator=generator).to(DEVICE)
+    out = torch.full((tokens, 10), torch.nan, device=DEVICE)
+    with torch.inference_mode():
+        logits = head(hidden, out)
+    assert logits.data_ptr() == out.data_ptr() and torch.allclose(out, hidden @ head.weight.T, atol=1e-5)
+    assert taken == ([] if tokens == 3 else [tokens])
 
 
 # --- the layers ----------------------------------------------------------------------------------------------------

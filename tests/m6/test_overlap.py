@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from folovllm.build import make_engine
+from folovllm.cache.free_list import Block
+from folovllm.cache.prefix_cache import PrefixCache
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.outputs import RequestOutput
+from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
 from tests.workloads import ARRIVALS, KINDS, MAX_MODEL_LEN, assert_nothing_left, serve, workload
@@ -66,6 +69,28 @@ def test_small_pools_and_chunks(mode: str, pool: dict[str, Any]) -> None:
     assert_clean(served)
     if pool.get("num_kv_blocks"):
         assert served.stats().preemptions > 0
+
+
+def test_only_tokens_that_the_host_knows_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is named after its tokens; one of them may be on the device alone."""
+    publish, in_flight = PrefixCache.publish, []
+
+    def checked(cache: PrefixCache, seq: Sequence, blocks: list[Block]) -> None:
+        assert len(blocks) * 4 <= seq.num_tokens
+        in_flight.append(seq.num_computed_tokens > seq.num_tokens)
+        publish(cache, seq, blocks)
+
+    monkeypatch.setattr(PrefixCache, "publish", checked)
+    load, served = workload("greedy", count=8), engine(block_size=4)
+    load.check(serve(served, load.requests))
+    assert any(in_flight)
+
+
+def test_nothing_is_drawn_in_the_middle_of_a_prompt_that_comes_token_by_token() -> None:
+    """Such a step looks like decodes, for which there is a recorded step, and is none."""
+    load, served = workload(count=4), engine(long_prefill_token_threshold=1)
+    load.check(serve(served, load.requests))
+    assert_clean(served)
 
 
 def special_requests() -> list[tuple[list[int], SamplingParams]]:

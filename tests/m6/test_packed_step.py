@@ -59,37 +59,39 @@ class TestChooseBucket:
 
     @pytest.mark.parametrize(("count", "width"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 0)])
     def test_is_the_smallest_that_holds_them(self, count: int, width: int) -> None:
-        assert choose_bucket(count, [1, 2, 4, 8]) == width
+        assert choose_bucket(count, [1, 2, 4, 8]) == width, f"of the widths 1, 2, 4, 8, for {count} sequences"
 
     def test_without_buckets_there_is_none(self) -> None:
-        assert choose_bucket(1, []) == 0
+        assert choose_bucket(1, []) == 0, "0 says that no width holds them"
 
 
 class TestPackDecode:
+    def packed(self, *shares: Share, width: int = 4) -> PackedStep:
+        """A decode step of rows that were drawn for before: row 4 with temperature 0.5 and a seed, others greedily."""
+        draws = {4: DrawSpec(seed=(3 << 32) + 9, temperature=0.5)}
+        packer = StepPacker(ROWS, [])
+        new = [share._replace(draw=draws.get(share.row, DrawSpec(temperature=0.0))) for share in shares]
+        packer._pack_mixed(new)
+        return packer.pack_decode(shares, width)
+
     def decode(self, width: int = 4) -> PackedStep:
         """Rows 4 and 2 decode: the third token of one, and the fifth of the other, for which a block was taken."""
-        draw = DrawSpec(seed=(3 << 32) + 9, temperature=0.5), DrawSpec(temperature=0.0)
         first = Share(1, 4, 2, 1, np.array([7], np.int32), (), 1, 1, None)
-        second = Share(2, 2, 4, 1, np.array([1], np.int32), (1,), 1, 1, None)
-        packer = StepPacker(ROWS, [])
-        packer.pack(SchedulerOutput(tuple(s._replace(draw=d) for s, d in zip((first, second), draw, strict=True))))
-        return packer.pack_decode((first, second), width)
+        second = Share(2, 2, 4, 1, np.array([1], np.int32), (5,), 1, 1, None)
+        return self.packed(first, second, width=width)
 
     def test_a_worked_case(self) -> None:
-        """Width 3, six rows. The first fills page 8; the second's token is in flight, and begins page 1; then padding."""
-        draw = DrawSpec(seed=(3 << 32) + 9, temperature=0.5), DrawSpec(temperature=0.0)
+        """Width 3, six rows. The first's token 2 is known; the second's token 4 is in flight and begins block 5; then padding."""
         first = Share(1, 4, 2, 1, np.array([7], np.int32), (), 1, 1, None)
-        second = Share(2, 2, 4, 1, np.empty(0, np.int32), (1,), 1, 1, None)
-        packer = StepPacker(ROWS, [])
-        packer.pack(SchedulerOutput((first._replace(draw=draw[0]), second._replace(draw=draw[1]))))
-        step = packer.pack_decode((first, second), 3)
+        second = Share(2, 2, 4, 1, np.empty(0, np.int32), (5,), 1, 1, None)
+        step = self.packed(first, second, width=3)
         got = {field.name: step.fields[field].tolist() for field in Field}
         got["TEMPERATURE"] = step.fields[Field.TEMPERATURE].view(np.float32).tolist()
         got |= {"buffer": str(step.flatten().dtype)}
         expected = {
             "TOKEN": [7, IN_FLIGHT, 0], "ROW": [4, 2, ROWS], "SEQ_LEN": [3, 5, 0], "QUERY_LEN": [1, 1, 0],
             "TEMPERATURE": [0.5, 0.0, 0.0], "SEED_LOW": [9, 0, 0], "SEED_HIGH": [3, 0, 0],
-            "NEW_BLOCK": [NOTHING, 1, NOTHING], "NUM_DRAWS": [1, 1, 0], "buffer": "int32",
+            "NEW_BLOCK": [NOTHING, 5, NOTHING], "NUM_DRAWS": [1, 1, 0], "buffer": "int32",
         }  # fmt: skip
         says = "a column for each of two sequences, and one of padding; lengths are those after the step"
         worked_case("m6.3", got, expected, says)
@@ -97,40 +99,47 @@ class TestPackDecode:
     def test_columns_are_the_sequences(self) -> None:
         step = self.decode()
         fields = step.fields
-        assert step.is_decode and (step.num_seqs, step.num_decodes) == (2, 2)
-        assert fields.dtype == np.int32 and fields.shape == (len(Field), 4)
-        assert fields[Field.TOKEN, :2].tolist() == [7, 1]
-        assert fields[Field.ROW, :2].tolist() == [4, 2]
-        assert fields[Field.SEQ_LEN, :2].tolist() == [3, 5]
-        assert fields[Field.QUERY_LEN, :2].tolist() == [1, 1] and fields[Field.NUM_DRAWS, :2].tolist() == [1, 1]
-        assert fields[Field.TEMPERATURE, :2].view(np.float32).tolist() == [0.5, 0.0]
-        assert fields[Field.SEED_LOW, :2].tolist() == [9, 0] and fields[Field.SEED_HIGH, :2].tolist() == [3, 0]
+        assert step.is_decode and (step.num_seqs, step.num_decodes) == (2, 2), "two sequences decode; padding is none"
+        assert fields.dtype == np.int32 and fields.shape == (len(Field), 4), "int32, [len(Field), width]"
+        assert fields[Field.TOKEN, :2].tolist() == [7, 1], "the newest token of each"
+        assert fields[Field.ROW, :2].tolist() == [4, 2], "`share.row`, in the order of the shares"
+        assert fields[Field.SEQ_LEN, :2].tolist() == [3, 5], (
+            "tokens 2 and 4 are computed: 3 and 5 are in the cache then"
+        )
+        assert fields[Field.QUERY_LEN, :2].tolist() == [1, 1], "one new token each"
+        assert fields[Field.NUM_DRAWS, :2].tolist() == [1, 1], "after each the next one is drawn"
+        temperatures = fields[Field.TEMPERATURE, :2].view(np.float32).tolist()
+        assert temperatures == [0.5, 0.0], "the bits of a float32, as they are"
+        seeds = [fields[Field.SEED_LOW, :2].tolist(), fields[Field.SEED_HIGH, :2].tolist()]
+        assert seeds == [[9, 0], [3, 0]], "the two halves of each row's seed"
 
     def test_a_new_block_or_nothing(self) -> None:
-        assert self.decode().fields[Field.NEW_BLOCK, :2].tolist() == [NOTHING, 1]
+        new = self.decode().fields[Field.NEW_BLOCK, :2].tolist()
+        assert new == [NOTHING, 5], "the first needs no new block, the second's token is the first of block 5"
 
     def test_padding_reads_and_writes_nothing(self) -> None:
         step = self.decode()
         padding = step.fields[:, 2:]
-        assert (padding[Field.ROW] == ROWS).all() and (padding[Field.NEW_BLOCK] == NOTHING).all()
+        assert (padding[Field.ROW] == ROWS).all(), "the row behind all that exist"
+        assert (padding[Field.NEW_BLOCK] == NOTHING).all(), "no block: 0 is one, and somebody's"
         rest = [field for field in Field if field not in (Field.ROW, Field.NEW_BLOCK)]
-        assert (padding[rest] == 0).all()
+        assert (padding[rest] == 0).all(), "0 in all other lines: of length 0 nothing is read and nothing written"
 
     def test_the_matrix_is_all_that_travels(self) -> None:
         step = self.decode()
         flat = step.flatten()
         assert flat.dtype == np.int32, "fields, tokens and updates are int32, the empty ones too"
-        assert flat.tolist() == step.fields.ravel().tolist()
+        assert flat.tolist() == step.fields.ravel().tolist(), "tokens and updates are empty"
 
     def test_a_token_in_flight_is_the_devices_to_fill_in(self) -> None:
         in_flight = Share(1, 1, 3, 1, np.empty(0, np.int32), (), 1, 1, None)
         device = Device()
         device.tables.last_token[1] = 77
         step = device.packer.pack_decode((in_flight,), 2)
-        assert step.fields[Field.TOKEN, 0] == IN_FLIGHT
+        assert step.fields[Field.TOKEN, 0] == IN_FLIGHT, "the host does not know it"
         assert step.fields[Field.SEQ_LEN, 0] == 4, "3 that the host knows, and the one in flight"
         batch = device.unpack(step)
-        assert batch.input_ids[0] == 77 and batch.positions[0] == 3
+        assert batch.input_ids[0] == 77 and batch.positions[0] == 3, "the device takes the token that it drew last"
 
 
 def test_what_is_no_plain_decode() -> None:
@@ -139,6 +148,7 @@ def test_what_is_no_plain_decode() -> None:
     assert not is_plain_decode(plain._replace(new_blocks=(5, 6), first_new_block=1)), "two blocks: one field is too few"
     assert not is_plain_decode(plain._replace(draw=DrawSpec())), "how a new row is drawn must travel too"
     assert not is_plain_decode(plain._replace(num_new_tokens=2))
+    assert not is_plain_decode(plain._replace(num_draws=0)), "a chunk of one token: a recorded step would draw after it"
 
 
 @settings(max_examples=60)

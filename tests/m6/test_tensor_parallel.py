@@ -147,7 +147,11 @@ def test_a_step_crosses(rows: list[list[int]], logprobs: list[int]) -> None:
     )
 )
 def test_a_result_crosses(rows: list[tuple[list[int], list[list[float]]]]) -> None:
-    logprobs = [[list(zip(range(len(v)), v, range(7, 99), strict=False)) for v in of_share] for _, of_share in rows]
+    logprobs = {
+        i: [list(zip(range(len(v)), v, range(7, 99), strict=False)) for v in of_share]
+        for i, (_, of_share) in enumerate(rows)
+        if of_share
+    }
     result = StepResult([tokens for tokens, _ in rows], logprobs)
     assert decode_result(encode_result(result)) == result
 

@@ -79,7 +79,7 @@ class AttentionBackend(ABC):
     def forward_raw(
         self, qkv: torch.Tensor, preparation: Preparation, kv_cache: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor | None:
-        """All between two projections of a batch of decodes in one kernel; None where a backend has no such kernel.
+        """All between two projections of a batch of disjoint decodes in one kernel; None where a backend has no such kernel.
 
         [S, (Hq + 2 Hkv) D] -> [S, Hq, D]; the new K/V are stored on the way.
         """

@@ -31,9 +31,9 @@ class FewTokens(Plain):
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
         """True for few tokens and no bias."""
-        return layer.bias is None and is_few(x)
+        return layer.bias is None and is_few(x, layer.weight)
 
 
-def is_few(x: torch.Tensor) -> bool:
-    """Whether `small_linear` should take this batch. In the interpreter its many programs would take minutes."""
-    return x.is_cuda and serves(len(x))
+def is_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `small_linear` should multiply these. In the interpreter its many programs would take minutes."""
+    return x.is_cuda and serves(len(x), weight)

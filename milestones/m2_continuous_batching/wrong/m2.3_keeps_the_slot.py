@@ -2,17 +2,17 @@
 
 
 class Scheduler:
-    def postprocess(self, output, token_ids):
+    def postprocess(self, drawn):
         updated = []
-        for item, token_id in zip(output.scheduled, token_ids, strict=True):
-            seq = item.seq
+        for seq, token_ids in drawn:
             self.kv.publish(seq)
-            if not item.draws:
-                continue
-            seq.append_token(token_id)
-            seq.detokenizer.append(token_id)
-            updated.append(seq)
-            if (status := check_stop_conditions(seq)) is not None:
-                seq.finish(status)
-                self.running.remove(seq)
+            for token_id in token_ids:
+                seq.append_token(token_id)
+                seq.detokenizer.append(token_id)
+                if (status := check_stop_conditions(seq)) is not None:
+                    seq.finish(status)
+                    self.running.remove(seq)
+                    break
+            if token_ids:
+                updated.append(seq)
         return updated

@@ -2,19 +2,19 @@
 
 
 class Scheduler:
-    def postprocess(self, output, token_ids):
+    def postprocess(self, drawn):
         updated = []
-        for item, token_id in zip(output.scheduled, token_ids, strict=True):
-            seq = item.seq
+        for seq, token_ids in drawn:
             self.kv.publish(seq)
-            if not item.draws:
-                continue
-            updated.append(seq)
-            status = check_stop_conditions(seq)
-            seq.append_token(token_id)
-            seq.detokenizer.append(token_id)
-            if status is not None:
-                seq.finish(status)
-                self.running.remove(seq)
-                self.kv.free(seq)
+            for token_id in token_ids:
+                status = check_stop_conditions(seq)
+                seq.append_token(token_id)
+                seq.detokenizer.append(token_id)
+                if status is not None:
+                    seq.finish(status)
+                    self.running.remove(seq)
+                    self.kv.free(seq)
+                    break
+            if token_ids:
+                updated.append(seq)
         return updated

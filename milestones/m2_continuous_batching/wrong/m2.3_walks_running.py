@@ -1,18 +1,20 @@
-"""Pairs tokens with `running`, whose order is not the step's: with decodes first, answers are swapped."""
+"""Walks `running` and takes out of it on the way: whoever stands behind one that ends is passed over, and the order is not the step's."""
 
 
 class Scheduler:
-    def postprocess(self, output, token_ids):
-        updated = []
-        for seq, token_id in zip(list(self.running), token_ids):
+    def postprocess(self, drawn):
+        updated, tokens = [], dict(drawn)
+        for seq in self.running:
+            token_ids = tokens.get(seq, [])
             self.kv.publish(seq)
-            if seq.num_uncomputed_tokens:
-                continue
-            seq.append_token(token_id)
-            seq.detokenizer.append(token_id)
-            updated.append(seq)
-            if (status := check_stop_conditions(seq)) is not None:
-                seq.finish(status)
-                self.running.remove(seq)
-                self.kv.free(seq)
+            for token_id in token_ids:
+                seq.append_token(token_id)
+                seq.detokenizer.append(token_id)
+                if (status := check_stop_conditions(seq)) is not None:
+                    seq.finish(status)
+                    self.running.remove(seq)
+                    self.kv.free(seq)
+                    break
+            if token_ids:
+                updated.append(seq)
         return updated

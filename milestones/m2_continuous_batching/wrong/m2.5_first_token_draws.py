@@ -2,15 +2,14 @@
 
 
 class InputBatch:
-    def flatten(self, items):
-        spans = [(item.seq, item.start, item.start + item.num_new_tokens) for item in items]
-        ends = np.cumsum([item.num_new_tokens for item in items])
+    def flatten(self, shares):
+        ends = np.cumsum([share.num_new_tokens for share in shares])
+        tables = [self.block_tables[share.row] for share in shares]
+        slots = [self._slots(table, self._block_size, s.start, s.end) for table, s in zip(tables, shares, strict=True)]
         return RaggedArrays(
-            input_ids=np.concatenate([seq.token_ids[start:end] for seq, start, end in spans]).astype(np.int64),
-            positions=np.concatenate([np.arange(start, end) for _, start, end in spans]),
-            slot_mapping=np.concatenate(
-                [self._slots(seq.block_table, self._block_size, start, end) for seq, start, end in spans]
-            ),
+            input_ids=np.concatenate([share.token_ids for share in shares]).astype(np.int64),
+            positions=np.concatenate([np.arange(share.start, share.end) for share in shares]),
+            slot_mapping=np.concatenate(slots),
             query_start_loc=np.concatenate([[0], ends]),
             logits_indices=np.concatenate([[0], ends])[:-1],
         )

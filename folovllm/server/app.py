@@ -1,0 +1,262 @@
+"""The HTTP application: which address does what."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import folovllm
+from folovllm.engine.input_processor import encode_within
+from folovllm.inputs import Prompt
+from folovllm.models.files import generation_defaults
+from folovllm.sampling_params import SamplingParams
+from folovllm.server.admission import Admission
+from folovllm.server.answers import ChatWriter, CompletionWriter
+from folovllm.server.async_engine import AsyncEngine
+from folovllm.server.config import ServerConfig
+from folovllm.server.errors import ApiError, as_api_error
+from folovllm.server.metrics import Metrics
+from folovllm.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampling,
+    StreamOptions,
+    TokenizeRequest,
+    parse,
+)
+from folovllm.server.requests import chat_params, chat_prompt, completion_params, prompts_of
+from folovllm.server.respond import Job
+
+logger = logging.getLogger("folovllm")
+Handler = Callable[[Request], Awaitable[Response]]
+R = TypeVar("R", bound=msgspec.Struct)
+BODY_SECONDS = 60.0  # that a request may take to arrive
+CLIENT_GONE = 499  # nobody reads it
+
+
+def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
+    """The application around an engine that was started."""
+    api = Api(engine, config)
+    routes = [
+        Route("/health", api.guarded(api.health)),
+        Route("/version", api.guarded(api.version)),
+        Route("/metrics", api.guarded(api.metrics)),
+        Route("/v1/models", api.guarded(api.models, needs_key=True)),
+        Route("/v1/models/{name:path}", api.guarded(api.model, needs_key=True)),
+        Route("/v1/completions", api.guarded(api.completions, needs_key=True), methods=["POST"]),
+        Route("/v1/chat/completions", api.guarded(api.chat, needs_key=True), methods=["POST"]),
+        Route("/tokenize", api.guarded(api.tokenize, needs_key=True), methods=["POST"]),
+        Route("/detokenize", api.guarded(api.detokenize, needs_key=True), methods=["POST"]),
+    ]
+    cors = Middleware(
+        CORSMiddleware, allow_origins=config.cors_origin, allow_methods=["GET", "POST"], allow_headers=["*"]
+    )
+    return Starlette(
+        routes=routes,
+        middleware=[cors] if config.cors_origin else [],
+        exception_handlers={HTTPException: api.no_such_address},
+    )
+
+
+class Api:
+    """What each address does. Errors are raised; `guarded` makes responses of them."""
+
+    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
+        self._engine, self._config = engine, config
+        self._names = config.served_model_name or [engine.config.model]
+        self._keys = [key.encode() for key in config.api_key]
+        self._defaults = generation_defaults(engine.setup.path)
+        self._admission = Admission(engine, config.max_queued_requests, config.max_queued_tokens)
+        self._metrics = Metrics(engine, self._names[0])
+        self._created = int(time.time())
+
+    def guarded(self, handler: Handler, needs_key: bool = False) -> Handler:
+        """The handler, for those who have a key, with an answer for every error."""
+
+        async def guard(request: Request) -> Response:
+            try:
+                if needs_key:
+                    self._check_key(request)
+                return await handler(request)
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_GONE)
+            except Exception as error:
+                told = as_api_error(error, Sampling.__struct_fields__)
+                if told.status == 500:
+                    logger.exception("a request failed")
+                return error_response(told)
+
+        return guard
+
+    def _check_key(self, request: Request) -> None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        known = [secrets.compare_digest(given.encode(), key) for key in self._keys]  # all: time tells nothing
+        if self._keys and not (scheme.lower() == "bearer" and any(known)):
+            message = "this server wants a key that it knows: send Authorization: Bearer YOUR_KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    async def no_such_address(self, request: Request, error: Exception) -> Response:
+        """Starlette's own refusals: an unknown address, a method that it does not have."""
+        assert isinstance(error, HTTPException)
+        wrong = f"{request.method} {request.url.path}"
+        message = f"{wrong}: this address takes another method" if error.status_code == 405 else f"{wrong}: not found"
+        return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+    async def health(self, request: Request) -> Response:
+        """200 while new requests are taken."""
+        self._engine.require_open()
+        return Response(status_code=200)
+
+    async def version(self, request: Request) -> Response:
+        """Ours."""
+        return json_response({"version": folovllm.__version__})
+
+    async def metrics(self, request: Request) -> Response:
+        """For Prometheus."""
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, request: Request) -> Response:
+        """The one model, by all its names."""
+        return json_response({"object": "list", "data": [self._card(name) for name in self._names]})
+
+    async def model(self, request: Request) -> Response:
+        """One of its names."""
+        name = request.path_params["name"]
+        self._check_model(name)
+        return json_response(self._card(name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        length = self._engine.setup.max_model_len
+        return {
+            "id": name, "object": "model", "created": self._created, "owned_by": "folovllm", "max_model_len": length
+        }  # fmt: skip
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self._names:
+            raise ApiError(
+                404, f"there is no model {name!r} here: ask for {self._names[0]}", "model", "model_not_found"
+            )
+
+    async def completions(self, request: Request) -> Response:
+        """Continue prompts."""
+        asked = await self._read(request, CompletionRequest)
+        prompts = prompts_of(asked)
+        params = completion_params(asked, self._defaults)
+        return await self._answer(request, asked, prompts, params, CompletionWriter(self._shown(asked)))
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        asked = await self._read(request, ChatRequest)
+        params = chat_params(asked, self._defaults)
+        self._admission.check(1)
+        engine = self._engine
+        prompt = await engine.in_thread(chat_prompt, engine.tokenizer, engine.setup.max_model_len, asked)
+        return await self._answer(
+            request, asked, [prompt], params, ChatWriter(self._shown(asked), asked.top_logprobs or 0)
+        )
+
+    async def _answer(
+        self,
+        request: Request,
+        asked: Sampling,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        writer: CompletionWriter,
+    ) -> Response:
+        """All prompts are found good, and there is room for all, before the engine hears of any."""
+        engine, admission = self._engine, self._admission
+        admission.check(len(prompts))  # before the work of reading them
+        prepared = []
+        for prompt in prompts:
+            salt = asked.cache_salt
+            prepared.append(await engine.prepare(prompt, params, priority=asked.priority, cache_salt=salt))
+            await asyncio.sleep(0)  # others have their turn between two of many prompts
+        admission.check(len(prepared), sum(each.num_prompt_tokens for each in prepared))
+        job = Job([engine.submit(each) for each in prepared], writer, params.n)
+        if asked.stream:
+            return job.events(asked.stream_options or StreamOptions())
+        return await job.whole(request.receive)
+
+    def _shown(self, asked: Sampling) -> str:
+        return asked.model or self._names[0]
+
+    async def tokenize(self, request: Request) -> Response:
+        """The ids of a prompt or a conversation."""
+        asked = await self._read(request, TokenizeRequest)
+        engine = self._engine
+        ids: list[int] = await engine.in_thread(self._ids, asked)
+        said = {"count": len(ids), "max_model_len": engine.setup.max_model_len, "tokens": ids}
+        if asked.return_token_strs:
+            said["token_strs"] = engine.tokenizer.convert_ids_to_tokens(ids)
+        return json_response(said)
+
+    def _ids(self, asked: TokenizeRequest) -> list[int]:
+        tokenizer, limit = self._engine.tokenizer, self._engine.setup.max_model_len
+        if (asked.prompt is None) == (asked.messages is None):
+            raise ApiError(400, "give a prompt or messages, one of them", "prompt")
+        if asked.prompt is None:
+            return list(chat_prompt(tokenizer, limit, asked)["prompt_token_ids"])
+        return encode_within(limit, tokenizer, asked.prompt, add_special_tokens=asked.add_special_tokens)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of ids."""
+        asked = await self._read(request, DetokenizeRequest)
+        size = self._engine.setup.vocab_size
+        if bad := [id_ for id_ in asked.tokens if not 0 <= id_ < size]:
+            raise ApiError(400, f"token id {bad[0]} is outside the vocabulary: ids go from 0 to {size - 1}", "tokens")
+        text = await self._engine.in_thread(self._engine.tokenizer.decode, asked.tokens)
+        return json_response({"prompt": text})
+
+    async def _read(self, request: Request, kind: type[R]) -> R:
+        """The request in the body. Only JSON: a page in a browser may send other kinds to any address, unasked."""
+        self._engine.require_open()
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "the body must be JSON: send the header Content-Type: application/json")
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await read_body(request, self._config.max_body_size)
+        except TimeoutError as error:
+            raise ApiError(408, f"the body did not come within {BODY_SECONDS:.0f} s: send it faster") from error
+        asked = parse(body, kind, self._config.ignore_unknown_fields)
+        self._check_model(getattr(asked, "model", None))
+        return asked
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body. Raises ApiError (413) as soon as it is known to be too long."""
+    body = bytearray()
+    announced = request.headers.get("content-length", "0")
+    too_long = int(announced) > limit if announced.isdecimal() else False
+    if not too_long:
+        async for piece in request.stream():
+            body += piece
+            if too_long := len(body) > limit:
+                break
+    if too_long:
+        message = f"the body is longer than {limit} bytes: send less, or start the server with --max-body-size"
+        raise ApiError(413, message, headers={"Connection": "close"})
+    return bytes(body)
+
+
+def json_response(said: Any) -> Response:
+    """A success."""
+    return Response(msgspec.json.encode(said), media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    """A failure."""
+    return Response(error.body(), error.status, error.headers, media_type="application/json")

@@ -1,0 +1,273 @@
+"""`AsyncEngine`: many coroutines ask, one engine answers all of them, a step at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import pickle
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self, TypeVar
+
+from folovllm.config import EngineConfig
+from folovllm.engine.input_processor import InputProcessor
+from folovllm.inputs import Prompt
+from folovllm.models.files import generation_defaults, load_tokenizer
+from folovllm.outputs import RequestOutput
+from folovllm.sampling_params import SamplingParams
+from folovllm.server.counters import Counters
+from folovllm.server.messages import Abort, Failure, Load, News, Ready, Step
+from folovllm.server.stream import Prepared, Stream
+from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
+from folovllm.setup import EngineSetup
+
+logger = logging.getLogger("folovllm")
+T = TypeVar("T")
+TRANSPORTS = {"thread": ThreadTransport, "process": ProcessTransport}
+
+
+class EngineDead(RuntimeError):
+    """The engine has ended: make a new one. The message says how it ended."""
+
+
+class Unavailable(RuntimeError):
+    """The engine takes no new requests: it drains, or was closed."""
+
+
+class AsyncEngine:
+    """An engine that runs beside an event loop.
+
+        async with AsyncEngine("Qwen/Qwen3-0.6B") as engine:
+            async for output in engine.generate("Hello", SamplingParams(output_kind=RequestOutputKind.DELTA)):
+                print(output.outputs[0].text, end="")
+
+    For one event loop, and one thread. Prompts are tokenized and text is made here, beside the engine, which only looks for
+    stop strings.
+
+    Args:
+        model: a name, or an `EngineConfig` that says all; the embedded model if left out.
+        transport: "thread" (this process; for notebooks, CPUs, tests), "process" (one of its own, over a Unix socket), or
+            a `Transport`.
+        overrides: fields of the `EngineConfig`.
+    """
+
+    def __init__(
+        self, model: str | EngineConfig | None = None, *, transport: str | Transport = "thread", **overrides: Any
+    ) -> None:
+        """Raises ValueError for a configuration that cannot be. Nothing is started."""
+        if isinstance(model, EngineConfig):
+            if overrides:
+                raise ValueError(f"an EngineConfig says all: put {', '.join(overrides)} into it")
+            self.config = model
+        else:
+            self.config = EngineConfig(**(overrides if model is None else {"model": model, **overrides}))
+        if isinstance(transport, str) and transport not in TRANSPORTS:
+            raise ValueError(f"unknown transport {transport!r}: choose one of {', '.join(TRANSPORTS)}")
+        self._transport = TRANSPORTS[transport]() if isinstance(transport, str) else transport
+        self._numbers = itertools.count()
+        self._streams: dict[int, Stream] = {}  # what the engine works on
+        self._number_of: dict[str, int] = {}
+        self._readers = ThreadPoolExecutor(1, "tokenizer")
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_draining = self._is_closed = False
+        self.death: Exception | None = None
+        self.died = asyncio.Event()
+        self.load = Load()
+        self.counters = Counters()
+        self.num_queued = self.num_queued_tokens = 0  # requests without a token yet, and the tokens of their prompts
+
+    async def start(self) -> None:
+        """Build the engine. Raises ValueError where something cannot be had, EngineDead where it ends otherwise."""
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        try:
+            await self._transport.start(self.config, self._deliver)
+            ready = await self._ready
+            self.setup: EngineSetup = pickle.loads(ready.setup)
+            # Not the engine's own tokenizer, in a thread: the library's objects are not for two at once.
+            self.tokenizer = await asyncio.to_thread(load_tokenizer, self.setup.path, self.setup.config)
+            self._processor = InputProcessor(self.setup, self.tokenizer)
+        except BaseException:
+            await self._transport.stop()
+            raise
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer one prompt; what is new comes as it is drawn, in the form that `params.output_kind` names.
+
+        A reader that is slower than the engine gets longer pieces. Closing the generator ends the request.
+
+        Raises:
+            ValueError: the id is in use, or the request can never be served.
+            EngineDead, Unavailable: nobody is there to answer.
+        """
+        request = await self.prepare(prompt, params, priority=priority, cache_salt=cache_salt)
+        stream = self.submit(request, request_id)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    async def prepare(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, cache_salt: str | None = None
+    ) -> Prepared:
+        """Tokenize and check a request; texts in a thread, since a long one takes a while. Errors are those of `generate`."""
+        self.require_open()
+        params = self.default_params() if params is None else params
+        arguments = ("", prompt, params, priority, cache_salt)
+        is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
+        if is_text:
+            text, seqs = await self.in_thread(self._processor.process, *arguments)
+        else:
+            text, seqs = self._processor.process(*arguments)
+        return Prepared(params, text, seqs, priority, seqs[0].cache_salt)
+
+    async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that reads long texts, beside the event loop; one at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
+
+    def submit(self, request: Prepared, request_id: str | None = None) -> Stream:
+        """Hand a request to the engine. Whoever takes the stream closes it."""
+        self.require_open()
+        number = next(self._numbers)
+        request_id = f"request-{number}" if request_id is None else request_id
+        if request_id in self._number_of:
+            raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
+        stream = Stream(number, request_id, request, time.monotonic(), self.tokenizer, self._abort)
+        self._streams[number], self._number_of[request_id] = stream, number
+        self._idle.clear()
+        self.num_queued += 1
+        self.num_queued_tokens += request.num_prompt_tokens
+        self._transport.send(request.message(number))
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its reader gets what there is, with finish_reason "abort". What is over already stays as it is."""
+        if (number := self._number_of.get(request_id)) is not None:
+            self._abort(self._streams[number])
+
+    def _abort(self, stream: Stream) -> None:
+        if stream.number in self._streams:
+            stream.abort(time.monotonic())
+            self._forget(stream)
+            self.counters.note_end(stream)
+            self._transport.send(Abort(stream.number))
+
+    async def drain(self, seconds: float | None = None) -> bool:
+        """Take no new requests, and return when those that run have ended; after so many `seconds` the rest is aborted.
+
+        Returns whether all have ended by themselves.
+        """
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            for request_id in list(self._number_of):
+                self.abort(request_id)
+            return False
+        return self.death is None
+
+    async def close(self) -> None:
+        """End the engine, and what it still works on; twice is once."""
+        self._is_draining = self._is_closed = True
+        for request_id in list(self._number_of):
+            self.abort(request_id)
+        await self._transport.stop()
+        self._readers.shutdown(wait=False)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether new requests are taken."""
+        return self.death is None and not self._is_draining
+
+    def require_open(self) -> None:
+        """Raise `EngineDead` or `Unavailable` unless new requests are taken."""
+        if self.death is not None:
+            raise EngineDead(str(self.death))
+        if self._is_draining:
+            raise Unavailable("the engine is shutting down and takes no new requests: ask another, or later")
+
+    @property
+    def num_open(self) -> int:
+        """Requests that the engine works on."""
+        return len(self._streams)
+
+    def default_params(self) -> SamplingParams:
+        """What a request samples with that says nothing: what the model recommends, else our defaults."""
+        return SamplingParams.from_optional(**generation_defaults(self.setup.path))
+
+    def _deliver(self, news: News) -> None:
+        """Take in one message of the engine's. What fails here would leave readers waiting for ever, so it is an end, too."""
+        if isinstance(news, Step):
+            try:
+                self._take_in(news)
+            except Exception as error:
+                logger.exception("a step's news could not be taken in")
+                self._die(Failure(f"{type(error).__name__}: {error}"))
+        elif isinstance(news, Failure):
+            self._die(news)
+        elif not self._ready.done():
+            self._ready.set_result(news)
+
+    def _take_in(self, step: Step) -> None:
+        now = time.monotonic()
+        self.load = step.load
+        for delta in step.deltas:
+            if (stream := self._streams.get(delta.number)) is None:
+                continue  # aborted, and the engine had not heard of it yet
+            self.counters.note_tokens(stream, delta, now)
+            had_begun = stream.has_begun
+            stream.feed(delta, now)
+            if stream.has_begun and not had_begun:
+                self._leave_queue(stream)
+            if stream.is_finished:
+                self._forget(stream)
+                self.counters.note_end(stream)
+        for refused in step.refused:
+            if (stream := self._streams.get(refused.number)) is not None:
+                self._fail(stream, ValueError(refused.message))
+
+    def _die(self, failure: Failure) -> None:
+        """The engine is no more: whoever waits for it is told, and nobody waits for ever."""
+        if self.death is not None or self._is_closed:
+            return
+        self.death = EngineDead(failure.message)
+        self.died.set()
+        if not self._ready.done():
+            self._ready.set_exception(ValueError(failure.message) if failure.is_user_error else self.death)
+        for stream in list(self._streams.values()):
+            self._fail(stream, EngineDead(failure.message))
+
+    def _fail(self, stream: Stream, error: Exception) -> None:
+        stream.fail(error)
+        self._forget(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        """The engine works on it no more."""
+        del self._streams[stream.number], self._number_of[stream.request_id]
+        if not stream.has_begun:
+            self._leave_queue(stream)
+        if not self._streams:
+            self._idle.set()
+
+    def _leave_queue(self, stream: Stream) -> None:
+        self.num_queued -= 1
+        self.num_queued_tokens -= stream.state.metrics.num_prompt_tokens

@@ -1,0 +1,51 @@
+"""`ServerConfig`: what a server has beside its engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerConfig:
+    """How the engine is offered; each field is a flag of `folovllm serve`.
+
+    Attributes:
+        host: address to listen at; by default this machine alone can ask.
+        port: port to listen at; 0 takes a free one.
+        served_model_name: names that requests may call the model by; the first is shown. None: as it was given.
+        api_key: a key that requests must bring (`Authorization: Bearer ...`); several may be given. The variable
+            FOLOVLLM_API_KEY, keys with commas between them, says the same and is not seen in the list of processes.
+        cors_origin: an origin whose pages may ask from a browser; "*" is any. Several may be given.
+        engine_process: run the engine in a process of its own; None: where it has a GPU.
+        max_queued_requests: most prompts that wait for their first token; a request beyond is answered 429.
+        max_queued_tokens: most tokens of such prompts.
+        max_body_size: longest request, in bytes.
+        drain_seconds: at SIGTERM, how long answers that run may take to end.
+        ignore_unknown_fields: pass over fields of requests that nobody knows, instead of refusing them.
+
+    Raises:
+        ValueError: a value is out of range; the sentence says what does.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: list[str] = field(default_factory=list)
+    api_key: list[str] = field(default_factory=list)
+    cors_origin: list[str] = field(default_factory=list)
+    engine_process: bool | None = None
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1 << 20
+    max_body_size: int = 16 << 20
+    drain_seconds: float = 30.0
+    ignore_unknown_fields: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port must be between 0 and 65535, not {self.port}")
+        for name in ("max_queued_requests", "max_queued_tokens", "max_body_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not self.drain_seconds >= 0:
+            raise ValueError(f"drain_seconds must be 0 or more, not {self.drain_seconds}")
+        if not all(self.api_key):
+            raise ValueError("an api_key must not be empty")

@@ -1,0 +1,60 @@
+"""What a client is told when something is not possible: a status, and `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from folovllm.server.async_engine import EngineDead, Unavailable
+
+TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
+    413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error", 500: "server_error",
+    503: "service_unavailable_error",
+}  # fmt: skip
+
+
+class ApiError(Exception):
+    """An answer that is no success.
+
+    Args:
+        status: of HTTP.
+        message: a sentence that says what to do.
+        param: the field that is meant.
+        code: a word for programs.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    def body(self) -> bytes:
+        """The JSON that says it."""
+        said = {
+            "message": self.message,
+            "type": TYPES.get(self.status, "invalid_request_error"),
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": said})
+
+
+def as_api_error(error: Exception, fields: tuple[str, ...] = ()) -> ApiError:
+    """What a client is told of an error: a ValueError is its own fault. `fields` are those that the first word may name."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Unavailable | EngineDead):
+        code = "engine_dead" if isinstance(error, EngineDead) else "shutting_down"
+        return ApiError(503, str(error), code=code)
+    if isinstance(error, ValueError):
+        first = str(error).partition(" ")[0]
+        return ApiError(400, str(error), param=first if first in fields else None)
+    return ApiError(500, "the server failed at this request, and its log says how")

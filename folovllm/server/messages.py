@@ -1,0 +1,119 @@
+"""What travels between a server and its engine: commands down, news up, one message of news a step."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+from folovllm.sampling_params import SamplingParams
+
+Row = list[tuple[int, float, int]]  # of one token: (token id, log-probability, rank); the chosen comes first
+
+
+class Add(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Serve a request. `number` is the server's own name for it, never used twice."""
+
+    number: int
+    token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class Abort(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Nobody waits for this request any more; it may have ended by itself."""
+
+    number: int
+
+
+class Stop(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """End, whatever is being served."""
+
+
+class Ready(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """The engine is built. `setup` is a pickled `EngineSetup` whose configuration of the model is plain."""
+
+    setup: bytes
+    num_kv_blocks: int
+
+
+class Delta(msgspec.Struct, array_like=True, frozen=True):
+    """What a step added to one answer."""
+
+    number: int
+    index: int  # among the `n` answers
+    token_ids: list[int]
+    finish_reason: str | None = None
+    num_cached_tokens: int = 0
+    logprobs: list[Row] | None = None
+
+
+class Refused(msgspec.Struct, array_like=True, frozen=True):
+    """A request that the engine did not take, and why."""
+
+    number: int
+    message: str
+
+
+class Load(msgspec.Struct, array_like=True, frozen=True):
+    """The engine after a step; what is counted, is counted since its start."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    num_preemptions: int = 0
+    prefix_tokens: int = 0  # asked of the prefix cache
+    prefix_tokens_hit: int = 0
+
+
+class Step(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """All that one turn of the engine's loop has to say."""
+
+    deltas: list[Delta]
+    load: Load
+    refused: list[Refused] = []
+
+
+class Failure(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """The engine has ended. It says nothing more."""
+
+    message: str
+    is_user_error: bool = False  # a ValueError while it was built, whose sentence says what to do
+
+
+Command = Add | Abort | Stop
+News = Ready | Step | Failure
+
+encode = msgspec.msgpack.Encoder(enc_hook=lambda number: number.item()).encode  # NumPy's numbers are numbers too
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_news = msgspec.msgpack.Decoder(News).decode
+
+_LENGTH = struct.Struct("<I")
+
+
+def frame(payload: bytes) -> bytes:
+    """A message as it is written to a socket: its length, then itself."""
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class Frames:
+    """Cuts a stream of bytes into messages again, however it was torn."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The messages that are whole now."""
+        self._buffer += data
+        start = 0
+        while start + _LENGTH.size <= len(self._buffer):
+            begin = start + _LENGTH.size
+            end = begin + _LENGTH.unpack_from(self._buffer, start)[0]
+            if end > len(self._buffer):
+                break
+            yield bytes(self._buffer[begin:end])
+            start = end
+        del self._buffer[:start]

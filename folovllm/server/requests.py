@@ -1,0 +1,99 @@
+"""From a request of OpenAI's API to prompts and `SamplingParams`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from folovllm.chat_template import render
+from folovllm.engine.input_processor import encode_within
+from folovllm.inputs import Prompt, TokensPrompt
+from folovllm.sampling_params import RequestOutputKind, SamplingParams
+from folovllm.server.errors import ApiError
+from folovllm.server.protocol import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
+
+SAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+    "truncate_prompt_tokens",
+)  # fmt: skip
+ONE_PROMPT: tuple[Any, ...] = (str, list[int])
+PROMPTS = (*ONE_PROMPT, list[str], list[list[int]])
+COMPLETION_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
+
+
+def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    """How a completion is drawn. `defaults` are the model's recommendations."""
+    own = {"max_tokens": request.max_tokens, "logprobs": request.logprobs}
+    return _params(request, {"max_tokens": COMPLETION_TOKENS} | dict(defaults), own)
+
+
+def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    """How an answer in a conversation is drawn."""
+    most, other = request.max_completion_tokens, request.max_tokens
+    if most is not None and other is not None and most != other:
+        raise ApiError(400, "max_tokens and max_completion_tokens differ: give one of them", "max_completion_tokens")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    own = {
+        "max_tokens": other if most is None else most,
+        "logprobs": request.top_logprobs or 0 if request.logprobs else None,
+    }
+    return _params(request, {"max_tokens": None} | dict(defaults), own)
+
+
+def _params(request: Sampling, defaults: dict[str, Any], own: dict[str, Any]) -> SamplingParams:
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options needs stream: true", "stream_options")
+    given = {name: getattr(request, name) for name in SAME} | own
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(
+        **(defaults | {name: value for name, value in given.items() if value is not None}), output_kind=kind
+    )
+
+
+def prompts_of(request: CompletionRequest) -> list[Prompt]:
+    """The prompts of a completion: a text, texts, ids, or lists of ids."""
+    for kind in PROMPTS:
+        try:
+            prompts = msgspec.convert(request.prompt, kind)
+        except msgspec.ValidationError:
+            continue
+        return [prompts] if kind in ONE_PROMPT else prompts
+    raise ApiError(400, "prompt must be a text, a list of texts, token ids, or a list of lists of token ids", "prompt")
+
+
+def chat_prompt(tokenizer: Any, limit: int, request: ChatRequest | TokenizeRequest) -> TokensPrompt:
+    """The prompt that the model's template makes of a conversation. Raises ValueError where it takes it not."""
+    text = render(
+        tokenizer,
+        [checked(message) for message in request.messages or []],
+        add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+        continue_final_message=request.continue_final_message,
+        chat_template_kwargs=template_kwargs(tokenizer, request.chat_template_kwargs or {}),
+    )
+    return TokensPrompt(prompt=text, prompt_token_ids=encode_within(limit, tokenizer, text, add_special_tokens=False))
+
+
+def checked(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is text, as a text or in parts. What hangs on tools is refused."""
+    if not isinstance(message.get("role"), str):
+        raise ApiError(400, 'each message needs a role: {"role": "user", "content": "..."}', "messages")
+    for name in ("tool_calls", "function_call", "audio"):
+        if message.get(name):
+            raise ApiError(400, f"{name} in a message is not supported by this server: leave it out", "messages")
+    content = message.get("content")
+    if not isinstance(content, str | list | None):
+        raise ApiError(400, "the content of a message must be a text, or a list of text parts", "messages")
+    return {**message, "content": "" if content is None else content}
+
+
+def template_kwargs(tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What a client may tell the template: its own variables, not the arguments of the method that fills it in."""
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    if taken := sorted(own.keys() & given.keys()):
+        raise ApiError(400, f"chat_template_kwargs must not hold {taken[0]!r}: leave it out", "chat_template_kwargs")
+    return given

@@ -1,0 +1,132 @@
+"""From flags to a server that runs: the socket, the engine, signals, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import uvicorn
+
+from folovllm.config import EngineConfig
+from folovllm.server.app import build_app
+from folovllm.server.async_engine import AsyncEngine
+from folovllm.server.config import ServerConfig
+from folovllm.server.patience import PatientProtocol
+
+LINGER = 5.0  # seconds that /health says 503 before a server without an engine ends
+LAST_WORDS = 5  # seconds that responses have to reach their readers once the engine is done with them
+BACKLOG = 2048
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, but signals are heard by `End`."""
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """None."""
+        return nullcontext()
+
+
+def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
+    """Serve until a signal comes or the engine ends; returns the exit code.
+
+    Raises:
+        ValueError: something cannot be had: the address, the model, or this place (under torchrun every rank would serve).
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError(
+            "a server starts its ranks by itself: run `folovllm serve --tensor-parallel-size N`, without torchrun"
+        )
+    keys = [key for key in os.environ.get("FOLOVLLM_API_KEY", "").split(",") if key]
+    config = replace(config, api_key=[*config.api_key, *keys])
+    listener = listen(config.host, config.port)
+    with listener, asyncio.Runner(loop_factory=uvicorn.Config("", loop="auto").get_loop_factory()) as runner:
+        return runner.run(serve(config, engine_config, listener))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at the address, before the model is loaded. Raises ValueError where it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(
+            f"cannot listen at {host}:{port} ({error.strerror}): choose another --port or --host"
+        ) from error
+    return listener
+
+
+async def serve(config: ServerConfig, engine_config: EngineConfig, listener: socket.socket) -> int:
+    """As `run_server`, in an event loop."""
+    end = End()
+    engine = AsyncEngine(
+        engine_config, transport="process" if in_process_of_its_own(config, engine_config) else "thread"
+    )
+    async with engine:
+        app = build_app(engine, config)
+        server = Server(
+            uvicorn.Config(
+                app, http=PatientProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
+                backlog=BACKLOG, timeout_graceful_shutdown=LAST_WORDS,
+            )
+        )  # fmt: skip
+        ending = asyncio.create_task(end.of(server, engine, config.drain_seconds))
+        gc.collect()
+        gc.freeze()  # what exists by now stays: a collection that searched it again would hold up everybody
+        listener.listen(BACKLOG)  # who reads the next line may ask at once
+        announce(engine, config, listener)
+        await server.serve(sockets=[listener])
+        await ending
+    return 1 if engine.death is not None else 0
+
+
+def in_process_of_its_own(config: ServerConfig, engine_config: EngineConfig) -> bool:
+    """What was asked for; else whether the engine's steps run on a GPU, while Python could serve."""
+    if config.engine_process is not None:
+        return config.engine_process
+    from folovllm.engine.setup import choose_device
+
+    return choose_device(engine_config.device).type == "cuda"
+
+
+def announce(engine: AsyncEngine, config: ServerConfig, listener: socket.socket) -> None:
+    """Say where the server is, once it is there."""
+    host, port = listener.getsockname()[:2]
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    names = ", ".join(config.served_model_name or [engine.config.model])
+    print(f"serving {names} at http://{address}/v1 (Ctrl-C ends it)", flush=True)
+
+
+class End:
+    """What ends a server: a first signal lets running answers end, a second one does not wait."""
+
+    def __init__(self) -> None:
+        self._asked = asyncio.Event()
+        self._is_serving = False
+        for sign in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(sign, self._hear, sign)
+
+    def _hear(self, sign: int) -> None:
+        if self._asked.is_set() or not self._is_serving:
+            os._exit(128 + sign)  # the engine's process goes with its parent
+        self._asked.set()
+
+    async def of(self, server: uvicorn.Server, engine: AsyncEngine, drain_seconds: float) -> None:
+        """Wait for a signal and drain, or for the engine's death; then stop the server."""
+        self._is_serving = True
+        asked, died = asyncio.ensure_future(self._asked.wait()), asyncio.ensure_future(engine.died.wait())
+        await asyncio.wait((asked, died), return_when=asyncio.FIRST_COMPLETED)
+        if died.done():
+            await asyncio.wait((asked,), timeout=LINGER)
+        else:
+            await engine.drain(drain_seconds)
+        asked.cancel()
+        died.cancel()
+        server.should_exit = True

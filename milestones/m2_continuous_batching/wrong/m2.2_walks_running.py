@@ -1,0 +1,20 @@
+"""Walks `running` as it is: prompts are served before decodes, and when somebody gives way on the walk, the one behind is passed over."""
+
+
+class Scheduler:
+    def schedule(self):
+        plan = Plan(self._rows, self.running, self._max_num_batched_tokens)
+        for seq in self.running:
+            n = self._tokens_of_step(seq, plan.budget)
+            if n and self._grow(seq, n, plan):
+                plan.add(seq, n)
+        while self.waiting and len(self.running) < self._max_num_seqs:
+            seq = self.waiting[0]
+            n = self._admit(seq, plan)
+            if n == 0:
+                break
+            self.waiting.pop(0)
+            seq.start()
+            self.running.append(seq)
+            plan.add(seq, n)
+        return plan.output()

@@ -1,0 +1,19 @@
+"""Notes the end of an answer and goes on with its list: tokens that were drawn after the end are part of the answer."""
+
+
+class Scheduler:
+    def postprocess(self, drawn):
+        updated = []
+        for seq, token_ids in drawn:
+            self.kv.publish(seq)
+            for token_id in token_ids:
+                seq.append_token(token_id)
+                seq.detokenizer.append(token_id)
+                status = check_stop_conditions(seq)
+                if status is not None and not seq.status.is_finished:
+                    seq.finish(status)
+                    self.running.remove(seq)
+                    self.kv.free(seq)
+            if token_ids:
+                updated.append(seq)
+        return updated

@@ -1,0 +1,20 @@
+"""Publishes where a token came back alone: the cache never hears of a prompt that is computed in pieces before its last one."""
+
+
+class Scheduler:
+    def postprocess(self, drawn):
+        updated = []
+        for seq, token_ids in drawn:
+            if not token_ids:
+                continue
+            self.kv.publish(seq)
+            for token_id in token_ids:
+                seq.append_token(token_id)
+                seq.detokenizer.append(token_id)
+                if (status := check_stop_conditions(seq)) is not None:
+                    seq.finish(status)
+                    self.running.remove(seq)
+                    self.kv.free(seq)
+                    break
+            updated.append(seq)
+        return updated

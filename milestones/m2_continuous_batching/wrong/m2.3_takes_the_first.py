@@ -1,0 +1,19 @@
+"""Takes the first token of each list and drops the others, which the device has computed: they would be right, and are computed again."""
+
+
+class Scheduler:
+    def postprocess(self, drawn):
+        updated = []
+        for seq, token_ids in drawn:
+            self.kv.publish(seq)
+            for token_id in token_ids[:1]:
+                seq.append_token(token_id)
+                seq.detokenizer.append(token_id)
+                if (status := check_stop_conditions(seq)) is not None:
+                    seq.finish(status)
+                    self.running.remove(seq)
+                    self.kv.free(seq)
+                    break
+            if token_ids:
+                updated.append(seq)
+        return updated

@@ -1,0 +1,18 @@
+"""Returns all sequences of the step: one in the middle of its prompt is said to have a new token, and its answer is handed out again."""
+
+
+class Scheduler:
+    def postprocess(self, drawn):
+        updated = []
+        for seq, token_ids in drawn:
+            self.kv.publish(seq)
+            for token_id in token_ids:
+                seq.append_token(token_id)
+                seq.detokenizer.append(token_id)
+                if (status := check_stop_conditions(seq)) is not None:
+                    seq.finish(status)
+                    self.running.remove(seq)
+                    self.kv.free(seq)
+                    break
+            updated.append(seq)
+        return updated

@@ -1,0 +1,15 @@
+"""Takes the first table for the first share, the second for the second: a row is a sequence's place among those that run, and not in the step."""
+
+
+class InputBatch:
+    def flatten(self, shares):
+        ends = np.cumsum([share.num_new_tokens for share in shares])
+        tables = [self.block_tables[i] for i in range(len(shares))]
+        slots = [self._slots(table, self._block_size, s.start, s.end) for table, s in zip(tables, shares, strict=True)]
+        return RaggedArrays(
+            input_ids=np.concatenate([share.token_ids for share in shares]).astype(np.int64),
+            positions=np.concatenate([np.arange(share.start, share.end) for share in shares]),
+            slot_mapping=np.concatenate(slots),
+            query_start_loc=np.concatenate([[0], ends]),
+            logits_indices=ends - 1,
+        )

@@ -1,0 +1,16 @@
+"""Sends the place in the table at which the new block stands, and not the block: two numbers of the share that look alike."""
+
+
+class StepPacker:
+    def pack_decode(self, shares, width):
+        fields = np.zeros((len(Field), width), np.int32)
+        fields[Field.ROW] = self._padding_row
+        fields[Field.NEW_BLOCK] = NOTHING
+        n = len(shares)
+        fields[Field.TOKEN, :n] = [newest_token(share) for share in shares]
+        fields[Field.ROW, :n] = rows = [share.row for share in shares]
+        fields[Field.SEQ_LEN, :n] = [share.end for share in shares]
+        fields[[Field.QUERY_LEN, Field.NUM_DRAWS], :n] = 1
+        fields[Field.TEMPERATURE : Field.SEED_HIGH + 1, :n] = self._row_fields(rows)
+        fields[Field.NEW_BLOCK, :n] = [share.first_new_block if share.new_blocks else NOTHING for share in shares]
+        return PackedStep(fields, n, n, np.empty(0, np.int32), np.empty((3, 0), np.int32))

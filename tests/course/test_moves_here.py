@@ -1,0 +1,146 @@
+"""The moves of this course's own exercises: a folder from before them, and what `update` makes of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from milestones import splice
+from milestones.manifest import Course, Symbol
+from milestones.mine import Mine, State
+from milestones.update import update
+
+COURSE = Course(Path(__file__).resolve().parents[2])
+BEFORE = {
+    "folovllm/worker/packed_step.py": '''"""A whole step in one int32 buffer."""
+
+import numpy as np
+
+
+class StepPacker:
+    def __init__(self, num_rows: int, buckets: list[int]) -> None:
+        self._padding_row = num_rows
+        self._buckets = buckets
+
+    def pack_decode(self, items: list[ScheduledSequence], width: int) -> PackedStep:
+        """A step in which every sequence has one new token, padded to `width` columns."""
+        raise NotImplementedError("m6.3: StepPacker.pack_decode")
+
+    def _row_fields(self, rows: list[int]) -> Int32:
+        """TEMPERATURE, SEED_LOW and SEED_HIGH of the rows, [3, S]."""
+        return np.stack([self._temperature[rows]])
+
+
+def choose_bucket(num_seqs: int, buckets: list[int]) -> int:
+    """The smallest width of `buckets` (ascending) that holds `num_seqs` sequences; 0 if there is none."""
+    raise NotImplementedError("m6.1: choose_bucket")
+''',
+    "folovllm/distributed/sharded_runner.py": '''"""A `GraphRunner` on each of several devices."""
+
+import torch
+
+NOWHERE = 2**31 - 1
+
+
+def best_of_ranks(scores: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The winner among the ranks' best tokens, row by row; of equal scores the one with the lowest id."""
+    raise NotImplementedError("m6.9: best_of_ranks")
+''',
+    "folovllm/distributed/layers.py": '''"""Layers of which every rank has a part."""
+
+
+class ShardedEmbedding(Embedding):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding, [T] -> [T, H]."""
+        raise NotImplementedError("m6.8: ShardedEmbedding.forward")
+''',
+    "folovllm/engine/scheduler.py": '''"""Who is served in the next step, and by how many tokens."""
+
+
+class Scheduler:
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step, with `_reserve(seq, n, rest, output)`."""
+        raise NotImplementedError("m2.2: Scheduler.schedule")
+
+    def postprocess(self, output: SchedulerOutput, token_ids: Iterable[int]) -> list[Sequence]:
+        """Take in the tokens that a step drew, one for each scheduled sequence, in order."""
+        raise NotImplementedError("m2.3: Scheduler.postprocess")
+
+
+def chunk(seq: Sequence, budget: int, threshold: int = 0) -> int:
+    """As many uncomputed tokens of `seq` as the budget has left, and no more than `threshold` if that is not 0.
+
+    So a long prompt is computed over several steps, beside the decodes of others (chunked prefill; Sarathi-Serve,
+    Agrawal et al., OSDI 2024). An empty budget leaves 0: not in this step.
+    """
+    raise NotImplementedError("m5.5: chunk")
+
+
+def preempt(scheduler: Scheduler, candidates: list[Sequence]) -> Sequence | None:
+    """No room: the candidate that ranks last goes back to `waiting` and gives up its cache."""
+    raise NotImplementedError("m3.6: preempt")
+''',
+}
+"""Files that exercises were in before a step was a value, with their neighbours, as `start` made them."""
+
+
+def learner(folder: Path, *written: str) -> Mine:
+    """A folder from then, in which these exercises are written: `return "m6.1, mine"`."""
+    mine = Mine(COURSE, folder)
+    for name, text in BEFORE.items():
+        mine.write(Path(name), text, base=text)
+        for id in written:
+            for old in [*COURSE.exercise(id).moves.values(), *COURSE.exercise(id).symbols]:
+                stub = f"raise NotImplementedError({splice.stub_text(id, old.name)})"
+                text = text.replace(stub, f'return "{id}, mine"') if str(old.path) == name else text
+        mine.write(Path(name), text)
+    mine.save(State(started=["m2", "m3", "m5", "m6"]))
+    return mine
+
+
+def body(mine: Mine, symbol: Symbol) -> str:
+    return splice.find(mine.read(symbol.path) or "", symbol.name).body_at("").strip()
+
+
+def test_what_was_written_is_carried_over_and_what_was_not_is_a_stub(tmp_path: Path) -> None:
+    written = ("m2.2", "m5.5", "m6.1", "m6.8", "m6.9")
+    mine = learner(tmp_path, *written)
+    said = {line.partition(":")[0]: line for line in update(mine)}
+    for exercise in (COURSE.exercise(id) for id in (*written, "m2.3", "m3.6", "m6.3")):
+        for symbol in exercise.symbols:
+            is_mine = body(mine, symbol) == f'return "{exercise.id}, mine"'
+            assert is_mine is (exercise.id in written) and mine.is_blank(symbol, exercise) is not is_mine
+    for old in ("folovllm/worker/packed_step.py", "folovllm/distributed/sharded_runner.py"):
+        assert not (tmp_path / old).exists() and ".backup" in said[old]
+    assert update(mine) == []
+    mine.start("m6")  # cuts nothing out that has come along
+    assert body(mine, COURSE.exercise("m6.1").symbols[0]) == 'return "m6.1, mine"'
+
+
+def test_update_says_which_texts_have_changed(tmp_path: Path) -> None:
+    """Of what is written: a solution to another question is kept, and is to be looked at again."""
+    mine = learner(tmp_path, "m2.2", "m2.3", "m5.5", "m6.1", "m6.3")
+    said = {line.partition(":")[0]: line for line in update(mine)}
+    scheduler, packed = said["folovllm/engine/scheduler.py"], said["folovllm/step/packed.py"]
+    assert scheduler.endswith("updated; the text of m2.2, m2.3 has changed: read it again")
+    assert packed.endswith("; the text of m6.3 has changed: read it again") and "with your choose_bucket" in packed
+
+
+def test_a_notebook_imports_from_the_new_places(tmp_path: Path) -> None:
+    mine = learner(tmp_path, "m6.1")
+    lines = [
+        "from folovllm.worker.packed_step import choose_bucket\n",
+        "from folovllm.worker.packed_step import StepPacker",
+    ]
+    notes = tmp_path / "m6_speed_and_scale.ipynb"
+    notes.write_text(json.dumps({"cells": [{"source": lines}]}, indent=1))
+    update(mine)
+    (cell,) = json.loads(notes.read_text())["cells"]
+    assert cell["source"] == [line.replace("folovllm.worker.packed_step", "folovllm.step.packed") for line in lines]
+
+
+@pytest.mark.parametrize("exercise", [e for e in COURSE.exercises if e.moves], ids=lambda e: e.id)
+def test_the_changelog_says_where_it_was(exercise) -> None:  # type: ignore[no-untyped-def]
+    rows = (COURSE.root / "CHANGELOG.md").read_text().splitlines()
+    for new, old in exercise.moves.items():
+        assert [row for row in rows if row.startswith(f"| {exercise.id} | `{old}` | `{new}` |")], f"{old} -> {new}"

@@ -1,0 +1,74 @@
+"""A server in a thread of the tests' own process: real sockets, a real engine, and a look inside."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+import uvicorn
+
+from folovllm.config import EngineConfig
+from folovllm.server.app import build_app
+from folovllm.server.async_engine import AsyncEngine
+from folovllm.server.config import ServerConfig
+from folovllm.server.patience import PatientProtocol
+from folovllm.server.serve import Server, listen
+
+PATIENCE = 30.0  # seconds until a test gives up
+
+
+class Background:
+    """`with Background(...) as server`: `server.url` answers meanwhile."""
+
+    def __init__(self, config: ServerConfig | None = None, transport: Any = "thread", **overrides: Any) -> None:
+        self._config = config or ServerConfig()
+        self._overrides = {"use_tqdm": False} | overrides
+        self._transport = transport
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="server")
+        self._listener = listen("127.0.0.1", 0)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # what is not read is felt soon
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    async def _main(self) -> None:
+        async with AsyncEngine(EngineConfig(**self._overrides), transport=self._transport) as self.engine:
+            app = build_app(self.engine, self._config)
+            options: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "timeout_graceful_shutdown": 1}
+            self._server = Server(uvicorn.Config(app, http=PatientProtocol, ws="none", **options))
+            self._loop = asyncio.get_running_loop()
+            self._listener.listen()
+            self._ready.set()
+            await self._server.serve(sockets=[self._listener])
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(PATIENCE)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Call something in the server's event loop."""
+        self._loop.call_soon_threadsafe(function)
+
+    def wait_until_idle(self) -> None:
+        """Until the engine has nothing to do, and holds nothing."""
+        engine = self.engine
+        eventually(lambda: not (engine.num_open or engine.load.num_running or engine.load.num_waiting))
+        assert (engine.load.kv_blocks_used, engine.num_queued, engine.num_queued_tokens) == (0, 0, 0)
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to hold"
+        time.sleep(0.005)

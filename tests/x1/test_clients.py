@@ -1,0 +1,294 @@
+"""The `openai` package against a server with a real engine: nothing in the client is changed but its address."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+import folovllm
+from folovllm.llm import LLM
+from folovllm.sampling_params import SamplingParams
+from folovllm.server.config import ServerConfig
+from tests.x1.background import Background, eventually
+
+KEY = "a-key"
+MODEL = "little"
+STORY = "Once upon a time"
+QUESTION: Any = [{"role": "user", "content": "Tell me about Lily."}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Background]:
+    config = ServerConfig(api_key=["another", KEY], served_model_name=[MODEL, "stories"], cors_origin=["http://page"])
+    with Background(config, max_model_len=512) as server:
+        yield server
+        server.wait_until_idle()
+
+
+@pytest.fixture
+def client(server: Background) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    """What the synchronous engine answers."""
+    params = SamplingParams(temperature=0, max_tokens=20, logprobs=2)
+    with LLM(max_model_len=512, use_tqdm=False) as llm:
+        (story,) = llm.generate(STORY, params, use_tqdm=False)
+        (chat,) = llm.chat(QUESTION, params, use_tqdm=False)
+    return {"story": story, "chat": chat}
+
+
+def fetch(server: Background, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    """A request without a library; of what is no JSON the text."""
+    data = None if body is None else json.dumps(body).encode()
+    all_headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"} | headers
+    request = urllib.request.Request(server.url + path, data, all_headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            status, said = response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        status, said = error.code, error.read().decode()
+    return status, json.loads(said) if said.startswith("{") else said
+
+
+class TestCompletions:
+    def test_a_completion(self, client: OpenAI, expected: dict[str, Any]) -> None:
+        got = client.completions.create(model=MODEL, prompt=STORY, temperature=0, max_tokens=20, logprobs=2)
+        story = expected["story"]
+        assert got.choices[0].text == story["text"]
+        assert (got.choices[0].finish_reason, got.model, got.object) == ("length", MODEL, "text_completion")
+        assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (len(story.prompt_token_ids), 20)  # type: ignore[union-attr]
+        shown = got.choices[0].logprobs
+        assert shown and "".join(shown.tokens or []) == story["text"]
+        rows = story.outputs[0].logprobs
+        chosen = [next(iter(row.values())).logprob for row in rows]
+        assert shown.token_logprobs == pytest.approx(chosen, abs=1e-4)
+        assert [len(top) for top in shown.top_logprobs or []] == [len(row) for row in rows]
+        assert [story["text"][at:].startswith(token) for at, token in zip(shown.text_offset, shown.tokens, strict=True)]  # type: ignore[arg-type]
+
+    def test_a_stream(self, client: OpenAI, expected: dict[str, Any]) -> None:
+        options: Any = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = list(
+            client.completions.create(
+                model=MODEL, prompt=STORY, temperature=0, max_tokens=20, stream=True, stream_options=options
+            )
+        )
+        *texts, last = chunks
+        assert "".join(chunk.choices[0].text for chunk in texts) == expected["story"]["text"]
+        assert texts[-1].choices[0].finish_reason == "length" and last.choices == []
+        assert last.usage and last.usage.completion_tokens == 20
+        counts = [chunk.usage.completion_tokens for chunk in texts if chunk.usage]
+        assert counts == sorted(counts) and len(counts) == len(texts)
+
+    def test_several_prompts_and_answers(self, client: OpenAI, expected: dict[str, Any]) -> None:
+        """Answers are numbered through: those to the first prompt come first."""
+        ids = expected["story"].prompt_token_ids
+        arguments: Any = {"model": MODEL, "prompt": [ids, ids, [5]], "temperature": 0, "max_tokens": 20, "n": 2}
+        whole = client.completions.create(**arguments)
+        assert [choice.index for choice in whole.choices] == list(range(6))
+        assert {choice.text for choice in whole.choices[:4]} == {expected["story"]["text"]}
+        streamed = [""] * 6
+        for chunk in client.completions.create(**arguments, stream=True):
+            streamed[chunk.choices[0].index] += chunk.choices[0].text
+        assert streamed == [choice.text for choice in whole.choices]
+        assert whole.usage and whole.usage.completion_tokens == 120
+
+    def test_stop_seed_and_extensions(self, client: OpenAI) -> None:
+        extra = {"top_k": 50, "min_tokens": 2, "ignore_eos": True, "priority": 0, "cache_salt": "mine"}
+        once, again = (
+            client.completions.create(
+                model=MODEL, prompt=STORY, seed=3, max_tokens=60, stop=["e"], extra_body=extra, user="me"
+            )
+            for _ in range(2)
+        )
+        assert once.choices[0].text == again.choices[0].text and once.choices[0].finish_reason == "stop"
+        assert once.choices[0].model_extra == {"stop_reason": "e"}
+        assert again.usage and again.usage.prompt_tokens_details is not None
+
+
+class TestChat:
+    def test_an_answer(self, client: OpenAI, expected: dict[str, Any]) -> None:
+        got = client.chat.completions.create(
+            model=MODEL, messages=QUESTION, temperature=0, max_completion_tokens=20, logprobs=True, top_logprobs=2
+        )
+        choice, wanted = got.choices[0], expected["chat"].outputs[0]
+        assert (choice.message.role, choice.message.content) == ("assistant", wanted.text)
+        assert choice.logprobs and choice.logprobs.content
+        for shown, row in zip(choice.logprobs.content, wanted.logprobs, strict=True):
+            assert bytes(shown.bytes or []).decode() == shown.token == next(iter(row.values())).decoded_token
+            assert len(shown.top_logprobs) == 2 and shown.logprob == pytest.approx(
+                next(iter(row.values())).logprob, abs=1e-4
+            )
+            assert shown.top_logprobs[0].logprob >= shown.top_logprobs[1].logprob
+
+    def test_a_stream(self, client: OpenAI, expected: dict[str, Any]) -> None:
+        parts: Any = [{"role": "user", "content": [{"type": "text", "text": "Tell me about Lily."}]}]
+        chunks = list(
+            client.chat.completions.create(model=MODEL, messages=parts, temperature=0, max_tokens=20, stream=True)
+        )
+        assert chunks[0].choices[0].delta.role == "assistant"
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == expected["chat"]["text"] and chunks[-1].choices[0].finish_reason == "length"
+
+    @pytest.mark.parametrize(
+        ("fields", "says"),
+        [
+            ({"messages": []}, "list of messages|does not take this"),
+            ({"messages": [{"content": "x"}]}, "each message needs a role"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not supported"),
+            ({"messages": [{"role": "user", "content": 5}]}, "must be a text"),
+            ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls"),
+            ({"chat_template_kwargs": {"tokenize": True}}, "must not hold 'tokenize'"),
+            ({"tools": [{"type": "function"}]}, "^.*tools is not supported"),
+            ({"logprobs": True, "top_logprobs": 99}, "at most"),
+        ],
+    )
+    def test_what_cannot_be(self, client: OpenAI, fields: dict[str, Any], says: str) -> None:
+        with pytest.raises(openai.BadRequestError, match=says):
+            client.post("/chat/completions", cast_to=object, body={"model": MODEL, "messages": QUESTION} | fields)
+
+
+class TestAsync:
+    def test_64_at_once(self, server: Background, expected: dict[str, Any]) -> None:
+        """Streams and whole answers, side by side; each is what it would be alone."""
+
+        async def main() -> list[str]:
+            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+
+                async def one(i: int) -> str:
+                    arguments: Any = {"model": MODEL, "prompt": STORY, "temperature": 0, "max_tokens": 20}
+                    if i % 2:
+                        return (await client.completions.create(**arguments)).choices[0].text
+                    stream = await client.completions.create(**arguments, stream=True)
+                    return "".join([chunk.choices[0].text async for chunk in stream])
+
+                return await asyncio.gather(*map(one, range(64)))
+
+        assert set(asyncio.run(main())) == {expected["story"]["text"]}
+
+    def test_who_breaks_off_leaves_nothing_behind(self, server: Background) -> None:
+        async def main() -> None:
+            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY) as client:
+                stream = await client.chat.completions.create(model=MODEL, messages=QUESTION, stream=True)
+                async for _ in stream:
+                    break
+                await stream.close()
+
+        asyncio.run(main())
+        server.wait_until_idle()
+        assert server.engine.counters.finished["abort"] >= 1
+
+
+class TestErrors:
+    def test_a_key_is_asked_for(self, server: Background) -> None:
+        wrong = OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+        with pytest.raises(openai.AuthenticationError, match="wants a key"):
+            wrong.models.list()
+        for path in ("/v1/models", "/tokenize", "/v1/completions"):
+            body = None if path == "/v1/models" else {}
+            assert fetch(server, path, body, Authorization="")[0] == 401
+        for path in ("/health", "/version", "/metrics"):
+            assert fetch(server, path, Authorization="")[0] == 200
+        assert fetch(server, "/v1/models", Authorization="bearer another")[0] == 200
+
+    def test_statuses(self, server: Background, client: OpenAI) -> None:
+        with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'") as missing:
+            client.completions.create(model="gpt", prompt="x")
+        assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
+        with pytest.raises(openai.BadRequestError, match="top_p must be above 0") as bad:
+            client.completions.create(model=MODEL, prompt="x", top_p=5)
+        assert (bad.value.param, bad.value.type) == ("top_p", "invalid_request_error")
+        with pytest.raises(openai.BadRequestError, match="leaves no room"):
+            client.completions.create(model=MODEL, prompt=[5] * 600)
+        with pytest.raises(openai.BadRequestError, match="leaves no room"):
+            client.completions.create(model=MODEL, prompt="x" * 50_000, stream=True)
+        for path, status in (("/v1/nothing", 404), ("/v1/completions", 405)):
+            got, said = fetch(server, path)
+            assert got == status and path in said["error"]["message"]
+        assert fetch(server, "/tokenize", {"prompt": "x"}, **{"Content-Type": "text/plain"})[0] == 415
+
+
+class TestOtherAddresses:
+    def test_models(self, client: OpenAI) -> None:
+        assert [model.id for model in client.models.list()] == [MODEL, "stories"]
+        assert client.models.retrieve("stories").model_extra == {"max_model_len": 512}
+
+    def test_tokenize_and_back(self, server: Background) -> None:
+        _, said = fetch(server, "/tokenize", {"prompt": STORY, "return_token_strs": True})
+        assert said["count"] == len(said["tokens"]) == len(said["token_strs"]) and said["max_model_len"] == 512
+        assert fetch(server, "/detokenize", {"tokens": said["tokens"]}) == (200, {"prompt": STORY})
+        _, chat = fetch(server, "/tokenize", {"messages": QUESTION})
+        assert chat["count"] > 4
+        for body in ({}, {"prompt": "x", "messages": QUESTION}):
+            assert fetch(server, "/tokenize", body)[0] == 400
+        assert fetch(server, "/detokenize", {"tokens": [-1]})[0] == 400
+
+    def test_version(self, server: Background) -> None:
+        assert fetch(server, "/version") == (200, {"version": folovllm.__version__})
+
+    def test_metrics(self, server: Background, client: OpenAI) -> None:
+        """Under vLLM's names; what a request adds is what it was."""
+
+        def read() -> dict[str, float]:
+            lines = fetch(server, "/metrics")[1].splitlines()
+            pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+            labels = '{engine="0",model_name="little"}'
+            return {name.removesuffix(labels): float(value) for name, value in pairs}
+
+        server.wait_until_idle()
+        before = read()
+        usage = client.completions.create(model=MODEL, prompt=STORY, max_tokens=5).usage
+        after = read()
+        changes = {name: after[name] - before[name] for name in after}
+        assert usage and changes["vllm:generation_tokens_total"] == usage.completion_tokens
+        assert changes["vllm:prompt_tokens_total"] == usage.prompt_tokens
+        assert changes["vllm:time_to_first_token_seconds_count"] == 1
+        assert changes["vllm:inter_token_latency_seconds_count"] == usage.completion_tokens - 1
+        assert after["vllm:num_requests_running"] == 0 and not math.isnan(after["vllm:kv_cache_usage_perc"])
+
+    def test_pages_of_a_known_origin_may_ask(self, server: Background) -> None:
+        request = urllib.request.Request(f"{server.url}/health", headers={"Origin": "http://page"})
+        with urllib.request.urlopen(request, timeout=30) as response:
+            assert response.headers["Access-Control-Allow-Origin"] == "http://page"
+
+
+class TestLimits:
+    def test_a_full_queue(self) -> None:
+        """One prompt may wait. The next is answered 429 while it does; what was accepted is answered."""
+        config = ServerConfig(max_queued_requests=1, max_body_size=20_000)
+        with Background(config, max_num_seqs=1, max_model_len=512) as server:
+            client = OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+            arguments: Any = {"model": "stories-5m", "prompt": STORY, "extra_body": {"ignore_eos": True}}
+            running = client.completions.create(**arguments, max_tokens=400, stream=True)
+            next(running)
+            waiting = client.completions.with_raw_response.create
+            answers: list[str] = []
+
+            async def main() -> None:
+                async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as other:
+                    accepted = asyncio.ensure_future(other.completions.create(**arguments, max_tokens=3))
+                    while not server.engine.num_queued:
+                        await asyncio.sleep(0.001)
+                    with pytest.raises(openai.RateLimitError, match="queue is full") as told:
+                        await asyncio.to_thread(waiting, **arguments)
+                    assert told.value.response.headers["Retry-After"] == "1"
+                    running.close()
+                    answers.append((await accepted).choices[0].text)
+
+            asyncio.run(main())
+            assert answers[0]
+            with pytest.raises(openai.APIStatusError, match="longer than 20000 bytes") as too_long:
+                client.completions.create(model="stories-5m", prompt="x" * 20_000)
+            assert too_long.value.status_code == 413
+            server.wait_until_idle()
+            eventually(lambda: server.engine.is_open)

@@ -1,0 +1,218 @@
+"""What goes wrong on the wire: nonsense, clients that go, clients that do not read. Others notice nothing of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from folovllm.server.config import ServerConfig
+from tests.x1.background import PATIENCE, Background, eventually
+
+STORY = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 120, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Background]:
+    with Background(ServerConfig(max_body_size=50_000), max_model_len=512, max_num_seqs=32) as server:
+        yield server
+        server.wait_until_idle()
+
+
+def send(server: Background, method: str, path: str, body: bytes, content_type: str = "application/json") -> Any:
+    """One request on a connection of its own; its status and what was said."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+    try:
+        connection.request(method, path, body, {"Content-Type": content_type})
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def raw(
+    server: Background, fields: dict[str, Any], path: str = "/v1/completions", cut: int = 0, buffer: int = 1 << 18
+) -> socket.socket:
+    """A request on a bare socket that takes `buffer` bytes unread; without its last `cut` bytes."""
+    body = json.dumps(fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    wire = head.encode() + body
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.settimeout(PATIENCE)
+    connection.connect(("127.0.0.1", server.port))
+    connection.sendall(wire[: len(wire) - cut])
+    return connection
+
+
+def read_to_the_end(connection: socket.socket) -> str:
+    """What a stream says, without HTTP's own lines."""
+    said = b""
+    while not said.endswith(b"0\r\n\r\n"):
+        said += connection.recv(1 << 16)
+    pieces = [line[6:] for line in said.decode().splitlines() if line.startswith("data: {")]
+    return "".join(choice["text"] for piece in pieces for choice in json.loads(piece)["choices"])
+
+
+class Readers:
+    """Streams that run meanwhile, one after the other; each must say the whole story."""
+
+    def __init__(self, server: Background) -> None:
+        self._server = server
+        self._enough = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+        self.texts: list[str] = []
+
+    def _read(self) -> None:
+        while not self._enough.is_set() or not self.texts:
+            with raw(self._server, STORY | {"stream": True}) as connection:
+                self.texts.append(read_to_the_end(connection))
+
+    def __enter__(self) -> Readers:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._enough.set()
+        self._thread.join(PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def whole_story(server: Background) -> str:
+    status, said = send(server, "POST", "/v1/completions", json.dumps(STORY).encode())
+    assert status == 200
+    return str(json.loads(said)["choices"][0]["text"])
+
+
+FIELDS = (
+    "prompt", "messages", "model", "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop",
+    "stop_token_ids", "logprobs", "top_logprobs", "stream", "stream_options", "priority", "cache_salt", "echo", "tools",
+    "chat_template_kwargs", "tokens", "truncate_prompt_tokens",
+)  # fmt: skip
+NONSENSE = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8) | st.just(-1),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)
+OBJECTS = st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=5), NONSENSE, max_size=5)
+BODIES = st.one_of(
+    OBJECTS.map(lambda fields: json.dumps(fields).encode()),
+    OBJECTS.map(lambda fields: json.dumps({"prompt": "x", "max_tokens": 1} | fields).encode()),
+    OBJECTS.map(lambda fields: json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1} | fields).encode()),
+    OBJECTS.map(lambda fields: json.dumps(fields).encode()[:-1]),
+    st.binary(max_size=40),
+    st.sampled_from([b"[" * 9_000, b'{"prompt":"' + b"x" * 60_000 + b'"}', b'{"prompt":"\xff\xfe"}', b'{"prompt":[1e400]}']),
+)  # fmt: skip
+PATHS = st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+
+
+class TestNonsense:
+    def test_every_refusal_is_a_sentence(self, server: Background, whole_story: str) -> None:
+        """Whatever is sent: an answer or a 4xx with a sentence. Streams beside it are what they are alone."""
+        refused: list[int] = []
+
+        @settings(max_examples=250, suppress_health_check=list(HealthCheck))
+        @given(PATHS, BODIES)
+        def check(path: str, body: bytes) -> None:
+            status, said = send(server, "POST", path, body)
+            assert status in (200, 400, 404, 413), said
+            if status != 200:
+                error = json.loads(said)["error"]
+                assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) > 10
+                refused.append(status)
+
+        with Readers(server) as readers:
+            check()
+        assert len(refused) > 100
+        assert set(readers.texts) == {whole_story}
+        server.wait_until_idle()
+
+    @pytest.mark.parametrize(
+        ("method", "path", "content_type", "status"),
+        [
+            ("PUT", "/v1/completions", "application/json", 405),
+            ("POST", "/health", "application/json", 405),
+            ("POST", "/v1/completions", "text/plain", 415),
+            ("POST", "/v1/../etc", "application/json", 404),
+        ],
+    )
+    def test_wrong_ways(self, server: Background, method: str, path: str, content_type: str, status: int) -> None:
+        got, said = send(server, method, path, b"{}", content_type)
+        assert got == status and json.loads(said)["error"]["message"]
+
+    def test_what_is_no_http(self, server: Background, whole_story: str) -> None:
+        for nonsense in (b"\x00" * 50, b"GET\r\n\r\n", b"POST /v1/completions HTTP/9.9\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
+                connection.sendall(nonsense)
+                assert connection.recv(1 << 16).startswith(b"HTTP/1.1 400")
+        with raw(server, STORY | {"stream": True}) as connection:
+            assert read_to_the_end(connection) == whole_story
+
+
+class TestClientsThatSayNothing:
+    def test_nobody_is_waited_for_for_ever(
+        self, server: Background, whole_story: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not for a first byte, not for the rest of a head, not for a body; but an answer takes the time it takes."""
+        monkeypatch.setattr("folovllm.server.patience.HEADER_SECONDS", 0.05)
+        monkeypatch.setattr("folovllm.server.app.BODY_SECONDS", 0.05)
+        for begun in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"):
+            with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
+                connection.sendall(begun)
+                assert connection.recv(1) == b""
+        with raw(server, STORY, cut=1) as connection:
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408")
+        with raw(server, STORY | {"stream": True}) as connection:
+            assert read_to_the_end(connection) == whole_story
+
+
+class TestClientsThatGo:
+    def test_at_random_moments(self, server: Background, whole_story: str) -> None:
+        """In the middle of the body, before the first token, between tokens: no block is leaked, no request left."""
+        rng = random.Random(0)
+        aborted = server.engine.counters.finished["abort"]
+        with Readers(server) as readers:
+            for _ in range(60):
+                path, fields = rng.choice(
+                    [
+                        ("/v1/completions", STORY | {"stream": rng.random() < 0.7, "n": rng.choice([1, 3])}),
+                        ("/v1/completions", STORY | {"stream": True, "prompt": [[5, 6], [7]]}),
+                        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "stream": True}),
+                    ]
+                )
+                with raw(server, fields, path, cut=rng.choice([0, 0, 0, 9])) as connection:
+                    connection.settimeout(rng.random() * 0.05)
+                    try:
+                        for _ in range(rng.randrange(3)):
+                            connection.recv(1 << rng.randrange(12))
+                    except TimeoutError:
+                        pass
+        assert set(readers.texts) == {whole_story}
+        server.wait_until_idle()
+        assert server.engine.counters.finished["abort"] > aborted
+
+
+class TestClientsThatDoNotRead:
+    def test_it_holds_up_nobody(self, server: Background, whole_story: str) -> None:
+        """Its socket takes some thousand bytes, and it asked for more: the engine goes on, and others are answered."""
+        fields = STORY | {"stream": True, "n": 8, "logprobs": 5}
+        with raw(server, fields, buffer=4096) as lazy:
+            with raw(server, STORY | {"stream": True}) as other:
+                assert read_to_the_end(other) == whole_story
+            eventually(lambda: server.engine.num_open == 0)  # all drawn, whoever reads it
+            lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # now it reads, and quickly
+            said = b""
+            while not said.endswith(b"0\r\n\r\n"):
+                said += lazy.recv(1 << 16)
+        pieces = [json.loads(line[6:]) for line in said.decode().splitlines() if line.startswith("data: {")]
+        tokens = [len(choice["logprobs"]["tokens"]) for piece in pieces for choice in piece["choices"]]
+        assert sum(tokens) == 8 * 120
+        assert max(tokens) > 20, "what was not read was not kept piece by piece"

@@ -1,0 +1,173 @@
+"""What requests may hold, how messages travel, what is counted: without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.sampling_params import RequestOutputKind, SamplingParams
+from folovllm.server.admission import Admission
+from folovllm.server.async_engine import AsyncEngine
+from folovllm.server.counters import Histogram
+from folovllm.server.errors import ApiError
+from folovllm.server.messages import Abort, Add, Delta, Frames, Load, Step, decode_command, decode_news, encode, frame
+from folovllm.server.protocol import ChatRequest, CompletionRequest, parse
+from folovllm.server.requests import chat_params, completion_params, prompts_of
+from tests.helpers import tiny_checkpoint
+from tests.x1.scripted import HandTransport
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse(json.dumps({"prompt": "x"} | fields).encode(), CompletionRequest)
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse(json.dumps({"messages": [{"role": "user", "content": "x"}]} | fields).encode(), ChatRequest)
+
+
+class TestRequests:
+    @pytest.mark.parametrize(
+        ("prompt", "prompts"),
+        [("ab", ["ab"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])],
+    )
+    def test_the_forms_of_a_prompt(self, prompt: Any, prompts: list[Any]) -> None:
+        assert prompts_of(completion(prompt=prompt)) == prompts
+
+    @pytest.mark.parametrize("prompt", [["a", 1], [1.5], [True], [[1], "a"], [[[1]]], [{}]])
+    def test_what_is_no_prompt(self, prompt: Any) -> None:
+        with pytest.raises(ApiError, match="prompt must be a text"):
+            prompts_of(completion(prompt=prompt))
+
+    def test_defaults(self) -> None:
+        """A completion ends after 16 tokens, as OpenAI's; a chat's answer may fill the context; the model may recommend else."""
+        assert completion_params(completion(), {}).max_tokens == 16
+        assert chat_params(chat(), {}).max_tokens is None
+        recommended = {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
+        params = chat_params(chat(top_k=5), recommended)
+        assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 5, 99)
+
+    def test_every_field_arrives(self) -> None:
+        fields = {
+            "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1,
+            "presence_penalty": 0.2, "frequency_penalty": 0.3, "seed": 5, "max_tokens": 9, "min_tokens": 2,
+            "stop": ["a"], "stop_token_ids": [3], "ignore_eos": True, "include_stop_str_in_output": True,
+            "skip_special_tokens": False, "truncate_prompt_tokens": 4,
+        }  # fmt: skip
+        params = completion_params(completion(**fields, logprobs=3, stream=True), {})
+        assert params == SamplingParams(**fields, logprobs=3, output_kind=RequestOutputKind.DELTA)  # type: ignore[arg-type]
+
+    def test_logprobs_of_a_chat(self) -> None:
+        assert chat_params(chat(logprobs=True, top_logprobs=4), {}).logprobs == 4
+        assert chat_params(chat(logprobs=True), {}).logprobs == 0
+        assert chat_params(chat(), {}).logprobs is None
+
+    @pytest.mark.parametrize(
+        ("fields", "says"),
+        [
+            ({"top_logprobs": 2}, "needs logprobs"),
+            ({"max_tokens": 2, "max_completion_tokens": 3}, "differ"),
+            ({"stream_options": {"include_usage": True}}, "needs stream"),
+        ],
+    )
+    def test_fields_that_do_not_fit_together(self, fields: dict[str, Any], says: str) -> None:
+        with pytest.raises(ApiError, match=says):
+            chat_params(chat(**fields), {})
+
+
+class TestFields:
+    @pytest.mark.parametrize("name", ["tools", "response_format", "logit_bias", "echo", "structured_outputs"])
+    def test_what_is_not_there_yet_is_refused_by_name(self, name: str) -> None:
+        with pytest.raises(ApiError, match=f"^{name} is not supported by this server") as told:
+            completion(**{name: {"type": "json_object"}})
+        assert (told.value.status, told.value.param) == (400, name)
+
+    def test_but_not_where_it_asks_for_nothing(self) -> None:
+        chat(tools=[], response_format={"type": "text"}, logit_bias=None, echo=False, tool_choice="none")
+        chat(user="me", metadata={"a": 1}, store=True)
+
+    def test_a_field_that_nobody_knows(self) -> None:
+        with pytest.raises(ApiError, match="unknown field 'temprature' in a completion request") as told:
+            completion(temprature=0.1)
+        assert told.value.param == "temprature"
+        body = b'{"prompt": "x", "temprature": 0.1, "tools": [1]}'
+        with pytest.raises(ApiError, match="tools"):
+            parse(body, CompletionRequest, ignore_unknown=True)
+        parse(body.replace(b"tools", b"tulls"), CompletionRequest, ignore_unknown=True)
+
+    @pytest.mark.parametrize(
+        ("body", "param", "says"),
+        [
+            ('{"prompt": "x", "max_tokens": "3"}', "max_tokens", "max_tokens: Expected `int | null`, got `str`"),
+            ('{"prompt": "x", "stop": [1]}', "stop", "stop[0]: Expected `str`"),
+            ('{"prompt": "x", "seed": true}', "seed", "Expected `int | null`, got `bool`"),
+            ('{"prompt": "x", "stream_options": {"a": 1}}', "stream_options", "unknown field `a`"),
+            ("{}", None, "missing required field `prompt`"),
+            ("[]", None, "must be a JSON object"),
+            ("{", None, "not valid JSON"),
+            ('{"prompt": "\\ud800"}', None, "not valid JSON"),
+            ('{"prompt": ' + "[" * 100_000, None, "not valid JSON"),
+            ('{"prompt": "x", "temperature": 1e999}', None, "not valid JSON"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, body: str, param: str | None, says: str) -> None:
+        with pytest.raises(ApiError) as told:
+            parse(body.encode(), CompletionRequest)
+        assert told.value.param == param
+        assert says in told.value.message
+
+
+class TestMessages:
+    @given(st.lists(st.binary(max_size=70)), st.integers(1, 9))
+    def test_frames_come_whole_however_they_are_torn(self, payloads: list[bytes], size: int) -> None:
+        wire = b"".join(map(frame, payloads))
+        frames = Frames()
+        assert [m for i in range(0, len(wire), size) for m in frames.feed(wire[i : i + size])] == payloads
+
+    def test_there_and_back(self) -> None:
+        params = SamplingParams(n=2, stop=["a"], seed=2**62, max_tokens=None, temperature=np.float32(0.5))
+        for command in (Add(1, [1, 2], params, -3, "salt"), Abort(2**40)):
+            assert decode_command(encode(command)) == command
+        news = Step([Delta(1, 0, [5], "stop", 3, [[(5, -0.5, 1), (6, -1.5, 2)]])], Load(1, 2))
+        assert decode_news(encode(news)) == news
+
+    def test_numpy_numbers_are_numbers(self) -> None:
+        add = Add(1, [1], SamplingParams(seed=np.int64(3), stop_token_ids=[np.int32(4)]))
+        assert decode_command(encode(add)).params.stop_token_ids == [4]
+
+
+class TestAdmission:
+    def test_a_worked_case(self) -> None:
+        """Room for two requests and ten tokens; each prompt has three."""
+
+        async def main() -> None:
+            transport = HandTransport()
+            async with AsyncEngine(str(tiny_checkpoint()), transport=transport) as engine:
+                admission = Admission(engine, max_requests=2, max_tokens=10)
+                admission.check(2, 10)
+                for count, tokens in ((3, 0), (1, 11)):  # never, whoever waits
+                    with pytest.raises(ApiError) as told:
+                        admission.check(count, tokens)
+                    assert told.value.status == 400
+                engine.submit(await engine.prepare([1, 2, 3]))
+                admission.check(1, 7)
+                for count, tokens in ((2, 0), (1, 8)):  # not now
+                    with pytest.raises(ApiError, match="queue is full") as told:
+                        admission.check(count, tokens)
+                    assert (told.value.status, told.value.headers) == (429, {"Retry-After": "1"})
+                transport.turn()  # its first token: it waits no more
+                admission.check(2, 10)
+
+        asyncio.run(main())
+
+
+def test_a_histogram_counts_what_is_at_most_a_bound() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.note(value)
+    assert (histogram.counts, histogram.sum) == ([2, 1, 1], 12.0)

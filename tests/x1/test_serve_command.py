@@ -1,0 +1,159 @@
+"""`folovllm serve` as it is started: with its engine in a process of its own, signals, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from folovllm.cli import main
+from folovllm.server.config import ServerConfig
+from folovllm.server.serve import listen
+from tests.x1.background import PATIENCE, eventually
+
+LONG: Any = {
+    "model": "stories-5m", "prompt": "Once", "max_tokens": 3000, "stream": True, "extra_body": {"ignore_eos": True}
+}  # fmt: skip
+
+
+class Command:
+    """A running server, from outside."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        assert process.stdout
+        line = process.stdout.readline()
+        address = re.search(r"http://\S+/v1", line)
+        assert address, line
+        self.url = address[0]
+        self.client = OpenAI(base_url=self.url, api_key="x", max_retries=0)
+
+    def health(self) -> int:
+        try:
+            with urllib.request.urlopen(self.url.replace("/v1", "/health"), timeout=PATIENCE) as response:
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    @property
+    def engine(self) -> int:
+        """The engine's process."""
+        found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True)
+        (pid,) = map(int, found.stdout.split())
+        return pid
+
+
+@contextmanager
+def serving(engine: str = "--engine-process") -> Iterator[Command]:
+    command = [sys.executable, "-m", "folovllm", "serve", "--port", "0", "--no-use-tqdm", engine]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    try:
+        yield Command(process)
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout
+        process.stdout.close()
+
+
+def is_gone(pid: int) -> bool:
+    """Whether there is no such process, or nothing of it but its exit code."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
+
+
+class TestEnds:
+    def test_the_engine_is_killed(self) -> None:
+        """Every stream ends with an error, /health says 503, and the exit code tells."""
+        with serving() as server:
+            streams = [iter(server.client.completions.create(**LONG)) for _ in range(2)]
+            assert all(next(stream).choices for stream in streams) and server.health() == 200
+            os.kill(server.engine, signal.SIGKILL)
+            for stream in streams:
+                with pytest.raises(openai.APIError, match="the engine's process ended, killed by signal 9"):
+                    for _ in stream:
+                        pass
+            assert server.health() == 503
+            with pytest.raises(openai.InternalServerError, match="killed by signal 9") as refused:
+                server.client.completions.create(model="stories-5m", prompt="x")
+            assert refused.value.status_code == 503
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(PATIENCE) == 1
+
+    def test_sigterm_lets_answers_end(self) -> None:
+        """What runs ends as it would have; who comes meanwhile is told to go elsewhere; then exit code 0."""
+        with serving("--no-engine-process") as server:
+            running = iter(server.client.completions.create(**LONG | {"max_tokens": 300}))
+            count = len(next(running).choices)
+            server.process.send_signal(signal.SIGTERM)
+            eventually(lambda: server.health() == 503)
+            with pytest.raises(openai.InternalServerError, match="shutting down") as refused:
+                server.client.completions.create(model="stories-5m", prompt="x")
+            assert refused.value.status_code == 503
+            chunks = list(running)
+            count += sum(len(chunk.choices) for chunk in chunks)
+            assert chunks[-1].choices[0].finish_reason == "length" and count > 100
+            assert server.process.wait(PATIENCE) == 0
+
+    def test_a_second_signal_does_not_wait(self) -> None:
+        """And nothing is left behind, as nothing is after a kill -9: the engine sees that its parent is gone."""
+        with serving() as server:
+            running = iter(server.client.completions.create(**LONG))
+            next(running)
+            engine = server.engine
+            server.process.send_signal(signal.SIGTERM)
+            eventually(lambda: server.health() == 503)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(PATIENCE) == 128 + signal.SIGTERM
+            eventually(lambda: is_gone(engine))
+
+
+class TestStart:
+    def fails(self, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", *arguments])
+        assert ended.value.code == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    def test_under_torchrun(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        assert "without torchrun" in self.fails(capsys)
+
+    def test_a_port_that_is_taken(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with listen("127.0.0.1", 0) as other:
+            other.listen()
+            port = other.getsockname()[1]
+            assert f"cannot listen at 127.0.0.1:{port}" in self.fails(capsys, "--port", str(port))
+
+    def test_a_model_that_is_not_there(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        for flag in ("--engine-process", "--no-engine-process"):
+            assert "has no config.json" in self.fails(capsys, str(tmp_path), "--port", "0", flag)
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("port", 70_000),
+            ("max_queued_requests", 0),
+            ("drain_seconds", -1.0),
+            ("api_key", [""]),
+            ("max_body_size", 0),
+        ],
+    )
+    def test_flags_out_of_range(self, field: str, value: Any) -> None:
+        with pytest.raises(ValueError, match=field):
+            ServerConfig(**{field: value})
