@@ -328,7 +328,7 @@ class TestConfigFacts:
         whole = {"rope_type": "yarn", "factor": 4.0}
         assert context_limit(SimpleNamespace(max_position_embeddings=40960, rope_scaling=whole)) == 40960
 
-    @pytest.mark.parametrize("milestone", ["m1", "m2"])
+    @pytest.mark.parametrize("milestone", ["m1", pytest.param("m2", marks=pytest.mark.m2)])
     def test_a_yarn_checkpoint_may_be_used_beyond_its_first_training(self, milestone: str) -> None:
         path = tiny_checkpoint("qwen3", rope_parameters={**YARN, "original_max_position_embeddings": 512})
         llm = LLM(str(path), milestone=milestone, max_model_len=700, use_tqdm=False)

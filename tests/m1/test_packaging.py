@@ -73,10 +73,11 @@ def book() -> ModuleType:
 
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
+COMPUTED = {"shapes.md": pytest.mark.m2}  # pages whose numbers come from a run of later milestones' functions
 
 
 class TestBook:
-    @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+    @pytest.mark.parametrize("page", [pytest.param(p, id=p.name, marks=COMPUTED.get(p.name, ())) for p in PAGES])
     def test_every_excerpt_is_the_source(self, book: ModuleType, page: Path) -> None:
         text = page.read_text("utf-8")
         assert not re.search(r"^\{\{ ", text, re.MULTILINE), (
