@@ -123,10 +123,10 @@ class TestRotary:
             rope_frequencies(config, head_dim), LlamaRotaryEmbedding(config).inv_freq, rtol=1e-6, atol=0
         )
         rotary = RotaryEmbedding(rope_frequencies(config, head_dim), 512, rope_amplitude(config))
+        # An angle of 500 has an ulp of 3e-5. Yarn's frequencies are blended, with a rounding more, and its results longer.
+        tol = 3e-4 if rope in YARNS.values() else 1e-4
         for ours, theirs in zip(rotary(positions, query, key), hf_rotated(config, positions, query, key), strict=True):
-            torch.testing.assert_close(
-                ours, theirs, rtol=0, atol=3e-4
-            )  # an angle of 500 has an ulp of 3e-5, and a factor
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=tol)
 
     def test_yarn_leaves_fast_pairs_and_slows_slow_ones_down(self) -> None:
         plain, yarn = rope_frequencies(llama_config(), 64), rope_frequencies(llama_config(YARN), 64)
