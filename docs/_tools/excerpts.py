@@ -36,7 +36,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 def main() -> None:
     """Write the pages, and name those that were not as the code is."""
-    for page in sorted((ROOT / "docs").rglob("*.md")):
+    for page in pages():
         text = page.read_text("utf-8")
         try:
             filled = fill_in(text)
@@ -45,6 +45,11 @@ def main() -> None:
         if filled != text:
             page.write_text(filled, "utf-8")
             print(f"{page.relative_to(ROOT)}: written")
+
+
+def pages() -> list[Path]:
+    """The first page of the repository, and the book."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def fill_in(page: str) -> str:
