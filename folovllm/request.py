@@ -58,6 +58,7 @@ class Sequence:
     stop_reason: str | int | None = None
     logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)  # blocks in order
+    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the answer must not hold
     cache_salt: str | None = None  # prefixes are shared only between equal salts
     prefix: CachedPrefix | None = None  # the prefix cache's own notes
     seq_id: int = field(default_factory=_numbers.__next__)  # unique; who came earlier has a smaller one

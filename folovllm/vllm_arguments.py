@@ -23,8 +23,6 @@ SAMPLING: Neutral = {
     "prompt_logprobs": (None,),
     "logprob_token_ids": (None,),
     "flat_logprobs": (False,),
-    "logit_bias": (None, {}),
-    "bad_words": (None, []),
     "structured_outputs": (None,),
     "guided_decoding": (None,),
     "logits_processors": (None, []),

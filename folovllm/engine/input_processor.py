@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from folovllm.draw_row import MAX_BAD_TOKENS, MAX_BAD_WORDS
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.detokenizer_stream import make_detokenizer
 from folovllm.inputs import Prompt, PromptParts, parse_prompt
@@ -49,6 +51,7 @@ class InputProcessor:
         self._validate_amounts(params)
         token_ids = self._truncate(self._tokenize(parts, params), params)
         self._validate(token_ids, params)
+        bad_words = self._bad_words(params)
         room = self._setup.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -63,6 +66,7 @@ class InputProcessor:
                 eos_token_ids=self._eos,
                 index=index,
                 priority=priority,
+                bad_words=bad_words,
                 cache_salt=cache_salt,
             )
             for index in range(params.n)
@@ -110,6 +114,22 @@ class InputProcessor:
             if any(not 0 <= t < vocab_size for t in ids):
                 raise ValueError(f"{name} must lie between 0 and {vocab_size - 1}")
 
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The tokens of the bad words. Raises ValueError where they are too many, or nothing is left to draw."""
+        runs = bad_word_tokens(self._tokenizer, params.bad_words) if params.bad_words else ()
+        fits = len(runs) <= MAX_BAD_WORDS and sum(map(len, runs)) <= MAX_BAD_TOKENS
+        require(
+            fits,
+            f"bad_words are too many: at most {MAX_BAD_WORDS} ways to write them, of {MAX_BAD_TOKENS} tokens in all",
+        )
+        if params.allowed_token_ids is not None:
+            never = {run[0] for run in runs if len(run) == 1}
+            if params.min_tokens:
+                never |= {*self._eos, *params.stop_token_ids}
+            left = set(params.allowed_token_ids) - never
+            require(bool(left), "bad_words or min_tokens forbid all of allowed_token_ids: nothing could be drawn")
+        return runs
+
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:
     """The token ids of a text. Raises ValueError if it holds half a character (a lone surrogate), which has no bytes."""
@@ -131,6 +151,24 @@ def encode_within(limit: int, tokenizer: PreTrainedTokenizerBase, text: str, **o
             raise too_long(f"more than {limit}", limit)
         size *= 2
     return encode(tokenizer, text, **options)
+
+
+def bad_word_tokens(tokenizer: PreTrainedTokenizerBase, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """The runs of tokens that write the words, each run once.
+
+    As in vLLM a word is written in two ways: at the start of a text, and after a space, if that has as many tokens and
+    another first one. (With more tokens the space is one of its own, and the word behind it is the first way.)
+    """
+    runs: list[tuple[int, ...]] = []
+    for word in words:
+        plain, spaced = (
+            tuple(encode(tokenizer, space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
+        )
+        require(bool(plain), f"the bad word {word!r} has no tokens")
+        runs.append(plain)
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            runs.append(spaced)
+    return tuple(dict.fromkeys(runs))
 
 
 def too_long(count: str, limit: int) -> ValueError:

@@ -136,5 +136,7 @@ def draw_spec(seq: Sequence) -> DrawSpec:
         forbidden=tuple(sorted({*seq.eos_token_ids, *p.stop_token_ids})) if p.min_tokens else (),
         num_prompt_tokens=seq.num_prompt_tokens,
         allowed=None if p.allowed_token_ids is None else tuple(p.allowed_token_ids),
-        history=seq.token_ids if p.has_penalties else seq.token_ids[:0],
+        bad_words=seq.bad_words,
+        bias=tuple((p.logit_bias or {}).items()),
+        history=seq.token_ids if p.has_penalties or seq.bad_words else seq.token_ids[:0],
     )

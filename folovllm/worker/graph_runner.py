@@ -172,7 +172,7 @@ class GraphRunner:
             return
         whole, rows, positions = self._draw.whole(logits), fields[Field.ROW], fields[Field.SEQ_LEN]
         tokens = self._rows_draw.draw(whole, rows, positions, self._tokens, self._tables.last_token)
-        self._rows_draw.note(tokens, rows, fields[Field.NUM_DRAWS])
+        self._rows_draw.note(tokens, rows, positions, fields[Field.NUM_DRAWS])
 
     def _gather_logprobs(self, logits: torch.Tensor, step: PackedStep) -> DrawnLogprobs:
         """Log-probabilities for the sequences that want any, on their way to the host ahead of the tokens."""
