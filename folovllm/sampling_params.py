@@ -17,7 +17,7 @@ RANGES: dict[str, tuple[float, float, str]] = {  # no draw from finite logits ov
     "presence_penalty": (-2, 2, "0 is off"),
     "frequency_penalty": (-2, 2, "0 is off"),
 }
-MAY_BE_OPEN = ("seed", "max_tokens", "logprobs", "truncate_prompt_tokens")  # None says something
+MAY_BE_OPEN = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")  # None says something
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -54,6 +54,8 @@ class SamplingParams:
         include_stop_str_in_output: leave the stop string, or the text of the token, that ended the answer in the text.
         logprobs: return the log-probabilities of the chosen and of this many most likely tokens; at most the engine's
             `max_logprobs`.
+        prompt_logprobs: the same of every token of the prompt but the first; such a prompt is computed anew, whatever is
+            cached of it.
         repetition_penalty: > 1 makes every token seen in prompt or answer less likely (multiplicative); 0.01 to 100.
         presence_penalty: subtracted once from each token that the answer already holds; -2 to 2, as elsewhere.
         frequency_penalty: subtracted once per occurrence in the answer; -2 to 2.
@@ -83,6 +85,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -116,12 +119,21 @@ class SamplingParams:
         self.bad_words = [] if bad_words is None else self.bad_words
         self.logit_bias = self.logit_bias or None  # type: ignore[assignment]
         self.seed = None if self.seed == -1 else self.seed
-        logprobs: object = self.logprobs
-        if isinstance(logprobs, bool):
-            self.logprobs = 1 if logprobs else None
+        for name in ("logprobs", "prompt_logprobs"):
+            if isinstance(value := getattr(self, name), bool):
+                setattr(self, name, 1 if value else None)
 
     def _validate_draw(self) -> None:
-        for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "truncate_prompt_tokens"):
+        for name in (
+            "n",
+            "top_k",
+            "seed",
+            "max_tokens",
+            "min_tokens",
+            "logprobs",
+            "prompt_logprobs",
+            "truncate_prompt_tokens",
+        ):
             value = getattr(self, name)
             left_open = value is None and name in MAY_BE_OPEN
             whole = not isinstance(value, bool) and isinstance(value, Integral) and abs(int(value)) < 2**63
@@ -155,7 +167,8 @@ class SamplingParams:
             isinstance(i, Integral) for i in self.stop_token_ids
         )
         require(ids, f"stop_token_ids must be a list of token ids (whole numbers), not {self.stop_token_ids}")
-        require(self.logprobs is None or self.logprobs >= 0, f"logprobs must be 0 or more, not {self.logprobs}")
+        for name, asked in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            require(asked is None or asked >= 0, f"{name} must be 0 or more, not {asked}")
         kept = self.truncate_prompt_tokens
         fits = kept is None or kept == -1 or kept >= 1
         require(fits, f"truncate_prompt_tokens must be at least 1, or -1 (what fits), not {kept}")

@@ -20,7 +20,6 @@ SAMPLING: Neutral = {
     "use_beam_search": (None, False),
     "length_penalty": (None, 1),
     "early_stopping": (None, False),
-    "prompt_logprobs": (None,),
     "logprob_token_ids": (None,),
     "flat_logprobs": (False,),
     "structured_outputs": (None,),

@@ -66,6 +66,7 @@ class InputProcessor:
                 eos_token_ids=self._eos,
                 index=index,
                 priority=priority,
+                num_to_score=len(token_ids) - 1 if params.prompt_logprobs is not None and index == 0 else 0,
                 bad_words=bad_words,
                 cache_salt=cache_salt,
             )
@@ -92,10 +93,12 @@ class InputProcessor:
         for name, asked, most in (
             ("n", params.n, config.max_n),
             ("logprobs", params.logprobs or 0, config.max_logprobs),
+            ("prompt_logprobs", params.prompt_logprobs or 0, config.max_logprobs),
         ):
+            limit = f"max_{name.removeprefix('prompt_')}"
             require(
                 asked <= most,
-                f"{name} is {asked}, and this engine gives {most} at most: ask for less, or raise max_{name}",
+                f"{name} is {asked}, and this engine gives {most} at most: ask for less, or raise {limit}",
             )
 
     def _validate(self, token_ids: list[int], params: SamplingParams) -> None:
