@@ -60,7 +60,7 @@ def score(
         logits_after: [m] int64, tokens of the step, to their logits [m, V].
         after: [n] int64, the token of the step that each of `tokens` [n] int64 comes after.
     """
-    size = max(1, SCORED_AT_ONCE // vocab_size)
+    size = num_scored_at_once(vocab_size)
     parts = [
         gather_logprobs(logits_after(at), own, k) for at, own in zip(after.split(size), tokens.split(size), strict=True)
     ]
@@ -69,6 +69,11 @@ def score(
         torch.cat([part.values for part in parts]),
         torch.cat([part.ranks for part in parts]),
     )
+
+
+def num_scored_at_once(vocab_size: int) -> int:
+    """Tokens of a prompt whose logits may be there at the same time."""
+    return max(1, SCORED_AT_ONCE // vocab_size)
 
 
 def by_share(found: DrawnLogprobs, wanted: Sequence[Sequence[int]]) -> dict[int, list[Logprobs]]:

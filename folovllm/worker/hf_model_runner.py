@@ -12,7 +12,7 @@ from transformers.utils import logging as hf_logging
 
 from folovllm.models.json_files import reading
 from folovllm.models.loader import checkpoint_files, require_finite, require_float_weights
-from folovllm.sample.logprobs import SCORED_AT_ONCE, gather_logprobs
+from folovllm.sample.logprobs import gather_logprobs, num_scored_at_once
 from folovllm.sample.rows import DrawRows
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
@@ -99,7 +99,7 @@ class HFModelRunner:
         of all the tokens of a piece are there at once.
         """
         tokens, rows, start = torch.from_numpy(scores.token_ids).long(), [], 0
-        for piece in input_ids.split(max(1, SCORED_AT_ONCE // self._setup.vocab_size), dim=1):
+        for piece in input_ids.split(num_scored_at_once(self._setup.vocab_size), dim=1):
             logits = self._logits(piece, 0)[0]  # [n, V]
             first, end = max(start, scores.first), min(start + len(logits), scores.first + len(tokens))
             if first < end:
