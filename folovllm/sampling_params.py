@@ -61,8 +61,8 @@ class SamplingParams:
         frequency_penalty: subtracted once per occurrence in the answer; -2 to 2.
         logit_bias: what is added to the logits of some tokens, by token id; -100 to 100, rounded to float16.
         allowed_token_ids: draw only these tokens; None: all.
-        bad_words: texts that the answer must not hold; each is made tokens as it stands and after a space, and the last
-            of these is never drawn after the others.
+        bad_words: texts that the answer must not hold: the tokens that write one, as it stands or after a space, are
+            not drawn all in a row.
         skip_special_tokens: leave tokens such as `<|im_end|>` out of the text.
         detokenize: make text of the tokens; without it the text stays empty.
         truncate_prompt_tokens: keep only this many tokens at the end of the prompt; -1 keeps what fits into the context.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MAX_CHARS_OF_TOKEN = 256  # of the longest in use; blanks, mostly
 
 
 class InputProcessor:
@@ -113,18 +115,14 @@ class InputProcessor:
         for name, ids in (
             ("stop_token_ids", params.stop_token_ids),
             ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logit_bias", params.logit_bias or ()),
         ):
-            if any(not 0 <= t < vocab_size for t in ids):
-                raise ValueError(f"{name} must lie between 0 and {vocab_size - 1}")
+            if bad := [t for t in ids if not 0 <= t < vocab_size]:
+                raise ValueError(f"{name} must lie between 0 and {vocab_size - 1}, and {bad[0]} does not")
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The tokens of the bad words. Raises ValueError where they are too many, or nothing is left to draw."""
         runs = bad_word_tokens(self._tokenizer, params.bad_words) if params.bad_words else ()
-        fits = len(runs) <= MAX_BAD_WORDS and sum(map(len, runs)) <= MAX_BAD_TOKENS
-        require(
-            fits,
-            f"bad_words are too many: at most {MAX_BAD_WORDS} ways to write them, of {MAX_BAD_TOKENS} tokens in all",
-        )
         if params.allowed_token_ids is not None:
             never = {run[0] for run in runs if len(run) == 1}
             if params.min_tokens:
@@ -156,22 +154,31 @@ def encode_within(limit: int, tokenizer: PreTrainedTokenizerBase, text: str, **o
     return encode(tokenizer, text, **options)
 
 
-def bad_word_tokens(tokenizer: PreTrainedTokenizerBase, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+def bad_word_tokens(tokenizer: PreTrainedTokenizerBase, words: SequenceOf[str]) -> tuple[tuple[int, ...], ...]:
     """The runs of tokens that write the words, each run once.
 
-    As in vLLM a word is written in two ways: at the start of a text, and after a space, if that has as many tokens and
-    another first one. (With more tokens the space is one of its own, and the word behind it is the first way.)
+    A word is written as at the start of a text, and as after a space, unless that is a space and then the same tokens.
+    (vLLM leaves the second way out wherever it has more tokens or fewer, and so lets " curious" pass for "curious".)
     """
-    runs: list[tuple[int, ...]] = []
+    _require_few(len(words), sum(map(len, words)) // MAX_CHARS_OF_TOKEN)  # before any work
+    runs: dict[tuple[int, ...], None] = {}
     for word in words:
         plain, spaced = (
             tuple(encode(tokenizer, space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
         )
         require(bool(plain), f"the bad word {word!r} has no tokens")
-        runs.append(plain)
-        if len(spaced) == len(plain) and spaced[0] != plain[0]:
-            runs.append(spaced)
-    return tuple(dict.fromkeys(runs))
+        runs[plain] = None
+        if spaced[1:] != plain:
+            runs[spaced] = None
+    _require_few(len(runs), sum(map(len, runs)))
+    return tuple(runs)
+
+
+def _require_few(num_words: int, num_tokens: int) -> None:
+    """Raise ValueError if a row of the device has no room for so many bad words of so many tokens in all."""
+    fits = num_words <= MAX_BAD_WORDS and num_tokens <= MAX_BAD_TOKENS
+    most = f"at most {MAX_BAD_WORDS} ways to write them, with {MAX_BAD_TOKENS} tokens in all"
+    require(fits, f"bad_words are too many: {most}")
 
 
 def too_long(count: str, limit: int) -> ValueError:
