@@ -27,6 +27,7 @@ from folovllm.server.admission import Admission
 from folovllm.server.answers import ChatWriter, CompletionWriter
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
+from folovllm.server.echo import EchoWriter
 from folovllm.server.errors import ApiError, as_api_error
 from folovllm.server.metrics import Metrics
 from folovllm.server.protocol import (
@@ -38,7 +39,7 @@ from folovllm.server.protocol import (
     TokenizeRequest,
     parse,
 )
-from folovllm.server.requests import chat_params, chat_prompt, completion_params, prompts_of
+from folovllm.server.requests import chat_params, chat_prompt, completion_params, prompts_of, wants_prompt_alone
 from folovllm.server.respond import Job
 
 logger = logging.getLogger("folovllm")
@@ -156,7 +157,14 @@ class Api:
         asked = await self._read(request, CompletionRequest)
         prompts = prompts_of(asked)
         params = completion_params(asked, self._defaults)
-        return await self._answer(request, asked, prompts, params, CompletionWriter(self._shown(asked)))
+        return await self._answer(request, asked, prompts, params, self._completion_writer(asked, params.n))
+
+    def _completion_writer(self, asked: CompletionRequest, n: int) -> CompletionWriter:
+        name, shows_prompt = self._shown(asked), asked.prompt_logprobs is not None
+        if not asked.echo:
+            return CompletionWriter(name, n, shows_prompt)
+        decode = self._engine.tokenizer.decode
+        return EchoWriter(name, n, decode, asked.logprobs, wants_prompt_alone(asked), shows_prompt)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -165,9 +173,8 @@ class Api:
         self._admission.check(1)
         engine = self._engine
         prompt = await engine.in_thread(chat_prompt, engine.tokenizer, engine.setup.max_model_len, asked)
-        return await self._answer(
-            request, asked, [prompt], params, ChatWriter(self._shown(asked), asked.top_logprobs or 0)
-        )
+        writer = ChatWriter(self._shown(asked), asked.top_logprobs or 0, asked.prompt_logprobs is not None)
+        return await self._answer(request, asked, [prompt], params, writer)
 
     async def _answer(
         self,

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.draw_state import DrawState
-from folovllm.sample.logprobs import DrawnLogprobs, gather_logprobs
+from folovllm.sample.logprobs import DrawnLogprobs, by_share, gather_logprobs
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import Logprobs
 from folovllm.step.packed import Field, PackedStep, StepPacker
@@ -35,12 +35,14 @@ class PendingStep:
         tokens: torch.Tensor,
         arrived: torch.cuda.Event | None,
         logprobs: DrawnLogprobs | None,
+        scores: DrawnLogprobs | None = None,
     ) -> None:
         self._num_draws: list[int] = step.fields[Field.NUM_DRAWS, : step.num_seqs].tolist()
         self._asked: list[list[int]] = step.logprobs.T.tolist()  # (index in the step, how many), for `logprobs`
-        self._tokens = tokens  # [S] int64 in host memory, once `arrived`, and so are `logprobs`
+        self._tokens = tokens  # [S] int64 in host memory, once `arrived`, and so are `logprobs` and `scores`
         self._arrived = arrived
         self._logprobs = logprobs
+        self._wanted, self._scores = step.scores, scores
 
     def is_here(self) -> bool:
         """Whether `wait` would return at once."""
@@ -52,8 +54,11 @@ class PendingStep:
             self._arrived.synchronize()
         tokens = [[token] * drawn for token, drawn in zip(self._tokens.tolist(), self._num_draws, strict=True)]
         logprobs: dict[int, list[Logprobs]] = {}
+        if self._scores is not None:
+            logprobs = by_share(self._scores, self._wanted.T.tolist())
         if self._logprobs is not None:
-            logprobs = {i: [self._logprobs.of(n, k)] for n, (i, k) in enumerate(self._asked)}
+            for n, (i, k) in enumerate(self._asked):
+                logprobs.setdefault(i, []).append(self._logprobs.of(n, k))
         return StepResult(tokens, logprobs)
 
 
@@ -136,6 +141,7 @@ class GraphRunner:
 
     def execute_model(self, step: PackedStep) -> PendingStep:
         """Start a packed step; the host does not wait for anything."""
+        scores = None
         if step.is_decode:
             width = step.fields.shape[1]
             graph = self._graph(width, step.is_special)
@@ -144,10 +150,10 @@ class GraphRunner:
             assert self._logits is not None
             logits = self._logits[:width]
         else:
-            logits = self._run(step, self._steps_in.to_device(step.flatten()))
+            logits, scores = self._run(step, self._steps_in.to_device(step.flatten()))
         logprobs = self._gather_logprobs(logits, step) if step.logprobs.size else None
         tokens, arrived = self._tokens_out.to_host(self._tokens[: step.num_seqs])
-        return PendingStep(step, tokens, arrived, logprobs)
+        return PendingStep(step, tokens, arrived, logprobs, scores)
 
     def _decode(self, fields: torch.Tensor, is_special: bool) -> None:
         """The work of a decode step, from its buffer [len(Field), width] to its tokens: what a graph records."""
@@ -156,14 +162,23 @@ class GraphRunner:
         logits = self._runner.forward(batch, out=self._logits[: batch.num_seqs])
         self._draw_tokens(logits, fields, is_special)
 
-    def _run(self, step: PackedStep, flat: torch.Tensor) -> torch.Tensor:
-        """The work of any step, from its flattened buffer [n] on the device to its tokens; returns the logits."""
+    def _run(self, step: PackedStep, flat: torch.Tensor) -> tuple[torch.Tensor, DrawnLogprobs | None]:
+        """The work of any step, from its flattened buffer [n] on the device to its tokens; returns the logits.
+
+        And what it found of prompts that are scored, on its way to the host.
+        """
         draws, fields = step.draws, flat[: step.fields.size].view(step.fields.shape)
         if draws.num_rows:
-            self._rows_draw.set_rows(flat[-len(draws.buffer) :], draws.num_rows, draws.num_with_words)
-        logits = self._runner.forward(self._tables.unpack_mixed(step, flat))
+            self._rows_draw.set_rows(flat[-len(draws.buffer) :], draws.num_rows, draws.num_with_line)
+        batch, scores = self._tables.unpack_mixed(step, flat), None
+        if step.scores.size:
+            after, tokens = self._steps_in.to_device(step.scores[1:3].ravel()).long().view(2, -1)
+            logits, found = self._runner.forward_and_score(batch, after, tokens, int(step.scores[3].max()))
+            scores = found.to_host()
+        else:
+            logits = self._runner.forward(batch)
         self._draw_tokens(logits, fields, step.is_special)
-        return logits
+        return logits, scores
 
     def _draw_tokens(self, logits: torch.Tensor, fields: torch.Tensor, is_special: bool) -> None:
         """A token for each row [S] of `logits`, to `self._tokens` and to where the next step finds it. Device work only."""
@@ -172,7 +187,7 @@ class GraphRunner:
             return
         whole, rows, positions = self._draw.whole(logits), fields[Field.ROW], fields[Field.SEQ_LEN]
         tokens = self._rows_draw.draw(whole, rows, positions, self._tokens, self._tables.last_token)
-        self._rows_draw.note(tokens, rows, fields[Field.NUM_DRAWS])
+        self._rows_draw.note(tokens, rows, positions, fields[Field.NUM_DRAWS])
 
     def _gather_logprobs(self, logits: torch.Tensor, step: PackedStep) -> DrawnLogprobs:
         """Log-probabilities for the sequences that want any, on their way to the host ahead of the tokens."""
