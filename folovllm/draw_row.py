@@ -1,12 +1,12 @@
-"""What the device knows of a running sequence's draw: a line of fields for each row, and a word for each token.
+"""What the device knows of a running sequence's draw: a line of fields for each row, a word and a bit for each token.
 
-Both are int32, so that whatever is new about some rows travels in one buffer. This file is the host's side: the layout,
+All are int32, so that whatever is new about some rows travels in one buffer. This file is the host's side: the layout,
 and who writes it. `folovllm/sample/draw_state.py` is the device's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -21,7 +21,7 @@ Int32 = npt.NDArray[np.int32]
 class RowField(IntEnum):
     """Columns of a row's line. Floats travel as the bits of int32 numbers, and so do the two words of a seed."""
 
-    FLAGS = 0  # FILTERS, WORDS
+    FLAGS = 0  # FILTERS, WORDS, MASK
     TEMPERATURE = 1  # float32; 0 is greedy
     SEED_LOW = 2
     SEED_HIGH = 3
@@ -36,12 +36,42 @@ class RowField(IntEnum):
 
 FILTERS = 1  # the row is drawn, and with top_k, top_p or min_p
 WORDS = 2  # the row's logits depend on its words: penalties, min_tokens, biases
+MASK = 4  # only tokens whose bit in the row's mask is set may be drawn
 
 # A word: the token's count in the answer, two bits, and a bias on its logit as the bits of a float16.
 COUNT = (1 << 14) - 1  # a count stays at this once it is there
 ENDS = 1 << 14  # forbidden before FREE_FROM
 IN_PROMPT = 1 << 15
 BIAS_SHIFT = 16
+
+# A row's line of the table that holds the words: V words, then what has no word for each token. What lies `n` columns
+# behind the words is an entry of column -1 - n, so that whoever writes entries need not know V.
+BITS_OF = 32  # tokens that an int32 has bits for; bit t % 32 is token t's
+PLANES = 2  # every BITS_OF tokens have one int32 of the mask, and one more beside it
+MASK_AT = 0  # behind the words: where the planes begin
+ALIGNED = 64  # columns: lines begin where a GPU reads well
+
+
+def mask_width(vocab_size: int) -> int:
+    """How many int32 have a bit for each token."""
+    return -(-vocab_size // BITS_OF)
+
+
+def line_width(vocab_size: int) -> int:
+    """Columns of a row's line."""
+    width = vocab_size + MASK_AT + PLANES * mask_width(vocab_size)
+    return -(-width // ALIGNED) * ALIGNED
+
+
+def mask_of(allowed: Iterable[int], vocab_size: int) -> Int32:
+    """The mask [ceil(V / 32)] in which only the bits of `allowed` are set."""
+    return _bits(np.array(list(allowed), np.int64), mask_width(vocab_size))
+
+
+def _bits(ids: npt.NDArray[np.int64], width: int) -> Int32:
+    words = np.zeros(width, np.uint32)
+    np.bitwise_or.at(words, ids // BITS_OF, np.uint32(1) << (ids % BITS_OF).astype(np.uint32))
+    return words.view(np.int32)
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,21 +80,21 @@ class RowUpdate:
 
     row: int
     fields: Int32  # [len(RowField)]
-    words: Int32  # [2, E]: token ids, each once, and their words; all other words of the row are 0
+    words: Int32  # [2, E]: columns of the row's line, each once, and what they hold; all other columns are 0
 
     @property
-    def has_words(self) -> bool:
-        """Whether the row's words are read at all."""
-        return bool(self.fields[RowField.FLAGS] & WORDS)
+    def has_line(self) -> bool:
+        """Whether the row's line is read at all."""
+        return bool(self.fields[RowField.FLAGS] & (WORDS | MASK))
 
 
 @dataclass(slots=True, frozen=True)
 class DrawUpdate:
-    """Updates of several rows as one buffer: `DrawState.set_rows(buffer on the device, num_rows, num_with_words)`."""
+    """Updates of several rows as one buffer: `DrawState.set_rows(buffer on the device, num_rows, num_with_line)`."""
 
-    buffer: Int32  # [U, 1 + len(RowField)] lines of row and fields, then [3, E] entries of row, token id and word
+    buffer: Int32  # [U, 1 + len(RowField)] row and its fields, then [3, E] entries of row, column and what it holds
     num_rows: int
-    num_with_words: int  # their lines come first
+    num_with_line: int  # they come first
 
 
 def row_update(row: int, spec: DrawSpec, bias: Mapping[int, float] | None = None) -> RowUpdate:
@@ -75,7 +105,7 @@ def row_update(row: int, spec: DrawSpec, bias: Mapping[int, float] | None = None
     """
     has_words = spec.has_penalties or bool(spec.forbidden) or bool(bias)
     fields = np.zeros(len(RowField), np.int32)
-    fields[RowField.FLAGS] = FILTERS * spec.has_filters + WORDS * has_words
+    fields[RowField.FLAGS] = FILTERS * spec.has_filters + WORDS * has_words + MASK * spec.has_mask
     fields[[RowField.SEED_LOW, RowField.SEED_HIGH]] = np.array([spec.seed], np.int64).view(np.int32)  # little endian
     fields[RowField.TOP_K] = min(max(spec.top_k, 0), 2**31 - 1)
     fields[RowField.FREE_FROM] = min(spec.first_end, 2**31 - 1)
@@ -83,7 +113,9 @@ def row_update(row: int, spec: DrawSpec, bias: Mapping[int, float] | None = None
     floats[[RowField.TEMPERATURE, RowField.TOP_P, RowField.MIN_P]] = spec.temperature, spec.top_p, spec.min_p
     floats[RowField.REPETITION] = spec.repetition_penalty
     floats[[RowField.PRESENCE, RowField.FREQUENCY]] = spec.presence_penalty, spec.frequency_penalty
-    return RowUpdate(row, fields, _words(spec, bias or {}) if has_words else np.empty((2, 0), np.int32))
+    parts = [_words(spec, bias or {})] if has_words else []
+    parts += [_mask(spec.allowed)] if spec.allowed is not None else []
+    return RowUpdate(row, fields, np.concatenate(parts, axis=1) if parts else np.empty((2, 0), np.int32))
 
 
 def _words(spec: DrawSpec, bias: Mapping[int, float]) -> Int32:
@@ -103,12 +135,20 @@ def _words(spec: DrawSpec, bias: Mapping[int, float]) -> Int32:
     return np.stack([ids, words])
 
 
+def _mask(allowed: tuple[int, ...]) -> Int32:
+    """Columns and words [2, E] of a mask, but for those that are 0."""
+    ids = np.array(allowed, np.int64)
+    words = _bits(ids, int(ids.max(initial=-1)) // BITS_OF + 1)
+    (columns,) = words.nonzero()
+    return np.stack([-1 - MASK_AT - PLANES * columns.astype(np.int32), words[columns]])
+
+
 def pack_updates(updates: Sequence[RowUpdate]) -> DrawUpdate:
     """Updates of different rows in one buffer; none make an empty one."""
-    ordered = sorted(updates, key=lambda update: not update.has_words)
+    ordered = sorted(updates, key=lambda update: not update.has_line)
     lines = [np.concatenate([np.array([update.row], np.int32), update.fields]) for update in ordered]
     rows = np.repeat([update.row for update in ordered], [update.words.shape[1] for update in ordered])
     words = [update.words for update in ordered] or [np.empty((2, 0), np.int32)]
     entries = np.concatenate([rows[None].astype(np.int32), np.concatenate(words, axis=1)])
     buffer = np.concatenate([*lines, entries.ravel()]).astype(np.int32)
-    return DrawUpdate(buffer, len(ordered), sum(update.has_words for update in ordered))
+    return DrawUpdate(buffer, len(ordered), sum(update.has_line for update in ordered))

@@ -58,6 +58,7 @@ class SamplingParams:
         repetition_penalty: > 1 makes every token seen in prompt or answer less likely (multiplicative); 0.01 to 100.
         presence_penalty: subtracted once from each token that the answer already holds; -2 to 2, as elsewhere.
         frequency_penalty: subtracted once per occurrence in the answer; -2 to 2.
+        allowed_token_ids: draw only these tokens; None: all.
         skip_special_tokens: leave tokens such as `<|im_end|>` out of the text.
         detokenize: make text of the tokens; without it the text stays empty.
         truncate_prompt_tokens: keep only this many tokens at the end of the prompt; -1 keeps what fits into the context.
@@ -84,6 +85,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    allowed_token_ids: list[int] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
@@ -149,6 +151,7 @@ class SamplingParams:
             isinstance(i, Integral) for i in self.stop_token_ids
         )
         require(ids, f"stop_token_ids must be a list of token ids (whole numbers), not {self.stop_token_ids}")
+        self._validate_allowed()
         require(self.logprobs is None or self.logprobs >= 0, f"logprobs must be 0 or more, not {self.logprobs}")
         kept = self.truncate_prompt_tokens
         fits = kept is None or kept == -1 or kept >= 1
@@ -161,6 +164,14 @@ class SamplingParams:
             isinstance(self.output_kind, RequestOutputKind),
             f"output_kind is a RequestOutputKind, not {self.output_kind}",
         )
+
+    def _validate_allowed(self) -> None:
+        allowed = self.allowed_token_ids
+        if allowed is None:
+            return
+        ids = isinstance(allowed, list | tuple) and all(map(_is_token_id, allowed))
+        require(ids, f"allowed_token_ids must be a list of token ids (whole numbers), not {allowed}")
+        require(bool(allowed), "allowed_token_ids must not be empty: nothing could be drawn; leave it out to allow all")
 
     @property
     def greedy(self) -> bool:
@@ -175,6 +186,10 @@ class SamplingParams:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real)
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def require(condition: bool, message: str) -> None:

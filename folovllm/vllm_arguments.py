@@ -25,7 +25,6 @@ SAMPLING: Neutral = {
     "flat_logprobs": (False,),
     "logit_bias": (None, {}),
     "bad_words": (None, []),
-    "allowed_token_ids": (None,),
     "guided_decoding": (None,),
     "logits_processors": (None, []),
     "spaces_between_special_tokens": (True,),

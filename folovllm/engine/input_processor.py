@@ -103,8 +103,12 @@ class InputProcessor:
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             bad = next(t for t in token_ids if not 0 <= t < vocab_size)
             raise ValueError(f"token id {bad} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
-        if any(not 0 <= t < vocab_size for t in params.stop_token_ids):
-            raise ValueError(f"stop_token_ids must lie between 0 and {vocab_size - 1}")
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+        ):
+            if any(not 0 <= t < vocab_size for t in ids):
+                raise ValueError(f"{name} must lie between 0 and {vocab_size - 1}")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:

@@ -135,5 +135,6 @@ def draw_spec(seq: Sequence) -> DrawSpec:
         first_end=seq.num_prompt_tokens + p.min_tokens,
         forbidden=tuple(sorted({*seq.eos_token_ids, *p.stop_token_ids})) if p.min_tokens else (),
         num_prompt_tokens=seq.num_prompt_tokens,
+        allowed=None if p.allowed_token_ids is None else tuple(p.allowed_token_ids),
         history=seq.token_ids if p.has_penalties else seq.token_ids[:0],
     )

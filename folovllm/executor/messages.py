@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.draw_row import DrawUpdate, RowField
+from folovllm.draw_row import DrawUpdate, RowField, line_width
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import Logprobs
 from folovllm.step.masks import Masks
@@ -27,7 +27,7 @@ def encode_step(step: PackedStep) -> Int32:
     draws = step.draws
     numbers = [
         step.num_seqs, step.num_decodes, step.fields.shape[1], len(step.tokens), step.updates.shape[1],
-        len(draws.buffer), draws.num_rows, draws.num_with_words, int(step.is_special), int(step.draws_late),
+        len(draws.buffer), draws.num_rows, draws.num_with_line, int(step.is_special), int(step.draws_late),
     ]  # fmt: skip
     return np.concatenate([np.array(numbers, np.int32), step.flatten(), step.logprobs.ravel()])
 
@@ -46,8 +46,8 @@ def decode_step(message: Int32) -> PackedStep | Masks:
     num_seqs, num_decodes, width, num_tokens, num_updates, *of_draws, is_special, late = parts.take(HEADER).tolist()
     fields = parts.take(len(Field) * width).reshape(len(Field), width)
     tokens, updates = parts.take(num_tokens), parts.take(3 * num_updates).reshape(3, num_updates)
-    length, num_rows, num_with_words = of_draws
-    draws = DrawUpdate(parts.take(length), num_rows, num_with_words)
+    length, num_rows, num_with_line = of_draws
+    draws = DrawUpdate(parts.take(length), num_rows, num_with_line)
     logprobs = parts.take(parts.left).reshape(2, -1)
     return PackedStep(fields, num_seqs, num_decodes, tokens, updates, draws, bool(is_special), logprobs, bool(late))
 
@@ -80,7 +80,7 @@ def longest_messages(setup: EngineSetup) -> tuple[int, int]:
     """Return how many numbers a step and a result can have at most. Memory is taken only as far as it is used."""
     rows, vocab_size = setup.max_num_seqs, setup.vocab_size
     blocks = -(-setup.max_model_len // setup.block_size)
-    per_row = len(Field) + 3 * blocks + 1 + len(RowField) + 3 * vocab_size + 2
+    per_row = len(Field) + 3 * blocks + 1 + len(RowField) + 3 * line_width(vocab_size) + 2
     return HEADER + rows * per_row + setup.max_num_batched_tokens, 1 + rows * (4 + 3 * (vocab_size + 1))
 
 

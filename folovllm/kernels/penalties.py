@@ -19,6 +19,7 @@ PRESENCE, FREQUENCY = tl.constexpr(int(RowField.PRESENCE)), tl.constexpr(int(Row
 NUM_FIELDS = tl.constexpr(len(RowField))
 FILTERS, WORDS = tl.constexpr(draw_row.FILTERS), tl.constexpr(draw_row.WORDS)
 COUNT, ENDS = tl.constexpr(draw_row.COUNT), tl.constexpr(draw_row.ENDS)
+MASK, MASK_AT, PLANES = tl.constexpr(draw_row.MASK), tl.constexpr(draw_row.MASK_AT), tl.constexpr(draw_row.PLANES)
 IN_PROMPT, BIAS_SHIFT = tl.constexpr(draw_row.IN_PROMPT), tl.constexpr(draw_row.BIAS_SHIFT)
 
 
@@ -30,14 +31,19 @@ def float_field(field_ptr, FIELD: tl.constexpr):
 
 @triton.jit
 def adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size):
-    """A row's logits at `index`, with bias, min_tokens and penalties: float32, in `index`'s shape.
+    """A row's logits at `index`, with mask, bias, min_tokens and penalties: float32, in `index`'s shape.
 
-    The pointers are the row's. NaN and what lies outside the vocabulary are -inf. A row without WORDS reads no words.
+    The pointers are the row's. NaN and what lies outside the vocabulary are -inf. A row reads of its line what its FLAGS
+    ask for.
     """
     inside = index < vocab_size
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
-    if (tl.load(field_ptr + FLAGS) & WORDS) != 0:
+    flags = tl.load(field_ptr + FLAGS)
+    if (flags & MASK) != 0:
+        mask = tl.load(word_ptr + vocab_size + MASK_AT + PLANES * (index >> 5), mask=inside, other=0)
+        x = tl.where(((mask >> (index & 31)) & 1) != 0, x, float("-inf"))
+    if (flags & WORDS) != 0:
         word = tl.load(word_ptr + index, mask=inside, other=0)
         x += (word >> BIAS_SHIFT).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         count, factor = word & COUNT, float_field(field_ptr, REPETITION)
@@ -74,7 +80,7 @@ def count_drawn(
     Args:
         tokens: [S] int64. rows: [S] int32, each row once (padding, which has no WORDS, as often as it likes).
         draws: [S], not 0 where the token counts; None: all do.
-        fields: [rows, len(RowField)] int32. words: [rows, V] int32, changed in place.
+        fields: [rows, len(RowField)] int32. words: [rows, line_width(V)] int32, changed in place.
     """
     count_drawn_kernel[(triton.cdiv(len(tokens), 128),)](
         tokens, rows, rows if draws is None else draws, fields, words, words.stride(0), len(tokens), WIDTH=128,

@@ -9,6 +9,7 @@ import torch
 
 from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering, apply_top_p_filtering
 from folovllm.sample.logprobs import gather_logprobs
+from folovllm.sample.masks import apply_masks
 from folovllm.sample.noise import gumbel
 from folovllm.sample.penalties import TokenCounts, apply_penalties, forbid_stop_tokens
 from folovllm.step.draw import DrawSpec, Logprobs
@@ -28,6 +29,7 @@ class SamplingBatch:
     specs: SequenceOf[DrawSpec] = ()  # [S], and below: for what depends on the tokens so far
     host_positions: SequenceOf[int] = ()
     counts: SequenceOf[TokenCounts | None] = ()
+    masks: SequenceOf[torch.Tensor | None] = ()
 
     @classmethod
     def from_specs(
@@ -75,7 +77,7 @@ class Sampler:
 
     def choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """All steps from `logits` [S, V] float32 to tokens [S]; the device is not waited for."""
-        penalized = apply_penalties(logits, batch.specs, batch.counts)
+        penalized = apply_penalties(apply_masks(logits, batch.masks), batch.specs, batch.counts)
         return self.sample(forbid_stop_tokens(penalized, batch.specs, batch.host_positions), batch)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

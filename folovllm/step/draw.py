@@ -36,6 +36,7 @@ class DrawSpec:
     forbidden: tuple[int, ...] = ()  # tokens that would end the answer
     num_prompt_tokens: int = 0
     history: TokenIds = field(default_factory=no_tokens)  # the tokens so far, where penalties count them; else empty
+    allowed: tuple[int, ...] | None = None  # the tokens that may be drawn at all; None: all
 
     @property
     def greedy(self) -> bool:
@@ -46,6 +47,11 @@ class DrawSpec:
     def has_penalties(self) -> bool:
         """Whether tokens that were seen count for less."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether a bit for each token says which may be drawn."""
+        return self.allowed is not None
 
     @property
     def has_filters(self) -> bool:

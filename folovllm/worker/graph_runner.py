@@ -160,7 +160,7 @@ class GraphRunner:
         """The work of any step, from its flattened buffer [n] on the device to its tokens; returns the logits."""
         draws, fields = step.draws, flat[: step.fields.size].view(step.fields.shape)
         if draws.num_rows:
-            self._rows_draw.set_rows(flat[-len(draws.buffer) :], draws.num_rows, draws.num_with_words)
+            self._rows_draw.set_rows(flat[-len(draws.buffer) :], draws.num_rows, draws.num_with_line)
         logits = self._runner.forward(self._tables.unpack_mixed(step, flat))
         self._draw_tokens(logits, fields, step.is_special)
         return logits

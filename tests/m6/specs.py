@@ -21,6 +21,7 @@ def spec_of(
         **{name: getattr(params, name) for name in (*names, "logprobs")},
         first_end=len(prompt) + params.min_tokens,
         forbidden=tuple(ends) if params.min_tokens else (),
+        allowed=None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),
         num_prompt_tokens=len(prompt),
         history=np.array([*prompt, *answer] if params.has_penalties else [], np.int32),
     )

@@ -8,11 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.draw_row import COUNT, ENDS, FILTERS, IN_PROMPT, WORDS, RowField, pack_updates, row_update
+from folovllm.draw_row import COUNT, ENDS, FILTERS, IN_PROMPT, MASK, WORDS, RowField, mask_of, pack_updates, row_update
 from folovllm.engine.plan import draw_spec
 from folovllm.request import Sequence
 from folovllm.sample.draw_state import DrawState, adjust
 from folovllm.sample.logprobs import gather_logprobs
+from folovllm.sample.masks import allowed_by, apply_masks
 from folovllm.sample.penalties import TokenCounts, apply_penalties, forbid_stop_tokens
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.sampling_params import SamplingParams
@@ -29,6 +30,8 @@ EVERY_RULE = [
     {"repetition_penalty": 0.5, "frequency_penalty": -2.0, "top_k": 5, "top_p": 0.8},
     {"min_tokens": 4, "stop_token_ids": [7], "min_p": 0.01},
     {"min_tokens": 3},
+    {"allowed_token_ids": [1, 31, 32, 64, 119], "presence_penalty": 1.5},
+    {"allowed_token_ids": [77, 3], "temperature": 0.0},
 ]
 
 
@@ -48,7 +51,7 @@ def state_for(seqs: list[Sequence], rows: list[int], num_rows: int = 8) -> DrawS
 
 def set_rows(state: DrawState, seqs: list[Sequence], rows: list[int]) -> None:
     update = pack_updates([row_update(row, draw_spec(seq)) for row, seq in zip(rows, seqs, strict=True)])
-    state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_words)
+    state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -56,7 +59,7 @@ def int32(*values: int) -> torch.Tensor:
 
 
 class TestDrawState:
-    ROWS = (5, 0, 7, 2, 1, 3)
+    ROWS = (5, 0, 7, 2, 1, 3, 4, 6)
 
     def test_draws_as_from_the_sequences(self) -> None:
         """The words on the device are the sampler's look at all tokens, as the answer grows."""
@@ -67,10 +70,14 @@ class TestDrawState:
             positions = torch.tensor([seq.num_tokens for seq in seqs], dtype=torch.int32)
             specs = [draw_spec(seq) for seq in seqs]
             counts = [TokenCounts(spec, V, CPU) if spec.has_penalties else None for spec in specs]
-            adjusted = forbid_stop_tokens(apply_penalties(logits, specs, counts), specs, positions.tolist())
+            masks = [None if spec.allowed is None else torch.from_numpy(mask_of(spec.allowed, V)) for spec in specs]
+            penalized = apply_penalties(apply_masks(logits, masks), specs, counts)
+            adjusted = forbid_stop_tokens(penalized, specs, positions.tolist())
             assert torch.allclose(adjust(logits, state.fields[rows.long()], state.words, rows, positions), adjusted)
             tokens = state.draw(logits, rows, positions)
-            expected = Sampler().choose(logits, SamplingBatch.from_specs(specs, positions.tolist(), CPU, counts))
+            batch = SamplingBatch.from_specs(specs, positions.tolist(), CPU, counts)
+            batch.masks = masks
+            expected = Sampler().choose(logits, batch)
             assert tokens.tolist() == expected.tolist()
             state.note(tokens, rows)
             for seq, token in zip(seqs, tokens.tolist(), strict=True):
@@ -85,6 +92,20 @@ class TestDrawState:
         back = state_for(seqs, [4, 6, 0])
         assert torch.equal(back.words[[4, 6, 0]], grown.words[[0, 1, 2]])
         assert torch.equal(back.fields[[4, 6, 0]], grown.fields[[0, 1, 2]])
+
+    def test_a_mask_is_replaced_and_stays(self) -> None:
+        """Another mask may come before any draw; until then the one that is there holds."""
+        state = state_for(sequences([{"allowed_token_ids": [9], "temperature": 0.0}] * 2 + [{}], []), [0, 3, 1])
+        logits, rows, positions = torch.zeros(3, V), int32(0, 3, 1), int32(3, 3, 3)
+        assert state.draw(logits, rows, positions)[:2].tolist() == [9, 9]
+        state.set_masks(int32(3), torch.from_numpy(mask_of([40, 119], V))[None])
+        for _ in range(2):
+            assert state.draw(logits, rows, positions)[:2].tolist() == [9, 40]
+
+    @given(st.lists(st.sets(st.integers(0, V - 1)), min_size=1, max_size=4))
+    def test_masks_hold_every_token(self, allowed: list[set[int]]) -> None:
+        masks = torch.from_numpy(np.stack([mask_of(ids, V) for ids in allowed]))
+        assert [set(row.nonzero().flatten().tolist()) for row in allowed_by(masks, V)] == allowed
 
     def test_a_new_owner_finds_nothing_of_the_old(self) -> None:
         state = state_for(sequences([EVERY_RULE[1]] * 2, [4, 5]), [0, 1])
@@ -115,7 +136,7 @@ class TestDrawState:
     def test_a_bias_moves_and_forbids(self) -> None:
         state = DrawState(2, V, CPU)
         update = pack_updates([row_update(0, DrawSpec(temperature=0.0), {3: 5.25, 4: -np.inf})])
-        state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_words)
+        state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
         logits = torch.zeros(1, V)
         logits[0, 4] = 100.0
         adjusted = adjust(logits, state.fields[:1], state.words, int32(0), int32(3))
@@ -143,6 +164,7 @@ class TestRowUpdate:
             ({"min_tokens": 1}, WORDS, 1),
             ({"presence_penalty": 1.0}, WORDS, 2),
             ({"logprobs": 2}, 0, 0),
+            ({"allowed_token_ids": [0, 31, 32, 96]}, MASK, 3),
         ],
     )
     def test_flags_say_what_a_draw_takes(self, rule: dict, flags: int, num_words: int) -> None:
@@ -154,9 +176,9 @@ class TestRowUpdate:
     def test_buffers_hold_every_row(self, penalised: list[bool]) -> None:
         params = [SamplingParams(repetition_penalty=1.5 if p else 1.0) for p in penalised]
         update = pack_updates([row_update(i, spec_of(p, i, [i, 50])) for i, p in enumerate(params)])
-        assert (update.num_rows, update.num_with_words) == (len(penalised), sum(penalised))
+        assert (update.num_rows, update.num_with_line) == (len(penalised), sum(penalised))
         state = DrawState(6, V, CPU)
-        state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_words)
+        state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
         assert state.fields[: len(penalised), RowField.SEED_LOW].tolist() == list(range(len(penalised)))
         assert state.words.nonzero().tolist() == [[i, t] for i, p in enumerate(penalised) if p for t in (i, 50)]
 

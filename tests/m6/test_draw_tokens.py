@@ -45,7 +45,7 @@ def state_for(params: list[SamplingParams], vocab_size: int, prompt=(), answer=(
     last = len(params) - 1
     specs = [spec_of(p, 100 + i, prompt, answer, ends) for i, p in enumerate(params)]
     update = pack_updates([row_update(last - i, spec, bias) for i, spec in enumerate(specs)])
-    state.set_rows(torch.from_numpy(update.buffer).to(DEVICE), update.num_rows, update.num_with_words)
+    state.set_rows(torch.from_numpy(update.buffer).to(DEVICE), update.num_rows, update.num_with_line)
     return state
 
 
@@ -176,6 +176,8 @@ class TestPenalties:
         {"presence_penalty": 0.7, "frequency_penalty": 0.3, "temperature": 0.0},
         {"repetition_penalty": 0.8, "frequency_penalty": -0.5, "top_k": 10},
         {"min_tokens": 8, "top_p": 0.9},
+        {"allowed_token_ids": [3, 31, 32, 59], "temperature": 2.0},
+        {"allowed_token_ids": list(range(20, 50)), "repetition_penalty": 1.5, "top_k": 5, "min_p": 0.01},
     )
 
     @pytest.fixture
@@ -190,7 +192,7 @@ class TestPenalties:
             assert draw.tokens() == draw.expected()[1]
 
     def test_counts_what_was_drawn(self, state: DrawState) -> None:
-        rows = torch.tensor([0, 4, 5, 5, 2], dtype=torch.int32, device=DEVICE)  # 5 is padding
+        rows = torch.tensor([0, 4, 7, 7, 2], dtype=torch.int32, device=DEVICE)  # 7 is padding
         tokens = torch.tensor([11, 0, 3, 3, 9], device=DEVICE)
         draws = torch.tensor([True, True, True, True, False], device=DEVICE)
         expected = state.words.clone()
