@@ -37,6 +37,7 @@ class DrawSpec:
     num_prompt_tokens: int = 0
     history: TokenIds = field(default_factory=no_tokens)  # the tokens so far, where penalties count them; else empty
     allowed: tuple[int, ...] | None = None  # the tokens that may be drawn at all; None: all
+    has_form: bool = False  # which tokens may be drawn is said anew for each draw
 
     @property
     def greedy(self) -> bool:
@@ -51,7 +52,7 @@ class DrawSpec:
     @property
     def has_mask(self) -> bool:
         """Whether a bit for each token says which may be drawn."""
-        return self.allowed is not None
+        return self.has_form or self.allowed is not None
 
     @property
     def has_filters(self) -> bool:

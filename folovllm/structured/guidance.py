@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Between the parts of a document: no more than a model needs to write one nicely, so that it cannot go on for ever.
-WHITESPACE = r" |\n[ \t]{0,40}"
+WHITESPACE = r" |\n[ \t]{0,20}"
 
 
 def library() -> Any:

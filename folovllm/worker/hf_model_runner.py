@@ -76,6 +76,7 @@ class HFModelRunner:
         input_ids = torch.from_numpy(share.token_ids).long()[None].to(self._setup.device)  # [1, T]
         hf_output = self.model(input_ids=input_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         logits = hf_output.logits[:, -1]  # [1, V]
+        self._draws.set_masks(output.masks)
         drawn = self._sampler(logits, self._draws.batch([share.row], [share.end]))
         result = one_each(output.shares, drawn.token_ids, drawn.logprobs)
         self._draws.note_drawn(output.shares, result)

@@ -87,6 +87,7 @@ class ModelRunner:
         shares = output.shares
         self._draws.set({share.row: share.draw for share in shares if share.draw is not None})
         logits = self.forward(self._input_batch.build(shares))  # [S, V]
+        self._draws.set_masks(output.masks)
         drawn = self._sampler(logits, self._draws.batch([s.row for s in shares], [s.end for s in shares]))
         result = one_each(shares, drawn.token_ids, drawn.logprobs)
         self._draws.note_drawn(shares, result)

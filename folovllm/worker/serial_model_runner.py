@@ -49,6 +49,7 @@ class SerialModelRunner:
                 cache.reset()
         batch = single_sequence_batch(share, self._setup.device)
         logits = self.model.compute_logits(self.model(batch), batch)  # [1, V]
+        self._draws.set_masks(output.masks)
         drawn = self._sampler(logits, self._draws.batch([share.row], [share.end]))
         result = one_each(output.shares, drawn.token_ids, drawn.logprobs)
         self._draws.note_drawn(output.shares, result)
