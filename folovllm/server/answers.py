@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 import msgspec
@@ -23,9 +23,11 @@ from folovllm.server.protocol import (
     TopLogprob,
     Usage,
 )
+from folovllm.server.reader import AnswerReader
 
 Row = dict[int, TokenLogprob]
 DONE = b"data: [DONE]\n\n"
+NO_NEWS = ChatMessage()
 
 
 def event(payload: bytes) -> bytes:
@@ -98,15 +100,19 @@ class ChatWriter(CompletionWriter):
     OBJECT = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
-    def __init__(self, model: str, num_top: int = 0) -> None:
+    def __init__(self, model: str, num_top: int = 0, make_reader: Callable[[], AnswerReader] | None = None) -> None:
+        """`make_reader`: for answers whose text is not their content alone."""
         super().__init__(model)
         self._num_top = num_top  # most likely tokens to show of each
         self._begun: set[int] = set()  # answers whose role was said
+        self._readers = None if make_reader is None else defaultdict[int, AnswerReader](make_reader)
 
     def choice(self, index: int, answer: CompletionOutput) -> object:
         """As inherited."""
-        message = ChatMessage("assistant", answer.text)
-        return ChatChoice(index, message, self._chat_logprobs(answer), answer.finish_reason, answer.stop_reason)
+        message, reason = ChatMessage("assistant", answer.text), answer.finish_reason
+        if self._readers is not None:
+            message, reason = self._readers[index].whole(answer)
+        return ChatChoice(index, message, self._chat_logprobs(answer), reason, answer.stop_reason)
 
     def pieces(self, index: int, answer: CompletionOutput) -> list[object]:
         """As inherited; the first one says whose turn it is."""
@@ -114,10 +120,12 @@ class ChatWriter(CompletionWriter):
         if index not in self._begun:
             self._begun.add(index)
             opening = [ChatDelta(index, ChatMessage("assistant", ""))]
-        message = ChatMessage(content=answer.text)
-        return [
-            *opening, ChatDelta(index, message, self._chat_logprobs(answer), answer.finish_reason, answer.stop_reason)
-        ]  # fmt: skip
+        message, reason = ChatMessage(content=answer.text), answer.finish_reason
+        if self._readers is not None:
+            message, reason = self._readers[index].news(answer)
+            if message == NO_NEWS and not (reason or answer.logprobs):
+                return opening
+        return [*opening, ChatDelta(index, message, self._chat_logprobs(answer), reason, answer.stop_reason)]
 
     def _chat_logprobs(self, answer: CompletionOutput) -> ChatLogprobs | None:
         if answer.logprobs is None:
