@@ -230,9 +230,9 @@ class LLMEngine:
     ) -> list[RequestOutput]:
         """Hand the tokens of a step that began at `start` to their sequences; returns what is new."""
         arrived = time.monotonic()
+        given_up = self._give_up(seqs)
         alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
         updated = self.scheduler.postprocess([(seqs[i], result.token_ids[i]) for i in alive])
-        self._give_up(self._guides.broken(seqs))
         if result.logprobs:
             self._keep_logprobs([(seqs[i], result.logprobs[i]) for i in alive if i in result.logprobs])
         now = time.monotonic()
@@ -243,14 +243,16 @@ class LLMEngine:
                 self.events.emit(Finished(seq.seq_id, seq.status.value))
         self._num_steps += 1
         self._num_preemptions += len(output.preempted)
-        return self._outputs(updated, now)
+        return self._outputs([*updated, *given_up], now)
 
-    def _give_up(self, broken: list[Sequence]) -> None:
-        """End answers that can no longer come to their form, with finish_reason "abort"."""
+    def _give_up(self, seqs: list[Sequence]) -> list[Sequence]:
+        """End those that can no longer come to their form, with finish_reason "abort", and return them."""
+        broken = self._guides.broken(seqs)
         for seq in broken:
             logger.warning("request %s ends early: its answer cannot be brought to its form", seq.request_id)
         if broken:
             self.scheduler.abort(*broken)
+        return broken
 
     def require_open(self) -> None:
         """Raise RuntimeError if the engine was closed, so that there is no model any more, or if this is a fork.

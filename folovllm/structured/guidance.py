@@ -45,14 +45,17 @@ def source_of(form: StructuredOutputsParams) -> str:
     if form.grammar is not None:
         from llguidance import grammar_from
 
-        return str(grammar_from("grammar", form.grammar))
+        try:
+            return str(grammar_from("grammar", form.grammar))
+        except ValueError as error:
+            raise ValueError(f"structured_outputs holds a grammar that cannot be used: {error}") from error
     pattern = WHITESPACE if form.whitespace_pattern is None else form.whitespace_pattern
     options = {"whitespace_flexible": False} if form.disable_any_whitespace else {"whitespace_pattern": pattern}
     schema = form.schema()
     if schema is True:
         schema = {}
     if schema is False:
-        raise ValueError("structured_outputs: no document is valid under the JSON schema false")
+        raise ValueError("structured_outputs holds the JSON schema false, under which no document is valid")
     return str(matcher.grammar_from_json_schema(schema, overrides={**options, "lenient": not form.strict}))
 
 
