@@ -6,14 +6,14 @@ and who writes it. `folovllm/sample/draw_state.py` is the device's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.step.draw import DrawSpec
+from folovllm.step.draw import DrawSpec, about_to_end
 
 Int32 = npt.NDArray[np.int32]
 
@@ -21,7 +21,7 @@ Int32 = npt.NDArray[np.int32]
 class RowField(IntEnum):
     """Columns of a row's line. Floats travel as the bits of int32 numbers, and so do the two words of a seed."""
 
-    FLAGS = 0  # FILTERS, WORDS, MASK
+    FLAGS = 0  # FILTERS, WORDS, MASK, BAD
     TEMPERATURE = 1  # float32; 0 is greedy
     SEED_LOW = 2
     SEED_HIGH = 3
@@ -37,6 +37,7 @@ class RowField(IntEnum):
 FILTERS = 1  # the row is drawn, and with top_k, top_p or min_p
 WORDS = 2  # the row's logits depend on its words: penalties, min_tokens, biases
 MASK = 4  # only tokens whose bit in the row's mask is set may be drawn
+BAD = 8  # the row has bad words; tokens that would end one have a bit
 
 # A word: the token's count in the answer, two bits, and a bias on its logit as the bits of a float16.
 COUNT = (1 << 14) - 1  # a count stays at this once it is there
@@ -46,9 +47,14 @@ BIAS_SHIFT = 16
 
 # A row's line of the table that holds the words: V words, then what has no word for each token. What lies `n` columns
 # behind the words is an entry of column -1 - n, so that whoever writes entries need not know V.
-BITS_OF = 32  # tokens that an int32 has bits for; bit t % 32 is token t's
-PLANES = 2  # every BITS_OF tokens have one int32 of the mask, and one more beside it
-MASK_AT = 0  # behind the words: where the planes begin
+MAX_BAD_WORDS, MAX_BAD_TOKENS = 128, 1024  # of a row: runs of tokens, and their tokens together
+BAD_ENDS_AT = 0  # [MAX_BAD_WORDS]: where each bad word ends among their tokens; 0 behind the last
+BAD_TOKENS_AT = BAD_ENDS_AT + MAX_BAD_WORDS  # [MAX_BAD_TOKENS]: the bad words end to end
+RECENT = MAX_BAD_TOKENS  # newest tokens of the answer that are kept
+RECENT_AT = BAD_TOKENS_AT + MAX_BAD_TOKENS  # [RECENT]: token id + 1 at its position % RECENT; 0: none
+MASK_AT = RECENT_AT + RECENT  # for every BITS_OF tokens an int32 of the mask, and one of what must not come next
+BITS_OF = 32  # bit t % 32 is token t's
+PLANES = 2
 ALIGNED = 64  # columns: lines begin where a GPU reads well
 
 
@@ -85,7 +91,7 @@ class RowUpdate:
     @property
     def has_line(self) -> bool:
         """Whether the row's line is read at all."""
-        return bool(self.fields[RowField.FLAGS] & (WORDS | MASK))
+        return bool(self.fields[RowField.FLAGS] & (WORDS | MASK | BAD))
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,15 +103,11 @@ class DrawUpdate:
     num_with_line: int  # they come first
 
 
-def row_update(row: int, spec: DrawSpec, bias: Mapping[int, float] | None = None) -> RowUpdate:
-    """What the device must know to draw from now on for the sequence that gets `row`.
-
-    Args:
-        bias: what is added to the logits of some tokens, before the penalties; rounded to float16, -inf forbids.
-    """
-    has_words = spec.has_penalties or bool(spec.forbidden) or bool(bias)
+def row_update(row: int, spec: DrawSpec) -> RowUpdate:
+    """What the device must know to draw from now on for the sequence that gets `row`."""
+    has_words, has_bad = spec.has_penalties or bool(spec.forbidden) or bool(spec.bias), bool(spec.bad_words)
     fields = np.zeros(len(RowField), np.int32)
-    fields[RowField.FLAGS] = FILTERS * spec.has_filters + WORDS * has_words + MASK * spec.has_mask
+    fields[RowField.FLAGS] = FILTERS * spec.has_filters + WORDS * has_words + MASK * spec.has_mask + BAD * has_bad
     fields[[RowField.SEED_LOW, RowField.SEED_HIGH]] = np.array([spec.seed], np.int64).view(np.int32)  # little endian
     fields[RowField.TOP_K] = min(max(spec.top_k, 0), 2**31 - 1)
     fields[RowField.FREE_FROM] = min(spec.first_end, 2**31 - 1)
@@ -113,14 +115,20 @@ def row_update(row: int, spec: DrawSpec, bias: Mapping[int, float] | None = None
     floats[[RowField.TEMPERATURE, RowField.TOP_P, RowField.MIN_P]] = spec.temperature, spec.top_p, spec.min_p
     floats[RowField.REPETITION] = spec.repetition_penalty
     floats[[RowField.PRESENCE, RowField.FREQUENCY]] = spec.presence_penalty, spec.frequency_penalty
-    parts = [_words(spec, bias or {})] if has_words else []
-    parts += [_mask(spec.allowed)] if spec.allowed is not None else []
-    return RowUpdate(row, fields, np.concatenate(parts, axis=1) if parts else np.empty((2, 0), np.int32))
+    parts = [np.empty((2, 0), np.int32)]
+    if has_words:
+        parts.append(_words(spec))
+    if spec.allowed is not None:
+        parts.append(_plane(0, spec.allowed))
+    if has_bad:
+        parts += _bad_words(spec)
+    return RowUpdate(row, fields, np.concatenate(parts, axis=1))
 
 
-def _words(spec: DrawSpec, bias: Mapping[int, float]) -> Int32:
+def _words(spec: DrawSpec) -> Int32:
     """Token ids and words [2, E] of what is not plain."""
-    drawn, counts = np.unique(spec.history[spec.num_prompt_tokens :], return_counts=True)
+    bias = dict(spec.bias)
+    drawn, counts = np.unique(spec.answer, return_counts=True)
     prompt, ends = np.unique(spec.history[: spec.num_prompt_tokens]), np.unique(spec.forbidden)
     groups = [
         (drawn, np.minimum(counts, COUNT)),
@@ -135,12 +143,32 @@ def _words(spec: DrawSpec, bias: Mapping[int, float]) -> Int32:
     return np.stack([ids, words])
 
 
-def _mask(allowed: tuple[int, ...]) -> Int32:
-    """Columns and words [2, E] of a mask, but for those that are 0."""
-    ids = np.array(allowed, np.int64)
+def _behind(at: int, values: npt.ArrayLike) -> Int32:
+    """Entries [2, E] that put `values` into the columns from `at` on, behind the words."""
+    values = np.asarray(values, np.int32)
+    return np.stack([-1 - at - np.arange(len(values), dtype=np.int32), values])
+
+
+def _plane(plane: int, tokens: Sequence[int]) -> Int32:
+    """Entries [2, E] of the bits of `tokens` in the mask (plane 0), or among what must not come next (1)."""
+    ids = np.array(tokens, np.int64)
     words = _bits(ids, int(ids.max(initial=-1)) // BITS_OF + 1)
-    (columns,) = words.nonzero()
-    return np.stack([-1 - MASK_AT - PLANES * columns.astype(np.int32), words[columns]])
+    (used,) = words.nonzero()
+    return np.stack([-1 - MASK_AT - plane - PLANES * used.astype(np.int32), words[used]])
+
+
+def _bad_words(spec: DrawSpec) -> list[Int32]:
+    """Entries [2, E] of the bad words, of the newest tokens of the answer, and of what must not come next."""
+    words, end = spec.bad_words, len(spec.history)
+    count = min(len(spec.answer), max(map(len, words)) - 1)
+    recent = _behind(0, spec.history[end - count :] + 1)
+    recent[0] = -1 - RECENT_AT - np.arange(end - count, end) % RECENT
+    return [
+        _behind(BAD_ENDS_AT, np.cumsum([len(word) for word in words])),
+        _behind(BAD_TOKENS_AT, np.concatenate(words)),
+        recent,
+        _plane(1, about_to_end(words, spec.answer)),
+    ]
 
 
 def pack_updates(updates: Sequence[RowUpdate]) -> DrawUpdate:

@@ -76,7 +76,7 @@ def measure(num_seqs: int, params: DrawSpec, with_torch: bool) -> tuple[float, f
     batch.top_k = batch.top_k if params.top_k > 0 else None
     batch.top_p = batch.top_p if params.top_p < 1 else None
     plain = microseconds(lambda: gumbel_max(logits, temperature, low, low, positions))
-    drawn = microseconds(lambda: state.note(state.draw(logits, rows, positions), rows))
+    drawn = microseconds(lambda: state.note(state.draw(logits, rows, positions), rows, positions))
     if not with_torch:
         return plain, drawn, float("nan")
 

@@ -26,7 +26,7 @@ from folovllm.request import Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import Logprobs
-from folovllm.step.schedule import SchedulerOutput, StepResult
+from folovllm.step.schedule import SchedulerOutput, Scores, StepResult
 from folovllm.structured.guides import Guides
 from folovllm.vllm_arguments import REQUEST, also_takes
 
@@ -234,7 +234,9 @@ class LLMEngine:
         alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
         updated = self.scheduler.postprocess([(seqs[i], result.token_ids[i]) for i in alive])
         if result.logprobs:
-            self._keep_logprobs([(seqs[i], result.logprobs[i]) for i in alive if i in result.logprobs])
+            self._keep_logprobs(
+                [(seqs[i], output.shares[i].scores, result.logprobs[i]) for i in alive if i in result.logprobs]
+            )
         now = time.monotonic()
         if self.events.on:
             waiting, used = len(self.scheduler.waiting), self._num_used_blocks()
@@ -333,12 +335,14 @@ class LLMEngine:
                 outputs.append(state.output())
         return outputs
 
-    def _keep_logprobs(self, drawn: Iterable[tuple[Sequence, list[Logprobs]]]) -> None:
-        """Add text to the log-probabilities that requests asked for."""
-        for seq, rows in drawn:
+    def _keep_logprobs(self, drawn: Iterable[tuple[Sequence, Scores | None, list[Logprobs]]]) -> None:
+        """Add text to the log-probabilities that requests asked for: those of their prompts, then those of their answers."""
+        for seq, scores, rows in drawn:
             decode = self.tokenizer.decode if seq.params.detokenize else lambda _: None
-            for row in rows:
-                seq.logprobs.append({id_: TokenLogprob(id_, value, rank, decode([id_])) for id_, value, rank in row})
+            shown = [{id_: TokenLogprob(id_, value, rank, decode([id_])) for id_, value, rank in row} for row in rows]
+            num_scores = 0 if scores is None else len(scores.token_ids)
+            seq.prompt_logprobs += shown[:num_scores]
+            seq.logprobs += shown[num_scores:]
 
     def _num_used_blocks(self) -> int:
         scheduler = self.scheduler

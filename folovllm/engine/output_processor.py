@@ -12,6 +12,8 @@ from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, To
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
 
+PromptLogprobs = list[dict[int, TokenLogprob] | None] | None
+
 
 class RequestState:
     """A request that is being served, and how much of it was reported."""
@@ -26,6 +28,7 @@ class RequestState:
         self._answers = [Answer(seq) for seq in seqs]
         self._prompt = prompt
         self._prompt_token_ids = list(seqs[0].prompt_token_ids)  # users may do with it as they like
+        self._prompt_logprobs: PromptLogprobs = None
 
     @property
     def streams(self) -> bool:
@@ -36,6 +39,10 @@ class RequestState:
     def finished(self) -> bool:
         """Whether all answers are over."""
         return all(seq.status.is_finished for seq in self.seqs)
+
+    @property
+    def _scores_prompt(self) -> bool:
+        return self.seqs[0].params.prompt_logprobs is not None
 
     def note_progress(self, now: float) -> None:
         """Take the times of a step that ended `now`."""
@@ -60,7 +67,16 @@ class RequestState:
             finished=finished,
             metrics=replace(self.metrics),  # a snapshot, as all the rest
             num_cached_tokens=self.seqs[0].num_cached_tokens or 0,
+            prompt_logprobs=self._take_prompt_logprobs(deltas_alone) if self._scores_prompt else None,
         )
+
+    def _take_prompt_logprobs(self, once: bool) -> PromptLogprobs:
+        """Those of the whole prompt, as soon as they are there; with `once` only then."""
+        seq = self.seqs[0]
+        if self._prompt_logprobs is None and len(seq.prompt_logprobs) == seq.num_to_score:
+            self._prompt_logprobs = [None, *seq.prompt_logprobs]
+            return self._prompt_logprobs
+        return None if once else self._prompt_logprobs
 
 
 class Answer:

@@ -7,7 +7,7 @@ which rows it draws for and at which position:
     update = pack_updates([row_update(row, spec), ...])   # the host
     state.set_rows(torch.from_numpy(update.buffer).to(device), update.num_rows, update.num_with_line)
     tokens = state.draw(logits, rows, positions)     # [S]; may be recorded in a CUDA graph
-    state.note(tokens, rows, num_draws)              # may be recorded too
+    state.note(tokens, rows, positions, num_draws)   # may be recorded too
 
 `set_rows` is queued before the step in which the new owner draws first. A row whose `DrawSpec.has_mask` has a mask, one
 bit for each token: `set_rows` writes the first, and `set_masks`, queued before any draw, another one. A mask that is not
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from folovllm.draw_row import (
+    BAD,
     BIAS_SHIFT,
     COUNT,
     ENDS,
@@ -34,7 +35,8 @@ from folovllm.draw_row import (
     line_width,
     mask_width,
 )
-from folovllm.sample.masks import allowed_by
+from folovllm.sample.bad_words import forbid_next
+from folovllm.sample.rules import bits_of
 from folovllm.sample.sampler import Sampler, SamplingBatch
 
 if TYPE_CHECKING:
@@ -105,17 +107,27 @@ class DrawState:
             keep[rows.long()] = tokens
         return tokens if out is None else out[: len(tokens)].copy_(tokens)
 
-    def note(self, tokens: torch.Tensor, rows: torch.Tensor, draws: torch.Tensor | None = None) -> None:
-        """Count the drawn `tokens` [S] int64 in the words of their `rows` [S] int32, but for those with `draws` [S] 0."""
-        if self._work is not None:
-            from folovllm.kernels.penalties import count_drawn
+    def note(
+        self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, draws: torch.Tensor | None = None
+    ) -> None:
+        """Take in the drawn `tokens`, for the draws to come: count them, and see which tokens would now end a bad word.
 
-            count_drawn(tokens, rows, draws, self.fields, self.words)
+        Args:
+            tokens: [S] int64. rows: [S] int32. positions: [S] int32, of these tokens.
+            draws: [S], 0 where the token is none of the answer's; None: all are.
+        """
+        if self._work is not None:
+            from folovllm.kernels.note_drawn import note_drawn
+
+            note_drawn(tokens, rows, positions, draws, self.fields, self.words, self._vocab_size)
             return
         at = rows.long()
-        word = self.words[at, tokens]
-        counted = (self.fields[at, RowField.FLAGS] & WORDS != 0) & (word & COUNT < COUNT)
-        self.words[at, tokens] = word + (counted if draws is None else counted & (draws != 0)).int()
+        word, flags = self.words[at, tokens], self.fields[at, RowField.FLAGS]
+        if draws is not None:
+            flags = torch.where(draws != 0, flags, 0)
+        self.words[at, tokens] = word + ((flags & WORDS != 0) & (word & COUNT < COUNT)).int()
+        for i in (flags & BAD).nonzero().flatten().tolist():
+            forbid_next(self.words[int(rows[i]), self._vocab_size :], tokens[i], int(positions[i]))
 
 
 def _workspace(num_seqs: int, vocab_size: int, device: torch.device) -> FilterWorkspace:
@@ -125,9 +137,9 @@ def _workspace(num_seqs: int, vocab_size: int, device: torch.device) -> FilterWo
     return FilterWorkspace.allocate(num_seqs, vocab_size, device)
 
 
-def masks_of(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The masks [rows, ceil(V / 32)] in lines [rows, line_width(V)]: a view."""
-    first = vocab_size + MASK_AT
+def masks_of(words: torch.Tensor, vocab_size: int, plane: int = 0) -> torch.Tensor:
+    """The masks [rows, ceil(V / 32)] in lines [rows, line_width(V)], or what must not come next (1): a view."""
+    first = vocab_size + MASK_AT + plane
     return words[:, first : first + PLANES * mask_width(vocab_size) : PLANES]
 
 
@@ -160,8 +172,12 @@ def adjust(
     logits, vocab_size = logits.float(), logits.shape[1]
     has_mask = fields[:, RowField.FLAGS] & MASK != 0
     if _some(has_mask):
-        allowed = allowed_by(masks_of(words, vocab_size)[rows.long()], vocab_size)
+        allowed = bits_of(masks_of(words, vocab_size)[rows.long()], vocab_size)
         logits = logits.masked_fill(has_mask[:, None] & ~allowed, -torch.inf)
+    has_bad = fields[:, RowField.FLAGS] & BAD != 0
+    if _some(has_bad):
+        ends_one = bits_of(masks_of(words, vocab_size, plane=1)[rows.long()], vocab_size)
+        logits = logits.masked_fill(has_bad[:, None] & ends_one, -torch.inf)
     has_words = fields[:, RowField.FLAGS] & WORDS != 0
     if not _some(has_words):
         return logits

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -20,6 +21,8 @@ from folovllm.server.protocol import (
     ChatMessage,
     CompletionChoice,
     CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
     TopLogprob,
     Usage,
 )
@@ -42,15 +45,29 @@ class CompletionWriter:
     OBJECT: ClassVar[str] = "text_completion"
     CHUNK: ClassVar[str] = "text_completion"
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, model: str, n: int = 1, shows_prompt: bool = False) -> None:
+        """`n` answers to each prompt; `shows_prompt`: with what the model thinks of the tokens of the prompt."""
+        self._model, self._n, self._shows_prompt = model, n, shows_prompt
+        self._prompt_logprobs: dict[int, list[Row | None]] = {}  # by number of the prompt
         self.id = f"{self.PREFIX}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._offsets: defaultdict[int, int] = defaultdict(int)  # characters that an answer's tokens had so far
 
+    def hear(self, i: int, output: RequestOutput) -> None:
+        """Take in an output for prompt `i`, before its answers are written."""
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[i] = output.prompt_logprobs
+
+    def usage(self, outputs: Iterable[RequestOutput]) -> Usage:
+        """Tokens of the requests that the response is made of."""
+        return usage_of(outputs)
+
     def whole(self, answers: Iterable[tuple[int, CompletionOutput]], usage: Usage) -> bytes:
         """The response."""
         choices = [self.choice(index, answer) for index, answer in answers]
+        return self._encoded(choices, usage)
+
+    def _encoded(self, choices: list[object], usage: Usage) -> bytes:
         return msgspec.json.encode(Answer(self.id, self.OBJECT, self._created, self._model, choices, usage))
 
     def chunks(self, answers: Iterable[tuple[int, CompletionOutput]], usage: Usage | None) -> bytes:
@@ -69,16 +86,19 @@ class CompletionWriter:
     def _event(self, choices: list[object], usage: Usage | None) -> bytes:
         return event(msgspec.json.encode(Answer(self.id, self.CHUNK, self._created, self._model, choices, usage)))
 
-    def choice(self, index: int, answer: CompletionOutput) -> object:
+    def choice(self, index: int, answer: CompletionOutput) -> Any:
         """A whole answer."""
         logprobs = None if answer.logprobs is None else self._logprobs(index, answer.logprobs)
-        return CompletionChoice(index, answer.text, logprobs, answer.finish_reason, answer.stop_reason)
+        choice = CompletionChoice(index, answer.text, logprobs, answer.finish_reason, answer.stop_reason)
+        if self._shows_prompt:
+            choice.prompt_logprobs = shown_prompt(self._prompt_logprobs.get(index // self._n, ()))
+        return choice
 
     def pieces(self, index: int, answer: CompletionOutput) -> list[object]:
         """What is new in an answer."""
         return [self.choice(index, answer)]
 
-    def _logprobs(self, index: int, rows: list[Row]) -> CompletionLogprobs:
+    def _logprobs(self, index: int, rows: Iterable[Row]) -> CompletionLogprobs:
         shown = CompletionLogprobs([], [], [], [])
         for row in rows:
             token = next(iter(row.values()))
@@ -86,8 +106,11 @@ class CompletionWriter:
             shown.token_logprobs.append(token.logprob)
             shown.tokens.append(token.decoded_token or "")
             likely: dict[str, float] = {}
-            for other in row.values():  # two may have the same text: the chosen and the likelier come first
-                likely.setdefault(other.decoded_token or "", other.logprob)
+            for (
+                other
+            ) in row.values():  # several may have the same text, as parts of a character do: the likeliest counts
+                text = other.decoded_token or ""
+                likely[text] = max(other.logprob, likely.get(text, -math.inf))
             shown.top_logprobs.append(likely)
             self._offsets[index] += len(token.decoded_token or "")
         return shown
@@ -100,14 +123,24 @@ class ChatWriter(CompletionWriter):
     OBJECT = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
-    def __init__(self, model: str, num_top: int = 0, make_reader: Callable[[], AnswerReader] | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        num_top: int = 0,
+        shows_prompt: bool = False,
+        make_reader: Callable[[], AnswerReader] | None = None,
+    ) -> None:
         """`make_reader`: for answers whose text is not their content alone."""
-        super().__init__(model)
+        super().__init__(model, shows_prompt=shows_prompt)
         self._num_top = num_top  # most likely tokens to show of each
         self._begun: set[int] = set()  # answers whose role was said
         self._readers = None if make_reader is None else defaultdict[int, AnswerReader](make_reader)
 
-    def choice(self, index: int, answer: CompletionOutput) -> object:
+    def _encoded(self, choices: list[object], usage: Usage) -> bytes:
+        prompt = shown_prompt(self._prompt_logprobs.get(0, ())) if self._shows_prompt else None
+        return msgspec.json.encode(Answer(self.id, self.OBJECT, self._created, self._model, choices, usage, prompt))
+
+    def choice(self, index: int, answer: CompletionOutput) -> Any:
         """As inherited."""
         message, reason = ChatMessage("assistant", answer.text), answer.finish_reason
         if self._readers is not None:
@@ -144,6 +177,14 @@ def top_logprob(token: TokenLogprob) -> TopLogprob:
     """A token with its bytes, as far as its text has them."""
     text = token.decoded_token or ""
     return TopLogprob(text, token.logprob, list(text.encode()))
+
+
+def shown_prompt(rows: Iterable[Row | None]) -> PromptLogprobs:
+    """What the model thinks of the tokens of a prompt."""
+    return [
+        None if row is None else {str(id_): PromptLogprob(t.logprob, t.rank, t.decoded_token) for id_, t in row.items()}
+        for row in rows
+    ]
 
 
 def usage_of(outputs: Iterable[RequestOutput]) -> Usage:

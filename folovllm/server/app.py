@@ -27,6 +27,7 @@ from folovllm.server.admission import Admission
 from folovllm.server.answers import ChatWriter, CompletionWriter
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
+from folovllm.server.echo import EchoWriter
 from folovllm.server.errors import ApiError, as_api_error
 from folovllm.server.metrics import Metrics
 from folovllm.server.protocol import (
@@ -39,7 +40,7 @@ from folovllm.server.protocol import (
     parse,
 )
 from folovllm.server.reader import TAGS, reading_of
-from folovllm.server.requests import chat_params, chat_prompt, completion_params, prompts_of
+from folovllm.server.requests import chat_params, chat_prompt, completion_params, prompts_of, wants_prompt_alone
 from folovllm.server.respond import Job
 
 logger = logging.getLogger("folovllm")
@@ -158,7 +159,14 @@ class Api:
         asked = await self._read(request, CompletionRequest)
         prompts = prompts_of(asked)
         params = completion_params(asked, self._defaults)
-        return await self._answer(request, asked, prompts, params, CompletionWriter(self._shown(asked)))
+        return await self._answer(request, asked, prompts, params, self._completion_writer(asked, params.n))
+
+    def _completion_writer(self, asked: CompletionRequest, n: int) -> CompletionWriter:
+        name, shows_prompt = self._shown(asked), asked.prompt_logprobs is not None
+        if not asked.echo:
+            return CompletionWriter(name, n, shows_prompt)
+        decode = self._engine.tokenizer.decode
+        return EchoWriter(name, n, decode, asked.logprobs, wants_prompt_alone(asked), shows_prompt)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -170,7 +178,8 @@ class Api:
         params, make_reader = reading_of(
             asked, params, str(prompt.get("prompt")), self._config.reasoning_parser, self._tags_are_special
         )
-        writer = ChatWriter(self._shown(asked), asked.top_logprobs or 0, make_reader)
+        num_top, shows_prompt = asked.top_logprobs or 0, asked.prompt_logprobs is not None
+        writer = ChatWriter(self._shown(asked), num_top, shows_prompt, make_reader)
         return await self._answer(request, asked, [prompt], params, writer)
 
     async def _answer(

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from folovllm.cache.prefix_cache import PrefixCacheStats
 from folovllm.config import EngineConfig
 from folovllm.engine.metrics import EngineStats
-from folovllm.outputs import CompletionOutput, RequestOutput
+from folovllm.outputs import RequestOutput, TokenLogprob
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.messages import Abort, Add, Command, Delta, Failure, Load, News, Ready, Refused, Row, Step, Stop
 from folovllm.setup import EngineSetup
@@ -135,17 +135,20 @@ class EngineLoop:
 
 
 def deltas_of(output: RequestOutput) -> Iterable[Delta]:
-    """The news of one request, an answer at a time."""
+    """The news of one request, an answer at a time; those of its prompt come with the first."""
     number, num_cached = int(output.request_id), output.num_cached_tokens
+    prompt = (
+        None if output.prompt_logprobs is None else rows_of(row for row in output.prompt_logprobs if row is not None)
+    )
     for answer in output.outputs:
-        yield Delta(number, answer.index, answer.delta_token_ids, answer.finish_reason, num_cached, logprobs_of(answer))
+        rows = None if answer.logprobs is None else rows_of(answer.logprobs)
+        yield Delta(number, answer.index, answer.delta_token_ids, answer.finish_reason, num_cached, rows, prompt)
+        prompt = None
 
 
-def logprobs_of(answer: CompletionOutput) -> list[Row] | None:
-    """The new rows of log-probabilities, without their texts: these are made where they are shown."""
-    if answer.logprobs is None:
-        return None
-    return [[(t.token_id, t.logprob, t.rank) for t in row.values()] for row in answer.logprobs]
+def rows_of(logprobs: Iterable[dict[int, TokenLogprob]]) -> list[Row]:
+    """Rows of log-probabilities without their texts: these are made where they are shown."""
+    return [[(t.token_id, t.logprob, t.rank) for t in row.values()] for row in logprobs]
 
 
 def plain(setup: EngineSetup) -> EngineSetup:

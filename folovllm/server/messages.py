@@ -48,6 +48,7 @@ class Delta(msgspec.Struct, array_like=True, frozen=True):
     finish_reason: str | None = None
     num_cached_tokens: int = 0
     logprobs: list[Row] | None = None
+    prompt_logprobs: list[Row] | None = None  # once, of all tokens of the prompt but the first
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True):

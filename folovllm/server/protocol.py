@@ -39,6 +39,10 @@ class Sampling(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int = 0
@@ -52,6 +56,7 @@ class CompletionRequest(Sampling, kw_only=True):
 
     prompt: str | list[Any]
     logprobs: int | None = None
+    echo: bool | None = None
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -101,12 +106,8 @@ HARMLESS = (
 # What this server cannot do, and the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
+    "echo": (False,),  # in a chat
     "suffix": ("",),
-    "prompt_logprobs": (),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -171,9 +172,25 @@ class CompletionLogprobs(msgspec.Struct):
     """Of each token of a completion."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]  # None for the first token of a prompt, which comes after nothing
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+    def extend(self, other: CompletionLogprobs) -> None:
+        """Add those of the tokens that follow."""
+        for name in self.__struct_fields__:
+            getattr(self, name).extend(getattr(other, name))
+
+
+class PromptLogprob(msgspec.Struct):
+    """A token that stands in a prompt, or could have, as vLLM's servers say it."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; None for the first token
 
 
 class CompletionChoice(msgspec.Struct):
@@ -184,6 +201,7 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -247,3 +265,4 @@ class Answer(msgspec.Struct, omit_defaults=True):
     model: str
     choices: list[Any]
     usage: Usage | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # of a chat

@@ -10,7 +10,7 @@ from folovllm.sampling_params import SamplingParams
 from folovllm.server import reasoning, tool_calls
 from folovllm.server.protocol import ChatMessage, ChatRequest
 from folovllm.server.reasoning import ReasoningSplitter, thinks_first
-from folovllm.server.tool_calls import ToolCallParser
+from folovllm.server.tool_calls import ToolCall, ToolCallParser
 from folovllm.server.tools import offered
 
 TAGS = (reasoning.OPENING, reasoning.CLOSING, tool_calls.OPENING, tool_calls.CLOSING)
@@ -24,7 +24,7 @@ class AnswerReader:
 
     def news(self, answer: CompletionOutput) -> tuple[ChatMessage, str | None]:
         """What a piece of the answer adds, and the finish reason."""
-        thought, content, calls = "", answer.text, []
+        thought, content, calls = "", answer.text, list[ToolCall]()
         last = answer.finish_reason is not None
         if self._thoughts is not None:
             thought, content = self._thoughts.feed(content, last)

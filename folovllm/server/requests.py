@@ -21,7 +21,7 @@ from folovllm.server.tools import offered
 SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
-    "truncate_prompt_tokens",
+    "truncate_prompt_tokens", "logit_bias", "bad_words", "allowed_token_ids", "prompt_logprobs",
 )  # fmt: skip
 ONE_PROMPT: tuple[Any, ...] = (str, list[int])
 PROMPTS = (*ONE_PROMPT, list[str], list[list[int]])
@@ -29,9 +29,19 @@ COMPLETION_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
 
 
 def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """How a completion is drawn. `defaults` are the model's recommendations."""
-    own = {"max_tokens": request.max_tokens, "logprobs": request.logprobs}
+    """How a completion is drawn. `defaults` are the model's recommendations.
+
+    `echo` with `logprobs` takes the prompt's as well. A prompt alone (`wants_prompt_alone`) costs a token that nobody sees.
+    """
+    own = {"max_tokens": 1 if wants_prompt_alone(request) else request.max_tokens, "logprobs": request.logprobs}
+    if request.echo and request.logprobs is not None:
+        own["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
     return _params(request, {"max_tokens": COMPLETION_TOKENS} | dict(defaults), own)
+
+
+def wants_prompt_alone(request: CompletionRequest) -> bool:
+    """Whether a completion is to have no answer, but its prompt and what the model thinks of it."""
+    return bool(request.echo) and request.max_tokens == 0
 
 
 def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -51,6 +61,8 @@ def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingPa
 def _params(request: Sampling, defaults: dict[str, Any], own: dict[str, Any]) -> SamplingParams:
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise ApiError(400, "prompt_logprobs are for whole answers: leave out stream", "prompt_logprobs")
     given = {name: getattr(request, name) for name in SAME} | own
     given["structured_outputs"] = form_of(request)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from folovllm.outputs import CompletionOutput, RequestOutput
-from folovllm.server.answers import DONE, CompletionWriter, event, usage_of
+from folovllm.server.answers import DONE, CompletionWriter, event
 from folovllm.server.async_engine import EngineDead
 from folovllm.server.errors import as_api_error
 from folovllm.server.protocol import StreamOptions, Usage
@@ -44,12 +44,14 @@ class Job:
     async def _read_all(self) -> None:
         async for i, output in self._outputs():
             self._latest[i] = output
+            self._writer.hear(i, output)
 
     async def _events(self, options: StreamOptions) -> AsyncIterator[bytes]:
         """What is new, step by step; an error is the last that is said."""
         try:
             async for i, output in self._outputs():
                 self._latest[i] = output
+                self._writer.hear(i, output)
                 usage = self._usage() if options.continuous_usage_stats else None
                 if chunks := self._writer.chunks(self._numbered(i, output), usage):
                     yield chunks
@@ -71,4 +73,4 @@ class Job:
         return [(i * self._n + answer.index, answer) for answer in output.outputs]
 
     def _usage(self) -> Usage:
-        return usage_of(self._latest.values())
+        return self._writer.usage(self._latest.values())

@@ -83,6 +83,8 @@ class Stream:
         seq = self._seqs[delta.index]
         if not self.has_begun:
             self._seqs[0].prefix = CachedPrefix(num_hit_tokens=delta.num_cached_tokens)
+        for row in delta.prompt_logprobs or ():
+            self._seqs[0].prompt_logprobs.append(self._with_text(row))
         for row in delta.logprobs or ():
             seq.logprobs.append(self._with_text(row))
         for token_id in delta.token_ids:

@@ -48,7 +48,7 @@ class ToolCallParser:
     def feed(self, text: str, last: bool = False) -> tuple[str, list[ToolCall]]:
         """What `text` adds to the content, and to the calls. With `last` nothing is held back any more."""
         self._pending += text
-        content, calls = "", []
+        content, calls = "", list[ToolCall]()
         while True:
             before = len(self._pending), self._is_inside, self._body
             if self._is_inside:

@@ -16,9 +16,7 @@ CHOICES = ("none", "auto", "required")
 def offered(tools: list[dict[str, Any]] | None, choice: ToolChoice) -> list[dict[str, Any]]:
     """The tools that the model is to know of: none if it may call none. Raises ApiError for what is no tool."""
     for tool in tools or ():
-        function = tool.get("function")
-        good = tool.get("type") == "function" and isinstance(function, dict) and isinstance(function.get("name"), str)
-        if not good or not isinstance(function.get("parameters") or {}, dict):
+        if tool.get("type") != "function" or not _is_function(tool.get("function")):
             shape = '{"type": "function", "function": {"name": ..., "parameters": {a JSON schema}}}'
             raise ApiError(400, f"each of the tools must be {shape}", "tools")
     named = name_of(choice)
@@ -30,6 +28,11 @@ def offered(tools: list[dict[str, Any]] | None, choice: ToolChoice) -> list[dict
     if named is not None and named not in [tool["function"]["name"] for tool in tools or ()]:
         raise ApiError(400, f"tool_choice names {named!r}, which is none of the tools", "tool_choice")
     return [] if choice == "none" else list(tools or ())
+
+
+def _is_function(said: Any) -> bool:
+    named = isinstance(said, dict) and isinstance(said.get("name"), str)
+    return named and isinstance(said.get("parameters") or {}, dict)
 
 
 def name_of(choice: ToolChoice) -> str | None:

@@ -1,0 +1,70 @@
+"""Completions that begin with their prompt, and what the model thinks of it: `echo`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from folovllm.outputs import CompletionOutput, RequestOutput
+from folovllm.server.answers import CompletionWriter
+from folovllm.server.protocol import CompletionChoice, CompletionLogprobs, Usage
+
+
+class EchoWriter(CompletionWriter):
+    """A `CompletionWriter` whose answers begin with their prompts: as text, and with log-probabilities where asked for."""
+
+    def __init__(
+        self,
+        model: str,
+        n: int,
+        decode: Callable[[list[int]], str],
+        num_logprobs: int | None,
+        prompt_alone: bool,
+        shows_prompt: bool = False,
+    ) -> None:
+        """`decode` is for prompts that came as ids; `prompt_alone` leaves the answers out."""
+        super().__init__(model, n, shows_prompt)
+        self._decode, self._num_logprobs, self._prompt_alone = decode, num_logprobs, prompt_alone
+        self._prompts: dict[int, RequestOutput] = {}
+        self._begun: set[int] = set()  # answers whose prompt was said
+
+    def hear(self, i: int, output: RequestOutput) -> None:
+        """As inherited."""
+        super().hear(i, output)
+        self._prompts.setdefault(i, output)
+
+    def usage(self, outputs: Iterable[RequestOutput]) -> Usage:
+        """As inherited; an answer that nobody sees counts nothing."""
+        usage = super().usage(outputs)
+        if self._prompt_alone:
+            usage = msgspec.structs.replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
+        return usage
+
+    def choice(self, index: int, answer: CompletionOutput) -> CompletionChoice:
+        """As inherited; the first piece begins with the prompt."""
+        text, logprobs = ("", None) if index in self._begun else self._prompt(index)
+        self._begun.add(index)
+        choice: CompletionChoice = super().choice(index, answer)
+        if self._prompt_alone:
+            choice.text, choice.logprobs = "", None
+            choice.finish_reason, choice.stop_reason = answer.finish_reason and "length", None
+        choice.text = text + choice.text
+        if logprobs is not None:
+            logprobs.extend(choice.logprobs or CompletionLogprobs([], [], [], []))
+            choice.logprobs = logprobs
+        return choice
+
+    def _prompt(self, index: int) -> tuple[str, CompletionLogprobs | None]:
+        """The text before an answer, and its log-probabilities: of the token and of `num_logprobs` more."""
+        i = index // self._n
+        output, logprobs = self._prompts[i], None
+        text = self._decode(output.prompt_token_ids) if output.prompt is None else output.prompt
+        if self._num_logprobs is not None and i in self._prompt_logprobs:  # an answer that was aborted has none
+            first = self._decode(output.prompt_token_ids[:1])
+            logprobs = CompletionLogprobs([0], [None], [first], [None])
+            self._offsets[index] = len(first)
+            rows = (dict(list(row.items())[: 1 + self._num_logprobs]) for row in self._prompt_logprobs[i] if row)
+            logprobs.extend(self._logprobs(index, rows))
+        self._offsets[index] = len(text)
+        return text, logprobs
