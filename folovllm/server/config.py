@@ -23,8 +23,8 @@ class ServerConfig:
         max_queued_tokens: most tokens of such prompts.
         max_body_size: longest request, in bytes.
         drain_seconds: at SIGTERM, how long answers that run may take to end.
-        reasoning_parser: take what the model thinks out of its answers, into `reasoning_content`: qwen3 (between <think> and
-            </think>) or deepseek_r1 (the same, and a <think> need not be said).
+        reasoning_parser: take what the model thinks out of its answers, into `reasoning_content`: qwen3, or deepseek_r1 for
+            models whose answers begin in thought without a tag.
         ignore_unknown_fields: pass over fields of requests that nobody knows, instead of refusing them.
 
     Raises:

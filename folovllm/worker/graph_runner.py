@@ -150,7 +150,7 @@ class GraphRunner:
         """The recorded decode step of a bucket."""
         return self._recorded(width, "special" if is_special else "plain", partial(self._decode, is_special=is_special))
 
-    def _recorded(self, width: int, name: str, work: Callable[[torch.Tensor], object]) -> StepGraph:
+    def _recorded(self, width: int, name: str, work: Callable[[torch.Tensor], None]) -> StepGraph:
         """`work` on the fields of a decode step; recorded now, with nothing but padding, if it is not yet."""
         if (width, name) not in self._graphs:
             padding = StepPacker(self._setup.max_num_seqs, []).pack_decode([], width)
@@ -171,7 +171,7 @@ class GraphRunner:
         if not step.draws_late:
             return self._start(step)
         if step.is_decode:
-            self._late = self._replay(step, "forward", self._forward)
+            self._late = self._replay(step, "forward", self._compute_recorded)
         else:
             self._late = self._compute(step)
         return None
@@ -199,7 +199,7 @@ class GraphRunner:
             self._draw_tokens(computed.logits, computed.fields, is_special=True)
         return self._pending(computed)
 
-    def _replay(self, step: PackedStep, name: str, work: Callable[[torch.Tensor], object]) -> Computed:
+    def _replay(self, step: PackedStep, name: str, work: Callable[[torch.Tensor], None]) -> Computed:
         """Do the recorded `work` on the fields of a decode step."""
         width = step.fields.shape[1]
         graph = self._recorded(width, name, work)
@@ -217,13 +217,16 @@ class GraphRunner:
 
     def _decode(self, fields: torch.Tensor, is_special: bool) -> None:
         """The work of a decode step, from its buffer [len(Field), width] to its tokens: what a graph records."""
-        self._draw_tokens(self._forward(fields), fields, is_special)
-
-    def _forward(self, fields: torch.Tensor) -> torch.Tensor:
-        """The first part of it, as far as the logits."""
         assert self._logits is not None
         batch = self._tables.unpack_decode(fields, self._setup.max_model_len)
-        return self._runner.forward(batch, out=self._logits[: batch.num_seqs])
+        logits = self._runner.forward(batch, out=self._logits[: batch.num_seqs])
+        self._draw_tokens(logits, fields, is_special)
+
+    def _compute_recorded(self, fields: torch.Tensor) -> None:
+        """The first part of it, for a step that draws late: as far as the logits."""
+        assert self._logits is not None
+        batch = self._tables.unpack_decode(fields, self._setup.max_model_len)
+        self._runner.forward(batch, out=self._logits[: batch.num_seqs])
 
     def _draw_recorded(self, fields: torch.Tensor) -> None:
         """The second part of it, for a step that draws late."""

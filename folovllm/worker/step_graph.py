@@ -15,7 +15,7 @@ class StepGraph(Protocol):
 
     static_input: torch.Tensor
 
-    def capture(self, run: Callable[[torch.Tensor], object]) -> None:
+    def capture(self, run: Callable[[torch.Tensor], None]) -> None:
         """Record `run(static_input)`."""
 
     def replay(self, value: torch.Tensor) -> None:
@@ -32,7 +32,7 @@ class CudaGraph:
         self._pool = pool
         self._stream = stream
 
-    def capture(self, run: Callable[[torch.Tensor], object]) -> None:
+    def capture(self, run: Callable[[torch.Tensor], None]) -> None:
         """Record `run(static_input)`. It runs twice before, so that everything it compiles or loads is there."""
         for _ in range(2):
             run(self.static_input)
@@ -55,9 +55,9 @@ class RecordedGraph:
 
     def __init__(self, static_input: torch.Tensor) -> None:
         self.static_input = static_input
-        self._run: Callable[[torch.Tensor], object] | None = None
+        self._run: Callable[[torch.Tensor], None] | None = None
 
-    def capture(self, run: Callable[[torch.Tensor], object]) -> None:
+    def capture(self, run: Callable[[torch.Tensor], None]) -> None:
         """Run `run(static_input)` once and remember it; then poison the input.
 
         Recording works on made-up input; what it leaves behind must not be read.
