@@ -6,7 +6,7 @@ import math
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import msgspec
@@ -26,9 +26,11 @@ from folovllm.server.protocol import (
     TopLogprob,
     Usage,
 )
+from folovllm.server.reader import AnswerReader
 
 Row = dict[int, TokenLogprob]
 DONE = b"data: [DONE]\n\n"
+NO_NEWS = ChatMessage()
 
 
 def event(payload: bytes) -> bytes:
@@ -121,10 +123,18 @@ class ChatWriter(CompletionWriter):
     OBJECT = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
-    def __init__(self, model: str, num_top: int = 0, shows_prompt: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        num_top: int = 0,
+        shows_prompt: bool = False,
+        make_reader: Callable[[], AnswerReader] | None = None,
+    ) -> None:
+        """`make_reader`: for answers whose text is not their content alone."""
         super().__init__(model, shows_prompt=shows_prompt)
         self._num_top = num_top  # most likely tokens to show of each
         self._begun: set[int] = set()  # answers whose role was said
+        self._readers = None if make_reader is None else defaultdict[int, AnswerReader](make_reader)
 
     def _encoded(self, choices: list[object], usage: Usage) -> bytes:
         prompt = shown_prompt(self._prompt_logprobs.get(0, ())) if self._shows_prompt else None
@@ -132,8 +142,10 @@ class ChatWriter(CompletionWriter):
 
     def choice(self, index: int, answer: CompletionOutput) -> Any:
         """As inherited."""
-        message = ChatMessage("assistant", answer.text)
-        return ChatChoice(index, message, self._chat_logprobs(answer), answer.finish_reason, answer.stop_reason)
+        message, reason = ChatMessage("assistant", answer.text), answer.finish_reason
+        if self._readers is not None:
+            message, reason = self._readers[index].whole(answer)
+        return ChatChoice(index, message, self._chat_logprobs(answer), reason, answer.stop_reason)
 
     def pieces(self, index: int, answer: CompletionOutput) -> list[object]:
         """As inherited; the first one says whose turn it is."""
@@ -141,10 +153,12 @@ class ChatWriter(CompletionWriter):
         if index not in self._begun:
             self._begun.add(index)
             opening = [ChatDelta(index, ChatMessage("assistant", ""))]
-        message = ChatMessage(content=answer.text)
-        return [
-            *opening, ChatDelta(index, message, self._chat_logprobs(answer), answer.finish_reason, answer.stop_reason)
-        ]  # fmt: skip
+        message, reason = ChatMessage(content=answer.text), answer.finish_reason
+        if self._readers is not None:
+            message, reason = self._readers[index].news(answer)
+            if message == NO_NEWS and not (reason or answer.logprobs):
+                return opening
+        return [*opening, ChatDelta(index, message, self._chat_logprobs(answer), reason, answer.stop_reason)]
 
     def _chat_logprobs(self, answer: CompletionOutput) -> ChatLogprobs | None:
         if answer.logprobs is None:

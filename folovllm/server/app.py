@@ -39,6 +39,7 @@ from folovllm.server.protocol import (
     TokenizeRequest,
     parse,
 )
+from folovllm.server.reader import TAGS, reading_of
 from folovllm.server.requests import chat_params, chat_prompt, completion_params, prompts_of, wants_prompt_alone
 from folovllm.server.respond import Job
 
@@ -84,6 +85,7 @@ class Api:
         self._admission = Admission(engine, config.max_queued_requests, config.max_queued_tokens)
         self._metrics = Metrics(engine, self._names[0])
         self._created = int(time.time())
+        self._tags_are_special = not set(engine.tokenizer.all_special_tokens).isdisjoint(TAGS)
 
     def guarded(self, handler: Handler, needs_key: bool = False) -> Handler:
         """The handler, for those who have a key, with an answer for every error."""
@@ -173,7 +175,11 @@ class Api:
         self._admission.check(1)
         engine = self._engine
         prompt = await engine.in_thread(chat_prompt, engine.tokenizer, engine.setup.max_model_len, asked)
-        writer = ChatWriter(self._shown(asked), asked.top_logprobs or 0, asked.prompt_logprobs is not None)
+        params, make_reader = reading_of(
+            asked, params, str(prompt.get("prompt")), self._config.reasoning_parser, self._tags_are_special
+        )
+        num_top, shows_prompt = asked.top_logprobs or 0, asked.prompt_logprobs is not None
+        writer = ChatWriter(self._shown(asked), num_top, shows_prompt, make_reader)
         return await self._answer(request, asked, [prompt], params, writer)
 
     async def _answer(

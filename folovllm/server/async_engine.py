@@ -22,6 +22,7 @@ from folovllm.server.messages import Abort, Failure, Load, News, Ready, Step
 from folovllm.server.stream import Prepared, Stream
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.setup import EngineSetup
+from folovllm.structured.guidance import check_form
 
 logger = logging.getLogger("folovllm")
 T = TypeVar("T")
@@ -124,6 +125,8 @@ class AsyncEngine:
         """Tokenize and check a request; texts in a thread, since a long one takes a while. Errors are those of `generate`."""
         self.require_open()
         params = self.default_params() if params is None else params
+        if params.structured_outputs is not None:
+            await self.in_thread(check_form, params.structured_outputs)
         arguments = ("", prompt, params, priority, cache_salt)
         is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
         if is_text:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from folovllm.server.errors import ApiError
+from folovllm.server.tool_calls import ToolCall
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -46,6 +47,8 @@ class Sampling(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     priority: int = 0
     cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True):
@@ -63,6 +66,9 @@ class ChatRequest(Sampling, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -79,6 +85,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -100,8 +108,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),  # in a chat
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -146,7 +152,8 @@ def check_stray(name: str, value: Any, kind: str, ignore_unknown: bool) -> None:
         return
     if name in NEUTRAL:
         if value not in NEUTRAL[name]:
-            raise ApiError(400, f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")
+            instead = "say structured_outputs" if name.startswith("guided_") else "leave it out"
+            raise ApiError(400, f"{name} is not supported by this server: {instead}", name, "unsupported_parameter")
     elif not ignore_unknown:
         what = kind.removesuffix("Request").lower()
         raise ApiError(400, f"unknown field {name!r} in a {what} request: leave it out", name, "unknown_parameter")
@@ -224,7 +231,9 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
     """A message, or what is new in it."""
 
     role: str = ""
-    content: str | None = None
+    content: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(msgspec.Struct):

@@ -81,6 +81,7 @@ class HFModelRunner:
             logits = self._logits(input_ids, 1)[:, -1]  # [1, V]
         else:
             logits, scores[0] = self._score(input_ids, share.scores)
+        self._draws.set_masks(output.masks)
         drawn = self._sampler(logits, self._draws.batch([share.row], [share.end]))
         result = one_each(output.shares, drawn.token_ids, drawn.logprobs, scores)
         self._draws.note_drawn(output.shares, result)
