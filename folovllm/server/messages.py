@@ -40,15 +40,15 @@ class Ready(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True):
-    """What a step added to one answer."""
+    """What a step added to one answer: tokens, or its end, which is the last that is said of it."""
 
     number: int
     index: int  # among the `n` answers
-    token_ids: list[int]
+    token_ids: list[int] = []
     finish_reason: str | None = None
-    num_cached_tokens: int = 0
-    logprobs: list[Row] | None = None
-    prompt_logprobs: list[Row] | None = None  # once, of all tokens of the prompt but the first
+    num_cached_tokens: int = 0  # of the prompt, found when the answer was begun
+    logprobs: list[Row] | None = None  # one row a token
+    prompt_logprobs: list[Row] | None = None  # of the prompt's tokens, from its second on, that the step scored
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True):
@@ -76,6 +76,7 @@ class Step(msgspec.Struct, array_like=True, tag=True, frozen=True):
     deltas: list[Delta]
     load: Load
     refused: list[Refused] = []
+    queue_times: list[float] = []  # seconds that those waited whom this step let in for the first time
 
 
 class Failure(msgspec.Struct, array_like=True, tag=True, frozen=True):
