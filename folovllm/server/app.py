@@ -29,6 +29,7 @@ from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
 from folovllm.server.errors import ApiError, as_api_error
 from folovllm.server.metrics import Metrics
+from folovllm.server.page import chat_page
 from folovllm.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -52,6 +53,7 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     """The application around an engine that was started."""
     api = Api(engine, config)
     routes = [
+        Route("/", api.guarded(api.page)),
         Route("/health", api.guarded(api.health)),
         Route("/version", api.guarded(api.version)),
         Route("/metrics", api.guarded(api.metrics)),
@@ -115,6 +117,10 @@ class Api:
         wrong = f"{request.method} {request.url.path}"
         message = f"{wrong}: this address takes another method" if error.status_code == 405 else f"{wrong}: not found"
         return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+    async def page(self, request: Request) -> Response:
+        """To chat in a browser. Whoever opens it needs no key; what it asks for does."""
+        return chat_page()
 
     async def health(self, request: Request) -> Response:
         """200 while new requests are taken."""
