@@ -43,19 +43,24 @@ AT_ONCE = (
 class Engine:
     """An engine with its server, without the socket; Ray has given it a GPU, or none."""
 
-    async def __init__(self, model: str | None, device: str, flags: dict[str, Any]) -> None:
+    async def __init__(self, model: str | None, device: str, pieces_per_second: float) -> None:
         from folovllm import AsyncEngine, EngineConfig
         from folovllm.server.app import build_app
         from folovllm.server.config import ServerConfig
 
-        config = EngineConfig(**({"model": model} if model else {}), device=device, use_tqdm=False, **flags)
+        config = EngineConfig(**({"model": model} if model else {}), device=device, use_tqdm=False)
         self.engine = AsyncEngine(config, transport="process" if device == "cuda" else "thread")
         await self.engine.start()
         self.app = build_app(self.engine, ServerConfig())
+        self.pause = 1 / pieces_per_second
         self.name = f"{socket.gethostname()}:{os.getpid()}".encode()
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
-        """The messages of one response, as ASGI has them. Whoever stops reading ends the request."""
+        """The messages of one response, as ASGI has them. Whoever stops reading ends the request.
+
+        Between two pieces of a stream it does not read for a while: a slow reader gets longer pieces, and each one costs
+        the same on its way.
+        """
         said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(maxsize=1)
         asked = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -74,6 +79,8 @@ class Engine:
                 if message["type"] == "http.response.start":
                     message["headers"] = [*message["headers"], (b"x-engine", self.name)]
                 yield message
+                if message.get("more_body"):
+                    await asyncio.sleep(self.pause)
         finally:
             running.cancel()
 
@@ -145,13 +152,13 @@ def conversation(body: bytes) -> str:
 
 
 def application(
-    model: str | None, engines: int, device: str, route: str, fronts: int = 1, flags: dict[str, Any] | None = None
+    model: str | None, engines: int, device: str, route: str, fronts: int, pieces_per_second: float
 ) -> serve.Application:
     """The engines and what stands in front of them."""
     router = RequestRouterConfig(request_router_class=BY_SESSION) if route == "conversation" else RequestRouterConfig()
     needs = {"num_gpus": 1, "num_cpus": 0} if device == "cuda" else {"num_cpus": 1}
     bound = Engine.options(num_replicas=engines, ray_actor_options=needs, request_router_config=router).bind(
-        model, device, flags or {}
+        model, device, pieces_per_second
     )
     return Front.options(num_replicas=fronts).bind(bound)
 
@@ -162,12 +169,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--engines", type=int, default=1, help="how many, a GPU (or a CPU core) each")
     parser.add_argument("--fronts", type=int, default=1, help="processes that read requests and hand on answers")
+    parser.add_argument("--pieces-per-second", type=float, default=25, help="most that a stream is cut into")
     parser.add_argument("--route", default="conversation", choices=["conversation", "load"])
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     given = parser.parse_args()
     serve.start(http_options=HTTPOptions(host=given.host, port=given.port))
-    serve.run(application(given.model, given.engines, given.device, given.route, given.fronts))
+    ways = (given.route, given.fronts, given.pieces_per_second)
+    serve.run(application(given.model, given.engines, given.device, *ways))
     print(f"serving {given.engines} engines at http://{given.host}:{given.port}/v1 (Ctrl-C ends them)", flush=True)
     try:
         asyncio.run(asyncio.Event().wait())

@@ -87,7 +87,7 @@ def test_it_answers_as_one_engine_would(cluster: Cluster) -> None:
     _, whole = cluster.chat([user("Tell me about Lily.")])
     _, chunks = cluster.chat([user("Tell me about Lily.")], stream=True)
     streamed = [chunk.choices[0].delta.content or "" for chunk in chunks]
-    assert whole.choices[0].message.content == "".join(streamed) == expected["text"] and len(streamed) > 5
+    assert whole.choices[0].message.content == "".join(streamed) == expected["text"] and len(streamed) > 2
     with pytest.raises(BadRequestError, match="temperature must be"):
         cluster.chat([user("x")], temperature=-1)
     with urllib.request.urlopen(cluster.url, timeout=PATIENCE) as response:
@@ -143,7 +143,7 @@ def test_an_engine_is_killed(cluster: Cluster) -> None:
     for i in range(10):
         engine, answer = cluster.chat([user(f"Story {i}")])
         assert engine != victim and answer.choices[0].message.content
-    assert len(list(other)) > 100  # beside all that, its stream went on to its end
+    assert list(other)[-1].choices[0].finish_reason == "length"  # beside all that, it went on to its end
     asking.join(PATIENCE)
     ((engine, answer),) = waits
     assert engine != victim and answer.usage.completion_tokens == 600
