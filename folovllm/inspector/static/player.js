@@ -1,0 +1,155 @@
+// The controls of time: play, step, scrub, speed, and the next of each kind of event.
+import { contextOf, count, duration, el, setText } from "./dom.js";
+import { KINDS } from "./recording.js";
+
+const SPEEDS = [1, 2, 4, 10, 30, 100, 400];
+export const JUMPS = [
+  { kind: "preempt", sign: "✕", word: "preemption", key: "p", colour: "alarm" },
+  { kind: "hit", sign: "◆", word: "prefix hit", key: "h", colour: "hit" },
+  { kind: "refuse", sign: "⏸", word: "refusal", key: "r", colour: "muted" },
+  { kind: "evict", sign: "⌫", word: "eviction", key: "e", colour: "cached" },
+];
+const TRACK = 20; // pixels
+
+export class Player {
+  #playing = false;
+  #rest = 0;
+  #last = 0;
+
+  /** `onMove()` is called after the clock has moved. */
+  constructor(clock, onMove, { live = false } = {}) {
+    Object.assign(this, { clock, onMove, live });
+    this.follows = live;
+    const button = (name, text, title, act) => el("button", { type: "button", class: name, title, "aria-label": title, onclick: act }, text);
+    this.playButton = button("play", "▶", "Play (space)", () => this.toggle());
+    this.speed = el("select", { "aria-label": "Speed", title: "Speed (< and >)" }, SPEEDS.map((speed) => el("option", { value: speed }, `${speed}/s`)));
+    this.speed.value = live ? 30 : 4;
+    this.range = el("input", { type: "range", min: 0, step: 1, "aria-label": "Moment", oninput: () => this.go(Number(this.range.value)) });
+    this.track = el("canvas", { class: "track", "aria-hidden": "true" });
+    this.where = el("output", { class: "where" });
+    this.jumps = JUMPS.map(({ kind, sign, word, key, colour }) => {
+      const title = `Next ${word} (${key}; with shift: the one before)`;
+      const act = (event) => this.jump(kind, event.shiftKey ? -1 : 1);
+      return { kind, button: el("button", { type: "button", class: `jump ${colour}`, title, "aria-label": title, onclick: act }, el("b", {}, sign), el("span", {}, ` ${word}`)) };
+    });
+    this.liveButton = live ? button("live", "● live", "Follow the engine (f)", () => this.follow()) : null;
+    this.element = el("nav", { class: "player", "aria-label": "Time" },
+      el("div", { class: "scrub" }, this.track, this.range),
+      el("div", { class: "buttons" },
+        button("first", "⏮", "To the beginning (Home)", () => this.go(0)),
+        button("back", "◀", "One moment back (←; with shift: ten)", (event) => this.go(this.clock.tick - (event.shiftKey ? 10 : 1))),
+        this.playButton,
+        button("forward", "▶", "One moment on (→; with shift: ten)", (event) => this.go(this.clock.tick + (event.shiftKey ? 10 : 1))),
+        button("last", "⏭", "To the end (End)", () => this.go(this.clock.length - 1)),
+        this.speed, this.liveButton, this.where,
+        el("span", { class: "jumps", role: "group", "aria-label": "Next" }, this.jumps.map(({ button }) => button)),
+      ),
+    ); // prettier-ignore
+    this.element.querySelector(".forward").textContent = "▶";
+  }
+
+  get playing() {
+    return this.#playing;
+  }
+
+  go(tick) {
+    this.follows = false;
+    this.#playing = false;
+    this.#move(tick);
+  }
+
+  #move(tick) {
+    this.clock.go(tick);
+    this.onMove();
+  }
+
+  jump(kind, direction) {
+    const tick = this.clock.find(kind, direction);
+    if (tick !== null) this.go(tick);
+  }
+
+  /** Show what the engine does now, whenever there is more. */
+  follow() {
+    if (!this.live) return;
+    this.follows = true;
+    this.#playing = false;
+    this.#move(this.clock.length - 1);
+  }
+
+  /** There is more to be seen. */
+  grown() {
+    if (this.follows) this.clock.go(this.clock.length - 1);
+    this.onMove();
+  }
+
+  toggle() {
+    this.follows = false;
+    this.#playing = !this.#playing;
+    this.#rest = 0;
+    this.#last = performance.now();
+    if (this.#playing && this.clock.tick === this.clock.length - 1) this.clock.go(0);
+    if (this.#playing) requestAnimationFrame((now) => this.#run(now));
+    this.onMove();
+  }
+
+  faster(by) {
+    const i = SPEEDS.indexOf(Number(this.speed.value)) + by;
+    if (SPEEDS[i]) this.speed.value = SPEEDS[i];
+  }
+
+  #run(now) {
+    if (!this.#playing) return;
+    const before = this.clock.tick;
+    this.#rest = this.clock.advance(Math.min(0.25, Math.max(0, now - this.#last) / 1000), Number(this.speed.value), this.#rest);
+    this.#last = now;
+    if (this.clock.tick === this.clock.length - 1) this.#playing = false;
+    if (this.clock.tick !== before || !this.#playing) this.onMove();
+    if (this.#playing) requestAnimationFrame((later) => this.#run(later));
+  }
+
+  draw({ theme }) {
+    const { clock } = this;
+    const [title, sign] = this.#playing ? ["Pause (space)", "❚❚"] : ["Play (space)", "▶"];
+    setText(this.playButton, sign);
+    this.playButton.setAttribute("aria-label", title);
+    this.playButton.title = title;
+    this.range.max = clock.length - 1;
+    this.range.value = clock.tick;
+    this.range.setAttribute("aria-valuetext", `moment ${clock.tick} of ${clock.length - 1}`);
+    setText(this.where, `${count(clock.tick)} / ${count(clock.length - 1)} · ${duration(clock.time)}`);
+    this.liveButton?.setAttribute("aria-pressed", String(this.follows));
+    for (const { kind, button } of this.jumps) button.disabled = !clock.recordings.some((recording) => has(recording, kind));
+    this.#drawTrack(theme);
+  }
+
+  /** Where in the whole recording what happened: a lane for each kind that can be looked for. */
+  #drawTrack(theme) {
+    const width = this.track.parentElement.clientWidth;
+    const key = `${width} ${this.clock.length} ${theme.ink} ${devicePixelRatio}`;
+    if (!width || this.trackKey === key) return;
+    this.trackKey = key;
+    const ctx = contextOf(this.track, width, TRACK);
+    const inset = 8; // half the width of the range's thumb
+    for (const recording of this.clock.recordings) {
+      const { flags } = recording.columns;
+      JUMPS.forEach(({ kind, colour }, lane) => {
+        ctx.fillStyle = theme[colour];
+        let last = -2;
+        for (let i = 0; i < flags.length; i++) {
+          if (!(flags[i] & KINDS[kind])) continue;
+          const x = inset + (this.clock.tickOf(recording, i) / Math.max(1, this.clock.length - 1)) * (width - 2 * inset);
+          if (x - last < 1.5) continue;
+          ctx.fillRect((last = x) - 1, lane * 5, 2, 4);
+        }
+      });
+    }
+  }
+}
+
+function has(recording, kind) {
+  const seen = (recording.seen ??= {});
+  if (seen[kind]) return true;
+  const next = recording.find(kind, Math.max(0, seen.upTo?.[kind] ?? 0) - 1, 1);
+  (seen.upTo ??= {})[kind] = recording.length;
+  return (seen[kind] = next !== null);
+}
