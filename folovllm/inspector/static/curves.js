@@ -18,7 +18,7 @@ const CURVES = [
     say: (r, i) => duration(lastFirst(r, i)),
   },
   {
-    title: "blocks used, and of that empty",
+    title: "blocks used, empty",
     most: (r) => r.engine.num_kv_blocks,
     lines: [
       [(r, i) => r.columns.used[i], "accent", true],
@@ -35,7 +35,7 @@ const CURVES = [
     hidden: (r) => !r.engine.enable_prefix_caching,
   },
   {
-    title: "running, and waiting",
+    title: "running, waiting",
     lines: [
       [(r, i) => r.columns.running[i], "accent", true],
       [(r, i) => r.columns.waiting[i], "alarm", false],
@@ -64,7 +64,7 @@ export class CurvesView {
         const { left, width } = canvas.getBoundingClientRect();
         onGo(Math.round(((event.clientX - left) / width) * (this.length - 1)));
       });
-      return { curve, canvas, value, figure: el("figure", {}, el("figcaption", {}, curve.title, " ", value), canvas), still: null };
+      return { curve, canvas, value, figure: el("figure", {}, el("figcaption", {}, el("span", {}, curve.title), value), canvas), still: null };
     });
     this.element = el("section", { class: "curves", "aria-label": "Curves" }, this.pictures.map(({ figure }) => figure));
   }

@@ -2,8 +2,8 @@
 import { contextOf, count, el, FONT, plural, setText } from "./dom.js";
 import { drawPattern, hueOf, inkOn } from "./palette.js";
 
-const MAX_CELL = 44; // CSS pixels
-const WIDE = 128; // tokens: a block of so many is drawn as a long bar (M2's slots)
+const [MAX_CELL, MAX_ASPECT] = [48, 2.6]; // CSS pixels; how much wider than high a cell of a small pool may be
+const TEXT_FROM = 86; // pixels of a cell that has room for the text of its tokens
 const LETTERS_FROM = 15; // pixels of a cell that has room for a letter
 
 /** The states of a block, as docs/reference/recording.md names them. */
@@ -76,23 +76,31 @@ export class MemoryView {
   #layOut() {
     const { state } = this.#frame;
     const width = Math.max(120, this.canvas.parentElement.clientWidth);
+    const { engine } = this.#frame.recording;
     this.num = state.numBlocks || this.#growing().length;
-    if (state.numBlocks && state.blockSize >= WIDE) {
-      this.columns = width > 640 && this.num > 5 ? 2 : 1;
+    this.isWide = engine.kv_cache === "slots"; // a slot is a long bar
+    const most = state.numBlocks || Math.max(engine.max_model_len ?? 0, this.num);
+    if (this.isWide) {
+      this.columns = Math.ceil((most * 20) / this.maxHeight);
       this.w = width / this.columns;
-      this.h = Math.max(16, Math.min(34, this.maxHeight / Math.ceil(this.num / this.columns)));
+      this.h = Math.max(2, Math.min(36, this.maxHeight / Math.ceil(most / this.columns)));
     } else {
-      this.w = Math.min(MAX_CELL, Math.sqrt((width * this.maxHeight) / Math.max(1, this.num)));
+      this.w = Math.min(MAX_CELL, Math.sqrt((width * this.maxHeight) / Math.max(1, most)));
       if (this.w > 8) this.w = Math.floor(this.w);
       this.columns = Math.max(1, Math.floor(width / this.w));
-      while (this.w > 1.5 && Math.ceil(this.num / this.columns) * this.w > this.maxHeight) {
+      while (this.w > 1.5 && Math.ceil(most / this.columns) * this.w > this.maxHeight) {
         this.w -= this.w > 8 ? 1 : 0.25;
         this.columns = Math.max(1, Math.floor(width / this.w));
       }
       this.h = this.w;
+      const rows = Math.max(1, Math.floor(this.maxHeight / this.h));
+      if (state.numBlocks && this.h > 30) {
+        this.columns = Math.min(most, Math.max(Math.ceil(most / rows), Math.floor(width / (this.h * MAX_ASPECT))));
+        this.w = Math.min(this.h * MAX_ASPECT * 1.25, width / this.columns);
+      }
     }
     this.width = width;
-    this.height = Math.max(24, Math.ceil(Math.min(this.maxHeight, Math.ceil(this.num / this.columns) * this.h) + 2));
+    this.height = Math.max(24, Math.ceil(Math.min(this.maxHeight, Math.ceil(most / this.columns) * this.h) + 2));
     const [mostX, mostY] = [this.columns * this.w * this.#zoom - width, Math.ceil(this.num / this.columns) * this.h * this.#zoom - this.height];
     this.#pan.x = Math.max(0, Math.min(this.#pan.x, mostX));
     this.#pan.y = Math.max(0, Math.min(this.#pan.y, mostY + 2));
@@ -133,7 +141,7 @@ export class MemoryView {
       ctx.globalAlpha = 1;
       if (order.has(i)) this.#outline(ctx, box, theme.ink, 2);
       else if (news?.has(i) && w > 6) this.#outline(ctx, box, theme.accent, 2);
-      if (order.has(i) && w >= 26 && this.w === this.h) this.#corner(ctx, box, `${order.get(i)}`, theme);
+      if (order.has(i) && w >= 26 && !this.isWide) this.#corner(ctx, box, `${order.get(i)}`, theme);
     }
     this.#drawChain(ctx, theme);
     if (this.#cell !== null) this.#outline(ctx, this.#box(this.#cell), theme.accent, 2.5);
@@ -201,16 +209,65 @@ export class MemoryView {
   #letter(ctx, held, kind, x, y, w, h) {
     const { recording, theme, state } = this.#frame;
     const { index, letters } = recording.infos.get(held[0].seq.seqId);
-    const isFull = held[0].filled > state.blockSize / 3 || held.length > 1;
-    if (this.w !== this.h) {
-      const filled = `${letters}  ${count(held[0].filled)} of ${count(state.blockSize)}`;
-      return this.#write(ctx, filled, x + 4, y, Math.min(w, 130), h, isFull ? inkOn(index) : theme.ink);
-    }
+    if (this.isWide) return this.#slot(ctx, held[0], x, y, w, h);
+    const full = held[0].filled / state.blockSize;
     const text = kind === "shared" ? `×${held.length}` : letters;
-    this.#write(ctx, text, x, y, w, h, held.length > 1 ? "#111" : isFull ? inkOn(index) : theme.ink, held.length > 1);
+    const plate = held.length > 1 || (full > 0.35 && full < 0.65);
+    this.#write(ctx, text, x, y, w, h, plate ? "#111" : full > 0.5 ? inkOn(index) : theme.ink, plate);
   }
 
-  #write(ctx, text, x, y, w, h, ink, plate = false) {
+  /** The letter, the numbers and the text of a slot. */
+  #slot(ctx, { seq, filled }, x, y, w, h) {
+    const { recording, state, theme } = this.#frame;
+    const info = recording.infos.get(seq.seqId);
+    const covered = (w * filled) / state.blockSize;
+    this.#write(ctx, info.letters, x, y, 26, h, covered > 20 ? inkOn(info.index) : theme.ink);
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(x, y, covered, h);
+    ctx.clip();
+    ctx.font = `${Math.min(11, h * 0.6)}px ${FONT}`;
+    ctx.textAlign = "left";
+    ctx.fillText(recording.text(info, Math.max(0, filled - 60), filled).replaceAll("\n", "⏎"), x + 28, y + h / 2 + 0.5);
+    ctx.restore();
+    ctx.fillStyle = theme.muted;
+    ctx.textAlign = "right";
+    if (w - covered > 70) ctx.fillText(`${count(state.blockSize - filled)} empty`, x + w - 6, y + h / 2 + 0.5);
+  }
+
+  /** The letter and the text of a large cell. */
+  #tokens(ctx, held, kind, x, y, w, h) {
+    const { recording, theme } = this.#frame;
+    const { info, from, to } = recording.contents(this.#frame.state, 0, held[0]);
+    const lines = [recording.text(info, from, from + Math.ceil((to - from) / 2)), recording.text(info, from + Math.ceil((to - from) / 2), to)];
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(x, y, w, h);
+    ctx.clip();
+    const full = held[0].filled / this.#frame.state.blockSize;
+    const solid = held.length > 1 || full > 0.8;
+    ctx.fillStyle = solid && held.length === 1 ? inkOn(info.index) : theme.ink;
+    ctx.textAlign = "left";
+    ctx.textBaseline = "middle";
+    ctx.font = `10px ${FONT}`;
+    if (held.length > 1 || !solid) this.#plate(ctx, x + 22, y + h / 2 - 13, Math.max(...lines.map((line) => ctx.measureText(line.trim()).width)) + 6, 26);
+    lines.forEach((line, i) => ctx.fillText(line.trim().replaceAll("\n", "⏎"), x + 25, y + h / 2 + (i ? 6.5 : -6.5)));
+    ctx.restore();
+    const shared = held.length > 1;
+    const ink = shared ? "#111" : full * w > 18 ? inkOn(info.index) : theme.ink;
+    this.#write(ctx, kind === "shared" ? `×${held.length}` : info.letters, x, y, 24, h, ink, shared);
+  }
+
+  #plate(ctx, x, y, w, h) {
+    const ink = ctx.fillStyle;
+    ctx.globalAlpha *= 0.78;
+    ctx.fillStyle = this.#frame.theme.card;
+    ctx.fillRect(x, y, w, h);
+    ctx.globalAlpha /= 0.78;
+    ctx.fillStyle = ink;
+  }
+
+  #write(ctx, text, x, y, w, h, ink, plate = false, [middleX, middleY] = [x + w / 2, y + h / 2]) {
     const size = Math.min(15, w * 0.55, h * 0.62);
     ctx.font = `600 ${size}px ${FONT}`;
     ctx.textAlign = "center";
@@ -221,7 +278,7 @@ export class MemoryView {
       ctx.fillRect(x + (w - wide) / 2, y + (h - size) / 2 - 1, wide, size + 2);
     }
     ctx.fillStyle = ink;
-    ctx.fillText(text, x + w / 2, y + h / 2 + 0.5);
+    ctx.fillText(text, middleX, middleY + 0.5);
   }
 
   #corner(ctx, [x, y, w], text, theme) {
@@ -260,7 +317,7 @@ export class MemoryView {
   }
 
   #drawGrowing(ctx) {
-    const { recording, state } = this.#frame;
+    const { recording } = this.#frame;
     this.#growing().forEach(({ seq, place }, i) => {
       const [x, y, w, h] = this.#box(i);
       const { index } = recording.infos.get(seq.seqId);
@@ -268,17 +325,20 @@ export class MemoryView {
       ctx.globalAlpha = place < seq.numPrompt ? 0.45 : 1;
       ctx.fillStyle = hueOf(index);
       ctx.fillRect(x + gap, y + gap, w - 2 * gap, h - 2 * gap);
+      if (w < 28) return;
+      ctx.globalAlpha = 1;
+      const info = recording.infos.get(seq.seqId);
+      this.#write(ctx, recording.text(info, place, place + 1).trim().slice(0, 5), x, y, w * 0.56, h * 0.45, inkOn(index), false, [x + w / 2, y + h / 2]);
     });
     ctx.globalAlpha = 1;
     if (this.#cell !== null && this.#cell < this.num) this.#outline(ctx, this.#box(this.#cell), this.#frame.theme.accent, 2.5);
-    if (!state.numBlocks && !this.num) this.#write(ctx, "empty", 0, 0, 100, 24, this.#frame.theme.muted);
   }
 
   /** The numbers above the picture, the legend below, and what a screen reader says instead of the picture. */
   #tell() {
     const { state } = this.#frame;
     if (!state.numBlocks) {
-      setText(this.facts, `no pool: the cache of the running request grows to ${plural(this.num, "token")}`);
+      setText(this.facts, this.num ? `no pool: the cache of the one that runs has grown to ${plural(this.num, "token")}` : "no pool: nobody runs, and no cache is there");
       this.canvas.setAttribute("aria-label", this.facts.textContent);
       this.legend.replaceChildren(el("li", {}, "pale: prompt"), el("li", {}, "full colour: answer"));
       return;

@@ -6,7 +6,7 @@ const SPEEDS = [1, 2, 4, 10, 30, 100, 400];
 export const JUMPS = [
   { kind: "preempt", sign: "✕", word: "preemption", key: "p", colour: "alarm" },
   { kind: "hit", sign: "◆", word: "prefix hit", key: "h", colour: "hit" },
-  { kind: "refuse", sign: "⏸", word: "refusal", key: "r", colour: "muted" },
+  { kind: "refuse", sign: "‖", word: "refusal", key: "r", colour: "muted" },
   { kind: "evict", sign: "⌫", word: "eviction", key: "e", colour: "cached" },
 ];
 const TRACK = 20; // pixels
@@ -36,16 +36,15 @@ export class Player {
     this.element = el("nav", { class: "player", "aria-label": "Time" },
       el("div", { class: "scrub" }, this.track, this.range),
       el("div", { class: "buttons" },
-        button("first", "⏮", "To the beginning (Home)", () => this.go(0)),
-        button("back", "◀", "One moment back (←; with shift: ten)", (event) => this.go(this.clock.tick - (event.shiftKey ? 10 : 1))),
+        button("first", "«", "To the beginning (Home)", () => this.go(0)),
+        button("back", "‹", "One moment back (←; with shift: ten)", (event) => this.go(this.clock.tick - (event.shiftKey ? 10 : 1))),
         this.playButton,
-        button("forward", "▶", "One moment on (→; with shift: ten)", (event) => this.go(this.clock.tick + (event.shiftKey ? 10 : 1))),
-        button("last", "⏭", "To the end (End)", () => this.go(this.clock.length - 1)),
+        button("forward", "›", "One moment on (→; with shift: ten)", (event) => this.go(this.clock.tick + (event.shiftKey ? 10 : 1))),
+        button("last", "»", "To the end (End)", () => this.go(this.clock.length - 1)),
         this.speed, this.liveButton, this.where,
         el("span", { class: "jumps", role: "group", "aria-label": "Next" }, this.jumps.map(({ button }) => button)),
       ),
     ); // prettier-ignore
-    this.element.querySelector(".forward").textContent = "▶";
   }
 
   get playing() {

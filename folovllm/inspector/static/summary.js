@@ -16,7 +16,7 @@ export function sentencesOf(recording, at, state) {
   for (const event of by.admit ?? []) sayAdmitted(say, event, recording, at);
   sayEvicted(say, (by.evict ?? []).flatMap((event) => event.slice(1)));
   for (const event of by.begin ?? []) sayStep(say, event, recording);
-  sayMany(by.finish, say, (event) => finish(event, recording), " have finished; their blocks are free again.");
+  sayMany(by.finish, say, (event) => finish(event, recording), " have finished.");
   sayMany(by.abort, say, ([, seq]) => [{ seq }, " was aborted from outside."], " were aborted from outside.");
   if (!said.length) say("key", quiet(by));
   return said;
@@ -30,7 +30,7 @@ function quiet(by) {
 /** Which budget refused, in words. */
 export function whyRefused(budget, state, engine) {
   return {
-    sequences: `all ${plural(engine.max_num_seqs, "row")} are taken (max_num_seqs)`,
+    sequences: engine.max_num_seqs === 1 ? "one is served at a time" : `all ${plural(engine.max_num_seqs, "row")} are taken (max_num_seqs)`,
     tokens: `this step's budget of ${plural(engine.max_num_batched_tokens, "token")} has too little left`,
     blocks: `too few blocks are free (${count(state.numBlocks - state.numUsed)} of ${count(state.numBlocks)})`,
     preemption: "somebody has just given way, and that room is for those who run",
@@ -55,7 +55,7 @@ function arrival([, seq, , , prompt, maxTokens]) {
 
 function finish([, seq, reason], recording) {
   const drawn = recording.infos.get(seq)?.drawn.length ?? 0;
-  return [{ seq }, ` finished ${reason === "length" ? "at its full length" : "by itself"}, with ${plural(drawn, "token")}; its blocks are free again.`];
+  return [{ seq }, ` finished ${reason === "length" ? "at its full length" : "by itself"}, with ${plural(drawn, "token")}${recording.engine.num_kv_blocks ? "; its blocks are given back" : ""}.`];
 }
 
 function sayPreempted(say, [kind, seq, by, lost]) {
@@ -83,6 +83,7 @@ function sayEvicted(say, blocks) {
 }
 
 function sayStep(say, [, , , , shares, budgetLeft], recording) {
+  const budget = recording.engine.num_kv_blocks && recording.engine.max_num_batched_tokens; // M1 has none
   const prefills = [];
   const decodes = [];
   let tokens = 0;
@@ -97,8 +98,7 @@ function sayStep(say, [, , , , shares, budgetLeft], recording) {
     parts.push(...names(decodes.map((share) => (typeof share === "number" ? share : share[0]))));
     parts.push(decodes.length === 1 ? " decoded one token" : " decoded one token each");
   }
-  const idle = budgetLeft ? `. Of the budget of ${count(tokens + budgetLeft)} tokens ${count(budgetLeft)} stayed idle.` : ".";
-  say("begin", ...parts, idle);
+  say("begin", ...parts, budgetLeft === 0 && budget && tokens > 1 ? `; that is the whole budget of ${count(budget)} tokens.` : ".");
 }
 
 function onePrefill([seq, start, n], recording) {
@@ -112,4 +112,9 @@ function onePrefill([seq, start, n], recording) {
 function manyPrefills(shares) {
   const total = shares.reduce((sum, [, , n]) => sum + n, 0);
   return [`The step computed ${plural(total, "token")} of `, ...names(shares.map(([seq]) => seq))];
+}
+
+/** The sentences as one text. */
+export function plainText(sentences, recording) {
+  return sentences.map(({ parts }) => parts.map((part) => (part.seq === undefined ? part : recording.name(part.seq))).join("")).join(" ");
 }

@@ -13,7 +13,7 @@ export class TimelineView {
   /** `onGo(moment)` and `onPick(seqId)` hear of clicks. */
   constructor(onGo, onPick, maxRows) {
     Object.assign(this, { onGo, onPick, maxRows });
-    this.perStep = 9; // pixels
+    this.factor = 1; // of what fits
     this.canvas = el("canvas", { class: "steps", role: "img" });
     this.tip = el("div", { class: "tip", hidden: true });
     this.facts = el("p", { class: "facts" });
@@ -35,7 +35,7 @@ export class TimelineView {
   }
 
   zoom(factor) {
-    this.perStep = Math.max(2.5, Math.min(40, this.perStep * factor));
+    this.factor = Math.max(0.1, Math.min(8, this.factor * factor));
     this.draw(this.#frame);
   }
 
@@ -43,6 +43,8 @@ export class TimelineView {
     this.#frame = frame;
     const { recording, at } = frame;
     this.width = Math.max(160, this.canvas.parentElement.clientWidth);
+    const whole = Math.max(8, Math.min(22, (this.width - LEFT) / recording.length)); // pixels
+    this.perStep = Math.max(2.5, Math.min(40, whole * this.factor));
     const fit = Math.floor((this.width - LEFT) / this.perStep);
     this.from = Math.max(0, Math.min(at - Math.floor(fit * 0.7), recording.length - fit));
     this.to = Math.min(recording.length, this.from + fit);
