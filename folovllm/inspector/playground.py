@@ -19,8 +19,8 @@ from folovllm.server.messages import Abort
 from folovllm.server.stream import Stream
 from folovllm.server.transport import ThreadTransport
 
-LONGEST = 256  # tokens of a prompt and its answer: few enough to watch
-MOST_PROMPTS, MOST_TOKENS, MOST_DELAY = 64, 128, 5.0
+LONGEST = 128  # tokens of a prompt and its answer: few enough to watch
+MOST_PROMPTS, MOST_TOKENS, MOST_DELAY = 64, LONGEST, 5.0
 NOBODY = -1  # a request that never was: to abort it wakes the engine, and does nothing else
 
 
@@ -29,7 +29,7 @@ class Settings:
     """What the page's sliders say. In every milestone the memory is the same: `num_kv_blocks` blocks of `block_size` tokens."""
 
     milestone: str = "m5"
-    num_kv_blocks: int = 32
+    num_kv_blocks: int = 48
     block_size: int = 8
     max_num_seqs: int = 6
     max_num_batched_tokens: int = 64

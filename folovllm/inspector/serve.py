@@ -60,7 +60,7 @@ class Guard:
     """Around the handlers: the check of who asks, and an answer for every error."""
 
     def __init__(self, host: str) -> None:
-        self._hosts = HostCheck([host])
+        self._hosts = HostCheck([host], "--host")
 
     def __call__(self, handler: Handler) -> Handler:
         """The handler, guarded."""

@@ -33,7 +33,9 @@ class HostCheck:
     header still has that name. An address in numbers is no name.
     """
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
+    def __init__(self, names: Iterable[str], flag: str) -> None:
+        """`flag` is what adds a name."""
+        self._flag = flag
         self._names = {"localhost", socket.gethostname().lower(), *(name.lower() for name in names)}
 
     def check(self, request: Request) -> None:
@@ -42,7 +44,7 @@ class HostCheck:
         name = host_name(host)
         if name not in self._names and not is_address(name):
             message = (
-                f"this server was asked as {name!r}, which it does not know: use localhost, or --inspector-host {name}"
+                f"this server was asked as {name!r}, which it does not know: use localhost, or start it with {self._flag} {name}"
             )
             raise ApiError(403, message, code="unknown_host")
         origin = request.headers.get("origin")

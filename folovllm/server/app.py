@@ -254,7 +254,7 @@ class Look:
         self._engine = engine
         self._audience = Audience(engine.watch)
         engine.on_seen = self._audience.take_in
-        self._hosts = HostCheck([config.host, *config.inspector_host])
+        self._hosts = HostCheck([config.host, *config.inspector_host], "--inspector-host")
         self._needs_key = bool(config.api_key)
         self._ending: asyncio.Task[None] | None = None
 
