@@ -56,11 +56,11 @@ def film(engine: LLM | LLMEngine, title: str = "") -> Iterator[Film]:
         recorder.close()
 
 
-def show(*recordings: Film | str | Path, height: int = HEIGHT) -> Any:
+def show(*recordings: Film | LLM | LLMEngine | str | Path, height: int = HEIGHT) -> Any:
     """A recording, or two in a race, as a cell's output: IPython's `HTML` with the whole page in a frame.
 
     Args:
-        recordings: what `film` took, or files.
+        recordings: what `film` took, or files; of an engine how it stands now.
         height: of the frame, in pixels.
 
     Raises:
@@ -76,8 +76,11 @@ def show(*recordings: Film | str | Path, height: int = HEIGHT) -> Any:
     return HTML(f'{frame} style="border: 1px solid #8888" sandbox="allow-scripts"></iframe>')
 
 
-def _text(recording: Film | str | Path) -> tuple[str, str]:
+def _text(recording: Film | LLM | LLMEngine | str | Path) -> tuple[str, str]:
     """Its name and its lines."""
+    if not isinstance(recording, Film | str | Path):
+        with film(recording, "now") as recording:
+            pass
     if isinstance(recording, Film):
         name = recording.title or "this run"
         parse(recording.text, name)
