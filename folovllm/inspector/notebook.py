@@ -22,9 +22,9 @@ HEIGHT = 640  # pixels
 class Film:
     """What an engine did while a block of code ran; a notebook shows it as the inspector's page.
 
-        with film(llm) as run:
-            llm.generate(prompts)
-        run
+    with film(llm) as run:
+        llm.generate(prompts)
+    run
 
     """
 
@@ -72,8 +72,8 @@ def show(*recordings: Film | LLM | LLMEngine | str | Path, height: int = HEIGHT)
         raise ValueError(f"show one recording, or two in a race, not {len(recordings)}")
     texts = [_text(each) for each in recordings]
     page = html.escape(whole_page(inline_source(texts)), quote=True)
-    frame = f'<iframe srcdoc="{page}" title="what the engine did" width="100%" height="{int(height)}"'
-    return HTML(f'{frame} style="border: 1px solid #8888" sandbox="allow-scripts"></iframe>')
+    frame = f'<div><iframe srcdoc="{page}" title="what the engine did" width="100%" height="{int(height)}"'
+    return HTML(f'{frame} style="border: 1px solid #8888" sandbox="allow-scripts"></iframe></div>')
 
 
 def _text(recording: Film | LLM | LLMEngine | str | Path) -> tuple[str, str]:

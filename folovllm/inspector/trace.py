@@ -31,7 +31,7 @@ class Trace:
         self._added: dict[int, ev.RequestAdded] = {}
         self._since: dict[int, tuple[str, float]] = {}  # by seq_id: waits or runs, from when on
         self._scheduled: dict[int, float] = {}  # by step
-        self._now = 0.0
+        self._now = self._arrived = 0.0
         self._changes: list[tuple[int, str | None]] = []  # of sequences, in this batch: their time is the step's
 
     def __call__(self, events: SequenceOf[ev.Event]) -> None:
@@ -90,7 +90,8 @@ class Trace:
         self._now = max(self._now, event.scheduled)
 
     def _end(self, event: ev.StepEnded) -> None:
-        start = max(event.start, self._scheduled.pop(event.step, event.start))
+        start = max(event.start, self._arrived, self._scheduled.pop(event.step, event.start))
+        self._arrived = event.arrived
         prefill = 0
         for share in event.output.shares:
             if (added := self._added.get(share.seq_id)) is None:

@@ -43,9 +43,7 @@ class HostCheck:
         host = request.headers.get("host", "")
         name = host_name(host)
         if name not in self._names and not is_address(name):
-            message = (
-                f"this server was asked as {name!r}, which it does not know: use localhost, or start it with {self._flag} {name}"
-            )
+            message = f"this server was asked as {name!r}, which it does not know: use localhost, or start it with {self._flag} {name}"
             raise ApiError(403, message, code="unknown_host")
         origin = request.headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
