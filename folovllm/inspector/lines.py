@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from folovllm import events as ev
@@ -18,9 +18,7 @@ FORMAT, VERSION = "folovllm recording", 1
 KEY_EVERY = 256  # turns
 Line = list[Any]
 
-encode: Callable[[Any], str] = json.JSONEncoder(
-    ensure_ascii=False, separators=(",", ":"), check_circular=False, default=lambda number: number.item()
-).encode  # a learner's code may hand in numpy's numbers
+encode = msgspec.json.Encoder(enc_hook=lambda number: number.item()).encode  # a learner may hand in numpy's numbers
 
 
 @dataclass(slots=True)
@@ -72,8 +70,12 @@ class LineWriter:
             ev.TableFreed: self._table_freed,
         }
 
-    def lines(self, events: SequenceOf[ev.Event], time: float) -> Iterator[str]:
-        """The lines of one batch that was handed over at `time`. A batch that is a `Snapshot` begins the recording anew."""
+    def lines(self, events: SequenceOf[ev.Event], time: float) -> Iterator[bytes]:
+        """The lines of one batch that was handed over at `time`.
+
+        A `Snapshot` gives a header and a keyframe that has all: the beginning of the recording, or later on a beginning
+        for those who join.
+        """
         at = self._at(time)
         if events and isinstance(events[0], ev.Snapshot):
             yield from self._begin(events[0], at)
@@ -90,14 +92,14 @@ class LineWriter:
         yield encode(["turn", self.num_turns, at, self._turn])
         self.num_turns += 1
 
-    def done(self, how: str, time: float) -> str:
+    def done(self, how: str, time: float) -> bytes:
         """The last line."""
         return encode(["done", self.num_turns, self._at(time), how])
 
     def _at(self, time: float) -> int:
         return round((time - self._epoch) * 1e6)
 
-    def _new_texts(self) -> Iterator[str]:
+    def _new_texts(self) -> Iterator[bytes]:
         if new := self._new - self._told:
             self._told |= new
             yield encode(["texts", self._texts.of(new)])
@@ -105,9 +107,9 @@ class LineWriter:
 
     # --- the state ----------------------------------------------------------------------------------------------
 
-    def _begin(self, snapshot: ev.Snapshot, at: int) -> Iterator[str]:
-        """Header and first keyframe."""
-        self.num_turns = 0
+    def _begin(self, snapshot: ev.Snapshot, at: int) -> Iterator[bytes]:
+        """Header, all texts so far and a keyframe with all tokens."""
+        self._new |= self._told
         self._told.clear()
         self._refs = [0] * snapshot.num_blocks
         self._free = bytearray(b"1" * snapshot.num_blocks)
@@ -130,7 +132,7 @@ class LineWriter:
         self._new.update(*tokens.values(), *block_tokens.values())
         yield encode(self._header)
         yield from self._new_texts()
-        yield encode(["key", 0, at, self._state() | {"tokens": tokens, "block_tokens": block_tokens}])
+        yield encode(["key", self.num_turns, at, self._state() | {"tokens": tokens, "block_tokens": block_tokens}])
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -182,21 +184,22 @@ class LineWriter:
 
     def _began(self, event: ev.StepBegan) -> Line:
         times = self._at(event.start), self._at(event.scheduled)
-        return ["begin", event.step, *times, list(map(self._share, event.output.shares)), event.budget_left]
+        return ["begin", event.step, *times, self._shares(event.output.shares), event.budget_left]
 
-    def _share(self, share: Share) -> int | Line:
-        seq_id, _, start, n, _, blocks, first, draws, _ = share
-        seq = self._sequences.get(seq_id)  # none: it ended while the step before was under way
-        table = () if seq is None else seq.block_table
-        has_blocks = bool(blocks) or first < len(table)
-        if seq is not None:
-            is_plain = n == 1 == draws and start == seq.num_computed
-            seq.num_computed = start + n
-            if is_plain and not has_blocks:
-                return seq_id
-            if has_blocks:
+    def _shares(self, shares: Iterable[Share]) -> list[int | Line]:
+        """A number for a share that says nothing new, a line for others. Hundreds a step come here, so it is one loop."""
+        entries: list[int | Line] = []
+        for seq_id, _, start, n, _, blocks, first, draws, _ in shares:
+            if (seq := self._sequences.get(seq_id)) is None:  # it ended while the step before was under way
+                entries.append([seq_id, start, n, draws, first, blocks])
+                continue
+            is_next, seq.num_computed = seq.num_computed == start, start + n
+            if blocks or first < len(seq.block_table):
+                entries.append([seq_id, start, n, draws, first, blocks])
                 seq.block_table[first:] = blocks
-        return [seq_id, start, n, draws, first, blocks] if has_blocks else [seq_id, start, n, draws]
+            else:
+                entries.append(seq_id if is_next and n == 1 == draws else [seq_id, start, n, draws])
+        return entries
 
     def _ended(self, event: ev.StepEnded) -> Line:
         seqs: list[int] = []
@@ -260,6 +263,6 @@ class LineWriter:
         return [name, block_id]
 
 
-def text_of(lines: Iterable[str]) -> str:
+def as_file(lines: Iterable[bytes]) -> bytes:
     """Lines as they stand in a file."""
-    return "".join(line + "\n" for line in lines)
+    return b"".join(line + b"\n" for line in lines)

@@ -11,15 +11,33 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from folovllm.engine.llm_engine import LLMEngine
-from folovllm.events import Event
-from folovllm.inspector.lines import FORMAT, KEY_EVERY, VERSION, LineWriter, text_of
+from folovllm.events import Event, Listener
+from folovllm.executor.abstract import Executor
+from folovllm.inspector.lines import FORMAT, KEY_EVERY, VERSION, LineWriter, as_file
 from folovllm.inspector.texts import TokenTexts
+from folovllm.setup import EngineSetup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MOST_WAITING = 1024  # batches that the thread may be behind; then the engine waits for it
 Batch = tuple[SequenceOf[Event], float]
+
+
+class Engine(Protocol):
+    """What a recorder asks of an engine: `LLMEngine` has it."""
+
+    setup: EngineSetup
+    executor: Executor
+    tokenizer: PreTrainedTokenizerBase
+
+    def subscribe(self, listener: Listener) -> None:
+        """Tell `listener` how things stand, and what happens from here on."""
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Tell it nothing more."""
 
 
 class Recorder:
@@ -31,13 +49,14 @@ class Recorder:
 
     def __init__(
         self,
-        engine: LLMEngine,
+        engine: Engine,
         write: Callable[[bytes], object],
         flush: Callable[[], object] = lambda: None,
         *,
         title: str = "",
         is_virtual: bool = False,
         key_every: int = KEY_EVERY,
+        texts: TokenTexts | None = None,
     ) -> None:
         """`is_virtual`: the clock that the engine reads is no real one, so that no date is noted."""
         self._engine, self._write, self._flush = engine, write, flush
@@ -46,7 +65,8 @@ class Recorder:
         self._is_open = True
         started = None if is_virtual else datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         header = header_of(engine, title, started)
-        self._lines = LineWriter(header, TokenTexts(engine.tokenizer), time.monotonic(), key_every)
+        texts = TokenTexts(engine.tokenizer) if texts is None else texts
+        self._lines = LineWriter(header, texts, time.monotonic(), key_every)
         self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
         self._thread.start()
         engine.subscribe(self)
@@ -54,6 +74,11 @@ class Recorder:
     def __call__(self, events: SequenceOf[Event]) -> None:
         """Take in what happened. Waits only if the thread is far behind."""
         self._queue.put((events, time.monotonic()))
+
+    def begin_again(self) -> None:
+        """Write a beginning for those who join now: header, texts, and a keyframe that has all."""
+        self._engine.unsubscribe(self)
+        self._engine.subscribe(self)
 
     def wait(self) -> None:
         """Return when all that happened so far is written."""
@@ -69,7 +94,7 @@ class Recorder:
         self._queue.put(None)
         self._thread.join()
         if self._error is None:
-            self._write((self._lines.done(how, now) + "\n").encode())
+            self._write(as_file([self._lines.done(how, now)]))
             self._flush()
         else:
             raise self._error
@@ -78,7 +103,7 @@ class Recorder:
         while (batch := self._queue.get()) is not None:
             if self._error is None:
                 try:
-                    self._write(text_of(self._lines.lines(*batch)).encode())
+                    self._write(as_file(self._lines.lines(*batch)))
                     if self._queue.empty():
                         self._flush()
                 except Exception as error:  # of a full disk, say: the engine goes on
@@ -87,7 +112,7 @@ class Recorder:
 
 
 @contextmanager
-def recording(engine: LLMEngine, path: str | Path, title: str = "") -> Iterator[Recorder]:
+def recording(engine: Engine, path: str | Path, title: str = "") -> Iterator[Recorder]:
     """Record an engine into a file for as long as the block runs, until Ctrl-C too.
 
     Raises:
@@ -107,7 +132,7 @@ def recording(engine: LLMEngine, path: str | Path, title: str = "") -> Iterator[
         recorder.close()
 
 
-def header_of(engine: LLMEngine, title: str, started: str | None) -> dict[str, Any]:
+def header_of(engine: Engine, title: str, started: str | None) -> dict[str, Any]:
     """The first line of a recording."""
     setup, config = engine.setup, engine.setup.config
     num_kv_blocks = engine.executor.num_kv_blocks

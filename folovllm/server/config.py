@@ -21,6 +21,9 @@ class ServerConfig:
         max_queued_tokens: most tokens of such prompts.
         max_body_size: longest request, in bytes.
         drain_seconds: at SIGTERM, how long answers that run may take to end.
+        inspector: show what the engine does, prompts and answers too, at /inspector.
+        inspector_host: a name by which browsers may ask for it, beside localhost, this machine's own and addresses in
+            numbers; several may be given.
         ignore_unknown_fields: pass over fields of requests that nobody knows, instead of refusing them.
 
     Raises:
@@ -37,6 +40,8 @@ class ServerConfig:
     max_queued_tokens: int = 1 << 20
     max_body_size: int = 16 << 20
     drain_seconds: float = 30.0
+    inspector: bool = False
+    inspector_host: list[str] = field(default_factory=list)
     ignore_unknown_fields: bool = False
 
     def __post_init__(self) -> None:

@@ -347,12 +347,12 @@ def test_where_nobody_records_no_event_is_made(milestone: str, monkeypatch: pyte
     for listener in list(taped.engine.events._listeners):
         taped.engine.unsubscribe(listener)
     monkeypatch.setattr(taped, "compare", lambda: None)
-    monkeypatch.setattr(taped.engine.events, "emit", lambda event: pytest.fail("nobody listens"))
+    monkeypatch.setattr(ev.Events, "emit", lambda self, event: pytest.fail("nobody listens"))
     for _ in range(60):
         taped.turn()
 
 
 def test_the_package_needs_no_server() -> None:
     """`generate --record` runs without the extra `serve`."""
-    code = "import sys; sys.modules |= dict.fromkeys(['starlette', 'uvicorn', 'msgspec']); import folovllm.inspector.recorder, folovllm.inspector.replay"
+    code = "import sys; sys.modules |= dict.fromkeys(['starlette', 'uvicorn', 'prometheus_client']); import folovllm.inspector.recorder, folovllm.inspector.replay"
     subprocess.run([sys.executable, "-c", code], check=True)
