@@ -16,7 +16,7 @@ export class Lane {
     this.onDraw = onDraw;
     const go = (moment) => onGo(this, moment);
     const pick = (seqId) => this.pick(seqId);
-    this.memory = new MemoryView(pick, embed ? Math.max(120, innerHeight - 235) : 340);
+    this.memory = new MemoryView(pick, embed ? Math.max(120, innerHeight - (race ? 270 : 235)) : 340);
     this.requests = new RequestsView(pick);
     this.timeline = new TimelineView(go, pick, embed ? 9 : race ? 12 : 16);
     this.curves = new CurvesView(go);

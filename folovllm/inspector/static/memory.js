@@ -231,6 +231,7 @@ export class MemoryView {
     ctx.fillText(recording.text(info, Math.max(0, filled - 60), filled).replaceAll("\n", "⏎"), x + 28, y + h / 2 + 0.5);
     ctx.restore();
     ctx.fillStyle = theme.muted;
+    ctx.font = `${Math.min(12, h * 0.6)}px ${FONT}`;
     ctx.textAlign = "right";
     if (w - covered > 70) ctx.fillText(`${count(state.blockSize - filled)} empty`, x + w - 6, y + h / 2 + 0.5);
   }
