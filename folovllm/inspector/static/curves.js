@@ -1,5 +1,5 @@
 // Numbers over the whole recording, each in a small picture of its own, with the moment that is shown.
-import { contextOf, count, duration, el, setText } from "./dom.js";
+import { contextOf, count, duration, el, setText, widthOf } from "./dom.js";
 
 const HEIGHT = 56;
 const SMOOTH = 24; // moments: over so many a rate is taken
@@ -74,7 +74,7 @@ export class CurvesView {
     for (const picture of this.pictures) {
       const { curve, canvas, value, figure } = picture;
       figure.hidden = curve.hidden?.(recording) ?? false;
-      const width = canvas.parentElement.clientWidth;
+      const width = widthOf(figure);
       if (figure.hidden || !width) continue;
       setText(value, curve.say(recording, at));
       const key = `${recording.length} ${width} ${theme.ink} ${devicePixelRatio}`;

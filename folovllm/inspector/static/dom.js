@@ -34,9 +34,27 @@ export function contextOf(canvas, width, height) {
 
 export const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
 
+const NUMBER = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+
 /** 12345 as "12,345". */
 export function count(n) {
-  return Math.round(n).toString().replace(/\B(?=(\d{3})+$)/g, ",");
+  return NUMBER.format(n);
+}
+
+const widths = new WeakMap();
+const observer = new ResizeObserver((entries) => {
+  const changed = entries.filter(({ target, contentRect }) => widths.get(target) !== contentRect.width);
+  for (const { target, contentRect } of changed) widths.set(target, contentRect.width);
+  if (changed.length) dispatchEvent(new Event("resize"));
+});
+
+/** The width of an element's box, 0 while it is hidden. It is measured when it changes: to ask at each frame would lay out the page. */
+export function widthOf(element) {
+  if (!widths.has(element)) {
+    widths.set(element, element.clientWidth);
+    observer.observe(element);
+  }
+  return widths.get(element);
 }
 
 /** "1 token", "2 tokens". */

@@ -1,8 +1,7 @@
 // One recording and its views. A race has two of them, side by side.
-import { count, duration, el, plural } from "./dom.js";
+import { count, duration, el, plural, widthOf } from "./dom.js";
 import { CurvesView } from "./curves.js";
 import { MemoryView } from "./memory.js";
-import { themeOf } from "./palette.js";
 import { badge, RequestsView } from "./requests.js";
 import { plainText, sentencesOf } from "./summary.js";
 import { TimelineView } from "./timeline.js";
@@ -44,10 +43,9 @@ export class Lane {
     this.pick(ids[(i < 0 && direction < 0 ? ids.length - 1 : i + direction + ids.length) % ids.length] ?? null);
   }
 
-  draw(at, isPlaying) {
+  draw(at, theme, isPlaying) {
     const { recording } = this;
     const state = recording.stateAt(at);
-    const theme = themeOf(document.documentElement);
     const news = new Set();
     for (const event of recording.moments[at]) {
       if (["new", "take", "claim"].includes(event[0])) event.slice(1).forEach((block) => news.add(block));
@@ -55,7 +53,7 @@ export class Lane {
     }
     this.frame = { recording, at, state, theme, news, selected: this.selected };
     this.#tell(isPlaying);
-    for (const view of [this.memory, this.requests, this.timeline, this.curves]) if (view.element.offsetParent) view.draw(this.frame);
+    for (const view of [this.memory, this.requests, this.timeline, this.curves]) if (widthOf(view.element)) view.draw(this.frame);
   }
 
   #tell(isPlaying) {

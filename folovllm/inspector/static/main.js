@@ -3,6 +3,7 @@ import { Clock } from "./clock.js";
 import { el, setText } from "./dom.js";
 import { describe, Lane, titleOf } from "./lane.js";
 import { fetchText, KeyNeeded, LineReader, readRecording, readStream } from "./lines.js";
+import { readTheme } from "./palette.js";
 import { JUMPS, Player } from "./player.js";
 import { Playground } from "./playground.js";
 
@@ -38,9 +39,10 @@ function draw() {
 function drawNow() {
   if (!app.player || !app.lanes.length) return;
   const moments = app.player.clock.moments();
-  app.lanes.forEach((lane, i) => lane.draw(moments[i], app.player.playing));
+  app.lanes.forEach((lane, i) => lane.draw(moments[i], app.theme, app.player.playing));
   app.player.draw(app.lanes[0].frame);
-  if (!app.player.playing && !app.player.follows) history.replaceState(null, "", `#${hash()}`);
+  clearTimeout(app.noting); // a browser lets nobody change its address all the time
+  app.noting = setTimeout(() => history.replaceState(null, "", `#${hash()}`), 300);
 }
 
 function hash() {
@@ -183,9 +185,14 @@ function sourceOfAddress() {
   return urls.length ? { kind: "files", recordings: urls.map((url) => ({ name: url, url })) } : null;
 }
 
-function toggleTheme() {
-  root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
+function setTheme(name) {
+  root.dataset.theme = name;
+  app.theme = readTheme();
   draw();
+}
+
+function toggleTheme() {
+  setTheme(root.dataset.theme === "dark" ? "light" : "dark");
 }
 
 function help() {
@@ -221,10 +228,7 @@ function onKey(event) {
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const followTheme = () => {
-  root.dataset.theme = options.get("theme") ?? (dark.matches ? "dark" : "light");
-  draw();
-};
+const followTheme = () => setTheme(options.get("theme") ?? (dark.matches ? "dark" : "light"));
 followTheme();
 dark.addEventListener("change", followTheme);
 addEventListener("keydown", onKey);

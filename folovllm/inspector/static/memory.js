@@ -1,5 +1,5 @@
 // The KV cache as a picture: a cell for each block. Hover for what it holds, click for the chain of its prefix.
-import { contextOf, count, el, FONT, plural, setText } from "./dom.js";
+import { contextOf, count, el, FONT, plural, setText, widthOf } from "./dom.js";
 import { drawPattern, hueOf, inkOn } from "./palette.js";
 
 const [MAX_CELL, MAX_ASPECT] = [48, 2.6]; // CSS pixels; how much wider than high a cell of a small pool may be
@@ -43,10 +43,10 @@ export class MemoryView {
       button("+", "Zoom in (+)", () => this.zoom(1.5)),
       button("fit", "Show all blocks (0)", () => this.zoom(0)),
     ); // prettier-ignore
-    this.title = el("h2", {}, "KV cache");
+    this.stage = el("div", { class: "stage" }, this.canvas, this.tip);
     this.element = el("section", { class: "memory" },
-      el("header", {}, this.title, this.facts, this.zoomers),
-      el("div", { class: "stage" }, this.canvas, this.tip),
+      el("header", {}, el("h2", {}, "KV cache"), this.facts, this.zoomers),
+      this.stage,
       this.legend,
     ); // prettier-ignore
     this.#listen();
@@ -75,7 +75,7 @@ export class MemoryView {
   /** Cells: how many, how large, how many a row. */
   #layOut() {
     const { state } = this.#frame;
-    const width = Math.max(120, this.canvas.parentElement.clientWidth);
+    const width = Math.max(120, widthOf(this.stage));
     const { engine } = this.#frame.recording;
     this.num = state.numBlocks || this.#growing().length;
     this.isWide = engine.kv_cache === "slots"; // a slot is a long bar

@@ -39,27 +39,36 @@ export function cssFill(n) {
   return over ? `${over}, ${hueOf(n)}` : hueOf(n);
 }
 
+const tiles = new Map();
+
 /** Draws the pattern of sequence n over a rectangle that is filled already. */
 export function drawPattern(ctx, n, x, y, w, h) {
   const pattern = patternOf(n);
   if (pattern === 0 || w < 4 || h < 4) return;
-  ctx.save();
-  ctx.beginPath();
-  ctx.rect(x, y, w, h);
-  ctx.clip();
-  ctx.strokeStyle = ctx.fillStyle = inkOn(n) === "#fff" ? "rgba(255,255,255,.5)" : "rgba(0,0,0,.35)";
-  ctx.lineWidth = 1;
-  ctx.beginPath();
-  if (pattern === 1) for (let d = -h; d < w; d += 5) ctx.moveTo(x + d, y + h), ctx.lineTo(x + d + h, y);
-  if (pattern === 2) for (let i = 2; i < w; i += 5) for (let j = 2; j < h; j += 5) ctx.rect(x + i, y + j, 1.4, 1.4);
-  if (pattern === 3) for (let j = 2; j < h; j += 4) ctx.moveTo(x, y + j), ctx.lineTo(x + w, y + j);
-  pattern === 2 ? ctx.fill() : ctx.stroke();
-  ctx.restore();
+  const ink = inkOn(n) === "#fff" ? "rgba(255,255,255,.5)" : "rgba(0,0,0,.35)";
+  const key = `${ink} ${pattern}`;
+  if (!tiles.has(key)) tiles.set(key, ctx.createPattern(tileOf(pattern, ink), "repeat"));
+  ctx.fillStyle = tiles.get(key);
+  ctx.fillRect(x, y, w, h);
 }
 
-/** The colours of the page as it is shown now, light or dark: canvases cannot read CSS variables by themselves. */
-export function themeOf(element) {
-  const style = getComputedStyle(element);
+function tileOf(pattern, ink) {
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = 6;
+  const ctx = tile.getContext("2d");
+  ctx.strokeStyle = ctx.fillStyle = ink;
+  ctx.lineWidth = 1.4;
+  ctx.beginPath();
+  if (pattern === 1) for (const d of [-6, 0, 6]) ctx.moveTo(d - 1, 7), ctx.lineTo(d + 7, -1);
+  if (pattern === 2) ctx.rect(2, 2, 2, 2);
+  if (pattern === 3) ctx.rect(0, 2, 6, 1.2);
+  pattern === 1 ? ctx.stroke() : ctx.fill();
+  return tile;
+}
+
+/** The colours of the page as it is shown, light or dark: canvases cannot read CSS variables by themselves. */
+export function readTheme() {
+  const style = getComputedStyle(document.documentElement);
   const read = (name) => style.getPropertyValue(`--${name}`).trim();
   return Object.fromEntries(
     ["ink", "muted", "faint", "line", "card", "accent", "prefill", "decode", "alarm", "cached", "hit"].map((name) => [name, read(name)]),

@@ -1,5 +1,5 @@
 // The controls of time: play, step, scrub, speed, and the next of each kind of event.
-import { contextOf, count, duration, el, setText } from "./dom.js";
+import { contextOf, count, duration, el, setText, widthOf } from "./dom.js";
 import { KINDS } from "./recording.js";
 
 const SPEEDS = [1, 2, 4, 10, 30, 100, 400];
@@ -26,6 +26,7 @@ export class Player {
     this.speed.value = live ? 30 : 4;
     this.range = el("input", { type: "range", min: 0, step: 1, "aria-label": "Moment", oninput: () => this.go(Number(this.range.value)) });
     this.track = el("canvas", { class: "track", "aria-hidden": "true" });
+    this.scrub = el("div", { class: "scrub" }, this.track, this.range);
     this.where = el("output", { class: "where" });
     this.jumps = JUMPS.map(({ kind, sign, word, key, colour }) => {
       const title = `Next ${word} (${key}; with shift: the one before)`;
@@ -34,7 +35,7 @@ export class Player {
     });
     this.liveButton = live ? button("live", "● live", "Follow the engine (f)", () => this.follow()) : null;
     this.element = el("nav", { class: "player", "aria-label": "Time" },
-      el("div", { class: "scrub" }, this.track, this.range),
+      this.scrub,
       el("div", { class: "buttons" },
         button("first", "«", "To the beginning (Home)", () => this.go(0)),
         button("back", "‹", "One moment back (←; with shift: ten)", (event) => this.go(this.clock.tick - (event.shiftKey ? 10 : 1))),
@@ -123,7 +124,7 @@ export class Player {
 
   /** Where in the whole recording what happened: a lane for each kind that can be looked for. */
   #drawTrack(theme) {
-    const width = this.track.parentElement.clientWidth;
+    const width = widthOf(this.scrub);
     const key = `${width} ${this.clock.length} ${theme.ink} ${devicePixelRatio}`;
     if (!width || this.trackKey === key) return;
     this.trackKey = key;

@@ -104,13 +104,19 @@ export class Recording {
 
   /** Token ids as text. A token may be a part of a character: their bytes are decoded together. */
   decode(ids) {
-    const bytes = [];
+    let said = "";
+    let bytes = [];
     for (const id of ids) {
       const text = this.texts.get(id);
-      if (Array.isArray(text)) bytes.push(...text);
-      else if (id !== undefined) bytes.push(...ENCODER.encode(text ?? `⟨${id}⟩`));
+      if (Array.isArray(text)) {
+        bytes.push(...text);
+        continue;
+      }
+      if (bytes.length) said += DECODER.decode(new Uint8Array(bytes));
+      bytes = [];
+      said += text ?? (id === undefined ? "" : `⟨${id}⟩`);
     }
-    return DECODER.decode(new Uint8Array(bytes));
+    return bytes.length ? said + DECODER.decode(new Uint8Array(bytes)) : said;
   }
 
   /** The tokens in a block, and whose they are: {info, from, to}, {ids} or null. */
@@ -252,7 +258,6 @@ export class Recording {
   }
 }
 
-const ENCODER = new TextEncoder();
 const DECODER = new TextDecoder();
 
 /** Whether a share computes a prompt, or what a preemption lost; else it decodes. */

@@ -1,5 +1,5 @@
 // Steps: above, how each spent its budget of tokens and its time; below, a row for each sequence (a Gantt picture).
-import { contextOf, count, duration, el, FONT, plural, setText } from "./dom.js";
+import { contextOf, count, duration, el, FONT, plural, setText, widthOf } from "./dom.js";
 import { drawPattern, hueOf, inkOn } from "./palette.js";
 
 const [BUDGET, TIMES, ROW, GAP] = [58, 26, 17, 8]; // heights in pixels
@@ -23,10 +23,11 @@ export class TimelineView {
       key("prefill", " prefill"), key("decode", " decode"), key("idle", " idle budget"),
       mark(MARKS.hit, "prefix hit"), mark(MARKS.preempt, "preempted"), mark(MARKS.finish, "finished"), mark("┄", "waits"),
     ); // prettier-ignore
+    this.stage = el("div", { class: "stage" }, this.canvas, this.tip);
     const button = (text, title, factor) => el("button", { type: "button", title, "aria-label": title, onclick: () => this.zoom(factor) }, text);
     this.element = el("section", { class: "timeline" },
       el("header", {}, el("h2", {}, "Steps"), this.facts, el("span", { class: "zoomers" }, button("−", "More steps", 0.7), button("+", "Fewer steps", 1.4))),
-      el("div", { class: "stage" }, this.canvas, this.tip),
+      this.stage,
       this.legend,
     ); // prettier-ignore
     this.canvas.addEventListener("click", (event) => this.#click(event));
@@ -42,7 +43,7 @@ export class TimelineView {
   draw(frame) {
     this.#frame = frame;
     const { recording, at } = frame;
-    this.width = Math.max(160, this.canvas.parentElement.clientWidth);
+    this.width = Math.max(160, widthOf(this.stage));
     const whole = Math.max(8, Math.min(22, (this.width - LEFT) / recording.length)); // pixels
     this.perStep = Math.max(2.5, Math.min(40, whole * this.factor));
     const fit = Math.floor((this.width - LEFT) / this.perStep);
