@@ -24,7 +24,7 @@ from folovllm.server.config import ServerConfig
 from folovllm.server.transport import ThreadTransport
 from folovllm.watcher import Watcher
 from tests.helpers import tiny_checkpoint
-from tests.inspector.test_recording import keyframe, key_of, state_of, tokens_of
+from tests.inspector.test_recording import key_of, keyframe, state_of, tokens_of
 from tests.m5.test_events import World, engine
 from tests.x1.background import PATIENCE, Background, eventually
 
