@@ -62,7 +62,7 @@ export class Lane {
     this.text = `Step ${state.numSteps}: ${plainText(sentences, recording)}`;
     this.said.parentElement.setAttribute("aria-live", isPlaying ? "off" : "polite");
     this.step.textContent = at === 0 ? "Start" : `Step ${count(state.numSteps)}`;
-    const key = `${at} ${recording.length}`;
+    const key = `${at} ${recording.length} ${recording.how}`;
     if (this.told === key) return;
     this.told = key;
     this.said.replaceChildren(...sentences.map(({ kind, parts }) => {

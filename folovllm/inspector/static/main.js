@@ -1,6 +1,6 @@
 // The page: where recordings come from, what is on it, and what the keyboard does.
 import { Clock } from "./clock.js";
-import { el, setText } from "./dom.js";
+import { button, el, setText } from "./dom.js";
 import { describe, Lane, titleOf } from "./lane.js";
 import { fetchText, KeyNeeded, LineReader, readRecording, readStream } from "./lines.js";
 import { readTheme } from "./palette.js";
@@ -20,6 +20,8 @@ const KEYS = [
   ["t", "light or dark"],
   ["Tab, arrows", "go through the blocks, with Enter for a prefix"],
 ];
+
+const MOST_LIVE = 64e6; // characters of lines that a live page keeps
 
 const options = new URLSearchParams(`${location.search.slice(1)}&${location.hash.slice(1)}`);
 const root = document.documentElement;
@@ -78,7 +80,6 @@ function show(recordings, { live = false } = {}) {
 }
 
 function header(title, facts) {
-  const button = (text, label, act) => el("button", { type: "button", title: label, "aria-label": label, onclick: act }, text);
   const file = el("input", { type: "file", multiple: true, accept: ".jsonl", hidden: true, onchange: () => openFiles(file.files) });
   const tabs = ["memory", "requests", "steps"].map((name) => {
     const choose = () => {
@@ -156,6 +157,7 @@ async function watch(source) {
     const onBatch = () => {
       if (!reader.recording?.length) return;
       wait = 500;
+      reader.recording.forget(MOST_LIVE);
       if (shown === reader.recording) return app.player.grown();
       shown = reader.recording;
       show([shown], { live: true });
