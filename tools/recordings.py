@@ -61,6 +61,12 @@ FIVE = [
     Ask(6, "One day, a bird", 30),
     Ask(20, "Ben was sad because", 24),
 ]
+NINE = [
+    *FIVE,
+    Ask(2, "The cat sat on the mat and", 50),
+    Ask(3, "Mia found a shiny stone in the", 44),
+    Ask(5, "A big dog ran to the", 48),
+]
 MEMORY = {"max_model_len": 96}  # as slots three of them, as blocks of 8 tokens 36
 CACHE = [
     Ask(0, LONG + "One day,", 16),
@@ -82,7 +88,7 @@ SCENES = [
     Scene(
         SAMPLES / "m5.jsonl",
         "Shared prefixes and chunks",
-        {"milestone": "m5", "num_kv_blocks": 24, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 24,
+        {"milestone": "m5", "num_kv_blocks": 24, "block_size": 8, "max_num_seqs": 3, "max_num_batched_tokens": 24,
          "max_model_len": 160},
         CACHE,
     ),
@@ -100,12 +106,12 @@ SCENES = [
         {"milestone": "m2", "num_kv_blocks": 3, **MEMORY},
         FIVE,
     ),
-    Scene(BOOK / "3_slots.jsonl", "Slots", {"milestone": "m2", "num_kv_blocks": 3, **MEMORY}, FIVE),
+    Scene(BOOK / "3_slots.jsonl", "Slots", {"milestone": "m2", "num_kv_blocks": 3, **MEMORY}, NINE),
     Scene(
         BOOK / "3_blocks.jsonl",
         "Blocks, in the same memory",
         {"milestone": "m3", "num_kv_blocks": 18, "block_size": 16, **MEMORY},
-        FIVE,
+        NINE,
     ),
 ]  # fmt: skip
 
@@ -169,7 +175,7 @@ def play(scene: Scene, file: Path) -> None:
         recorder = Recorder(engine, out.write, title=scene.title, is_virtual=True)
         turn = 0
         while turn <= max(ask.turn for ask in scene.asks) or engine.has_unfinished_requests():
-            for name, ask in zip("abcdefgh", scene.asks, strict=False):
+            for name, ask in zip("abcdefghi", scene.asks, strict=False):
                 if ask.turn == turn:
                     params = SamplingParams(temperature=0, max_tokens=ask.max_tokens, ignore_eos=True)
                     engine.add_request(name, ask.prompt, params, stream=False)

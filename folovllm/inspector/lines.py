@@ -249,8 +249,8 @@ class LineWriter:
         return self._join("evict", event.block_id)
 
     def _table_freed(self, event: ev.TableFreed) -> Line:
-        for block_id, left in event.blocks:
-            self._refs[block_id] = left
+        for block_id, ref_count in event.blocks:
+            self._refs[block_id] = ref_count
         self._served(event.seq_id).block_table.clear()
         blocks, left = [list(column) for column in zip(*event.blocks, strict=True)]
         return ["table", event.seq_id, blocks, *([left] if any(left) else [])]

@@ -136,7 +136,7 @@ class _Decoder:
         """The events of one entry of a turn."""
         name, *rest = line
         found = self._decoders[name](*rest)
-        events: list[ev.Event] = [found] if hasattr(found, "_fields") else list(found)
+        events: list[ev.Event] = [found] if isinstance(found, ev.Event) else list(found)
         for event in events:
             if isinstance(event, ev.BlockPublished):
                 self._names[event.block_id] = event.hash
@@ -150,7 +150,8 @@ class _Decoder:
         for i, (ref_count, free) in enumerate(zip(state["refs"], state["free"], strict=True)):
             if ref_count or free == "0" or i in names:
                 tokens = np.array(state["block_tokens"].get(str(i), []), np.int32).tobytes()
-                blocks.append(ev.BlockState(i, ref_count, free == "1", *names.get(i, (None, 0, 0)), tokens))
+                hash_, serial, parent = names.get(i, (None, 0, 0))
+                blocks.append(ev.BlockState(i, ref_count, free == "1", hash_, serial, parent, tokens))
         return ev.Snapshot(
             num_blocks=len(state["refs"]),
             block_size=self._engine["block_size"],

@@ -146,7 +146,7 @@ def playground_app(playground: Playground, host: str) -> Starlette:
         playground.change_pace(delay=asked.delay, paused=asked.paused, step=asked.step)
         return json_response({"delay": playground.pace.delay, "paused": int(playground.pace.is_paused)})
 
-    posts = {f"{CONTROL}/prompts": prompts, f"{CONTROL}/abort": abort, f"{CONTROL}/pace": pace}
+    posts: dict[str, Handler] = {f"{CONTROL}/prompts": prompts, f"{CONTROL}/abort": abort, f"{CONTROL}/pace": pace}
     return _app(host, {"/": _home, PAGE: page, FILES: _file, f"{PAGE}/events": events}, posts | {CONTROL: control})
 
 
