@@ -2,7 +2,7 @@
 import { button, contextOf, count, el, FONT, plural, setText, showTip, widthOf } from "./dom.js";
 import { drawPattern, hueOf, inkOn } from "./palette.js";
 
-const [MIN_CELL, MAX_CELL, MAX_ASPECT] = [1.5, 46, 3]; // CSS pixels; how much wider than high a cell of a small pool may be
+const [MIN_CELL, MAX_CELL, MAX_ASPECT] = [1.5, 60, 2.6]; // CSS pixels; how much wider than high a cell of a small pool may be
 const TEXT_FROM = 86; // pixels of a cell that has room for the text of its tokens
 const LETTERS_FROM = 15; // pixels of a cell that has room for a letter
 
@@ -82,7 +82,7 @@ export class MemoryView {
     const aspect = this.isWide ? Infinity : state.numBlocks ? MAX_ASPECT : 1;
     for (this.columns = 1; ; this.columns++) {
       this.w = width / this.columns;
-      this.h = Math.min(MAX_CELL, this.w);
+      this.h = Math.min(this.isWide ? 0.7 * MAX_CELL : MAX_CELL, this.w);
       const fits = Math.ceil(most / this.columns) * this.h <= this.maxHeight && this.w <= this.h * aspect;
       if (fits || this.w < MIN_CELL) break;
     }
