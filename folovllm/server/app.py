@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +22,8 @@ from starlette.routing import Route
 import folovllm
 from folovllm.engine.input_processor import encode_within
 from folovllm.inputs import Prompt
+from folovllm.inspector.live import Audience
+from folovllm.inspector.web import FILES, PAGE, HostCheck, file_response, page_response
 from folovllm.models.files import generation_defaults
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.admission import Admission
@@ -49,6 +52,7 @@ from folovllm.server.protocol import (
 from folovllm.server.reader import TAGS, reading_of
 from folovllm.server.requests import chat_params, chat_prompt, completion_params, prompts_of, wants_prompt_alone
 from folovllm.server.respond import Job
+from folovllm.server.sse import EventStream
 from folovllm.server.tokenizer_info import tokenizer_info
 
 logger = logging.getLogger("folovllm")
@@ -75,6 +79,13 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
         Route("/detokenize", api.guarded(api.detokenize, needs_key=True), methods=["POST"]),
         Route("/tokenizer_info", api.guarded(api.tokenizer_info, needs_key=True)),
     ]
+    if config.inspector:
+        look = Look(engine, config)
+        routes += [  # the page and its files say nothing of the engine: a browser asks for them without a key
+            Route(PAGE, api.guarded(look.page)),
+            Route(FILES, api.guarded(look.file)),
+            Route(f"{PAGE}/events", api.guarded(look.events, needs_key=True)),
+        ]
     cors = Middleware(
         CORSMiddleware, allow_origins=config.cors_origin, allow_methods=["GET", "POST"], allow_headers=["*"]
     )
@@ -265,6 +276,41 @@ class Api:
         asked = parse(body, kind, self._config.ignore_unknown_fields)
         self._check_model(getattr(asked, "model", None))
         return asked
+
+
+class Look:
+    """The inspector's addresses."""
+
+    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
+        self._engine = engine
+        self._audience = Audience(engine.watch)
+        engine.on_seen = self._audience.take_in
+        self._hosts = HostCheck([config.host, *config.inspector_host], "--inspector-host")
+        self._needs_key = bool(config.api_key)
+        self._ending: asyncio.Task[None] | None = None
+
+    async def page(self, request: Request) -> Response:
+        """The page."""
+        self._hosts.check(request)
+        return page_response({"kind": "live", "events": "inspector/events", "needs_key": self._needs_key})
+
+    async def file(self, request: Request) -> Response:
+        """One of its files."""
+        self._hosts.check(request)
+        return file_response(request.path_params["name"])
+
+    async def events(self, request: Request) -> Response:
+        """What the engine does, from now on."""
+        self._hosts.check(request)
+        self._engine.require_open()
+        self._ending = self._ending or asyncio.create_task(self._end())
+        reader = self._audience.join()
+        return EventStream(self._audience.events(reader), partial(self._audience.leave, reader))
+
+    async def _end(self) -> None:
+        """Streams end with the engine, and do not hold up the server's end."""
+        await self._engine.is_over.wait()
+        self._audience.close()
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -7,7 +7,7 @@ import msgspec
 from folovllm.server.async_engine import EngineDead, Unavailable
 
 TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error", 405: "invalid_request_error",
     413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error", 500: "server_error",
     503: "service_unavailable_error",
 }  # fmt: skip
