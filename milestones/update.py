@@ -179,7 +179,7 @@ class Update:
             yield from ((symbol, exercise) for symbol in exercise.symbols if symbol.path == path)
 
     def _is_started(self, exercise: Exercise) -> bool:
-        return exercise.id.partition(".")[0] >= min(self.mine.state.started, default="")
+        return exercise in self.mine.course.onwards(*self.mine.state.started)
 
 
 def merge(yours: str, base: str, theirs: str) -> str | None:
