@@ -56,6 +56,7 @@ class PackedStep:
     draws: DrawUpdate = NO_DRAWS  # of new rows
     is_special: bool = False
     logprobs: Int32 = field(default_factory=lambda: NOBODY)  # [2, n]: which sequences, how many each
+    draws_late: bool = False  # it stops at its logits, and draws when `Masks` come
 
     @property
     def is_decode(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from folovllm.step.draw import DrawSpec, Logprobs, TokenIds
+from folovllm.step.masks import Masks
 
 
 class NothingScheduled(RuntimeError):
@@ -43,6 +44,7 @@ class SchedulerOutput:
 
     shares: tuple[Share, ...] = ()
     preempted: tuple[int, ...] = ()  # sequences that lost their cache for it, by `seq_id`
+    masks: Masks | None = None  # of answers that must have a form, where they are known before the step starts
 
     @property
     def num_tokens(self) -> int:
