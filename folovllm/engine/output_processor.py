@@ -6,11 +6,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
+
+
+class Piece(NamedTuple):
+    """What is new in an answer, and nothing else: what a server writes. `CompletionOutput` is for programs."""
+
+    index: int
+    text: str
+    logprobs: list[dict[int, TokenLogprob]] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
 
 
 class RequestState:
@@ -62,6 +72,10 @@ class RequestState:
             num_cached_tokens=self.seqs[0].num_cached_tokens or 0,
         )
 
+    def pieces(self) -> list[Piece]:
+        """What is new since the last call, of those answers that have news."""
+        return [answer.piece() for answer in self._answers if answer.has_news]
+
 
 class Answer:
     """One answer of a request, and how much of it was reported. A report costs what is new, however long the answer is."""
@@ -99,13 +113,26 @@ class Answer:
             delta_token_ids=_token_ids(seq, old_tokens, self._num_tokens),
         )
 
+    def piece(self) -> Piece:
+        """What is new."""
+        seq = self._seq
+        old_chars, old_tokens = self._advance()
+        return Piece(
+            seq.index,
+            seq.detokenizer.read(old_chars, self._num_chars),
+            None if seq.params.logprobs is None else seq.logprobs[old_tokens : self._num_tokens],
+            seq.status.value if self._was_over else None,
+            seq.stop_reason,
+        )
+
     def _advance(self) -> tuple[int, int]:
         """Move the marks to what there is now; returns where they were."""
         old_chars, old_tokens, seq = self._num_chars, self._num_tokens, self._seq
         if not self._was_over:
             self._num_chars, self._num_tokens = num_visible_chars(seq), seq.num_output_tokens
             self._was_over = seq.status.is_finished
-            self._cumulative_logprob += sum(chosen(row).logprob for row in seq.logprobs[old_tokens:])
+            if seq.logprobs:
+                self._cumulative_logprob += sum(chosen(row).logprob for row in seq.logprobs[old_tokens:])
         return old_chars, old_tokens
 
 

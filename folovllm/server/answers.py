@@ -10,7 +10,8 @@ from typing import ClassVar
 
 import msgspec
 
-from folovllm.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from folovllm.engine.output_processor import Piece, RequestState
+from folovllm.outputs import TokenLogprob
 from folovllm.server.protocol import (
     Answer,
     ChatChoice,
@@ -26,6 +27,7 @@ from folovllm.server.protocol import (
 
 Row = dict[int, TokenLogprob]
 DONE = b"data: [DONE]\n\n"
+MARK = "\0"  # stands where the text comes
 
 
 def event(payload: bytes) -> bytes:
@@ -45,20 +47,38 @@ class CompletionWriter:
         self.id = f"{self.PREFIX}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._offsets: defaultdict[int, int] = defaultdict(int)  # characters that an answer's tokens had so far
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # an answer's events before and after their text
 
-    def whole(self, answers: Iterable[tuple[int, CompletionOutput]], usage: Usage) -> bytes:
+    def whole(self, answers: Iterable[tuple[int, Piece]], usage: Usage) -> bytes:
         """The response."""
         choices = [self.choice(index, answer) for index, answer in answers]
         return msgspec.json.encode(Answer(self.id, self.OBJECT, self._created, self._model, choices, usage))
 
-    def chunks(self, answers: Iterable[tuple[int, CompletionOutput]], usage: Usage | None) -> bytes:
+    def chunks(self, answers: Iterable[tuple[int, Piece]], usage: Usage | None) -> bytes:
         """Events that say what is new: none for a character that is not whole yet."""
-        return b"".join(
-            self._event([piece], usage)
+        return b"".join([
+            self._spliced(index, answer.text) if usage is None and self._is_text_alone(index, answer)
+            else self._events(index, answer, usage)
             for index, answer in answers
             if answer.text or answer.logprobs or answer.finish_reason
-            for piece in self.pieces(index, answer)
-        )
+        ])  # fmt: skip
+
+    def _is_text_alone(self, index: int, answer: Piece) -> bool:
+        """Whether the event is that of the text before it, but for the text."""
+        return index in self._frames and answer.logprobs is None and answer.finish_reason is None
+
+    def _spliced(self, index: int, text: str) -> bytes:
+        before, after = self._frames[index]
+        return before + msgspec.json.encode(text) + after
+
+    def _events(self, index: int, answer: Piece, usage: Usage | None) -> bytes:
+        """All that an answer's news has to say; from now on its text can be put into a frame that is there already."""
+        events = b"".join([self._event([piece], usage) for piece in self.pieces(index, answer)])
+        if index not in self._frames and answer.finish_reason is None:
+            (frame,) = self.pieces(index, Piece(index, MARK, None, None, None))
+            before, _, after = self._event([frame], None).rpartition(msgspec.json.encode(MARK))
+            self._frames[index] = before, after
+        return events
 
     def last(self, usage: Usage) -> bytes:
         """The event after the text."""
@@ -67,12 +87,12 @@ class CompletionWriter:
     def _event(self, choices: list[object], usage: Usage | None) -> bytes:
         return event(msgspec.json.encode(Answer(self.id, self.CHUNK, self._created, self._model, choices, usage)))
 
-    def choice(self, index: int, answer: CompletionOutput) -> object:
+    def choice(self, index: int, answer: Piece) -> object:
         """A whole answer."""
         logprobs = None if answer.logprobs is None else self._logprobs(index, answer.logprobs)
         return CompletionChoice(index, answer.text, logprobs, answer.finish_reason, answer.stop_reason)
 
-    def pieces(self, index: int, answer: CompletionOutput) -> list[object]:
+    def pieces(self, index: int, answer: Piece) -> list[object]:
         """What is new in an answer."""
         return [self.choice(index, answer)]
 
@@ -103,12 +123,12 @@ class ChatWriter(CompletionWriter):
         self._num_top = num_top  # most likely tokens to show of each
         self._begun: set[int] = set()  # answers whose role was said
 
-    def choice(self, index: int, answer: CompletionOutput) -> object:
+    def choice(self, index: int, answer: Piece) -> object:
         """As inherited."""
         message = ChatMessage("assistant", answer.text)
         return ChatChoice(index, message, self._chat_logprobs(answer), answer.finish_reason, answer.stop_reason)
 
-    def pieces(self, index: int, answer: CompletionOutput) -> list[object]:
+    def pieces(self, index: int, answer: Piece) -> list[object]:
         """As inherited; the first one says whose turn it is."""
         opening: list[object] = []
         if index not in self._begun:
@@ -119,7 +139,7 @@ class ChatWriter(CompletionWriter):
             *opening, ChatDelta(index, message, self._chat_logprobs(answer), answer.finish_reason, answer.stop_reason)
         ]  # fmt: skip
 
-    def _chat_logprobs(self, answer: CompletionOutput) -> ChatLogprobs | None:
+    def _chat_logprobs(self, answer: Piece) -> ChatLogprobs | None:
         if answer.logprobs is None:
             return None
         return ChatLogprobs([chat_logprob(row, self._num_top) for row in answer.logprobs])
@@ -138,10 +158,10 @@ def top_logprob(token: TokenLogprob) -> TopLogprob:
     return TopLogprob(text, token.logprob, list(text.encode()))
 
 
-def usage_of(outputs: Iterable[RequestOutput]) -> Usage:
-    """Tokens of the requests that one response is made of."""
-    seen = list(outputs)
-    prompt = sum(output.metrics.num_prompt_tokens for output in seen)
-    generated = sum(output.metrics.num_generated_tokens for output in seen)
-    cached = sum(output.num_cached_tokens for output in seen)
+def usage_of(requests: Iterable[RequestState]) -> Usage:
+    """Tokens, so far, of the requests that one response is made of."""
+    seen = list(requests)
+    prompt = sum(request.metrics.num_prompt_tokens for request in seen)
+    generated = sum(request.metrics.num_generated_tokens for request in seen)
+    cached = sum(request.seqs[0].num_cached_tokens for request in seen)
     return Usage(prompt, generated, prompt + generated, {"cached_tokens": cached})

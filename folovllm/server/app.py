@@ -186,7 +186,7 @@ class Api:
             prepared.append(await engine.prepare(prompt, params, priority=asked.priority, cache_salt=salt))
             await asyncio.sleep(0)  # others have their turn between two of many prompts
         admission.check(len(prepared), sum(each.num_prompt_tokens for each in prepared))
-        job = Job([engine.submit(each) for each in prepared], writer, params.n)
+        job = Job(engine, prepared, writer, params.n)
         if asked.stream:
             return job.events(asked.stream_options or StreamOptions())
         return await job.whole(request.receive)

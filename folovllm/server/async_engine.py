@@ -7,6 +7,7 @@ import itertools
 import logging
 import pickle
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
@@ -19,7 +20,7 @@ from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.counters import Counters
 from folovllm.server.messages import Abort, Failure, Load, News, Ready, Step
-from folovllm.server.stream import Prepared, Stream
+from folovllm.server.stream import Mailbox, Prepared, Stream
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.setup import EngineSetup
 
@@ -136,14 +137,15 @@ class AsyncEngine:
         """Call a function that reads long texts, beside the event loop; one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
 
-    def submit(self, request: Prepared, request_id: str | None = None) -> Stream:
-        """Hand a request to the engine. Whoever takes the stream closes it."""
+    def submit(self, request: Prepared, request_id: str | None = None, mailbox: Mailbox | None = None) -> Stream:
+        """Hand a request to the engine. Whoever takes the stream closes it; one `mailbox` may serve several of them."""
         self.require_open()
         number = next(self._numbers)
         request_id = f"request-{number}" if request_id is None else request_id
         if request_id in self._number_of:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
-        stream = Stream(number, request_id, request, time.monotonic(), self.tokenizer, self._abort)
+        now = time.monotonic()
+        stream = Stream(number, request_id, request, now, self.tokenizer, mailbox or Mailbox(), self._abort)
         self._streams[number], self._number_of[request_id] = stream, number
         self._idle.clear()
         self.num_queued += 1
@@ -230,17 +232,22 @@ class AsyncEngine:
     def _take_in(self, step: Step) -> None:
         now = time.monotonic()
         self.load = step.load
+        before: Counter[float] = Counter()  # when answers got the tokens before these: mostly one step ago, all of them
         for delta in step.deltas:
             if (stream := self._streams.get(delta.number)) is None:
                 continue  # aborted, and the engine had not heard of it yet
-            self.counters.note_tokens(stream, delta, now)
-            had_begun = stream.has_begun
-            stream.feed(delta, now)
-            if stream.has_begun and not had_begun:
+            if not stream.has_begun:
                 self._leave_queue(stream)
+                self.counters.note_start(stream, now)
+            if delta.token_ids:
+                if (last := stream.newest[delta.index]) is not None:
+                    before[last] += 1
+                self.counters.generation_tokens += len(delta.token_ids)
+            stream.feed(delta, now)
             if stream.is_finished:
                 self._forget(stream)
                 self.counters.note_end(stream)
+        self.counters.note_step(now, before, step.queue_times)
         for refused in step.refused:
             if (stream := self._streams.get(refused.number)) is not None:
                 self._fail(stream, ValueError(refused.message))

@@ -9,12 +9,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from folovllm.cache.prefix_cache import PrefixCacheStats
 from folovllm.config import EngineConfig
-from folovllm.engine.metrics import EngineStats
-from folovllm.outputs import CompletionOutput, RequestOutput
+from folovllm.events import Event, Listener
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.messages import Abort, Add, Command, Delta, Failure, Load, News, Ready, Refused, Row, Step, Stop
+from folovllm.server.digest import Digest
+from folovllm.server.messages import Abort, Add, Command, Failure, News, Ready, Refused, Step, Stop
 from folovllm.setup import EngineSetup
 
 
@@ -24,7 +23,14 @@ class Engine(Protocol):
     setup: EngineSetup
 
     def add_request(
-        self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int, cache_salt: str | None
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        priority: int,
+        cache_salt: str | None,
+        stream: bool,
     ) -> None:
         """Queue a request. Raises ValueError if it can never be served."""
 
@@ -34,14 +40,11 @@ class Engine(Protocol):
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
 
-    def step(self) -> list[RequestOutput]:
-        """Compute, and hand out what is new."""
+    def step(self) -> object:
+        """Compute. Who listens hears what came of it."""
 
-    def stats(self) -> EngineStats:
-        """Requests and cache as they are."""
-
-    def prefix_cache_stats(self) -> PrefixCacheStats:
-        """Hits so far. Raises ValueError where there is no such cache."""
+    def subscribe(self, listener: Listener) -> None:
+        """Let `listener` hear what happens; now, how things stand."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -70,7 +73,7 @@ def run_engine(config: EngineConfig, link: Link, make_engine: MakeEngine) -> boo
     try:
         engine = make_engine(config)
         loop = EngineLoop(engine, link)
-        link.send(Ready(pickle.dumps(plain(engine.setup)), loop.load().kv_blocks_total))
+        link.send(Ready(pickle.dumps(plain(engine.setup)), loop.news().load.kv_blocks_total))
         while loop.turn():
             pass
         return True
@@ -86,12 +89,17 @@ def run_engine(config: EngineConfig, link: Link, make_engine: MakeEngine) -> boo
 
 
 class EngineLoop:
-    """Between a link and an engine that is there already."""
+    """Between a link and an engine that is there already, and idle.
+
+    It reads the engine's events. So the engine makes no `RequestOutput` for a token, and nobody asks it how it is.
+    """
 
     def __init__(self, engine: Engine, link: Link) -> None:
         self._engine = engine
         self._link = link
-        self._has_prefix_cache = bool(engine.setup.config.enable_prefix_caching)
+        self._events: list[Event] = []  # since the last message
+        self._digest = Digest(bool(engine.setup.config.enable_prefix_caching))
+        engine.subscribe(self._events.extend)
 
     def turn(self) -> bool:
         """One turn: all that has arrived, then a step, then one message. False: it was told to stop.
@@ -104,48 +112,27 @@ class EngineLoop:
                 return False
             if isinstance(command, Abort):
                 self._engine.abort_request([str(command.number)])
-            elif (refusal := self._add(command)) is not None:
+            elif (refusal := self.add(command)) is not None:
                 refused.append(refusal)
-        deltas = [delta for output in self._engine.step() for delta in deltas_of(output)]
-        self._link.send(Step(deltas, self.load(), refused))
+        self._engine.step()
+        self._link.send(self.news(refused))
         return True
 
-    def _add(self, add: Add) -> Refused | None:
+    def add(self, add: Add) -> Refused | None:
+        """Queue a request, or say why it cannot be."""
+        extra: dict[str, Any] = {"priority": add.priority, "cache_salt": add.cache_salt, "stream": False}
         try:
-            self._engine.add_request(
-                str(add.number), add.token_ids, add.params, priority=add.priority, cache_salt=add.cache_salt
-            )
+            self._engine.add_request(str(add.number), add.token_ids, add.params, **extra)
         except ValueError as error:
             return Refused(add.number, str(error))
         return None
 
-    def load(self) -> Load:
-        """How busy the engine is."""
-        stats = self._engine.stats()
-        prefix = self._engine.prefix_cache_stats() if self._has_prefix_cache else PrefixCacheStats()
-        return Load(
-            num_waiting=stats.waiting,
-            num_running=stats.running,
-            kv_blocks_used=stats.kv_blocks_used,
-            kv_blocks_total=stats.kv_blocks_total,
-            num_preemptions=stats.preemptions,
-            prefix_tokens=prefix.tokens,
-            prefix_tokens_hit=prefix.tokens_hit,
-        )
-
-
-def deltas_of(output: RequestOutput) -> Iterable[Delta]:
-    """The news of one request, an answer at a time."""
-    number, num_cached = int(output.request_id), output.num_cached_tokens
-    for answer in output.outputs:
-        yield Delta(number, answer.index, answer.delta_token_ids, answer.finish_reason, num_cached, logprobs_of(answer))
-
-
-def logprobs_of(answer: CompletionOutput) -> list[Row] | None:
-    """The new rows of log-probabilities, without their texts: these are made where they are shown."""
-    if answer.logprobs is None:
-        return None
-    return [[(t.token_id, t.logprob, t.rank) for t in row.values()] for row in answer.logprobs]
+    def news(self, refused: list[Refused] | None = None) -> Step:
+        """All that happened since the last time, as one message."""
+        self._digest.take_in(self._events)
+        self._events.clear()
+        deltas, queue_times = self._digest.take()
+        return Step(deltas, self._digest.load, refused or [], queue_times)
 
 
 def plain(setup: EngineSetup) -> EngineSetup:

@@ -40,14 +40,14 @@ class Ready(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True):
-    """What a step added to one answer."""
+    """What a step added to one answer: tokens, or its end, which is the last that is said of it."""
 
     number: int
     index: int  # among the `n` answers
-    token_ids: list[int]
+    token_ids: list[int] = []
     finish_reason: str | None = None
-    num_cached_tokens: int = 0
-    logprobs: list[Row] | None = None
+    num_cached_tokens: int = 0  # of the prompt, found when the answer was begun
+    logprobs: list[Row] | None = None  # one row a token
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True):
@@ -75,6 +75,7 @@ class Step(msgspec.Struct, array_like=True, tag=True, frozen=True):
     deltas: list[Delta]
     load: Load
     refused: list[Refused] = []
+    queue_times: list[float] = []  # seconds that those waited whom this step let in for the first time
 
 
 class Failure(msgspec.Struct, array_like=True, tag=True, frozen=True):

@@ -57,26 +57,3 @@ class EventStream(Response):
         async for event in self._events:
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def merge(iterators: list[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
-    """What several iterators give, as it comes, with the number of the one that gave it."""
-    waiting = {asyncio.ensure_future(_next(each)): i for i, each in enumerate(iterators)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                i = waiting.pop(task)
-                try:
-                    item = task.result()
-                except StopAsyncIteration:
-                    continue
-                waiting[asyncio.ensure_future(_next(iterators[i]))] = i
-                yield i, item
-    finally:
-        for task in waiting:
-            task.cancel()
-
-
-async def _next(iterator: AsyncIterator[T]) -> T:
-    return await anext(iterator)
