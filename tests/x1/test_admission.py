@@ -37,17 +37,17 @@ def status(*asked: Any) -> int:
 
 class TestAdmission:
     def test_a_worked_case(self) -> None:
-        """3 of 4 prompts and 700 of 1,000 tokens are queued."""
+        """2 of 4 prompts and 700 of 1,000 tokens are queued; 9 requests are open, with those that have begun."""
         asked = {
             "1 prompt, 300 tokens": (1, 300),
             "1 prompt, 301 tokens": (1, 301),
-            "2 prompts, 10 tokens": (2, 10),
+            "3 prompts, 10 tokens": (3, 10),
             "1 prompt, tokens not counted yet": (1,),
             "5 prompts, 10 tokens": (5, 10),
             "1 prompt, 1001 tokens": (1, 1001),
         }
-        got = {name: status(Queue(3, 700), *each) for name, each in asked.items()}
-        says = "3 + 1 of 4 and 700 + 300 of 1,000 fit; what does not fit now is 429; 5 of 4 and 1,001 of 1,000 never do: 400"
+        got = {name: status(Queue(2, 700, num_open=9), *each) for name, each in asked.items()}
+        says = "2 + 1 of 4 and 700 + 300 of 1,000 fit; what does not fit now is 429; 5 of 4 and 1,001 of 1,000 never do: 400"
         worked_case("x1.5", got, dict(zip(got, [200, 429, 429, 200, 400, 400], strict=True)), says)
 
     def test_an_empty_queue_takes_all_that_it_holds(self) -> None:

@@ -11,10 +11,10 @@ from tests.tiny import worked_case
 
 class TestFrames:
     def test_a_worked_case(self) -> None:
-        """Three messages, "hey", an empty one and "you": 4 + 3, 4 and 4 + 3 bytes, in pieces of 2, 4, 7 and 5 bytes."""
+        """Three messages, "hey", an empty one and "you": 4 + 3, 4 and 4 + 3 bytes, in pieces of 2, 4, 5 and 7 bytes."""
         stream = b"\x03\0\0\0hey" + b"\0\0\0\0" + b"\x03\0\0\0you"
         frames, got = Frames(), {}
-        for start, end in ((0, 2), (2, 6), (6, 13), (13, 18)):
+        for start, end in ((0, 2), (2, 6), (6, 11), (11, 18)):
             piece = stream[start:end]
             got[f"bytes {start} to {end}, {piece!r}"] = [bytes(m).decode() for m in frames.feed(piece)]
         says = "a message is there when all of its bytes are: 7 bytes for the first, 11 for the second, 18 for the third"
