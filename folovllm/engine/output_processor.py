@@ -148,7 +148,7 @@ def num_visible_chars(seq: Sequence) -> int:
         detokenizer.flush()
         return detokenizer.num_chars
     detokenizer.advance()
-    held_back = max(map(len, seq.params.stop), default=1) - 1
+    held_back = max(map(len, seq.params.stop)) - 1 if seq.params.stop else 0
     return max(0, detokenizer.num_chars - held_back)
 
 

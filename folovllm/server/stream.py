@@ -154,6 +154,7 @@ class Stream:
         for seq in self._seqs:
             seq.finish(SequenceStatus.FINISHED_ABORTED)
         self.state.note_progress(now)
+        self.is_finished = True
         self._tell()
 
     def fail(self, error: Exception) -> None:
@@ -178,7 +179,7 @@ class Stream:
 
     def _look(self) -> None:
         self._has_mail = False
-        self.is_over = self._error is not None or self.state.finished
+        self.is_over = self._error is not None or self.is_finished
         if self._error is not None:
             raise self._error
 
