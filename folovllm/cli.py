@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         _fail(f"error: cannot write the output: {error.strerror}")
     except RuntimeError as error:  # NotImplementedError is one, and what a rank ended with is another
-        blank = re.match(r"(?:rank \d+ failed with NotImplementedError: )?(m\d+\.\d+: .*)", str(error))
+        blank = re.match(r"(?:rank \d+ failed with )?(?:NotImplementedError: )?([mx]\d+\.\d+: .*)", str(error))
         if not (os.environ.get("FOLOVLLM_MINE") and blank):
             raise
         _fail(f"error: not written yet: {blank[1]}. `python -m milestones` says what is next")

@@ -67,7 +67,15 @@ class Link(Protocol):
 def run_engine(config: EngineConfig, link: Link, make_engine: MakeEngine) -> bool:
     """Build an engine and step it until it is told to stop; both in the thread that calls this, which is torch's own.
 
-    Whatever goes wrong is the last that the link hears. Returns whether nothing did.
+    Once the engine is there the link hears `Ready(pickle.dumps(plain(engine.setup)), n)`, with the number of KV blocks that
+    `loop.news().load` has as `kv_blocks_total`. Then an `EngineLoop` turns until a turn returns False.
+
+    Any exception ends it, and is the last that the link hears, as a `Failure`. A ValueError while the engine is built is the
+    user's error: its sentence alone is the message. Any other is "TypeName: sentence", and `logger.exception` notes where it
+    came from. The engine, if there is one, is closed whatever happened.
+
+    Returns:
+        Whether nothing went wrong.
     """
     engine, loop = None, None
     try:
@@ -106,9 +114,16 @@ class EngineLoop:
         self._live = LiveLines(engine)
 
     def turn(self) -> bool:
-        """One turn: all that has arrived, then a step, then one message. False: it was told to stop.
+        """One turn: all that has arrived, then a step, then one message.
 
-        Without work it waits for a command, and takes no time.
+        `self._link.receive(wait=...)` gives the commands that have arrived, in order. It waits for one only where the engine
+        has no work (`has_unfinished_requests`): so an idle engine takes no time, and one that works loses none. `Stop` ends
+        the turn at once; an `Abort` goes to `abort_request([str(number)])`, an `Add` to `self.add`, which may refuse it.
+
+        The message is `self.news(refused)`, one for each step, whatever was in it.
+
+        Returns:
+            False: it was told to stop.
         """
         refused: list[Refused] = []
         is_idle = not self._engine.has_unfinished_requests()

@@ -120,7 +120,11 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The messages that are whole now."""
+        """Take in a piece of the stream, and yield the messages that are whole now, in order, each as `bytes` of its own.
+
+        A message is its length in four bytes (`_LENGTH`), then itself: `frame` makes it. A piece may hold several, or a part
+        of one, and may end within a length. What is not whole stays in `self._buffer`; what was handed out leaves it.
+        """
         self._buffer += data
         start = 0
         while start + _LENGTH.size <= len(self._buffer):
