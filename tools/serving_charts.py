@@ -216,11 +216,19 @@ def draw_streams(data: dict[str, Any]) -> None:
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 4.6), sharex=True, height_ratios=[3, 1])
     for i, client in enumerate(data["clients"]):
         times = [at for at, _ in client["pieces"]]
-        top.plot([client["sent"], times[0]], [-i, -i], color="tab:red", lw=2, label="waits for its first token" if not i else None)
+        top.plot(
+            [client["sent"], times[0]],
+            [-i, -i],
+            color="tab:red",
+            lw=2,
+            label="waits for its first token" if not i else None,
+        )
         top.plot([times[0], times[-1]], [-i, -i], color="lightgrey", lw=1, zorder=0)
         top.plot(times, [-i] * len(times), "|", color="tab:blue", ms=11, label="a token comes" if not i else None)
     names = [f"client {i}, prompt of {length}" for i, (_, length, _) in enumerate(data["plan"])]
-    top.set(yticks=range(0, -len(names), -1), yticklabels=names, title="six clients of one engine, as each of them sees it")
+    top.set(
+        yticks=range(0, -len(names), -1), yticklabels=names, title="six clients of one engine, as each of them sees it"
+    )
     top.legend(frameon=False, loc="lower right", fontsize=8)
     top.tick_params(length=0)
     at, sizes = zip(*[(t, n) for t, n, _ in data["steps"]], strict=True)

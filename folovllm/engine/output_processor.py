@@ -18,7 +18,7 @@ PromptLogprobs = list[dict[int, TokenLogprob] | None] | None
 class Piece(NamedTuple):
     """What is new in an answer, and nothing else: what a server writes. `CompletionOutput` is for programs."""
 
-    index: int
+    answer: int  # among the `n`
     text: str
     logprobs: list[dict[int, TokenLogprob]] | None
     finish_reason: str | None

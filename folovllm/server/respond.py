@@ -69,7 +69,7 @@ class Job:
         news = []
         for stream in await self._mailbox.get():
             first = self._first_index[stream.number]
-            news += [(first + piece.index, piece) for piece in stream.take()]
+            news += [(first + piece.answer, piece) for piece in stream.take()]
             self._num_open -= stream.is_over
         return news
 
