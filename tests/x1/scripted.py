@@ -41,6 +41,9 @@ class ScriptedEngine:
             if self.requests.pop(id_, None):
                 self.aborted.append(id_)
 
+    def prepare_forms(self) -> None:
+        pass
+
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 

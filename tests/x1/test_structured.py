@@ -23,6 +23,7 @@ from folovllm.structured.guides import Guides
 from folovllm.structured_outputs import StructuredOutputsParams
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m6.test_overlap import assert_clean
+from tests.sequences import make_seq
 from tests.x1.schemas import random_object
 
 NAME_AND_AGE = {
@@ -338,6 +339,19 @@ class TestErrors:
         with pytest.raises(ValueError, match="pip install"):
             one(llm, regex="a")
         assert one(llm, choice=["a", "b"]).text in ("a", "b")
+
+    def test_a_tokenizer_that_cannot_be_read(self, caplog: pytest.LogCaptureFixture) -> None:
+        """An engine that is prepared for forms starts all the same, and says so once; a request is told."""
+        guides = Guides(object(), 259)  # type: ignore[arg-type]
+        guides.prepare({1})
+        assert "cannot be had with this tokenizer" in caplog.text
+        seq = make_seq(structured_outputs={"regex": "a"})
+        seq.eos_token_ids = frozenset({1})
+        with pytest.raises(ValueError, match="cannot be had with this tokenizer"):
+            guides.add([seq])
+        seq = make_seq(structured_outputs={"choice": ["a"]}, stop_token_ids=[3])
+        with pytest.raises(ValueError, match="tokens stand for bytes"):
+            guides.add([seq])
 
     def test_a_model_without_an_end(self, llm: LLM) -> None:
         processor = llm.engine._processor
