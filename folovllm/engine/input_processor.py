@@ -36,6 +36,11 @@ class InputProcessor:
         self._eos = eos_token_ids(setup.path, setup.hf_config, tokenizer)
         self._seeds = random.Random(setup.config.seed)  # for requests that bring none
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The model's own end-of-text ids."""
+        return self._eos
+
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
     ) -> tuple[str | None, list[Sequence]]:

@@ -257,6 +257,10 @@ class LLMEngine:
             self.scheduler.abort(*broken)
         return broken
 
+    def prepare_forms(self) -> None:
+        """Do now what the first answer of a form would wait for, and all beside it: about a second."""
+        self._guides.prepare(self._processor.eos_token_ids)
+
     def require_open(self) -> None:
         """Raise RuntimeError if the engine was closed, so that there is no model any more, or if this is a fork.
 

@@ -37,6 +37,9 @@ class Engine(WatchedEngine, Protocol):
     def abort_request(self, request_id: Iterable[str]) -> object:
         """End those of the requests that are being served."""
 
+    def prepare_forms(self) -> None:
+        """Do what the first answer of a form would hold up others with."""
+
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
 
@@ -80,6 +83,7 @@ def run_engine(config: EngineConfig, link: Link, make_engine: MakeEngine) -> boo
     engine, loop = None, None
     try:
         engine = make_engine(config)
+        engine.prepare_forms()
         loop = EngineLoop(engine, link)
         link.send(Ready(pickle.dumps(plain(engine.setup)), loop.news().load.kv_blocks_total))
         while loop.turn():
