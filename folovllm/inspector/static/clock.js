@@ -1,4 +1,5 @@
 // Where the viewer stands in time. Of one recording each moment is a tick; in a race of two, each moment of either is one.
+import { placeOf } from "./dom.js";
 
 export class Clock {
   constructor(recordings) {
@@ -22,21 +23,20 @@ export class Clock {
     return this.times ? this.recordings.map((recording) => recording.atTime(this.time)) : [this.tick];
   }
 
+  /** The first tick that can be shown. */
+  get first() {
+    return this.times ? 0 : this.recordings[0].first;
+  }
+
   go(tick) {
-    this.tick = Math.max(0, Math.min(this.length - 1, Math.round(tick)));
+    this.tick = Math.max(this.first, Math.min(this.length - 1, Math.round(tick)));
   }
 
   /** The tick at which a recording is at a moment. */
   tickOf(recording, moment) {
     if (!this.times) return moment;
     const time = recording.columns.time[moment];
-    let [low, high] = [0, this.times.length - 1];
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (this.times[middle] < time) low = middle + 1;
-      else high = middle;
-    }
-    return low;
+    return placeOf(this.times.length, (i) => this.times[i] < time);
   }
 
   /** The next tick (or the one before) at which something of a kind happened, or null. */

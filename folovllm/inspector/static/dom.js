@@ -12,6 +12,19 @@ export function el(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** A button that says what it does to those who cannot see its sign. */
+export function button(sign, title, onclick, more = {}) {
+  return el("button", { type: "button", title, "aria-label": title, onclick, ...more }, sign);
+}
+
+/** Shows lines of text in a box beside a place of the picture that it lies in. */
+export function showTip(tip, lines, x, y, width) {
+  tip.replaceChildren(...lines.map((line, i) => el(i ? "div" : "b", {}, line)));
+  tip.hidden = false;
+  tip.style.left = `${Math.max(0, Math.min(x, width - tip.offsetWidth))}px`;
+  tip.style.top = `${y}px`;
+}
+
 /** Sets an element's text where it differs: a screen reader hears of changes only. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
@@ -74,4 +87,15 @@ export function duration(seconds) {
 /** "A, B and C". */
 export function listed(words) {
   return words.length < 2 ? words.join("") : `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`;
+}
+
+/** How many of the numbers 0 to `length` come before the place that is sought: a binary search. */
+export function placeOf(length, isBefore) {
+  let [low, high] = [0, length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (isBefore(middle)) low = middle + 1;
+    else high = middle;
+  }
+  return low;
 }

@@ -16,7 +16,7 @@ export class LineReader {
     const line = JSON.parse(text);
     if (Array.isArray(line)) {
       if (!this.recording) throw new Error("This is no recording: its first line is no header.");
-      this.recording.take(line);
+      this.recording.take(line, text.length);
     } else this.onRecording((this.recording = new Recording(line)));
   }
 }

@@ -1,6 +1,6 @@
 // The page: where recordings come from, what is on it, and what the keyboard does.
 import { Clock } from "./clock.js";
-import { el, setText } from "./dom.js";
+import { button, el, setText } from "./dom.js";
 import { describe, Lane, titleOf } from "./lane.js";
 import { fetchText, KeyNeeded, LineReader, readRecording, readStream } from "./lines.js";
 import { readTheme } from "./palette.js";
@@ -21,10 +21,16 @@ const KEYS = [
   ["Tab, arrows", "go through the blocks, with Enter for a prefix"],
 ];
 
+const MOST_LIVE = 64e6; // characters of lines that a live page keeps
+
 const options = new URLSearchParams(`${location.search.slice(1)}&${location.hash.slice(1)}`);
 const root = document.documentElement;
 const page = document.getElementById("page");
-const app = { lanes: [], player: null, playground: null, drawing: false, embed: options.has("embed") };
+const app = { lanes: [], player: null, playground: null, drawing: false, embed: options.has("embed") || isSmallFrame() };
+
+function isSmallFrame() {
+  return window.self !== window.top && innerHeight < 700;
+}
 
 /** Draws everything at the next frame, however often it is asked for. */
 function draw() {
@@ -41,6 +47,7 @@ function drawNow() {
   const moments = app.player.clock.moments();
   app.lanes.forEach((lane, i) => lane.draw(moments[i], app.theme, app.player.playing));
   app.player.draw(app.lanes[0].frame);
+  if (location.protocol === "about:") return; // a frame without an address
   clearTimeout(app.noting); // a browser lets nobody change its address all the time
   app.noting = setTimeout(() => history.replaceState(null, "", `#${hash()}`), 300);
 }
@@ -73,7 +80,6 @@ function show(recordings, { live = false } = {}) {
 }
 
 function header(title, facts) {
-  const button = (text, label, act) => el("button", { type: "button", title: label, "aria-label": label, onclick: act }, text);
   const file = el("input", { type: "file", multiple: true, accept: ".jsonl", hidden: true, onchange: () => openFiles(file.files) });
   const tabs = ["memory", "requests", "steps"].map((name) => {
     const choose = () => {
@@ -151,6 +157,7 @@ async function watch(source) {
     const onBatch = () => {
       if (!reader.recording?.length) return;
       wait = 500;
+      reader.recording.forget(MOST_LIVE);
       if (shown === reader.recording) return app.player.grown();
       shown = reader.recording;
       show([shown], { live: true });
@@ -195,6 +202,18 @@ function toggleTheme() {
   setTheme(root.dataset.theme === "dark" ? "light" : "dark");
 }
 
+async function copyLink() {
+  const note = el("p", { class: "note", role: "status" });
+  document.body.append(note);
+  setTimeout(() => note.remove(), 2500);
+  try {
+    await navigator.clipboard.writeText(`${location.href.split("#")[0]}#${hash()}`);
+    setText(note, "A link to this moment is copied.");
+  } catch {
+    setText(note, `The browser lets this page copy nothing; the moment is #${hash()}`);
+  }
+}
+
 function help() {
   const dialog = el("dialog", { onclose: () => dialog.remove() },
     el("h2", {}, "Keys"),
@@ -220,7 +239,7 @@ function onKey(event) {
   else if ("+=-0".includes(key)) app.lanes.forEach((lane) => lane.memory.zoom({ "-": 1 / 1.5, 0: 0 }[key] ?? 1.5));
   else if (key === "<" || key === ">") player.faster(key === ">" ? 1 : -1);
   else if (key === "f") player.follow();
-  else if (key === "c") navigator.clipboard?.writeText(`${location.href.split("#")[0]}#${hash()}`);
+  else if (key === "c") copyLink();
   else if (key === "t") toggleTheme();
   else if (key === "?") help();
   else return;

@@ -1,8 +1,8 @@
 // The KV cache as a picture: a cell for each block. Hover for what it holds, click for the chain of its prefix.
-import { contextOf, count, el, FONT, plural, setText, widthOf } from "./dom.js";
+import { button, contextOf, count, el, FONT, plural, setText, showTip, widthOf } from "./dom.js";
 import { drawPattern, hueOf, inkOn } from "./palette.js";
 
-const [MAX_CELL, MAX_ASPECT] = [48, 2.6]; // CSS pixels; how much wider than high a cell of a small pool may be
+const [MIN_CELL, MAX_CELL, MAX_ASPECT] = [1.5, 46, 3]; // CSS pixels; how much wider than high a cell of a small pool may be
 const TEXT_FROM = 86; // pixels of a cell that has room for the text of its tokens
 const LETTERS_FROM = 15; // pixels of a cell that has room for a letter
 
@@ -37,7 +37,6 @@ export class MemoryView {
     this.tip = el("div", { class: "tip", hidden: true, role: "status" });
     this.facts = el("p", { class: "facts" });
     this.legend = el("ul", { class: "legend" });
-    const button = (text, title, act) => el("button", { type: "button", title, "aria-label": title, onclick: act }, text);
     this.zoomers = el("span", { class: "zoomers" },
       button("−", "Zoom out (-)", () => this.zoom(1 / 1.5)),
       button("+", "Zoom in (+)", () => this.zoom(1.5)),
@@ -80,24 +79,12 @@ export class MemoryView {
     this.num = state.numBlocks || this.#growing().length;
     this.isWide = engine.kv_cache === "slots"; // a slot is a long bar
     const most = state.numBlocks || Math.max(engine.max_model_len ?? 0, this.num);
-    if (this.isWide) {
-      this.columns = Math.ceil((most * 20) / this.maxHeight);
+    const aspect = this.isWide ? Infinity : state.numBlocks ? MAX_ASPECT : 1;
+    for (this.columns = 1; ; this.columns++) {
       this.w = width / this.columns;
-      this.h = Math.max(2, Math.min(36, this.maxHeight / Math.ceil(most / this.columns)));
-    } else {
-      this.w = Math.min(MAX_CELL, Math.sqrt((width * this.maxHeight) / Math.max(1, most)));
-      if (this.w > 8) this.w = Math.floor(this.w);
-      this.columns = Math.max(1, Math.floor(width / this.w));
-      while (this.w > 1.5 && Math.ceil(most / this.columns) * this.w > this.maxHeight) {
-        this.w -= this.w > 8 ? 1 : 0.25;
-        this.columns = Math.max(1, Math.floor(width / this.w));
-      }
-      this.h = this.w;
-      const rows = Math.max(1, Math.floor(this.maxHeight / this.h));
-      if (state.numBlocks && this.h > 30) {
-        this.columns = Math.min(most, Math.max(Math.ceil(most / rows), Math.floor(width / (this.h * MAX_ASPECT))));
-        this.w = Math.min(this.h * MAX_ASPECT * 1.25, width / this.columns);
-      }
+      this.h = Math.min(MAX_CELL, this.w);
+      const fits = Math.ceil(most / this.columns) * this.h <= this.maxHeight && this.w <= this.h * aspect;
+      if (fits || this.w < MIN_CELL) break;
     }
     this.width = width;
     this.height = Math.max(24, Math.ceil(Math.min(this.maxHeight, Math.ceil(most / this.columns) * this.h) + 2));
@@ -210,6 +197,7 @@ export class MemoryView {
     const { recording, theme, state } = this.#frame;
     const { index, letters } = recording.infos.get(held[0].seq.seqId);
     if (this.isWide) return this.#slot(ctx, held[0], x, y, w, h);
+    if (w >= TEXT_FROM && h >= 30) return this.#tokens(ctx, held, kind, x, y, w, h);
     const full = held[0].filled / state.blockSize;
     const text = kind === "shared" ? `×${held.length}` : letters;
     const plate = held.length > 1 || (full > 0.35 && full < 0.65);
@@ -231,6 +219,7 @@ export class MemoryView {
     ctx.fillText(recording.text(info, Math.max(0, filled - 60), filled).replaceAll("\n", "⏎"), x + 28, y + h / 2 + 0.5);
     ctx.restore();
     ctx.fillStyle = theme.muted;
+    ctx.font = `${Math.min(12, h * 0.6)}px ${FONT}`;
     ctx.textAlign = "right";
     if (w - covered > 70) ctx.fillText(`${count(state.blockSize - filled)} empty`, x + w - 6, y + h / 2 + 0.5);
   }
@@ -393,13 +382,8 @@ export class MemoryView {
 
   #showTip() {
     if (this.#cell === null || this.#cell >= this.num) return void (this.tip.hidden = true);
-    const [first, ...rest] = this.describe(this.#cell);
-    this.tip.replaceChildren(el("b", {}, first), ...rest.map((line) => el("div", {}, line)));
-    this.tip.hidden = false;
     const [x, y, w, h] = this.#box(this.#cell);
-    const below = y + h + this.tip.offsetHeight + 6 < this.height + 120;
-    this.tip.style.left = `${Math.max(0, Math.min(x + w / 2 - 20, this.width - this.tip.offsetWidth))}px`;
-    this.tip.style.top = `${below ? y + h + 6 : y - this.tip.offsetHeight - 6}px`;
+    showTip(this.tip, this.describe(this.#cell), x + w / 2 - 20, y + h + 6, this.width);
   }
 
   #pick(i) {

@@ -1,5 +1,5 @@
 // The controls of time: play, step, scrub, speed, and the next of each kind of event.
-import { contextOf, count, duration, el, setText, widthOf } from "./dom.js";
+import { button, contextOf, count, duration, el, setText, widthOf } from "./dom.js";
 import { KINDS } from "./recording.js";
 
 const SPEEDS = [1, 2, 4, 10, 30, 100, 400];
@@ -20,8 +20,7 @@ export class Player {
   constructor(clock, onMove, { live = false } = {}) {
     Object.assign(this, { clock, onMove, live });
     this.follows = live;
-    const button = (name, text, title, act) => el("button", { type: "button", class: name, title, "aria-label": title, onclick: act }, text);
-    this.playButton = button("play", "▶", "Play (space)", () => this.toggle());
+    this.playButton = button("▶", "Play (space)", () => this.toggle(), { class: "play" });
     this.speed = el("select", { "aria-label": "Speed", title: "Speed (< and >)" }, SPEEDS.map((speed) => el("option", { value: speed }, `${speed}/s`)));
     this.speed.value = live ? 30 : 4;
     this.range = el("input", { type: "range", min: 0, step: 1, "aria-label": "Moment", oninput: () => this.go(Number(this.range.value)) });
@@ -31,19 +30,19 @@ export class Player {
     this.jumps = JUMPS.map(({ kind, sign, word, key, colour }) => {
       const title = `Next ${word} (${key}; with shift: the one before)`;
       const act = (event) => this.jump(kind, event.shiftKey ? -1 : 1);
-      return { kind, button: el("button", { type: "button", class: `jump ${colour}`, title, "aria-label": title, onclick: act }, el("b", {}, sign), el("span", {}, ` ${word}`)) };
+      return { kind, chosen: button([el("b", {}, sign), el("span", {}, ` ${word}`)], title, act, { class: `jump ${colour}` }) };
     });
-    this.liveButton = live ? button("live", "● live", "Follow the engine (f)", () => this.follow()) : null;
+    this.liveButton = live ? button("● live", "Follow the engine (f)", () => this.follow(), { class: "live" }) : null;
     this.element = el("nav", { class: "player", "aria-label": "Time" },
       this.scrub,
       el("div", { class: "buttons" },
-        button("first", "«", "To the beginning (Home)", () => this.go(0)),
-        button("back", "‹", "One moment back (←; with shift: ten)", (event) => this.go(this.clock.tick - (event.shiftKey ? 10 : 1))),
+        button("«", "To the beginning (Home)", () => this.go(0), { class: "first" }),
+        button("‹", "One moment back (←; with shift: ten)", (event) => this.go(this.clock.tick - (event.shiftKey ? 10 : 1)), { class: "back" }),
         this.playButton,
-        button("forward", "›", "One moment on (→; with shift: ten)", (event) => this.go(this.clock.tick + (event.shiftKey ? 10 : 1))),
-        button("last", "»", "To the end (End)", () => this.go(this.clock.length - 1)),
+        button("›", "One moment on (→; with shift: ten)", (event) => this.go(this.clock.tick + (event.shiftKey ? 10 : 1)), { class: "forward" }),
+        button("»", "To the end (End)", () => this.go(this.clock.length - 1), { class: "last" }),
         this.speed, this.liveButton, this.where,
-        el("span", { class: "jumps", role: "group", "aria-label": "Next" }, this.jumps.map(({ button }) => button)),
+        el("span", { class: "jumps", role: "group", "aria-label": "Next" }, this.jumps.map(({ chosen }) => chosen)),
       ),
     ); // prettier-ignore
   }
@@ -113,12 +112,13 @@ export class Player {
     setText(this.playButton, sign);
     this.playButton.setAttribute("aria-label", title);
     this.playButton.title = title;
+    this.range.min = clock.first;
     this.range.max = clock.length - 1;
     this.range.value = clock.tick;
     this.range.setAttribute("aria-valuetext", `moment ${clock.tick} of ${clock.length - 1}`);
     setText(this.where, `${count(clock.tick)} / ${count(clock.length - 1)} · ${duration(clock.time)}`);
     this.liveButton?.setAttribute("aria-pressed", String(this.follows));
-    for (const { kind, button } of this.jumps) button.disabled = !clock.recordings.some((recording) => has(recording, kind));
+    for (const { kind, chosen } of this.jumps) chosen.disabled = !clock.recordings.some((recording) => has(recording, kind));
     this.#drawTrack(theme);
   }
 
@@ -146,10 +146,10 @@ export class Player {
   }
 }
 
+/** Whether a kind came up in the recording so far: looked for once, and then in what is new. */
 function has(recording, kind) {
-  const seen = (recording.seen ??= {});
-  if (seen[kind]) return true;
-  const next = recording.find(kind, Math.max(0, seen.upTo?.[kind] ?? 0) - 1, 1);
-  (seen.upTo ??= {})[kind] = recording.length;
-  return (seen[kind] = next !== null);
+  const seen = ((recording.seen ??= {})[kind] ??= { found: false, upTo: -1 });
+  seen.found ||= recording.find(kind, seen.upTo, 1) !== null;
+  seen.upTo = recording.length - 1;
+  return seen.found;
 }

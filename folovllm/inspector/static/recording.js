@@ -1,5 +1,6 @@
 // A recording: all that happened in an engine, turn by turn, and the way to any moment of it.
 // Moment 0 is the first keyframe, moment n + 1 is the engine after turn n.
+import { placeOf } from "./dom.js";
 import { lettersOf } from "./palette.js";
 import { EngineState, numDrawn, shareOf } from "./reducer.js";
 
@@ -23,6 +24,8 @@ export class Recording {
   #keyframes = [];
   #every = KEYFRAME_EVERY;
   #refusal = ""; // of the moment before
+  #sizes = [0]; // of each moment's line
+  #numInfos = 0;
   #began = new Map(); // step -> its "begin", until it has ended
 
   /** `header` is the first line. Raises Error where it is of another format, or of another version of it. */
@@ -38,6 +41,8 @@ export class Recording {
     this.texts = new Map(); // token id -> a text, or bytes
     this.blockTokens = {}; // of blocks that were cached when the recording began
     this.how = null; // it ended
+    this.first = 0; // the first moment that is still known
+    this.size = 0; // characters of the lines that are known
     this.start = Infinity; // microseconds
     this.#head = new EngineState(this.engine.num_kv_blocks, this.engine.block_size);
   }
@@ -47,8 +52,10 @@ export class Recording {
   }
 
   /** Take in a line that is no header. */
-  take(line) {
+  take(line, size = 0) {
     const [name, , time] = line;
+    this.size += size;
+    if (name === "turn") this.#sizes.push(size);
     if (name === "texts") for (const [id, text] of Object.entries(line[1])) this.texts.set(Number(id), text);
     else if (name === "turn") this.#append(line[3], time);
     else if (name === "key" && this.length === 0) this.#begin(line);
@@ -56,7 +63,8 @@ export class Recording {
   }
 
   /** The state at a moment: from where the viewer stands, or from the nearest keyframe before it. */
-  stateAt(at) {
+  stateAt(wanted) {
+    const at = Math.max(this.first, wanted);
     const index = Math.floor(at / this.#every);
     if (this.#cursor === null || this.#cursor.at > at || this.#cursor.at < index * this.#every) {
       this.#cursor = { at: index * this.#every, state: this.#keyframes[index].clone() };
@@ -66,23 +74,31 @@ export class Recording {
     return state;
   }
 
+  /** Forget the oldest moments, as many as it takes that `most` characters of lines are left: a live view may stay for days. */
+  forget(most) {
+    if (this.size <= most) return;
+    let before = this.first;
+    for (let left = this.size; left > most / 2 && before < this.length - 1; before++) left -= this.#sizes[before];
+    const until = Math.floor(before / this.#every) * this.#every; // a keyframe stands there
+    for (; this.first < until; this.first++) {
+      this.size -= this.#sizes[this.first];
+      this.moments[this.first] = null;
+      delete this.#keyframes[this.first / this.#every];
+    }
+    this.ended = this.ended.filter((info) => info.end >= this.first || !this.infos.delete(info.seqId));
+  }
+
   /** The nearest moment of a kind behind (direction 1) or before (-1) `at`, or null. */
   find(kind, at, direction) {
     const { flags } = this.columns;
-    for (let i = at + direction; i >= 0 && i < flags.length; i += direction) if (flags[i] & KINDS[kind]) return i;
+    for (let i = at + direction; i >= this.first && i < flags.length; i += direction) if (flags[i] & KINDS[kind]) return i;
     return null;
   }
 
   /** The last moment whose time is not after `seconds` from the beginning. */
   atTime(seconds) {
     const times = this.columns.time;
-    let [low, high] = [0, times.length - 1];
-    while (low < high) {
-      const middle = (low + high + 1) >> 1;
-      if (times[middle] <= seconds) low = middle;
-      else high = middle - 1;
-    }
-    return low;
+    return Math.max(0, placeOf(times.length, (i) => times[i] <= seconds) - 1);
   }
 
   /** Seconds. */
@@ -134,13 +150,8 @@ export class Recording {
 
   /** Sequences that had ended by moment `at`, the last first. */
   endedBy(at, most) {
-    let [low, high] = [0, this.ended.length];
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (this.ended[middle].end <= at) low = middle + 1;
-      else high = middle;
-    }
-    return { infos: this.ended.slice(Math.max(0, low - most), low).reverse(), total: low };
+    const n = placeOf(this.ended.length, (i) => this.ended[i].end <= at);
+    return this.ended.slice(Math.max(0, n - most), n).reverse();
   }
 
   #begin(line) {
@@ -176,13 +187,14 @@ export class Recording {
   #keepKeyframe() {
     this.#keyframes.push(this.#head.clone());
     if (this.#keyframes.length > 64 && this.#keyframes.length * this.#head.numBlocks > MAX_KEYFRAME_CELLS) {
-      this.#keyframes = this.#keyframes.filter((_, i) => i % 2 === 0);
+      for (let i = 0; 2 * i < this.#keyframes.length; i++) this.#keyframes[i] = this.#keyframes[2 * i];
+      this.#keyframes.length = Math.ceil(this.#keyframes.length / 2);
       this.#every *= 2;
     }
   }
 
   #info([seqId, requestId, answer, prompt, maxTokens, priority, time], at) {
-    const index = this.infos.size;
+    const index = this.#numInfos++;
     const info = {
       ...{ index, letters: lettersOf(index), seqId, requestId, answer, prompt, maxTokens, priority, time },
       drawn: [], // its tokens behind the prompt

@@ -35,7 +35,8 @@ export class RequestsView {
     const all = [...state.sequences.values()];
     const running = all.filter((seq) => seq.isRunning);
     const waiting = all.filter((seq) => !seq.isRunning).sort(orderOf(recording));
-    const { infos, total } = recording.endedBy(at, MOST_ENDED);
+    const infos = recording.endedBy(at, MOST_ENDED);
+    const total = state.totals.finished + state.totals.aborted;
     this.#fill("running", `Running ${running.length} of ${recording.engine.max_num_seqs}`, running, running.length, frame);
     this.#fill("waiting", `Waiting ${count(waiting.length)}`, waiting.slice(0, MOST_WAITING), waiting.length, frame);
     this.#fill("ended", `Ended ${count(total)}`, infos.map((info) => ({ seqId: info.seqId, info })), total, frame);

@@ -18,6 +18,8 @@ export function sentencesOf(recording, at, state) {
   for (const event of by.begin ?? []) sayStep(say, event, recording);
   sayMany(by.finish, say, (event) => finish(event, recording), " have finished.");
   sayMany(by.abort, say, ([, seq]) => [{ seq }, " was aborted from outside."], " were aborted from outside.");
+  const isOver = at === recording.length - 1 && recording.how !== null && recording.how !== "closed";
+  if (isOver) say("abort", `Here the run ended: ${recording.how}.`);
   if (!said.length) say("key", quiet(by));
   return said;
 }

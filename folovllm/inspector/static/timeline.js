@@ -1,5 +1,5 @@
 // Steps: above, how each spent its budget of tokens and its time; below, a row for each sequence (a Gantt picture).
-import { contextOf, count, duration, el, FONT, plural, setText, widthOf } from "./dom.js";
+import { button, contextOf, count, duration, el, FONT, placeOf, plural, setText, showTip, widthOf } from "./dom.js";
 import { drawPattern, hueOf, inkOn } from "./palette.js";
 
 const [BUDGET, TIMES, ROW, GAP] = [58, 26, 17, 8]; // heights in pixels
@@ -21,12 +21,11 @@ export class TimelineView {
     const mark = (sign, text) => el("li", {}, el("b", {}, sign), ` ${text}`);
     this.legend = el("ul", { class: "legend" },
       key("prefill", " prefill"), key("decode", " decode"), key("idle", " idle budget"),
-      mark(MARKS.hit, "prefix hit"), mark(MARKS.preempt, "preempted"), mark(MARKS.finish, "finished"), mark("┄", "waits"),
+      key("device", " device and draw"), key("schedule", " schedule"), key("take", " take in"), mark(MARKS.hit, "prefix hit"), mark(MARKS.preempt, "preempted"), mark(MARKS.finish, "finished"), mark("┄", "waits"),
     ); // prettier-ignore
     this.stage = el("div", { class: "stage" }, this.canvas, this.tip);
-    const button = (text, title, factor) => el("button", { type: "button", title, "aria-label": title, onclick: () => this.zoom(factor) }, text);
     this.element = el("section", { class: "timeline" },
-      el("header", {}, el("h2", {}, "Steps"), this.facts, el("span", { class: "zoomers" }, button("−", "More steps", 0.7), button("+", "Fewer steps", 1.4))),
+      el("header", {}, el("h2", {}, "Steps"), this.facts, el("span", { class: "zoomers" }, button("−", "More steps", () => this.zoom(0.7)), button("+", "Fewer steps", () => this.zoom(1.4)))),
       this.stage,
       this.legend,
     ); // prettier-ignore
@@ -47,7 +46,7 @@ export class TimelineView {
     const whole = Math.max(8, Math.min(22, (this.width - LEFT) / recording.length)); // pixels
     this.perStep = Math.max(2.5, Math.min(40, whole * this.factor));
     const fit = Math.floor((this.width - LEFT) / this.perStep);
-    this.from = Math.max(0, Math.min(at - Math.floor(fit * 0.7), recording.length - fit));
+    this.from = Math.max(recording.first, Math.min(at - Math.floor(fit * 0.7), recording.length - fit));
     this.to = Math.min(recording.length, this.from + fit);
     this.rows = this.#choose();
     this.height = BUDGET + TIMES + 2 * GAP + Math.max(1, this.rows.length) * ROW + 2;
@@ -109,8 +108,11 @@ export class TimelineView {
       ctx.fillRect(x, BUDGET - high(decode), w, high(decode));
       ctx.fillStyle = theme.prefill;
       ctx.fillRect(x, BUDGET - high(prefill + decode), w, high(prefill));
+      ctx.strokeStyle = theme.decode; // what a recorded graph computes besides, for it is wider than the step
+      ctx.lineWidth = 1;
+      if (columns.width[i] > decode) ctx.strokeRect(x + 0.5, BUDGET - high(columns.width[i]), w - 1, high(columns.width[i] - decode));
     }
-    this.#label(ctx, whole > scale ? `${count(scale)}` : `${count(whole)}`, LEFT - 4, 9);
+    this.#label(ctx, count(scale), LEFT - 4, 9);
     this.#label(ctx, "tok", LEFT - 4, 20);
   }
 
@@ -155,7 +157,7 @@ export class TimelineView {
     ctx.lineTo(this.#x(Math.min(info.end, this.to - 1)) + this.perStep, middle);
     ctx.stroke();
     ctx.setLineDash([]);
-    for (let k = lowerBound(info.at, this.from); k < info.at.length && info.at[k] < this.to; k++) {
+    for (let k = placeOf(info.at.length, (i) => info.at[i] < this.from); k < info.at.length && info.at[k] < this.to; k++) {
       const isPrefill = info.size[k] > 1 || info.from[k] < info.prompt.length;
       const [x, w, h] = [this.#x(info.at[k]) + 0.5, this.perStep - 1, isPrefill ? ROW - 3 : ROW - 9];
       ctx.fillStyle = hue;
@@ -220,32 +222,18 @@ export class TimelineView {
   #hover(event) {
     const { x, y, at, info } = this.#under(event);
     if (at === null && !info) return void (this.tip.hidden = true);
-    this.tip.replaceChildren(...(at === null ? [info.requestId] : this.#lines(at, info)).map((line) => el("div", {}, line)));
-    this.tip.hidden = false;
-    this.tip.style.left = `${Math.max(0, Math.min(x + 14, this.width - this.tip.offsetWidth))}px`;
-    this.tip.style.top = `${y + 16}px`;
+    showTip(this.tip, at === null ? [info.requestId] : this.#lines(at, info), x + 14, y + 16, this.width);
   }
 
   #lines(at, info) {
     const { columns } = this.#frame.recording;
     const lines = [`${at ? `turn ${at}` : "the beginning"}, at ${duration(columns.time[at])}: ${this.#numbers(at)}`];
     if (!info) return lines;
-    const k = lowerBound(info.at, at);
+    const k = placeOf(info.at.length, (i) => info.at[i] < at);
     if (info.at[k] === at) lines.push(`${info.letters}: tokens ${info.from[k]} to ${info.from[k] + info.size[k]}`);
     for (const mark of info.marks) {
       if (mark.at === at) lines.push(`${info.letters}: ${WORDS[mark.kind]}${mark.kind === "preempt" ? ` for ${this.#frame.recording.name(mark.other)}` : ""} ${mark.n || ""}`);
     }
     return lines;
   }
-}
-
-/** The first place whose number is not below `value`. */
-export function lowerBound(numbers, value) {
-  let [low, high] = [0, numbers.length];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (numbers[middle] < value) low = middle + 1;
-    else high = middle;
-  }
-  return low;
 }
