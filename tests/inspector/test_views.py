@@ -62,7 +62,9 @@ class TestStory:
         """What is preempted, refused, found, evicted, finished or aborted is said, with names and numbers."""
         here.open(name)
         told = here.run(TELL_ALL)
-        names = here.run("return Object.fromEntries([...inspector.lanes[0].recording.infos].map(([id, i]) => [id, i.letters]))")
+        names = here.run(
+            "return Object.fromEntries([...inspector.lanes[0].recording.infos].map(([id, i]) => [id, i.letters]))"
+        )
         turns = [line[3] for line in lines_of(name)[1:] if line[0] == "turn"]
         assert len(told) == len(turns) + 1 and all(len(text) > 12 for text in told)
         for text, events in zip(told[1:], turns, strict=True):
@@ -177,7 +179,9 @@ class TestSources:
     def test_one_file_from_disk(self, browser: Any, tmp_path: Path) -> None:
         texts = [(name, (SAMPLES / name).read_text(encoding="utf-8")) for name in ("m2.jsonl", "m3.jsonl")]
         for count in (1, 2):
-            (file := tmp_path / f"run{count}.html").write_text(whole_page(inline_source(texts[:count])), encoding="utf-8")
+            (file := tmp_path / f"run{count}.html").write_text(
+                whole_page(inline_source(texts[:count])), encoding="utf-8"
+            )
             with shown(browser) as here:
                 here.page.goto(f"{file.as_uri()}#t=9")
                 here.page.wait_for_function(SHOWN)
@@ -271,7 +275,9 @@ class TestLive:
             if asked and asked[-1] == ("", {"num_kv_blocks": 40}):
                 asked.append(("refused", None))
                 return route.fulfill(status=400, json={"error": {"message": "40 blocks are too many"}})
-            return route.fulfill(json={"fields": fields, "mine": 0, "error": None, "requests": [], "paused": True, "delay": 0.2})
+            return route.fulfill(
+                json={"fields": fields, "mine": 0, "error": None, "requests": [], "paused": True, "delay": 0.2}
+            )
 
         def stream(route: Any) -> None:
             route.fulfill(body=sse(lines), content_type="text/event-stream")
@@ -305,7 +311,9 @@ class TestForEverybody:
     @pytest.mark.parametrize("theme", ["light", "dark"])
     def test_nothing_is_cut_off(self, browser: Any, width: int, theme: str) -> None:
         for names, options in ((("m5.jsonl",), {}), (("m2.jsonl", "m3.jsonl"), {}), (("m5.jsonl",), {"embed": 1})):
-            with shown(browser, viewport={"width": width, "height": 420 if options else 900}, color_scheme=theme) as here:
+            with shown(
+                browser, viewport={"width": width, "height": 420 if options else 900}, color_scheme=theme
+            ) as here:
                 here.open(*names, t=20, **options)
                 here.page.evaluate(SETTLED)
                 assert here.run("return document.documentElement.scrollWidth") <= width
@@ -352,9 +360,23 @@ def long_run(steps: int, blocks: int = 1024, rows: int = 32) -> str:
     """A recording of a steady load, made without an engine: requests of 40 tokens that draw 60 to 139."""
     header = lines_of("m3.jsonl")[0]
     header["engine"] |= {"num_kv_blocks": blocks, "block_size": 16, "max_num_seqs": rows, "max_num_batched_tokens": 256}
-    key_state = {"steps": 0, "free": "1" * blocks, "refs": [0] * blocks, "named": [], "sequences": [], "tokens": {}, "block_tokens": {}}
+    key_state = {
+        "steps": 0,
+        "free": "1" * blocks,
+        "refs": [0] * blocks,
+        "named": [],
+        "sequences": [],
+        "tokens": {},
+        "block_tokens": {},
+    }
     lines: list[Any] = [header, ["texts", {str(i): f" w{i}" for i in range(64)}], ["key", 0, 0, key_state]]
-    free, running, computed, left, names = list(range(blocks)), dict[int, list[int]](), dict[int, int](), dict[int, int](), 0
+    free, running, computed, left, names = (
+        list(range(blocks)),
+        dict[int, list[int]](),
+        dict[int, int](),
+        dict[int, int](),
+        0,
+    )
     for step in range(steps):
         events: list[Any] = []
         shares: list[Any] = []
@@ -369,7 +391,11 @@ def long_run(steps: int, blocks: int = 1024, rows: int = 32) -> str:
         if len(running) < rows:
             seq, names = names, names + 1
             running[seq], computed[seq], left[seq] = [free.pop(0) for _ in range(3)], 40, 60 + seq * 7 % 80
-            events += [["add", seq, f"r{seq}", 0, [seq % 64] * 40, 200, 0, step * 4000], ["new", *running[seq]], ["admit", seq, 0]]
+            events += [
+                ["add", seq, f"r{seq}", 0, [seq % 64] * 40, 200, 0, step * 4000],
+                ["new", *running[seq]],
+                ["admit", seq, 0],
+            ]
             shares.append([seq, 0, 40, 1, 0, list(running[seq])])
         ids = [share if isinstance(share, int) else share[0] for share in shares]
         times = [step * 4000 + extra for extra in (0, 30, 3900, 3950)]
