@@ -26,7 +26,7 @@ from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import Logprobs
 from folovllm.step.schedule import SchedulerOutput, StepResult
-from folovllm.vllm_arguments import REQUEST, also_takes
+from folovllm.vllm_arguments import GENERATE, REQUEST, also_takes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,6 +84,7 @@ class LLMEngine:
 
         return make_engine(engine_args)
 
+    @also_takes(GENERATE)
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
