@@ -12,7 +12,7 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 # Ranks, learners' code and commands are tested in hundreds of processes: each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo learn test ci notebooks recordings docs lab clean
+.PHONY: help demo learn test ci notebooks recordings screenshots docs lab clean
 
 help:
 	@echo "make demo       a text from a real model, with its speed"
@@ -21,6 +21,7 @@ help:
 	@echo "make ci         test, the course's own tests, notebooks, docs and every command in them"
 	@echo "make notebooks  run the notebooks' sources and write the notebooks"
 	@echo "make recordings record the engine for the book's inspector and its tests"
+	@echo "make screenshots take the pictures of the inspector (needs chromium)"
 	@echo "make docs       write the code that the book shows into its pages, and build it into site/"
 	@echo "make lab        open the notebooks in JupyterLab, yours in mine/ too"
 
@@ -48,6 +49,9 @@ notebooks: .venv/.notebooks
 
 recordings: .venv/.serve
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tools/recordings.py
+
+screenshots: .venv/.dev
+	PYTHONPATH=. $(BIN)/python tools/screenshots.py
 
 # Not --quiet: mkdocs would no longer count the warnings that --strict turns into errors.
 docs: .venv/.docs

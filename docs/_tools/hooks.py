@@ -2,7 +2,8 @@
 
 The chapters stand in the navigation in the order of the manifests that name them. Formulas, `$x$` and `$$x$$`, become MathML: a browser
 draws them without a script. Diagrams have one, which comes with the book: no page makes a request to anywhere else.
-`<!-- recording NAME -->`, or two names for a race, becomes the inspector's page with these recordings of `assets/recordings/`.
+`<!-- recording NAME -->`, or two names for a race, becomes the inspector's page with these recordings of `assets/recordings/`; the picture
+behind it (`make screenshots`) is for paper, and for readers of the text.
 What the pages take from the code is in them already (`excerpts.py`).
 """
 
@@ -21,7 +22,7 @@ from milestones.manifest import Course
 COURSE = Course(Path(__file__).resolve().parents[2])
 MERMAID = "assets/mermaid/mermaid.tiny.js"
 RECORDINGS = "assets/recordings"
-RECORDING = re.compile(r"<!-- recording (\w+)(?: (\w+))? -->")
+RECORDING = re.compile(r"<!-- recording (\w+)(?: (\w+))? -->\s*(<p><img[^>]*></p>)")
 shown: set[tuple[str, ...]] = set()  # in this build
 
 
@@ -50,11 +51,12 @@ def on_post_build(config: Any) -> None:
 
 
 def _recording(match: re.Match[str], url: str) -> str:
-    names = tuple(filter(None, match.groups()))
+    names = tuple(filter(None, match.groups()[:2]))
     shown.add(names)
     address = get_relative_url(f"{RECORDINGS}/{'+'.join(names)}.html", url)
     title = "what the engine did, step by step; the text describes it"
-    return f'<iframe class="recording" src="{address}#embed" loading="lazy" title="{title}"></iframe>'
+    frame = f'<iframe src="{address}#embed" loading="lazy" title="{title}"></iframe>'
+    return f'<div class="recording">{frame}{match[3]}</div>'
 
 
 def _formula(match: re.Match[str]) -> str:

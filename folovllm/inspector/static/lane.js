@@ -59,6 +59,7 @@ export class Lane {
   #tell(isPlaying) {
     const { recording, at, state } = this.frame;
     const sentences = sentencesOf(recording, at, state);
+    const running = recording.columns.running[at];
     this.text = `Step ${state.numSteps}: ${plainText(sentences, recording)}`;
     this.said.parentElement.setAttribute("aria-live", isPlaying ? "off" : "polite");
     this.step.textContent = at === 0 ? "Start" : `Step ${count(state.numSteps)}`;
@@ -69,9 +70,9 @@ export class Lane {
       const words = parts.map((part) => (part.seq === undefined ? part : this.#named(part.seq)));
       return el("p", { class: kind }, el("i", { "aria-hidden": "true" }, SIGNS[kind] ?? "·"), el("span", {}, words));
     })); // prettier-ignore
-    const { finished, drawn, preempted } = state.totals;
-    const over = at === recording.length - 1 ? ` Done after ${duration(recording.duration)}.` : "";
-    this.score.textContent = `${plural(finished, "request")} finished, ${plural(drawn, "token")}, ${plural(preempted, "preemption")}.${over}`;
+    const now = `${plural(state.totals.finished, "request")} finished, ${running} running, ${state.sequences.size - running} waiting`;
+    const isOver = at === recording.length - 1 ? `; all done after ${duration(recording.duration)}` : "";
+    this.score.textContent = `${now}; ${plural(state.totals.drawn, "token")}${isOver}.`;
   }
 
   #named(seqId) {

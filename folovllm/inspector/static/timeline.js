@@ -127,7 +127,7 @@ export class TimelineView {
     const scale = Math.min(all.at(-1) ?? 0, 4 * (all[all.length >> 1] ?? 0)) || all.at(-1) || 1; // one slow step hides no other
     for (let i = this.from; i < this.to; i++) {
       let bottom = top + TIMES;
-      for (const [name, colour] of [["device", theme.muted], ["schedule", theme.accent], ["take", theme.ink]]) {
+      for (const [name, colour] of [["device", theme.muted], ["schedule", theme.hit], ["take", theme.ink]]) {
         const high = Math.min((columns[name][i] / scale) * TIMES, bottom - top);
         ctx.fillStyle = colour;
         ctx.fillRect(this.#x(i) + gap / 2, bottom - high, this.perStep - gap, high);
