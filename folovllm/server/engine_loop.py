@@ -24,6 +24,7 @@ from folovllm.server.messages import (
     Failure,
     Load,
     News,
+    Pace,
     Ready,
     Refused,
     Row,
@@ -69,8 +70,11 @@ MakeEngine = Callable[[EngineConfig], Engine]
 class Link(Protocol):
     """The engine's end of a transport."""
 
-    def receive(self, wait: bool) -> list[Command]:
-        """What has arrived, in order; with `wait` at least one. `Stop` where nobody is left at the other end."""
+    def receive(self, wait: float | None) -> list[Command]:
+        """What has arrived, in order. If nothing has, wait so many seconds for something; None: for ever.
+
+        `Stop` where nobody is left at the other end.
+        """
 
     def send(self, news: News) -> None:
         """Say something."""
@@ -111,27 +115,45 @@ class EngineLoop:
         self._link = link
         self._has_prefix_cache = bool(engine.setup.config.enable_prefix_caching)
         self._live = LiveLines(engine)
+        self._delay = 0.0  # seconds between two steps
+        self._steps_left: int | None = None  # while it is held; None: it is not
 
     def turn(self) -> bool:
         """One turn: all that has arrived, then a step, then one message. False: it was told to stop.
 
-        Without work it waits for a command, and takes no time.
+        Without work it waits for a command, and takes no time. So does one that is held.
         """
         refused: list[Refused] = []
-        is_idle = not self._engine.has_unfinished_requests()
-        self._tell(self._live.take(all_of_it=is_idle))
-        for command in self._link.receive(wait=is_idle):
+        is_idle = not self._has_work()
+        self._tell(self._live.take(all_of_it=is_idle or self._delay > 0))
+        for command in self._link.receive(None if is_idle else self._delay):
             if isinstance(command, Stop):
                 return False
             if isinstance(command, Watch):
                 self.watch(command.is_on)
+            elif isinstance(command, Pace):
+                self._delay = command.delay
+                self._steps_left = (self._steps_left or 0) + command.step if command.is_held else None
             elif isinstance(command, Abort):
                 self._engine.abort_request([str(command.number)])
             elif (refusal := self._add(command)) is not None:
                 refused.append(refusal)
-        deltas = [delta for output in self._engine.step() for delta in deltas_of(output)]
+        deltas = [delta for output in self._step() for delta in deltas_of(output)]
         self._link.send(Step(deltas, self.load(), refused))
         return True
+
+    def _has_work(self) -> bool:
+        """Whether there is something to do, and it may be done."""
+        return self._steps_left != 0 and self._engine.has_unfinished_requests()
+
+    def _step(self) -> list[RequestOutput]:
+        if self._steps_left is None:
+            return self._engine.step()
+        if not self._has_work():
+            self._engine.events.drain()  # who came is told, though it is held
+            return []
+        self._steps_left -= 1
+        return self._engine.step()
 
     def watch(self, is_on: bool, how: str = "closed") -> None:
         """Tell what happens from here on, or tell it no more; `how` says why it ends."""

@@ -36,9 +36,10 @@ class SocketLink:
             self._read()
         return self._unread.popleft()
 
-    def receive(self, wait: bool) -> list[Command]:
+    def receive(self, wait: float | None) -> list[Command]:
         """As `Link` has it."""
-        while self._poll.poll(None if wait and not self._unread else 0):
+        milliseconds = None if wait is None else 1000 * wait
+        while self._poll.poll(0 if self._unread else milliseconds):
             self._read()
         commands = [decode_command(message) for message in self._unread]
         self._unread.clear()

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from folovllm.build import make_engine
@@ -70,11 +71,14 @@ class _ThreadLink:
     def __init__(self, commands: queue.SimpleQueue[Command], loop: asyncio.AbstractEventLoop, deliver: Deliver) -> None:
         self._commands, self._loop, self._deliver = commands, loop, deliver
 
-    def receive(self, wait: bool) -> list[Command]:
+    def receive(self, wait: float | None) -> list[Command]:
         """As `Link` has it."""
         if self._loop.is_closed():  # nobody closed the engine: nobody is left who could
             return [Stop()]
-        commands = [self._commands.get()] if wait else []
+        commands = []
+        if wait != 0:
+            with suppress(queue.Empty):
+                commands.append(self._commands.get(timeout=wait))
         while not self._commands.empty():
             commands.append(self._commands.get())
         return commands

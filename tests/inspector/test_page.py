@@ -116,9 +116,7 @@ class TestTrace:
         for track in (SCHEDULE, DEVICE, TAKE_IN):
             own = sorted((e for e in spans if (e["pid"], e["tid"]) == (ENGINE, track)), key=lambda e: e["ts"])
             assert len(own) in (world.engine._num_steps, world.engine._num_steps + 1)
-            assert all(a["ts"] + a["dur"] <= b["ts"] + 0.2 for a, b in itertools.pairwise(own)), (
-                "one after the other"
-            )
+            assert all(a["ts"] + a["dur"] <= b["ts"] + 0.2 for a, b in itertools.pairwise(own)), "one after the other"
         named = {(e["pid"], e["tid"]): e["args"]["name"] for e in found if e["name"] == "thread_name"}
         tracks = {(e["pid"], e["tid"]) for e in spans}
         assert tracks <= named.keys()
