@@ -28,7 +28,7 @@ from folovllm.setup import EngineSetup
 from folovllm.step.draw import Logprobs
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.structured.guides import Guides
-from folovllm.vllm_arguments import REQUEST, also_takes
+from folovllm.vllm_arguments import GENERATE, REQUEST, also_takes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,6 +90,7 @@ class LLMEngine:
 
         return make_engine(engine_args)
 
+    @also_takes(GENERATE)
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],

@@ -75,7 +75,7 @@ class GraphRunner:
         self.buckets: list[int] = []
         self._tables = DeviceTables(rows, -(-setup.max_model_len // setup.block_size), setup.block_size, device)
         self._graphs: dict[tuple[int, bool], StepGraph] = {}
-        self._graph_pool: Any = None
+        self._recording: tuple[Any, torch.cuda.Stream] | None = None  # where CUDA graphs are recorded: pool and stream
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # what the step drew
         self._logits: torch.Tensor | None = None  # [rows, V], where recorded steps leave them
         self._steps_in, self._tokens_out = HostRing(torch.int32, device), HostRing(torch.int64, device)
@@ -118,7 +118,7 @@ class GraphRunner:
         setup = self._setup
         self.buckets = decode_buckets(setup.max_num_seqs)
         if setup.device.type == "cuda":
-            self._graph_pool = torch.cuda.graph_pool_handle()
+            self._recording = torch.cuda.graph_pool_handle(), torch.cuda.Stream(setup.device)
             for width in tqdm(self.buckets[::-1], desc="Capturing graphs", disable=not setup.config.use_tqdm):
                 for is_special in (False, True):
                     self._graph(width, is_special)
@@ -128,7 +128,7 @@ class GraphRunner:
         if (width, is_special) not in self._graphs:
             padding = StepPacker(self._setup.max_num_seqs, []).pack_decode([], width)
             fields = torch.from_numpy(padding.fields).to(self._setup.device)
-            graph = RecordedGraph(fields) if self._graph_pool is None else CudaGraph(fields, self._graph_pool)
+            graph = RecordedGraph(fields) if self._recording is None else CudaGraph(fields, *self._recording)
             with torch.inference_mode():
                 graph.capture(partial(self._decode, is_special=is_special))
             self._graphs[width, is_special] = graph

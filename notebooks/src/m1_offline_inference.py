@@ -212,6 +212,7 @@ from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.layers import rotary_embedding
 from folovllm.layers.layernorm import RMSNorm
+from folovllm.models.loader import checkpoint_places
 from folovllm.sample import filters
 from folovllm.sample.sampler import Sampler
 
@@ -223,6 +224,7 @@ EXERCISES = {
     "m1.5": [Sampler.draw],
     "m1.6": [check_stop_conditions],
     "m1.7": [IncrementalDetokenizer.advance],
+    "m1.8": [checkpoint_places],
 }
 for id, functions in EXERCISES.items():
     for f in functions:

@@ -72,7 +72,7 @@ def book() -> ModuleType:
     return module
 
 
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMPUTED = {"shapes.md": pytest.mark.m3}  # pages whose numbers come from a run of later milestones' functions
 
 
@@ -85,7 +85,7 @@ class TestBook:
         )
         if book.fill_in(text) != text:
             pytest.fail(
-                f"docs/{page.relative_to(ROOT / 'docs')} shows code that has changed: run `python docs/_tools/excerpts.py`",
+                f"{page.relative_to(ROOT)} shows code that has changed: run `python docs/_tools/excerpts.py`",
                 pytrace=False,
             )
 
