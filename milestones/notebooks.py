@@ -143,7 +143,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare cells, execute nothing")
     options = parser.parse_args(arguments)
     folder = Course.here().root / "notebooks"
-    sources = [s for s in sorted((folder / "src").glob("[mx][0-9]*.py")) if not options.names or s.stem in options.names]
+    sources = [
+        s for s in sorted((folder / "src").glob("[mx][0-9]*.py")) if not options.names or s.stem in options.names
+    ]
     if options.check:
         found = {s.stem: said for s in sources if (said := difference(s, folder / f"{s.stem}.ipynb"))}
         for name, said in found.items():

@@ -91,7 +91,12 @@ class Update:
             old = move.old if move is not None else symbol
             written = move.carries if move is not None else not self.mine.is_blank(symbol, exercise)
             base = self.mine.base(old.path) if self.mine.read(old.path) is not None else ""
-            if written and self._is_started(exercise) and _has(base, old.name) and _asks(base, old.name) != _asks(fresh, symbol.name):
+            if (
+                written
+                and self._is_started(exercise)
+                and _has(base, old.name)
+                and _asks(base, old.name) != _asks(fresh, symbol.name)
+            ):
                 found.append(exercise.id)
         return sorted({*found})
 

@@ -26,9 +26,7 @@ def sample(tmp_path: Path) -> Course:
 @pytest.fixture
 def electives(sample: Course) -> Course:
     """The sample with two electives, whose exercises share a file."""
-    shutil.copytree(
-        HERE / "electives", sample.root, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(HERE / "electives", sample.root, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     project = sample.root / "pyproject.toml"
     project.write_text(project.read_text().replace('"m2: two"', '"m2: two", "x1: tap", "x2: twins"'))
     return Course(sample.root)

@@ -17,7 +17,9 @@ class TestFrames:
         for start, end in ((0, 2), (2, 6), (6, 11), (11, 18)):
             piece = stream[start:end]
             got[f"bytes {start} to {end}, {piece!r}"] = [bytes(m).decode() for m in frames.feed(piece)]
-        says = "a message is there when all of its bytes are: 7 bytes for the first, 11 for the second, 18 for the third"
+        says = (
+            "a message is there when all of its bytes are: 7 bytes for the first, 11 for the second, 18 for the third"
+        )
         worked_case("x1.2", got, dict(zip(got, [[], [], ["hey", ""], ["you"]], strict=True)), says)
 
     def test_a_piece_may_hold_several(self) -> None:

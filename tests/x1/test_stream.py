@@ -79,7 +79,12 @@ class TestFeed:
         stream = stream_of(replace(DELTAS, stop=["##"]))
         e, acute = ids_of("é")
         got = {}
-        for name, tokens in (("a b", ids_of("ab")), ("half an é", [e]), ("the rest of it", [acute]), ("# # c", ids_of("##c"))):
+        for name, tokens in (
+            ("a b", ids_of("ab")),
+            ("half an é", [e]),
+            ("the rest of it", [acute]),
+            ("# # c", ids_of("##c")),
+        ):
             stream.feed(Delta(0, 0, tokens), 1.0)
             if name == "# # c":
                 stream.feed(Delta(0, 0, [], "stop"), 1.0)
@@ -96,7 +101,9 @@ class TestFeed:
         for now in (3.0, 4.0):
             stream.feed(Delta(0, 0, ids_of("a"), num_cached_tokens=2), now)
         metrics = stream.state.metrics
-        assert (metrics.first_token_time, metrics.num_generated_tokens) == (3.0, 2), "the first came at second 3; two came"
+        assert (metrics.first_token_time, metrics.num_generated_tokens) == (3.0, 2), (
+            "the first came at second 3; two came"
+        )
         assert stream._seqs[0].num_cached_tokens == 2, "of the prompt 2 tokens were found in the cache"
         assert stream.newest == [4.0], "the newest came at second 4"
 
@@ -125,7 +132,13 @@ class TestFeed:
             stream.feed(Delta(0, 0, [], "stop"), 2.0)
             output = await anext(stream)
             answer = output.outputs[0]
-            return answer.text, answer.finish_reason, answer.stop_reason, output.finished, stream.state.metrics.finish_time
+            return (
+                answer.text,
+                answer.finish_reason,
+                answer.stop_reason,
+                output.finished,
+                stream.state.metrics.finish_time,
+            )
 
         said = ("a", "stop", ids_of("z")[0], True, 2.0)
         assert run(main) == said, "the token that stopped it is no text, and is the reason; it ended at second 2"

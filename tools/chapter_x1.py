@@ -1,4 +1,4 @@
-"""The figures and pictures of the chapter on serving: `python tools/serving_charts.py [streams | load | transports] ...`.
+"""The figures and pictures of the chapter on serving: `python tools/chapter_x1.py [streams | load | transports] ...`.
 
 `streams` and `load`: a live engine in a thread, clients beside it. Its scheduler, cache, loop and streams are the real ones;
 its device draws made-up tokens after a time that depends on the step, so that a busy machine does not count. `transports`:
@@ -175,7 +175,9 @@ def border(num_streams: int) -> dict[str, Any]:
     """CPU time of what a process adds to a step's message: to write it, and to read it."""
     step = Step([Delta(1000 + i, 0, [20000 + i]) for i in range(num_streams)], Load(0, num_streams, 4000, 8000))
     frames, data = Frames(), frame(encode(step))
-    write, read = (best_of(act) for act in (lambda: frame(encode(step)), lambda: [*map(decode_news, frames.feed(data))]))
+    write, read = (
+        best_of(act) for act in (lambda: frame(encode(step)), lambda: [*map(decode_news, frames.feed(data))])
+    )
     return {"streams": num_streams, "bytes": len(data), "write_us": 1e6 * write, "read_us": 1e6 * read}
 
 
@@ -235,11 +237,19 @@ def draw_streams(data: dict[str, Any]) -> None:
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 4.6), sharex=True, height_ratios=[3, 1])
     for i, client in enumerate(data["clients"]):
         times = [at for at, _ in client["pieces"]]
-        top.plot([client["sent"], times[0]], [-i, -i], color="tab:red", lw=2, label="waits for its first token" if not i else None)
+        top.plot(
+            [client["sent"], times[0]],
+            [-i, -i],
+            color="tab:red",
+            lw=2,
+            label="waits for its first token" if not i else None,
+        )
         top.plot([times[0], times[-1]], [-i, -i], color="lightgrey", lw=1, zorder=0)
         top.plot(times, [-i] * len(times), "|", color="tab:blue", ms=11, label="a token comes" if not i else None)
     names = [f"client {i}, prompt of {length}" for i, (_, length, _) in enumerate(data["plan"])]
-    top.set(yticks=range(0, -len(names), -1), yticklabels=names, title="six clients of one engine, as each of them sees it")
+    top.set(
+        yticks=range(0, -len(names), -1), yticklabels=names, title="six clients of one engine, as each of them sees it"
+    )
     top.legend(frameon=False, loc="lower right", fontsize=8)
     top.tick_params(length=0)
     at, sizes = zip(*[(t, n) for t, n, _ in data["steps"]], strict=True)
