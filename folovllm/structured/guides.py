@@ -85,9 +85,7 @@ class Guides:
         """Those of the answers that can no longer come to their form, and have not ended."""
         if not self._guides:
             return []
-        return [
-            seq for seq in seqs if seq in self._guides and self._guides[seq].is_broken and not seq.status.is_finished
-        ]
+        return [seq for seq in seqs if seq in self._guides and self._guides[seq].is_broken and not seq.status.is_finished]
 
     def _matcher(self, form: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Matcher:
         if form.choice is not None:
