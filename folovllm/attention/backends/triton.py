@@ -1,6 +1,8 @@
-"""Attention by this project's own kernels: FlashAttention-2 style prefill, split-KV decode."""
+"""Attention by this project's own kernels: FlashAttention-2 style prefill (3 on Hopper), split-KV decode."""
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import torch
 import triton
@@ -31,6 +33,7 @@ class TritonBackend(AttentionBackend):
         self._decode = SplitKVDecode(
             config.max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim, config.block_size, config.device
         )  # fmt: skip
+        self._hopper = _hopper(config)
 
     @classmethod
     def check_available(cls, config: AttentionConfig) -> None:
@@ -70,7 +73,9 @@ class TritonBackend(AttentionBackend):
         if batch.num_decodes:
             self._decode(query, kv_cache, batch.block_tables, batch.num_decodes, scale, out)
         if batch.num_seqs > batch.num_decodes:
-            prefill(
+            long = self._hopper is not None and self._hopper.is_ahead(self.config.head_dim, batch.max_query_len)
+            kernel = self._hopper.prefill_hopper if long else prefill
+            kernel(
                 query, kv_cache, batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.max_query_len, scale,
                 out, first_seq=batch.num_decodes,
             )  # fmt: skip
@@ -83,6 +88,17 @@ class TritonBackend(AttentionBackend):
         c = self.config
         out = qkv.new_empty(batch.num_seqs, c.num_heads, c.head_dim)
         return self._decode(qkv, kv_cache, batch.block_tables, batch.num_seqs, c.scale, out, preparation)
+
+
+def _hopper(config: AttentionConfig) -> ModuleType | None:
+    """The kernel for long prompts, where it is asked for and can run. Written in Gluon, it does without the interpreter."""
+    if not config.long_prompts or config.device.type != "cuda":
+        return None
+    from folovllm.kernels import prefill_hopper
+
+    assert config.block_size is not None
+    serves = prefill_hopper.serves(config.head_dim, config.dtype, config.block_size, config.device)
+    return prefill_hopper if serves else None
 
 
 def _check_bfloat16(device: torch.device) -> None:
