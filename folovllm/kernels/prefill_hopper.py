@@ -31,6 +31,7 @@ GROUP_M = gl.constexpr(64)  # queries of one group of warps: the height of a mat
 TILE_M = gl.constexpr(128)  # of a program: two groups
 TILE_N = gl.constexpr(128)  # keys of a tile
 WIDE = gl.constexpr(64)  # columns of a box: 128 bytes, the width in which the matrix units read shared memory
+LONG_STEP = 4096  # tokens of a step from which on the host is ahead of the device
 NUM_STAGES = 3  # tiles of K, and of V, in shared memory
 REGISTERS = gl.constexpr((232, 40))  # of a thread that computes, and of one that fetches
 
@@ -81,15 +82,14 @@ def softmax_tile(scores, row_max, row_sum, positions, tile, scale, MASKED: gl.co
 @gluon.jit
 def fold_tile(i, group, q, buffers, weights, row_max, row_sum, acc, positions, num_tiles, scale, MASKED: gl.constexpr):
     """Fold the i-th tile into the state of a group, whose `weights` [M, N] of the tile before are not yet in `acc`."""
-    k_tiles, v_tiles, k_full, v_full, k_empty, v_empty, turn = buffers
+    k_tiles, v_tiles, k_full, v_full, k_empty, v_empty = buffers
     STAGES: gl.constexpr = k_full.shape[0]
     stage, before = i % STAGES, (i - 1) % STAGES
-    mbarrier.wait(turn.index(group), (i - 1) & 1)
+    mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
     zeros = gl.zeros([GROUP_M, TILE_N], gl.float32, SCORES)
     scores = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
     acc = warpgroup_mma(weights, v_tiles.index(before), acc, is_async=True)
-    mbarrier.arrive(turn.index(1 - group))
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage))
     new_weights, shrink, row_max, row_sum = softmax_tile(
@@ -97,7 +97,6 @@ def fold_tile(i, group, q, buffers, weights, row_max, row_sum, acc, positions, n
     new_weights = gl.convert_layout(new_weights.to(weights.dtype), weights.type.layout)
     # The next tile is needed only after `acc`. But this loop keeps the assembler from moving the next line up, in front of
     # the softmax, and naming the weights there keeps the compiler from moving the softmax down.
-    mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < num_tiles)
     acc, new_weights = warpgroup_mma_wait(0, deps=[acc, new_weights])
     mbarrier.arrive(v_empty.index(before))
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -121,7 +120,7 @@ def clear_after(v_boxes, known, D: gl.constexpr):
 def attend(group: gl.constexpr, queries, buffers):
     """Attention of the group's 64 queries, from the last keys that they see to the first."""
     q_ptr, out_ptr, q_smem, query_len, seq_len, row0, stride_q, stride_out, num_tiles, scale = queries
-    k_boxes, v_boxes, k_full, v_full, k_empty, v_empty, turn = buffers
+    k_boxes, v_boxes, k_full, v_full, k_empty, v_empty = buffers
     DTYPE: gl.constexpr = q_smem.dtype
     D: gl.constexpr = q_smem.shape[2]
     STAGES: gl.constexpr = k_full.shape[0]
@@ -129,7 +128,7 @@ def attend(group: gl.constexpr, queries, buffers):
     ROWS_OF_HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     k_tiles = k_boxes._reinterpret(DTYPE, [STAGES, TILE_N, D], BOX)
     v_tiles = v_boxes._reinterpret(DTYPE, [STAGES, TILE_N, D], BOX)
-    tiles = (k_tiles, v_tiles, k_full, v_full, k_empty, v_empty, turn)
+    tiles = (k_tiles, v_tiles, k_full, v_full, k_empty, v_empty)
     seen_by_all = (seq_len - query_len + row0 + 1) // TILE_N  # tiles without a mask
     row0 += group * GROUP_M
 
@@ -158,8 +157,6 @@ def attend(group: gl.constexpr, queries, buffers):
         mbarrier.wait(v_full.index(0), 0)
         clear_after(v_boxes, known, D)
 
-    mbarrier.wait(k_full.index(1), 0, pred=num_tiles > 1)
-    mbarrier.arrive(turn.index(0), pred=group == 1)
     masked = gl.maximum(num_tiles - seen_by_all, 1)
     for i in range(1, masked):
         weights, row_max, row_sum, acc = fold_tile(
@@ -208,18 +205,15 @@ def prefill_hopper_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)  # both groups
         mbarrier.init(v_empty.index(stage), count=2)
-    for group in gl.static_range(2):
-        mbarrier.init(turn.index(group), count=1)
     fence_async_shared()
 
     queries = (q_ptr, out_ptr, q_smem, query_len, seq_len, row0, stride_q, stride_out, num_tiles, scale)
-    buffers = (k_boxes, v_boxes, k_full, v_full, k_empty, v_empty, turn)
+    buffers = (k_boxes, v_boxes, k_full, v_full, k_empty, v_empty)
     gl.warp_specialize([
         (attend, (0, queries, buffers)),
         (attend, (1, queries, buffers)),
@@ -273,6 +267,10 @@ def serves(head_dim: int, dtype: torch.dtype, block_size: int, device: torch.dev
     )
 
 
-def is_ahead(head_dim: int, max_query_len: int) -> bool:
-    """Whether it is faster than `prefill`: its programs begin and end slowly, which short heads do not make up for."""
-    return max_query_len >= (256 if head_dim == 128 else 2048)
+def is_ahead(head_dim: int, num_tokens: int, max_query_len: int) -> bool:
+    """Whether it is faster than `prefill` in a step of so many new tokens, the longest share of which is given.
+
+    A launch costs the host 46 us more, for the boxes are described anew each time: only where the device is far behind is
+    that free. And its programs begin and end slowly, which short heads make up for later.
+    """
+    return num_tokens >= LONG_STEP and max_query_len >= (256 if head_dim == 128 else 2048)

@@ -11,7 +11,7 @@ from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput, Share
 
 WARM_UP_TOKENS = 256  # from here on more tokens, or more sequences, change no kernel,
-LONG_PROMPT = 2048  # but for attention, which may have one for long prompts
+LONG_STEP = 4096  # until here, where attention may have one for long prompts
 FILTERED = DrawSpec(top_p=0.9)
 
 
@@ -23,14 +23,19 @@ def small_steps(setup: EngineSetup) -> Iterator[SchedulerOutput]:
     and some decodes beside a prompt; the latter draw plainly, all others with a filter. What they leave in the cache
     belongs to nobody.
     """
-    largest = min(setup.max_model_len, setup.max_num_batched_tokens)
-    longest = min(largest, WARM_UP_TOKENS)
+    longest = min(setup.max_model_len, setup.max_num_batched_tokens, WARM_UP_TOKENS)
     most = min(setup.max_num_seqs, WARM_UP_TOKENS)
-    prompts = [*doublings(longest), *([min(largest, LONG_PROMPT)] if largest > longest else [])]
-    for lengths in [[n] for n in prompts] + [[1] * n for n in doublings(most)]:
+    for lengths in [long_prompts(setup)] + [[n] for n in doublings(longest)] + [[1] * n for n in doublings(most)]:
         yield SchedulerOutput(dummy_shares(lengths, setup.block_size))
     for n in doublings(most):
         yield SchedulerOutput(dummy_shares([*[1] * (n - 1), min(2, longest)], setup.block_size, DrawSpec()))
+
+
+def long_prompts(setup: EngineSetup) -> list[int]:
+    """Lengths of a step of LONG_STEP tokens, or of as many as there can be: prompts as long as they fit into it."""
+    total = min(LONG_STEP, setup.max_num_batched_tokens, setup.max_num_seqs * setup.max_model_len)
+    longest = min(total, setup.max_model_len)
+    return [longest] * (total // longest) + ([total % longest] if total % longest else [])
 
 
 def doublings(limit: int) -> list[int]:
