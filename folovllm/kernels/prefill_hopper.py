@@ -1,13 +1,13 @@
 """`prefill_hopper`: what `prefill` computes, for Hopper's copy engine (TMA) and its asynchronous matrix units (wgmma).
 
 FlashAttention-3 (Shah et al., 2024, sections 3.1 and 3.2). Two groups of four warps compute, 64 queries each, and two
-more warps do nothing but fetch K and V. A group starts the scores of a tile and the sum of the values of the tile before it
-together, and works out the softmax of the first while the second is under way; and the groups take turns, so that the
-matrix units have one's products while the other has its softmax.
+more warps do nothing but fetch K and V. A group starts the scores of a tile together with the sum of the values of the tile
+before it, and waits for each alone; while it works out its softmax, the matrix units have the other group's products.
 
 A block of the cache is a box of the copy engine. So this serves whole prompts, chunks and the rest after a cached prefix
 alike, from the cache alone. It is in Gluon, the dialect of Triton in which a kernel says itself where its data lies and who
-waits for whom: the compiler's own pipelines reached 440 TFLOP/s on an H200, this reaches 580 (`docs/performance_log.md`).
+waits for whom. `prefill` reaches 420 TFLOP/s on an H200, this 560 to 620, and then the card is out of power: who takes turns
+with whom, and in which order, changes nothing more (`docs/performance_log.md`).
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 
 @gluon.jit
-def fetch_tiles(
-    desc, smem, full, empty, table_ptr, kv_head, num_tiles, seq_len, HKV: gl.constexpr, B: gl.constexpr
-):
+def fetch_tiles(desc, smem, full, empty, table_ptr, kv_head, num_tiles, seq_len, HKV: gl.constexpr, B: gl.constexpr):
     """Fetch all tiles of K, or of V, the last one first, each as soon as both groups are done with what lay in its place.
 
     `smem` is [stages * boxes of a tile, rows of a box, 64]. A box is a block of the cache, or as much of one as a tile
@@ -58,7 +56,7 @@ def fetch_tiles(
             token = (num_tiles - 1 - i) * TILE_N + piece * ROWS
             block = gl.load(table_ptr + token // B, mask=token < seq_len, other=0)
             row = (block * HKV + kv_head) * B + token % B
-            rows = rows + (gl.where(token < seq_len, row, desc.shape[0]),)
+            rows = rows + (gl.where(token < seq_len, row, desc.shape[0]),)  # noqa: RUF005  # no stars in Gluon
         stage, phase = i % STAGES, (i // STAGES) & 1
         mbarrier.wait(empty.index(stage), phase ^ 1)
         mbarrier.expect(full.index(stage), BOXES * desc.block_type.nbytes)
@@ -95,8 +93,6 @@ def fold_tile(i, group, q, buffers, weights, row_max, row_sum, acc, positions, n
     new_weights, shrink, row_max, row_sum = softmax_tile(
         scores, row_max, row_sum, positions, num_tiles - 1 - i, scale, MASKED)  # fmt: skip
     new_weights = gl.convert_layout(new_weights.to(weights.dtype), weights.type.layout)
-    # The next tile is needed only after `acc`. But this loop keeps the assembler from moving the next line up, in front of
-    # the softmax, and naming the weights there keeps the compiler from moving the softmax down.
     acc, new_weights = warpgroup_mma_wait(0, deps=[acc, new_weights])
     mbarrier.arrive(v_empty.index(before))
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]

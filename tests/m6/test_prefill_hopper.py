@@ -107,16 +107,16 @@ class TestOnHopper:
 
 def test_whom_it_serves(monkeypatch):
     """Hopper and nothing before or after it, half precision, head dims whose tiles fit, blocks that are whole boxes."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    capability, gpu = (9, 0), torch.device("cuda")
-    half = torch.bfloat16
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability[0])
+    half, gpu = torch.bfloat16, torch.device("cuda")
     assert all(serves(dim, dtype, 16, gpu) for dim in (64, 128) for dtype in HALF)
     assert [size for size in (4, 16, 24, 32, 48, 64, 96, 128, 192, 256, 4096) if serves(128, half, size, gpu)] == [
         16, 32, 64, 128, 256, 4096]  # fmt: skip
     assert not serves(256, half, 16, gpu) and not serves(32, half, 16, gpu)
     assert not serves(128, torch.float32, 16, gpu)
     assert not serves(128, half, 16, torch.device("cpu"))
-    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+    for capability[0] in ((8, 0), (8, 9), (10, 0), (12, 0)):
         assert not serves(128, half, 16, gpu), "its matrix instructions exist on Hopper alone"
 
 

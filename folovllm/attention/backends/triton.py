@@ -73,7 +73,9 @@ class TritonBackend(AttentionBackend):
         if batch.num_decodes:
             self._decode(query, kv_cache, batch.block_tables, batch.num_decodes, scale, out)
         if batch.num_seqs > batch.num_decodes:
-            long = self._hopper is not None and self._hopper.is_ahead(self.config.head_dim, len(query), batch.max_query_len)
+            long = self._hopper is not None and self._hopper.is_ahead(
+                self.config.head_dim, len(query), batch.max_query_len
+            )
             kernel = self._hopper.prefill_hopper if long else prefill
             kernel(
                 query, kv_cache, batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.max_query_len, scale,
