@@ -56,7 +56,8 @@ def fetch_tiles(desc, smem, full, empty, table_ptr, kv_head, num_tiles, seq_len,
             token = (num_tiles - 1 - i) * TILE_N + piece * ROWS
             block = gl.load(table_ptr + token // B, mask=token < seq_len, other=0)
             row = (block * HKV + kv_head) * B + token % B
-            rows = rows + (gl.where(token < seq_len, row, desc.shape[0]),)  # noqa: RUF005  # no stars in Gluon
+            row = gl.where(token < seq_len, row, desc.shape[0])
+            rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005 -- Gluon knows no (*rows, row)
         stage, phase = i % STAGES, (i // STAGES) & 1
         mbarrier.wait(empty.index(stage), phase ^ 1)
         mbarrier.expect(full.index(stage), BOXES * desc.block_type.nbytes)

@@ -9,11 +9,11 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.models import fused_layer
 from folovllm.models.fused_layer import last_tokens
+from folovllm.sampling_params import SamplingParams
 from tests.helpers import assert_logits_equal, prompts
-from tests.m6.test_fused_layer import _answered, gpu_paths, late_driver, served_by_kernels, small_checkpoint
-from tests.workloads import serve
+from tests.m6.test_fused_layer import late_driver, served_by_kernels, small_checkpoint
+from tests.workloads import Request, answered, serve
 
-__all__ = ["gpu_paths"]  # a fixture
 # Prompts, chunks and decodes, together and alone: new tokens by sequence.
 STEPS = [{0: 9, 1: 5}, {1: 1, 0: 4, 2: 17}, {0: 1, 2: 1}, {3: 1, 1: 2}]
 
@@ -67,12 +67,13 @@ def test_short_steps_run_whole():
         assert len(driver.model(batch)) == 3
 
 
-def test_the_engine_answers_as_m1_does(gpu_paths, monkeypatch):
-    """Over the project's kernels, in chunks, with preemption and cached prefixes; every prompt's step leaves tokens out."""
+def test_the_engine_answers_as_m1_does(monkeypatch):
+    """Over the project's kernels, in chunks; every prompt's step leaves tokens out."""
     monkeypatch.setattr(fused_layer, "MANY", 1)
     seen = []
     real = fused_layer.last_tokens
     monkeypatch.setattr(fused_layer, "last_tokens", lambda batch: seen.append(batch.num_seqs) or real(batch))
-    load = _answered(small_checkpoint(num_hidden_layers=2))
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    load = answered(small_checkpoint(num_hidden_layers=1), [Request(prompt, params) for prompt in prompts([5, 9])])
     load.check(serve(served_by_kernels(load.model), load.requests))
-    assert seen
+    assert 2 in seen, "a step that ends one prompt and begins another"

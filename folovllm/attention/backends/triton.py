@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -73,15 +74,19 @@ class TritonBackend(AttentionBackend):
         if batch.num_decodes:
             self._decode(query, kv_cache, batch.block_tables, batch.num_decodes, scale, out)
         if batch.num_seqs > batch.num_decodes:
-            long = self._hopper is not None and self._hopper.is_ahead(
-                self.config.head_dim, len(query), batch.max_query_len
-            )
-            kernel = self._hopper.prefill_hopper if long else prefill
-            kernel(
+            self._prefill_kernel(len(query), batch.max_query_len)(
                 query, kv_cache, batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.max_query_len, scale,
                 out, first_seq=batch.num_decodes,
             )  # fmt: skip
         return out
+
+    def _prefill_kernel(self, num_tokens: int, max_query_len: int) -> Callable[..., torch.Tensor]:
+        """Which of the two serves a step of so many tokens, whose longest share is given."""
+        hopper = self._hopper
+        if hopper is not None and hopper.is_ahead(self.config.head_dim, num_tokens, max_query_len):
+            kernel: Callable[..., torch.Tensor] = hopper.prefill_hopper
+            return kernel
+        return prefill
 
     def forward_raw(
         self, qkv: torch.Tensor, preparation: Preparation, kv_cache: torch.Tensor, batch: ForwardBatch
@@ -93,7 +98,7 @@ class TritonBackend(AttentionBackend):
 
 
 def _hopper(config: AttentionConfig) -> ModuleType | None:
-    """The kernel for long prompts, where it is asked for and can run. Written in Gluon, it does without the interpreter."""
+    """The kernel for long prompts, where it is asked for and can run: Gluon has no interpreter."""
     if not config.long_prompts or config.device.type != "cuda":
         return None
     from folovllm.kernels import prefill_hopper
