@@ -107,9 +107,10 @@ class LastTokensModel(LlamaModel):
     """Lets the last layer compute what is read of it: K and V of all tokens, and the rest for each sequence's last token."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """As `LlamaModel`; after a step of long prompts only the last tokens' hidden states, [S, H]."""
+        """As `LlamaModel`; where nobody reads others and they are many, only the last tokens' hidden states, [S, H]."""
         last = self.layers[-1]
-        if len(batch.input_ids) - batch.num_seqs < MANY or not _leaves_a_stream(last):
+        left_out = len(batch.input_ids) - batch.num_seqs if batch.only_last else 0
+        if left_out < MANY or not _leaves_a_stream(last):
             return super().forward(batch)
         x, residual = self.embed_tokens(batch.input_ids), None
         for layer in self.layers[:-1]:
