@@ -25,7 +25,8 @@ def small_steps(setup: EngineSetup) -> Iterator[SchedulerOutput]:
     """
     longest = min(setup.max_model_len, setup.max_num_batched_tokens, WARM_UP_TOKENS)
     most = min(setup.max_num_seqs, WARM_UP_TOKENS)
-    for lengths in [long_prompts(setup)] + [[n] for n in doublings(longest)] + [[1] * n for n in doublings(most)]:
+    long = [long_prompts(setup)] if setup.attention.long_prompts else []
+    for lengths in long + [[n] for n in doublings(longest)] + [[1] * n for n in doublings(most)]:
         yield SchedulerOutput(dummy_shares(lengths, setup.block_size))
     for n in doublings(most):
         yield SchedulerOutput(dummy_shares([*[1] * (n - 1), min(2, longest)], setup.block_size, DrawSpec()))

@@ -19,7 +19,7 @@ MOST = {
     "prefill_kernel": (255, 0), "decode_kernel": (255, 16), "qk_norm_rope_store_kernel": (72, 0),
     "store_kvcache_kernel": (32, 0), "plan_kernel": (40, 0), "add_rms_norm_kernel": (40, 0), "silu_and_mul_kernel": (48, 0),
     "gumbel_max_kernel": (96, 0), "best_of_tiles_kernel": (24, 0), "scan_kernel": (128, 0), "finish_kernel": (128, 16),
-    "plain_kernel": (80, 0), "special_kernel": (128, 0), "count_drawn_kernel": (24, 0), "unpack_decode_kernel": (48, 0),
+    "plain_kernel": (80, 0), "special_kernel": (128, 0), "note_drawn_kernel": (40, 0), "unpack_decode_kernel": (48, 0),
     "small_linear_kernel": (255, 0), "prefill_hopper_kernel": (168, 0),
 }  # fmt: skip
 STACK_OF_WIDE_HEADS = 64  # of the attention kernels where D is 256
