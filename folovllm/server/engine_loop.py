@@ -11,16 +11,16 @@ from typing import Any, Protocol
 
 from folovllm.config import EngineConfig
 from folovllm.events import Event, Listener
+from folovllm.inspector.live import LiveLines
+from folovllm.inspector.recorder import Engine as WatchedEngine
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.digest import Digest
-from folovllm.server.messages import Abort, Add, Command, Failure, News, Ready, Refused, Step, Stop
+from folovllm.server.messages import Abort, Add, Command, Failure, News, Ready, Refused, Seen, Step, Stop, Watch
 from folovllm.setup import EngineSetup
 
 
-class Engine(Protocol):
+class Engine(WatchedEngine, Protocol):
     """What the loop asks of an engine: `LLMEngine` has it."""
-
-    setup: EngineSetup
 
     def add_request(
         self,
@@ -67,20 +67,31 @@ class Link(Protocol):
 def run_engine(config: EngineConfig, link: Link, make_engine: MakeEngine) -> bool:
     """Build an engine and step it until it is told to stop; both in the thread that calls this, which is torch's own.
 
-    Whatever goes wrong is the last that the link hears. Returns whether nothing did.
+    Once the engine is there the link hears `Ready(pickle.dumps(plain(engine.setup)), n)`, with the number of KV blocks that
+    `loop.news().load` has as `kv_blocks_total`. Then an `EngineLoop` turns until a turn returns False.
+
+    Any exception ends it, and is the last that the link hears, as a `Failure`. A ValueError while the engine is built is the
+    user's error: its sentence alone is the message. Any other is "TypeName: sentence", and `logger.exception` notes where it
+    came from. The engine, if there is one, is closed whatever happened.
+
+    Returns:
+        Whether nothing went wrong.
     """
-    engine = None
+    engine, loop = None, None
     try:
         engine = make_engine(config)
         loop = EngineLoop(engine, link)
         link.send(Ready(pickle.dumps(plain(engine.setup)), loop.news().load.kv_blocks_total))
         while loop.turn():
             pass
+        loop.watch(False)
         return True
     except Exception as error:
         is_user_error = engine is None and isinstance(error, ValueError)
         if not is_user_error:
             logger.exception("the engine has ended")
+        if loop is not None:
+            loop.watch(False, f"{type(error).__name__}: {error}")
         link.send(Failure(str(error) if is_user_error else f"{type(error).__name__}: {error}", is_user_error))
         return False
     finally:
@@ -100,23 +111,46 @@ class EngineLoop:
         self._events: list[Event] = []  # since the last message
         self._digest = Digest(bool(engine.setup.config.enable_prefix_caching))
         engine.subscribe(self._events.extend)
+        self._live = LiveLines(engine)
 
     def turn(self) -> bool:
-        """One turn: all that has arrived, then a step, then one message. False: it was told to stop.
+        """One turn: all that has arrived, then a step, then one message.
 
-        Without work it waits for a command, and takes no time.
+        `self._link.receive(wait=...)` gives the commands that have arrived, in order. It waits for one only where the engine
+        has no work (`has_unfinished_requests`): so an idle engine takes no time, and one that works loses none. `Stop` ends
+        the turn at once; an `Abort` goes to `abort_request([str(number)])`, an `Add` to `self.add`, which may refuse it.
+
+        The message is `self.news(refused)`, one for each step, whatever was in it.
+
+        Returns:
+            False: it was told to stop.
         """
         refused: list[Refused] = []
-        for command in self._link.receive(wait=not self._engine.has_unfinished_requests()):
+        is_idle = not self._engine.has_unfinished_requests()
+        self._tell(self._live.take(all_of_it=is_idle))
+        for command in self._link.receive(wait=is_idle):
             if isinstance(command, Stop):
                 return False
-            if isinstance(command, Abort):
+            if isinstance(command, Watch):
+                self.watch(command.is_on)
+            elif isinstance(command, Abort):
                 self._engine.abort_request([str(command.number)])
             elif (refusal := self.add(command)) is not None:
                 refused.append(refusal)
         self._engine.step()
         self._link.send(self.news(refused))
         return True
+
+    def watch(self, is_on: bool, how: str = "closed") -> None:
+        """Tell what happens from here on, or tell it no more; `how` says why it ends."""
+        if is_on:
+            self._live.begin()
+        else:
+            self._tell(self._live.end(how))
+
+    def _tell(self, pieces: list[bytes]) -> None:
+        if pieces:
+            self._link.send(Seen(pieces))
 
     def add(self, add: Add) -> Refused | None:
         """Queue a request, or say why it cannot be."""

@@ -52,13 +52,16 @@ class Mailbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, stream: Stream) -> None:
-        """A stream has news that nobody has taken."""
+        """A stream has news that nobody has taken: it joins `self._fresh`, and who waits is woken, once however many come."""
         self._fresh.append(stream)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def get(self) -> list[Stream]:
-        """The streams that have news; waits until there is one."""
+        """The streams that have news, each handed out once; waits until there is one.
+
+        Who waits does so on `self._waiter`, a future of the running event loop: `put` gives it a result.
+        """
         if not self._fresh:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -104,11 +107,24 @@ class Stream:
         return self.state.metrics.first_token_time is not None
 
     def feed(self, delta: Delta, now: float) -> None:
-        """Take in what a step drew. No text is made before somebody looks, but where a stop string may be in it."""
+        """Take in what a step drew for the answer `self._seqs[delta.index]`.
+
+        With the first tokens of all (`has_begun`) `self.state.metrics` gets its `first_token_time`, and `prefix` of the first
+        sequence becomes `CachedPrefix(num_hit_tokens=delta.num_cached_tokens)`. Rows of log-probabilities join
+        `seq.logprobs` (`_with_text`). Each token goes to the sequence (`append_token`) and to its `detokenizer` (`append`) and is counted
+        in `num_generated_tokens`. `check_stop_conditions(seq)` cuts the text at a stop string: ask it after each token where
+        the request has stop strings or the delta several tokens, and drop what was drawn after the end.
+
+        `newest` notes when. A `finish_reason` ends the answer (`_end`). The reader hears of it (`_tell`) if all is drawn, or if it
+        wants outputs before that (`self.state.streams`). No text is made before it looks.
+        """
         seq = self._seqs[delta.index]
         if not self.has_begun:
             self._seqs[0].prefix = CachedPrefix(num_hit_tokens=delta.num_cached_tokens)
-            self.state.metrics.first_token_time = now
+            if delta.token_ids:
+                self.state.metrics.first_token_time = now
+        for row in delta.prompt_logprobs or ():
+            self._seqs[0].prompt_logprobs.append(self._with_text(row))
         for row in delta.logprobs or ():
             seq.logprobs.append(self._with_text(row))
         must_look = bool(self.params.stop) or len(delta.token_ids) > 1

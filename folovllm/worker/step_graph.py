@@ -25,17 +25,19 @@ class StepGraph(Protocol):
 class CudaGraph:
     """A CUDA graph: the launches of a whole step for the price of one."""
 
-    def __init__(self, static_input: torch.Tensor, pool: Any) -> None:
+    def __init__(self, static_input: torch.Tensor, pool: Any, stream: torch.cuda.Stream) -> None:
+        """Graphs of one `pool` and one `stream` share their memory. torch's own stream is on the GPU that records first."""
         self.static_input = static_input
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
+        self._stream = stream
 
     def capture(self, run: Callable[[torch.Tensor], None]) -> None:
         """Record `run(static_input)`. It runs twice before, so that everything it compiles or loads is there."""
         for _ in range(2):
             run(self.static_input)
         torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph, pool=self._pool):
+        with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream):
             run(self.static_input)
 
     def replay(self, value: torch.Tensor) -> None:
