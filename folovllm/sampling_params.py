@@ -120,7 +120,7 @@ class SamplingParams:
         self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
         bad_words: object = self.bad_words
         self.bad_words = [] if bad_words is None else self.bad_words
-        self.logit_bias = self.logit_bias or None  # type: ignore[assignment]
+        self.logit_bias = self.logit_bias or None
         self.seed = None if self.seed == -1 else self.seed
         form: object = self.structured_outputs
         self.structured_outputs = StructuredOutputsParams(**form) if isinstance(form, dict) else self.structured_outputs

@@ -25,6 +25,9 @@ class ServerConfig:
         drain_seconds: at SIGTERM, how long answers that run may take to end.
         reasoning_parser: take what the model thinks out of its answers, into `reasoning_content`: qwen3, or deepseek_r1 for
             models whose answers begin in thought without a tag.
+        inspector: show what the engine does, prompts and answers too, at /inspector.
+        inspector_host: a name by which browsers may ask for it, beside localhost, this machine's own and addresses in
+            numbers; several may be given.
         ignore_unknown_fields: pass over fields of requests that nobody knows, instead of refusing them.
 
     Raises:
@@ -42,6 +45,8 @@ class ServerConfig:
     max_body_size: int = 16 << 20
     drain_seconds: float = 30.0
     reasoning_parser: str | None = None
+    inspector: bool = False
+    inspector_host: list[str] = field(default_factory=list)
     ignore_unknown_fields: bool = False
 
     def __post_init__(self) -> None:

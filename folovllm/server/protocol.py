@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
 from folovllm.server.errors import ApiError
 from folovllm.server.tool_calls import ToolCall
+
+# For readers of /openapi.json, where the type alone says less than what is taken.
+KINDS = ({"type": "integer"}, {"type": "string"}, {"type": "array", "items": {"type": "integer"}})
+Several = Annotated[list[Any], msgspec.Meta(extra_json_schema={"anyOf": [{"items": kind} for kind in KINDS]})]
+ROLE = {"role": {"type": "string"}, "content": {"type": ["string", "array", "null"], "items": {"type": "object"}}}
+Message = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema={"required": ["role"], "properties": ROLE})]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,7 +60,7 @@ class Sampling(msgspec.Struct, kw_only=True):
 class CompletionRequest(Sampling, kw_only=True):
     """`POST /v1/completions`."""
 
-    prompt: str | list[Any]
+    prompt: str | Several
     logprobs: int | None = None
     echo: bool | None = None
 
@@ -62,7 +68,7 @@ class CompletionRequest(Sampling, kw_only=True):
 class ChatRequest(Sampling, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
@@ -79,7 +85,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Message] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -256,13 +262,68 @@ class ChatDelta(msgspec.Struct):
     stop_reason: str | int | None = None
 
 
-class Answer(msgspec.Struct, omit_defaults=True):
+C = TypeVar("C")
+
+
+class Answer(msgspec.Struct, Generic[C], omit_defaults=True):
     """A response, or one chunk of a stream."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[Any]
+    choices: list[C]
     usage: Usage | None = None
     prompt_logprobs: PromptLogprobs | None = None  # of a chat
+
+
+class ModelCard(msgspec.Struct):
+    """A name of the model."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct):
+    """All its names."""
+
+    object: str
+    data: list[ModelCard]
+
+
+class Tokens(msgspec.Struct, omit_defaults=True):
+    """What `/tokenize` answers."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct):
+    """What `/detokenize` answers."""
+
+    prompt: str
+
+
+class TokenizerInfo(msgspec.Struct):
+    """What `/tokenizer_info` answers: how texts become ids, and conversations texts."""
+
+    tokenizer_class: str
+    vocab_size: int
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    extra_special_tokens: list[str]
+    added_tokens_decoder: dict[str, dict[str, Any]]
+
+
+class Version(msgspec.Struct):
+    """What `/version` answers."""
+
+    version: str

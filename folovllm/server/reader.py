@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from folovllm.outputs import CompletionOutput
+from folovllm.engine.output_processor import Piece
 from folovllm.sampling_params import SamplingParams
 from folovllm.server import reasoning, tool_calls
 from folovllm.server.protocol import ChatMessage, ChatRequest
@@ -22,7 +22,7 @@ class AnswerReader:
     def __init__(self, thoughts: ReasoningSplitter | None, calls: ToolCallParser | None) -> None:
         self._thoughts, self._calls = thoughts, calls
 
-    def news(self, answer: CompletionOutput) -> tuple[ChatMessage, str | None]:
+    def news(self, answer: Piece) -> tuple[ChatMessage, str | None]:
         """What a piece of the answer adds, and the finish reason."""
         thought, content, calls = "", answer.text, list[ToolCall]()
         last = answer.finish_reason is not None
@@ -36,7 +36,7 @@ class AnswerReader:
         message.reasoning_content, message.tool_calls = thought or None, calls or None
         return message, self._reason(answer)
 
-    def whole(self, answer: CompletionOutput) -> tuple[ChatMessage, str | None]:
+    def whole(self, answer: Piece) -> tuple[ChatMessage, str | None]:
         """The whole answer as a message, and the finish reason."""
         message, reason = self.news(answer)
         message.role = "assistant"
@@ -46,7 +46,7 @@ class AnswerReader:
             message.content = None if message.tool_calls or message.reasoning_content else ""
         return message, reason
 
-    def _reason(self, answer: CompletionOutput) -> str | None:
+    def _reason(self, answer: Piece) -> str | None:
         called = self._calls is not None and self._calls.num_calls
         return "tool_calls" if called and answer.finish_reason == "stop" else answer.finish_reason
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ class Scores(NamedTuple):
 
     first: int  # the index in the share of the token that the first of them comes after; the others follow
     token_ids: TokenIds  # [n] int32, a view
-    count: int  # most likely tokens to report beside each
+    num_likely: int  # most likely tokens to report beside each
 
 
 class Share(NamedTuple):
@@ -47,13 +48,13 @@ class Share(NamedTuple):
         return f"Share(seq {self.seq_id}, row {self.row}: tokens {self.start} to {self.end}, {self.num_draws} drawn)"
 
 
-def tokens_to_score(shares: tuple[Share, ...]) -> list[tuple[int, int, int, int]]:
+def tokens_to_score(shares: Sequence[Share]) -> list[tuple[int, int, int, int]]:
     """For each token of a prompt that is scored: whose share, after which token of the step, its id, how many beside it."""
     wanted, start = [], 0
     for i, share in enumerate(shares):
         if (scores := share.scores) is not None:
             ids = enumerate(scores.token_ids.tolist(), start + scores.first)
-            wanted += [(i, after, token, scores.count) for after, token in ids]
+            wanted += [(i, after, token, scores.num_likely) for after, token in ids]
         start += share.num_new_tokens
     return wanted
 
