@@ -11,6 +11,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
@@ -18,7 +20,7 @@ from folovllm.engine.overlap import OverlappedEngine
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
-from folovllm.structured.guidance import GuidanceMatcher
+from folovllm.structured.guidance import GuidanceMatcher, check_form
 from folovllm.structured.guides import Guides
 from folovllm.structured_outputs import StructuredOutputsParams
 from tests.helpers import prompts, tiny_checkpoint
@@ -32,6 +34,35 @@ NAME_AND_AGE = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+KEYWORDS = st.sampled_from(
+    [
+        "type",
+        "properties",
+        "required",
+        "items",
+        "enum",
+        "const",
+        "anyOf",
+        "$ref",
+        "pattern",
+        "minimum",
+        "maxItems",
+        "not",
+    ]
+)
+NO_SCHEMAS = st.recursive(
+    st.sampled_from(["string", "integer", "object", "array", "#/x", "a+", "(", 5, -1, 2**70, 0.5, None, True]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYWORDS, inner, max_size=4),
+    max_leaves=10,
+).filter(lambda schema: isinstance(schema, dict))
+NO_PATTERNS = st.text("ab(){}[]|*+?.\\^$-,09é\n", min_size=1, max_size=20)
+NO_GRAMMARS = st.lists(
+    st.sampled_from(
+        ["start: ", "x", '"a"', "|", "(", ")", "*", "\n", "root ::= ", "%json", "{}", "/a/", "[a-z]", "{1,"]
+    ),
+    min_size=1,
+    max_size=12,
+).map(lambda pieces: {"grammar": "".join(pieces)})
 FREE = SamplingParams(seed=2, max_tokens=30, ignore_eos=True)
 
 
@@ -324,6 +355,15 @@ class TestErrors:
     def test_what_cannot_be(self, fields: dict[str, Any], says: str) -> None:
         with pytest.raises(ValueError, match=says):
             StructuredOutputsParams(**fields)
+
+    @settings(max_examples=150, suppress_health_check=list(HealthCheck))
+    @given(form=st.one_of(NO_SCHEMAS.map(lambda s: {"json": s}), NO_PATTERNS.map(lambda s: {"regex": s}), NO_GRAMMARS))
+    def test_nonsense(self, form: dict[str, Any]) -> None:
+        """Whatever is asked for: it is taken, or refused in a sentence."""
+        try:
+            check_form(StructuredOutputsParams(**form))
+        except ValueError as error:
+            assert len(str(error)) > 10
 
     def test_not_strict(self, llm: LLM) -> None:
         """Keywords that cannot be kept are passed over where that is wished."""
