@@ -138,6 +138,8 @@ class EngineConfig:
             "enforce_eager": True,
             "async_scheduling": False,
         }
+        if self.attention_backend == "torch_naive":  # M1 with it: our layers, for transformers' model attends by itself
+            preset = {**preset, "model_impl": "native"}
         for name, value in {**defaults, **preset}.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)

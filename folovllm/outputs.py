@@ -80,7 +80,7 @@ class RequestMetrics:
         return self.num_generated_tokens / self.latency if self.latency else None
 
     def __getitem__(self, name: str) -> Any:
-        return _field(self, name)
+        return _field(self, {"total_time": "latency", "throughput": "tokens_per_second"}.get(name, name))  # older names
 
 
 @dataclass

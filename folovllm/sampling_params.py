@@ -7,6 +7,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any, Self
 
+from folovllm.structured_outputs import StructuredOutputsParams
 from folovllm.vllm_arguments import SAMPLING, also_takes
 
 SMALLEST_TEMPERATURE = 1e-5  # below it is greedy: the same choice, and no quotient that overflows
@@ -66,6 +67,7 @@ class SamplingParams:
         skip_special_tokens: leave tokens such as `<|im_end|>` out of the text.
         detokenize: make text of the tokens; without it the text stays empty.
         truncate_prompt_tokens: keep only this many tokens at the end of the prompt; -1 keeps what fits into the context.
+        structured_outputs: the form of the answer, a `StructuredOutputsParams` or a dictionary of its fields; None is free.
         output_kind: what the outputs hold while the request is served; `LLM.generate` always returns whole answers.
 
     Raises:
@@ -95,6 +97,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputsParams | None = field(default=None, metadata={"flag": False})
     output_kind: RequestOutputKind = field(default=RequestOutputKind.CUMULATIVE, metadata={"flag": False})
 
     def __post_init__(self) -> None:
@@ -119,6 +122,8 @@ class SamplingParams:
         self.bad_words = [] if bad_words is None else self.bad_words
         self.logit_bias = self.logit_bias or None
         self.seed = None if self.seed == -1 else self.seed
+        form: object = self.structured_outputs
+        self.structured_outputs = StructuredOutputsParams(**form) if isinstance(form, dict) else self.structured_outputs
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(value := getattr(self, name), bool):
                 setattr(self, name, 1 if value else None)
@@ -172,6 +177,10 @@ class SamplingParams:
         kept = self.truncate_prompt_tokens
         fits = kept is None or kept == -1 or kept >= 1
         require(fits, f"truncate_prompt_tokens must be at least 1, or -1 (what fits), not {kept}")
+        require(
+            isinstance(self.structured_outputs, StructuredOutputsParams | None),
+            f"structured_outputs is a StructuredOutputsParams, not {self.structured_outputs!r}",
+        )
         require(
             isinstance(self.output_kind, RequestOutputKind),
             f"output_kind is a RequestOutputKind, not {self.output_kind}",

@@ -1,6 +1,7 @@
-"""Arguments that vLLM knows and this engine does not: taken where they change nothing, refused with a sentence elsewhere.
+"""Arguments that vLLM, nano-vLLM or the texts behind this course know and this engine does not: taken where they change
+nothing, refused with a sentence elsewhere.
 
-So code that was written for vLLM runs, or says in one line why it cannot. A name that vLLM does not know either is
+So code that was written for them runs, or says in one line why it cannot. A name that none of them knows is
 Python's own TypeError.
 """
 
@@ -22,7 +23,6 @@ SAMPLING: Neutral = {
     "early_stopping": (None, False),
     "logprob_token_ids": (None,),
     "flat_logprobs": (False,),
-    "structured_outputs": (None,),
     "guided_decoding": (None,),
     "logits_processors": (None, []),
     "spaces_between_special_tokens": (True,),
@@ -75,8 +75,15 @@ ENGINE: Neutral = {
     "disable_log_stats": ANY,
     "disable_log_requests": ANY,
     "disable_custom_all_reduce": ANY,
+    "kvcache_block_size": (),
+    "num_kvcache_blocks": (-1,),
     "max_seq_len_to_capture": ANY,
     "use_v2_block_manager": ANY,
+}
+STRUCTURED: Neutral = {
+    "disable_fallback": ANY,
+    "disable_additional_properties": (False,),
+    "structural_tag": (None,),
 }
 REQUEST: Neutral = {
     "lora_request": (None,),
@@ -88,11 +95,16 @@ REQUEST: Neutral = {
     "arrival_time": ANY,
     "trace_headers": ANY,
 }
+GENERATE: Neutral = {"return_outputs": (True,)}
 INSTEAD = {  # what to say in place of "leave it out"
     "best_of": "ask for n answers with logprobs=0, and choose by cumulative_logprob",
+    "guided_decoding": "say structured_outputs",
+    "disable_additional_properties": 'say "additionalProperties": false in the schema',
     "use_beam_search": "call LLM.beam_search",
     "kv_cache_memory_bytes": "say kv_cache_memory (on a CPU), or gpu_memory_utilization",
     "num_gpu_blocks_override": "say num_kv_blocks",
+    "kvcache_block_size": "say block_size",
+    "num_kvcache_blocks": "say num_kv_blocks",
     "scheduling_policy": "say scheduling",
     "chat_template": "hand it to chat",
 }

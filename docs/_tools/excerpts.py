@@ -36,7 +36,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 def main() -> None:
     """Write the pages, and name those that were not as the code is."""
-    for page in sorted((ROOT / "docs").rglob("*.md")):
+    for page in pages():
         text = page.read_text("utf-8")
         try:
             filled = fill_in(text)
@@ -45,6 +45,11 @@ def main() -> None:
         if filled != text:
             page.write_text(filled, "utf-8")
             print(f"{page.relative_to(ROOT)}: written")
+
+
+def pages() -> list[Path]:
+    """The first page of the repository, and the book."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def fill_in(page: str) -> str:
@@ -93,14 +98,18 @@ def source_file(module: str) -> Path:
 
 
 def excerpt(target: str, signature: bool = False) -> str:
-    """The source of `module:qualified.name`, dedented; with `signature`, `...` stands for what follows the docstring."""
+    """The source of `module:qualified.name`, dedented; with `signature`, `...` stands for what follows the first paragraph
+    of the docstring: the whole of it is where the body goes.
+    """
     node = definition(target)
     first, last = _first_line(node), node.end_lineno  # type: ignore[attr-defined]
     lines = source_file(target.partition(":")[0]).read_text("utf-8").splitlines()[first - 1 : last]
     if signature and isinstance(node, Definition):
-        documented = ast.get_docstring(node) is not None
-        kept = (node.body[0].end_lineno or 0) if documented else node.body[0].lineno - 1
-        lines = [*lines[: kept - first + 1], " " * (node.col_offset + 4) + "..."]
+        head, indent = lines[: node.body[0].lineno - first], " " * (node.col_offset + 4)
+        docstring = lines[len(head) : (node.body[0].end_lineno or 0) - first + 1] if ast.get_docstring(node) else []
+        if "" in docstring:
+            docstring = [*docstring[: docstring.index("") - 1], docstring[docstring.index("") - 1] + '"""']
+        lines = [*head, *docstring, indent + "..."]
     return textwrap.dedent("\n".join(lines))
 
 

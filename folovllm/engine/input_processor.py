@@ -117,8 +117,8 @@ class InputProcessor:
             ("allowed_token_ids", params.allowed_token_ids or ()),
             ("logit_bias", params.logit_bias or ()),
         ):
-            if wrong := [t for t in ids if not 0 <= t < vocab_size]:
-                raise ValueError(f"{name} must lie between 0 and {vocab_size - 1}, and {wrong[0]} does not")
+            if outside := [t for t in ids if not 0 <= t < vocab_size]:
+                raise ValueError(f"{name} must lie between 0 and {vocab_size - 1}, and {outside[0]} does not")
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The tokens of the bad words. Raises ValueError where they are too many, or nothing is left to draw."""

@@ -130,8 +130,9 @@ def scores_of(seq: Sequence, start: int, end: int) -> Scores | None:
 
 
 def draw_spec(seq: Sequence) -> DrawSpec:
-    """What a device must know to draw for `seq`."""
+    """What a device must know to draw for `seq`. Where its answer has a form, the masks say what else rules tokens out."""
     p = seq.params
+    has_form = p.structured_outputs is not None
     return DrawSpec(
         seed=seq.seed,
         temperature=p.temperature,
@@ -143,9 +144,10 @@ def draw_spec(seq: Sequence) -> DrawSpec:
         frequency_penalty=p.frequency_penalty,
         logprobs=p.logprobs,
         first_end=seq.num_prompt_tokens + p.min_tokens,
-        forbidden=tuple(sorted({*seq.eos_token_ids, *p.stop_token_ids})) if p.min_tokens else (),
+        forbidden=() if has_form or not p.min_tokens else tuple(sorted({*seq.eos_token_ids, *p.stop_token_ids})),
         num_prompt_tokens=seq.num_prompt_tokens,
-        allowed=None if p.allowed_token_ids is None else tuple(p.allowed_token_ids),
+        allowed=None if has_form or p.allowed_token_ids is None else tuple(p.allowed_token_ids),
+        has_form=has_form,
         bad_words=seq.bad_words,
         bias=tuple((p.logit_bias or {}).items()),
         history=seq.token_ids if p.has_penalties or seq.bad_words else seq.token_ids[:0],

@@ -18,6 +18,8 @@ from folovllm.model_config import context_limit, head_dim_of, num_kv_heads_of, n
 from folovllm.models.registry import who_runs_it
 from folovllm.setup import EngineSetup
 
+NAIVE = ("torch_naive", "native")  # the backend's name for what a growing cache does with our layers
+
 logger = logging.getLogger("folovllm")
 
 
@@ -58,9 +60,12 @@ def set_up(config: EngineConfig) -> EngineSetup:
 def _choose_attention(config: EngineConfig, attention: AttentionConfig, max_model_len: int) -> tuple[str, int]:
     """The backend's name, and the tokens of a block, or of a cache that grows."""
     if config.kv_cache == "growing":
-        if config.attention_backend != "auto":
+        if config.attention_backend != "auto" and (config.attention_backend, config.model_impl) != NAIVE:
             get_backend(str(config.attention_backend))  # a name that nobody knows has an error of its own
-            raise ValueError('kv_cache="growing" attends in its own way: leave attention_backend out, or use "m2"')
+            raise ValueError(
+                'kv_cache="growing" attends naively with our layers, and in its own way with those of transformers: '
+                'leave attention_backend out, take "torch_naive" and model_impl="native", or use "m2"'
+            )
         return ("" if config.model_impl == "hf" else "torch_cat"), max_model_len
     return choose_backend(config.attention_backend or "auto", attention)
 

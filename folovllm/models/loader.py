@@ -76,8 +76,16 @@ class Place:
 def checkpoint_places(model: LlamaForCausalLM) -> dict[str, Place]:
     """Where each of the checkpoint's tensors goes, by its name.
 
-    A merged layer appears once for each of its parts, under the names that the checkpoint has for them. Tied weights
-    have one place.
+    The checkpoint has a tensor for each projection, our layers have merged ones. So for each module of
+    `model.named_modules()`:
+
+    - a `LinearBase` says with `module.places()`, for each kind ("weight", perhaps "bias"), one view for each of its parts.
+      The parts' names are in `model.packed_modules_mapping`, by the last word of the module's name: "qkv_proj" ->
+      ["q_proj", "k_proj", "v_proj"]. A layer that is not merged is not in it, and is its own only part. The name of a
+      tensor is that of its part, beside the merged layer, then the kind: "model.layers.0.self_attn.q_proj.weight". The
+      view's place is `Place(view, module.format)`.
+    - any other module has its own parameters (`module.named_parameters(recurse=False)`): "model.norm.weight". Their place is
+      `Place(parameter.data)`, and a parameter that was there already (tied weights) has no second one.
     """
     places: dict[str, Place] = {}
     seen: set[int] = set()

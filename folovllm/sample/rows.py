@@ -11,6 +11,7 @@ from folovllm.sample.penalties import TokenCounts
 from folovllm.sample.rules import RowRules
 from folovllm.sample.sampler import SamplingBatch
 from folovllm.step.draw import DrawSpec
+from folovllm.step.masks import Masks
 from folovllm.step.schedule import Share, StepResult
 
 
@@ -38,6 +39,12 @@ class DrawRows:
     def set_mask(self, row: int, mask: Int32) -> None:
         """A new mask [ceil(V / 32)] for `row`, whose spec has one, from the next draw on."""
         self._rules[row].set_mask(mask)
+
+    def set_masks(self, masks: Masks | None) -> None:
+        """New masks for the rows of a step, if it has any."""
+        if masks is not None:
+            for row, mask in zip(masks.rows.tolist(), masks.bits, strict=True):
+                self.set_mask(row, mask)
 
     def batch(self, rows: Sequence[int], positions: Sequence[int]) -> SamplingBatch:
         """The parameters of a draw for `rows`, whose tokens go to `positions`."""

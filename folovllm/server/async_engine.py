@@ -7,6 +7,7 @@ import itertools
 import logging
 import pickle
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
@@ -18,10 +19,11 @@ from folovllm.models.files import generation_defaults, load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.counters import Counters
-from folovllm.server.messages import Abort, Failure, Load, News, Ready, Step
-from folovllm.server.stream import Prepared, Stream
+from folovllm.server.messages import Abort, Failure, Load, News, Ready, Seen, Step, Watch
+from folovllm.server.stream import Mailbox, Prepared, Stream
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.setup import EngineSetup
+from folovllm.structured.guidance import check_form
 
 logger = logging.getLogger("folovllm")
 T = TypeVar("T")
@@ -75,8 +77,10 @@ class AsyncEngine:
         self._is_draining = self._is_closed = False
         self.death: Exception | None = None
         self.died = asyncio.Event()
+        self.is_over = asyncio.Event()  # nothing more comes: it was drained, closed, or died
         self.load = Load()
         self.counters = Counters()
+        self.on_seen: Callable[[list[bytes]], object] = lambda pieces: None  # gets what `watch` asks for
         self.num_queued = self.num_queued_tokens = 0  # requests without a token yet, and the tokens of their prompts
 
     async def start(self) -> None:
@@ -124,6 +128,8 @@ class AsyncEngine:
         """Tokenize and check a request; texts in a thread, since a long one takes a while. Errors are those of `generate`."""
         self.require_open()
         params = self.default_params() if params is None else params
+        if params.structured_outputs is not None:
+            await self.in_thread(check_form, params.structured_outputs)
         arguments = ("", prompt, params, priority, cache_salt)
         is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
         if is_text:
@@ -136,14 +142,15 @@ class AsyncEngine:
         """Call a function that reads long texts, beside the event loop; one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
 
-    def submit(self, request: Prepared, request_id: str | None = None) -> Stream:
-        """Hand a request to the engine. Whoever takes the stream closes it."""
+    def submit(self, request: Prepared, request_id: str | None = None, mailbox: Mailbox | None = None) -> Stream:
+        """Hand a request to the engine. Whoever takes the stream closes it; one `mailbox` may serve several of them."""
         self.require_open()
         number = next(self._numbers)
         request_id = f"request-{number}" if request_id is None else request_id
         if request_id in self._number_of:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
-        stream = Stream(number, request_id, request, time.monotonic(), self.tokenizer, self._abort)
+        now = time.monotonic()
+        stream = Stream(number, request_id, request, now, self.tokenizer, mailbox or Mailbox(), self._abort)
         self._streams[number], self._number_of[request_id] = stream, number
         self._idle.clear()
         self.num_queued += 1
@@ -176,6 +183,8 @@ class AsyncEngine:
             for request_id in list(self._number_of):
                 self.abort(request_id)
             return False
+        finally:
+            self.is_over.set()
         return self.death is None
 
     async def close(self) -> None:
@@ -184,6 +193,7 @@ class AsyncEngine:
         for request_id in list(self._number_of):
             self.abort(request_id)
         await self._transport.stop()
+        self.is_over.set()
         self._readers.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:
@@ -192,6 +202,13 @@ class AsyncEngine:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    def watch(self, is_on: bool) -> None:
+        """Let the engine tell `on_seen` what it does, as pieces of a recording, about 15 times a second; or let it be.
+
+        To ask again is to ask for a new beginning, for those who join (`folovllm.inspector`).
+        """
+        self._transport.send(Watch(is_on))
 
     @property
     def is_open(self) -> bool:
@@ -222,6 +239,8 @@ class AsyncEngine:
             except Exception as error:
                 logger.exception("a step's news could not be taken in")
                 self._die(Failure(f"{type(error).__name__}: {error}"))
+        elif isinstance(news, Seen):
+            self.on_seen(news.pieces)
         elif isinstance(news, Failure):
             self._die(news)
         elif not self._ready.done():
@@ -230,17 +249,22 @@ class AsyncEngine:
     def _take_in(self, step: Step) -> None:
         now = time.monotonic()
         self.load = step.load
+        before: Counter[float] = Counter()  # when answers got the tokens before these: mostly one step ago, all of them
         for delta in step.deltas:
             if (stream := self._streams.get(delta.number)) is None:
                 continue  # aborted, and the engine had not heard of it yet
-            self.counters.note_tokens(stream, delta, now)
-            had_begun = stream.has_begun
-            stream.feed(delta, now)
-            if stream.has_begun and not had_begun:
+            if not stream.has_begun:
                 self._leave_queue(stream)
+                self.counters.note_start(stream, now)
+            if delta.token_ids:
+                if (last := stream.newest[delta.index]) is not None:
+                    before[last] += 1
+                self.counters.generation_tokens += len(delta.token_ids)
+            stream.feed(delta, now)
             if stream.is_finished:
                 self._forget(stream)
                 self.counters.note_end(stream)
+        self.counters.note_step(now, before, step.queue_times)
         for refused in step.refused:
             if (stream := self._streams.get(refused.number)) is not None:
                 self._fail(stream, ValueError(refused.message))
@@ -251,6 +275,7 @@ class AsyncEngine:
             return
         self.death = EngineDead(failure.message)
         self.died.set()
+        self.is_over.set()
         if not self._ready.done():
             self._ready.set_exception(ValueError(failure.message) if failure.is_user_error else self.death)
         for stream in list(self._streams.values()):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 
-from folovllm.outputs import CompletionOutput, RequestOutput
+from folovllm.engine.output_processor import Piece
 from folovllm.server.answers import CompletionWriter
 from folovllm.server.protocol import CompletionChoice, CompletionLogprobs, Usage
 
@@ -26,22 +26,17 @@ class EchoWriter(CompletionWriter):
         """`decode` is for prompts that came as ids; `prompt_alone` leaves the answers out."""
         super().__init__(model, n, shows_prompt)
         self._decode, self._num_logprobs, self._prompt_alone = decode, num_logprobs, prompt_alone
-        self._prompts: dict[int, RequestOutput] = {}
         self._begun: set[int] = set()  # answers whose prompt was said
+        self._has_frames = not prompt_alone
 
-    def hear(self, i: int, output: RequestOutput) -> None:
-        """As inherited."""
-        super().hear(i, output)
-        self._prompts.setdefault(i, output)
-
-    def usage(self, outputs: Iterable[RequestOutput]) -> Usage:
+    def usage(self) -> Usage:
         """As inherited; an answer that nobody sees counts nothing."""
-        usage = super().usage(outputs)
+        usage = super().usage()
         if self._prompt_alone:
             usage = msgspec.structs.replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
         return usage
 
-    def choice(self, index: int, answer: CompletionOutput) -> CompletionChoice:
+    def choice(self, index: int, answer: Piece) -> CompletionChoice:
         """As inherited; the first piece begins with the prompt."""
         text, logprobs = ("", None) if index in self._begun else self._prompt(index)
         self._begun.add(index)
@@ -57,14 +52,14 @@ class EchoWriter(CompletionWriter):
 
     def _prompt(self, index: int) -> tuple[str, CompletionLogprobs | None]:
         """The text before an answer, and its log-probabilities: of the token and of `num_logprobs` more."""
-        i = index // self._n
-        output, logprobs = self._prompts[i], None
-        text = self._decode(output.prompt_token_ids) if output.prompt is None else output.prompt
-        if self._num_logprobs is not None and i in self._prompt_logprobs:  # an answer that was aborted has none
-            first = self._decode(output.prompt_token_ids[:1])
+        request, logprobs = self.requests[index // self._n], None
+        text = self._decode(request.prompt_token_ids) if request.prompt is None else request.prompt
+        scored = request.prompt_logprobs
+        if self._num_logprobs is not None and scored is not None:  # an answer that was aborted has none
+            first = self._decode(request.prompt_token_ids[:1])
             logprobs = CompletionLogprobs([0], [None], [first], [None])
             self._offsets[index] = len(first)
-            rows = (dict(list(row.items())[: 1 + self._num_logprobs]) for row in self._prompt_logprobs[i] if row)
+            rows = (dict(list(row.items())[: 1 + self._num_logprobs]) for row in scored if row)
             logprobs.extend(self._logprobs(index, rows))
         self._offsets[index] = len(text)
         return text, logprobs

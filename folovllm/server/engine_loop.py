@@ -9,22 +9,28 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from folovllm.cache.prefix_cache import PrefixCacheStats
 from folovllm.config import EngineConfig
-from folovllm.engine.metrics import EngineStats
-from folovllm.outputs import RequestOutput, TokenLogprob
+from folovllm.events import Event, Listener
+from folovllm.inspector.live import LiveLines
+from folovllm.inspector.recorder import Engine as WatchedEngine
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.messages import Abort, Add, Command, Delta, Failure, Load, News, Ready, Refused, Row, Step, Stop
+from folovllm.server.digest import Digest
+from folovllm.server.messages import Abort, Add, Command, Failure, News, Ready, Refused, Seen, Step, Stop, Watch
 from folovllm.setup import EngineSetup
 
 
-class Engine(Protocol):
+class Engine(WatchedEngine, Protocol):
     """What the loop asks of an engine: `LLMEngine` has it."""
 
-    setup: EngineSetup
-
     def add_request(
-        self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int, cache_salt: str | None
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        priority: int,
+        cache_salt: str | None,
+        stream: bool,
     ) -> None:
         """Queue a request. Raises ValueError if it can never be served."""
 
@@ -34,14 +40,11 @@ class Engine(Protocol):
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
 
-    def step(self) -> list[RequestOutput]:
-        """Compute, and hand out what is new."""
+    def step(self) -> object:
+        """Compute. Who listens hears what came of it."""
 
-    def stats(self) -> EngineStats:
-        """Requests and cache as they are."""
-
-    def prefix_cache_stats(self) -> PrefixCacheStats:
-        """Hits so far. Raises ValueError where there is no such cache."""
+    def subscribe(self, listener: Listener) -> None:
+        """Let `listener` hear what happens; now, how things stand."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -64,20 +67,31 @@ class Link(Protocol):
 def run_engine(config: EngineConfig, link: Link, make_engine: MakeEngine) -> bool:
     """Build an engine and step it until it is told to stop; both in the thread that calls this, which is torch's own.
 
-    Whatever goes wrong is the last that the link hears. Returns whether nothing did.
+    Once the engine is there the link hears `Ready(pickle.dumps(plain(engine.setup)), n)`, with the number of KV blocks that
+    `loop.news().load` has as `kv_blocks_total`. Then an `EngineLoop` turns until a turn returns False.
+
+    Any exception ends it, and is the last that the link hears, as a `Failure`. A ValueError while the engine is built is the
+    user's error: its sentence alone is the message. Any other is "TypeName: sentence", and `logger.exception` notes where it
+    came from. The engine, if there is one, is closed whatever happened.
+
+    Returns:
+        Whether nothing went wrong.
     """
-    engine = None
+    engine, loop = None, None
     try:
         engine = make_engine(config)
         loop = EngineLoop(engine, link)
-        link.send(Ready(pickle.dumps(plain(engine.setup)), loop.load().kv_blocks_total))
+        link.send(Ready(pickle.dumps(plain(engine.setup)), loop.news().load.kv_blocks_total))
         while loop.turn():
             pass
+        loop.watch(False)
         return True
     except Exception as error:
         is_user_error = engine is None and isinstance(error, ValueError)
         if not is_user_error:
             logger.exception("the engine has ended")
+        if loop is not None:
+            loop.watch(False, f"{type(error).__name__}: {error}")
         link.send(Failure(str(error) if is_user_error else f"{type(error).__name__}: {error}", is_user_error))
         return False
     finally:
@@ -86,69 +100,73 @@ def run_engine(config: EngineConfig, link: Link, make_engine: MakeEngine) -> boo
 
 
 class EngineLoop:
-    """Between a link and an engine that is there already."""
+    """Between a link and an engine that is there already, and idle.
+
+    It reads the engine's events. So the engine makes no `RequestOutput` for a token, and nobody asks it how it is.
+    """
 
     def __init__(self, engine: Engine, link: Link) -> None:
         self._engine = engine
         self._link = link
-        self._has_prefix_cache = bool(engine.setup.config.enable_prefix_caching)
+        self._events: list[Event] = []  # since the last message
+        self._digest = Digest(bool(engine.setup.config.enable_prefix_caching))
+        engine.subscribe(self._events.extend)
+        self._live = LiveLines(engine)
 
     def turn(self) -> bool:
-        """One turn: all that has arrived, then a step, then one message. False: it was told to stop.
+        """One turn: all that has arrived, then a step, then one message.
 
-        Without work it waits for a command, and takes no time.
+        `self._link.receive(wait=...)` gives the commands that have arrived, in order. It waits for one only where the engine
+        has no work (`has_unfinished_requests`): so an idle engine takes no time, and one that works loses none. `Stop` ends
+        the turn at once; an `Abort` goes to `abort_request([str(number)])`, an `Add` to `self.add`, which may refuse it.
+
+        The message is `self.news(refused)`, one for each step, whatever was in it.
+
+        Returns:
+            False: it was told to stop.
         """
         refused: list[Refused] = []
-        for command in self._link.receive(wait=not self._engine.has_unfinished_requests()):
+        is_idle = not self._engine.has_unfinished_requests()
+        self._tell(self._live.take(all_of_it=is_idle))
+        for command in self._link.receive(wait=is_idle):
             if isinstance(command, Stop):
                 return False
-            if isinstance(command, Abort):
+            if isinstance(command, Watch):
+                self.watch(command.is_on)
+            elif isinstance(command, Abort):
                 self._engine.abort_request([str(command.number)])
-            elif (refusal := self._add(command)) is not None:
+            elif (refusal := self.add(command)) is not None:
                 refused.append(refusal)
-        deltas = [delta for output in self._engine.step() for delta in deltas_of(output)]
-        self._link.send(Step(deltas, self.load(), refused))
+        self._engine.step()
+        self._link.send(self.news(refused))
         return True
 
-    def _add(self, add: Add) -> Refused | None:
+    def watch(self, is_on: bool, how: str = "closed") -> None:
+        """Tell what happens from here on, or tell it no more; `how` says why it ends."""
+        if is_on:
+            self._live.begin()
+        else:
+            self._tell(self._live.end(how))
+
+    def _tell(self, pieces: list[bytes]) -> None:
+        if pieces:
+            self._link.send(Seen(pieces))
+
+    def add(self, add: Add) -> Refused | None:
+        """Queue a request, or say why it cannot be."""
+        extra: dict[str, Any] = {"priority": add.priority, "cache_salt": add.cache_salt, "stream": False}
         try:
-            self._engine.add_request(
-                str(add.number), add.token_ids, add.params, priority=add.priority, cache_salt=add.cache_salt
-            )
+            self._engine.add_request(str(add.number), add.token_ids, add.params, **extra)
         except ValueError as error:
             return Refused(add.number, str(error))
         return None
 
-    def load(self) -> Load:
-        """How busy the engine is."""
-        stats = self._engine.stats()
-        prefix = self._engine.prefix_cache_stats() if self._has_prefix_cache else PrefixCacheStats()
-        return Load(
-            num_waiting=stats.waiting,
-            num_running=stats.running,
-            kv_blocks_used=stats.kv_blocks_used,
-            kv_blocks_total=stats.kv_blocks_total,
-            num_preemptions=stats.preemptions,
-            prefix_tokens=prefix.tokens,
-            prefix_tokens_hit=prefix.tokens_hit,
-        )
-
-
-def deltas_of(output: RequestOutput) -> Iterable[Delta]:
-    """The news of one request, an answer at a time; those of its prompt come with the first."""
-    number, num_cached = int(output.request_id), output.num_cached_tokens
-    prompt = (
-        None if output.prompt_logprobs is None else rows_of(row for row in output.prompt_logprobs if row is not None)
-    )
-    for answer in output.outputs:
-        rows = None if answer.logprobs is None else rows_of(answer.logprobs)
-        yield Delta(number, answer.index, answer.delta_token_ids, answer.finish_reason, num_cached, rows, prompt)
-        prompt = None
-
-
-def rows_of(logprobs: Iterable[dict[int, TokenLogprob]]) -> list[Row]:
-    """Rows of log-probabilities without their texts: these are made where they are shown."""
-    return [[(t.token_id, t.logprob, t.rank) for t in row.values()] for row in logprobs]
+    def news(self, refused: list[Refused] | None = None) -> Step:
+        """All that happened since the last time, as one message."""
+        self._digest.take_in(self._events)
+        self._events.clear()
+        deltas, queue_times = self._digest.take()
+        return Step(deltas, self._digest.load, refused or [], queue_times)
 
 
 def plain(setup: EngineSetup) -> EngineSetup:

@@ -13,7 +13,10 @@ from folovllm.engine.input_processor import encode_within
 from folovllm.inputs import Prompt, TokensPrompt
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.server.errors import ApiError
+from folovllm.server.forms import form_of
+from folovllm.server.messages_in import checked
 from folovllm.server.protocol import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
+from folovllm.server.tools import offered
 
 SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
@@ -61,6 +64,7 @@ def _params(request: Sampling, defaults: dict[str, Any], own: dict[str, Any]) ->
     if request.prompt_logprobs is not None and request.stream:
         raise ApiError(400, "prompt_logprobs are for whole answers: leave out stream", "prompt_logprobs")
     given = {name: getattr(request, name) for name in SAME} | own
+    given["structured_outputs"] = form_of(request)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(
         **(defaults | {name: value for name, value in given.items() if value is not None}), output_kind=kind
@@ -85,22 +89,10 @@ def chat_prompt(tokenizer: Any, limit: int, request: ChatRequest | TokenizeReque
         [checked(message) for message in request.messages or []],
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,
+        tools=offered(request.tools, request.tool_choice) or None,
         chat_template_kwargs=template_kwargs(tokenizer, request.chat_template_kwargs or {}),
     )
     return TokensPrompt(prompt=text, prompt_token_ids=encode_within(limit, tokenizer, text, add_special_tokens=False))
-
-
-def checked(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is text, as a text or in parts. What hangs on tools is refused."""
-    if not isinstance(message.get("role"), str):
-        raise ApiError(400, 'each message needs a role: {"role": "user", "content": "..."}', "messages")
-    for name in ("tool_calls", "function_call", "audio"):
-        if message.get(name):
-            raise ApiError(400, f"{name} in a message is not supported by this server: leave it out", "messages")
-    content = message.get("content")
-    if not isinstance(content, str | list | None):
-        raise ApiError(400, "the content of a message must be a text, or a list of text parts", "messages")
-    return {**message, "content": "" if content is None else content}
 
 
 def template_kwargs(tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]:

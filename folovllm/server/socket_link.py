@@ -8,13 +8,13 @@ import socket
 from collections import deque
 
 from folovllm.build import make_engine
-from folovllm.server.engine_loop import run_engine
+from folovllm.server.engine_loop import MakeEngine, run_engine
 from folovllm.server.messages import Command, Frames, News, Stop, decode_command, encode, frame
 
 CHUNK = 1 << 20
 
 
-def serve_socket(fd: int) -> bool:
+def serve_socket(fd: int, make_engine: MakeEngine = make_engine) -> bool:
     """Build the engine that the first message describes, and serve it. Returns whether it ended as it was told to."""
     link = SocketLink(socket.socket(fileno=fd))
     return run_engine(pickle.loads(link.first()), link, make_engine)

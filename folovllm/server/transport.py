@@ -86,9 +86,14 @@ class _ThreadLink:
 
 
 class ProcessTransport:
-    """The engine in a process of its own, at the other end of a Unix socket: two Pythons, two cores."""
+    """The engine in a process of its own, at the other end of a Unix socket: two Pythons, two cores.
 
-    def __init__(self) -> None:
+    Args:
+        command: the program to run, which serves the socket whose number is its last argument.
+    """
+
+    def __init__(self, command: list[str] | None = None) -> None:
+        self._command = command or python_command("folovllm.server.engine_process")
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.WriteTransport | None = None
 
@@ -103,7 +108,7 @@ class ProcessTransport:
         with there:
             for end in (here, there):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-            command = python_command("folovllm.server.engine_process", str(there.fileno()))
+            command = [*self._command, str(there.fileno())]
             environment = dict(os.environ) | {"PYTHONPATH": import_path()}
             self._process = subprocess.Popen(
                 command, env=environment, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL

@@ -40,6 +40,7 @@ class DrawSpec:
         default_factory=no_tokens
     )  # the tokens so far, where penalties or bad words look; else empty
     allowed: tuple[int, ...] | None = None  # the tokens that may be drawn at all; None: all
+    has_form: bool = False  # which tokens may be drawn is said anew for each draw
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the answer must not hold
     bias: tuple[tuple[int, float], ...] = ()  # token ids, each once, and what is added to their logits
 
@@ -56,7 +57,7 @@ class DrawSpec:
     @property
     def has_mask(self) -> bool:
         """Whether a bit for each token says which may be drawn."""
-        return self.allowed is not None
+        return self.has_form or self.allowed is not None
 
     @property
     def has_rules(self) -> bool:

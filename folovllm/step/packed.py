@@ -57,6 +57,7 @@ class PackedStep:
     is_special: bool = False
     logprobs: Int32 = field(default_factory=lambda: NOBODY)  # [2, n]: which sequences, how many each
     scores: Int32 = field(default_factory=lambda: NO_SCORES)  # [4, n]: `tokens_to_score`
+    draws_late: bool = False  # it stops at its logits, and draws when `Masks` come
 
     @property
     def is_decode(self) -> bool:

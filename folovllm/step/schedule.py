@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from folovllm.step.draw import DrawSpec, Logprobs, TokenIds
+from folovllm.step.masks import Masks
 
 
 class NothingScheduled(RuntimeError):
@@ -21,7 +22,7 @@ class Scores(NamedTuple):
 
     first: int  # the index in the share of the token that the first of them comes after; the others follow
     token_ids: TokenIds  # [n] int32, a view
-    num_top: int  # most likely tokens to report beside each
+    num_likely: int  # most likely tokens to report beside each
 
 
 class Share(NamedTuple):
@@ -53,7 +54,7 @@ def tokens_to_score(shares: Sequence[Share]) -> list[tuple[int, int, int, int]]:
     for i, share in enumerate(shares):
         if (scores := share.scores) is not None:
             ids = enumerate(scores.token_ids.tolist(), start + scores.first)
-            wanted += [(i, after, token, scores.num_top) for after, token in ids]
+            wanted += [(i, after, token, scores.num_likely) for after, token in ids]
         start += share.num_new_tokens
     return wanted
 
@@ -64,6 +65,7 @@ class SchedulerOutput:
 
     shares: tuple[Share, ...] = ()
     preempted: tuple[int, ...] = ()  # sequences that lost their cache for it, by `seq_id`
+    masks: Masks | None = None  # of answers that must have a form, where they are known before the step starts
 
     @property
     def num_tokens(self) -> int:

@@ -96,6 +96,7 @@ class ModelRunner:
             scores = by_share(found.to_host(), wanted)
         else:
             logits = self.forward(batch)  # [S, V]
+        self._draws.set_masks(output.masks)
         drawn = self._sampler(logits, self._draws.batch([s.row for s in shares], [s.end for s in shares]))
         result = one_each(shares, drawn.token_ids, drawn.logprobs, scores)
         self._draws.note_drawn(shares, result)

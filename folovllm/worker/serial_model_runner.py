@@ -60,6 +60,7 @@ class SerialModelRunner:
             found = score(logits_after, after, tokens, int(counts.max()), self._setup.vocab_size)
             scores = by_share(found.to_host(), wanted)
         logits = self.model.compute_logits(hidden, batch)  # [1, V]
+        self._draws.set_masks(output.masks)
         drawn = self._sampler(logits, self._draws.batch([share.row], [share.end]))
         result = one_each(output.shares, drawn.token_ids, drawn.logprobs, scores)
         self._draws.note_drawn(output.shares, result)

@@ -212,6 +212,7 @@ from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.layers import rotary_embedding
 from folovllm.layers.layernorm import RMSNorm
+from folovllm.models.loader import checkpoint_places
 from folovllm.sample import filters
 from folovllm.sample.sampler import Sampler
 
@@ -223,6 +224,7 @@ EXERCISES = {
     "m1.5": [Sampler.draw],
     "m1.6": [check_stop_conditions],
     "m1.7": [IncrementalDetokenizer.advance],
+    "m1.8": [checkpoint_places],
 }
 for id, functions in EXERCISES.items():
     for f in functions:
@@ -433,7 +435,7 @@ assert rates[-1][0] / rates[-1][2] > 3 * rates[0][0] / rates[0][2], "long prompt
 #
 # ## Measure: Hugging Face's model against ours
 #
-# `model_impl` is one switch. Our layers say the same tokens; with a cache that grows by `torch.cat` they are not meant to be fast yet.
+# `model_impl` is one switch. With our layers the tokens are the same; with a cache that grows by `torch.cat` they are not meant to be fast yet.
 
 # %%
 params_of = {"hf": llm, "native": native}

@@ -204,6 +204,18 @@ def test_for_milestone_is_the_preset_with_changes() -> None:
     assert EngineConfig.for_milestone("m1", model_impl="native").model_impl == "native"
 
 
+def test_m1_with_the_naive_backend_is_our_own_layers() -> None:
+    """The first rung of the ladder of backends; transformers' layers attend by themselves."""
+    llm = LLM(str(tiny_checkpoint()), milestone="m1", attention_backend="torch_naive", use_tqdm=False)
+    setup = llm.engine.setup
+    assert (setup.config.model_impl, setup.config.kv_cache, setup.backend) == ("native", "growing", "torch_cat")
+    plain = LLM(str(tiny_checkpoint()), milestone="m1", use_tqdm=False)
+    answers = [each.generate([[5, 6, 7]], PARAMS, use_tqdm=False)[0]["token_ids"] for each in (llm, plain)]
+    assert answers[0] == answers[1]
+    with pytest.raises(ValueError, match='take "torch_naive" and model_impl="native"'):
+        LLM(str(tiny_checkpoint()), milestone="m1", model_impl="hf", attention_backend="torch_naive", use_tqdm=False)
+
+
 class TestSequence:
     def sequence(self) -> Sequence:
         return Sequence("r", [1, 2, 3], SamplingParams(), 4, 0, None)  # type: ignore[arg-type]

@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from folovllm.models.loader import init_random_weights, load_model
+from folovllm.models.llama import LlamaForCausalLM
+from folovllm.models.loader import Place, checkpoint_places, init_random_weights, load_model
 from folovllm.models.registry import build_model
 from tests.helpers import FAMILIES, hf_model, tiny_checkpoint
+from tests.tiny import worked_case
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32, config_path: Path | None = None):
@@ -36,6 +38,84 @@ def altered(tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object],
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     return tmp_path
+
+
+class TestPlaces:
+    """m1.8. A place is described by its shape, and by how many numbers of the model's own tensor lie before it."""
+
+    def places(self, family: str, tied: bool = True) -> tuple[LlamaForCausalLM, dict[str, Place]]:
+        config = AutoConfig.from_pretrained(tiny_checkpoint(family, tied=tied))
+        config.num_hidden_layers = 1
+        config.hidden_size, config.head_dim, config.intermediate_size, config.vocab_size = 4, 2, 3, 5
+        config.num_attention_heads, config.num_key_value_heads = 2, 1
+        model = build_model(config, torch.float32, "cpu", max_model_len=8)
+        for number, parameter in enumerate(model.parameters(), 1):
+            parameter.fill_(number)
+        return model, checkpoint_places(model)
+
+    def test_a_worked_case(self) -> None:
+        """Heads of 2, two for queries and one for keys and for values, over a stream of 4: 4, 2 and 2 rows of 4 numbers."""
+        _, places = self.places("qwen3")
+        got = {
+            name.removeprefix("model.layers.0."): [place.view.storage_offset(), list(place.view.shape)]
+            for name, place in places.items()
+            if "_proj" in name
+        }
+        expected = {
+            "self_attn.q_proj.weight": [0, [4, 4]],
+            "self_attn.k_proj.weight": [16, [2, 4]],
+            "self_attn.v_proj.weight": [24, [2, 4]],
+            "self_attn.o_proj.weight": [0, [4, 4]],
+            "mlp.gate_proj.weight": [0, [3, 4]],
+            "mlp.up_proj.weight": [12, [3, 4]],
+            "mlp.down_proj.weight": [0, [4, 3]],
+        }
+        says = "queries are the first 4 rows of qkv_proj, keys the next 2, values the last 2; the gate comes before up"
+        worked_case("m1.8", sorted(got.items()), sorted(expected.items()), says)
+
+    def test_what_is_not_a_projection_is_called_as_in_the_model(self) -> None:
+        _, places = self.places("qwen3")
+        names = sorted(name for name in places if "_proj" not in name)
+        layer = "model.layers.0"
+        expected = [
+            "model.embed_tokens.weight", f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight",
+            f"{layer}.self_attn.k_norm.weight", f"{layer}.self_attn.q_norm.weight", "model.norm.weight",
+        ]  # fmt: skip
+        worked_case(
+            "m1.8 others", names, sorted(expected), "embedding, norms; the tied head is the embedding once more"
+        )
+
+    def test_a_head_of_its_own_has_a_place_and_a_tied_one_has_none(self) -> None:
+        assert "lm_head.weight" in self.places("qwen3", tied=False)[1], "it is a parameter like others"
+        assert "lm_head.weight" not in self.places("qwen3", tied=True)[1], "it is the embedding: one tensor, one place"
+
+    def test_biases_have_places(self) -> None:
+        _, places = self.places("qwen2")
+        shapes = {
+            name.rpartition("attn.")[2]: list(place.view.shape) for name, place in places.items() if "bias" in name
+        }
+        says = "Qwen2's projections of queries, keys and values have a bias each, of as many numbers as rows"
+        worked_case(
+            "m1.8 biases",
+            sorted(shapes.items()),
+            [("k_proj.bias", [2]), ("q_proj.bias", [4]), ("v_proj.bias", [2])],
+            says,
+        )
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_what_is_written_to_a_place_is_in_the_model(self, family: str) -> None:
+        model, places = self.places(family)
+        for place in places.values():
+            place.view.fill_(-1.0)
+        left = [name for name, parameter in model.named_parameters() if (parameter != -1).any()]
+        assert not left, "these parameters, or parts of them, are in no place; a place must be a view, not a copy"
+
+    def test_the_format_comes_along(self) -> None:
+        model, places = self.places("qwen3")
+        attention = model.model.layers[0].self_attn
+        assert places["model.layers.0.self_attn.k_proj.weight"].format is attention.qkv_proj.format, (
+            "the layer's own format knows how a tensor of the checkpoint is cut"
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

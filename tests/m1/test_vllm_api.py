@@ -120,8 +120,7 @@ class TestSamplingParams:
         ("name", "value", "says"),
         [
             ("best_of", 3, "ask for n answers with logprobs=0"),
-            ("structured_outputs", {"regex": "a"}, "leave it out"),
-            ("guided_decoding", {"regex": "a"}, "leave it out"),
+            ("guided_decoding", {"regex": "a"}, "say structured_outputs"),
             ("logits_processors", [print], "leave it out"),
             ("use_beam_search", True, "call LLM.beam_search"),
         ],

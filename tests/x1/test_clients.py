@@ -235,9 +235,9 @@ class TestChat:
             ({"messages": [{"content": "x"}]}, "each message needs a role"),
             ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not supported"),
             ({"messages": [{"role": "user", "content": 5}]}, "must be a text"),
-            ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls"),
+            ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "each of the tool_calls in a message"),
             ({"chat_template_kwargs": {"tokenize": True}}, "must not hold 'tokenize'"),
-            ({"tools": [{"type": "function"}]}, "^.*tools is not supported"),
+            ({"tools": [{"type": "function"}]}, "each of the tools must be"),
             ({"logprobs": True, "top_logprobs": 99}, "at most"),
         ],
     )

@@ -1,0 +1,21 @@
+"""Goes through the parts backwards: keys and values change places with queries, the gate with what it gates."""
+
+from folovllm.layers.linear import LinearBase
+from folovllm.models.loader import Place
+
+
+def checkpoint_places(model):
+    places, seen = {}, set()
+    for module_name, module in model.named_modules():
+        if isinstance(module, LinearBase):
+            parent, _, leaf = module_name.rpartition(".")
+            parts = model.packed_modules_mapping.get(leaf, [leaf])
+            for kind, views in module.places().items():
+                for part, view in zip(reversed(parts), views):
+                    places[f"{parent}.{part}.{kind}"] = Place(view, module.format)
+            continue
+        for kind, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                places[f"{module_name}.{kind}"] = Place(parameter.data)
+                seen.add(id(parameter))
+    return places

@@ -1,0 +1,19 @@
+"""Gives a tied head a place of its own, for which the checkpoint has no tensor."""
+
+from folovllm.layers.linear import LinearBase
+from folovllm.models.loader import Place
+
+
+def checkpoint_places(model):
+    places, seen = {}, set()
+    for module_name, module in model.named_modules():
+        if isinstance(module, LinearBase):
+            parent, _, leaf = module_name.rpartition(".")
+            parts = model.packed_modules_mapping.get(leaf, [leaf])
+            for kind, views in module.places().items():
+                for part, view in zip(parts, views):
+                    places[f"{parent}.{part}.{kind}"] = Place(view, module.format)
+            continue
+        for kind, parameter in module.named_parameters(recurse=False):
+            places[f"{module_name}.{kind}"] = Place(parameter.data)
+    return places
