@@ -15,7 +15,11 @@ from typing import Any
 from folovllm.inspector.page import one_file
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURES, BOOK, SAMPLES = ROOT / "docs" / "img", ROOT / "docs" / "assets" / "recordings", ROOT / "tests" / "inspector" / "data"
+PICTURES, BOOK, SAMPLES = (
+    ROOT / "docs" / "img",
+    ROOT / "docs" / "assets" / "recordings",
+    ROOT / "tests" / "inspector" / "data",
+)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 READY = "window.inspector?.player && inspector.lanes[0]?.frame != null"
 DRAWN = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done())))"

@@ -10,7 +10,16 @@ from milestones.manifest import Course, WrongAnswer
 from tests.m5.test_events import World, cells_of, engine
 
 COURSE = Course.here()
-MILESTONES = {"m2.1": "m3", "m2.2": "m3", "m2.3": "m3", "m2.4": "m2", "m3.2": "m3", "m3.3": "m3", "m3.4": "m5", "m3.6": "m3"}
+MILESTONES = {
+    "m2.1": "m3",
+    "m2.2": "m3",
+    "m2.3": "m3",
+    "m2.4": "m2",
+    "m3.2": "m3",
+    "m3.3": "m3",
+    "m3.4": "m5",
+    "m3.6": "m3",
+}
 MILESTONES |= {"m5.1": "m5", "m5.2": "m5", "m5.3": "m5", "m5.4": "m5", "m5.5": "m5"}
 TWICE_FREE = ("m3.4_shared_blocks",)  # a block that joins the free list twice tears it: no link says what is free
 ANSWERS = [w for e in COURSE.exercises if e.id in MILESTONES for w in COURSE.wrong_answers(e)]
