@@ -30,6 +30,7 @@ _HOMES = {"LLM": "llm", "EngineConfig": "config", "RequestOutput": "outputs", "S
 _HOMES |= {"ModelConfig": "config"}  # a name of the texts this course grew from; the others are vLLM's
 _HOMES |= {"LLMEngine": "engine.llm_engine", "EngineArgs": "config", "RequestOutputKind": "sampling_params"}
 _HOMES |= {"TextPrompt": "inputs", "TokensPrompt": "inputs", "CompletionOutput": "outputs"}
+_HOMES |= {"StructuredOutputsParams": "structured_outputs"}
 _HOMES |= {"BeamSearchParams": "beam_search", "AsyncEngine": "server.async_engine"}
 
 

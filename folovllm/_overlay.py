@@ -66,12 +66,13 @@ def strays(mine: Path) -> Iterator[tuple[str, str]]:
 def started_milestone() -> str | None:
     """The highest milestone that was started in the learner's folder, as the course notes it there; None without either.
 
-    Raises ValueError where the notes cannot be read.
+    Electives are noted there too, and have no preset. Raises ValueError where the notes cannot be read.
     """
     mine = os.environ.get("FOLOVLLM_MINE")
     if not mine or not (note := Path(mine, ".course.json")).is_file():
         return None
     try:
-        return max(json.loads(note.read_text(encoding="utf-8")).get("started", []), default=None)
+        started = json.loads(note.read_text(encoding="utf-8")).get("started", [])
+        return max((id for id in started if id.startswith("m")), default=None)
     except (ValueError, TypeError, AttributeError):
         raise ValueError(f"{note} is damaged: `python -m milestones` says what to do") from None

@@ -45,6 +45,7 @@ from folovllm.sample.draw_state import DrawState
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput, StepResult
+from folovllm.structured.guides import Guides
 from folovllm.worker.draw import OwnDraw, RanksDraw, StepDraw
 from folovllm.worker.gpu_worker import GPUWorker, Runner
 from folovllm.worker.graph_runner import GraphRunner
@@ -69,7 +70,8 @@ def put_together(config: EngineConfig) -> Parts:
     processor = InputProcessor(setup, tokenizer)  # reads small files, which may be damaged: so before the weights
     executor, events = make_executor(setup), Events()
     scheduler = make_scheduler(setup, executor.num_kv_blocks, events)
-    return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events)
+    guides = Guides(tokenizer, setup.vocab_size)
+    return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events, guides)
 
 
 def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events) -> SchedulerLike:

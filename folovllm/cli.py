@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         _fail(f"error: cannot write the output: {error.strerror}")
     except RuntimeError as error:  # NotImplementedError is one, and what a rank ended with is another
-        blank = re.match(r"(?:rank \d+ failed with NotImplementedError: )?(m\d+\.\d+: .*)", str(error))
+        blank = re.match(r"(?:rank \d+ failed with )?(?:NotImplementedError: )?([mx]\d+\.\d+: .*)", str(error))
         if not (os.environ.get("FOLOVLLM_MINE") and blank):
             raise
         _fail(f"error: not written yet: {blank[1]}. `python -m milestones` says what is next")
@@ -197,17 +197,28 @@ def chats(llm: LLM, raw: bool) -> bool:
 
 def chat(
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="URL", help="Talk to a server that runs, such as http://127.0.0.1:8000.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's key; the variable FOLOVLLM_API_KEY says the same.")
+    ] = None,
     **given: Any,
 ) -> None:
     """Talk to the model. /reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."""
-    from folovllm.chat import Chat
+    from folovllm.chat import Chat, OwnEngine
     from folovllm.flags import pick
+    from folovllm.remote import server_of_flags
     from folovllm.sampling_params import SamplingParams
 
-    params = SamplingParams(**{"max_tokens": CHAT_MAX_TOKENS, **pick(given, SamplingParams)})
+    chosen = {"max_tokens": CHAT_MAX_TOKENS, **pick(given, SamplingParams)}
+    params = SamplingParams(**chosen)
     if params.n != 1:
         raise ValueError("a chat has one answer: leave n at 1")
-    Chat(load_llm(given), params, system).run()
+    if api_key and not server:
+        raise ValueError("--api-key is for a server: say which with --server URL")
+    speaker = server_of_flags(server, api_key, chosen, given) if server else OwnEngine(load_llm(given), params)
+    Chat(speaker, system).run()
 
 
 def download(name: Annotated[str, typer.Argument(help="smollm2: SmolLM2-135M-Instruct, 93 MB.")]) -> None:

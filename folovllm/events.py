@@ -10,6 +10,7 @@ Where nobody listens no event is made, and each place pays for one look at an at
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Literal, NamedTuple
@@ -189,14 +190,22 @@ Event = (
 Listener = Callable[[SequenceOf[Event]], None]
 
 
-class Events:
-    """One engine's stream. Events are collected while it works and handed over together, once a step."""
+logger = logging.getLogger("folovllm")
 
-    __slots__ = ("_listeners", "_pending", "on")
+
+class Events:
+    """One engine's stream. Events are collected while it works and handed over together, once a step.
+
+    A listener that fails costs nobody else anything: not the engine its step, nor other listeners their events. The log has
+    its traceback, and it is told nothing more.
+    """
+
+    __slots__ = ("_failed", "_listeners", "_pending", "on")
 
     def __init__(self) -> None:
         self.on = False  # whether anybody listens
         self._listeners: list[Listener] = []
+        self._failed: list[Listener] = []  # until they unsubscribe
         self._pending: list[Event] = []
 
     def subscribe(self, listener: Listener, snapshot: Snapshot) -> None:
@@ -209,7 +218,7 @@ class Events:
     def unsubscribe(self, listener: Listener) -> None:
         """Hand over what has happened, and tell `listener` nothing more. ValueError if it does not listen."""
         self.drain()
-        self._listeners.remove(listener)
+        (self._failed if listener in self._failed else self._listeners).remove(listener)
         self.on = bool(self._listeners)
 
     def emit(self, event: Event) -> None:
@@ -228,4 +237,10 @@ class Events:
         if self._pending:
             events, self._pending = self._pending, []
             for listener in tuple(self._listeners):
-                listener(events)
+                try:
+                    listener(events)
+                except Exception:
+                    logger.exception("a listener to the engine's events failed; it is told nothing more")
+                    self._listeners.remove(listener)
+                    self._failed.append(listener)
+            self.on = bool(self._listeners)

@@ -21,13 +21,8 @@ SAMPLING: Neutral = {
     "use_beam_search": (None, False),
     "length_penalty": (None, 1),
     "early_stopping": (None, False),
-    "prompt_logprobs": (None,),
     "logprob_token_ids": (None,),
     "flat_logprobs": (False,),
-    "logit_bias": (None, {}),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
-    "structured_outputs": (None,),
     "guided_decoding": (None,),
     "logits_processors": (None, []),
     "spaces_between_special_tokens": (True,),
@@ -85,6 +80,11 @@ ENGINE: Neutral = {
     "max_seq_len_to_capture": ANY,
     "use_v2_block_manager": ANY,
 }
+STRUCTURED: Neutral = {
+    "disable_fallback": ANY,
+    "disable_additional_properties": (False,),
+    "structural_tag": (None,),
+}
 REQUEST: Neutral = {
     "lora_request": (None,),
     "prompt_adapter_request": (None,),
@@ -98,6 +98,8 @@ REQUEST: Neutral = {
 GENERATE: Neutral = {"return_outputs": (True,)}
 INSTEAD = {  # what to say in place of "leave it out"
     "best_of": "ask for n answers with logprobs=0, and choose by cumulative_logprob",
+    "guided_decoding": "say structured_outputs",
+    "disable_additional_properties": 'say "additionalProperties": false in the schema',
     "use_beam_search": "call LLM.beam_search",
     "kv_cache_memory_bytes": "say kv_cache_memory (on a CPU), or gpu_memory_utilization",
     "num_gpu_blocks_override": "say num_kv_blocks",

@@ -26,7 +26,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="An exercise, say m3.1.")]
-MilestoneId = Annotated[str, typer.Argument(metavar="ID", help="A milestone, say m3.")]
+MilestoneId = Annotated[str, typer.Argument(metavar="ID", help="A milestone, say m3, or an elective, say x1.")]
 
 
 def main() -> None:
@@ -44,6 +44,11 @@ def _mine() -> Mine:
 
 def _started(mine: Mine) -> list[Exercise]:
     return [e for m in mine.course.milestones if m.id in mine.state.started for e in m.exercises]
+
+
+def _newest(mine: Mine) -> str:
+    """The last that was started, in the order of the course; m1 if nothing was."""
+    return next((m.id for m in reversed(mine.course.milestones) if m.id in mine.state.started), "m1")
 
 
 def _refuse_unstarted(mine: Mine, id: str) -> None:
@@ -89,7 +94,7 @@ def where(context: typer.Context) -> None:
         _say(f"  test    python -m milestones test {todo.id}")
         _say(f"  stuck   python -m milestones hint {todo.id}")
     elif state.started:
-        _say(f"All that you started is written. Does it hold?  python -m milestones test {max(state.started)}")
+        _say(f"All that you started is written. Does it hold?  python -m milestones test {_newest(mine)}")
     if ahead and not todo:
         _say(f"Next: python -m milestones start {ahead.id}  ({ahead.summary})")
 
@@ -102,7 +107,8 @@ def start(id: MilestoneId) -> None:
         _say(f"  {line}")
     if (mine.course.root / (chapter := mine.course.milestone(id).chapter)).is_file():
         _say(f"  {chapter}: to read; `make docs` builds the whole book into site/")
-    earlier = [e.id for e in _started(mine) if e.id.partition(".")[0] < id and not mine.written(e)]
+    below = [m for m in mine.course.milestones if m.id in mine.state.started and mine.course.milestone(id).is_after(m)]
+    earlier = [e.id for m in below for e in m.exercises if not mine.written(e)]
     if earlier:
         _say(f"[yellow]Not written yet, and {id} builds on it: {', '.join(earlier)}[/]")
     _say(f"Your files are in {mine.folder}. Next: python -m milestones")
@@ -121,7 +127,7 @@ def test(
     whole milestone's tests run too.
     """
     mine = _mine()
-    id = id or max(mine.state.started, default="m1")
+    id = id or _newest(mine)
     exercise = mine.course.exercise(id) if "." in id else None
     tests = [*FIRST_FAILURE, *exercise.tests] if exercise else mine.course.tests(id)
     _refuse_unstarted(mine, id)
@@ -263,11 +269,11 @@ def read(id: MilestoneId) -> None:
     """
     course = Course.here()
     milestone = course.milestone(id)
-    before = [m for m in course.milestones if int(m.id[1:]) < int(id[1:])][-1:]
-    known = {(s.file, s.name) for m in before for s in trace.read(course, m.preset)}
+    before = [m for m in course.milestones if milestone.is_after(m)][-1:]
+    known = {(s.file, s.name) for m in before for s in trace.read(course, m)}
     exercises = {(str(symbol.path), symbol.name): e.id for e in course.exercises for symbol in e.symbols}
     phase = ""
-    for step in trace.read(course, milestone.preset):
+    for step in trace.read(course, milestone):
         if step.phase != phase:
             phase = step.phase
             _say(f"\n[bold]{phase}[/]")

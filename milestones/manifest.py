@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = "folovllm"
+EXERCISE_ID = r"[mx]\d+\.\d+"  # of a milestone, or of an elective
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +79,23 @@ class Milestone:
     folder: Path
     notebook: str = ""
     chapter: str = ""
+    flags: tuple[str, ...] = ()  # of an elective: what switches on what it adds, in any later preset
+
+    @property
+    def is_elective(self) -> bool:
+        """Whether it has no preset of its own, and comes at any time after the milestones."""
+        return self.id.startswith("x")
+
+    def is_after(self, other: "Milestone") -> bool:
+        """Whether it builds on the other: electives do on all milestones, and on no other elective."""
+        if self.is_elective or other.is_elective:
+            return not other.is_elective
+        return _rank(self.id) > _rank(other.id)
 
 
 @dataclass(frozen=True)
 class Course:
-    """The milestones in order, the package that they teach, and the folder in which `mine/` stands."""
+    """The milestones in order, the electives behind them, the package that they teach, and the folder in which `mine/` stands."""
 
     root: Path
 
@@ -97,8 +110,8 @@ class Course:
 
     @cached_property
     def milestones(self) -> tuple[Milestone, ...]:
-        files = (self.root / "milestones").glob("m*/milestone.toml")
-        found = tuple(sorted((_milestone(file) for file in files), key=lambda m: int(m.id[1:])))
+        files = (self.root / "milestones").glob("[mx][0-9]*/milestone.toml")
+        found = tuple(sorted((_milestone(file) for file in files), key=lambda m: _rank(m.id)))
         symbols = [symbol for m in found for e in m.exercises for symbol in e.symbols]
         if twice := {str(s) for s in symbols if symbols.count(s) > 1}:
             raise ValueError(f"in two exercises: {', '.join(sorted(twice))}")
@@ -129,15 +142,16 @@ class Course:
                 return exercise
         raise ValueError(f"no exercise {id!r}: `python -m milestones status` lists them")
 
-    def onwards(self, id: str) -> tuple[Exercise, ...]:
-        """The exercises of a milestone and of all later ones."""
-        return tuple(e for m in self.milestones if int(m.id[1:]) >= int(id[1:]) for e in m.exercises)
+    def onwards(self, *ids: str) -> tuple[Exercise, ...]:
+        """The exercises of these, and of all that comes after one of them; after an elective comes nothing."""
+        first = [self.milestone(id) for id in ids]
+        return tuple(e for m in self.milestones if any(m == f or m.is_after(f) for f in first) for e in m.exercises)
 
     def tests(self, id: str) -> tuple[str, ...]:
         """pytest's arguments for all tests of a milestone: those in an earlier folder with its marker are its own, too."""
-        last = self.milestones.index(self.milestone(id))
-        folders = [f"tests/{m.id}" for m in self.milestones[: last + 1] if (self.root / "tests" / m.id).is_dir()]
-        return ("-m", id, *folders)
+        last = self.milestone(id)
+        folders = [f"tests/{m.id}" for m in self.milestones if m == last or last.is_after(m)]
+        return ("-m", id, *(folder for folder in folders if (self.root / folder).is_dir()))
 
     def needed(self, exercise: Exercise) -> tuple[Exercise, ...]:
         """The exercise and all that it needs, directly or not."""
@@ -180,11 +194,17 @@ def _milestone(file: Path) -> Milestone:
     raw = data.pop("exercise", [])
     try:
         exercises = tuple(_exercise(entry) for entry in raw)
-        milestone = Milestone(**data, exercises=exercises, folder=file.parent)
+        flags = tuple(data.pop("flags", ()))
+        milestone = Milestone(**data, flags=flags, exercises=exercises, folder=file.parent)
         _check(milestone)
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error
     return milestone
+
+
+def _rank(id: str) -> tuple[bool, int]:
+    """Where a milestone stands among all: electives are behind."""
+    return id.startswith("x"), int(id[1:])
 
 
 def _exercise(entry: dict[str, Any]) -> Exercise:
@@ -201,6 +221,8 @@ def _check(milestone: Milestone) -> None:
     ids = [e.id for e in milestone.exercises]
     if not milestone.folder.name.startswith(f"{milestone.id}_"):
         raise ValueError(f"the folder of {milestone.id} is called {milestone.folder.name}")
+    if milestone.is_elective != bool(milestone.flags):
+        raise ValueError("an elective says which flags switch it on, and a milestone has none: its preset does")
     if ids != [f"{milestone.id}.{n + 1}" for n in range(len(ids))]:
         raise ValueError(f"exercises are numbered {milestone.id}.1 onwards, not {ids}")
     for exercise in milestone.exercises:

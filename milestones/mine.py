@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from milestones import splice
-from milestones.manifest import Course, Exercise, Symbol, WrongAnswer
+from milestones.manifest import PACKAGE, Course, Exercise, Milestone, Symbol, WrongAnswer
 
 
 @dataclass(slots=True)
@@ -103,12 +103,12 @@ class Mine:
         milestone, state, done = self.course.milestone(id), self.state, []
         for path, own in by_file(milestone.exercises).items():
             reference, text = self.course.source(path), self.read(path)
-            first = min([id, *state.started]) if text is None else id  # a file that is gone had earlier stubs, too
-            onwards = by_file(self.course.onwards(first))[path]
+            begun = [id, *state.started] if text is None else [id]  # a file that is gone had earlier stubs, too
+            onwards = by_file(self.course.onwards(*begun))[path]
             stubs = names(onwards, path)
             if text is None:
                 self.write(path, splice.blank(reference, stubs), base=reference)
-                done.append(f"{path}: new, {_todo(stubs, id)}")
+                done.append(f"{path}: new, {self._todo(stubs, milestone)}")
             else:
                 stubs = {n: e for n, e in stubs.items() if self._untouched(path, n, text, reference, state)}
                 if stubs:
@@ -138,6 +138,12 @@ class Mine:
         return self._put(exercise, lambda s: self.base(s.path))
 
     # -- how -------------------------------------------------------------------------------------------------------
+
+    def _todo(self, stubs: Mapping[str, str], milestone: Milestone) -> str:
+        """How many bodies are cut out, those of what comes after the milestone apart."""
+        owners = [self.course.milestone(exercise.partition(".")[0]) for exercise in stubs.values()]
+        later = sum(owner.is_after(milestone) for owner in owners)
+        return f"{len(stubs) - later} to write{f', {later} more for later milestones' if later else ''}"
 
     def _untouched(self, path: Path, name: str, text: str, reference: str, state: State) -> bool:
         if str(Symbol(".".join(path.with_suffix("").parts), name)) in state.blanked:
@@ -208,6 +214,7 @@ def write_variant(
 ) -> Path:
     """A `mine/` for machines: the reference but for these blanks and wrong answers. `whole` brings all exercises' files."""
     blanked, wrong = list(blanked), list(wrong)
+    (folder / PACKAGE).mkdir(exist_ok=True)  # also where nothing is blank
     touched = course.exercises if whole else [*blanked, *(w.exercise for w in wrong)]
     for path, exercises in by_file(touched).items():
         text = course.source(path)
@@ -231,9 +238,3 @@ def by_file(exercises: Iterable[Exercise]) -> dict[Path, list[Exercise]]:
 def names(exercises: Iterable[Exercise], path: Path) -> dict[str, str]:
     """Qualified name: exercise, of the symbols in one file."""
     return {symbol.name: exercise.id for exercise in exercises for symbol in exercise.symbols if symbol.path == path}
-
-
-def _todo(stubs: Mapping[str, str], id: str) -> str:
-    """How many bodies are cut out, those of milestones later than `id` apart."""
-    later = sum(exercise.partition(".")[0] > id for exercise in stubs.values())
-    return f"{len(stubs) - later} to write{f', {later} more for later milestones' if later else ''}"

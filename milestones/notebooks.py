@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from milestones.manifest import Course
+from milestones.manifest import EXERCISE_ID, Course
 from milestones.mine import Mine, write_variant
 
 SECONDS, BYTES = 60, 500_000  # what one notebook may take
@@ -59,7 +59,7 @@ def _name_the_unwritten(mine: Mine) -> None:
     def show(
         shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: int | None = None
     ) -> None:
-        blank = re.match(r"(?:rank \d+ failed with NotImplementedError: )?(m\d+\.\d+): ", str(error))
+        blank = re.match(rf"(?:rank \d+ failed with )?(?:NotImplementedError: )?({EXERCISE_ID}): ", str(error))
         exercise = next((e for e in mine.course.exercises if blank and e.id == blank[1]), None)
         if exercise:
             print(f"{exercise} is not written yet: {mine.where(exercise)}", file=sys.stderr)
@@ -143,7 +143,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare cells, execute nothing")
     options = parser.parse_args(arguments)
     folder = Course.here().root / "notebooks"
-    sources = [s for s in sorted((folder / "src").glob("m*.py")) if not options.names or s.stem in options.names]
+    sources = [
+        s for s in sorted((folder / "src").glob("[mx][0-9]*.py")) if not options.names or s.stem in options.names
+    ]
     if options.check:
         found = {s.stem: said for s in sources if (said := difference(s, folder / f"{s.stem}.ipynb"))}
         for name, said in found.items():

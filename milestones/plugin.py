@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from milestones.manifest import PACKAGE, Course, Exercise
+from milestones.manifest import EXERCISE_ID, PACKAGE, Course, Exercise
 from milestones.mine import Mine
 
 EXERCISE = "exercise"  # the user property of a report that carries an exercise's id
@@ -62,7 +62,7 @@ def exercise_in(error: BaseException | None, known: set[str]) -> str | None:
         if error is None or id(error) in seen:
             continue
         seen.add(id(error))
-        for found in re.finditer(r"\b(m\d+\.\d+): \w", str(error)):
+        for found in re.finditer(rf"\b({EXERCISE_ID}): \w", str(error)):
             if found[1] in known:
                 return found[1]
         queue += [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]

@@ -3,16 +3,19 @@
 import ast
 import json
 import os
+import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from milestones.manifest import Course
+from milestones.manifest import Course, Milestone
 
 PROMPT = "Tell me a story about Lily and a red kite."
 
@@ -29,30 +32,40 @@ class Step:
     summary: str
 
 
-def read(course: Course, preset: str) -> list[Step]:
-    """Trace one request in a process of its own, always on the reference. `ValueError` with its last words if that fails."""
+def read(course: Course, milestone: Milestone) -> list[Step]:
+    """Trace one request in a process of its own, always on the reference. `ValueError` with its last words if that fails.
+
+    An elective says in `request.py` in its folder what the request is; `run` there is called with the preset and `enter`.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "FOLOVLLM_MINE"}
-    command = [sys.executable, "-m", "milestones.trace", preset]
+    scripts = [str(file) for file in [milestone.folder / "request.py"] if file.is_file()]
+    command = [sys.executable, "-m", "milestones.trace", milestone.preset, *scripts]
     done = subprocess.run(command, cwd=course.root, env=environment, capture_output=True, text=True)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1]
-        raise ValueError(f"{last}; all of it: python -m milestones.trace {preset}")
+        raise ValueError(f"{last}; all of it: python {' '.join(command[1:])}")
     return [Step(**step) for step in json.loads(done.stdout.splitlines()[-1])]
 
 
 class Tracer:
-    """Notes each function under `package` when it is called for the first time."""
+    """Notes each function under `package` when it is called for the first time, in whichever thread."""
 
     def __init__(self, package: Path) -> None:
-        self.package, self.phase, self.depth = f"{package}{os.sep}", "", 0
+        self.package, self.phase = f"{package}{os.sep}", ""
+        self.depths: defaultdict[int, int] = defaultdict(int)  # thread: functions of the package that are running
         self.first: dict[CodeType, tuple[str, int]] = {}
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event in ("call", "return") and code.co_filename.startswith(self.package) and "<" not in code.co_name:
-            self.depth += 1 if event == "call" else -1
+            thread = threading.get_ident()
             if event == "call":
-                self.first.setdefault(code, (self.phase, self.depth - 1))
+                self.first.setdefault(code, (self.phase, self.depths[thread]))
+            self.depths[thread] += 1 if event == "call" else -1
+
+    def enter(self, phase: str) -> None:
+        """From here on, what is called belongs to this phase."""
+        self.phase = phase
 
     def steps(self) -> Iterator[Step]:
         for code, (phase, depth) in self.first.items():
@@ -71,18 +84,28 @@ def _functions(file: str) -> dict[int, ast.FunctionDef | ast.AsyncFunctionDef]:
     return {min([node.lineno, *(d.lineno for d in node.decorator_list)]): node for node in found}
 
 
-def main(preset: str) -> None:
+def generate(preset: str, enter: Callable[[str], None]) -> None:
+    """What a milestone's request is; `enter` begins a phase."""
     import folovllm
 
-    tracer = Tracer(Path(folovllm.__file__).parent)
-    sys.setprofile(tracer)
-    tracer.phase = "putting the engine together"
+    enter("putting the engine together")
     llm = folovllm.LLM(milestone=preset)
-    tracer.phase = "one request"
+    enter("one request")
     llm.generate(PROMPT, folovllm.SamplingParams(max_tokens=8, temperature=0))
+
+
+def main(preset: str, script: str = "") -> None:
+    import folovllm
+
+    run = runpy.run_path(script)["run"] if script else generate
+    tracer = Tracer(Path(folovllm.__file__).parent)
+    threading.setprofile(tracer)  # of threads that are not there yet
+    sys.setprofile(tracer)
+    run(preset, tracer.enter)
     sys.setprofile(None)
+    threading.setprofile(None)
     print("\n" + json.dumps([{f: getattr(step, f) for f in Step.__slots__} for step in tracer.steps()]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

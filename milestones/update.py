@@ -91,7 +91,12 @@ class Update:
             old = move.old if move is not None else symbol
             written = move.carries if move is not None else not self.mine.is_blank(symbol, exercise)
             base = self.mine.base(old.path) if self.mine.read(old.path) is not None else ""
-            if written and _has(base, old.name) and _asks(base, old.name) != _asks(fresh, symbol.name):
+            if (
+                written
+                and self._is_started(exercise)
+                and _has(base, old.name)
+                and _asks(base, old.name) != _asks(fresh, symbol.name)
+            ):
                 found.append(exercise.id)
         return sorted({*found})
 
@@ -128,8 +133,7 @@ class Update:
     def _bring(self, path: Path, fresh: str) -> str:
         """A file that is not here, to which exercises have moved: as `start` brings it, with what was written."""
         course, state = self.mine.course, self.mine.state
-        onwards = course.onwards(min(state.started)) if state.started else ()
-        text = splice.blank(fresh, names(onwards, path))
+        text = splice.blank(fresh, names(course.onwards(*state.started), path))
         for move in self._arriving(path):
             if move.carries:
                 text = splice.graft(text, move.new.name, move.text, move.old.name)
@@ -180,7 +184,7 @@ class Update:
             yield from ((symbol, exercise) for symbol in exercise.symbols if symbol.path == path)
 
     def _is_started(self, exercise: Exercise) -> bool:
-        return exercise.id.partition(".")[0] >= min(self.mine.state.started, default="")
+        return exercise in self.mine.course.onwards(*self.mine.state.started)
 
 
 def merge(yours: str, base: str, theirs: str) -> str | None:

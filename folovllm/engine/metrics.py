@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from folovllm.events import Event, RequestAdded, Snapshot, StepEnded
+from folovllm.events import Aborted, Event, Finished, RequestAdded, Snapshot, StepBegan, StepEnded
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,16 +36,28 @@ class StepLog:
     def __init__(self, steps: list[StepStats] | None = None) -> None:
         self.steps = [] if steps is None else steps
         self._added: dict[int, RequestAdded] = {}  # by seq_id; with overlap a share outlives its sequence
+        self._gone: deque[tuple[int, int]] = (
+            deque()
+        )  # ended sequences: the last step that may tell of one, and its seq_id
+        self._last_begun = self._last_ended = -1  # steps
 
     def __call__(self, events: SequenceOf[Event]) -> None:
         """Take in what happened."""
         for event in events:
-            if isinstance(event, StepEnded):
+            if isinstance(event, StepBegan):
+                self._last_begun = event.step
+            elif isinstance(event, StepEnded):
                 self.steps.append(self._stats(event))
+                self._last_ended = event.step
             elif isinstance(event, RequestAdded):
                 self._added[event.seq_id] = event
+            elif isinstance(event, Finished | Aborted):
+                self._gone.append((self._last_begun, event.seq_id))
             elif isinstance(event, Snapshot):
                 self._added = {seq.added.seq_id: seq.added for seq in event.sequences}
+                self._last_begun, self._last_ended = event.num_steps, event.num_steps - 1  # one may be under way
+        while self._gone and self._gone[0][0] <= self._last_ended:
+            self._added.pop(self._gone.popleft()[1], None)
 
     def take(self) -> list[StepStats]:
         """The steps since the last time: with overlap, a turn of the loop takes in none, one or two."""

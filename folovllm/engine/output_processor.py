@@ -6,11 +6,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
+
+PromptLogprobs = list[dict[int, TokenLogprob] | None] | None
+
+
+class Piece(NamedTuple):
+    """What is new in an answer, and nothing else: what a server writes. `CompletionOutput` is for programs."""
+
+    answer: int  # among the `n`
+    text: str
+    logprobs: list[dict[int, TokenLogprob]] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
 
 
 class RequestState:
@@ -24,8 +36,9 @@ class RequestState:
         self.metrics = RequestMetrics(arrival, num_prompt_tokens=seqs[0].num_prompt_tokens)
         self._kind = kind
         self._answers = [Answer(seq) for seq in seqs]
-        self._prompt = prompt
-        self._prompt_token_ids = list(seqs[0].prompt_token_ids)  # users may do with it as they like
+        self.prompt = prompt
+        self.prompt_token_ids = list(seqs[0].prompt_token_ids)  # users may do with it as they like
+        self._prompt_was_scored = False  # and a report said so
 
     @property
     def streams(self) -> bool:
@@ -36,6 +49,14 @@ class RequestState:
     def finished(self) -> bool:
         """Whether all answers are over."""
         return all(seq.status.is_finished for seq in self.seqs)
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs:
+        """What the model thinks of the whole prompt, the first token aside: None unless asked for, and until all is there."""
+        seq = self.seqs[0]
+        if seq.params.prompt_logprobs is None or len(seq.prompt_logprobs) < seq.num_to_score:
+            return None
+        return [None, *seq.prompt_logprobs]
 
     def note_progress(self, now: float) -> None:
         """Take the times of a step that ended `now`."""
@@ -50,8 +71,8 @@ class RequestState:
         finished, deltas_alone = self.finished, self._kind is RequestOutputKind.DELTA
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=self._prompt_token_ids,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
             outputs=[
                 answer.report(deltas_alone, copy_later=not finished)
                 for answer in self._answers
@@ -60,7 +81,19 @@ class RequestState:
             finished=finished,
             metrics=replace(self.metrics),  # a snapshot, as all the rest
             num_cached_tokens=self.seqs[0].num_cached_tokens or 0,
+            prompt_logprobs=self._report_prompt(once=deltas_alone),
         )
+
+    def pieces(self) -> list[Piece]:
+        """What is new since the last call, of those answers that have news."""
+        return [answer.piece() for answer in self._answers if answer.has_news]
+
+    def _report_prompt(self, once: bool) -> PromptLogprobs:
+        if once and self._prompt_was_scored:
+            return None
+        logprobs = self.prompt_logprobs
+        self._prompt_was_scored = logprobs is not None
+        return logprobs
 
 
 class Answer:
@@ -99,13 +132,26 @@ class Answer:
             delta_token_ids=_token_ids(seq, old_tokens, self._num_tokens),
         )
 
+    def piece(self) -> Piece:
+        """What is new."""
+        seq = self._seq
+        old_chars, old_tokens = self._advance()
+        return Piece(
+            seq.index,
+            seq.detokenizer.read(old_chars, self._num_chars),
+            None if seq.params.logprobs is None else seq.logprobs[old_tokens : self._num_tokens],
+            seq.status.value if self._was_over else None,
+            seq.stop_reason,
+        )
+
     def _advance(self) -> tuple[int, int]:
         """Move the marks to what there is now; returns where they were."""
         old_chars, old_tokens, seq = self._num_chars, self._num_tokens, self._seq
         if not self._was_over:
             self._num_chars, self._num_tokens = num_visible_chars(seq), seq.num_output_tokens
             self._was_over = seq.status.is_finished
-            self._cumulative_logprob += sum(chosen(row).logprob for row in seq.logprobs[old_tokens:])
+            if seq.logprobs:
+                self._cumulative_logprob += sum(chosen(row).logprob for row in seq.logprobs[old_tokens:])
         return old_chars, old_tokens
 
 
@@ -121,7 +167,7 @@ def num_visible_chars(seq: Sequence) -> int:
         detokenizer.flush()
         return detokenizer.num_chars
     detokenizer.advance()
-    held_back = max(map(len, seq.params.stop), default=1) - 1
+    held_back = max(map(len, seq.params.stop)) - 1 if seq.params.stop else 0
     return max(0, detokenizer.num_chars - held_back)
 
 

@@ -24,7 +24,7 @@ class InFlight:
 
     output: SchedulerOutput
     seqs: list[Sequence]  # whose its shares are
-    pending: Pending
+    pending: Pending | None  # None: it has not drawn yet, and waits for what may be drawn
     start: float
 
 
@@ -37,6 +37,7 @@ class OverlappedEngine(LLMEngine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._in_flight: InFlight | None = None
+        self._undrawn: InFlight | None = None  # started up to its logits
         self._last_arrival = 0.0
 
     def step(self) -> list[RequestOutput]:
@@ -72,9 +73,17 @@ class OverlappedEngine(LLMEngine):
         return outputs
 
     def _start(self, output: SchedulerOutput) -> InFlight:
-        """Start a step on the device; the tokens that it draws are in flight from here on."""
+        """Start a step on the device; the tokens that it draws are in flight from here on.
+
+        If some of its answers must have a form, it gets as far as its logits: what they may draw depends on the tokens
+        that are still in flight. So the device has work while the host waits for these.
+        """
         seqs = self.scheduler.sequences(output)
-        started = InFlight(output, seqs, self.executor.submit(output), time.monotonic())
+        if self._guides.concern(output, seqs):
+            self.executor.forward(output)
+            started = self._undrawn = InFlight(output, seqs, None, time.monotonic())
+        else:
+            started = InFlight(output, seqs, self.executor.submit(output), time.monotonic())
         for share, seq in zip(output.shares, seqs, strict=True):
             seq.num_in_flight += share.num_draws
         return started
@@ -82,14 +91,26 @@ class OverlappedEngine(LLMEngine):
     def _collect(self) -> list[RequestOutput]:
         """Wait for the step in flight, if there is one, and hand its tokens to their sequences.
 
-        A sequence that ended while the step was under way gets nothing more.
+        A sequence that ended while the step was under way gets nothing more. As soon as the tokens are known, the step after
+        it draws, if it waits for that.
         """
-        if self._in_flight is None:
-            return []
         step = self._in_flight
+        if step is None or step is self._undrawn:
+            self._draw_late()
+        if step is None:
+            return []
+        assert step.pending is not None
         result = step.pending.wait()
         self._in_flight = None  # only now: what cannot arrive is an error in every later step too
         for share, seq in zip(step.output.shares, step.seqs, strict=True):
             seq.num_in_flight -= share.num_draws
+        self._guides.advance(step.seqs, result.token_ids)
+        self._draw_late()
         start, self._last_arrival = max(step.start, self._last_arrival), time.monotonic()
         return self._take_in(step.output, step.seqs, result, start)
+
+    def _draw_late(self) -> None:
+        """Let the step draw that waits for it: all tokens before its own are taken in by the guides."""
+        if self._undrawn is not None:
+            step, self._undrawn = self._undrawn, None
+            step.pending = self.executor.draw(self._guides.masks(step.output, step.seqs))

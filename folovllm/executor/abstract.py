@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput, StepResult
 
 
@@ -33,3 +34,9 @@ class AsyncExecutor(Executor, Protocol):
 
     def submit(self, output: SchedulerOutput) -> Pending:
         """Start one step and return at once."""
+
+    def forward(self, output: SchedulerOutput) -> None:
+        """Start one step up to its logits, and return at once; `draw` must be what is called next."""
+
+    def draw(self, masks: Masks) -> Pending:
+        """Let the step draw that was started by `forward`, where rows of `masks` may draw only what these allow."""

@@ -16,12 +16,13 @@ import torch
 
 from folovllm.children import import_path, python_command
 from folovllm.distributed.group import child_environment
-from folovllm.executor.messages import STOP, decode_result, encode_step, longest_messages
+from folovllm.executor.messages import STOP, decode_result, encode_masks, encode_step, longest_messages
 from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.executor.rank import Assignment, Failure, MakeRank, Ready, spin_seconds
 from folovllm.executor.ring import Ring, wait_for
 from folovllm.setup import EngineSetup
-from folovllm.step.packed import PackedStep
+from folovllm.step.masks import Masks
+from folovllm.step.packed import Int32, PackedStep
 from folovllm.step.schedule import StepResult
 
 GRACE = 5.0  # seconds that ranks have to end by themselves
@@ -201,6 +202,7 @@ class MultiprocExecutor(PackedExecutor):
         self._ranks = Ranks(setup, make_rank)
         self._end = weakref.finalize(self, self._ranks.stop)
         self._spin = spin_seconds(setup)
+        self._num_results = 0  # asked for so far
         ready = self._ranks.ready
         super().__init__(setup.max_num_seqs, min(rank.num_kv_blocks for rank in ready), ready[0].buckets)
 
@@ -218,11 +220,19 @@ class MultiprocExecutor(PackedExecutor):
         """End the ranks. A second call does nothing."""
         self._end()
 
-    def _send(self, step: PackedStep) -> RemoteStep:
+    def _send(self, step: PackedStep | Masks) -> RemoteStep:
         """Start one step on all ranks and return at once. Raises `WorkerDied` if one of them has ended."""
-        steps, message = self._ranks.steps, encode_step(step)
+        self._write(encode_masks(step) if isinstance(step, Masks) else encode_step(step))
+        self._num_results += 1
+        return RemoteStep(self._ranks, self._num_results - 1, self._spin)
+
+    def _send_ahead(self, step: PackedStep) -> None:
+        self._write(encode_step(step))
+
+    def _write(self, message: Int32) -> None:
+        steps = self._ranks.steps
         wait_for(lambda: steps.has_room() or None, self._spin, self._ranks.check)
-        return RemoteStep(self._ranks, steps.write(message), self._spin)
+        steps.write(message)
 
 
 class RemoteStep:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from folovllm.executor.abstract import Pending
+from folovllm.step.masks import Masks
 from folovllm.step.packed import PackedStep, StepPacker
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner, PendingStep
 
-PackedWorker = GPUWorker[PackedStep, PendingStep]
+PackedWorker = GPUWorker[PackedStep | Masks, PendingStep | None]
 
 
 class PackedExecutor(ABC):
@@ -23,22 +24,43 @@ class PackedExecutor(ABC):
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Run one step. Raises `NothingScheduled` if it is empty."""
-        return self.submit(output).wait()
+        if output.masks is None:
+            return self.submit(output).wait()
+        self.forward(output)
+        return self.draw(output.masks).wait()
 
     def submit(self, output: SchedulerOutput) -> Pending:
         """Start one step and return at once. Raises `NothingScheduled` if it is empty."""
+        return self._send(self._pack(output))
+
+    def forward(self, output: SchedulerOutput) -> None:
+        """Start one step up to its logits, and return at once; `draw` must be what is called next."""
+        step = self._pack(output)
+        step.draws_late = True
+        self._send_ahead(step)
+
+    def draw(self, masks: Masks) -> Pending:
+        """Let the step draw that was started by `forward`, where rows of `masks` may draw only what these allow."""
+        self.check()
+        return self._send(masks)
+
+    def _pack(self, output: SchedulerOutput) -> PackedStep:
         self.check()
         if not output.shares:
             raise NothingScheduled
-        return self._send(self._packer.pack(output))
+        return self._packer.pack(output)
 
     @abstractmethod
     def check(self) -> None:
         """Raise an error if no step can be sent any more."""
 
     @abstractmethod
-    def _send(self, step: PackedStep) -> Pending:
-        """Start a packed step."""
+    def _send(self, step: PackedStep | Masks) -> Pending:
+        """Start a packed step, or the draw of the one that was sent ahead."""
+
+    @abstractmethod
+    def _send_ahead(self, step: PackedStep) -> None:
+        """Start a packed step that draws late."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -61,8 +83,13 @@ class LocalExecutor(PackedExecutor):
         """Drop the model and its cache. A second call does nothing."""
         self._worker = None
 
-    def _send(self, step: PackedStep) -> PendingStep:
-        return self._running().execute_model(step)
+    def _send(self, step: PackedStep | Masks) -> PendingStep:
+        pending = self._running().execute_model(step)
+        assert pending is not None
+        return pending
+
+    def _send_ahead(self, step: PackedStep) -> None:
+        self._running().execute_model(step)
 
     def _running(self) -> PackedWorker:
         if self._worker is None:

@@ -19,12 +19,13 @@ from folovllm.distributed.group import PeersLost, ProcessGroup
 from folovllm.executor.messages import decode_step, encode_result, longest_messages
 from folovllm.executor.ring import Ring, wait_for
 from folovllm.setup import EngineSetup
+from folovllm.step.masks import Masks
 from folovllm.step.packed import Int32, PackedStep
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner, PendingStep
 
 # A rank's worker and its runner; a function of a module, since its name is what travels to another process.
-MakeRank = Callable[[EngineSetup, ProcessGroup], tuple[GPUWorker[PackedStep, PendingStep], GraphRunner]]
+MakeRank = Callable[[EngineSetup, ProcessGroup], tuple[GPUWorker[PackedStep | Masks, PendingStep | None], GraphRunner]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -120,7 +121,7 @@ class RankServer:
         """Run steps as they come, until the empty message."""
         while len(message := wait_for(self._next_step, self._spin)):
             pending = self.worker.execute_model(decode_step(message))
-            if self._rank == 0:
+            if self._rank == 0 and pending is not None:
                 self._started.append(pending)
 
     def _next_step(self) -> Int32 | None:

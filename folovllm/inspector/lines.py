@@ -189,7 +189,7 @@ class LineWriter:
     def _shares(self, shares: Iterable[Share]) -> list[int | Line]:
         """A number for a share that says nothing new, a line for others. Hundreds a step come here, so it is one loop."""
         entries: list[int | Line] = []
-        for seq_id, _, start, n, _, blocks, first, draws, _ in shares:
+        for seq_id, _, start, n, _, blocks, first, draws, _, _ in shares:
             if (seq := self._sequences.get(seq_id)) is None:  # it ended while the step before was under way
                 entries.append([seq_id, start, n, draws, first, blocks])
                 continue

@@ -15,14 +15,25 @@ class Admission:
         self._engine, self._max_requests, self._max_tokens = engine, max_requests, max_tokens
 
     def check(self, num_requests: int, num_tokens: int = 0) -> None:
-        """Raise ApiError unless so much more may queue: 429 to come again, 400 if it never can."""
+        """Raise ApiError unless so much more may queue.
+
+        What waits already is `self._engine.num_queued` prompts with `num_queued_tokens` tokens; `self._max_requests` and
+        `self._max_tokens` bound the two. The message of a refusal names what is too much: "prompts" or "prompt tokens".
+
+        Raises:
+            ApiError: with status 400 if one of the two would not fit into an empty queue either, for who is told to come
+                again would come for ever; else 429 if one does not fit now, with the code "queue_full" and the header
+                `Retry-After`, `RETRY_AFTER` seconds.
+        """
         engine = self._engine
-        for count, queued, most, what in (
+        budgets = (
             (num_requests, engine.num_queued, self._max_requests, "prompts"),
             (num_tokens, engine.num_queued_tokens, self._max_tokens, "prompt tokens"),
-        ):
+        )
+        for count, _, most, what in budgets:
             if count > most:
                 raise ApiError(400, f"the request has {count} {what}, and the queue holds {most}: send fewer at once")
+        for count, queued, most, what in budgets:
             if queued + count > most:
                 message = f"the queue is full ({queued} of {most} {what}): try again in a moment"
                 raise ApiError(429, message, code="queue_full", headers={"Retry-After": RETRY_AFTER})

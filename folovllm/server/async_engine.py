@@ -7,6 +7,7 @@ import itertools
 import logging
 import pickle
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
@@ -18,10 +19,11 @@ from folovllm.models.files import generation_defaults, load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.counters import Counters
-from folovllm.server.messages import Abort, Failure, Load, News, Pace, Ready, Seen, Step, Watch
-from folovllm.server.stream import Prepared, Stream
+from folovllm.server.messages import Abort, Failure, Load, News, Ready, Seen, Step, Watch
+from folovllm.server.stream import Mailbox, Prepared, Stream
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.setup import EngineSetup
+from folovllm.structured.guidance import check_form
 
 logger = logging.getLogger("folovllm")
 T = TypeVar("T")
@@ -126,6 +128,8 @@ class AsyncEngine:
         """Tokenize and check a request; texts in a thread, since a long one takes a while. Errors are those of `generate`."""
         self.require_open()
         params = self.default_params() if params is None else params
+        if params.structured_outputs is not None:
+            await self.in_thread(check_form, params.structured_outputs)
         arguments = ("", prompt, params, priority, cache_salt)
         is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
         if is_text:
@@ -138,14 +142,15 @@ class AsyncEngine:
         """Call a function that reads long texts, beside the event loop; one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
 
-    def submit(self, request: Prepared, request_id: str | None = None) -> Stream:
-        """Hand a request to the engine. Whoever takes the stream closes it."""
+    def submit(self, request: Prepared, request_id: str | None = None, mailbox: Mailbox | None = None) -> Stream:
+        """Hand a request to the engine. Whoever takes the stream closes it; one `mailbox` may serve several of them."""
         self.require_open()
         number = next(self._numbers)
         request_id = f"request-{number}" if request_id is None else request_id
         if request_id in self._number_of:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
-        stream = Stream(number, request_id, request, time.monotonic(), self.tokenizer, self._abort)
+        now = time.monotonic()
+        stream = Stream(number, request_id, request, now, self.tokenizer, mailbox or Mailbox(), self._abort)
         self._streams[number], self._number_of[request_id] = stream, number
         self._idle.clear()
         self.num_queued += 1
@@ -205,10 +210,6 @@ class AsyncEngine:
         """
         self._transport.send(Watch(is_on))
 
-    def pace(self, delay: float = 0.0, is_held: bool = False, step: int = 0) -> None:
-        """Let the engine wait so many seconds between two steps, or hold it; held, it may take `step` more steps."""
-        self._transport.send(Pace(delay, is_held, step))
-
     @property
     def is_open(self) -> bool:
         """Whether new requests are taken."""
@@ -248,17 +249,22 @@ class AsyncEngine:
     def _take_in(self, step: Step) -> None:
         now = time.monotonic()
         self.load = step.load
+        before: Counter[float] = Counter()  # when answers got the tokens before these: mostly one step ago, all of them
         for delta in step.deltas:
             if (stream := self._streams.get(delta.number)) is None:
                 continue  # aborted, and the engine had not heard of it yet
-            self.counters.note_tokens(stream, delta, now)
-            had_begun = stream.has_begun
-            stream.feed(delta, now)
-            if stream.has_begun and not had_begun:
+            if not stream.has_begun:
                 self._leave_queue(stream)
+                self.counters.note_start(stream, now)
+            if delta.token_ids:
+                if (last := stream.newest[delta.index]) is not None:
+                    before[last] += 1
+                self.counters.generation_tokens += len(delta.token_ids)
+            stream.feed(delta, now)
             if stream.is_finished:
                 self._forget(stream)
                 self.counters.note_end(stream)
+        self.counters.note_step(now, before, step.queue_times)
         for refused in step.refused:
             if (stream := self._streams.get(refused.number)) is not None:
                 self._fail(stream, ValueError(refused.message))

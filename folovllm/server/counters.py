@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from folovllm.server.messages import Delta
 from folovllm.server.stream import Stream
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -43,20 +43,24 @@ class Counters:
     generation_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # answers, by finish_reason
     time_to_first_token: Histogram = field(default_factory=_seconds)
+    queue_time: Histogram = field(default_factory=_seconds)
     inter_token_latency: Histogram = field(default_factory=_seconds)
     time_per_output_token: Histogram = field(default_factory=_seconds)
     latency: Histogram = field(default_factory=_seconds)
     request_prompt_tokens: Histogram = field(default_factory=_tokens)
     request_generation_tokens: Histogram = field(default_factory=_tokens)
 
-    def note_tokens(self, stream: Stream, delta: Delta, now: float) -> None:
-        """A step drew tokens for an answer, which is told of them after this."""
-        self.generation_tokens += len(delta.token_ids)
-        if not stream.has_begun:
-            self.prompt_tokens += stream.state.metrics.num_prompt_tokens
-            self.time_to_first_token.note(now - stream.state.metrics.arrival_time)
-        if (last := stream.newest[delta.index]) is not None:
-            self.inter_token_latency.note(now - last)
+    def note_start(self, stream: Stream, now: float) -> None:
+        """An answer's first token is here."""
+        self.prompt_tokens += stream.state.metrics.num_prompt_tokens
+        self.time_to_first_token.note(now - stream.state.metrics.arrival_time)
+
+    def note_step(self, now: float, before: Mapping[float, int], queue_times: Iterable[float]) -> None:
+        """A step's tokens are here; `before` says when, and how many, answers had got their last ones."""
+        for last, count in before.items():
+            self.inter_token_latency.note(now - last, count)
+        for seconds in queue_times:
+            self.queue_time.note(seconds)
 
     def note_end(self, stream: Stream) -> None:
         """A request is over."""

@@ -9,30 +9,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from folovllm.cache.prefix_cache import PrefixCacheStats
 from folovllm.config import EngineConfig
-from folovllm.engine.metrics import EngineStats
+from folovllm.events import Event, Listener
 from folovllm.inspector.live import LiveLines
 from folovllm.inspector.recorder import Engine as WatchedEngine
-from folovllm.outputs import CompletionOutput, RequestOutput
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.messages import (
-    Abort,
-    Add,
-    Command,
-    Delta,
-    Failure,
-    Load,
-    News,
-    Pace,
-    Ready,
-    Refused,
-    Row,
-    Seen,
-    Step,
-    Stop,
-    Watch,
-)
+from folovllm.server.digest import Digest
+from folovllm.server.messages import Abort, Add, Command, Failure, News, Ready, Refused, Seen, Step, Stop, Watch
 from folovllm.setup import EngineSetup
 
 
@@ -40,7 +23,14 @@ class Engine(WatchedEngine, Protocol):
     """What the loop asks of an engine: `LLMEngine` has it."""
 
     def add_request(
-        self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int, cache_salt: str | None
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        priority: int,
+        cache_salt: str | None,
+        stream: bool,
     ) -> None:
         """Queue a request. Raises ValueError if it can never be served."""
 
@@ -50,14 +40,11 @@ class Engine(WatchedEngine, Protocol):
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
 
-    def step(self) -> list[RequestOutput]:
-        """Compute, and hand out what is new."""
+    def step(self) -> object:
+        """Compute. Who listens hears what came of it."""
 
-    def stats(self) -> EngineStats:
-        """Requests and cache as they are."""
-
-    def prefix_cache_stats(self) -> PrefixCacheStats:
-        """Hits so far. Raises ValueError where there is no such cache."""
+    def subscribe(self, listener: Listener) -> None:
+        """Let `listener` hear what happens; now, how things stand."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -70,11 +57,8 @@ MakeEngine = Callable[[EngineConfig], Engine]
 class Link(Protocol):
     """The engine's end of a transport."""
 
-    def receive(self, wait: float | None) -> list[Command]:
-        """What has arrived, in order. If nothing has, wait so many seconds for something; None: for ever.
-
-        `Stop` where nobody is left at the other end.
-        """
+    def receive(self, wait: bool) -> list[Command]:
+        """What has arrived, in order; with `wait` at least one. `Stop` where nobody is left at the other end."""
 
     def send(self, news: News) -> None:
         """Say something."""
@@ -83,13 +67,21 @@ class Link(Protocol):
 def run_engine(config: EngineConfig, link: Link, make_engine: MakeEngine) -> bool:
     """Build an engine and step it until it is told to stop; both in the thread that calls this, which is torch's own.
 
-    Whatever goes wrong is the last that the link hears. Returns whether nothing did.
+    Once the engine is there the link hears `Ready(pickle.dumps(plain(engine.setup)), n)`, with the number of KV blocks that
+    `loop.news().load` has as `kv_blocks_total`. Then an `EngineLoop` turns until a turn returns False.
+
+    Any exception ends it, and is the last that the link hears, as a `Failure`. A ValueError while the engine is built is the
+    user's error: its sentence alone is the message. Any other is "TypeName: sentence", and `logger.exception` notes where it
+    came from. The engine, if there is one, is closed whatever happened.
+
+    Returns:
+        Whether nothing went wrong.
     """
     engine, loop = None, None
     try:
         engine = make_engine(config)
         loop = EngineLoop(engine, link)
-        link.send(Ready(pickle.dumps(plain(engine.setup)), loop.load().kv_blocks_total))
+        link.send(Ready(pickle.dumps(plain(engine.setup)), loop.news().load.kv_blocks_total))
         while loop.turn():
             pass
         loop.watch(False)
@@ -108,52 +100,46 @@ def run_engine(config: EngineConfig, link: Link, make_engine: MakeEngine) -> boo
 
 
 class EngineLoop:
-    """Between a link and an engine that is there already."""
+    """Between a link and an engine that is there already, and idle.
+
+    It reads the engine's events. So the engine makes no `RequestOutput` for a token, and nobody asks it how it is.
+    """
 
     def __init__(self, engine: Engine, link: Link) -> None:
         self._engine = engine
         self._link = link
-        self._has_prefix_cache = bool(engine.setup.config.enable_prefix_caching)
+        self._events: list[Event] = []  # since the last message
+        self._digest = Digest(bool(engine.setup.config.enable_prefix_caching))
+        engine.subscribe(self._events.extend)
         self._live = LiveLines(engine)
-        self._delay = 0.0  # seconds between two steps
-        self._steps_left: int | None = None  # while it is held; None: it is not
 
     def turn(self) -> bool:
-        """One turn: all that has arrived, then a step, then one message. False: it was told to stop.
+        """One turn: all that has arrived, then a step, then one message.
 
-        Without work it waits for a command, and takes no time. So does one that is held.
+        `self._link.receive(wait=...)` gives the commands that have arrived, in order. It waits for one only where the engine
+        has no work (`has_unfinished_requests`): so an idle engine takes no time, and one that works loses none. `Stop` ends
+        the turn at once; an `Abort` goes to `abort_request([str(number)])`, an `Add` to `self.add`, which may refuse it.
+
+        The message is `self.news(refused)`, one for each step, whatever was in it.
+
+        Returns:
+            False: it was told to stop.
         """
         refused: list[Refused] = []
-        is_idle = not self._has_work()
-        self._tell(self._live.take(all_of_it=is_idle or self._delay > 0))
-        for command in self._link.receive(None if is_idle else self._delay):
+        is_idle = not self._engine.has_unfinished_requests()
+        self._tell(self._live.take(all_of_it=is_idle))
+        for command in self._link.receive(wait=is_idle):
             if isinstance(command, Stop):
                 return False
             if isinstance(command, Watch):
                 self.watch(command.is_on)
-            elif isinstance(command, Pace):
-                self._delay = command.delay
-                self._steps_left = (self._steps_left or 0) + command.step if command.is_held else None
             elif isinstance(command, Abort):
                 self._engine.abort_request([str(command.number)])
-            elif (refusal := self._add(command)) is not None:
+            elif (refusal := self.add(command)) is not None:
                 refused.append(refusal)
-        deltas = [delta for output in self._step() for delta in deltas_of(output)]
-        self._link.send(Step(deltas, self.load(), refused))
+        self._engine.step()
+        self._link.send(self.news(refused))
         return True
-
-    def _has_work(self) -> bool:
-        """Whether there is something to do, and it may be done."""
-        return self._steps_left != 0 and self._engine.has_unfinished_requests()
-
-    def _step(self) -> list[RequestOutput]:
-        if self._steps_left is None:
-            return self._engine.step()
-        if not self._has_work():
-            self._engine.events.drain()  # who came is told, though it is held
-            return []
-        self._steps_left -= 1
-        return self._engine.step()
 
     def watch(self, is_on: bool, how: str = "closed") -> None:
         """Tell what happens from here on, or tell it no more; `how` says why it ends."""
@@ -166,42 +152,21 @@ class EngineLoop:
         if pieces:
             self._link.send(Seen(pieces))
 
-    def _add(self, add: Add) -> Refused | None:
+    def add(self, add: Add) -> Refused | None:
+        """Queue a request, or say why it cannot be."""
+        extra: dict[str, Any] = {"priority": add.priority, "cache_salt": add.cache_salt, "stream": False}
         try:
-            self._engine.add_request(
-                str(add.number), add.token_ids, add.params, priority=add.priority, cache_salt=add.cache_salt
-            )
+            self._engine.add_request(str(add.number), add.token_ids, add.params, **extra)
         except ValueError as error:
             return Refused(add.number, str(error))
         return None
 
-    def load(self) -> Load:
-        """How busy the engine is."""
-        stats = self._engine.stats()
-        prefix = self._engine.prefix_cache_stats() if self._has_prefix_cache else PrefixCacheStats()
-        return Load(
-            num_waiting=stats.waiting,
-            num_running=stats.running,
-            kv_blocks_used=stats.kv_blocks_used,
-            kv_blocks_total=stats.kv_blocks_total,
-            num_preemptions=stats.preemptions,
-            prefix_tokens=prefix.tokens,
-            prefix_tokens_hit=prefix.tokens_hit,
-        )
-
-
-def deltas_of(output: RequestOutput) -> Iterable[Delta]:
-    """The news of one request, an answer at a time."""
-    number, num_cached = int(output.request_id), output.num_cached_tokens
-    for answer in output.outputs:
-        yield Delta(number, answer.index, answer.delta_token_ids, answer.finish_reason, num_cached, logprobs_of(answer))
-
-
-def logprobs_of(answer: CompletionOutput) -> list[Row] | None:
-    """The new rows of log-probabilities, without their texts: these are made where they are shown."""
-    if answer.logprobs is None:
-        return None
-    return [[(t.token_id, t.logprob, t.rank) for t in row.values()] for row in answer.logprobs]
+    def news(self, refused: list[Refused] | None = None) -> Step:
+        """All that happened since the last time, as one message."""
+        self._digest.take_in(self._events)
+        self._events.clear()
+        deltas, queue_times = self._digest.take()
+        return Step(deltas, self._digest.load, refused or [], queue_times)
 
 
 def plain(setup: EngineSetup) -> EngineSetup:

@@ -13,6 +13,21 @@ TYPES = {
 }  # fmt: skip
 
 
+class ErrorInfo(msgspec.Struct):
+    """What was not possible, and why."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """The JSON of every answer that is no success."""
+
+    error: ErrorInfo
+
+
 class ApiError(Exception):
     """An answer that is no success.
 
@@ -38,13 +53,8 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The JSON that says it."""
-        said = {
-            "message": self.message,
-            "type": TYPES.get(self.status, "invalid_request_error"),
-            "param": self.param,
-            "code": self.code,
-        }
-        return msgspec.json.encode({"error": said})
+        kind = TYPES.get(self.status, "invalid_request_error")
+        return msgspec.json.encode(ErrorBody(ErrorInfo(self.message, kind, self.param, self.code)))
 
 
 def as_api_error(error: Exception, fields: tuple[str, ...] = ()) -> ApiError:

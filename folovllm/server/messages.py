@@ -54,14 +54,15 @@ class Ready(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True):
-    """What a step added to one answer."""
+    """What a step added to one answer: tokens, or its end, which is the last that is said of it."""
 
     number: int
     index: int  # among the `n` answers
-    token_ids: list[int]
+    token_ids: list[int] = []
     finish_reason: str | None = None
-    num_cached_tokens: int = 0
-    logprobs: list[Row] | None = None
+    num_cached_tokens: int = 0  # of the prompt, found when the answer was begun
+    logprobs: list[Row] | None = None  # one row a token
+    prompt_logprobs: list[Row] | None = None  # of the prompt's tokens, from its second on, that the step scored
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True):
@@ -89,6 +90,7 @@ class Step(msgspec.Struct, array_like=True, tag=True, frozen=True):
     deltas: list[Delta]
     load: Load
     refused: list[Refused] = []
+    queue_times: list[float] = []  # seconds that those waited whom this step let in for the first time
 
 
 class Seen(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -126,7 +128,11 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The messages that are whole now."""
+        """Take in a piece of the stream, and yield the messages that are whole now, in order, each as `bytes` of its own.
+
+        A message is its length in four bytes (`_LENGTH`), then itself: `frame` makes it. A piece may hold several, or a part
+        of one, and may end within a length. What is not whole stays in `self._buffer`; what was handed out leaves it.
+        """
         self._buffer += data
         start = 0
         while start + _LENGTH.size <= len(self._buffer):

@@ -6,18 +6,26 @@ import pickle
 import select
 import socket
 from collections import deque
+from collections.abc import Callable
 
 from folovllm.build import make_engine
-from folovllm.server.engine_loop import run_engine
+from folovllm.server.engine_loop import Link, MakeEngine, run_engine
 from folovllm.server.messages import Command, Frames, News, Stop, decode_command, encode, frame
 
 CHUNK = 1 << 20
 
 
-def serve_socket(fd: int) -> bool:
-    """Build the engine that the first message describes, and serve it. Returns whether it ended as it was told to."""
+def serve_socket(
+    fd: int,
+    make_engine: MakeEngine = make_engine,
+    around: Callable[[Link, MakeEngine], tuple[Link, MakeEngine]] = lambda link, make: (link, make),
+) -> bool:
+    """Build the engine that the first message describes, and serve it. Returns whether it ended as it was told to.
+
+    `around` may put something between link, loop and engine.
+    """
     link = SocketLink(socket.socket(fileno=fd))
-    return run_engine(pickle.loads(link.first()), link, make_engine)
+    return run_engine(pickle.loads(link.first()), *around(link, make_engine))
 
 
 class SocketLink:
@@ -36,10 +44,9 @@ class SocketLink:
             self._read()
         return self._unread.popleft()
 
-    def receive(self, wait: float | None) -> list[Command]:
+    def receive(self, wait: bool) -> list[Command]:
         """As `Link` has it."""
-        milliseconds = None if wait is None else 1000 * wait
-        while self._poll.poll(0 if self._unread else milliseconds):
+        while self._poll.poll(None if wait and not self._unread else 0):
             self._read()
         commands = [decode_command(message) for message in self._unread]
         self._unread.clear()

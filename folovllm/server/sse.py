@@ -14,7 +14,18 @@ T = TypeVar("T")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work, or cancel it as soon as the client is gone: `ClientDisconnect` then. The body must have been read."""
+    """Do the work, or cancel it as soon as the client is gone. The request's body must have been read.
+
+    `_disconnect(receive)` returns when the client is gone. Work that is done by then is done. However the race ends, and also
+    if it is cancelled itself, nothing of it runs any more when it is over: neither the work, which may take a while to give
+    back what it holds, nor who listens for the client.
+
+    Returns:
+        What the work returns; what it raises is raised.
+
+    Raises:
+        ClientDisconnect: the client was gone first.
+    """
     doing = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
     try:
@@ -57,26 +68,3 @@ class EventStream(Response):
         async for event in self._events:
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def merge(iterators: list[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
-    """What several iterators give, as it comes, with the number of the one that gave it."""
-    waiting = {asyncio.ensure_future(_next(each)): i for i, each in enumerate(iterators)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                i = waiting.pop(task)
-                try:
-                    item = task.result()
-                except StopAsyncIteration:
-                    continue
-                waiting[asyncio.ensure_future(_next(iterators[i]))] = i
-                yield i, item
-    finally:
-        for task in waiting:
-            task.cancel()
-
-
-async def _next(iterator: AsyncIterator[T]) -> T:
-    return await anext(iterator)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from folovllm.cache.prefix_cache import CachedPrefix
-from folovllm.engine.output_processor import RequestState
+from folovllm.engine.output_processor import Piece, RequestState
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.outputs import RequestOutput, TokenLogprob
 from folovllm.request import Sequence, SequenceStatus
@@ -44,12 +44,39 @@ class Prepared:
         return Add(number, self.seqs[0].prompt_token_ids, params, int(self.priority), self.cache_salt)
 
 
+class Mailbox:
+    """Says which of its streams have news, to one reader, who wakes once however many they are and whatever came."""
+
+    def __init__(self) -> None:
+        self._fresh: list[Stream] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, stream: Stream) -> None:
+        """A stream has news that nobody has taken: it joins `self._fresh`, and who waits is woken, once however many come."""
+        self._fresh.append(stream)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> list[Stream]:
+        """The streams that have news, each handed out once; waits until there is one.
+
+        Who waits does so on `self._waiter`, a future of the running event loop: `put` gives it a result.
+        """
+        if not self._fresh:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+
 class Stream:
     """The outputs of one request, for one reader.
 
     The sequences here mirror the engine's: they get the same tokens, so the same text, cut at the same stop string. There
     is no queue of outputs. A reader gets all that is new since it last looked, so one that reads slowly gets fewer and
     longer pieces, and holds no more memory than the answer takes.
+
+    Whoever has the mailbox to itself iterates over `RequestOutput`s; a reader of several streams takes their pieces.
     """
 
     def __init__(
@@ -59,6 +86,7 @@ class Stream:
         request: Prepared,
         arrival: float,
         tokenizer: PreTrainedTokenizerBase,
+        mailbox: Mailbox,
         on_close: Callable[[Stream], None],
     ) -> None:
         self.number, self.request_id = number, request_id
@@ -67,11 +95,11 @@ class Stream:
         self.newest: list[float | None] = [None] * len(request.seqs)  # when each answer got its newest tokens
         self._seqs = request.seqs
         self._decode = tokenizer.decode if request.params.detokenize else None
+        self._mailbox, self._has_mail = mailbox, False
         self._on_close = on_close
-        self.is_finished = False
-        self._news = asyncio.Event()
+        self.is_finished = False  # all is drawn, whether somebody took it or not
+        self.is_over = False  # there is nothing more to take
         self._error: Exception | None = None
-        self._is_over = False
 
     @property
     def has_begun(self) -> bool:
@@ -79,23 +107,46 @@ class Stream:
         return self.state.metrics.first_token_time is not None
 
     def feed(self, delta: Delta, now: float) -> None:
-        """Take in what a step drew."""
+        """Take in what a step drew for the answer `self._seqs[delta.index]`.
+
+        With the first tokens of all (`has_begun`) `self.state.metrics` gets its `first_token_time`, and `prefix` of the first
+        sequence becomes `CachedPrefix(num_hit_tokens=delta.num_cached_tokens)`. Rows of log-probabilities join
+        `seq.logprobs` (`_with_text`). Each token goes to the sequence (`append_token`) and to its `detokenizer` (`append`) and is counted
+        in `num_generated_tokens`. `check_stop_conditions(seq)` cuts the text at a stop string: ask it after each token where
+        the request has stop strings or the delta several tokens, and drop what was drawn after the end.
+
+        `newest` notes when. A `finish_reason` ends the answer (`_end`). The reader hears of it (`_tell`) if all is drawn, or if it
+        wants outputs before that (`self.state.streams`). No text is made before it looks.
+        """
         seq = self._seqs[delta.index]
         if not self.has_begun:
             self._seqs[0].prefix = CachedPrefix(num_hit_tokens=delta.num_cached_tokens)
+            if delta.token_ids:
+                self.state.metrics.first_token_time = now
+        for row in delta.prompt_logprobs or ():
+            self._seqs[0].prompt_logprobs.append(self._with_text(row))
         for row in delta.logprobs or ():
             seq.logprobs.append(self._with_text(row))
+        must_look = bool(self.params.stop) or len(delta.token_ids) > 1
         for token_id in delta.token_ids:
             seq.append_token(token_id)
             seq.detokenizer.append(token_id)
-            check_stop_conditions(seq)  # cuts the text, and notes what stopped it
-        if delta.finish_reason is not None:
-            seq.finish(SequenceStatus(delta.finish_reason))
-            self.is_finished = self.state.finished
+            self.state.metrics.num_generated_tokens += 1
+            if must_look and check_stop_conditions(seq) is not None:  # it cuts the text, and notes what stopped it
+                break
         self.newest[delta.index] = now
-        self.state.note_progress(now)
+        if delta.finish_reason is not None:
+            self._end(seq, delta.finish_reason, now)
         if self.is_finished or self.state.streams:
-            self._news.set()
+            self._tell()
+
+    def _end(self, seq: Sequence, reason: str, now: float) -> None:
+        if not self.params.stop:
+            check_stop_conditions(seq)  # notes which token stopped it
+        seq.finish(SequenceStatus(reason))
+        self.is_finished = self.state.finished
+        if self.is_finished:
+            self.state.metrics.finish_time = now
 
     def _with_text(self, row: Row) -> dict[int, TokenLogprob]:
         decode = self._decode or (lambda _: None)
@@ -106,29 +157,41 @@ class Stream:
         for seq in self._seqs:
             seq.finish(SequenceStatus.FINISHED_ABORTED)
         self.state.note_progress(now)
-        self._news.set()
+        self.is_finished = True
+        self._tell()
 
     def fail(self, error: Exception) -> None:
         """End it with an error."""
         self._error = error
-        self._news.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        if not self._has_mail:
+            self._has_mail = True
+            self._mailbox.put(self)
 
     def close(self) -> None:
         """The reader goes. If the answer is not over, the engine stops working on it."""
-        self._is_over = True
+        self.is_over = True
         self._on_close(self)
+
+    def take(self) -> list[Piece]:
+        """What is new since the last look, an answer at a time. Raises what ended the stream, if that was an error."""
+        self._look()
+        return self.state.pieces()
+
+    def _look(self) -> None:
+        self._has_mail = False
+        self.is_over = self._error is not None or self.is_finished
+        if self._error is not None:
+            raise self._error
 
     def __aiter__(self) -> Stream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        if self._is_over:
+        if self.is_over:
             raise StopAsyncIteration
-        await self._news.wait()
-        self._news.clear()
-        if self._error is not None:
-            self._is_over = True
-            raise self._error
-        output = self.state.output()
-        self._is_over = output.finished
-        return output
+        await self._mailbox.get()
+        self._look()
+        return self.state.output()

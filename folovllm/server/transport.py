@@ -10,16 +10,16 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Protocol
 
 from folovllm.build import make_engine
 from folovllm.children import import_path, python_command
 from folovllm.config import EngineConfig
-from folovllm.server.engine_loop import MakeEngine, run_engine
+from folovllm.server.engine_loop import Link, MakeEngine, run_engine
 from folovllm.server.messages import Command, Failure, Frames, News, Stop, decode_news, encode, frame
 
 Deliver = Callable[[News], None]
+Around = Callable[[Link, MakeEngine], tuple[Link, MakeEngine]]
 GRACE = 5.0  # seconds that the engine has to end by itself
 BUFFER = 4 << 20  # bytes on their way: the engine need not wait for a server that is busy
 
@@ -40,8 +40,9 @@ class Transport(Protocol):
 class ThreadTransport:
     """The engine in a thread of this process: for notebooks, CPUs and tests."""
 
-    def __init__(self, make_engine: MakeEngine = make_engine) -> None:
-        self._make_engine = make_engine
+    def __init__(self, make_engine: MakeEngine = make_engine, around: Around = lambda link, make: (link, make)) -> None:
+        """`around` may put something between link, loop and engine."""
+        self._make_engine, self._around = make_engine, around
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -62,7 +63,8 @@ class ThreadTransport:
             await asyncio.to_thread(self._thread.join)
 
     def _run(self, config: EngineConfig) -> None:
-        run_engine(config, _ThreadLink(self._commands, self._loop, self._deliver), self._make_engine)
+        link = _ThreadLink(self._commands, self._loop, self._deliver)
+        run_engine(config, *self._around(link, self._make_engine))
 
 
 class _ThreadLink:
@@ -71,14 +73,11 @@ class _ThreadLink:
     def __init__(self, commands: queue.SimpleQueue[Command], loop: asyncio.AbstractEventLoop, deliver: Deliver) -> None:
         self._commands, self._loop, self._deliver = commands, loop, deliver
 
-    def receive(self, wait: float | None) -> list[Command]:
+    def receive(self, wait: bool) -> list[Command]:
         """As `Link` has it."""
         if self._loop.is_closed():  # nobody closed the engine: nobody is left who could
             return [Stop()]
-        commands = []
-        if wait != 0:
-            with suppress(queue.Empty):
-                commands.append(self._commands.get(timeout=wait))
+        commands = [self._commands.get()] if wait else []
         while not self._commands.empty():
             commands.append(self._commands.get())
         return commands
@@ -90,9 +89,14 @@ class _ThreadLink:
 
 
 class ProcessTransport:
-    """The engine in a process of its own, at the other end of a Unix socket: two Pythons, two cores."""
+    """The engine in a process of its own, at the other end of a Unix socket: two Pythons, two cores.
 
-    def __init__(self) -> None:
+    Args:
+        command: the program to run, which serves the socket whose number is its last argument.
+    """
+
+    def __init__(self, command: list[str] | None = None) -> None:
+        self._command = command or python_command("folovllm.server.engine_process")
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.WriteTransport | None = None
 
@@ -107,7 +111,7 @@ class ProcessTransport:
         with there:
             for end in (here, there):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-            command = python_command("folovllm.server.engine_process", str(there.fileno()))
+            command = [*self._command, str(there.fileno())]
             environment = dict(os.environ) | {"PYTHONPATH": import_path()}
             self._process = subprocess.Popen(
                 command, env=environment, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL

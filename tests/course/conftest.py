@@ -11,7 +11,7 @@ from milestones.manifest import Course
 from tests.course.farm import Farm, Job
 
 HERE = Path(__file__).resolve().parent
-collect_ignore = ["sample"]
+collect_ignore = ["sample", "electives"]
 
 
 @pytest.fixture
@@ -21,6 +21,15 @@ def sample(tmp_path: Path) -> Course:
     shutil.copytree(HERE / "sample", root, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(HERE.parents[1] / "folovllm" / "_overlay.py", root / "folovllm")
     return Course(root)
+
+
+@pytest.fixture
+def electives(sample: Course) -> Course:
+    """The sample with two electives, whose exercises share a file."""
+    shutil.copytree(HERE / "electives", sample.root, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    project = sample.root / "pyproject.toml"
+    project.write_text(project.read_text().replace('"m2: two"', '"m2: two", "x1: tap", "x2: twins"'))
+    return Course(sample.root)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -65,18 +64,20 @@ class Result:
 
 
 def jobs(course: Course) -> list[Job]:
-    """Per exercise: blank, each wrong answer, alone; per milestone: all later exercises blank, the long ones, hence first."""
+    """Per exercise: blank, each wrong answer, alone; per milestone: all later exercises blank, the long ones, hence first.
+
+    Electives come after every milestone, so all milestones pass while they are blank.
+    """
     found = []
-    for milestone, after in zip_longest(course.milestones, course.milestones[1:]):
+    for milestone in course.milestones:
         for e in milestone.exercises:
             common = {"root": course.root, "tests": e.tests}
             found.append(Job("blank", e.id, **common, blanked=(e.id,)))
             found += [Job("wrong", w.id, **common, wrong=w.id) for w in course.wrong_answers(e)]
             rest = [other for other in course.onwards(milestone.id) if other not in course.needed(e)]
             found.append(Job("alone", e.id, **common, blanked=_ids(rest)))
-        if after:
-            tests, blanked = course.tests(milestone.id), _ids(course.onwards(after.id))
-            found.append(Job("later", milestone.id, course.root, tests, blanked))
+        if later := _ids(e for m in course.milestones if m.is_after(milestone) for e in m.exercises):
+            found.append(Job("later", milestone.id, course.root, course.tests(milestone.id), later))
     return sorted(found, key=lambda job: job.kind != "later")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from milestones import splice
-from milestones.manifest import Course, Exercise, Milestone
+from milestones.manifest import EXERCISE_ID, Course, Exercise, Milestone
 from milestones.mine import Mine, State, write_variant
 from milestones.update import update
 from tests.course.farm import Farm, Job, complaint, jobs
@@ -172,7 +172,7 @@ def test_the_manifests_files_exist(milestone: Milestone) -> None:
         assert (COURSE.root / path).is_file()
     known = {e.id for e in milestone.exercises}
     for file in [*milestone.folder.glob("hints/*"), *milestone.folder.glob("wrong/*.*")]:
-        assert re.match(r"m\d+\.\d+", file.name)[0] in known, f"{file.name} belongs to no exercise"  # type: ignore[index]
+        assert re.match(EXERCISE_ID, file.name)[0] in known, f"{file.name} belongs to no exercise"  # type: ignore[index]
 
 
 @each_milestone

@@ -19,6 +19,7 @@ GROUND = (
 )
 FLOORS = {  # each may import itself, the ground floor, and these
     "cache": (),  # whose block is whose: numbers, and no tensor
+    "structured": (),  # which tokens an answer of a given form may go on with: numbers, too
     "kernels": (),
     "sample": ("kernels",),
     "attention": ("kernels",),
@@ -26,7 +27,7 @@ FLOORS = {  # each may import itself, the ground floor, and these
     "models": ("layers", "attention", "kernels"),
     "worker": ("sample", "models", "layers", "attention", "kernels"),
     "executor": ("worker",),  # `make_rank` comes to a rank by its name
-    "engine": ("executor", "cache", "models", "attention"),
+    "engine": ("executor", "cache", "structured", "models", "attention"),
 }
 EXCEPTIONS = {
     "engine/llm_engine.py": ("build",),  # an engine that is made from a configuration puts itself together
@@ -92,7 +93,7 @@ def test_exceptions_are_needed() -> None:
 
 def test_events_know_only_what_a_step_is() -> None:
     assert {*imported(PACKAGE / "events.py")} == {"step.schedule"}
-    assert {*imported(PACKAGE / "step" / "schedule.py")} == {"step.draw"}
+    assert {*imported(PACKAGE / "step" / "schedule.py")} == {"step.draw", "step.masks"}
 
 
 def test_nothing_becomes_something_else_afterwards() -> None:

@@ -17,6 +17,7 @@ from folovllm.build import make_engine
 from folovllm.cache.block_manager import BlockManager
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.metrics import StepLog
 from folovllm.engine.scheduler import Scheduler
 from folovllm.request import SequenceStatus
 from folovllm.sampling_params import SamplingParams
@@ -48,7 +49,7 @@ class NoDevice:
         if not output.shares:
             raise NothingScheduled
         tokens = [[self.die.randrange(3)] * share.num_draws for share in output.shares]
-        return StepResult(tokens, [[] for _ in tokens])
+        return StepResult(tokens, {})
 
     def submit(self, output: SchedulerOutput) -> Any:
         result = self.execute_model(output)
@@ -257,6 +258,51 @@ def test_where_nobody_listens_no_event_is_made(milestone: str, monkeypatch: pyte
         for kind in RECORDS:
             patch.setattr(kind, "__new__", made)
         world.turn()
+
+
+@pytest.mark.parametrize("milestone", EVERY)
+def test_a_listener_that_fails_costs_nobody_anything(milestone: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The step's outputs come, the others hear all, the log has the traceback, and the listener is told nothing more."""
+    world, heard = World(engine(milestone), 5), list[ev.Event]()
+
+    def fail(events: SequenceOf[ev.Event]) -> None:
+        heard.extend(events)
+        if len(heard) > 1:
+            raise KeyError("a spectator's own fault")
+
+    last: list[ev.Event] = []
+    world.engine.subscribe(fail)
+    world.engine.subscribe(last.extend)
+    world.engine.add_request("r", [1, 2, 3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    tokens: list[int] = []
+    while world.engine.has_unfinished_requests():
+        for output in world.engine.step():
+            tokens = output.outputs[0].token_ids
+        world.compare()
+    assert len(tokens) == 4, "outputs of a step were lost"
+    assert any(isinstance(event, ev.Finished) for event in last), "who subscribed behind it heard less"
+    assert not any(isinstance(event, ev.Finished) for event in heard)
+    assert caplog.text.count("it is told nothing more") == 1 and "a spectator's own fault" in caplog.text
+    world.engine.unsubscribe(fail)
+    with pytest.raises(ValueError, match="not in list"):
+        world.engine.unsubscribe(fail)
+
+
+@pytest.mark.parametrize("milestone", EVERY)
+def test_the_log_of_steps_knows_whose_a_share_is_and_forgets_who_has_gone(milestone: str) -> None:
+    """With overlap a share comes after its sequence has ended: it still has a name."""
+    world, log = World(engine(milestone), 6), StepLog()
+    world.engine.subscribe(log)
+    for _ in range(120):
+        world.turn()
+    ended = [event for event in world.seen if isinstance(event, ev.StepEnded)]
+    assert [len(step.shares) for step in log.steps] == [len(event.output.shares) for event in ended]
+    world.engine.abort_request(list(world.engine._requests))
+    world.engine.step()
+    world.add()
+    world.engine.step()
+    world.engine.step()
+    assert len(log._added) <= 2, "prompts of requests that ended long ago are kept"
 
 
 class TestWrongCodeIsSeen:

@@ -6,22 +6,22 @@ import pickle
 from collections.abc import Iterable
 from typing import Any
 
-from folovllm.cache.prefix_cache import PrefixCacheStats
 from folovllm.config import EngineConfig
-from folovllm.engine.metrics import EngineStats
 from folovllm.engine.setup import set_up
-from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from folovllm.events import Aborted, Admitted, Event, Finished, Listener, RequestAdded, Snapshot, StepEnded
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.engine_loop import EngineLoop, plain
 from folovllm.server.messages import Abort, Add, Command, News, Ready
 from folovllm.server.transport import Deliver
+from folovllm.step.draw import no_tokens
+from folovllm.step.schedule import SchedulerOutput, Share, StepResult
 from tests.helpers import tiny_checkpoint
 
 A = 64  # the id of "a" in the tests' tokenizer
 
 
 class ScriptedEngine:
-    """Gives request i the tokens i, i + 1, ... of "abc...", a token a step, until its `max_tokens`."""
+    """Gives request i the tokens i, i + 1, ... of "abc...", a token a step, until its `max_tokens`; it says so by events."""
 
     def __init__(self, config: EngineConfig | None = None) -> None:
         self.setup = set_up(config or EngineConfig(model=str(tiny_checkpoint())))
@@ -30,45 +30,45 @@ class ScriptedEngine:
         self.refuses: str | None = None
         self.num_steps = 0
         self.is_closed = False
+        self._num_seqs = 0
+
+    def subscribe(self, listener: Listener) -> None:
+        self._tell = listener
+        listener([Snapshot(100, 16, 256, 8192, 0, (), ())])
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **extra: Any) -> None:
         if self.refuses:
             raise ValueError(self.refuses)
-        self.requests[request_id] = {"prompt": prompt, "params": params, "given": [0] * params.n, **extra}
+        ids = [self._num_seqs + i for i in range(params.n)]
+        self._num_seqs += params.n
+        self.requests[request_id] = {"seq_ids": ids, "params": params, "num_given": 0, **extra}
+        for index, seq_id in enumerate(ids):
+            self._tell([RequestAdded(seq_id, request_id, index, prompt, params.max_tokens or 0, 0, 0.0)])
+            self._tell([Admitted(seq_id, 0)])
 
     def abort_request(self, request_id: Iterable[str]) -> None:
         for id_ in request_id:
-            if self.requests.pop(id_, None):
+            if request := self.requests.pop(id_, None):
+                self._tell([Aborted(seq_id) for seq_id in request["seq_ids"]])
                 self.aborted.append(id_)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> None:
         self.num_steps += bool(self.requests)
-        outputs = [self._advance(id_, request) for id_, request in self.requests.items()]
-        for output in outputs:
-            if output.finished:
-                del self.requests[output.request_id]
-        return outputs
-
-    def _advance(self, id_: str, request: dict[str, Any]) -> RequestOutput:
-        answers = []
-        for index, given in enumerate(request["given"]):
-            token = A + (int(id_) + index + given) % 26
-            request["given"][index] = given + 1
-            over = "length" if given + 1 >= request["params"].max_tokens else None
-            answers.append(
-                CompletionOutput(index, text="", token_ids=[token], finish_reason=over, delta_token_ids=[token])
-            )
-        finished = answers[0].finish_reason is not None
-        return RequestOutput(id_, None, request["prompt"], answers, finished, RequestMetrics(0.0))
-
-    def stats(self) -> EngineStats:
-        return EngineStats(0, len(self.requests), self.num_steps, 0, 100, 10 * len(self.requests), 0, 0, 0, 0)
-
-    def prefix_cache_stats(self) -> PrefixCacheStats:
-        return PrefixCacheStats()
+        shares, drawn, ends = list[Share](), list[list[int]](), list[Event]()
+        for id_, request in list(self.requests.items()):
+            for index, seq_id in enumerate(request["seq_ids"]):
+                shares.append(Share(seq_id, 0, 0, 1, no_tokens(), (), 0, 1, None))
+                drawn.append([A + (int(id_) + index + request["num_given"]) % 26])
+            request["num_given"] += 1
+            if request["num_given"] == request["params"].max_tokens:
+                ends += [Finished(seq_id, "length") for seq_id in request["seq_ids"]]
+                del self.requests[id_]
+        if shares:
+            output, result = SchedulerOutput(tuple(shares)), StepResult(drawn, {})
+            self._tell([StepEnded(self.num_steps, 0.0, 0.0, 0.0, output, result, 0, 0), *ends])
 
     def close(self) -> None:
         self.is_closed = True

@@ -75,7 +75,7 @@ class TestStreams:
             await submit(engine)
         transport.turn(4)
         steps = [news for news in transport.sent if isinstance(news, Step)]
-        assert [len(step.deltas) for step in steps] == [3, 3, 3, 3]
+        assert [sum(bool(delta.token_ids) for delta in step.deltas) for step in steps] == [3, 3, 3, 3]
         assert engine.num_open == 0
 
     @scripted
@@ -246,9 +246,9 @@ class TestThread:
         """The streams end with it, and the engine is closed by the thread that built it."""
 
         class Failing(ScriptedEngine):
-            def step(self) -> list[RequestOutput]:
+            def step(self) -> None:
                 if len(self.requests) < 2:
-                    return []
+                    return
                 raise RuntimeError("the device is on fire")
 
         scripted = Failing()

@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -95,6 +96,7 @@ def whole_story(server: Background) -> str:
 FIELDS = (
     "prompt", "messages", "model", "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop",
     "stop_token_ids", "logprobs", "top_logprobs", "stream", "stream_options", "priority", "cache_salt", "echo", "tools",
+    "logit_bias", "bad_words", "allowed_token_ids", "prompt_logprobs",
     "chat_template_kwargs", "tokens", "truncate_prompt_tokens",
 )  # fmt: skip
 NONSENSE = st.recursive(
@@ -119,7 +121,7 @@ class TestNonsense:
         """Whatever is sent: an answer or a 4xx with a sentence. Streams beside it are what they are alone."""
         refused: list[int] = []
 
-        @settings(max_examples=250, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=1000, suppress_health_check=list(HealthCheck))
         @given(PATHS, BODIES)
         def check(path: str, body: bytes) -> None:
             status, said = send(server, "POST", path, body)
@@ -131,7 +133,7 @@ class TestNonsense:
 
         with Readers(server) as readers:
             check()
-        assert len(refused) > 100
+        assert len(refused) > 400
         assert set(readers.texts) == {whole_story}
         server.wait_until_idle()
 
@@ -176,28 +178,32 @@ class TestClientsThatSayNothing:
 
 class TestClientsThatGo:
     def test_at_random_moments(self, server: Background, whole_story: str) -> None:
-        """In the middle of the body, before the first token, between tokens: no block is leaked, no request left."""
-        rng = random.Random(0)
+        """500, in the middle of the body, before the first token, between tokens: no block is leaked, no request left."""
         aborted = server.engine.counters.finished["abort"]
-        with Readers(server) as readers:
-            for _ in range(60):
-                path, fields = rng.choice(
-                    [
-                        ("/v1/completions", STORY | {"stream": rng.random() < 0.7, "n": rng.choice([1, 3])}),
-                        ("/v1/completions", STORY | {"stream": True, "prompt": [[5, 6], [7]]}),
-                        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "stream": True}),
-                    ]
-                )
-                with raw(server, fields, path, cut=rng.choice([0, 0, 0, 9])) as connection:
-                    connection.settimeout(rng.random() * 0.05)
-                    try:
-                        for _ in range(rng.randrange(3)):
-                            connection.recv(1 << rng.randrange(12))
-                    except TimeoutError:
-                        pass
+        with Readers(server) as readers, ThreadPoolExecutor(8) as clients:
+            for _ in clients.map(lambda seed: self.go(server, random.Random(seed)), range(500)):
+                pass
         assert set(readers.texts) == {whole_story}
         server.wait_until_idle()
         assert server.engine.counters.finished["abort"] > aborted
+
+    @staticmethod
+    def go(server: Background, rng: random.Random) -> None:
+        """Ask for something, read a little, perhaps nothing, and go."""
+        path, fields = rng.choice(
+            [
+                ("/v1/completions", STORY | {"stream": rng.random() < 0.7, "n": rng.choice([1, 3])}),
+                ("/v1/completions", STORY | {"stream": True, "prompt": [[5, 6], [7]]}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "stream": True}),
+            ]
+        )
+        with raw(server, fields, path, cut=rng.choice([0, 0, 0, 9])) as connection:
+            connection.settimeout(rng.random() * 0.1)
+            try:
+                for _ in range(rng.randrange(3)):
+                    connection.recv(1 << rng.randrange(12))
+            except TimeoutError:
+                pass
 
 
 class TestClientsThatDoNotRead:

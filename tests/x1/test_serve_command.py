@@ -55,9 +55,17 @@ class Command:
         return pid
 
 
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, and those that these have."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    own = [child for child in map(int, found.stdout.split()) if not is_gone(child)]
+    return [*own, *(other for child in own for other in children(child))]
+
+
 @contextmanager
-def serving(engine: str = "--engine-process") -> Iterator[Command]:
-    command = [sys.executable, "-m", "folovllm", "serve", "--port", "0", "--no-use-tqdm", engine]
+def serving(*flags: str) -> Iterator[Command]:
+    engine = flags or ("--engine-process",)
+    command = [sys.executable, "-m", "folovllm", "serve", "--port", "0", "--no-use-tqdm", *engine]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     try:
         yield Command(process)
@@ -121,6 +129,36 @@ class TestEnds:
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(PATIENCE) == 128 + signal.SIGTERM
             eventually(lambda: is_gone(engine))
+
+
+class TestKilled:
+    """With `kill -9`, of an engine whose model two ranks share, while it answers: who is left sees it and ends."""
+
+    FLAGS = ("--engine-process", "--tensor-parallel-size", "2", "--max-model-len", "2048")
+
+    def test_the_server(self) -> None:
+        with serving(*self.FLAGS) as server:
+            assert next(iter(server.client.completions.create(**LONG | {"max_tokens": 2000}))).choices
+            below = children(server.process.pid)
+            assert len(below) >= 3, "an engine and two ranks"
+            server.process.kill()
+            for pid in below:
+                eventually(lambda pid=pid: is_gone(pid))  # type: ignore[misc]
+
+    def test_the_engine(self) -> None:
+        """Its ranks go, every stream ends with an error, and the server says so until it ends by itself."""
+        with serving(*self.FLAGS) as server:
+            streams = [iter(server.client.completions.create(**LONG | {"max_tokens": 2000})) for _ in range(8)]
+            assert all(next(stream).choices for stream in streams)
+            below = children(server.process.pid)
+            os.kill(server.engine, signal.SIGKILL)
+            for stream in streams:
+                with pytest.raises(openai.APIError, match="killed by signal 9"):
+                    list(stream)
+            assert server.health() == 503
+            for pid in below:
+                eventually(lambda pid=pid: is_gone(pid))  # type: ignore[misc]
+            assert server.process.wait(PATIENCE) == 1
 
 
 class TestStart:

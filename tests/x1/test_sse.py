@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect
 
-from folovllm.server.sse import EventStream, merge, unless_gone
+from folovllm.server.sse import EventStream, unless_gone
 
 
 class Client:
@@ -120,13 +120,5 @@ def test_a_slow_socket_holds_up_its_own_stream_alone() -> None:
         may_send.set()
         await task
         assert made == [0, 1, 2, 3, 4]
-
-    asyncio.run(asyncio.wait_for(main(), 30))
-
-
-def test_merge_gives_all_of_all() -> None:
-    async def main() -> None:
-        got = [pair async for pair in merge([events(b"a", b"b"), events(), events(b"c")])]
-        assert sorted(got) == [(0, b"a"), (0, b"b"), (2, b"c")]
 
     asyncio.run(asyncio.wait_for(main(), 30))

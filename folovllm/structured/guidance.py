@@ -1,0 +1,102 @@
+"""Grammars by llguidance: JSON schemas, regular expressions, context-free grammars.
+
+It walks the tokenizer's tokens as a tree of bytes beside a parser, so that a mask takes microseconds
+(https://github.com/guidance-ai/llguidance). This is the one file that knows it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from folovllm.structured.matcher import Words
+from folovllm.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Between the parts of a document: no more than a model needs to write one nicely, so that it cannot go on for ever.
+WHITESPACE = r" |\n {0,16}"
+
+
+def library() -> Any:
+    """llguidance. Raises ValueError where it is not installed."""
+    try:
+        import llguidance
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            'json, regex and grammar need llguidance: pip install "folovllm[serve]", or pip install llguidance'
+        ) from error
+    return llguidance
+
+
+def make_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_ids: list[int]) -> Any:
+    """The tokenizer as llguidance wants it: about a second's work. Raises ValueError for one without a fast backend."""
+    library()
+    from llguidance.hf import from_tokenizer
+
+    return from_tokenizer(tokenizer, vocab_size, end_ids)
+
+
+def source_of(form: StructuredOutputsParams) -> str:
+    """The form in llguidance's own notation. Raises ValueError if it cannot be had."""
+    matcher = library().LLMatcher
+    if form.regex is not None:
+        return str(matcher.grammar_from_regex(form.regex))
+    if form.grammar is not None:
+        from llguidance import grammar_from
+
+        try:
+            return str(grammar_from("grammar", form.grammar))
+        except ValueError as error:
+            raise ValueError(f"structured_outputs holds a grammar that cannot be used: {error}") from error
+    pattern = WHITESPACE if form.whitespace_pattern is None else form.whitespace_pattern
+    options = {"whitespace_flexible": False} if form.disable_any_whitespace else {"whitespace_pattern": pattern}
+    schema = form.schema()
+    if schema is True:
+        schema = {}
+    if schema is False:
+        raise ValueError("structured_outputs holds the JSON schema false, under which no document is valid")
+    return str(matcher.grammar_from_json_schema(schema, overrides={**options, "lenient": not form.strict}))
+
+
+def check_form(form: StructuredOutputsParams) -> None:
+    """Raise ValueError if this form is none, or holds what cannot be kept."""
+    if form.choice is None:
+        require_good(form, library().LLMatcher.validate_grammar(source_of(form)))
+
+
+def require_good(form: StructuredOutputsParams, error: str) -> None:
+    """Raise ValueError with the library's `error`, if there is one."""
+    if error and not error.startswith("WARNING"):
+        kind = "regex" if form.regex is not None else "grammar" if form.grammar is not None else "JSON schema"
+        raise ValueError(f"structured_outputs holds a {kind} that cannot be used: {' '.join(error.split())[:500]}")
+
+
+class GuidanceMatcher:
+    """An answer's place in a grammar; a `Matcher`."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner  # an LLMatcher
+
+    @classmethod
+    def compile(cls, form: StructuredOutputsParams, tokenizer: Any) -> GuidanceMatcher:
+        """At the beginning of an answer. Raises ValueError if the form cannot be used."""
+        inner = library().LLMatcher(tokenizer, source_of(form), log_level=0)
+        require_good(form, inner.get_error())
+        return cls(inner)
+
+    def fill(self, words: Words) -> None:
+        """As `Matcher`."""
+        self._inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+
+    def is_accepting(self) -> bool:
+        """As `Matcher`."""
+        return bool(self._inner.is_accepting())
+
+    def advance(self, token_id: int) -> bool:
+        """As `Matcher`."""
+        return bool(self._inner.consume_token(token_id))
+
+    def copy(self) -> GuidanceMatcher:
+        """As `Matcher`."""
+        return GuidanceMatcher(self._inner.deep_copy())

@@ -1,0 +1,94 @@
+"""What an answer of a given form may go on with, everything else that the request asks for considered."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from folovllm.structured.matcher import Matcher, Words, clear_bits, set_bits
+from folovllm.structured.vocabulary import Vocabulary
+
+
+class Preface:
+    """The free text before an answer has a form: up to a closing text, "</think>" say, wherever tokens cut it."""
+
+    def __init__(self, vocabulary: Vocabulary, closing: bytes, end_of_text: bytes = b"") -> None:
+        self._vocabulary, self._closing, self._tail = vocabulary, closing, end_of_text
+
+    def advance(self, token_id: int) -> bool:
+        """Take in a token. Whether the closing text has come."""
+        text = self._tail + self._vocabulary.bytes_of.get(token_id, b"")
+        self._tail = text[-len(self._closing) :]
+        return self._closing in text
+
+    def copy(self) -> Preface:
+        """Another one at the same place."""
+        return Preface(self._vocabulary, self._closing, self._tail)
+
+
+class Guide:
+    """One answer's way through its form.
+
+    The answer may end where the form is complete, and then only ends: by any of `end_ids`. `min_tokens` holds as far as the
+    form has something else to offer. Where it has not, ends are repeated until there are enough: they are no text.
+    """
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        end_ids: Collection[int],
+        *,
+        min_tokens: int = 0,
+        allowed: Words | None = None,
+        preface: Preface | None = None,
+    ) -> None:
+        """`allowed` [ceil(V / 32)]: the only tokens that the request wants at all."""
+        self._matcher, self._end_ids, self._allowed, self._preface = matcher, end_ids, allowed, preface
+        self._num_missing = min_tokens  # tokens that must come before the answer may end
+        self._is_over = False
+        self.is_broken = False  # nothing leads to an answer of this form any more
+
+    def fill(self, words: Words) -> None:
+        """Write the mask of what may come next over `words` [ceil(V / 32)]."""
+        if self._is_over or self.is_broken:
+            self._fill_ends(words)
+            return
+        if self._preface is not None:
+            words.fill(-1)
+        else:
+            self._matcher.fill(words)
+            if self._matcher.is_accepting():
+                set_bits(words, self._end_ids)
+        if self._allowed is not None:
+            words &= self._allowed
+        if self._num_missing > 0:
+            clear_bits(words, self._end_ids)
+        if not words.any():
+            self.is_broken = self._preface is not None or not self._matcher.is_accepting()
+            self._fill_ends(words)
+
+    def _fill_ends(self, words: Words) -> None:
+        words.fill(0)
+        set_bits(words, self._end_ids)
+
+    def advance(self, token_id: int) -> None:
+        """Take in a token that was drawn."""
+        self._num_missing -= 1
+        if self._is_over or self.is_broken:
+            return
+        if self._preface is not None:
+            self._preface = None if self._preface.advance(token_id) else self._preface
+        elif token_id in self._end_ids and self._matcher.is_accepting():
+            self._is_over = True
+        else:
+            self.is_broken = not self._matcher.advance(token_id)
+
+    def copy(self) -> Guide:
+        """The guide of another answer at the same place."""
+        preface = None if self._preface is None else self._preface.copy()
+        return Guide(
+            self._matcher.copy(),
+            self._end_ids,
+            min_tokens=self._num_missing,
+            allowed=self._allowed,
+            preface=preface,
+        )

@@ -1,0 +1,104 @@
+"""All answers of an engine that must have a form: who they are, how far each has come, what each may go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from folovllm.draw_row import mask_of, mask_width
+from folovllm.request import Sequence
+from folovllm.step.masks import Masks
+from folovllm.step.schedule import SchedulerOutput
+from folovllm.structured import guidance
+from folovllm.structured.guide import Guide, Preface
+from folovllm.structured.matcher import ChoiceMatcher, Matcher
+from folovllm.structured.vocabulary import Vocabulary, read_vocabulary
+from folovllm.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Guides:
+    """The owner of all guides. A guide goes with its sequence; what preemption takes is the cache, not the guide."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._library_tokenizer: Any = None
+        self._guides: WeakKeyDictionary[Sequence, Guide] = WeakKeyDictionary()
+
+    def add(self, seqs: SequenceOf[Sequence]) -> None:
+        """Make the guides of a request's answers, if it asks for a form: compiled once, and copied for each answer.
+
+        Raises:
+            ValueError: the form is none, cannot be kept, or needs what is not installed.
+        """
+        first = seqs[0]
+        form = first.params.structured_outputs
+        if form is None:
+            return
+        end_ids = sorted({*first.eos_token_ids, *first.params.stop_token_ids})
+        if not end_ids:
+            raise ValueError("structured_outputs needs a token that ends the answer: give stop_token_ids")
+        preface = None if form.after is None else Preface(self._vocabulary, form.after.encode())
+        matcher = self._matcher(form, end_ids, sorted(first.eos_token_ids) or end_ids)
+        params = first.params
+        allowed = None if params.allowed_token_ids is None else mask_of(params.allowed_token_ids, self._vocab_size)
+        guide = Guide(matcher, end_ids, min_tokens=params.min_tokens, allowed=allowed, preface=preface)
+        for seq in seqs:
+            self._guides[seq] = guide if seq is first else guide.copy()
+
+    def concern(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
+        """Whether the step draws for any of these answers. `seqs`: whose its shares are."""
+        if not self._guides:
+            return False
+        return any(share.num_draws and seq in self._guides for share, seq in zip(output.shares, seqs, strict=True))
+
+    def masks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> Masks:
+        """What each of these answers may draw in the step. All tokens before are taken in.
+
+        An answer that has ended meanwhile draws what it likes.
+        """
+        drawn = [
+            (share, self._guides[seq], seq)
+            for share, seq in zip(output.shares, seqs, strict=True)
+            if share.num_draws and seq in self._guides
+        ]
+        bits = np.full((len(drawn), mask_width(self._vocab_size)), -1, np.int32)
+        for words, (_, guide, seq) in zip(bits, drawn, strict=True):
+            if not seq.status.is_finished:
+                guide.fill(words)
+        return Masks(np.array([share.row for share, _, _ in drawn], np.int32), bits)
+
+    def advance(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
+        """Take in what a step drew, share by share."""
+        if not self._guides:
+            return
+        for seq, tokens in zip(seqs, token_ids, strict=True):
+            if tokens and not seq.status.is_finished and (guide := self._guides.get(seq)) is not None:
+                for token_id in tokens:
+                    guide.advance(token_id)
+
+    def broken(self, seqs: Iterable[Sequence]) -> list[Sequence]:
+        """Those of the answers that can no longer come to their form, and have not ended."""
+        if not self._guides:
+            return []
+        return [
+            seq for seq in seqs if seq in self._guides and self._guides[seq].is_broken and not seq.status.is_finished
+        ]
+
+    def _matcher(self, form: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Matcher:
+        if form.choice is not None:
+            return ChoiceMatcher(self._vocabulary, {text.encode() for text in form.choice}, end_ids)
+        if self._library_tokenizer is None:
+            self._library_tokenizer = guidance.make_tokenizer(self._tokenizer, self._vocab_size, model_end_ids)
+        return guidance.GuidanceMatcher.compile(form, self._library_tokenizer)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return read_vocabulary(self._tokenizer)

@@ -1,0 +1,70 @@
+"""How far an answer has come in its form, and what may come next."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from folovllm.structured.choice import choice_mask
+from folovllm.structured.vocabulary import Vocabulary
+
+Words = npt.NDArray[np.int32]  # [ceil(V / 32)]: bit t % 32 of word t // 32 is token t's
+
+
+class Matcher(Protocol):
+    """One answer's place in a form."""
+
+    def fill(self, words: Words) -> None:
+        """Write the mask of the tokens that may come next over `words`; of those that end an answer, the model's own."""
+
+    def is_accepting(self) -> bool:
+        """Whether the answer may end here."""
+
+    def advance(self, token_id: int) -> bool:
+        """Take in a token. False: the form does not allow it, or has become too complex to be followed."""
+
+    def copy(self) -> Matcher:
+        """Another answer at the same place."""
+
+
+class ChoiceMatcher:
+    """An answer that must be one of a few texts."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, choices: Collection[bytes], end_ids: Sequence[int], so_far: bytes = b""
+    ) -> None:
+        self._vocabulary, self._choices = vocabulary, choices
+        self._end_ids, self._so_far = end_ids, so_far
+
+    def fill(self, words: Words) -> None:
+        """As `Matcher`."""
+        words.fill(0)
+        set_bits(words, choice_mask(self._vocabulary.ids_of, self._choices, self._so_far, self._end_ids))
+
+    def is_accepting(self) -> bool:
+        """As `Matcher`."""
+        return self._so_far in self._choices
+
+    def advance(self, token_id: int) -> bool:
+        """As `Matcher`."""
+        self._so_far += self._vocabulary.bytes_of.get(token_id, b"\xff")  # no text holds this byte
+        return any(choice.startswith(self._so_far) for choice in self._choices)
+
+    def copy(self) -> ChoiceMatcher:
+        """As `Matcher`."""
+        return ChoiceMatcher(self._vocabulary, self._choices, self._end_ids, self._so_far)
+
+
+def set_bits(words: Words, ids: Collection[int]) -> None:
+    """Set the tokens' bits."""
+    at = np.fromiter(ids, np.int64, len(ids))
+    np.bitwise_or.at(words.view(np.uint32), at // 32, np.uint32(1) << (at % 32).astype(np.uint32))
+
+
+def clear_bits(words: Words, ids: Collection[int]) -> None:
+    """Clear the tokens' bits."""
+    at = np.fromiter(ids, np.int64, len(ids))
+    np.bitwise_and.at(words.view(np.uint32), at // 32, ~(np.uint32(1) << (at % 32).astype(np.uint32)))

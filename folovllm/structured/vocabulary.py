@@ -1,0 +1,61 @@
+"""Which bytes each token of a tokenizer stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def byte_of_letter() -> dict[str, int]:
+    """GPT-2's way to write bytes as letters: those that can be printed are themselves, the others follow from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+@dataclass(slots=True, frozen=True)
+class Vocabulary:
+    """The tokens of a tokenizer as bytes, both ways."""
+
+    bytes_of: Mapping[int, bytes]  # of every token, by its id; of a special one, its name
+    ids_of: Mapping[bytes, Sequence[int]]  # by what a token stands for; special ones stand for nothing
+
+
+def read_vocabulary(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
+    """Read all tokens. Raises ValueError if the tokenizer writes bytes in a way that is not known here."""
+    read = _reader(tokenizer)
+    added = {id_: token.content.encode() for id_, token in tokenizer.added_tokens_decoder.items()}
+    special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ordinary = {id_: read(token) for token, id_ in tokenizer.get_vocab().items() if id_ not in added}
+    bytes_of = dict(sorted((ordinary | added).items()))
+    ids_of: dict[bytes, list[int]] = {}
+    for id_, said in bytes_of.items():
+        if said and id_ not in special:
+            ids_of.setdefault(said, []).append(id_)
+    return Vocabulary(bytes_of, ids_of)
+
+
+def _reader(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
+    """From the name of an ordinary token to its bytes."""
+    decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
+    if "ByteLevel" in decoder:
+        byte_of = byte_of_letter()
+        return lambda token: bytes(byte_of[letter] for letter in token)
+    if "▁" in decoder:
+        return _read_sentencepiece
+    raise ValueError(
+        "structured_outputs needs a tokenizer whose tokens stand for bytes: byte-level, or SentencePiece's"
+    )
+
+
+def _read_sentencepiece(token: str) -> bytes:
+    if byte := BYTE.fullmatch(token):
+        return bytes([int(byte[1], 16)])
+    return token.replace("▁", " ").encode()

@@ -1,0 +1,5 @@
+"""Takes one thing."""
+
+
+def drain(pool):
+    return [pool.take()]

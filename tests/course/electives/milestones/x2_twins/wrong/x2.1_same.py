@@ -1,0 +1,5 @@
+"""Nobody has a twin."""
+
+
+def twins(things):
+    return things

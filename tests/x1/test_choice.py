@@ -1,0 +1,72 @@
+"""A mask for `choice`: which tokens may come next if the answer must be one of a few texts."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.structured.choice import choice_mask
+from tests.tiny import worked_case
+
+TOKENS = [b"y", b"ye", b"yes", b"es", b"s", b"n", b"no", b"o", b" ", b"yes", b"yesno"]
+VOCABULARY = {token: [i for i, other in enumerate(TOKENS) if other == token] for token in TOKENS}
+END = 99
+
+
+def test_a_worked_case() -> None:
+    """ "yes", "no" and "yesno", at five moments."""
+    choices = [b"yes", b"no", b"yesno"]
+    got = {f"so far {so_far.decode()!r}": spelled(choices, so_far) for so_far in (b"", b"y", b"yes", b"yesn", b"no")}
+    says = "each token with which a choice goes on, by its bytes: two tokens are yes; a choice that is complete may end"
+    expected = [
+        ["y", "ye", "yes", "n", "no", "yes", "yesno"],
+        ["es"],
+        ["n", "no", "end"],
+        ["o"],
+        ["end"],
+    ]
+    worked_case("x1.6", got, dict(zip(got, expected, strict=True)), says)
+
+
+def spelled(choices: list[bytes], so_far: bytes) -> list[str]:
+    """The mask, as texts of tokens."""
+    return ["end" if i == END else TOKENS[i].decode() for i in choice_mask(VOCABULARY, choices, so_far, [END])]
+
+
+def test_a_case_by_hand() -> None:
+    """ "yes" and "no", from the beginning to the end."""
+    choices = [b"yes", b"no"]
+    assert choice_mask(VOCABULARY, choices, b"", [END]) == [0, 1, 2, 5, 6, 9], "all that begins yes or no; both tokens"
+    assert choice_mask(VOCABULARY, choices, b"y", [END]) == [3], "only es goes on from y: ye would make yye"
+    assert choice_mask(VOCABULARY, choices, b"ye", [END]) == [4], "only s goes on from ye"
+    assert choice_mask(VOCABULARY, choices, b"yes", [END]) == [END], "it is complete: nothing but the end"
+
+
+def test_one_choice_begins_another() -> None:
+    assert choice_mask(VOCABULARY, [b"yes", b"yesno"], b"yes", [END]) == [5, 6, END], "it may end, or go on"
+    assert choice_mask(VOCABULARY, [b"yes", b"yesno"], b"", [END]) == [0, 1, 2, 9, 10], "each token once, in order"
+
+
+def test_several_ends_and_a_half_character() -> None:
+    vocabulary = {b"\xc3": [7], b"\xa9": [8]}
+    choices = ["é".encode()]
+    assert choice_mask(vocabulary, choices, b"", [1, 0]) == [7], "the first byte of é is a token"
+    assert choice_mask(vocabulary, choices, b"\xc3", [1, 0]) == [8], "half a character goes on with its other half"
+    assert choice_mask(vocabulary, choices, b"\xc3\xa9", [1, 0]) == [0, 1], "any of the ends, in ascending order"
+
+
+texts = st.text("ab", min_size=1, max_size=5).map(str.encode)
+
+
+@given(st.lists(texts, min_size=1, max_size=4, unique=True), st.lists(texts, min_size=1, max_size=8), st.data())
+def test_against_every_token(choices: list[bytes], tokens: list[bytes], data: st.DataObject) -> None:
+    """The same as to try every token of the vocabulary."""
+    vocabulary: dict[bytes, list[int]] = {}
+    for i, token in enumerate(tokens):
+        vocabulary.setdefault(token, []).append(i)
+    choice = data.draw(st.sampled_from(choices))
+    so_far = choice[: data.draw(st.integers(0, len(choice)))]
+    fits = [i for i, token in enumerate(tokens) if any(c.startswith(so_far + token) for c in choices)]
+    assert choice_mask(vocabulary, choices, so_far, [END]) == fits + [END] * (so_far in choices), (
+        "the same tokens as if each of the vocabulary had been tried"
+    )

@@ -1,0 +1,110 @@
+"""From events to what a server is told: tokens to whom they belong, and how busy the engine is, without asking it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from folovllm import events as ev
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.outputs import RequestOutput
+from folovllm.sampling_params import SamplingParams
+from folovllm.server.digest import Digest, Served, deltas_of
+from folovllm.server.messages import Delta, Load
+from folovllm.step.draw import no_tokens
+from folovllm.step.schedule import SchedulerOutput, Share, StepResult
+from tests.m5.test_events import World, engine
+
+
+def step_ended(drawn: list[list[int]], seq_ids: list[int], logprobs: dict | None = None) -> ev.StepEnded:  # type: ignore[type-arg]
+    shares = tuple(
+        Share(seq_id, 0, 0, 1, no_tokens(), (), 0, len(ids), None) for seq_id, ids in zip(seq_ids, drawn, strict=True)
+    )
+    return ev.StepEnded(0, 0.0, 0.0, 0.0, SchedulerOutput(shares), StepResult(drawn, logprobs or {}), 0, 0)
+
+
+class TestDeltasOf:
+    def test_a_worked_case(self) -> None:
+        """Sequence 5 is request 0, 6 and 7 are the two answers of request 1. 6 draws nothing, 8 has ended meanwhile."""
+        served = {5: Served(0, 0, 0.0, 3, 0), 6: Served(1, 0, 0.0, 9, 0), 7: Served(1, 1, 0.0, 9, 8)}
+        step = step_ended([[42], [], [7, 8], [9]], [5, 6, 7, 8])
+        assert deltas_of(step, served) == [Delta(0, 0, [42]), Delta(1, 1, [7, 8], None, 8)]
+
+    def test_log_probabilities_go_with_their_share(self) -> None:
+        served = {5: Served(0, 0, 0.0, 3, 0), 6: Served(1, 0, 0.0, 3, 0)}
+        row = [(7, -0.5, 1), (9, -1.5, 2)]
+        assert deltas_of(step_ended([[42], [7]], [5, 6], {1: [row]}), served) == [
+            Delta(0, 0, [42]), Delta(1, 0, [7], None, 0, [row])
+        ]  # fmt: skip
+
+
+class Mirror:
+    """What a server would know, beside the engine's own word."""
+
+    def __init__(self, served: LLMEngine, seed: int) -> None:
+        self.world = World(served, seed)
+        self.digest = Digest(bool(served.setup.config.enable_prefix_caching))
+        self.tokens: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self.ends: dict[tuple[int, int], str] = {}
+        self.outputs: dict[str, RequestOutput] = {}
+        self.queue_times: list[float] = []
+        self.events: list[ev.Event] = []
+        served.subscribe(self.events.extend)
+        self.engine = served
+
+    def turn(self) -> None:
+        world = self.world
+        alive = list(self.engine._requests)
+        if world.die.random() < 0.5 or not alive:
+            params = SamplingParams(temperature=0, max_tokens=world.die.randint(1, 8), n=world.die.choice((1, 1, 2)))
+            prompt = [world.die.choice((1, 1, 2)) for _ in range(world.die.choice((1, 8, 13, 20)))]
+            self.engine.add_request(str(world.names), prompt, params, stream=False)
+            world.names += 1
+        elif world.die.random() < 0.1:
+            self.engine.abort_request([world.die.choice(alive)])
+        self.outputs |= {output.request_id: output for output in self.engine.step()}
+        self.read()
+
+    def read(self) -> None:
+        self.digest.take_in(self.events)
+        self.events.clear()
+        deltas, queue_times = self.digest.take()
+        self.queue_times += queue_times
+        for delta in deltas:
+            assert (delta.number, delta.index) not in self.ends, "news of an answer that is over"
+            self.tokens[delta.number, delta.index] += delta.token_ids
+            if delta.finish_reason is not None:
+                self.ends[delta.number, delta.index] = delta.finish_reason
+        assert self.digest.load == self.expected()
+
+    def expected(self) -> Load:
+        stats, cached = self.engine.stats(), self.engine.setup.config.enable_prefix_caching
+        load, preempted = self.digest.load, sum(isinstance(event, ev.Preempted) for event in self.world.seen)
+        assert load.prefix_tokens_hit <= load.prefix_tokens if cached else load.prefix_tokens == 0
+        return Load(
+            stats.waiting, stats.running, stats.kv_blocks_used, stats.kv_blocks_total,
+            preempted, load.prefix_tokens, load.prefix_tokens_hit,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("milestone", ["m2", "m3", "m5", "m6"])
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_the_digest_is_what_the_engine_would_say(milestone: str, seed: int) -> None:
+    """Tokens and ends are those of the finished outputs; the load is that of `stats()`, after each step."""
+    mirror = Mirror(engine(milestone), seed)
+    for _ in range(60):
+        mirror.turn()
+    for id_, output in mirror.outputs.items():
+        for answer in output.outputs:
+            key = int(id_), answer.index
+            assert (mirror.tokens[key], mirror.ends[key]) == (answer.token_ids, answer.finish_reason)
+    mirror.engine.abort_request(list(mirror.engine._requests))
+    mirror.engine.step()
+    mirror.read()
+    assert mirror.digest.load.num_running == mirror.digest.load.num_waiting == mirror.digest.load.kv_blocks_used == 0
+    assert all(seconds >= 0 for seconds in mirror.queue_times)
+    assert len(mirror.queue_times) >= len(mirror.outputs), "each that was let in has waited, if only a moment"

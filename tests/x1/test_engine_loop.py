@@ -1,0 +1,185 @@
+"""The loop around the step: what it takes in, when it waits, what it says last. Engine and link are scripted: no threads."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from folovllm.config import EngineConfig
+from folovllm.sampling_params import SamplingParams
+from folovllm.server.engine_loop import EngineLoop, run_engine
+from folovllm.server.messages import Abort, Add, Command, Failure, News, Ready, Step, Stop
+from tests.helpers import tiny_checkpoint
+from tests.tiny import worked_case
+from tests.x1.scripted import A, ScriptedEngine
+
+
+class LoggingEngine(ScriptedEngine):
+    """Writes down what it is asked to do."""
+
+    def __init__(self, log: list[str] | None = None) -> None:
+        super().__init__(EngineConfig(model=str(tiny_checkpoint())))
+        self.log = [] if log is None else log
+        self.fails: Exception | None = None
+
+    def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **extra: Any) -> None:
+        self.log.append(f"add {request_id}")
+        super().add_request(request_id, prompt, params, **extra)
+
+    def abort_request(self, request_id: Iterable[str]) -> None:
+        ids = list(request_id)
+        self.log.append(f"abort {', '.join(ids)}")
+        super().abort_request(ids)
+
+    def step(self) -> None:
+        self.log.append("step")
+        if self.fails is not None:
+            raise self.fails
+        super().step()
+
+
+class ScriptedLink:
+    """Hands out a list of commands at each look, and writes down what is said."""
+
+    def __init__(self, *script: list[Command], log: list[str] | None = None) -> None:
+        self.script, self.log, self.sent = list(script), [] if log is None else log, list[News]()
+
+    def receive(self, wait: bool) -> list[Command]:
+        self.log.append("wait for commands" if wait else "look for commands")
+        if self.script:
+            return self.script.pop(0)
+        assert not wait, "the script is over, and a loop that waits now waits for ever"
+        return []
+
+    def send(self, news: News) -> None:
+        self.sent.append(news)
+        if isinstance(news, Step):
+            self.log.append(f"say {[delta.number for delta in news.deltas]}")
+
+
+def add(number: int, max_tokens: int = 9) -> Add:
+    return Add(number, [1, 2, 3], SamplingParams(max_tokens=max_tokens))
+
+
+def loop_of(*script: list[Command]) -> tuple[EngineLoop, LoggingEngine, ScriptedLink]:
+    """A loop whose engine and link write into one log."""
+    engine = LoggingEngine()
+    link = ScriptedLink(*script, log=engine.log)
+    return EngineLoop(engine, link), engine, link
+
+
+class TestTurn:
+    def test_a_worked_case(self) -> None:
+        """Two requests come to an idle engine; then one goes and a third one comes; then the engine is told to stop."""
+        loop, engine, _ = loop_of([add(0), add(1)], [Abort(0), add(2)], [Stop(), add(3)])
+        got = {}
+        for turn in ("an idle engine", "an engine that works", "the end"):
+            result = loop.turn()
+            got[turn] = [*engine.log, f"return {result}"]
+            engine.log.clear()
+        says = "idle it waits, busy it looks; all that has arrived, then one step, then one message; after Stop nothing more"
+        expected = [
+            ["wait for commands", "add 0", "add 1", "step", "say [0, 1]", "return True"],
+            ["look for commands", "abort 0", "add 2", "step", "say [1, 2]", "return True"],
+            ["look for commands", "return False"],
+        ]
+        worked_case("x1.1", got, dict(zip(got, expected, strict=True)), says)
+
+    def test_it_works_on_without_commands(self) -> None:
+        loop, engine, link = loop_of([add(0, max_tokens=3)], [], [])
+        for _ in range(3):
+            assert loop.turn(), "nobody has said stop"
+        tokens = [delta.token_ids for news in link.sent if isinstance(news, Step) for delta in news.deltas]
+        assert [ids for ids in tokens if ids] == [[A], [A + 1], [A + 2]], "a step a turn, and what it drew goes out"
+        assert engine.log.count("wait for commands") == 1, "only the first turn found the engine without work"
+
+    def test_it_waits_again_when_all_is_answered(self) -> None:
+        loop, engine, _ = loop_of([add(0, max_tokens=1)], [add(1, max_tokens=1)])
+        loop.turn()
+        loop.turn()
+        assert engine.log.count("wait for commands") == 2, "request 0 was over, so the engine had no work: it waits"
+
+    def test_what_is_refused_is_said_and_nobody_else_hears_of_it(self) -> None:
+        loop, engine, link = loop_of([add(0)], [add(1)], [])
+        loop.turn()
+        engine.refuses = "the prompt is too long"
+        assert loop.turn(), "a request that cannot be served ends nothing"
+        step = link.sent[-1]
+        assert isinstance(step, Step), "a turn says one Step"
+        refused = [(each.number, each.message) for each in step.refused]
+        assert refused == [(1, "the prompt is too long")], "its sender is told, with the engine's sentence"
+        assert [delta.number for delta in step.deltas] == [0], "request 0 gets its token in the same step"
+
+    def test_a_step_that_served_nobody_has_its_message(self) -> None:
+        """Else the refusal stayed here, and its sender would wait for ever."""
+        loop, engine, link = loop_of([add(0)])
+        engine.refuses = "no"
+        loop.turn()
+        assert len(link.sent) == 1, "one message a turn, also without a single token in it"
+
+    def test_the_request_is_handed_on_whole(self) -> None:
+        params = SamplingParams(max_tokens=5)
+        loop, engine, _ = loop_of([Add(7, [1, 2], params, -3, "salt")])
+        loop.turn()
+        request = engine.requests["7"]
+        assert (request["params"], request["priority"], request["cache_salt"]) == (params, -3, "salt"), (
+            "parameters, priority and salt arrive at the engine"
+        )
+
+
+def run(link: ScriptedLink, engine: LoggingEngine, change: Callable[[], None] = lambda: None) -> bool:
+    def make(config: EngineConfig) -> LoggingEngine:
+        change()
+        return engine
+
+    return run_engine(engine.setup.config, link, make)
+
+
+class TestRunEngine:
+    def test_from_ready_to_stop(self) -> None:
+        engine = LoggingEngine()
+        link = ScriptedLink([add(0)], [], [Stop()])
+        assert run(link, engine) is True, "it ended as it was told to"
+        ready, *steps = link.sent
+        assert isinstance(ready, Ready), "the first thing that it says: the engine is there"
+        assert ready.num_kv_blocks == 100, "with the number of its KV blocks"
+        assert pickle.loads(ready.setup).path == engine.setup.path, "and its set-up, pickled"
+        assert [type(news) for news in steps] == [Step, Step], "a message a turn until Stop, and nothing after it"
+        assert engine.is_closed, "whoever builds an engine closes it"
+
+    def test_an_exception_in_a_step_is_the_last_word(self) -> None:
+        engine = LoggingEngine()
+        link = ScriptedLink([add(0)], [], [Stop()])
+        engine.fails = RuntimeError("the device is on fire")
+        assert run(link, engine) is False, "it did not end as it was told to"
+        assert link.sent[-1] == Failure("RuntimeError: the device is on fire"), "else all streams wait for ever"
+        assert engine.log == ["add 0", "step"], "an engine in an unknown state makes no further step"
+        assert engine.is_closed, "it is closed all the same"
+
+    def test_a_value_error_in_a_step_is_not_the_users(self) -> None:
+        engine = LoggingEngine()
+        link = ScriptedLink([add(0)], [])
+        engine.fails = ValueError("shapes do not match")
+        assert run(link, engine) is False, "it did not end well"
+        assert link.sent[-1] == Failure("ValueError: shapes do not match", is_user_error=False), (
+            "the engine was built: what comes after is not the user's fault, and the type's name helps whoever looks for it"
+        )
+
+    @pytest.mark.parametrize(
+        ("error", "said"),
+        [
+            (ValueError("no such model: look at the name"), Failure("no such model: look at the name", True)),
+            (OSError("the disk is gone"), Failure("OSError: the disk is gone", False)),
+        ],
+    )
+    def test_an_engine_that_cannot_be_built(self, error: Exception, said: Failure) -> None:
+        def fail() -> None:
+            raise error
+
+        engine, link = LoggingEngine(), ScriptedLink()
+        assert run(link, engine, fail) is False, "there is no engine"
+        assert link.sent == [said], "one word, the last; a ValueError's sentence is for the user as it is"
+        assert not engine.is_closed, "what was never built is not closed"

@@ -1,0 +1,158 @@
+"""Work for a client races against the client's going away. Clients are scripted: no socket, no clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+from starlette.requests import ClientDisconnect
+
+from folovllm.server.sse import unless_gone
+from tests.tiny import worked_case
+
+GONE = {"type": "http.disconnect"}
+
+
+class Client:
+    """What ASGI's `receive` says of a client that goes when a test says so."""
+
+    def __init__(self, *messages: dict[str, Any]) -> None:
+        self.goes = asyncio.Event()
+        self.messages = list(messages)  # that come before
+        self.is_watched = False
+
+    async def receive(self) -> dict[str, Any]:
+        if self.messages:
+            return self.messages.pop(0)
+        self.is_watched = True
+        try:
+            await self.goes.wait()
+        finally:
+            self.is_watched = False
+        return GONE
+
+
+def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Run a test's coroutine; what would wait for ever fails."""
+    return asyncio.run(asyncio.wait_for(main(), 20))
+
+
+async def told(race: Awaitable[Any]) -> str:
+    """What comes of a race, in a word."""
+    try:
+        return str(await race)
+    except (ClientDisconnect, ValueError, asyncio.CancelledError) as error:
+        return type(error).__name__
+
+
+class TestUnlessGone:
+    def test_a_worked_case(self) -> None:
+        """The client goes while the work holds blocks, and to give them back takes the work two turns of the loop."""
+
+        async def main() -> list[str]:
+            client, log = Client(), []
+
+            async def work() -> None:
+                log.append("the work begins")
+                try:
+                    client.goes.set()
+                    await asyncio.Event().wait()
+                finally:
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+                    log.append("the blocks are given back")
+
+            log.append(await told(unless_gone(client.receive, work())))
+            for _ in range(5):
+                await asyncio.sleep(0)  # what comes too late is seen, too
+            return list(log)
+
+        says = "the client goes, so the work is cancelled and waited for, and only then somebody hears of it"
+        expected = ["the work begins", "the blocks are given back", "ClientDisconnect"]
+        worked_case("x1.4", run(main), expected, says)
+
+    def test_work_that_ends_first(self) -> None:
+        """Its result comes, and nobody listens to the client any more."""
+
+        async def main() -> None:
+            client, others = Client(), asyncio.all_tasks()
+
+            async def work() -> str:
+                while not client.is_watched:
+                    await asyncio.sleep(0)
+                return "done"
+
+            assert await told(unless_gone(client.receive, work())) == "done", "the work's result is handed on"
+            assert not client.is_watched, "who listened for the client's end has been cancelled, and is over"
+            assert asyncio.all_tasks() == others, "no task is left behind"
+
+        run(main)
+
+    def test_work_that_fails(self) -> None:
+        async def main() -> None:
+            client = Client()
+
+            async def work() -> None:
+                await asyncio.sleep(0)
+                raise ValueError("no")
+
+            with pytest.raises(ValueError, match="no"):
+                await unless_gone(client.receive, work())
+            assert not client.is_watched, "also then nobody listens any more"
+
+        run(main)
+
+    def test_both_at_the_same_moment(self) -> None:
+        """What is done is done: an answer that was computed is not thrown away."""
+
+        async def main() -> None:
+            client = Client()
+            client.goes.set()
+
+            async def work() -> str:
+                return "done"
+
+            assert await told(unless_gone(client.receive, work())) == "done", "the work was done when the client went"
+
+        run(main)
+
+    def test_other_messages_are_no_goodbye(self) -> None:
+        """A body's last piece may still come: only `http.disconnect` ends the work."""
+
+        async def main() -> None:
+            client = Client({"type": "http.request", "body": b"", "more_body": False})
+
+            async def work() -> str:
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                return "done"
+
+            assert await told(unless_gone(client.receive, work())) == "done", "http.request is not http.disconnect"
+
+        run(main)
+
+    def test_whoever_races_may_be_cancelled(self) -> None:
+        """The server shuts down: work and listener end, before the race is over."""
+
+        async def main() -> None:
+            client, held, others = Client(), ["blocks"], asyncio.all_tasks()
+
+            async def work() -> None:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await asyncio.sleep(0)
+                    held.clear()
+
+            race = asyncio.ensure_future(told(unless_gone(client.receive, work())))
+            while not client.is_watched:
+                await asyncio.sleep(0)
+            race.cancel()
+            assert await race == "CancelledError", "a race that is cancelled says so"
+            assert held == [], "the work has given back what it held"
+            assert not client.is_watched, "nobody listens any more"
+            assert asyncio.all_tasks() == others, "no task is left behind"
+
+        run(main)

@@ -1,0 +1,276 @@
+"""What a reader gets: no queue, one wake-up, text that only grows, an end that is told once. No engine, no threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.config import EngineConfig
+from folovllm.engine.input_processor import InputProcessor
+from folovllm.engine.setup import set_up
+from folovllm.models.files import load_tokenizer
+from folovllm.sampling_params import RequestOutputKind, SamplingParams
+from folovllm.server.messages import Delta
+from folovllm.server.stream import Mailbox, Prepared, Stream
+from tests.helpers import tiny_checkpoint
+from tests.tiny import worked_case
+
+STOPS = ["##", "a€"]
+DELTAS = SamplingParams(max_tokens=50, output_kind=RequestOutputKind.DELTA)
+
+
+@cache
+def parts() -> tuple[Any, InputProcessor]:
+    setup = set_up(EngineConfig(model=str(tiny_checkpoint())))
+    tokenizer = load_tokenizer(setup.path, setup.config)
+    return tokenizer, InputProcessor(setup, tokenizer)
+
+
+def ids_of(text: str) -> list[int]:
+    """A token each letter; a token each byte where a character has several."""
+    found: list[int] = parts()[0].encode(text)
+    return found
+
+
+def stream_of(params: SamplingParams = DELTAS, mailbox: Mailbox | None = None, number: int = 0) -> Stream:
+    """A stream whose request came at second 0."""
+    tokenizer, processor = parts()
+    text, seqs = processor.process("", [1, 2, 3], params, 0, None)
+    request = Prepared(params, text, seqs, 0, None)
+    return Stream(number, str(number), request, 0.0, tokenizer, mailbox or Mailbox(), lambda stream: None)
+
+
+def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Run a test's coroutine; what would wait for ever fails."""
+    return asyncio.run(asyncio.wait_for(main(), 20))
+
+
+async def turns(count: int = 5) -> None:
+    """Give others their turn in the event loop."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def text_of(stream: Stream) -> str:
+    """What is new, of a request with one answer."""
+    return "".join(piece.text for piece in stream.take())
+
+
+def stopped_by(whole: str, cut: int) -> str:
+    """The stop string that begins at `cut`; empty if none does."""
+    return next((stop for stop in STOPS if whole[cut:].startswith(stop)), "")
+
+
+def spoken(said: Any) -> str:
+    """The last word about an answer: its finish reason."""
+    return str(said.outputs[0].finish_reason)
+
+
+class TestFeed:
+    def test_a_worked_case(self) -> None:
+        """ "ab", "é" and "##c" in four steps, with "##" as a stop string; the reader looks after each step."""
+        stream = stream_of(replace(DELTAS, stop=["##"]))
+        e, acute = ids_of("é")
+        got = {}
+        for name, tokens in (
+            ("a b", ids_of("ab")),
+            ("half an é", [e]),
+            ("the rest of it", [acute]),
+            ("# # c", ids_of("##c")),
+        ):
+            stream.feed(Delta(0, 0, tokens), 1.0)
+            if name == "# # c":
+                stream.feed(Delta(0, 0, [], "stop"), 1.0)
+            got[name] = text_of(stream)
+        got["why"] = stream._seqs[0].stop_reason
+        got["tokens counted"] = stream.state.metrics.num_generated_tokens
+        says = "one character is held back, as it could begin ##, until the end; half an é waits; c comes after ##: too late"
+        expected = ["a", "", "b", "é", "##", 6]
+        worked_case("x1.3", got, dict(zip(got, expected, strict=True)), says)
+
+    def test_the_first_tokens_are_timed(self) -> None:
+        stream = stream_of()
+        assert not stream.has_begun, "no token has come"
+        for now in (3.0, 4.0):
+            stream.feed(Delta(0, 0, ids_of("a"), num_cached_tokens=2), now)
+        metrics = stream.state.metrics
+        assert (metrics.first_token_time, metrics.num_generated_tokens) == (3.0, 2), (
+            "the first came at second 3; two came"
+        )
+        assert stream._seqs[0].num_cached_tokens == 2, "of the prompt 2 tokens were found in the cache"
+        assert stream.newest == [4.0], "the newest came at second 4"
+
+    def test_what_comes_between_two_looks_is_one_piece(self) -> None:
+        stream = stream_of()
+        for letter in "abcd":
+            stream.feed(Delta(0, 0, ids_of(letter)), 1.0)
+        assert text_of(stream) == "abcd", "a slow reader misses nothing, and nothing was queued for it"
+        assert text_of(stream) == "", "what was taken is taken"
+
+    def test_several_answers_are_kept_apart(self) -> None:
+        stream = stream_of(replace(DELTAS, n=2))
+        stream.feed(Delta(0, 1, ids_of("x")), 1.0)
+        stream.feed(Delta(0, 0, ids_of("a")), 1.0)
+        assert {piece.answer: piece.text for piece in stream.take()} == {0: "a", 1: "x"}, "index says which answer"
+        stream.feed(Delta(0, 0, [], "length"), 2.0)
+        assert not stream.is_finished, "one of two answers is over"
+        stream.feed(Delta(0, 1, [], "length"), 2.0)
+        assert stream.is_finished, "now both are"
+
+    def test_the_end_says_why(self) -> None:
+        async def main() -> tuple[Any, ...]:
+            stream = stream_of(replace(DELTAS, stop_token_ids=ids_of("z")))
+            stream.feed(Delta(0, 0, ids_of("a")), 1.0)
+            stream.feed(Delta(0, 0, ids_of("z")), 2.0)
+            stream.feed(Delta(0, 0, [], "stop"), 2.0)
+            output = await anext(stream)
+            answer = output.outputs[0]
+            return (
+                answer.text,
+                answer.finish_reason,
+                answer.stop_reason,
+                output.finished,
+                stream.state.metrics.finish_time,
+            )
+
+        said = ("a", "stop", ids_of("z")[0], True, 2.0)
+        assert run(main) == said, "the token that stopped it is no text, and is the reason; it ended at second 2"
+
+    def test_who_wants_the_whole_is_not_woken_before_the_end(self) -> None:
+        mailbox = Mailbox()
+        stream = stream_of(replace(DELTAS, output_kind=RequestOutputKind.FINAL_ONLY), mailbox)
+
+        async def main() -> list[bool]:
+            waiting = asyncio.ensure_future(mailbox.get())
+            seen = []
+            for delta in (Delta(0, 0, ids_of("a")), Delta(0, 0, ids_of("b")), Delta(0, 0, [], "length")):
+                stream.feed(delta, 1.0)
+                await turns()
+                seen.append(waiting.done())
+            waiting.cancel()
+            return seen
+
+        assert run(main) == [False, False, True], "a token is no news for it, only the end is"
+
+    def test_logprobs_come_with_their_texts(self) -> None:
+        stream = stream_of(replace(DELTAS, logprobs=1))
+        (a,) = ids_of("a")
+        stream.feed(Delta(0, 0, [a], None, 0, [[(a, -0.5, 1)]]), 1.0)
+        (piece,) = stream.take()
+        assert piece.logprobs is not None, "the request asked for them"
+        assert [(t.decoded_token, t.logprob) for t in piece.logprobs[0].values()] == [("a", -0.5)], "a row each token"
+
+    def test_a_stop_string_within_a_piece_of_several_tokens(self) -> None:
+        stream = stream_of(replace(DELTAS, stop=["b"]))
+        stream.feed(Delta(0, 0, ids_of("abc")), 1.0)
+        stream.feed(Delta(0, 0, [], "stop"), 1.0)
+        assert text_of(stream) == "a", "b ends the answer, and c was drawn after the end"
+        assert stream.state.metrics.num_generated_tokens == 2, "a and b; what comes after the end is not counted"
+
+    @given(st.text("aé#€", max_size=12), st.data())
+    def test_text_only_grows_however_it_comes(self, whole: str, data: st.DataObject) -> None:
+        """The pieces together are the text, in whatever steps the tokens come and whenever the reader looks."""
+        ids = ids_of(whole)
+        stream, got, start = stream_of(replace(DELTAS, max_tokens=100, stop=STOPS)), "", 0
+        cut = min((whole.find(stop) for stop in STOPS if stop in whole), default=len(whole))
+        end = len(ids_of(whole[:cut] + stopped_by(whole, cut)))  # tokens until the engine stops; a step may have more
+        while start < end:
+            count = data.draw(st.integers(1, 3))
+            stream.feed(Delta(0, 0, ids[start : start + count]), 1.0)
+            start += count
+            if start < end and data.draw(st.booleans()):
+                got += text_of(stream)
+                assert whole[:cut].startswith(got), f"{got!r} was sent, and the text is {whole[:cut]!r}"
+        stream.feed(Delta(0, 0, [], "stop" if cut < len(whole) else "length"), 1.0)
+        assert got + text_of(stream) == whole[:cut], "at the end all of it was sent"
+
+
+class TestMailbox:
+    def test_one_wake_up_for_many(self) -> None:
+        async def main() -> list[int]:
+            mailbox = Mailbox()
+            streams = [stream_of(mailbox=mailbox, number=i) for i in range(3)]
+            waiting = asyncio.ensure_future(mailbox.get())
+            await turns()
+            assert not waiting.done(), "nobody has news: it waits"
+            for stream in streams[:2]:
+                stream.feed(Delta(0, 0, ids_of("a")), 1.0)
+            await turns()
+            assert waiting.done(), "two streams have news, and who waits is woken"
+            return [stream.number for stream in waiting.result()]
+
+        assert run(main) == [0, 1], "both at once, in the order in which they had news; not the third"
+
+    def test_news_that_are_there_are_not_waited_for(self) -> None:
+        async def main() -> list[int]:
+            mailbox = Mailbox()
+            stream_of(mailbox=mailbox, number=4).feed(Delta(0, 0, ids_of("a")), 1.0)
+            waiting = asyncio.ensure_future(mailbox.get())
+            await turns()
+            assert waiting.done(), "the news came before the reader, and nobody will say it again"
+            return [stream.number for stream in waiting.result()]
+
+        assert run(main) == [4], "the stream that has news"
+
+    def test_news_are_handed_out_once(self) -> None:
+        async def main() -> bool:
+            mailbox = Mailbox()
+            stream = stream_of(mailbox=mailbox)
+            stream.feed(Delta(0, 0, ids_of("a")), 1.0)
+            await mailbox.get()
+            stream.take()
+            waiting = asyncio.ensure_future(mailbox.get())
+            await turns()
+            assert not waiting.done(), "there is nothing new: it waits"
+            stream.feed(Delta(0, 0, ids_of("b")), 1.0)
+            await turns()
+            return waiting.done()
+
+        assert run(main), "and the second time it is woken, too"
+
+    def test_more_news_while_the_reader_is_about_to_wake(self) -> None:
+        """A step serves many streams before the event loop turns: only the first of them wakes the reader."""
+
+        async def main() -> int:
+            mailbox = Mailbox()
+            waiting = asyncio.ensure_future(mailbox.get())
+            await turns()
+            for i in range(3):
+                mailbox.put(stream_of(mailbox=mailbox, number=i))
+            await turns()
+            return len(await waiting)
+
+        assert run(main) == 3, "all three are there when it looks"
+
+    def test_a_reader_that_was_cancelled_is_not_woken(self) -> None:
+        async def main() -> list[int]:
+            mailbox = Mailbox()
+            waiting = asyncio.ensure_future(mailbox.get())
+            await turns()
+            waiting.cancel()
+            await turns()
+            mailbox.put(stream_of(mailbox=mailbox, number=9))
+            return [stream.number for stream in await mailbox.get()]
+
+        assert run(main) == [9], "the next reader finds what came meanwhile"
+
+
+class TestReading:
+    def test_an_error_is_raised_once(self) -> None:
+        async def main() -> list[str]:
+            stream = stream_of()
+            waiting = asyncio.ensure_future(anext(stream))
+            await turns()
+            stream.fail(ValueError("no"))
+            with pytest.raises(ValueError, match="no"):
+                await waiting
+            return [spoken(output) async for output in stream]
+
+        assert run(main) == [], "after its end a stream gives nothing"
