@@ -55,12 +55,18 @@ export class MemoryView {
     if (this.#cell !== null && !this.tip.hidden) this.#showTip();
   }
 
-  zoom(factor) {
+  /** Larger or smaller around a point, which is the cell that is pointed at where nobody says; 0: all of it. */
+  zoom(factor, at = this.#middle()) {
     const before = this.#zoom;
     this.#zoom = factor === 0 ? 1 : Math.max(1, Math.min(24, this.#zoom * factor));
-    const [x, y] = [this.width / 2, this.height / 2];
-    this.#pan = { x: ((this.#pan.x + x) * this.#zoom) / before - x, y: ((this.#pan.y + y) * this.#zoom) / before - y };
+    const moved = (pan, place) => ((pan + place) * this.#zoom) / before - place;
+    this.#pan = { x: moved(this.#pan.x, at[0]), y: moved(this.#pan.y, at[1]) };
     this.draw(this.#frame);
+  }
+
+  #middle() {
+    const [x, y, w, h] = this.#cell === null ? [0, 0, this.width, this.height] : this.#box(this.#cell);
+    return [x + w / 2, y + h / 2];
   }
 
   /** Cells: how many, how large, how many a row. */
@@ -253,7 +259,7 @@ export class MemoryView {
     canvas.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && !event.metaKey) return; // a plain wheel scrolls the page
       event.preventDefault();
-      this.zoom(event.deltaY < 0 ? 1.25 : 0.8);
+      this.zoom(event.deltaY < 0 ? 1.25 : 0.8, [event.offsetX, event.offsetY]);
     }, { passive: false }); // prettier-ignore
     canvas.addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: this.columns, ArrowUp: -this.columns }[event.key];

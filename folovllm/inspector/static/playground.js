@@ -32,7 +32,9 @@ export class Playground {
       el("button", { type: "button", onclick: () => this.#pace({ paused: true, step: 1 }) }, "One step"),
       el("button", { type: "button", title: "With --mine: with your code as it is now", onclick: () => this.#change() }, "Build anew"),
     ); // prettier-ignore
-    const panel = el("details", { open: true, class: "panel" }, el("summary", {}, "Playground"), this.asking, this.pace, this.fields, this.error);
+    const panel = el("details", { open: true, class: "panel" }, el("summary", {}, "Playground"),
+      el("div", { class: "halves" }, el("div", {}, this.asking, this.pace), this.fields), this.error,
+    ); // prettier-ignore
     this.element = el("section", { class: "playground", "aria-label": "Playground" }, panel);
   }
 
