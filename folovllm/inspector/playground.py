@@ -11,10 +11,12 @@ from folovllm.config import PRESETS, EngineConfig
 from folovllm.inspector.live import Audience
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.async_engine import AsyncEngine, EngineDead
+from folovllm.server.messages import Pace
 from folovllm.server.stream import Stream
+from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 
 LONGEST = 128  # tokens of a prompt and its answer: few enough to watch
-MOST_PROMPTS, MOST_TOKENS, MOST_DELAY, MOST_STEPS = 64, LONGEST, 5.0, 1000
+MOST_PROMPTS, MOST_TOKENS, MOST_DELAY, MOST_STEPS = 64, LONGEST, 2.0, 1000
 
 
 @dataclass(slots=True, frozen=True)
@@ -118,6 +120,7 @@ class Playground:
         self.delay, self.is_held = 0.1, False
         self.audience = Audience(self._watch)
         self._engine: AsyncEngine | None = None
+        self._transport: Transport | None = None
         self._streams: dict[Stream, asyncio.Task[None]] = {}
         self._turn = asyncio.Lock()
 
@@ -125,6 +128,11 @@ class Playground:
     def runs_mine(self) -> bool:
         """Whether a learner's code runs: in a process of its own, which loads it anew and can be ended whatever it does."""
         return bool(os.environ.get("FOLOVLLM_MINE"))
+
+    def _new_transport(self) -> Transport:
+        if self.runs_mine:
+            return ProcessTransport()
+        return ThreadTransport()
 
     @property
     def error(self) -> str | None:
@@ -151,11 +159,12 @@ class Playground:
         async with self._turn:
             settings = self.settings.with_changes(changes)
             config = EngineConfig(**self._overrides | settings.overrides())
-            engine = AsyncEngine(config, transport="process" if self.runs_mine else "thread")
+            transport = self._new_transport()
+            engine = AsyncEngine(config, transport=transport)
             await engine.start()
-            old, self._engine, self.settings = self._engine, engine, settings
+            old, self._engine, self._transport, self.settings = self._engine, engine, transport, settings
             engine.on_seen = self.audience.take_in
-            engine.pace(self.delay, self.is_held)
+            transport.send(Pace(self.delay, self.is_held))
             if old is not None:
                 old.on_seen = lambda pieces: None
                 await old.close()
@@ -192,8 +201,8 @@ class Playground:
             raise ValueError(f"step must be from 0 to {MOST_STEPS}, not {step!r}")
         self.delay = self.delay if delay is None else delay
         self.is_held = self.is_held if paused is None else paused
-        if self._engine is not None:
-            self._engine.pace(self.delay, self.is_held, step)
+        if self._transport is not None:
+            self._transport.send(Pace(self.delay, self.is_held, step))
 
     async def close(self) -> None:
         """End it."""

@@ -51,11 +51,13 @@ class PacedEngine:
     def step(self) -> None:
         """Compute, unless it is held."""
         if not self.has_unfinished_requests():
-            self._engine.events.drain()  # who came is told, though it is held
+            self._engine.abort_request([])  # ends nobody, and tells who has come, though it is held
             return
-        time.sleep(self._pace.delay)
-        self._steps_left -= self._pace.is_held
         self._engine.step()
+        if self._pace.is_held:
+            self._steps_left -= 1
+        else:
+            time.sleep(self._pace.delay)
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **extra: Any) -> None:
         """As the engine has it."""

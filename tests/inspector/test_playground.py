@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import queue
-import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,17 +13,15 @@ from starlette.testclient import TestClient
 
 from folovllm.config import EngineConfig
 from folovllm.engine.scheduler import Scheduler
-from folovllm.events import Events
 from folovllm.inspector.playground import FIELDS, Playground, Settings
 from folovllm.inspector.replay import Recording, parse
 from folovllm.inspector.serve import playground_app, replay_app
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.messages import Abort, Add, Pace, encode, frame
-from folovllm.server.socket_link import SocketLink
-from folovllm.server.transport import _ThreadLink
+from folovllm.server.messages import Abort, Pace
+from folovllm.server.watched import WatchedLink
 from tests.helpers import tiny_checkpoint
 from tests.inspector.test_live import replayed
-from tests.x1.scripted import HandTransport
+from tests.x1.scripted import ScriptedEngine
 
 MODEL = {"model": str(tiny_checkpoint()), "device": "cpu"}
 SMALL = {"num_kv_blocks": 12, "block_size": 4, "max_num_seqs": 4}
@@ -124,21 +120,30 @@ def test_a_setting_that_cannot_be_leaves_the_engine() -> None:
     play(story)
 
 
-def test_any_position_of_the_sliders_is_an_engine() -> None:
-    """The ends of all of them, in each milestone, whatever the others say."""
-    for milestone in FIELDS[0].choices:
-        for blocks in (FIELDS[1].min, FIELDS[1].max):
-            for size in (FIELDS[2].choices[0], FIELDS[2].choices[-1]):
-                for budget in (FIELDS[4].min, FIELDS[4].max):
-                    for chunks in (False, True):
-                        settings = Settings(milestone, blocks, size, 4, budget, chunks, chunks)
+@pytest.mark.parametrize("milestone", FIELDS[0].choices)
+def test_the_ends_of_the_sliders_are_engines(milestone: str) -> None:
+    """Any two of them at each of their ends, with and without chunks and a cache of prefixes."""
+    (few, many), (small, large), (little, much) = (
+        (FIELDS[1].min, FIELDS[1].max),
+        (FIELDS[2].choices[0], FIELDS[2].choices[-1]),
+        (FIELDS[4].min, FIELDS[4].max),
+    )
+    ends = [
+        (few, small, little, False),
+        (few, large, much, True),
+        (many, small, much, False),
+        (many, large, little, True),
+    ]
 
-                        async def story(playground: Playground, page: Page, settings: Settings = settings) -> None:
-                            await playground.ask(["a"], max_tokens=2)
-                            await page.see(has("finish"))
+    async def story(playground: Playground, page: Page) -> None:
+        for blocks, size, budget, chunks in ends:
+            settings = Settings(milestone, blocks, size, 4, budget, chunks, chunks)
+            await playground.build({field.name: getattr(settings, field.name) for field in FIELDS})
+            await page.see(has("key"))
+            await playground.ask(["a"], max_tokens=2)
+            await page.see(has("finish"))
 
-                        if blocks == FIELDS[1].min or (size, budget) == (FIELDS[2].choices[0], FIELDS[4].min):
-                            play(story, **{field.name: getattr(settings, field.name) for field in FIELDS})
+    play(story)
 
 
 def test_prompts_that_cannot_be_served_are_refused_together() -> None:
@@ -203,15 +208,21 @@ def test_wrong_code_ends_the_engine_and_another_can_be_built(monkeypatch: pytest
 
 
 class TestPace:
-    def test_the_loop_counts_steps_while_held(self) -> None:
-        transport = HandTransport()
-        asyncio.run(transport.start(EngineConfig(), lambda news: None))
-        engine = transport.engine
-        engine.events = Events()  # type: ignore[attr-defined]
-        transport.send(Pace(is_held=True, step=1))
-        transport.send(Add(1, [1], SamplingParams(max_tokens=9)))
+    def test_steps_are_counted_while_it_is_held(self) -> None:
+        inbox: list[Any] = []
+
+        class Ends:
+            def receive(self, wait: bool) -> list[Any]:
+                commands, inbox[:] = list(inbox), []
+                return commands
+
+        engine = ScriptedEngine()
+        engine.subscribe(lambda events: None)
+        link = WatchedLink(Ends())  # type: ignore[arg-type]
+        served = link.making(lambda config: engine)(EngineConfig())  # type: ignore[arg-type, return-value]
+        served.add_request("1", [1], SamplingParams(max_tokens=99))  # type: ignore[call-arg]
         for command, steps in (
-            (None, 1),
+            (Pace(is_held=True, step=1), 1),
             (None, 1),
             (Pace(is_held=True, step=2), 2),
             (None, 3),
@@ -221,9 +232,9 @@ class TestPace:
             (Pace(is_held=True), 5),  # what was granted before is forgotten
             (Pace(), 6),
         ):
-            if command is not None:
-                transport.send(command)
-            transport.turn()
+            inbox += [] if command is None else [Abort(7), command]
+            assert link.receive(False) == ([] if command is None else [Abort(7)])
+            served.step()
             assert engine.num_steps == steps
 
     @pytest.mark.parametrize(
@@ -232,26 +243,6 @@ class TestPace:
     def test_what_cannot_be(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Playground(MODEL).change_pace(**wrong)
-
-    @pytest.mark.parametrize("link", ["thread", "socket"])
-    def test_a_link_waits_as_long_as_it_is_told(self, link: str) -> None:
-        """Not at all, for some time, or until something comes."""
-        if link == "thread":
-            commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            receiver: Any = _ThreadLink(commands, asyncio.new_event_loop(), lambda news: None)
-            send = commands.put
-        else:
-            here, there = socket.socketpair()
-            receiver = SocketLink(there)
-
-            def send(command: Any) -> None:
-                here.sendall(frame(encode(command)))
-
-        assert receiver.receive(0) == [] and receiver.receive(0.01) == []
-        send(Abort(1))
-        assert receiver.receive(60) == [Abort(1)]
-        send(Abort(2))
-        assert receiver.receive(None) == [Abort(2)]
 
 
 class TestAddresses:

@@ -260,6 +260,29 @@ class TestLive:
         assert key(here, "f") == here.page.evaluate(LAST)
         here.errors[:] = [error for error in here.errors if "401" not in error]  # as it should be
 
+    def test_a_view_that_stays_for_days_forgets(self, here: Shown) -> None:
+        """The oldest moments go, up to a keyframe; those that are left are as they were, and nothing leads behind them."""
+        here.recordings["long.jsonl"] = Steady().recording(3000)
+        here.open("long.jsonl", t=3000)
+        found = here.run("""
+          const {recording} = inspector.lanes[0];
+          const told = (at) => JSON.stringify([...recording.stateAt(at).sequences.values()]);
+          const before = [2900, 2999, 2600].map(told);
+          const size = recording.size;
+          recording.forget(size / 2);
+          const after = [2900, 2999, 2600].map(told);
+          inspector.player.go(0);
+          const infos = [...recording.infos.values()];
+          return {
+            same: JSON.stringify(before) === JSON.stringify(after), first: recording.first, left: recording.size / size,
+            at: inspector.player.clock.tick, added: recording.find("add", recording.first, -1),
+            gone: infos.every((info) => info.end >= recording.first), known: recording.moments.filter(Boolean).length,
+          };""")
+        assert found["same"] and found["gone"] and found["added"] is None
+        assert found["first"] % 256 == 0 and found["at"] == found["first"] > 1000
+        assert found["left"] < 0.5 and found["known"] == 3001 - found["first"]
+        here.page.evaluate(SETTLED)
+
     def test_a_playground(self, here: Shown) -> None:
         lines = (SAMPLES / "m3.jsonl").read_text(encoding="utf-8").splitlines()
         fields = [
