@@ -12,14 +12,16 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 # Ranks, learners' code and commands are tested in hundreds of processes: each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo learn test ci notebooks docs lab clean
+.PHONY: help demo learn test ci notebooks recordings screenshots docs lab clean
 
 help:
 	@echo "make demo       a text from a real model, with its speed"
 	@echo "make learn      what the course needs: pytest, JupyterLab; then: source .venv/bin/activate"
 	@echo "make test       ruff, mypy --strict, pytest"
-	@echo "make ci         test, the course's own tests, notebooks, docs and every command in them"
+	@echo "make ci         test, the course's own tests, Ray, notebooks, docs and every command in them"
 	@echo "make notebooks  run the notebooks' sources and write the notebooks"
+	@echo "make recordings record the engine for the book's inspector and its tests"
+	@echo "make screenshots take the pictures of the inspector (needs chromium)"
 	@echo "make docs       write the code that the book shows into its pages, and build it into site/"
 	@echo "make lab        open the notebooks in JupyterLab, yours in mine/ too"
 
@@ -34,16 +36,23 @@ test: .venv/.serve .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) --ignore tests/course --ignore tests/docs
+	$(PYTEST) --ignore tests/course --ignore tests/docs --ignore tests/ray
 
-# The course's tests start processes of their own, so not under xdist.
-ci: test docs .venv/.notebooks
+# The course's tests start processes of their own, so not under xdist; Ray's start a cluster, and have 15 minutes.
+ci: test docs .venv/.notebooks .venv/.ray
 	$(BIN)/python -m pytest -q tests/course
+	timeout -k 30 900 $(BIN)/python -m pytest -q tests/ray
 	$(PYTEST) tests/docs
 	$(if $(wildcard notebooks/src/*.py),$(BIN)/python -m milestones.notebooks --check)
 
 notebooks: .venv/.notebooks
 	$(BIN)/python -m milestones.notebooks
+
+recordings: .venv/.serve
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tools/recordings.py
+
+screenshots: .venv/.dev
+	PYTHONPATH=. $(BIN)/python tools/screenshots.py
 
 # Not --quiet: mkdocs would no longer count the warnings that --strict turns into errors.
 docs: .venv/.docs
@@ -64,6 +73,6 @@ clean:
 	$(INSTALL) -e .
 	@touch $@
 
-.venv/.serve .venv/.dev .venv/.notebooks .venv/.docs: .venv/.%: .venv/.engine
+.venv/.serve .venv/.dev .venv/.notebooks .venv/.docs .venv/.ray: .venv/.%: .venv/.engine
 	$(INSTALL) -e ".[$*]"
 	@touch $@

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
 from folovllm.interrupts import interrupts
+from folovllm.remote import ServerError
 
 if TYPE_CHECKING:
     from folovllm.llm import LLM
@@ -17,17 +18,43 @@ if TYPE_CHECKING:
 HELP = "/reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."
 
 
+class Speaker(Protocol):
+    """Whoever continues a conversation: `OwnEngine` in this process, or `folovllm.remote.Server`."""
+
+    def stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        """The new text of each step, until the answer ends or Ctrl-C is pressed. ValueError where there is none."""
+
+
+class OwnEngine:
+    """The engine of an `LLM`."""
+
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        self._llm, self._params = llm, params
+        self._num_requests = 0
+
+    def stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        """As `Speaker` has it; Ctrl-C acts between two steps."""
+        engine = self._llm.engine
+        self._num_requests += 1
+        request_id = f"chat-{self._num_requests}"
+        engine.add_request(request_id, self._llm.render_chat(messages), self._params)
+        with interrupts() as interrupted:
+            while engine.has_unfinished_requests():
+                outputs = [engine.abort_request(request_id)] if interrupted.is_set() else engine.step()
+                for output in outputs:
+                    yield output.outputs[0].delta_text
+
+
 class Chat:
-    """The history of one conversation and the engine that continues it.
+    """The history of one conversation, and who continues it.
 
     Invariant: between answers `messages` alternates user and assistant (after a system message, if any), whatever was
     interrupted or refused.
     """
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
-        self.llm, self.params = llm, params
+    def __init__(self, speaker: Speaker, system: str | None = None) -> None:
+        self._speaker = speaker
         self._opening = [{"role": "system", "content": system}] if system else []
-        self._num_requests = 0
         self.notes = Console(stderr=True, highlight=False)
         self.reset()
 
@@ -65,27 +92,20 @@ class Chat:
         try:
             self.answer(question)
         except ValueError as error:
-            self.notes.print(f"error: {error} (/reset starts a new conversation)", style="red", markup=False)
+            hint = "" if isinstance(error, ServerError) else " (/reset starts a new conversation)"
+            self.notes.print(f"error: {error}{hint}", style="red", markup=False)
 
     def answer(self, question: str) -> str:
         """Stream the answer to stdout and add both to the history; what was said before a Ctrl-C counts."""
         messages = [*self.messages, {"role": "user", "content": question}]
         text = ""
-        for delta in self._stream(messages):
-            print(delta, end="", flush=True)
-            text += delta
+        try:
+            for delta in self._speaker.stream(messages):
+                print(delta, end="", flush=True)
+                text += delta
+        except ValueError:
+            print(end="\n" if text else "")  # what follows is a line of its own
+            raise
         print()
         self.messages = [*messages, {"role": "assistant", "content": text}]
         return text
-
-    def _stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """The new text of each step, until the answer ends or Ctrl-C is pressed."""
-        engine = self.llm.engine
-        self._num_requests += 1
-        request_id = f"chat-{self._num_requests}"
-        engine.add_request(request_id, self.llm.render_chat(messages), self.params)
-        with interrupts() as interrupted:
-            while engine.has_unfinished_requests():
-                outputs = [engine.abort_request(request_id)] if interrupted.is_set() else engine.step()
-                for output in outputs:
-                    yield output.outputs[0].delta_text

@@ -1,4 +1,4 @@
-"""The command line: `folovllm generate`, `chat`, `download`; `serve` is in `server/cli.py`, `bench` in `bench/cli.py`.
+"""The command line: `folovllm generate`, `chat`, `download`; `serve`, `bench` and `inspect` are in `cli.py` of their folders.
 
 At the top this module imports nothing of the engine: `--mine` must act before that, and `--help` need not wait for torch.
 """
@@ -13,8 +13,10 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
@@ -22,6 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 import folovllm
+from folovllm.flags import in_a_folder
 
 if TYPE_CHECKING:
     from folovllm.engine.metrics import StepStats
@@ -95,6 +98,7 @@ def build_app() -> typer.Typer:
     from folovllm.bench.cli import build_bench_app
     from folovllm.config import EngineConfig
     from folovllm.flags import with_flags
+    from folovllm.inspector.cli import inspect
     from folovllm.sampling_params import SamplingParams
     from folovllm.server.cli import serve
     from folovllm.server.config import ServerConfig
@@ -104,6 +108,7 @@ def build_app() -> typer.Typer:
     app.command()(with_flags(generate, SamplingParams, EngineConfig))
     app.command()(with_flags(chat, SamplingParams, EngineConfig))
     app.command()(with_flags(serve, ServerConfig, EngineConfig))
+    app.command()(with_flags(inspect, EngineConfig))
     app.command()(download)
     app.add_typer(build_bench_app(), name="bench")
     return app
@@ -132,6 +137,14 @@ def generate(
     show_steps: Annotated[
         bool, typer.Option("--show-steps", help="Print a line a step, and draw the KV cache: a letter a block.")
     ] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Record what the engine does, prompts too, for `folovllm inspect`.", callback=in_a_folder),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write steps and requests as a trace for ui.perfetto.dev.", callback=in_a_folder),
+    ] = None,
     **given: Any,
 ) -> None:
     """Answer prompts from the arguments, from a file or from stdin.
@@ -149,10 +162,19 @@ def generate(
     untold = deque(texts)
     tell = partial(print_next, llm, untold, as_json, "\n" * chats(llm, raw))
     try:
-        if show_steps:
-            run_steps(llm, asked, params, tell)
-        else:
-            llm.generate(asked, params, len(texts) > 1 and given["use_tqdm"] is not False, on_answer=tell)
+        with ExitStack() as listeners:
+            if record is not None:
+                from folovllm.inspector.recorder import recording
+
+                listeners.enter_context(recording(llm.engine, record))
+            if trace is not None:
+                from folovllm.inspector.trace import tracing
+
+                listeners.enter_context(tracing(llm.engine, trace))
+            if show_steps:
+                run_steps(llm, asked, params, tell)
+            else:
+                llm.generate(asked, params, len(texts) > 1 and given["use_tqdm"] is not False, on_answer=tell)
     except Interrupted as interrupt:
         for output in interrupt.outputs[len(texts) - len(untold) :]:  # what waited for a prompt before it
             tell(output)
@@ -175,17 +197,28 @@ def chats(llm: LLM, raw: bool) -> bool:
 
 def chat(
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="URL", help="Talk to a server that runs, such as http://127.0.0.1:8000.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's key; the variable FOLOVLLM_API_KEY says the same.")
+    ] = None,
     **given: Any,
 ) -> None:
     """Talk to the model. /reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."""
-    from folovllm.chat import Chat
+    from folovllm.chat import Chat, OwnEngine
     from folovllm.flags import pick
+    from folovllm.remote import server_of_flags
     from folovllm.sampling_params import SamplingParams
 
-    params = SamplingParams(**{"max_tokens": CHAT_MAX_TOKENS, **pick(given, SamplingParams)})
+    chosen = {"max_tokens": CHAT_MAX_TOKENS, **pick(given, SamplingParams)}
+    params = SamplingParams(**chosen)
     if params.n != 1:
         raise ValueError("a chat has one answer: leave n at 1")
-    Chat(load_llm(given), params, system).run()
+    if api_key and not server:
+        raise ValueError("--api-key is for a server: say which with --server URL")
+    speaker = server_of_flags(server, api_key, chosen, given) if server else OwnEngine(load_llm(given), params)
+    Chat(speaker, system).run()
 
 
 def download(name: Annotated[str, typer.Argument(help="smollm2: SmolLM2-135M-Instruct, 93 MB.")]) -> None:

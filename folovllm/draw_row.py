@@ -1,19 +1,19 @@
-"""What the device knows of a running sequence's draw: a line of fields for each row, and a word for each token.
+"""What the device knows of a running sequence's draw: a line of fields for each row, a word and a bit for each token.
 
-Both are int32, so that whatever is new about some rows travels in one buffer. This file is the host's side: the layout,
+All are int32, so that whatever is new about some rows travels in one buffer. This file is the host's side: the layout,
 and who writes it. `folovllm/sample/draw_state.py` is the device's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.step.draw import DrawSpec
+from folovllm.step.draw import DrawSpec, about_to_end
 
 Int32 = npt.NDArray[np.int32]
 
@@ -21,7 +21,7 @@ Int32 = npt.NDArray[np.int32]
 class RowField(IntEnum):
     """Columns of a row's line. Floats travel as the bits of int32 numbers, and so do the two words of a seed."""
 
-    FLAGS = 0  # FILTERS, WORDS
+    FLAGS = 0  # FILTERS, WORDS, MASK, BAD
     TEMPERATURE = 1  # float32; 0 is greedy
     SEED_LOW = 2
     SEED_HIGH = 3
@@ -36,12 +36,48 @@ class RowField(IntEnum):
 
 FILTERS = 1  # the row is drawn, and with top_k, top_p or min_p
 WORDS = 2  # the row's logits depend on its words: penalties, min_tokens, biases
+MASK = 4  # only tokens whose bit in the row's mask is set may be drawn
+BAD = 8  # the row has bad words; tokens that would end one have a bit
 
 # A word: the token's count in the answer, two bits, and a bias on its logit as the bits of a float16.
 COUNT = (1 << 14) - 1  # a count stays at this once it is there
 ENDS = 1 << 14  # forbidden before FREE_FROM
 IN_PROMPT = 1 << 15
 BIAS_SHIFT = 16
+
+# A row's line of the table that holds the words: V words, then what has no word for each token. What lies `n` columns
+# behind the words is an entry of column -1 - n, so that whoever writes entries need not know V.
+MAX_BAD_WORDS, MAX_BAD_TOKENS = 128, 1024  # of a row: runs of tokens, and their tokens together
+BAD_ENDS_AT = 0  # [MAX_BAD_WORDS]: where each bad word ends among their tokens; 0 behind the last
+BAD_TOKENS_AT = BAD_ENDS_AT + MAX_BAD_WORDS  # [MAX_BAD_TOKENS]: the bad words end to end
+RECENT = MAX_BAD_TOKENS  # newest tokens of the answer that are kept
+RECENT_AT = BAD_TOKENS_AT + MAX_BAD_TOKENS  # [RECENT]: token id + 1 at its position % RECENT; 0: none
+MASK_AT = RECENT_AT + RECENT  # for every BITS_OF tokens an int32 of the mask, and one of what must not come next
+BITS_OF = 32  # bit t % 32 is token t's
+PLANES = 2
+ALIGNED = 64  # columns: lines begin where a GPU reads well
+
+
+def mask_width(vocab_size: int) -> int:
+    """How many int32 have a bit for each token."""
+    return -(-vocab_size // BITS_OF)
+
+
+def line_width(vocab_size: int) -> int:
+    """Columns of a row's line."""
+    width = vocab_size + MASK_AT + PLANES * mask_width(vocab_size)
+    return -(-width // ALIGNED) * ALIGNED
+
+
+def mask_of(allowed: Iterable[int], vocab_size: int) -> Int32:
+    """The mask [ceil(V / 32)] in which only the bits of `allowed` are set."""
+    return _bits(np.array(list(allowed), np.int64), mask_width(vocab_size))
+
+
+def _bits(ids: npt.NDArray[np.int64], width: int) -> Int32:
+    words = np.zeros(width, np.uint32)
+    np.bitwise_or.at(words, ids // BITS_OF, np.uint32(1) << (ids % BITS_OF).astype(np.uint32))
+    return words.view(np.int32)
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,32 +86,28 @@ class RowUpdate:
 
     row: int
     fields: Int32  # [len(RowField)]
-    words: Int32  # [2, E]: token ids, each once, and their words; all other words of the row are 0
+    words: Int32  # [2, E]: columns of the row's line, each once, and what they hold; all other columns are 0
 
     @property
-    def has_words(self) -> bool:
-        """Whether the row's words are read at all."""
-        return bool(self.fields[RowField.FLAGS] & WORDS)
+    def has_line(self) -> bool:
+        """Whether the row's line is read at all."""
+        return bool(self.fields[RowField.FLAGS] & (WORDS | MASK | BAD))
 
 
 @dataclass(slots=True, frozen=True)
 class DrawUpdate:
-    """Updates of several rows as one buffer: `DrawState.set_rows(buffer on the device, num_rows, num_with_words)`."""
+    """Updates of several rows as one buffer: `DrawState.set_rows(buffer on the device, num_rows, num_with_line)`."""
 
-    buffer: Int32  # [U, 1 + len(RowField)] lines of row and fields, then [3, E] entries of row, token id and word
+    buffer: Int32  # [U, 1 + len(RowField)] row and its fields, then [3, E] entries of row, column and what it holds
     num_rows: int
-    num_with_words: int  # their lines come first
+    num_with_line: int  # they come first
 
 
-def row_update(row: int, spec: DrawSpec, bias: Mapping[int, float] | None = None) -> RowUpdate:
-    """What the device must know to draw from now on for the sequence that gets `row`.
-
-    Args:
-        bias: what is added to the logits of some tokens, before the penalties; rounded to float16, -inf forbids.
-    """
-    has_words = spec.has_penalties or bool(spec.forbidden) or bool(bias)
+def row_update(row: int, spec: DrawSpec) -> RowUpdate:
+    """What the device must know to draw from now on for the sequence that gets `row`."""
+    has_words, has_bad = spec.has_penalties or bool(spec.forbidden) or bool(spec.bias), bool(spec.bad_words)
     fields = np.zeros(len(RowField), np.int32)
-    fields[RowField.FLAGS] = FILTERS * spec.has_filters + WORDS * has_words
+    fields[RowField.FLAGS] = FILTERS * spec.has_filters + WORDS * has_words + MASK * spec.has_mask + BAD * has_bad
     fields[[RowField.SEED_LOW, RowField.SEED_HIGH]] = np.array([spec.seed], np.int64).view(np.int32)  # little endian
     fields[RowField.TOP_K] = min(max(spec.top_k, 0), 2**31 - 1)
     fields[RowField.FREE_FROM] = min(spec.first_end, 2**31 - 1)
@@ -83,12 +115,20 @@ def row_update(row: int, spec: DrawSpec, bias: Mapping[int, float] | None = None
     floats[[RowField.TEMPERATURE, RowField.TOP_P, RowField.MIN_P]] = spec.temperature, spec.top_p, spec.min_p
     floats[RowField.REPETITION] = spec.repetition_penalty
     floats[[RowField.PRESENCE, RowField.FREQUENCY]] = spec.presence_penalty, spec.frequency_penalty
-    return RowUpdate(row, fields, _words(spec, bias or {}) if has_words else np.empty((2, 0), np.int32))
+    parts = [np.empty((2, 0), np.int32)]
+    if has_words:
+        parts.append(_words(spec))
+    if spec.allowed is not None:
+        parts.append(_plane(0, spec.allowed))
+    if has_bad:
+        parts += _bad_words(spec)
+    return RowUpdate(row, fields, np.concatenate(parts, axis=1))
 
 
-def _words(spec: DrawSpec, bias: Mapping[int, float]) -> Int32:
+def _words(spec: DrawSpec) -> Int32:
     """Token ids and words [2, E] of what is not plain."""
-    drawn, counts = np.unique(spec.history[spec.num_prompt_tokens :], return_counts=True)
+    bias = dict(spec.bias)
+    drawn, counts = np.unique(spec.answer, return_counts=True)
     prompt, ends = np.unique(spec.history[: spec.num_prompt_tokens]), np.unique(spec.forbidden)
     groups = [
         (drawn, np.minimum(counts, COUNT)),
@@ -103,12 +143,40 @@ def _words(spec: DrawSpec, bias: Mapping[int, float]) -> Int32:
     return np.stack([ids, words])
 
 
+def _behind(at: int, values: npt.ArrayLike) -> Int32:
+    """Entries [2, E] that put `values` into the columns from `at` on, behind the words."""
+    values = np.asarray(values, np.int32)
+    return np.stack([-1 - at - np.arange(len(values), dtype=np.int32), values])
+
+
+def _plane(plane: int, tokens: Sequence[int]) -> Int32:
+    """Entries [2, E] of the bits of `tokens` in the mask (plane 0), or among what must not come next (1)."""
+    ids = np.array(tokens, np.int64)
+    words = _bits(ids, int(ids.max(initial=-1)) // BITS_OF + 1)
+    (used,) = words.nonzero()
+    return np.stack([-1 - MASK_AT - plane - PLANES * used.astype(np.int32), words[used]])
+
+
+def _bad_words(spec: DrawSpec) -> list[Int32]:
+    """Entries [2, E] of the bad words, of the newest tokens of the answer, and of what must not come next."""
+    words, end = spec.bad_words, len(spec.history)
+    count = min(len(spec.answer), max(map(len, words)) - 1)
+    recent = _behind(0, spec.history[end - count :] + 1)
+    recent[0] = -1 - RECENT_AT - np.arange(end - count, end) % RECENT
+    return [
+        _behind(BAD_ENDS_AT, np.cumsum([len(word) for word in words])),
+        _behind(BAD_TOKENS_AT, np.concatenate(words)),
+        recent,
+        _plane(1, about_to_end(words, spec.answer)),
+    ]
+
+
 def pack_updates(updates: Sequence[RowUpdate]) -> DrawUpdate:
     """Updates of different rows in one buffer; none make an empty one."""
-    ordered = sorted(updates, key=lambda update: not update.has_words)
+    ordered = sorted(updates, key=lambda update: not update.has_line)
     lines = [np.concatenate([np.array([update.row], np.int32), update.fields]) for update in ordered]
     rows = np.repeat([update.row for update in ordered], [update.words.shape[1] for update in ordered])
     words = [update.words for update in ordered] or [np.empty((2, 0), np.int32)]
     entries = np.concatenate([rows[None].astype(np.int32), np.concatenate(words, axis=1)])
     buffer = np.concatenate([*lines, entries.ravel()]).astype(np.int32)
-    return DrawUpdate(buffer, len(ordered), sum(update.has_words for update in ordered))
+    return DrawUpdate(buffer, len(ordered), sum(update.has_line for update in ordered))

@@ -157,6 +157,7 @@ class BlockState(NamedTuple):
     hash: int | None = None
     serial: int = 0
     parent: int = 0
+    token_ids: bytes = b""  # int32, of one that has a name
 
 
 class SequenceState(NamedTuple):
@@ -167,6 +168,7 @@ class SequenceState(NamedTuple):
     num_tokens: int
     num_computed_tokens: int
     block_table: tuple[int, ...]
+    token_ids: SequenceOf[int]  # [num_tokens]
 
 
 class Snapshot(NamedTuple):

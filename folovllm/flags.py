@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import typing
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -65,3 +67,12 @@ def _parameter(field: Field[Any], hint: Any, text: str, panel: str) -> inspect.P
     option = typer.Option(names, help=text + shown, rich_help_panel=panel, show_default=False)
     annotation = Annotated[hint | None, option]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def in_a_folder(file: Path | None) -> Path | None:
+    """Check, before any work, that something can be written to `file` afterwards. Raises typer.BadParameter."""
+    if file is not None and not file.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {file.parent}")
+    if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+        raise typer.BadParameter(f"{file} is a folder" if file.is_dir() else f"nothing can be written in {file.parent}")
+    return file

@@ -46,11 +46,12 @@ class Answers:
 
 
 @contextmanager
-def interrupts() -> Iterator[threading.Event]:
+def interrupts(then: Callable[[], object] = lambda: None) -> Iterator[threading.Event]:
     """An event that Ctrl-C sets, in place of an exception that would tear a step of the engine in two.
 
-    A second Ctrl-C acts as ever, for whoever waits for a step that does not end. Only the main thread hears signals; in
-    others, and where Ctrl-C is ignored, the event is never set.
+    `then` is called as it is set, to wake whoever waits for something else. A second Ctrl-C acts as ever, for whoever waits
+    for a step that does not end. Only the main thread hears signals; in others, and where Ctrl-C is ignored, the event is
+    never set.
     """
     event = threading.Event()
     before = signal.getsignal(signal.SIGINT)
@@ -61,6 +62,7 @@ def interrupts() -> Iterator[threading.Event]:
     def note(*_: object) -> None:
         event.set()
         signal.signal(signal.SIGINT, before)
+        then()
 
     signal.signal(signal.SIGINT, note)
     try:

@@ -110,7 +110,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All answers to one prompt. `output["text"]` and the like read the first answer, as older code does."""
+    """All answers to one prompt. `output["text"]` and the like read the first answer, as older code does.
+
+    With `output_kind=DELTA` the first output alone has `prompt_logprobs`.
+    """
 
     request_id: str
     prompt: str | None
@@ -119,6 +122,8 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0
+    # For each token of the prompt a row as in `logprobs`, None for the first; None where nobody asked for them.
+    prompt_logprobs: list[dict[int, TokenLogprob] | None] | None = None
 
     def __getitem__(self, name: str) -> Any:
         return _field(self if name in self.__slots__ else self.outputs[0], name)

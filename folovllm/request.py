@@ -57,7 +57,10 @@ class Sequence:
     num_in_flight: int = 0  # tokens that a step was started for and that have not arrived yet
     stop_reason: str | int | None = None
     logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)
+    num_to_score: int = 0  # tokens of the prompt whose log-probabilities are wanted: all but the first, or none
+    prompt_logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # of these, as far as they have come
     block_table: list[int] = field(default_factory=list)  # blocks in order
+    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the answer must not hold
     cache_salt: str | None = None  # prefixes are shared only between equal salts
     prefix: CachedPrefix | None = None  # the prefix cache's own notes
     seq_id: int = field(default_factory=_numbers.__next__)  # unique; who came earlier has a smaller one

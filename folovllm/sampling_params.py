@@ -18,7 +18,7 @@ RANGES: dict[str, tuple[float, float, str]] = {  # no draw from finite logits ov
     "presence_penalty": (-2, 2, "0 is off"),
     "frequency_penalty": (-2, 2, "0 is off"),
 }
-MAY_BE_OPEN = ("seed", "max_tokens", "logprobs", "truncate_prompt_tokens")  # None says something
+MAY_BE_OPEN = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")  # None says something
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -55,9 +55,15 @@ class SamplingParams:
         include_stop_str_in_output: leave the stop string, or the text of the token, that ended the answer in the text.
         logprobs: return the log-probabilities of the chosen and of this many most likely tokens; at most the engine's
             `max_logprobs`.
+        prompt_logprobs: the same of every token of the prompt but the first; such a prompt is computed anew, whatever is
+            cached of it.
         repetition_penalty: > 1 makes every token seen in prompt or answer less likely (multiplicative); 0.01 to 100.
         presence_penalty: subtracted once from each token that the answer already holds; -2 to 2, as elsewhere.
         frequency_penalty: subtracted once per occurrence in the answer; -2 to 2.
+        logit_bias: what is added to the logits of some tokens, by token id; -100 to 100, rounded to float16.
+        allowed_token_ids: draw only these tokens; None: all.
+        bad_words: texts that the answer must not hold: the tokens that write one, as it stands or after a space, are
+            not drawn all in a row.
         skip_special_tokens: leave tokens such as `<|im_end|>` out of the text.
         detokenize: make text of the tokens; without it the text stays empty.
         truncate_prompt_tokens: keep only this many tokens at the end of the prompt; -1 keeps what fits into the context.
@@ -81,9 +87,13 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = field(default=None, metadata={"flag": False})
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = field(default_factory=list)
     skip_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
@@ -94,6 +104,7 @@ class SamplingParams:
         self._take_other_forms()
         self._validate_draw()
         self._validate_stop()
+        self._validate_rules()
         if self.temperature < SMALLEST_TEMPERATURE:
             self.temperature = 0.0
 
@@ -107,15 +118,27 @@ class SamplingParams:
         stop: object = self.stop
         self.stop = [stop] if isinstance(stop, str) else [] if stop is None else self.stop
         self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
+        bad_words: object = self.bad_words
+        self.bad_words = [] if bad_words is None else self.bad_words
+        self.logit_bias = self.logit_bias or None
         self.seed = None if self.seed == -1 else self.seed
         form: object = self.structured_outputs
         self.structured_outputs = StructuredOutputsParams(**form) if isinstance(form, dict) else self.structured_outputs
-        logprobs: object = self.logprobs
-        if isinstance(logprobs, bool):
-            self.logprobs = 1 if logprobs else None
+        for name in ("logprobs", "prompt_logprobs"):
+            if isinstance(value := getattr(self, name), bool):
+                setattr(self, name, 1 if value else None)
 
     def _validate_draw(self) -> None:
-        for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "truncate_prompt_tokens"):
+        for name in (
+            "n",
+            "top_k",
+            "seed",
+            "max_tokens",
+            "min_tokens",
+            "logprobs",
+            "prompt_logprobs",
+            "truncate_prompt_tokens",
+        ):
             value = getattr(self, name)
             left_open = value is None and name in MAY_BE_OPEN
             whole = not isinstance(value, bool) and isinstance(value, Integral) and abs(int(value)) < 2**63
@@ -149,7 +172,8 @@ class SamplingParams:
             isinstance(i, Integral) for i in self.stop_token_ids
         )
         require(ids, f"stop_token_ids must be a list of token ids (whole numbers), not {self.stop_token_ids}")
-        require(self.logprobs is None or self.logprobs >= 0, f"logprobs must be 0 or more, not {self.logprobs}")
+        for name, asked in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            require(asked is None or asked >= 0, f"{name} must be 0 or more, not {asked}")
         kept = self.truncate_prompt_tokens
         fits = kept is None or kept == -1 or kept >= 1
         require(fits, f"truncate_prompt_tokens must be at least 1, or -1 (what fits), not {kept}")
@@ -161,6 +185,19 @@ class SamplingParams:
             isinstance(self.output_kind, RequestOutputKind),
             f"output_kind is a RequestOutputKind, not {self.output_kind}",
         )
+
+    def _validate_rules(self) -> None:
+        """What the request itself allows, forbids or makes likelier."""
+        allowed = self.allowed_token_ids
+        if allowed is not None:
+            ids = isinstance(allowed, list | tuple) and all(map(_is_whole, allowed))
+            require(ids, f"allowed_token_ids must be a list of token ids (whole numbers), not {allowed}")
+            require(bool(allowed), "allowed_token_ids must not be empty, or nothing could be drawn: leave it out")
+        texts = isinstance(self.bad_words, list | tuple) and all(isinstance(word, str) for word in self.bad_words)
+        require(texts, f"bad_words must be a list of texts, not {self.bad_words}")
+        require(all(word.strip() for word in self.bad_words), "a bad word must not be empty")
+        if self.logit_bias is not None:
+            self.logit_bias = _bias(self.logit_bias)
 
     @property
     def greedy(self) -> bool:
@@ -175,6 +212,20 @@ class SamplingParams:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _bias(given: Any) -> dict[int, float]:
+    """Biases by token id; JSON's names of fields, which are texts, are ids too."""
+    says = f"logit_bias must give token ids a number from -100 to 100 each, as in {{1234: -5.0}}, not {given!r}"
+    require(isinstance(given, dict), says)
+    for token, value in given.items():
+        is_id = _is_whole(token) or (isinstance(token, str) and token.isdecimal() and len(token) < 20)
+        require(is_id and _is_number(value) and not isinstance(value, bool) and -100 <= value <= 100, says)
+    return {int(token): float(value) for token, value in given.items()}
 
 
 def require(condition: bool, message: str) -> None:

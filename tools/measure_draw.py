@@ -67,7 +67,7 @@ def measure(num_seqs: int, params: DrawSpec, with_torch: bool) -> tuple[float, f
     history = np.array([*range(100, 600), *range(50)], np.int32)
     specs = [replace(params, seed=i, num_prompt_tokens=500, history=history) for i in range(num_seqs)]
     update = pack_updates([row_update(i, spec) for i, spec in enumerate(specs)])
-    state.set_rows(torch.from_numpy(update.buffer).cuda(), update.num_rows, update.num_with_words)
+    state.set_rows(torch.from_numpy(update.buffer).cuda(), update.num_rows, update.num_with_line)
     logits, rows = model_like(num_seqs), torch.arange(num_seqs, dtype=torch.int32, device="cuda")
     positions = rows + 700
     temperature, low = torch.full((num_seqs,), params.temperature, device="cuda"), rows
@@ -76,7 +76,7 @@ def measure(num_seqs: int, params: DrawSpec, with_torch: bool) -> tuple[float, f
     batch.top_k = batch.top_k if params.top_k > 0 else None
     batch.top_p = batch.top_p if params.top_p < 1 else None
     plain = microseconds(lambda: gumbel_max(logits, temperature, low, low, positions))
-    drawn = microseconds(lambda: state.note(state.draw(logits, rows, positions), rows))
+    drawn = microseconds(lambda: state.note(state.draw(logits, rows, positions), rows, positions))
     if not with_torch:
         return plain, drawn, float("nan")
 

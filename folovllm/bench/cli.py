@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from folovllm.flags import in_a_folder
+
 if TYPE_CHECKING:
     from folovllm.bench.contenders import Contender
     from folovllm.bench.report import Result
@@ -28,15 +30,6 @@ Limit = Annotated[
 ]
 Repeats = Annotated[int, typer.Option(help="Passes; the table shows the median, and their spread.", min=1)]
 Requests = Annotated[int | None, typer.Option(help="Only the first so many requests.", min=1)]
-
-
-def in_a_folder(file: Path | None) -> Path | None:
-    """Check, before anything is measured, that the result can be written to `file` afterwards."""
-    if file is not None and not file.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {file.parent}")
-    if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-        raise typer.BadParameter(f"{file} is a folder" if file.is_dir() else f"nothing can be written in {file.parent}")
-    return file
 
 
 Save = Annotated[Path | None, typer.Option("--save", help="Write the result to this JSON file.", callback=in_a_folder)]

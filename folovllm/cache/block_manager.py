@@ -96,7 +96,8 @@ class BlockManager(KVCacheManager):
         for block in self.blocks:
             is_free = block._next is not None
             if block.ref_count or not is_free or block.hash is not None:
-                yield BlockState(block.block_id, block.ref_count, is_free, block.hash, block.serial, block.parent)
+                name = block.hash, block.serial, block.parent, block.token_ids
+                yield BlockState(block.block_id, block.ref_count, is_free, *name)
 
     @property
     def num_free(self) -> int:

@@ -206,7 +206,9 @@ class PrefixCachingBlockManager(BlockManager):
         self.prefix_cache = PrefixCache(block_size, self.events)
 
     def match(self, seq: Sequence) -> None:
-        """Let a waiting sequence begin with what is cached of it."""
+        """Let a waiting sequence begin with what is cached of it; but what is cached gives no token of a prompt a score."""
+        if len(seq.prompt_logprobs) < seq.num_to_score:
+            return
         for block in self.prefix_cache.longest_cached_prefix(seq):
             self.adopt(block)
             seq.block_table.append(block.block_id)

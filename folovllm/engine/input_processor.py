@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as SequenceOf
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from folovllm.draw_row import MAX_BAD_TOKENS, MAX_BAD_WORDS
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.detokenizer_stream import make_detokenizer
 from folovllm.inputs import Prompt, PromptParts, parse_prompt
@@ -18,6 +20,8 @@ from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MAX_CHARS_OF_TOKEN = 256  # of the longest in use; blanks, mostly
 
 
 class InputProcessor:
@@ -49,6 +53,7 @@ class InputProcessor:
         self._validate_amounts(params)
         token_ids = self._truncate(self._tokenize(parts, params), params)
         self._validate(token_ids, params)
+        bad_words = self._bad_words(params)
         room = self._setup.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -63,6 +68,8 @@ class InputProcessor:
                 eos_token_ids=self._eos,
                 index=index,
                 priority=priority,
+                num_to_score=len(token_ids) - 1 if params.prompt_logprobs is not None and index == 0 else 0,
+                bad_words=bad_words,
                 cache_salt=cache_salt,
             )
             for index in range(params.n)
@@ -88,10 +95,12 @@ class InputProcessor:
         for name, asked, most in (
             ("n", params.n, config.max_n),
             ("logprobs", params.logprobs or 0, config.max_logprobs),
+            ("prompt_logprobs", params.prompt_logprobs or 0, config.max_logprobs),
         ):
+            limit = f"max_{name.removeprefix('prompt_')}"
             require(
                 asked <= most,
-                f"{name} is {asked}, and this engine gives {most} at most: ask for less, or raise max_{name}",
+                f"{name} is {asked}, and this engine gives {most} at most: ask for less, or raise {limit}",
             )
 
     def _validate(self, token_ids: list[int], params: SamplingParams) -> None:
@@ -103,8 +112,24 @@ class InputProcessor:
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             bad = next(t for t in token_ids if not 0 <= t < vocab_size)
             raise ValueError(f"token id {bad} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
-        if any(not 0 <= t < vocab_size for t in params.stop_token_ids):
-            raise ValueError(f"stop_token_ids must lie between 0 and {vocab_size - 1}")
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logit_bias", params.logit_bias or ()),
+        ):
+            if outside := [t for t in ids if not 0 <= t < vocab_size]:
+                raise ValueError(f"{name} must lie between 0 and {vocab_size - 1}, and {outside[0]} does not")
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The tokens of the bad words. Raises ValueError where they are too many, or nothing is left to draw."""
+        runs = bad_word_tokens(self._tokenizer, params.bad_words) if params.bad_words else ()
+        if params.allowed_token_ids is not None:
+            never = {run[0] for run in runs if len(run) == 1}
+            if params.min_tokens:
+                never |= {*self._eos, *params.stop_token_ids}
+            left = set(params.allowed_token_ids) - never
+            require(bool(left), "bad_words or min_tokens forbid all of allowed_token_ids: nothing could be drawn")
+        return runs
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:
@@ -127,6 +152,33 @@ def encode_within(limit: int, tokenizer: PreTrainedTokenizerBase, text: str, **o
             raise too_long(f"more than {limit}", limit)
         size *= 2
     return encode(tokenizer, text, **options)
+
+
+def bad_word_tokens(tokenizer: PreTrainedTokenizerBase, words: SequenceOf[str]) -> tuple[tuple[int, ...], ...]:
+    """The runs of tokens that write the words, each run once.
+
+    A word is written as at the start of a text, and as after a space, unless that is a space and then the same tokens.
+    (vLLM leaves the second way out wherever it has more tokens or fewer, and so lets " curious" pass for "curious".)
+    """
+    _require_few(len(words), sum(map(len, words)) // MAX_CHARS_OF_TOKEN)  # before any work
+    runs: dict[tuple[int, ...], None] = {}
+    for word in words:
+        plain, spaced = (
+            tuple(encode(tokenizer, space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
+        )
+        require(bool(plain), f"the bad word {word!r} has no tokens")
+        runs[plain] = None
+        if spaced[1:] != plain:
+            runs[spaced] = None
+    _require_few(len(runs), sum(map(len, runs)))
+    return tuple(runs)
+
+
+def _require_few(num_words: int, num_tokens: int) -> None:
+    """Raise ValueError if a row of the device has no room for so many bad words of so many tokens in all."""
+    fits = num_words <= MAX_BAD_WORDS and num_tokens <= MAX_BAD_TOKENS
+    most = f"at most {MAX_BAD_WORDS} ways to write them, with {MAX_BAD_TOKENS} tokens in all"
+    require(fits, f"bad_words are too many: {most}")
 
 
 def too_long(count: str, limit: int) -> ValueError:

@@ -26,7 +26,7 @@ from folovllm.request import Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import Logprobs
-from folovllm.step.schedule import SchedulerOutput, StepResult
+from folovllm.step.schedule import SchedulerOutput, Scores, StepResult
 from folovllm.structured.guides import Guides
 from folovllm.vllm_arguments import GENERATE, REQUEST, also_takes
 
@@ -231,11 +231,13 @@ class LLMEngine:
     ) -> list[RequestOutput]:
         """Hand the tokens of a step that began at `start` to their sequences; returns what is new."""
         arrived = time.monotonic()
+        given_up = self._give_up(seqs)
         alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
         updated = self.scheduler.postprocess([(seqs[i], result.token_ids[i]) for i in alive])
-        self._give_up(self._guides.broken(seqs))
         if result.logprobs:
-            self._keep_logprobs([(seqs[i], result.logprobs[i]) for i in alive if i in result.logprobs])
+            self._keep_logprobs(
+                [(seqs[i], output.shares[i].scores, result.logprobs[i]) for i in alive if i in result.logprobs]
+            )
         now = time.monotonic()
         if self.events.on:
             waiting, used = len(self.scheduler.waiting), self._num_used_blocks()
@@ -244,14 +246,16 @@ class LLMEngine:
                 self.events.emit(Finished(seq.seq_id, seq.status.value))
         self._num_steps += 1
         self._num_preemptions += len(output.preempted)
-        return self._outputs(updated, now)
+        return self._outputs([*updated, *given_up], now)
 
-    def _give_up(self, broken: list[Sequence]) -> None:
-        """End answers that can no longer come to their form, with finish_reason "abort"."""
+    def _give_up(self, seqs: list[Sequence]) -> list[Sequence]:
+        """End those that can no longer come to their form, with finish_reason "abort", and return them."""
+        broken = self._guides.broken(seqs)
         for seq in broken:
             logger.warning("request %s ends early: its answer cannot be brought to its form", seq.request_id)
         if broken:
             self.scheduler.abort(*broken)
+        return broken
 
     def require_open(self) -> None:
         """Raise RuntimeError if the engine was closed, so that there is no model any more, or if this is a fork.
@@ -332,12 +336,14 @@ class LLMEngine:
                 outputs.append(state.output())
         return outputs
 
-    def _keep_logprobs(self, drawn: Iterable[tuple[Sequence, list[Logprobs]]]) -> None:
-        """Add text to the log-probabilities that requests asked for."""
-        for seq, rows in drawn:
+    def _keep_logprobs(self, drawn: Iterable[tuple[Sequence, Scores | None, list[Logprobs]]]) -> None:
+        """Add text to the log-probabilities that requests asked for: those of their prompts, then those of their answers."""
+        for seq, scores, rows in drawn:
             decode = self.tokenizer.decode if seq.params.detokenize else lambda _: None
-            for row in rows:
-                seq.logprobs.append({id_: TokenLogprob(id_, value, rank, decode([id_])) for id_, value, rank in row})
+            shown = [{id_: TokenLogprob(id_, value, rank, decode([id_])) for id_, value, rank in row} for row in rows]
+            num_scores = 0 if scores is None else len(scores.token_ids)
+            seq.prompt_logprobs += shown[:num_scores]
+            seq.logprobs += shown[num_scores:]
 
     def _num_used_blocks(self) -> int:
         scheduler = self.scheduler

@@ -12,11 +12,13 @@ from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, To
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
 
+PromptLogprobs = list[dict[int, TokenLogprob] | None] | None
+
 
 class Piece(NamedTuple):
     """What is new in an answer, and nothing else: what a server writes. `CompletionOutput` is for programs."""
 
-    index: int
+    answer: int  # among the `n`
     text: str
     logprobs: list[dict[int, TokenLogprob]] | None
     finish_reason: str | None
@@ -34,8 +36,9 @@ class RequestState:
         self.metrics = RequestMetrics(arrival, num_prompt_tokens=seqs[0].num_prompt_tokens)
         self._kind = kind
         self._answers = [Answer(seq) for seq in seqs]
-        self._prompt = prompt
-        self._prompt_token_ids = list(seqs[0].prompt_token_ids)  # users may do with it as they like
+        self.prompt = prompt
+        self.prompt_token_ids = list(seqs[0].prompt_token_ids)  # users may do with it as they like
+        self._prompt_was_scored = False  # and a report said so
 
     @property
     def streams(self) -> bool:
@@ -46,6 +49,14 @@ class RequestState:
     def finished(self) -> bool:
         """Whether all answers are over."""
         return all(seq.status.is_finished for seq in self.seqs)
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs:
+        """What the model thinks of the whole prompt, the first token aside: None unless asked for, and until all is there."""
+        seq = self.seqs[0]
+        if seq.params.prompt_logprobs is None or len(seq.prompt_logprobs) < seq.num_to_score:
+            return None
+        return [None, *seq.prompt_logprobs]
 
     def note_progress(self, now: float) -> None:
         """Take the times of a step that ended `now`."""
@@ -60,8 +71,8 @@ class RequestState:
         finished, deltas_alone = self.finished, self._kind is RequestOutputKind.DELTA
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=self._prompt_token_ids,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
             outputs=[
                 answer.report(deltas_alone, copy_later=not finished)
                 for answer in self._answers
@@ -70,11 +81,19 @@ class RequestState:
             finished=finished,
             metrics=replace(self.metrics),  # a snapshot, as all the rest
             num_cached_tokens=self.seqs[0].num_cached_tokens or 0,
+            prompt_logprobs=self._report_prompt(once=deltas_alone),
         )
 
     def pieces(self) -> list[Piece]:
         """What is new since the last call, of those answers that have news."""
         return [answer.piece() for answer in self._answers if answer.has_news]
+
+    def _report_prompt(self, once: bool) -> PromptLogprobs:
+        if once and self._prompt_was_scored:
+            return None
+        logprobs = self.prompt_logprobs
+        self._prompt_was_scored = logprobs is not None
+        return logprobs
 
 
 class Answer:

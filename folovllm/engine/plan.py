@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from folovllm.events import Events, Refused, StepBegan
 from folovllm.request import Sequence
 from folovllm.step.draw import DrawSpec
-from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.step.schedule import SchedulerOutput, Scores, Share
 
 
 @dataclass(slots=True)
@@ -63,7 +63,10 @@ class Rows:
         end = start + num_new_tokens
         num_draws = int(end == seq.num_tokens + seq.num_in_flight)
         tokens = seq.tokens(start, end)
-        return Share(seq.seq_id, row.number, start, num_new_tokens, tokens, new_blocks, num_sent, num_draws, draw)
+        scores = scores_of(seq, start, end) if seq.num_to_score else None
+        return Share(
+            seq.seq_id, row.number, start, num_new_tokens, tokens, new_blocks, num_sent, num_draws, draw, scores
+        )
 
 
 class Plan:
@@ -119,9 +122,17 @@ class Plan:
             rows.events.emit(StepBegan(rows.num_steps, self._start, time.monotonic(), output, max(0, self.budget)))
 
 
+def scores_of(seq: Sequence, start: int, end: int) -> Scores | None:
+    """The tokens of the prompt that tokens `start` to `end` predict, and whose scores have not come yet."""
+    first = max(start, len(seq.prompt_logprobs))  # the token behind it is the first without a score
+    tokens = seq.tokens(first + 1, min(end + 1, seq.num_prompt_tokens))
+    return Scores(first - start, tokens, seq.params.prompt_logprobs or 0) if len(tokens) else None
+
+
 def draw_spec(seq: Sequence) -> DrawSpec:
-    """What a device must know to draw for `seq`."""
+    """What a device must know to draw for `seq`. Where its answer has a form, the masks say what else rules tokens out."""
     p = seq.params
+    has_form = p.structured_outputs is not None
     return DrawSpec(
         seed=seq.seed,
         temperature=p.temperature,
@@ -133,7 +144,11 @@ def draw_spec(seq: Sequence) -> DrawSpec:
         frequency_penalty=p.frequency_penalty,
         logprobs=p.logprobs,
         first_end=seq.num_prompt_tokens + p.min_tokens,
-        forbidden=tuple(sorted({*seq.eos_token_ids, *p.stop_token_ids})) if p.min_tokens else (),
+        forbidden=() if has_form or not p.min_tokens else tuple(sorted({*seq.eos_token_ids, *p.stop_token_ids})),
         num_prompt_tokens=seq.num_prompt_tokens,
-        history=seq.token_ids if p.has_penalties else seq.token_ids[:0],
+        allowed=None if has_form or p.allowed_token_ids is None else tuple(p.allowed_token_ids),
+        has_form=has_form,
+        bad_words=seq.bad_words,
+        bias=tuple((p.logit_bias or {}).items()),
+        history=seq.token_ids if p.has_penalties or seq.bad_words else seq.token_ids[:0],
     )

@@ -29,6 +29,7 @@ def snapshot(
                 num_tokens=seq.num_tokens,
                 num_computed_tokens=seq.num_computed_tokens,
                 block_table=tuple(seq.block_table),
+                token_ids=seq.token_ids.tolist(),
             )
             for request in requests
             for seq in request.seqs

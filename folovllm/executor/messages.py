@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.draw_row import DrawUpdate, RowField
+from folovllm.draw_row import DrawUpdate, RowField, line_width
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import Logprobs
 from folovllm.step.masks import Masks
@@ -18,7 +18,7 @@ from folovllm.step.packed import Field, Int32, PackedStep
 from folovllm.step.schedule import StepResult
 
 STOP: Int32 = np.empty(0, np.int32)  # the last message of all
-HEADER = 10  # int32 numbers before a step
+HEADER = 11  # int32 numbers before a step
 MASKS = -1  # where a step has its number of sequences
 
 
@@ -27,9 +27,10 @@ def encode_step(step: PackedStep) -> Int32:
     draws = step.draws
     numbers = [
         step.num_seqs, step.num_decodes, step.fields.shape[1], len(step.tokens), step.updates.shape[1],
-        len(draws.buffer), draws.num_rows, draws.num_with_words, int(step.is_special), int(step.draws_late),
+        len(draws.buffer), draws.num_rows, draws.num_with_line, int(step.is_special), int(step.draws_late),
+        step.scores.shape[1],
     ]  # fmt: skip
-    return np.concatenate([np.array(numbers, np.int32), step.flatten(), step.logprobs.ravel()])
+    return np.concatenate([np.array(numbers, np.int32), step.flatten(), step.scores.ravel(), step.logprobs.ravel()])
 
 
 def encode_masks(masks: Masks) -> Int32:
@@ -43,13 +44,17 @@ def decode_step(message: Int32) -> PackedStep | Masks:
     if message[0] == MASKS:
         num_rows = int(parts.take(2)[1])
         return Masks(parts.take(num_rows), parts.take(parts.left).reshape(num_rows, -1))
-    num_seqs, num_decodes, width, num_tokens, num_updates, *of_draws, is_special, late = parts.take(HEADER).tolist()
+    num_seqs, num_decodes, width, num_tokens, num_updates, *of_draws, is_special, late, num_scores = parts.take(
+        HEADER
+    ).tolist()
     fields = parts.take(len(Field) * width).reshape(len(Field), width)
     tokens, updates = parts.take(num_tokens), parts.take(3 * num_updates).reshape(3, num_updates)
-    length, num_rows, num_with_words = of_draws
-    draws = DrawUpdate(parts.take(length), num_rows, num_with_words)
-    logprobs = parts.take(parts.left).reshape(2, -1)
-    return PackedStep(fields, num_seqs, num_decodes, tokens, updates, draws, bool(is_special), logprobs, bool(late))
+    length, num_rows, num_with_line = of_draws
+    draws = DrawUpdate(parts.take(length), num_rows, num_with_line)
+    scores, logprobs = parts.take(4 * num_scores).reshape(4, num_scores), parts.take(parts.left).reshape(2, -1)
+    return PackedStep(
+        fields, num_seqs, num_decodes, tokens, updates, draws, bool(is_special), logprobs, scores, bool(late)
+    )
 
 
 def encode_result(result: StepResult) -> Int32:
@@ -78,10 +83,11 @@ def decode_result(message: Int32) -> StepResult:
 
 def longest_messages(setup: EngineSetup) -> tuple[int, int]:
     """Return how many numbers a step and a result can have at most. Memory is taken only as far as it is used."""
-    rows, vocab_size = setup.max_num_seqs, setup.vocab_size
+    rows, tokens, vocab_size = setup.max_num_seqs, setup.max_num_batched_tokens, setup.vocab_size
     blocks = -(-setup.max_model_len // setup.block_size)
-    per_row = len(Field) + 3 * blocks + 1 + len(RowField) + 3 * vocab_size + 2
-    return HEADER + rows * per_row + setup.max_num_batched_tokens, 1 + rows * (4 + 3 * (vocab_size + 1))
+    per_row = len(Field) + 3 * blocks + 1 + len(RowField) + 3 * line_width(vocab_size) + 2
+    per_score = 2 + 3 * (1 + min(setup.config.max_logprobs, vocab_size))
+    return HEADER + rows * per_row + 5 * tokens, 1 + rows * (4 + 3 * (vocab_size + 1)) + per_score * tokens
 
 
 class _Reader:

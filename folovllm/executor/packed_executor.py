@@ -19,6 +19,7 @@ class PackedExecutor(ABC):
 
     def __init__(self, max_num_seqs: int, num_kv_blocks: int, buckets: list[int]) -> None:
         self.num_kv_blocks = num_kv_blocks
+        self.graph_widths = tuple(buckets)
         self._packer = StepPacker(max_num_seqs, buckets)
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:

@@ -25,9 +25,7 @@ from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner, PendingStep
 
 # A rank's worker and its runner; a function of a module, since its name is what travels to another process.
-MakeRank = Callable[
-    [EngineSetup, ProcessGroup], tuple[GPUWorker[PackedStep | Masks, PendingStep | None], GraphRunner]
-]
+MakeRank = Callable[[EngineSetup, ProcessGroup], tuple[GPUWorker[PackedStep | Masks, PendingStep | None], GraphRunner]]
 
 
 @dataclass(slots=True, frozen=True)

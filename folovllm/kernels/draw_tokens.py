@@ -99,7 +99,7 @@ def draw_tokens(
 
     Args:
         logits: [S, V], any float dtype, rows contiguous.
-        fields: [rows, len(RowField)] int32. words: [rows, V] int32 (`folovllm/draw_row.py`).
+        fields: [rows, len(RowField)] int32. words: [rows, line_width(V)] int32 (`folovllm/draw_row.py`).
         rows: [S] int32. positions: [S] int32, index of the token to draw in its sequence.
         out, keep: as in `gumbel_max`.
 

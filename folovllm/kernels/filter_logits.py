@@ -253,7 +253,7 @@ def filter_logits(
 
     Args:
         logits: [S, V], any float dtype, rows contiguous.
-        fields: [rows, len(RowField)] int32. words: [rows, V] int32.
+        fields: [rows, len(RowField)] int32. words: [rows, line_width(V)] int32.
         rows: [S] int32. positions: [S] int32, index of the token to draw in its sequence.
     """
     num_seqs, vocab_size = logits.shape

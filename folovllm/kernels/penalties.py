@@ -6,7 +6,6 @@ model's own distribution, and rounding a penalised one to bfloat16 would lose sm
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -19,6 +18,8 @@ PRESENCE, FREQUENCY = tl.constexpr(int(RowField.PRESENCE)), tl.constexpr(int(Row
 NUM_FIELDS = tl.constexpr(len(RowField))
 FILTERS, WORDS = tl.constexpr(draw_row.FILTERS), tl.constexpr(draw_row.WORDS)
 COUNT, ENDS = tl.constexpr(draw_row.COUNT), tl.constexpr(draw_row.ENDS)
+MASK, BAD = tl.constexpr(draw_row.MASK), tl.constexpr(draw_row.BAD)
+MASK_AT, PLANES = tl.constexpr(draw_row.MASK_AT), tl.constexpr(draw_row.PLANES)
 IN_PROMPT, BIAS_SHIFT = tl.constexpr(draw_row.IN_PROMPT), tl.constexpr(draw_row.BIAS_SHIFT)
 
 
@@ -30,14 +31,22 @@ def float_field(field_ptr, FIELD: tl.constexpr):
 
 @triton.jit
 def adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size):
-    """A row's logits at `index`, with bias, min_tokens and penalties: float32, in `index`'s shape.
+    """A row's logits at `index`, with mask, bad words, bias, min_tokens and penalties: float32, in `index`'s shape.
 
-    The pointers are the row's. NaN and what lies outside the vocabulary are -inf. A row without WORDS reads no words.
+    The pointers are the row's. NaN and what lies outside the vocabulary are -inf. A row reads of its line what its FLAGS
+    ask for.
     """
     inside = index < vocab_size
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
-    if (tl.load(field_ptr + FLAGS) & WORDS) != 0:
+    flags = tl.load(field_ptr + FLAGS)
+    if (flags & MASK) != 0:
+        mask = tl.load(word_ptr + vocab_size + MASK_AT + PLANES * (index >> 5), mask=inside, other=0)
+        x = tl.where(((mask >> (index & 31)) & 1) != 0, x, float("-inf"))
+    if (flags & BAD) != 0:
+        forbidden = tl.load(word_ptr + vocab_size + MASK_AT + PLANES * (index >> 5) + 1, mask=inside, other=0)
+        x = tl.where(((forbidden >> (index & 31)) & 1) != 0, float("-inf"), x)
+    if (flags & WORDS) != 0:
         word = tl.load(word_ptr + index, mask=inside, other=0)
         x += (word >> BIAS_SHIFT).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         count, factor = word & COUNT, float_field(field_ptr, REPETITION)
@@ -48,35 +57,3 @@ def adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size
         early = position < tl.load(field_ptr + FREE_FROM)
         x = tl.where(((word & ENDS) != 0) & early, float("-inf"), x)
     return x
-
-
-@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["row_ptr", "token_ptr"])
-def count_drawn_kernel(
-    token_ptr, row_ptr, draws_ptr, field_ptr, word_ptr, stride_words, num_seqs, WIDTH: tl.constexpr,
-    ALL: tl.constexpr,
-):  # fmt: skip
-    """Program i: adds 1 to the words of sequences i * WIDTH to (i + 1) * WIDTH, as `count_drawn` says."""
-    i = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    row = tl.load(row_ptr + i, mask=i < num_seqs, other=0).to(tl.int64)
-    counted = (i < num_seqs) & ((tl.load(field_ptr + row * NUM_FIELDS + FLAGS) & WORDS) != 0)
-    if not ALL:
-        counted &= tl.load(draws_ptr + i, mask=i < num_seqs, other=0) != 0
-    at = word_ptr + row * stride_words + tl.load(token_ptr + i, mask=counted, other=0)
-    word = tl.load(at, mask=counted, other=0)
-    tl.store(at, word + 1, mask=counted & ((word & COUNT) < COUNT))
-
-
-def count_drawn(
-    tokens: torch.Tensor, rows: torch.Tensor, draws: torch.Tensor | None, fields: torch.Tensor, words: torch.Tensor
-) -> None:
-    """Count each drawn token in its row's word, where the row has WORDS.
-
-    Args:
-        tokens: [S] int64. rows: [S] int32, each row once (padding, which has no WORDS, as often as it likes).
-        draws: [S], not 0 where the token counts; None: all do.
-        fields: [rows, len(RowField)] int32. words: [rows, V] int32, changed in place.
-    """
-    count_drawn_kernel[(triton.cdiv(len(tokens), 128),)](
-        tokens, rows, rows if draws is None else draws, fields, words, words.stride(0), len(tokens), WIDTH=128,
-        ALL=draws is None, num_warps=4,
-    )  # fmt: skip

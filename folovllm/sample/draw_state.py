@@ -1,15 +1,17 @@
-"""The device's side of the draw: fields and words by row, and the draw of any row with no look back at the host.
+"""The device's side of the draw: fields, words and bits by row, and the draw of any row with no look back at the host.
 
 The runner's seam. A row that gets an owner brings one `RowUpdate` (`folovllm/draw_row.py`); after that a step needs only
 which rows it draws for and at which position:
 
     state = DrawState(max_num_seqs, vocab_size, device)
     update = pack_updates([row_update(row, spec), ...])   # the host
-    state.set_rows(torch.from_numpy(update.buffer).to(device), update.num_rows, update.num_with_words)
+    state.set_rows(torch.from_numpy(update.buffer).to(device), update.num_rows, update.num_with_line)
     tokens = state.draw(logits, rows, positions)     # [S]; may be recorded in a CUDA graph
-    state.note(tokens, rows, num_draws)              # may be recorded too
+    state.note(tokens, rows, positions, num_draws)   # may be recorded too
 
-`set_rows` is queued before the step in which the new owner draws first. Nothing here waits for a GPU.
+`set_rows` is queued before the step in which the new owner draws first. A row whose `DrawSpec.has_mask` has a mask, one
+bit for each token: `set_rows` writes the first, and `set_masks`, queued before any draw, another one. A mask that is not
+written again stays. Nothing here waits for a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +20,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from folovllm.draw_row import BIAS_SHIFT, COUNT, ENDS, FILTERS, IN_PROMPT, WORDS, RowField
+from folovllm.draw_row import (
+    BAD,
+    BIAS_SHIFT,
+    COUNT,
+    ENDS,
+    FILTERS,
+    IN_PROMPT,
+    MASK,
+    MASK_AT,
+    PLANES,
+    WORDS,
+    RowField,
+    line_width,
+    mask_width,
+)
+from folovllm.sample.bad_words import forbid_next
+from folovllm.sample.rules import bits_of
 from folovllm.sample.sampler import Sampler, SamplingBatch
 
 if TYPE_CHECKING:
@@ -30,26 +48,34 @@ class DrawState:
 
     Attributes:
         fields: [rows + 1, len(RowField)] int32.
-        words: [rows + 1, V] int32. Only the words of rows with WORDS are read; the others may be anything.
+        words: [rows + 1, `line_width(V)`] int32: V words, then what `folovllm/draw_row.py` says. Only the lines of rows
+            whose FLAGS ask for something in them are read; the others may be anything.
+        masks: [rows + 1, ceil(V / 32)] int32, a part of `words`.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, sampler: Sampler | None = None) -> None:
         """`sampler` draws where there is no GPU."""
         self.fields = torch.zeros(num_rows + 1, len(RowField), dtype=torch.int32, device=device)
-        self.words = torch.zeros(num_rows + 1, vocab_size, dtype=torch.int32, device=device)
+        self.words = torch.zeros(num_rows + 1, line_width(vocab_size), dtype=torch.int32, device=device)
+        self.masks = masks_of(self.words, vocab_size)
+        self._vocab_size = vocab_size
         self._work = _workspace(num_rows + 1, vocab_size, device) if device.type == "cuda" else None
         self._sampler = sampler or Sampler()
 
-    def set_rows(self, buffer: torch.Tensor, num_rows: int, num_with_words: int) -> None:
+    def set_rows(self, buffer: torch.Tensor, num_rows: int, num_with_line: int) -> None:
         """Take over a `DrawUpdate`; its `buffer` is on the device. All else that was known of these rows is forgotten."""
         width = 1 + len(RowField)
         lines, entries = buffer[: num_rows * width].view(num_rows, width), buffer[num_rows * width :].view(3, -1)
         rows = lines[:, 0].long()
         self.fields[rows] = lines[:, 1:]
-        if num_with_words:
-            self.words.index_fill_(0, rows[:num_with_words], 0)
-            row, token, word = entries
-            self.words[row.long(), token.long()] = word
+        if num_with_line:
+            self.words.index_fill_(0, rows[:num_with_line], 0)
+            row, column, word = entries
+            self.words[row.long(), torch.where(column < 0, self._vocab_size - 1 - column, column).long()] = word
+
+    def set_masks(self, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        """New masks [n, ceil(V / 32)] int32 for `rows` [n] int32, which have MASK; both are on the device."""
+        self.masks[rows.long()] = masks
 
     def draw(
         self,
@@ -81,17 +107,27 @@ class DrawState:
             keep[rows.long()] = tokens
         return tokens if out is None else out[: len(tokens)].copy_(tokens)
 
-    def note(self, tokens: torch.Tensor, rows: torch.Tensor, draws: torch.Tensor | None = None) -> None:
-        """Count the drawn `tokens` [S] int64 in the words of their `rows` [S] int32, but for those with `draws` [S] 0."""
-        if self._work is not None:
-            from folovllm.kernels.penalties import count_drawn
+    def note(
+        self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, draws: torch.Tensor | None = None
+    ) -> None:
+        """Take in the drawn `tokens`, for the draws to come: count them, and see which tokens would now end a bad word.
 
-            count_drawn(tokens, rows, draws, self.fields, self.words)
+        Args:
+            tokens: [S] int64. rows: [S] int32. positions: [S] int32, of these tokens.
+            draws: [S], 0 where the token is none of the answer's; None: all are.
+        """
+        if self._work is not None:
+            from folovllm.kernels.note_drawn import note_drawn
+
+            note_drawn(tokens, rows, positions, draws, self.fields, self.words, self._vocab_size)
             return
         at = rows.long()
-        word = self.words[at, tokens]
-        counted = (self.fields[at, RowField.FLAGS] & WORDS != 0) & (word & COUNT < COUNT)
-        self.words[at, tokens] = word + (counted if draws is None else counted & (draws != 0)).int()
+        word, flags = self.words[at, tokens], self.fields[at, RowField.FLAGS]
+        if draws is not None:
+            flags = torch.where(draws != 0, flags, 0)
+        self.words[at, tokens] = word + ((flags & WORDS != 0) & (word & COUNT < COUNT)).int()
+        for i in (flags & BAD).nonzero().flatten().tolist():
+            forbid_next(self.words[int(rows[i]), self._vocab_size :], tokens[i], int(positions[i]))
 
 
 def _workspace(num_seqs: int, vocab_size: int, device: torch.device) -> FilterWorkspace:
@@ -99,6 +135,12 @@ def _workspace(num_seqs: int, vocab_size: int, device: torch.device) -> FilterWo
     from folovllm.kernels.filter_logits import FilterWorkspace
 
     return FilterWorkspace.allocate(num_seqs, vocab_size, device)
+
+
+def masks_of(words: torch.Tensor, vocab_size: int, plane: int = 0) -> torch.Tensor:
+    """The masks [rows, ceil(V / 32)] in lines [rows, line_width(V)], or what must not come next (1): a view."""
+    first = vocab_size + MASK_AT + plane
+    return words[:, first : first + PLANES * mask_width(vocab_size) : PLANES]
 
 
 def sampling_batch(fields: torch.Tensor, positions: torch.Tensor) -> SamplingBatch:
@@ -122,16 +164,24 @@ def sampling_batch(fields: torch.Tensor, positions: torch.Tensor) -> SamplingBat
 def adjust(
     logits: torch.Tensor, fields: torch.Tensor, words: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Logits [S, V] in float32 with bias, penalties and min_tokens, as `folovllm/sample/penalties.py` has them.
+    """Logits [S, V] in float32 with all that `Sampler.choose` does to them before the filters.
 
     Args:
-        fields: [S, len(RowField)], of the sequences. words: [rows, V].
+        fields: [S, len(RowField)], of the sequences. words: [rows, line_width(V)].
     """
-    logits = logits.float()
+    logits, vocab_size = logits.float(), logits.shape[1]
+    has_mask = fields[:, RowField.FLAGS] & MASK != 0
+    if _some(has_mask):
+        allowed = bits_of(masks_of(words, vocab_size)[rows.long()], vocab_size)
+        logits = logits.masked_fill(has_mask[:, None] & ~allowed, -torch.inf)
+    has_bad = fields[:, RowField.FLAGS] & BAD != 0
+    if _some(has_bad):
+        ends_one = bits_of(masks_of(words, vocab_size, plane=1)[rows.long()], vocab_size)
+        logits = logits.masked_fill(has_bad[:, None] & ends_one, -torch.inf)
     has_words = fields[:, RowField.FLAGS] & WORDS != 0
     if not _some(has_words):
         return logits
-    word = torch.where(has_words[:, None], words[rows.long()], 0)  # [S, V]
+    word = torch.where(has_words[:, None], words[rows.long(), :vocab_size], 0)  # [S, V]
     floats = fields.view(torch.float32)[:, :, None]  # [S, len(RowField), 1]
     bias = (word >> BIAS_SHIFT).short().view(torch.float16)
     biased = logits + bias

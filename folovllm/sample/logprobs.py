@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from folovllm.step.draw import Logprobs
+
+SCORED_AT_ONCE = 1 << 22  # logits; with what is made of them about 100 MB
 
 
 @dataclass(slots=True)
@@ -42,6 +45,43 @@ def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> Drawn
     ids = torch.cat([tokens[:, None], most_likely], dim=1)
     values = logprobs.gather(1, ids)
     return DrawnLogprobs(ids, values, (logprobs >= values[:, :1]).sum(-1))
+
+
+def score(
+    logits_after: Callable[[torch.Tensor], torch.Tensor],
+    after: torch.Tensor,
+    tokens: torch.Tensor,
+    k: int,
+    vocab_size: int,
+) -> DrawnLogprobs:
+    """As `gather_logprobs`, for tokens of prompts: with the logits of a few at a time, however long the prompts are.
+
+    Args:
+        logits_after: [m] int64, tokens of the step, to their logits [m, V].
+        after: [n] int64, the token of the step that each of `tokens` [n] int64 comes after.
+    """
+    size = num_scored_at_once(vocab_size)
+    parts = [
+        gather_logprobs(logits_after(at), own, k) for at, own in zip(after.split(size), tokens.split(size), strict=True)
+    ]
+    return DrawnLogprobs(
+        torch.cat([part.ids for part in parts]),
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.ranks for part in parts]),
+    )
+
+
+def num_scored_at_once(vocab_size: int) -> int:
+    """Tokens of a prompt whose logits may be there at the same time."""
+    return max(1, SCORED_AT_ONCE // vocab_size)
+
+
+def by_share(found: DrawnLogprobs, wanted: Sequence[Sequence[int]]) -> dict[int, list[Logprobs]]:
+    """What was found of the tokens [n] that were `wanted` (`tokens_to_score`), by index of the share."""
+    rows: dict[int, list[Logprobs]] = {}
+    for n, (i, _, _, count) in enumerate(wanted):
+        rows.setdefault(i, []).append(found.of(n, count))
+    return rows
 
 
 def _order(values: torch.Tensor) -> torch.Tensor:

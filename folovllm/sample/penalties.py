@@ -13,7 +13,7 @@ class TokenCounts:
     """Which tokens of the vocabulary a sequence has seen, and how often."""
 
     def __init__(self, spec: DrawSpec, vocab_size: int, device: torch.device) -> None:
-        prompt, answer = spec.history[: spec.num_prompt_tokens], spec.history[spec.num_prompt_tokens :]
+        prompt, answer = spec.history[: spec.num_prompt_tokens], spec.answer
         self._in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)  # [V]
         self._in_answer = torch.zeros(vocab_size, device=device)  # [V] float32
         self._in_prompt[torch.from_numpy(prompt).to(device, torch.int64)] = True

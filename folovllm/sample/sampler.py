@@ -11,6 +11,7 @@ from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering
 from folovllm.sample.logprobs import gather_logprobs
 from folovllm.sample.noise import gumbel
 from folovllm.sample.penalties import TokenCounts, apply_penalties, forbid_stop_tokens
+from folovllm.sample.rules import RowRules, apply_rules
 from folovllm.step.draw import DrawSpec, Logprobs
 
 
@@ -28,6 +29,7 @@ class SamplingBatch:
     specs: SequenceOf[DrawSpec] = ()  # [S], and below: for what depends on the tokens so far
     host_positions: SequenceOf[int] = ()
     counts: SequenceOf[TokenCounts | None] = ()
+    rules: SequenceOf[RowRules | None] = ()
 
     @classmethod
     def from_specs(
@@ -74,8 +76,13 @@ class Sampler:
         return SamplerOutput(tokens, self.logprobs(raw, tokens, batch.specs))
 
     def choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """All steps from `logits` [S, V] float32 to tokens [S]; the device is not waited for."""
-        penalized = apply_penalties(logits, batch.specs, batch.counts)
+        """All steps from `logits` [S, V] float32 to tokens [S].
+
+        The order is vLLM's: allowed tokens (`allowed_token_ids`, or a grammar's mask), `bad_words`, `logit_bias`,
+        penalties, `min_tokens`; then `filter`: temperature, min_p, top_k, top_p. vLLM has `min_tokens` before the bias,
+        which is the same: what is forbidden is -inf, and stays it.
+        """
+        penalized = apply_penalties(apply_rules(logits, batch.rules), batch.specs, batch.counts)
         return self.sample(forbid_stop_tokens(penalized, batch.specs, batch.host_positions), batch)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

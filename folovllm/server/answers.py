@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -21,12 +22,16 @@ from folovllm.server.protocol import (
     ChatMessage,
     CompletionChoice,
     CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
     TopLogprob,
     Usage,
 )
+from folovllm.server.reader import AnswerReader
 
 Row = dict[int, TokenLogprob]
 DONE = b"data: [DONE]\n\n"
+NO_NEWS = ChatMessage()
 MARK = "\0"  # stands where the text comes
 
 
@@ -42,16 +47,26 @@ class CompletionWriter:
     OBJECT: ClassVar[str] = "text_completion"
     CHUNK: ClassVar[str] = "text_completion"
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, model: str, n: int = 1, shows_prompt: bool = False) -> None:
+        """`n` answers to each prompt; `shows_prompt`: with what the model thinks of the tokens of the prompt."""
+        self._model, self._n, self._shows_prompt = model, n, shows_prompt
+        self.requests: Sequence[RequestState] = ()  # one for each prompt, from when the engine has them
         self.id = f"{self.PREFIX}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._offsets: defaultdict[int, int] = defaultdict(int)  # characters that an answer's tokens had so far
         self._frames: dict[int, tuple[bytes, bytes]] = {}  # an answer's events before and after their text
+        self._has_frames = True  # a subclass whose events are not all alike says no
+
+    def usage(self) -> Usage:
+        """Tokens of the requests that the response is made of."""
+        return usage_of(self.requests)
 
     def whole(self, answers: Iterable[tuple[int, Piece]], usage: Usage) -> bytes:
         """The response."""
         choices = [self.choice(index, answer) for index, answer in answers]
+        return self._encoded(choices, usage)
+
+    def _encoded(self, choices: list[object], usage: Usage) -> bytes:
         return msgspec.json.encode(Answer(self.id, self.OBJECT, self._created, self._model, choices, usage))
 
     def chunks(self, answers: Iterable[tuple[int, Piece]], usage: Usage | None) -> bytes:
@@ -74,7 +89,7 @@ class CompletionWriter:
     def _events(self, index: int, answer: Piece, usage: Usage | None) -> bytes:
         """All that an answer's news has to say; from now on its text can be put into a frame that is there already."""
         events = b"".join([self._event([piece], usage) for piece in self.pieces(index, answer)])
-        if index not in self._frames and answer.finish_reason is None:
+        if self._has_frames and index not in self._frames and answer.finish_reason is None:
             (frame,) = self.pieces(index, Piece(index, MARK, None, None, None))
             before, _, after = self._event([frame], None).rpartition(msgspec.json.encode(MARK))
             self._frames[index] = before, after
@@ -87,16 +102,19 @@ class CompletionWriter:
     def _event(self, choices: list[object], usage: Usage | None) -> bytes:
         return event(msgspec.json.encode(Answer(self.id, self.CHUNK, self._created, self._model, choices, usage)))
 
-    def choice(self, index: int, answer: Piece) -> object:
+    def choice(self, index: int, answer: Piece) -> Any:
         """A whole answer."""
         logprobs = None if answer.logprobs is None else self._logprobs(index, answer.logprobs)
-        return CompletionChoice(index, answer.text, logprobs, answer.finish_reason, answer.stop_reason)
+        choice = CompletionChoice(index, answer.text, logprobs, answer.finish_reason, answer.stop_reason)
+        if self._shows_prompt:
+            choice.prompt_logprobs = shown_prompt(self.requests[index // self._n])
+        return choice
 
     def pieces(self, index: int, answer: Piece) -> list[object]:
         """What is new in an answer."""
         return [self.choice(index, answer)]
 
-    def _logprobs(self, index: int, rows: list[Row]) -> CompletionLogprobs:
+    def _logprobs(self, index: int, rows: Iterable[Row]) -> CompletionLogprobs:
         shown = CompletionLogprobs([], [], [], [])
         for row in rows:
             token = next(iter(row.values()))
@@ -104,8 +122,11 @@ class CompletionWriter:
             shown.token_logprobs.append(token.logprob)
             shown.tokens.append(token.decoded_token or "")
             likely: dict[str, float] = {}
-            for other in row.values():  # two may have the same text: the chosen and the likelier come first
-                likely.setdefault(other.decoded_token or "", other.logprob)
+            for (
+                other
+            ) in row.values():  # several may have the same text, as parts of a character do: the likeliest counts
+                text = other.decoded_token or ""
+                likely[text] = max(other.logprob, likely.get(text, -math.inf))
             shown.top_logprobs.append(likely)
             self._offsets[index] += len(token.decoded_token or "")
         return shown
@@ -118,15 +139,30 @@ class ChatWriter(CompletionWriter):
     OBJECT = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
-    def __init__(self, model: str, num_top: int = 0) -> None:
-        super().__init__(model)
+    def __init__(
+        self,
+        model: str,
+        num_top: int = 0,
+        shows_prompt: bool = False,
+        make_reader: Callable[[], AnswerReader] | None = None,
+    ) -> None:
+        """`make_reader`: for answers whose text is not their content alone."""
+        super().__init__(model, shows_prompt=shows_prompt)
         self._num_top = num_top  # most likely tokens to show of each
         self._begun: set[int] = set()  # answers whose role was said
+        self._readers = None if make_reader is None else defaultdict[int, AnswerReader](make_reader)
+        self._has_frames = make_reader is None
 
-    def choice(self, index: int, answer: Piece) -> object:
+    def _encoded(self, choices: list[object], usage: Usage) -> bytes:
+        prompt = shown_prompt(self.requests[0]) if self._shows_prompt else None
+        return msgspec.json.encode(Answer(self.id, self.OBJECT, self._created, self._model, choices, usage, prompt))
+
+    def choice(self, index: int, answer: Piece) -> Any:
         """As inherited."""
-        message = ChatMessage("assistant", answer.text)
-        return ChatChoice(index, message, self._chat_logprobs(answer), answer.finish_reason, answer.stop_reason)
+        message, reason = ChatMessage("assistant", answer.text), answer.finish_reason
+        if self._readers is not None:
+            message, reason = self._readers[index].whole(answer)
+        return ChatChoice(index, message, self._chat_logprobs(answer), reason, answer.stop_reason)
 
     def pieces(self, index: int, answer: Piece) -> list[object]:
         """As inherited; the first one says whose turn it is."""
@@ -134,10 +170,12 @@ class ChatWriter(CompletionWriter):
         if index not in self._begun:
             self._begun.add(index)
             opening = [ChatDelta(index, ChatMessage("assistant", ""))]
-        message = ChatMessage(content=answer.text)
-        return [
-            *opening, ChatDelta(index, message, self._chat_logprobs(answer), answer.finish_reason, answer.stop_reason)
-        ]  # fmt: skip
+        message, reason = ChatMessage(content=answer.text), answer.finish_reason
+        if self._readers is not None:
+            message, reason = self._readers[index].news(answer)
+            if message == NO_NEWS and not (reason or answer.logprobs):
+                return opening
+        return [*opening, ChatDelta(index, message, self._chat_logprobs(answer), reason, answer.stop_reason)]
 
     def _chat_logprobs(self, answer: Piece) -> ChatLogprobs | None:
         if answer.logprobs is None:
@@ -156,6 +194,14 @@ def top_logprob(token: TokenLogprob) -> TopLogprob:
     """A token with its bytes, as far as its text has them."""
     text = token.decoded_token or ""
     return TopLogprob(text, token.logprob, list(text.encode()))
+
+
+def shown_prompt(request: RequestState) -> PromptLogprobs:
+    """What the model thinks of the tokens of a prompt; of one that was aborted nothing."""
+    return [
+        None if row is None else {str(id_): PromptLogprob(t.logprob, t.rank, t.decoded_token) for id_, t in row.items()}
+        for row in request.prompt_logprobs or ()
+    ]
 
 
 def usage_of(requests: Iterable[RequestState]) -> Usage:

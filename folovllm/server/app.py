@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,25 +22,38 @@ from starlette.routing import Route
 import folovllm
 from folovllm.engine.input_processor import encode_within
 from folovllm.inputs import Prompt
+from folovllm.inspector.live import Audience
+from folovllm.inspector.web import FILES, PAGE, HostCheck, file_response, page_response
 from folovllm.models.files import generation_defaults
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.admission import Admission
 from folovllm.server.answers import ChatWriter, CompletionWriter
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
+from folovllm.server.echo import EchoWriter
 from folovllm.server.errors import ApiError, as_api_error
 from folovllm.server.metrics import Metrics
+from folovllm.server.openapi import document
+from folovllm.server.page import chat_page
 from folovllm.server.protocol import (
     ChatRequest,
     CompletionRequest,
+    Detokenized,
     DetokenizeRequest,
+    ModelCard,
+    ModelList,
     Sampling,
     StreamOptions,
     TokenizeRequest,
+    Tokens,
+    Version,
     parse,
 )
-from folovllm.server.requests import chat_params, chat_prompt, completion_params, prompts_of
+from folovllm.server.reader import TAGS, reading_of
+from folovllm.server.requests import chat_params, chat_prompt, completion_params, prompts_of, wants_prompt_alone
 from folovllm.server.respond import Job
+from folovllm.server.sse import EventStream
+from folovllm.server.tokenizer_info import tokenizer_info
 
 logger = logging.getLogger("folovllm")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -52,8 +66,10 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     """The application around an engine that was started."""
     api = Api(engine, config)
     routes = [
+        Route("/", api.guarded(api.page)),
         Route("/health", api.guarded(api.health)),
         Route("/version", api.guarded(api.version)),
+        Route("/openapi.json", api.guarded(api.openapi)),
         Route("/metrics", api.guarded(api.metrics)),
         Route("/v1/models", api.guarded(api.models, needs_key=True)),
         Route("/v1/models/{name:path}", api.guarded(api.model, needs_key=True)),
@@ -61,7 +77,15 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
         Route("/v1/chat/completions", api.guarded(api.chat, needs_key=True), methods=["POST"]),
         Route("/tokenize", api.guarded(api.tokenize, needs_key=True), methods=["POST"]),
         Route("/detokenize", api.guarded(api.detokenize, needs_key=True), methods=["POST"]),
+        Route("/tokenizer_info", api.guarded(api.tokenizer_info, needs_key=True)),
     ]
+    if config.inspector:
+        look = Look(engine, config)
+        routes += [  # the page and its files say nothing of the engine: a browser asks for them without a key
+            Route(PAGE, api.guarded(look.page)),
+            Route(FILES, api.guarded(look.file)),
+            Route(f"{PAGE}/events", api.guarded(look.events, needs_key=True)),
+        ]
     cors = Middleware(
         CORSMiddleware, allow_origins=config.cors_origin, allow_methods=["GET", "POST"], allow_headers=["*"]
     )
@@ -83,6 +107,7 @@ class Api:
         self._admission = Admission(engine, config.max_queued_requests, config.max_queued_tokens)
         self._metrics = Metrics(engine, self._names[0])
         self._created = int(time.time())
+        self._tags_are_special = not set(engine.tokenizer.all_special_tokens).isdisjoint(TAGS)
 
     def guarded(self, handler: Handler, needs_key: bool = False) -> Handler:
         """The handler, for those who have a key, with an answer for every error."""
@@ -116,6 +141,10 @@ class Api:
         message = f"{wrong}: this address takes another method" if error.status_code == 405 else f"{wrong}: not found"
         return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
+    async def page(self, request: Request) -> Response:
+        """To chat in a browser. Whoever opens it needs no key; what it asks for does."""
+        return chat_page()
+
     async def health(self, request: Request) -> Response:
         """200 while new requests are taken."""
         self._engine.require_open()
@@ -123,7 +152,11 @@ class Api:
 
     async def version(self, request: Request) -> Response:
         """Ours."""
-        return json_response({"version": folovllm.__version__})
+        return json_response(Version(folovllm.__version__))
+
+    async def openapi(self, request: Request) -> Response:
+        """What all of this takes and says, for programs."""
+        return Response(document(needs_key=bool(self._keys)), media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
         """For Prometheus."""
@@ -131,7 +164,7 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         """The one model, by all its names."""
-        return json_response({"object": "list", "data": [self._card(name) for name in self._names]})
+        return json_response(ModelList("list", [self._card(name) for name in self._names]))
 
     async def model(self, request: Request) -> Response:
         """One of its names."""
@@ -139,11 +172,8 @@ class Api:
         self._check_model(name)
         return json_response(self._card(name))
 
-    def _card(self, name: str) -> dict[str, Any]:
-        length = self._engine.setup.max_model_len
-        return {
-            "id": name, "object": "model", "created": self._created, "owned_by": "folovllm", "max_model_len": length
-        }  # fmt: skip
+    def _card(self, name: str) -> ModelCard:
+        return ModelCard(name, "model", self._created, "folovllm", self._engine.setup.max_model_len)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self._names:
@@ -156,7 +186,14 @@ class Api:
         asked = await self._read(request, CompletionRequest)
         prompts = prompts_of(asked)
         params = completion_params(asked, self._defaults)
-        return await self._answer(request, asked, prompts, params, CompletionWriter(self._shown(asked)))
+        return await self._answer(request, asked, prompts, params, self._completion_writer(asked, params.n))
+
+    def _completion_writer(self, asked: CompletionRequest, n: int) -> CompletionWriter:
+        name, shows_prompt = self._shown(asked), asked.prompt_logprobs is not None
+        if not asked.echo:
+            return CompletionWriter(name, n, shows_prompt)
+        decode = self._engine.tokenizer.decode
+        return EchoWriter(name, n, decode, asked.logprobs, wants_prompt_alone(asked), shows_prompt)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -165,9 +202,12 @@ class Api:
         self._admission.check(1)
         engine = self._engine
         prompt = await engine.in_thread(chat_prompt, engine.tokenizer, engine.setup.max_model_len, asked)
-        return await self._answer(
-            request, asked, [prompt], params, ChatWriter(self._shown(asked), asked.top_logprobs or 0)
+        params, make_reader = reading_of(
+            asked, params, str(prompt.get("prompt")), self._config.reasoning_parser, self._tags_are_special
         )
+        num_top, shows_prompt = asked.top_logprobs or 0, asked.prompt_logprobs is not None
+        writer = ChatWriter(self._shown(asked), num_top, shows_prompt, make_reader)
+        return await self._answer(request, asked, [prompt], params, writer)
 
     async def _answer(
         self,
@@ -199,10 +239,8 @@ class Api:
         asked = await self._read(request, TokenizeRequest)
         engine = self._engine
         ids: list[int] = await engine.in_thread(self._ids, asked)
-        said = {"count": len(ids), "max_model_len": engine.setup.max_model_len, "tokens": ids}
-        if asked.return_token_strs:
-            said["token_strs"] = engine.tokenizer.convert_ids_to_tokens(ids)
-        return json_response(said)
+        texts = engine.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+        return json_response(Tokens(len(ids), engine.setup.max_model_len, ids, texts))
 
     def _ids(self, asked: TokenizeRequest) -> list[int]:
         tokenizer, limit = self._engine.tokenizer, self._engine.setup.max_model_len
@@ -219,7 +257,11 @@ class Api:
         if bad := [id_ for id_ in asked.tokens if not 0 <= id_ < size]:
             raise ApiError(400, f"token id {bad[0]} is outside the vocabulary: ids go from 0 to {size - 1}", "tokens")
         text = await self._engine.in_thread(self._engine.tokenizer.decode, asked.tokens)
-        return json_response({"prompt": text})
+        return json_response(Detokenized(text))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """How texts become ids, for clients that do it themselves."""
+        return json_response(tokenizer_info(self._engine.tokenizer))
 
     async def _read(self, request: Request, kind: type[R]) -> R:
         """The request in the body. Only JSON: a page in a browser may send other kinds to any address, unasked."""
@@ -234,6 +276,41 @@ class Api:
         asked = parse(body, kind, self._config.ignore_unknown_fields)
         self._check_model(getattr(asked, "model", None))
         return asked
+
+
+class Look:
+    """The inspector's addresses."""
+
+    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
+        self._engine = engine
+        self._audience = Audience(engine.watch)
+        engine.on_seen = self._audience.take_in
+        self._hosts = HostCheck([config.host, *config.inspector_host], "--inspector-host")
+        self._needs_key = bool(config.api_key)
+        self._ending: asyncio.Task[None] | None = None
+
+    async def page(self, request: Request) -> Response:
+        """The page."""
+        self._hosts.check(request)
+        return page_response({"kind": "live", "events": "inspector/events", "needs_key": self._needs_key})
+
+    async def file(self, request: Request) -> Response:
+        """One of its files."""
+        self._hosts.check(request)
+        return file_response(request.path_params["name"])
+
+    async def events(self, request: Request) -> Response:
+        """What the engine does, from now on."""
+        self._hosts.check(request)
+        self._engine.require_open()
+        self._ending = self._ending or asyncio.create_task(self._end())
+        reader = self._audience.join()
+        return EventStream(self._audience.events(reader), partial(self._audience.leave, reader))
+
+    async def _end(self) -> None:
+        """Streams end with the engine, and do not hold up the server's end."""
+        await self._engine.is_over.wait()
+        self._audience.close()
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -19,10 +19,11 @@ from folovllm.models.files import generation_defaults, load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.counters import Counters
-from folovllm.server.messages import Abort, Failure, Load, News, Ready, Step
+from folovllm.server.messages import Abort, Failure, Load, News, Ready, Seen, Step, Watch
 from folovllm.server.stream import Mailbox, Prepared, Stream
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.setup import EngineSetup
+from folovllm.structured.guidance import check_form
 
 logger = logging.getLogger("folovllm")
 T = TypeVar("T")
@@ -76,8 +77,10 @@ class AsyncEngine:
         self._is_draining = self._is_closed = False
         self.death: Exception | None = None
         self.died = asyncio.Event()
+        self.is_over = asyncio.Event()  # nothing more comes: it was drained, closed, or died
         self.load = Load()
         self.counters = Counters()
+        self.on_seen: Callable[[list[bytes]], object] = lambda pieces: None  # gets what `watch` asks for
         self.num_queued = self.num_queued_tokens = 0  # requests without a token yet, and the tokens of their prompts
 
     async def start(self) -> None:
@@ -125,6 +128,8 @@ class AsyncEngine:
         """Tokenize and check a request; texts in a thread, since a long one takes a while. Errors are those of `generate`."""
         self.require_open()
         params = self.default_params() if params is None else params
+        if params.structured_outputs is not None:
+            await self.in_thread(check_form, params.structured_outputs)
         arguments = ("", prompt, params, priority, cache_salt)
         is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
         if is_text:
@@ -178,6 +183,8 @@ class AsyncEngine:
             for request_id in list(self._number_of):
                 self.abort(request_id)
             return False
+        finally:
+            self.is_over.set()
         return self.death is None
 
     async def close(self) -> None:
@@ -186,6 +193,7 @@ class AsyncEngine:
         for request_id in list(self._number_of):
             self.abort(request_id)
         await self._transport.stop()
+        self.is_over.set()
         self._readers.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:
@@ -194,6 +202,13 @@ class AsyncEngine:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    def watch(self, is_on: bool) -> None:
+        """Let the engine tell `on_seen` what it does, as pieces of a recording, about 15 times a second; or let it be.
+
+        To ask again is to ask for a new beginning, for those who join (`folovllm.inspector`).
+        """
+        self._transport.send(Watch(is_on))
 
     @property
     def is_open(self) -> bool:
@@ -224,6 +239,8 @@ class AsyncEngine:
             except Exception as error:
                 logger.exception("a step's news could not be taken in")
                 self._die(Failure(f"{type(error).__name__}: {error}"))
+        elif isinstance(news, Seen):
+            self.on_seen(news.pieces)
         elif isinstance(news, Failure):
             self._die(news)
         elif not self._ready.done():
@@ -258,6 +275,7 @@ class AsyncEngine:
             return
         self.death = EngineDead(failure.message)
         self.died.set()
+        self.is_over.set()
         if not self._ready.done():
             self._ready.set_exception(ValueError(failure.message) if failure.is_user_error else self.death)
         for stream in list(self._streams.values()):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from folovllm.server.reasoning import PARSERS
+
 
 @dataclass(slots=True, kw_only=True)
 class ServerConfig:
@@ -21,6 +23,11 @@ class ServerConfig:
         max_queued_tokens: most tokens of such prompts.
         max_body_size: longest request, in bytes.
         drain_seconds: at SIGTERM, how long answers that run may take to end.
+        reasoning_parser: take what the model thinks out of its answers, into `reasoning_content`: qwen3, or deepseek_r1 for
+            models whose answers begin in thought without a tag.
+        inspector: show what the engine does, prompts and answers too, at /inspector.
+        inspector_host: a name by which browsers may ask for it, beside localhost, this machine's own and addresses in
+            numbers; several may be given.
         ignore_unknown_fields: pass over fields of requests that nobody knows, instead of refusing them.
 
     Raises:
@@ -37,6 +44,9 @@ class ServerConfig:
     max_queued_tokens: int = 1 << 20
     max_body_size: int = 16 << 20
     drain_seconds: float = 30.0
+    reasoning_parser: str | None = None
+    inspector: bool = False
+    inspector_host: list[str] = field(default_factory=list)
     ignore_unknown_fields: bool = False
 
     def __post_init__(self) -> None:
@@ -47,5 +57,7 @@ class ServerConfig:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not self.drain_seconds >= 0:
             raise ValueError(f"drain_seconds must be 0 or more, not {self.drain_seconds}")
+        if self.reasoning_parser not in (None, *PARSERS):
+            raise ValueError(f"reasoning_parser must be one of {', '.join(PARSERS)}, not {self.reasoning_parser!r}")
         if not all(self.api_key):
             raise ValueError("an api_key must not be empty")

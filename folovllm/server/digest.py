@@ -8,6 +8,8 @@ from typing import Any
 
 from folovllm import events as ev
 from folovllm.server.messages import Delta, Load
+from folovllm.step.draw import Logprobs
+from folovllm.step.schedule import Share
 
 
 @dataclass(slots=True)
@@ -26,14 +28,22 @@ def deltas_of(step: ev.StepEnded, served: Mapping[int, Served]) -> list[Delta]:
     """The tokens that a step drew, an answer at a time; `served` has the answers by their `seq_id`.
 
     A share may draw nothing (its prompt is not done), and its sequence may have ended while the step was under way: there is
-    no delta for such. Rows of log-probabilities are there for the shares that asked for them.
+    no delta for such. Rows of log-probabilities are there for the shares that asked for them, those of the prompt first.
     """
     token_ids, logprobs = step.result.token_ids, step.result.logprobs
     return [
-        Delta(answer.number, answer.index, drawn, None, answer.num_cached_tokens or 0, logprobs.get(i))
+        Delta(answer.number, answer.index, drawn, None, answer.num_cached_tokens or 0, *split(share, logprobs.get(i)))
         for i, (share, drawn) in enumerate(zip(step.output.shares, token_ids, strict=True))
-        if drawn and (answer := served.get(share.seq_id)) is not None
+        if (drawn or share.scores is not None) and (answer := served.get(share.seq_id)) is not None
     ]
+
+
+def split(share: Share, rows: list[Logprobs] | None) -> tuple[list[Logprobs] | None, list[Logprobs] | None]:
+    """Rows of the tokens that were drawn, and of the prompt's tokens that were scored."""
+    if rows is None or share.scores is None:
+        return rows, None
+    num_scores = len(share.scores.token_ids)
+    return rows[num_scores:], rows[:num_scores]
 
 
 class Digest:

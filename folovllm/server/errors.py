@@ -7,10 +7,25 @@ import msgspec
 from folovllm.server.async_engine import EngineDead, Unavailable
 
 TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error", 405: "invalid_request_error",
     413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error", 500: "server_error",
     503: "service_unavailable_error",
 }  # fmt: skip
+
+
+class ErrorInfo(msgspec.Struct):
+    """What was not possible, and why."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """The JSON of every answer that is no success."""
+
+    error: ErrorInfo
 
 
 class ApiError(Exception):
@@ -38,13 +53,8 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The JSON that says it."""
-        said = {
-            "message": self.message,
-            "type": TYPES.get(self.status, "invalid_request_error"),
-            "param": self.param,
-            "code": self.code,
-        }
-        return msgspec.json.encode({"error": said})
+        kind = TYPES.get(self.status, "invalid_request_error")
+        return msgspec.json.encode(ErrorBody(ErrorInfo(self.message, kind, self.param, self.code)))
 
 
 def as_api_error(error: Exception, fields: tuple[str, ...] = ()) -> ApiError:

@@ -32,6 +32,12 @@ class Stop(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """End, whatever is being served."""
 
 
+class Watch(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Somebody begins to look at what the engine does (`is_on`, which may be said again), or nobody looks any more."""
+
+    is_on: bool
+
+
 class Ready(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The engine is built. `setup` is a pickled `EngineSetup` whose configuration of the model is plain."""
 
@@ -48,6 +54,7 @@ class Delta(msgspec.Struct, array_like=True, frozen=True):
     finish_reason: str | None = None
     num_cached_tokens: int = 0  # of the prompt, found when the answer was begun
     logprobs: list[Row] | None = None  # one row a token
+    prompt_logprobs: list[Row] | None = None  # of the prompt's tokens, from its second on, that the step scored
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True):
@@ -78,6 +85,12 @@ class Step(msgspec.Struct, array_like=True, tag=True, frozen=True):
     queue_times: list[float] = []  # seconds that those waited whom this step let in for the first time
 
 
+class Seen(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """What happened, for those who look: pieces of a recording. One that begins with a header is for those who join."""
+
+    pieces: list[bytes]
+
+
 class Failure(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The engine has ended. It says nothing more."""
 
@@ -85,8 +98,8 @@ class Failure(msgspec.Struct, array_like=True, tag=True, frozen=True):
     is_user_error: bool = False  # a ValueError while it was built, whose sentence says what to do
 
 
-Command = Add | Abort | Stop
-News = Ready | Step | Failure
+Command = Add | Abort | Watch | Stop
+News = Ready | Step | Seen | Failure
 
 encode = msgspec.msgpack.Encoder(enc_hook=lambda number: number.item()).encode  # NumPy's numbers are numbers too
 decode_command = msgspec.msgpack.Decoder(Command).decode

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
 from folovllm.server.errors import ApiError
+from folovllm.server.tool_calls import ToolCall
+
+# For readers of /openapi.json, where the type alone says less than what is taken.
+KINDS = ({"type": "integer"}, {"type": "string"}, {"type": "array", "items": {"type": "integer"}})
+Several = Annotated[list[Any], msgspec.Meta(extra_json_schema={"anyOf": [{"items": kind} for kind in KINDS]})]
+ROLE = {"role": {"type": "string"}, "content": {"type": ["string", "array", "null"], "items": {"type": "object"}}}
+Message = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema={"required": ["role"], "properties": ROLE})]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -38,26 +45,36 @@ class Sampling(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int = 0
     cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True):
     """`POST /v1/completions`."""
 
-    prompt: str | list[Any]
+    prompt: str | Several
     logprobs: int | None = None
+    echo: bool | None = None
 
 
 class ChatRequest(Sampling, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -68,12 +85,14 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Message] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -93,14 +112,8 @@ HARMLESS = (
 # What this server cannot do, and the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
+    "echo": (False,),  # in a chat
     "suffix": ("",),
-    "prompt_logprobs": (),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -145,7 +158,8 @@ def check_stray(name: str, value: Any, kind: str, ignore_unknown: bool) -> None:
         return
     if name in NEUTRAL:
         if value not in NEUTRAL[name]:
-            raise ApiError(400, f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")
+            instead = "say structured_outputs" if name.startswith("guided_") else "leave it out"
+            raise ApiError(400, f"{name} is not supported by this server: {instead}", name, "unsupported_parameter")
     elif not ignore_unknown:
         what = kind.removesuffix("Request").lower()
         raise ApiError(400, f"unknown field {name!r} in a {what} request: leave it out", name, "unknown_parameter")
@@ -164,9 +178,25 @@ class CompletionLogprobs(msgspec.Struct):
     """Of each token of a completion."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]  # None for the first token of a prompt, which comes after nothing
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+    def extend(self, other: CompletionLogprobs) -> None:
+        """Add those of the tokens that follow."""
+        for name in self.__struct_fields__:
+            getattr(self, name).extend(getattr(other, name))
+
+
+class PromptLogprob(msgspec.Struct):
+    """A token that stands in a prompt, or could have, as vLLM's servers say it."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; None for the first token
 
 
 class CompletionChoice(msgspec.Struct):
@@ -177,6 +207,7 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -206,7 +237,9 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
     """A message, or what is new in it."""
 
     role: str = ""
-    content: str | None = None
+    content: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(msgspec.Struct):
@@ -229,12 +262,68 @@ class ChatDelta(msgspec.Struct):
     stop_reason: str | int | None = None
 
 
-class Answer(msgspec.Struct, omit_defaults=True):
+C = TypeVar("C")
+
+
+class Answer(msgspec.Struct, Generic[C], omit_defaults=True):
     """A response, or one chunk of a stream."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[Any]
+    choices: list[C]
     usage: Usage | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # of a chat
+
+
+class ModelCard(msgspec.Struct):
+    """A name of the model."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct):
+    """All its names."""
+
+    object: str
+    data: list[ModelCard]
+
+
+class Tokens(msgspec.Struct, omit_defaults=True):
+    """What `/tokenize` answers."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct):
+    """What `/detokenize` answers."""
+
+    prompt: str
+
+
+class TokenizerInfo(msgspec.Struct):
+    """What `/tokenizer_info` answers: how texts become ids, and conversations texts."""
+
+    tokenizer_class: str
+    vocab_size: int
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    extra_special_tokens: list[str]
+    added_tokens_decoder: dict[str, dict[str, Any]]
+
+
+class Version(msgspec.Struct):
+    """What `/version` answers."""
+
+    version: str

@@ -13,12 +13,15 @@ from folovllm.engine.input_processor import encode_within
 from folovllm.inputs import Prompt, TokensPrompt
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.server.errors import ApiError
+from folovllm.server.forms import form_of
+from folovllm.server.messages_in import checked
 from folovllm.server.protocol import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
+from folovllm.server.tools import offered
 
 SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
-    "truncate_prompt_tokens",
+    "truncate_prompt_tokens", "logit_bias", "bad_words", "allowed_token_ids", "prompt_logprobs",
 )  # fmt: skip
 ONE_PROMPT: tuple[Any, ...] = (str, list[int])
 PROMPTS = (*ONE_PROMPT, list[str], list[list[int]])
@@ -26,9 +29,19 @@ COMPLETION_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
 
 
 def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """How a completion is drawn. `defaults` are the model's recommendations."""
-    own = {"max_tokens": request.max_tokens, "logprobs": request.logprobs}
+    """How a completion is drawn. `defaults` are the model's recommendations.
+
+    `echo` with `logprobs` takes the prompt's as well. A prompt alone (`wants_prompt_alone`) costs a token that nobody sees.
+    """
+    own = {"max_tokens": 1 if wants_prompt_alone(request) else request.max_tokens, "logprobs": request.logprobs}
+    if request.echo and request.logprobs is not None:
+        own["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
     return _params(request, {"max_tokens": COMPLETION_TOKENS} | dict(defaults), own)
+
+
+def wants_prompt_alone(request: CompletionRequest) -> bool:
+    """Whether a completion is to have no answer, but its prompt and what the model thinks of it."""
+    return bool(request.echo) and request.max_tokens == 0
 
 
 def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -48,7 +61,10 @@ def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingPa
 def _params(request: Sampling, defaults: dict[str, Any], own: dict[str, Any]) -> SamplingParams:
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise ApiError(400, "prompt_logprobs are for whole answers: leave out stream", "prompt_logprobs")
     given = {name: getattr(request, name) for name in SAME} | own
+    given["structured_outputs"] = form_of(request)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(
         **(defaults | {name: value for name, value in given.items() if value is not None}), output_kind=kind
@@ -73,22 +89,10 @@ def chat_prompt(tokenizer: Any, limit: int, request: ChatRequest | TokenizeReque
         [checked(message) for message in request.messages or []],
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,
+        tools=offered(request.tools, request.tool_choice) or None,
         chat_template_kwargs=template_kwargs(tokenizer, request.chat_template_kwargs or {}),
     )
     return TokensPrompt(prompt=text, prompt_token_ids=encode_within(limit, tokenizer, text, add_special_tokens=False))
-
-
-def checked(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is text, as a text or in parts. What hangs on tools is refused."""
-    if not isinstance(message.get("role"), str):
-        raise ApiError(400, 'each message needs a role: {"role": "user", "content": "..."}', "messages")
-    for name in ("tool_calls", "function_call", "audio"):
-        if message.get(name):
-            raise ApiError(400, f"{name} in a message is not supported by this server: leave it out", "messages")
-    content = message.get("content")
-    if not isinstance(content, str | list | None):
-        raise ApiError(400, "the content of a message must be a text, or a list of text parts", "messages")
-    return {**message, "content": "" if content is None else content}
 
 
 def template_kwargs(tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]:

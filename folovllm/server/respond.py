@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from folovllm.engine.output_processor import Piece
-from folovllm.server.answers import DONE, CompletionWriter, event, usage_of
+from folovllm.server.answers import DONE, CompletionWriter, event
 from folovllm.server.async_engine import AsyncEngine, EngineDead
 from folovllm.server.errors import as_api_error
 from folovllm.server.protocol import StreamOptions, Usage
@@ -25,6 +25,7 @@ class Job:
         self._first_index = {stream.number: i * n for i, stream in enumerate(self._streams)}
         self._num_open = len(self._streams)
         self._writer = writer
+        writer.requests = [stream.state for stream in self._streams]
 
     def close(self) -> None:
         """End what still runs of it; twice is once."""
@@ -68,9 +69,9 @@ class Job:
         news = []
         for stream in await self._mailbox.get():
             first = self._first_index[stream.number]
-            news += [(first + piece.index, piece) for piece in stream.take()]
+            news += [(first + piece.answer, piece) for piece in stream.take()]
             self._num_open -= stream.is_over
         return news
 
     def _usage(self) -> Usage:
-        return usage_of(stream.state for stream in self._streams)
+        return self._writer.usage()

@@ -101,7 +101,7 @@ def announce(engine: AsyncEngine, config: ServerConfig, listener: socket.socket)
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     names = ", ".join(config.served_model_name or [engine.config.model])
-    print(f"serving {names} at http://{address}/v1 (Ctrl-C ends it)", flush=True)
+    print(f"serving {names} at http://{address}/v1, a page to chat at http://{address} (Ctrl-C ends it)", flush=True)
 
 
 class End:

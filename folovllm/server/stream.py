@@ -121,7 +121,10 @@ class Stream:
         seq = self._seqs[delta.index]
         if not self.has_begun:
             self._seqs[0].prefix = CachedPrefix(num_hit_tokens=delta.num_cached_tokens)
-            self.state.metrics.first_token_time = now
+            if delta.token_ids:
+                self.state.metrics.first_token_time = now
+        for row in delta.prompt_logprobs or ():
+            self._seqs[0].prompt_logprobs.append(self._with_text(row))
         for row in delta.logprobs or ():
             seq.logprobs.append(self._with_text(row))
         must_look = bool(self.params.stop) or len(delta.token_ids) > 1

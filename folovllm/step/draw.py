@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,7 +36,13 @@ class DrawSpec:
     first_end: int = 0  # the first position at which a token of `forbidden` may be drawn (`min_tokens`)
     forbidden: tuple[int, ...] = ()  # tokens that would end the answer
     num_prompt_tokens: int = 0
-    history: TokenIds = field(default_factory=no_tokens)  # the tokens so far, where penalties count them; else empty
+    history: TokenIds = field(
+        default_factory=no_tokens
+    )  # the tokens so far, where penalties or bad words look; else empty
+    allowed: tuple[int, ...] | None = None  # the tokens that may be drawn at all; None: all
+    has_form: bool = False  # which tokens may be drawn is said anew for each draw
+    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the answer must not hold
+    bias: tuple[tuple[int, float], ...] = ()  # token ids, each once, and what is added to their logits
 
     @property
     def greedy(self) -> bool:
@@ -48,6 +55,27 @@ class DrawSpec:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
+    def has_mask(self) -> bool:
+        """Whether a bit for each token says which may be drawn."""
+        return self.has_form or self.allowed is not None
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether the request itself forbids tokens or makes them likelier."""
+        return self.has_mask or bool(self.bad_words) or bool(self.bias)
+
+    @property
+    def answer(self) -> TokenIds:
+        """The part of the history behind the prompt."""
+        return self.history[self.num_prompt_tokens :]
+
+    @property
     def has_filters(self) -> bool:
         """Whether a token may be too unlikely to be drawn."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+def about_to_end(bad_words: Sequence[Sequence[int]], answer: Sequence[int] | TokenIds) -> list[int]:
+    """The last tokens of those `bad_words` of which `answer` ends with all the others: what must not come next."""
+    last = [int(token) for token in answer[-max(map(len, bad_words), default=1) :]]
+    return [word[-1] for word in bad_words if last[len(last) - len(word) + 1 :] == [*word[:-1]]]

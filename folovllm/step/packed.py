@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from folovllm.draw_row import DrawUpdate, RowField, pack_updates, row_update
 from folovllm.step.draw import DrawSpec
-from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.step.schedule import SchedulerOutput, Share, tokens_to_score
 
 Int32 = npt.NDArray[np.int32]
 IN_FLIGHT = -1  # a token that is on the device and has not come back yet
 NOTHING = -1
 FLYING = np.array([IN_FLIGHT], np.int32)
-NO_DRAWS, NOBODY = pack_updates([]), np.empty((2, 0), np.int32)
+NO_DRAWS, NOBODY, NO_SCORES = pack_updates([]), np.empty((2, 0), np.int32), np.empty((4, 0), np.int32)
 
 
 class Field(IntEnum):
@@ -56,6 +56,7 @@ class PackedStep:
     draws: DrawUpdate = NO_DRAWS  # of new rows
     is_special: bool = False
     logprobs: Int32 = field(default_factory=lambda: NOBODY)  # [2, n]: which sequences, how many each
+    scores: Int32 = field(default_factory=lambda: NO_SCORES)  # [4, n]: `tokens_to_score`
     draws_late: bool = False  # it stops at its logits, and draws when `Masks` come
 
     @property
@@ -133,7 +134,8 @@ class StepPacker:
         fields[Field.TEMPERATURE : Field.SEED_HIGH + 1] = self._row_fields(rows)
         tokens = np.concatenate([share.token_ids if len(share.token_ids) else FLYING for share in shares])
         num_decodes = next((i for i, share in enumerate(shares) if share.num_new_tokens > 1), len(shares))
-        return PackedStep(fields, len(shares), num_decodes, tokens, block_updates(shares), draws)
+        wanted = np.array(tokens_to_score(shares), np.int32).reshape(-1, 4).T
+        return PackedStep(fields, len(shares), num_decodes, tokens, block_updates(shares), draws, scores=wanted)
 
     def _new_draws(self, new: Mapping[int, DrawSpec]) -> DrawUpdate:
         """How the tokens of rows that have a new owner are drawn: noted here, and what the devices must be told."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +17,14 @@ class NothingScheduled(RuntimeError):
         super().__init__("requests wait and nothing was scheduled: the scheduler or the cache lets none of them in")
 
 
+class Scores(NamedTuple):
+    """Tokens of a prompt whose log-probabilities a request wants, as far as the tokens of a share tell."""
+
+    first: int  # the index in the share of the token that the first of them comes after; the others follow
+    token_ids: TokenIds  # [n] int32, a view
+    num_likely: int  # most likely tokens to report beside each
+
+
 class Share(NamedTuple):
     """One sequence's part of a step: its tokens `start` to `start + num_new_tokens`."""
 
@@ -28,6 +37,7 @@ class Share(NamedTuple):
     first_new_block: int  # their place in the table: how many entries came before
     num_draws: int  # tokens to draw after it: 0 where it does not reach the last token
     draw: DrawSpec | None  # with the first share of a row, whatever the row held before
+    scores: Scores | None = None
 
     @property
     def end(self) -> int:
@@ -36,6 +46,17 @@ class Share(NamedTuple):
 
     def __repr__(self) -> str:
         return f"Share(seq {self.seq_id}, row {self.row}: tokens {self.start} to {self.end}, {self.num_draws} drawn)"
+
+
+def tokens_to_score(shares: Sequence[Share]) -> list[tuple[int, int, int, int]]:
+    """For each token of a prompt that is scored: whose share, after which token of the step, its id, how many beside it."""
+    wanted, start = [], 0
+    for i, share in enumerate(shares):
+        if (scores := share.scores) is not None:
+            ids = enumerate(scores.token_ids.tolist(), start + scores.first)
+            wanted += [(i, after, token, scores.num_likely) for after, token in ids]
+        start += share.num_new_tokens
+    return wanted
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,11 +82,23 @@ class StepResult:
     """What a step drew, share by share: no token where a share draws none, one today, several with speculation."""
 
     token_ids: list[list[int]]  # [S]
-    logprobs: dict[int, list[Logprobs]]  # by index of the share, of those that asked: one entry for each token
+    logprobs: dict[int, list[Logprobs]]  # by index of the share, of those that asked: one entry for each token that
+    # was drawn; before them those of `Share.scores`
 
 
-def one_each(shares: tuple[Share, ...], token_ids: list[int], logprobs: list[Logprobs | None]) -> StepResult:
-    """The result of a draw that gave every row [S] one token: it counts where the share draws, and else is dropped."""
+def one_each(
+    shares: tuple[Share, ...],
+    token_ids: list[int],
+    logprobs: list[Logprobs | None],
+    scores: dict[int, list[Logprobs]] | None = None,
+) -> StepResult:
+    """The result of a draw that gave every row [S] one token: it counts where the share draws, and else is dropped.
+
+    `scores`: by index of the share, what `Share.scores` asked for.
+    """
     drawn = [[token] if share.num_draws else [] for share, token in zip(shares, token_ids, strict=True)]
-    asked = {i: [row] for i, row in enumerate(logprobs) if row is not None and shares[i].num_draws}
+    asked = scores or {}
+    for i, row in enumerate(logprobs):
+        if row is not None and shares[i].num_draws:
+            asked.setdefault(i, []).append(row)
     return StepResult(drawn, asked)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Between the parts of a document: no more than a model needs to write one nicely, so that it cannot go on for ever.
-WHITESPACE = r" |\n[ \t]{0,40}"
+WHITESPACE = r" |\n {0,16}"
 
 
 def library() -> Any:
@@ -45,27 +45,31 @@ def source_of(form: StructuredOutputsParams) -> str:
     if form.grammar is not None:
         from llguidance import grammar_from
 
-        return str(grammar_from("grammar", form.grammar))
+        try:
+            return str(grammar_from("grammar", form.grammar))
+        except ValueError as error:
+            raise ValueError(f"structured_outputs holds a grammar that cannot be used: {error}") from error
     pattern = WHITESPACE if form.whitespace_pattern is None else form.whitespace_pattern
     options = {"whitespace_flexible": False} if form.disable_any_whitespace else {"whitespace_pattern": pattern}
     schema = form.schema()
     if schema is True:
         schema = {}
     if schema is False:
-        raise ValueError("structured_outputs: no document is valid under the JSON schema false")
+        raise ValueError("structured_outputs holds the JSON schema false, under which no document is valid")
     return str(matcher.grammar_from_json_schema(schema, overrides={**options, "lenient": not form.strict}))
 
 
-def check(form: StructuredOutputsParams) -> None:
+def check_form(form: StructuredOutputsParams) -> None:
     """Raise ValueError if this form is none, or holds what cannot be kept."""
-    require_good(form, library().LLMatcher.validate_grammar(source_of(form)))
+    if form.choice is None:
+        require_good(form, library().LLMatcher.validate_grammar(source_of(form)))
 
 
 def require_good(form: StructuredOutputsParams, error: str) -> None:
     """Raise ValueError with the library's `error`, if there is one."""
     if error and not error.startswith("WARNING"):
         kind = "regex" if form.regex is not None else "grammar" if form.grammar is not None else "JSON schema"
-        raise ValueError(f"structured_outputs: this {kind} cannot be used: {' '.join(error.split())[:500]}")
+        raise ValueError(f"structured_outputs holds a {kind} that cannot be used: {' '.join(error.split())[:500]}")
 
 
 class GuidanceMatcher:

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from folovllm.draw_row import mask_of, mask_width
 from folovllm.request import Sequence
 from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput
@@ -46,7 +47,9 @@ class Guides:
             raise ValueError("structured_outputs needs a token that ends the answer: give stop_token_ids")
         preface = None if form.after is None else Preface(self._vocabulary, form.after.encode())
         matcher = self._matcher(form, end_ids, sorted(first.eos_token_ids) or end_ids)
-        guide = Guide(matcher, end_ids, min_tokens=first.params.min_tokens, preface=preface)
+        params = first.params
+        allowed = None if params.allowed_token_ids is None else mask_of(params.allowed_token_ids, self._vocab_size)
+        guide = Guide(matcher, end_ids, min_tokens=params.min_tokens, allowed=allowed, preface=preface)
         for seq in seqs:
             self._guides[seq] = guide if seq is first else guide.copy()
 
@@ -66,7 +69,7 @@ class Guides:
             for share, seq in zip(output.shares, seqs, strict=True)
             if share.num_draws and seq in self._guides
         ]
-        bits = np.full((len(drawn), -(-self._vocab_size // 32)), -1, np.int32)
+        bits = np.full((len(drawn), mask_width(self._vocab_size)), -1, np.int32)
         for words, (_, guide, seq) in zip(bits, drawn, strict=True):
             if not seq.status.is_finished:
                 guide.fill(words)
@@ -85,7 +88,9 @@ class Guides:
         """Those of the answers that can no longer come to their form, and have not ended."""
         if not self._guides:
             return []
-        return [seq for seq in seqs if seq in self._guides and self._guides[seq].is_broken and not seq.status.is_finished]
+        return [
+            seq for seq in seqs if seq in self._guides and self._guides[seq].is_broken and not seq.status.is_finished
+        ]
 
     def _matcher(self, form: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Matcher:
         if form.choice is not None:

@@ -50,7 +50,9 @@ def _reader(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
         return lambda token: bytes(byte_of[letter] for letter in token)
     if "▁" in decoder:
         return _read_sentencepiece
-    raise ValueError("structured_outputs needs a tokenizer whose tokens stand for bytes: byte-level, or SentencePiece's")
+    raise ValueError(
+        "structured_outputs needs a tokenizer whose tokens stand for bytes: byte-level, or SentencePiece's"
+    )
 
 
 def _read_sentencepiece(token: str) -> bytes:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.draw_state import DrawState
-from folovllm.sample.logprobs import DrawnLogprobs, gather_logprobs
+from folovllm.sample.logprobs import DrawnLogprobs, by_share, gather_logprobs
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import Logprobs
+from folovllm.step.masks import Masks
 from folovllm.step.packed import Field, PackedStep, StepPacker
 from folovllm.step.schedule import StepResult
 from folovllm.worker.device_tables import DeviceTables
@@ -26,6 +30,16 @@ from folovllm.worker.warm_up import small_steps
 logger = logging.getLogger("folovllm")
 
 
+@dataclass(slots=True, frozen=True, eq=False)
+class Computed:
+    """A step that has its logits."""
+
+    step: PackedStep
+    logits: torch.Tensor  # [S, V], of a decode step with its padding
+    fields: torch.Tensor  # [len(Field), S] on the device; of recorded work its input
+    scores: DrawnLogprobs | None = None  # of prompts
+
+
 class PendingStep:
     """A step that was started. What it drew is on the device, and on its way to the host."""
 
@@ -35,12 +49,14 @@ class PendingStep:
         tokens: torch.Tensor,
         arrived: torch.cuda.Event | None,
         logprobs: DrawnLogprobs | None,
+        scores: DrawnLogprobs | None = None,
     ) -> None:
         self._num_draws: list[int] = step.fields[Field.NUM_DRAWS, : step.num_seqs].tolist()
         self._asked: list[list[int]] = step.logprobs.T.tolist()  # (index in the step, how many), for `logprobs`
-        self._tokens = tokens  # [S] int64 in host memory, once `arrived`, and so are `logprobs`
+        self._tokens = tokens  # [S] int64 in host memory, once `arrived`, and so are `logprobs` and `scores`
         self._arrived = arrived
         self._logprobs = logprobs
+        self._wanted, self._scores = step.scores, scores
 
     def is_here(self) -> bool:
         """Whether `wait` would return at once."""
@@ -52,8 +68,11 @@ class PendingStep:
             self._arrived.synchronize()
         tokens = [[token] * drawn for token, drawn in zip(self._tokens.tolist(), self._num_draws, strict=True)]
         logprobs: dict[int, list[Logprobs]] = {}
+        if self._scores is not None:
+            logprobs = by_share(self._scores, self._wanted.T.tolist())
         if self._logprobs is not None:
-            logprobs = {i: [self._logprobs.of(n, k)] for n, (i, k) in enumerate(self._asked)}
+            for n, (i, k) in enumerate(self._asked):
+                logprobs.setdefault(i, []).append(self._logprobs.of(n, k))
         return StepResult(tokens, logprobs)
 
 
@@ -63,6 +82,9 @@ class GraphRunner:
     The whole decode step, from unpacking its buffer to the draw, is recorded twice for each width in `buckets`: with the
     draw in one pass, and with the draw of any row. Other steps run the same operations one by one. All device work is
     queued on one stream, so that a step sees what the step before it wrote, whatever the host knows by then.
+
+    A step that draws late stops at its logits; the masks that its rows draw with are the next thing to come, and set it
+    going again. What it consists of is recorded when it is first needed.
     """
 
     def __init__(self, setup: EngineSetup, runner: ModelRunner, draw: StepDraw, rows_draw: DrawState) -> None:
@@ -74,8 +96,9 @@ class GraphRunner:
         self._rows_draw = rows_draw
         self.buckets: list[int] = []
         self._tables = DeviceTables(rows, -(-setup.max_model_len // setup.block_size), setup.block_size, device)
-        self._graphs: dict[tuple[int, bool], StepGraph] = {}
+        self._graphs: dict[tuple[int, str], StepGraph] = {}
         self._recording: tuple[Any, torch.cuda.Stream] | None = None  # where CUDA graphs are recorded: pool and stream
+        self._late: Computed | None = None  # what `Masks` set going again
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # what the step drew
         self._logits: torch.Tensor | None = None  # [rows, V], where recorded steps leave them
         self._steps_in, self._tokens_out = HostRing(torch.int32, device), HostRing(torch.int64, device)
@@ -108,7 +131,7 @@ class GraphRunner:
         packer = StepPacker(self._setup.max_num_seqs, [])
         with torch.inference_mode():
             for output in small_steps(self._setup):
-                self.execute_model(packer.pack(output)).wait()
+                self._start(packer.pack(output)).wait()
 
     def capture_cudagraph(self) -> None:
         """Record the decode step for every bucket, the widest first, so that all others fit into its memory.
@@ -124,30 +147,73 @@ class GraphRunner:
                     self._graph(width, is_special)
 
     def _graph(self, width: int, is_special: bool) -> StepGraph:
-        """The recorded decode step of a bucket; recorded now, with nothing but padding, if it is not yet."""
-        if (width, is_special) not in self._graphs:
+        """The recorded decode step of a bucket."""
+        return self._recorded(width, "special" if is_special else "plain", partial(self._decode, is_special=is_special))
+
+    def _recorded(self, width: int, name: str, work: Callable[[torch.Tensor], None]) -> StepGraph:
+        """`work` on the fields of a decode step; recorded now, with nothing but padding, if it is not yet."""
+        if (width, name) not in self._graphs:
             padding = StepPacker(self._setup.max_num_seqs, []).pack_decode([], width)
             fields = torch.from_numpy(padding.fields).to(self._setup.device)
             graph = RecordedGraph(fields) if self._recording is None else CudaGraph(fields, *self._recording)
             with torch.inference_mode():
-                graph.capture(partial(self._decode, is_special=is_special))
-            self._graphs[width, is_special] = graph
-        return self._graphs[width, is_special]
+                graph.capture(work)
+            self._graphs[width, name] = graph
+        return self._graphs[width, name]
 
-    def execute_model(self, step: PackedStep) -> PendingStep:
-        """Start a packed step; the host does not wait for anything."""
+    def execute_model(self, step: PackedStep | Masks) -> PendingStep | None:
+        """Start a packed step, or the draw of the one that has its logits; the host does not wait for anything.
+
+        None for a step that draws late.
+        """
+        if isinstance(step, Masks):
+            return self._draw_late(step)
+        if not step.draws_late:
+            return self._start(step)
         if step.is_decode:
-            width = step.fields.shape[1]
-            graph = self._graph(width, step.is_special)
-            graph.replay(self._steps_in.stage(step.fields.ravel()).view(step.fields.shape))
-            self._steps_in.mark()
-            assert self._logits is not None
-            logits = self._logits[:width]
+            self._late = self._replay(step, "forward", self._compute_recorded)
         else:
-            logits = self._run(step, self._steps_in.to_device(step.flatten()))
+            self._late = self._compute(step)
+        return None
+
+    def _start(self, step: PackedStep) -> PendingStep:
+        """A step in one go."""
+        if step.is_decode:
+            name = "special" if step.is_special else "plain"
+            computed = self._replay(step, name, partial(self._decode, is_special=step.is_special))
+        else:
+            computed = self._compute(step)
+            self._draw_tokens(computed.logits, computed.fields, step.is_special)
+        return self._pending(computed)
+
+    def _draw_late(self, masks: Masks) -> PendingStep:
+        """Go on with the step that has its logits."""
+        assert self._late is not None, "no step waits for masks"
+        computed, self._late = self._late, None
+        numbers = self._steps_in.to_device(np.concatenate([masks.rows, masks.bits.ravel()]))
+        rows, bits = numbers[: len(masks.rows)], numbers[len(masks.rows) :].view(masks.bits.shape)
+        self._rows_draw.set_masks(rows, bits)
+        if computed.step.is_decode:
+            self._replay(computed.step, "draw", self._draw_recorded)
+        else:
+            self._draw_tokens(computed.logits, computed.fields, is_special=True)
+        return self._pending(computed)
+
+    def _replay(self, step: PackedStep, name: str, work: Callable[[torch.Tensor], None]) -> Computed:
+        """Do the recorded `work` on the fields of a decode step."""
+        width = step.fields.shape[1]
+        graph = self._recorded(width, name, work)
+        graph.replay(self._steps_in.stage(step.fields.ravel()).view(step.fields.shape))
+        self._steps_in.mark()
+        assert self._logits is not None
+        return Computed(step, self._logits[:width], graph.static_input)
+
+    def _pending(self, computed: Computed) -> PendingStep:
+        """A step that has drawn: its tokens and log-probabilities set out for the host."""
+        step, logits = computed.step, computed.logits
         logprobs = self._gather_logprobs(logits, step) if step.logprobs.size else None
         tokens, arrived = self._tokens_out.to_host(self._tokens[: step.num_seqs])
-        return PendingStep(step, tokens, arrived, logprobs)
+        return PendingStep(step, tokens, arrived, logprobs, computed.scores)
 
     def _decode(self, fields: torch.Tensor, is_special: bool) -> None:
         """The work of a decode step, from its buffer [len(Field), width] to its tokens: what a graph records."""
@@ -156,14 +222,29 @@ class GraphRunner:
         logits = self._runner.forward(batch, out=self._logits[: batch.num_seqs])
         self._draw_tokens(logits, fields, is_special)
 
-    def _run(self, step: PackedStep, flat: torch.Tensor) -> torch.Tensor:
-        """The work of any step, from its flattened buffer [n] on the device to its tokens; returns the logits."""
+    def _compute_recorded(self, fields: torch.Tensor) -> None:
+        """The first part of it, for a step that draws late: as far as the logits."""
+        assert self._logits is not None
+        batch = self._tables.unpack_decode(fields, self._setup.max_model_len)
+        self._runner.forward(batch, out=self._logits[: batch.num_seqs])
+
+    def _draw_recorded(self, fields: torch.Tensor) -> None:
+        """The second part of it, for a step that draws late."""
+        assert self._logits is not None
+        self._draw_tokens(self._logits[: fields.shape[1]], fields, is_special=True)
+
+    def _compute(self, step: PackedStep) -> Computed:
+        """The work of any step as far as its logits; what it finds of prompts that are scored is on its way to the host."""
+        flat = self._steps_in.to_device(step.flatten())
         draws, fields = step.draws, flat[: step.fields.size].view(step.fields.shape)
         if draws.num_rows:
-            self._rows_draw.set_rows(flat[-len(draws.buffer) :], draws.num_rows, draws.num_with_words)
-        logits = self._runner.forward(self._tables.unpack_mixed(step, flat))
-        self._draw_tokens(logits, fields, step.is_special)
-        return logits
+            self._rows_draw.set_rows(flat[-len(draws.buffer) :], draws.num_rows, draws.num_with_line)
+        batch = self._tables.unpack_mixed(step, flat)
+        if not step.scores.size:
+            return Computed(step, self._runner.forward(batch), fields)
+        after, tokens = self._steps_in.to_device(step.scores[1:3].ravel()).long().view(2, -1)
+        logits, found = self._runner.forward_and_score(batch, after, tokens, int(step.scores[3].max()))
+        return Computed(step, logits, fields, found.to_host())
 
     def _draw_tokens(self, logits: torch.Tensor, fields: torch.Tensor, is_special: bool) -> None:
         """A token for each row [S] of `logits`, to `self._tokens` and to where the next step finds it. Device work only."""
@@ -172,7 +253,7 @@ class GraphRunner:
             return
         whole, rows, positions = self._draw.whole(logits), fields[Field.ROW], fields[Field.SEQ_LEN]
         tokens = self._rows_draw.draw(whole, rows, positions, self._tokens, self._tables.last_token)
-        self._rows_draw.note(tokens, rows, fields[Field.NUM_DRAWS])
+        self._rows_draw.note(tokens, rows, positions, fields[Field.NUM_DRAWS])
 
     def _gather_logprobs(self, logits: torch.Tensor, step: PackedStep) -> DrawnLogprobs:
         """Log-probabilities for the sequences that want any, on their way to the host ahead of the tokens."""

@@ -12,10 +12,12 @@ from transformers.utils import logging as hf_logging
 
 from folovllm.models.json_files import reading
 from folovllm.models.loader import checkpoint_files, require_finite, require_float_weights
+from folovllm.sample.logprobs import gather_logprobs, num_scored_at_once
 from folovllm.sample.rows import DrawRows
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
-from folovllm.step.schedule import SchedulerOutput, StepResult, one_each
+from folovllm.step.draw import Logprobs
+from folovllm.step.schedule import SchedulerOutput, Scores, StepResult, one_each
 
 
 @contextmanager
@@ -74,9 +76,36 @@ class HFModelRunner:
             self._draws.set({share.row: share.draw})
             self._cache = DynamicCache(config=self._setup.hf_config)
         input_ids = torch.from_numpy(share.token_ids).long()[None].to(self._setup.device)  # [1, T]
-        hf_output = self.model(input_ids=input_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        logits = hf_output.logits[:, -1]  # [1, V]
+        scores = {}
+        if share.scores is None:
+            logits = self._logits(input_ids, 1)[:, -1]  # [1, V]
+        else:
+            logits, scores[0] = self._score(input_ids, share.scores)
+        self._draws.set_masks(output.masks)
         drawn = self._sampler(logits, self._draws.batch([share.row], [share.end]))
-        result = one_each(output.shares, drawn.token_ids, drawn.logprobs)
+        result = one_each(output.shares, drawn.token_ids, drawn.logprobs, scores)
         self._draws.note_drawn(output.shares, result)
         return result
+
+    def _logits(self, input_ids: torch.Tensor, keep: int) -> torch.Tensor:
+        """The logits [1, n, V] after the last `keep` (0: all) of the tokens [1, T], which are in the cache afterwards."""
+        output = self.model(input_ids=input_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=keep)
+        logits: torch.Tensor = output.logits
+        return logits
+
+    def _score(self, input_ids: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, list[Logprobs]]:
+        """The logits [1, V] after the tokens [1, T], and the log-probabilities of the prompt.
+
+        The tokens go through the model a piece at a time: what comes after the layers is its own affair, and so logits
+        of all the tokens of a piece are there at once.
+        """
+        tokens, rows, start = torch.from_numpy(scores.token_ids).long(), [], 0
+        for piece in input_ids.split(num_scored_at_once(self._setup.vocab_size), dim=1):
+            logits = self._logits(piece, 0)[0]  # [n, V]
+            first, end = max(start, scores.first), min(start + len(logits), scores.first + len(tokens))
+            if first < end:
+                own = tokens[first - scores.first : end - scores.first].to(logits.device)
+                found = gather_logprobs(logits[first - start : end - start], own, scores.num_likely).to_host()
+                rows += [found.of(n, scores.num_likely) for n in range(len(own))]
+            start += len(logits)
+        return logits[-1:], rows

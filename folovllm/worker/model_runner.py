@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from folovllm.attention.backends.registry import get_backend
 from folovllm.forward_batch import ForwardBatch
 from folovllm.models.llama import LlamaForCausalLM
+from folovllm.sample.logprobs import DrawnLogprobs, by_share, score
 from folovllm.sample.rows import DrawRows
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.setup import EngineSetup
-from folovllm.step.schedule import SchedulerOutput, StepResult, one_each
+from folovllm.step.schedule import SchedulerOutput, StepResult, one_each, tokens_to_score
 from folovllm.worker.input_batch import InputBatch, SlotsOf
 from folovllm.worker.kv_memory import num_blocks_that_fit
 from folovllm.worker.native_model import attention_layers
@@ -86,9 +88,17 @@ class ModelRunner:
         """Compute the scheduled tokens of all sequences and draw a token for each."""
         shares = output.shares
         self._draws.set({share.row: share.draw for share in shares if share.draw is not None})
-        logits = self.forward(self._input_batch.build(shares))  # [S, V]
+        batch, wanted = self._input_batch.build(shares), tokens_to_score(shares)
+        scores = {}
+        if wanted:
+            _, after, tokens, counts = torch.tensor(wanted, device=self._setup.device).T
+            logits, found = self.forward_and_score(batch, after, tokens, int(counts.max()))
+            scores = by_share(found.to_host(), wanted)
+        else:
+            logits = self.forward(batch)  # [S, V]
+        self._draws.set_masks(output.masks)
         drawn = self._sampler(logits, self._draws.batch([s.row for s in shares], [s.end for s in shares]))
-        result = one_each(shares, drawn.token_ids, drawn.logprobs)
+        result = one_each(shares, drawn.token_ids, drawn.logprobs, scores)
         self._draws.note_drawn(shares, result)
         return result
 
@@ -96,6 +106,19 @@ class ModelRunner:
         """Logits after the last new token of each sequence, [S, V], in `out` if given; K/V of all new tokens are cached."""
         self._backend.plan(batch)
         return self.model.compute_logits(self.model(batch), batch, out)
+
+    def forward_and_score(
+        self, batch: ForwardBatch, after: torch.Tensor, tokens: torch.Tensor, k: int
+    ) -> tuple[torch.Tensor, DrawnLogprobs]:
+        """As `forward`; and of the `tokens` [n] of prompts the log-probabilities `after` [n] tokens of the step."""
+        self._backend.plan(batch)
+        hidden = self.model(batch)
+
+        def logits_after(at: torch.Tensor) -> torch.Tensor:
+            return self._whole(self.model.compute_logits(hidden, replace(batch, logits_indices=at)))
+
+        found = score(logits_after, after, tokens, k, self._setup.vocab_size)
+        return self.model.compute_logits(hidden, batch), found
 
     def supports_graph(self) -> bool:
         """Whether the attention backend can be part of a recorded step."""

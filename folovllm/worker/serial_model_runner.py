@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -10,10 +11,11 @@ from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.growing_cache import GrowingKVCache
 from folovllm.forward_batch import ForwardBatch
 from folovllm.models.llama import LlamaForCausalLM
+from folovllm.sample.logprobs import by_share, score
 from folovllm.sample.rows import DrawRows
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
-from folovllm.step.schedule import SchedulerOutput, Share, StepResult, one_each
+from folovllm.step.schedule import SchedulerOutput, Share, StepResult, one_each, tokens_to_score
 from folovllm.worker.native_model import attention_layers
 
 
@@ -48,9 +50,19 @@ class SerialModelRunner:
             for cache in self._caches:
                 cache.reset()
         batch = single_sequence_batch(share, self._setup.device)
-        logits = self.model.compute_logits(self.model(batch), batch)  # [1, V]
+        hidden, scores = self.model(batch), {}
+        if wanted := tokens_to_score(output.shares):
+
+            def logits_after(at: torch.Tensor) -> torch.Tensor:
+                return self.model.compute_logits(hidden, replace(batch, logits_indices=at))
+
+            _, after, tokens, counts = torch.tensor(wanted, device=self._setup.device).T
+            found = score(logits_after, after, tokens, int(counts.max()), self._setup.vocab_size)
+            scores = by_share(found.to_host(), wanted)
+        logits = self.model.compute_logits(hidden, batch)  # [1, V]
+        self._draws.set_masks(output.masks)
         drawn = self._sampler(logits, self._draws.batch([share.row], [share.end]))
-        result = one_each(output.shares, drawn.token_ids, drawn.logprobs)
+        result = one_each(output.shares, drawn.token_ids, drawn.logprobs, scores)
         self._draws.note_drawn(output.shares, result)
         return result
 

@@ -435,7 +435,7 @@ assert rates[-1][0] / rates[-1][2] > 3 * rates[0][0] / rates[0][2], "long prompt
 #
 # ## Measure: Hugging Face's model against ours
 #
-# `model_impl` is one switch. Our layers say the same tokens; with a cache that grows by `torch.cat` they are not meant to be fast yet.
+# `model_impl` is one switch. With our layers the tokens are the same; with a cache that grows by `torch.cat` they are not meant to be fast yet.
 
 # %%
 params_of = {"hf": llm, "native": native}

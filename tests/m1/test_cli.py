@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from folovllm.chat import Chat
+from folovllm.chat import Chat, OwnEngine
 from folovllm.cli import main
 from folovllm.config import EngineConfig
 from folovllm.events import Listener, StepEnded
@@ -344,7 +344,7 @@ class TestErrors:
 
 class TestChat:
     def chat(self) -> Chat:
-        return Chat(FakeLLM(), SamplingParams(), system="Be brief.")  # type: ignore[arg-type]
+        return Chat(OwnEngine(FakeLLM(), SamplingParams()), system="Be brief.")  # type: ignore[arg-type]
 
     def test_it_streams_and_keeps_the_history(self, llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
         chat = self.chat()
@@ -375,7 +375,7 @@ class TestChat:
 
     def test_ctrl_c_stops_the_answer_and_not_the_program(self, llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
         chat = self.chat()
-        engine: FakeEngine = chat.llm.engine  # type: ignore[assignment]
+        engine = FakeLLM.made[-1].engine
         engine.on_step = lambda: engine.steps == 2 and os.kill(os.getpid(), signal.SIGINT)
         assert chat.answer("one two three four") == "four three "
         assert engine.aborted == ["chat-1"] and not engine.has_unfinished_requests()
@@ -384,7 +384,7 @@ class TestChat:
 
     def test_ctrl_c_in_the_last_step_is_too_late_to_abort(self, llm: Any) -> None:
         chat = self.chat()
-        engine: FakeEngine = chat.llm.engine  # type: ignore[assignment]
+        engine = FakeLLM.made[-1].engine
         engine.on_step = lambda: os.kill(os.getpid(), signal.SIGINT)
         assert chat.answer("one") == "one " and engine.aborted == []
 

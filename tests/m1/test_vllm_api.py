@@ -120,12 +120,7 @@ class TestSamplingParams:
         ("name", "value", "says"),
         [
             ("best_of", 3, "ask for n answers with logprobs=0"),
-            ("prompt_logprobs", 1, "leave it out"),
-            ("logit_bias", {5: 1.0}, "leave it out"),
-            ("bad_words", ["x"], "leave it out"),
-            ("allowed_token_ids", [5], "leave it out"),
-            ("structured_outputs", {"regex": "a"}, "leave it out"),
-            ("guided_decoding", {"regex": "a"}, "leave it out"),
+            ("guided_decoding", {"regex": "a"}, "say structured_outputs"),
             ("logits_processors", [print], "leave it out"),
             ("use_beam_search", True, "call LLM.beam_search"),
         ],

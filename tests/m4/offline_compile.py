@@ -28,7 +28,7 @@ from folovllm.kernels.decode_plan import plan_kernel
 from folovllm.kernels.draw_tokens import plain_kernel, special_kernel
 from folovllm.kernels.filter_logits import CAPACITY, CHUNK, WARPS, WIDE_CHUNK, finish_kernel, scan_kernel
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_kernel
-from folovllm.kernels.penalties import count_drawn_kernel
+from folovllm.kernels.note_drawn import note_drawn_kernel
 from folovllm.kernels.prefill import prefill_config, prefill_kernel
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
 from folovllm.kernels.rms_norm import add_rms_norm_kernel
@@ -134,7 +134,7 @@ def kernels_of_m6(capability: int, head_dim: int, block_size: int):
     yield finish_kernel, {**sizes, "SHIFT": shift, "FAST": True}, WARPS, 3
     yield plain_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
     yield special_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
-    yield count_drawn_kernel, {"WIDTH": 128, "ALL": True}, 4, 3
+    yield note_drawn_kernel, {"ALL": False}, 4, 3
     lines = {"TOKEN": 0, "ROW": 1, "SEQ_LEN": 2, "NEW_BLOCK": 7}
     yield unpack_decode_kernel, {**lines, "B": block_size, "WIDTH": 128}, 1, 3
     yield from small_linears(capability)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -11,7 +11,12 @@ from folovllm.step.draw import DrawSpec
 
 
 def spec_of(
-    params: SamplingParams, seed: int, prompt: Iterable[int] = (), answer: Iterable[int] = (), ends: Iterable[int] = ()
+    params: SamplingParams,
+    seed: int,
+    prompt: Iterable[int] = (),
+    answer: Iterable[int] = (),
+    ends: Iterable[int] = (),
+    bad_words: Sequence[Sequence[int]] = (),
 ) -> DrawSpec:
     """As the scheduler makes it; `ends` are the tokens that would end the answer."""
     prompt = list(prompt)
@@ -21,6 +26,9 @@ def spec_of(
         **{name: getattr(params, name) for name in (*names, "logprobs")},
         first_end=len(prompt) + params.min_tokens,
         forbidden=tuple(ends) if params.min_tokens else (),
+        allowed=None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),
         num_prompt_tokens=len(prompt),
-        history=np.array([*prompt, *answer] if params.has_penalties else [], np.int32),
+        bias=tuple((params.logit_bias or {}).items()),
+        bad_words=tuple(map(tuple, bad_words)),
+        history=np.array([*prompt, *answer] if params.has_penalties or bad_words else [], np.int32),
     )

@@ -31,6 +31,13 @@ EVERY_DRAW = [
     {"top_k": 40, "top_p": 0.8, "repetition_penalty": 0.7},
     {"logprobs": 3},
     {"temperature": 0.0},
+    {"allowed_token_ids": list(range(3, 250, 7))},
+    {"allowed_token_ids": [5, 40, 41, 42, 200], "repetition_penalty": 1.5, "top_p": 0.8, "temperature": 1.5},
+    {"allowed_token_ids": list(range(100)), "min_tokens": 6, "stop_token_ids": list(range(0, 250, 2)), "logprobs": 1},
+    {"allowed_token_ids": [64, 65, 66], "bad_words": ["ab", "bca", "cc", "bab"], "temperature": 5.0},
+    {"allowed_token_ids": [64, 65, 66], "bad_words": ["abc", "bbbb"], "logit_bias": {64: 3.3, 65: 4.1}, "top_k": 2},
+    {"logit_bias": {7: 30.3, 9: 30, 11: 29.1, 12: -100}, "frequency_penalty": 2.0, "logprobs": 2},
+    {"logit_bias": {64: 100}, "bad_words": ["aaa"], "temperature": 0.0, "prompt_logprobs": 1},
 ]
 POOLS: dict[str, dict[str, Any]] = {
     "everything at once": {},
@@ -83,7 +90,7 @@ def test_aborts_leave_their_rows_to_others() -> None:
     served = engine(max_num_seqs=4)
     for i, request in enumerate(requests()):
         served.add_request(f"aborted {i}", request.prompt, replace(request.params, repetition_penalty=3.0, top_k=2))
-    for step in range(12):
+    for step in range(len(EVERY_DRAW)):
         served.step()
         served.abort_request(f"aborted {step}")
     check(serve(served, requests()))

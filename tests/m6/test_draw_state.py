@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.draw_row import COUNT, ENDS, FILTERS, IN_PROMPT, WORDS, RowField, pack_updates, row_update
+from folovllm.draw_row import (
+    COUNT,
+    ENDS,
+    FILTERS,
+    IN_PROMPT,
+    MASK,
+    MAX_BAD_TOKENS,
+    MAX_BAD_WORDS,
+    WORDS,
+    RowField,
+    mask_of,
+    pack_updates,
+    row_update,
+)
 from folovllm.engine.plan import draw_spec
 from folovllm.request import Sequence
-from folovllm.sample.draw_state import DrawState, adjust
+from folovllm.sample.draw_state import DrawState, adjust, masks_of
 from folovllm.sample.logprobs import gather_logprobs
 from folovllm.sample.penalties import TokenCounts, apply_penalties, forbid_stop_tokens
+from folovllm.sample.rules import RowRules, apply_rules, bits_of
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.sampling_params import SamplingParams
-from folovllm.step.draw import DrawSpec
+from folovllm.step.draw import DrawSpec, about_to_end
 from tests.m6.specs import spec_of
 from tests.sequences import make_seq
 
@@ -29,18 +46,30 @@ EVERY_RULE = [
     {"repetition_penalty": 0.5, "frequency_penalty": -2.0, "top_k": 5, "top_p": 0.8},
     {"min_tokens": 4, "stop_token_ids": [7], "min_p": 0.01},
     {"min_tokens": 3},
+    {"allowed_token_ids": [1, 31, 32, 64, 119], "presence_penalty": 1.5},
+    {"allowed_token_ids": [77, 3], "temperature": 0.0},
+    {"logit_bias": {7: 3.3, 8: -100, 119: 100}, "repetition_penalty": 1.3},
+    {"logit_bias": {7: 3.3, 8: -1}, "bad_words": [[7], [8, 9]], "allowed_token_ids": [7, 8, 9], "temperature": 0.0},
+    {"bad_words": [[1, 2], [2], [31, 31], [31, 31, 31], [31, 63, 95]], "allowed_token_ids": [1, 2, 31, 63, 95]},
 ]
 
 
+def make_ruled(bad_words: Iterable[list[int]] = (), **rule: Any) -> Sequence:
+    """With `bad_words` as tokens, which the engine makes of texts."""
+    seq = make_seq(max_tokens=12, **rule)
+    seq.bad_words = tuple(map(tuple, bad_words))
+    return seq
+
+
 def sequences(rules: list[dict], answer: list[int]) -> list[Sequence]:
-    seqs = [make_seq(**rule) for rule in rules]
+    seqs = [make_ruled(**rule) for rule in rules]
     for seq in seqs:
         for token in answer:
             seq.append_token(token)
     return seqs
 
 
-def state_for(seqs: list[Sequence], rows: list[int], num_rows: int = 8) -> DrawState:
+def state_for(seqs: list[Sequence], rows: list[int], num_rows: int = 11) -> DrawState:
     state = DrawState(num_rows, V, CPU)
     set_rows(state, seqs, rows)
     return state
@@ -48,7 +77,7 @@ def state_for(seqs: list[Sequence], rows: list[int], num_rows: int = 8) -> DrawS
 
 def set_rows(state: DrawState, seqs: list[Sequence], rows: list[int]) -> None:
     update = pack_updates([row_update(row, draw_spec(seq)) for row, seq in zip(rows, seqs, strict=True)])
-    state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_words)
+    state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -56,23 +85,27 @@ def int32(*values: int) -> torch.Tensor:
 
 
 class TestDrawState:
-    ROWS = (5, 0, 7, 2, 1, 3)
+    ROWS = (5, 0, 7, 2, 1, 3, 4, 6, 9, 8, 10)
 
     def test_draws_as_from_the_sequences(self) -> None:
         """The words on the device are the sampler's look at all tokens, as the answer grows."""
         seqs = sequences(EVERY_RULE, [])
         state, rows = state_for(seqs, list(self.ROWS)), int32(*self.ROWS)
-        for step in range(6):
+        for step in range(12):
             logits = 3 * torch.randn(len(seqs), V, generator=torch.manual_seed(step))
             positions = torch.tensor([seq.num_tokens for seq in seqs], dtype=torch.int32)
             specs = [draw_spec(seq) for seq in seqs]
             counts = [TokenCounts(spec, V, CPU) if spec.has_penalties else None for spec in specs]
-            adjusted = forbid_stop_tokens(apply_penalties(logits, specs, counts), specs, positions.tolist())
+            rules = [RowRules(spec, V, CPU) if spec.has_rules else None for spec in specs]
+            penalized = apply_penalties(apply_rules(logits, rules), specs, counts)
+            adjusted = forbid_stop_tokens(penalized, specs, positions.tolist())
             assert torch.allclose(adjust(logits, state.fields[rows.long()], state.words, rows, positions), adjusted)
             tokens = state.draw(logits, rows, positions)
-            expected = Sampler().choose(logits, SamplingBatch.from_specs(specs, positions.tolist(), CPU, counts))
+            batch = SamplingBatch.from_specs(specs, positions.tolist(), CPU, counts)
+            batch.rules = rules
+            expected = Sampler().choose(logits, batch)
             assert tokens.tolist() == expected.tolist()
-            state.note(tokens, rows)
+            state.note(tokens, rows, positions)
             for seq, token in zip(seqs, tokens.tolist(), strict=True):
                 seq.append_token(token)
 
@@ -80,11 +113,25 @@ class TestDrawState:
         """After preemption a row, here another one, is filled from prompt and answer."""
         seqs = sequences(EVERY_RULE[1:4], [4, 4, 60])
         grown = state_for(sequences(EVERY_RULE[1:4], []), [0, 1, 2])
-        for token in (4, 4, 60):
-            grown.note(torch.full((3,), token), int32(0, 1, 2))
+        for i, token in enumerate((4, 4, 60)):
+            grown.note(torch.full((3,), token), int32(0, 1, 2), torch.full((3,), 3 + i))
         back = state_for(seqs, [4, 6, 0])
         assert torch.equal(back.words[[4, 6, 0]], grown.words[[0, 1, 2]])
         assert torch.equal(back.fields[[4, 6, 0]], grown.fields[[0, 1, 2]])
+
+    def test_a_mask_is_replaced_and_stays(self) -> None:
+        """Another mask may come before any draw; until then the one that is there holds."""
+        state = state_for(sequences([{"allowed_token_ids": [9], "temperature": 0.0}] * 2 + [{}], []), [0, 3, 1])
+        logits, rows, positions = torch.zeros(3, V), int32(0, 3, 1), int32(3, 3, 3)
+        assert state.draw(logits, rows, positions)[:2].tolist() == [9, 9]
+        state.set_masks(int32(3), torch.from_numpy(mask_of([40, 119], V))[None])
+        for _ in range(2):
+            assert state.draw(logits, rows, positions)[:2].tolist() == [9, 40]
+
+    @given(st.lists(st.sets(st.integers(0, V - 1)), min_size=1, max_size=4))
+    def test_masks_hold_every_token(self, allowed: list[set[int]]) -> None:
+        masks = torch.from_numpy(np.stack([mask_of(ids, V) for ids in allowed]))
+        assert [set(row.nonzero().flatten().tolist()) for row in bits_of(masks, V)] == allowed
 
     def test_a_new_owner_finds_nothing_of_the_old(self) -> None:
         state = state_for(sequences([EVERY_RULE[1]] * 2, [4, 5]), [0, 1])
@@ -107,20 +154,71 @@ class TestDrawState:
     def test_only_what_draws_is_counted_and_a_count_ends(self) -> None:
         state = state_for(sequences([EVERY_RULE[1], EVERY_RULE[1], {}], []), [0, 1, 2])
         state.words[0, 50] = IN_PROMPT | COUNT
-        state.note(torch.tensor([50, 50, 50]), int32(0, 1, 2), torch.tensor([True, False, True]))
+        state.note(torch.tensor([50, 50, 50]), int32(0, 1, 2), int32(9, 9, 9), torch.tensor([True, False, True]))
         assert state.words[:3, 50].tolist() == [IN_PROMPT | COUNT, 0, 0]
-        state.note(torch.tensor([50, 51]), int32(1, 0))
+        state.note(torch.tensor([50, 51]), int32(1, 0), int32(10, 9))
         assert state.words[:2, 50:52].tolist() == [[IN_PROMPT | COUNT, 1], [1, 0]]
 
     def test_a_bias_moves_and_forbids(self) -> None:
         state = DrawState(2, V, CPU)
-        update = pack_updates([row_update(0, DrawSpec(temperature=0.0), {3: 5.25, 4: -np.inf})])
-        state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_words)
+        update = pack_updates([row_update(0, DrawSpec(temperature=0.0, bias=((3, 5.25), (4, -np.inf))))])
+        state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
         logits = torch.zeros(1, V)
         logits[0, 4] = 100.0
         adjusted = adjust(logits, state.fields[:1], state.words, int32(0), int32(3))
         assert (adjusted[0, 3], adjusted[0, 4], adjusted[0, 5]) == (5.25, -torch.inf, 0)
         assert state.draw(logits, int32(0), int32(3)).tolist() == [3]
+
+
+BAD_WORDS = st.lists(st.lists(st.integers(30, 33), min_size=1, max_size=5), min_size=1, max_size=6)
+
+
+class TestBadWords:
+    def forbidden(self, state: DrawState, row: int) -> set[int]:
+        return set(bits_of(masks_of(state.words, V, plane=1)[[row]], V)[0].nonzero().flatten().tolist())
+
+    @given(BAD_WORDS, st.lists(st.integers(30, 33), max_size=20), st.integers(0, 20))
+    def test_what_would_end_one_is_forbidden(self, words: list[list[int]], answer: list[int], known: int) -> None:
+        """Whether the host knew the tokens when the row got its owner, or the device drew them: the same are forbidden."""
+        known = min(known, len(answer))
+        spec = spec_of(SamplingParams(), 0, [30, 31, 32, 33], answer[:known], bad_words=words)
+        state, update = DrawState(1, V, CPU), pack_updates([row_update(0, spec)])
+        state.words.fill_(-1)  # what the row held before
+        state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
+        for n in range(known, len(answer) + 1):
+            expected = {word[-1] for word in words if ends_with([*answer[:n]], word[:-1])}
+            assert self.forbidden(state, 0) == expected == set(about_to_end(words, answer[:n]))
+            if n < len(answer):
+                state.note(torch.tensor(answer[n : n + 1]), int32(0), int32(4 + n))
+
+    def test_only_tokens_of_the_answer_count(self) -> None:
+        """A step that draws nothing leaves the row as it is; and so does a prompt that ends as a bad word begins."""
+        state = DrawState(1, V, CPU)
+        update = pack_updates([row_update(0, spec_of(SamplingParams(), 0, [1], bad_words=[[1, 2], [1, 3, 4]]))])
+        state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
+        assert self.forbidden(state, 0) == set()
+        state.note(torch.tensor([1]), int32(0), int32(1), int32(0))
+        assert self.forbidden(state, 0) == set()
+        state.note(torch.tensor([1]), int32(0), int32(1), int32(1))
+        assert self.forbidden(state, 0) == {2}
+
+    def test_as_many_and_as_long_as_fit(self) -> None:
+        """One word takes all the room, behind an answer that is longer than what is kept of it; then many short ones."""
+        longest = [(7 * i) % V for i in range(MAX_BAD_TOKENS)]
+        state, answer = DrawState(1, V, CPU), [5, *longest[:-2]]
+        for words, expected in (
+            ([longest], {longest[-1]}),
+            ([[longest[-2], i % V, 3] for i in range(MAX_BAD_WORDS - 1)] + [[9]], {9}),
+        ):
+            update = pack_updates([row_update(0, spec_of(SamplingParams(), 0, [8], answer, bad_words=words))])
+            state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
+            assert self.forbidden(state, 0) == set() | ({9} & expected)
+            state.note(torch.tensor([longest[-2]]), int32(0), int32(1 + len(answer)))
+            assert self.forbidden(state, 0) == expected
+
+
+def ends_with(answer: list[int], run: list[int]) -> bool:
+    return not run or (len(run) <= len(answer) and answer[len(answer) - len(run) :] == run)
 
 
 class TestRowUpdate:
@@ -143,6 +241,8 @@ class TestRowUpdate:
             ({"min_tokens": 1}, WORDS, 1),
             ({"presence_penalty": 1.0}, WORDS, 2),
             ({"logprobs": 2}, 0, 0),
+            ({"allowed_token_ids": [0, 31, 32, 96]}, MASK, 3),
+            ({"logit_bias": {3: 1.0, 9: -2.0}}, WORDS, 2),
         ],
     )
     def test_flags_say_what_a_draw_takes(self, rule: dict, flags: int, num_words: int) -> None:
@@ -154,9 +254,9 @@ class TestRowUpdate:
     def test_buffers_hold_every_row(self, penalised: list[bool]) -> None:
         params = [SamplingParams(repetition_penalty=1.5 if p else 1.0) for p in penalised]
         update = pack_updates([row_update(i, spec_of(p, i, [i, 50])) for i, p in enumerate(params)])
-        assert (update.num_rows, update.num_with_words) == (len(penalised), sum(penalised))
+        assert (update.num_rows, update.num_with_line) == (len(penalised), sum(penalised))
         state = DrawState(6, V, CPU)
-        state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_words)
+        state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
         assert state.fields[: len(penalised), RowField.SEED_LOW].tolist() == list(range(len(penalised)))
         assert state.words.nonzero().tolist() == [[i, t] for i, p in enumerate(penalised) if p for t in (i, 50)]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +20,7 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.kernels import filter_logits as filters
 from folovllm.kernels.draw_tokens import draw_tokens
-from folovllm.kernels.penalties import count_drawn
+from folovllm.kernels.note_drawn import note_drawn
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the logarithm of a min_p that is off
 
@@ -39,13 +42,19 @@ EVERY_FILTER = [
 FEW_FILTERS = [EVERY_FILTER[i] for i in (2, 3, 7, 8, 9, 11)]
 
 
-def state_for(params: list[SamplingParams], vocab_size: int, prompt=(), answer=(), ends=(), bias=None) -> DrawState:
-    """One row each, in reverse order, so that a row is not its sequence's index; seeds 100, 101 and so on."""
+def state_for(
+    params: list[SamplingParams], vocab_size: int, prompt=(), answer=(), ends=(), bias=None, bad_words=None
+) -> DrawState:
+    """One row each, in reverse order, so that a row is not its sequence's index; seeds 100, 101 and so on.
+
+    `bias` is for all of them; `bad_words` are given as tokens, for each.
+    """
     state = DrawState(len(params), vocab_size, torch.device(DEVICE))
-    last = len(params) - 1
-    specs = [spec_of(p, 100 + i, prompt, answer, ends) for i, p in enumerate(params)]
-    update = pack_updates([row_update(last - i, spec, bias) for i, spec in enumerate(specs)])
-    state.set_rows(torch.from_numpy(update.buffer).to(DEVICE), update.num_rows, update.num_with_words)
+    last, bad_words = len(params) - 1, bad_words or [()] * len(params)
+    specs = [spec_of(p, 100 + i, prompt, answer, ends, bad_words[i]) for i, p in enumerate(params)]
+    specs = [replace(spec, bias=tuple((dict(spec.bias) | (bias or {})).items())) for spec in specs]
+    update = pack_updates([row_update(last - i, spec) for i, spec in enumerate(specs)])
+    state.set_rows(torch.from_numpy(update.buffer).to(DEVICE), update.num_rows, update.num_with_line)
     return state
 
 
@@ -176,12 +185,21 @@ class TestPenalties:
         {"presence_penalty": 0.7, "frequency_penalty": 0.3, "temperature": 0.0},
         {"repetition_penalty": 0.8, "frequency_penalty": -0.5, "top_k": 10},
         {"min_tokens": 8, "top_p": 0.9},
+        {"allowed_token_ids": [3, 31, 32, 59], "temperature": 2.0},
+        {"temperature": 2.0},
+        {"allowed_token_ids": list(range(20, 33)), "top_k": 9, "logit_bias": {31: 5}},
+        {"allowed_token_ids": list(range(20, 50)), "repetition_penalty": 1.5, "top_k": 5, "min_p": 0.01},
     )
+
+    BAD_WORDS: ClassVar = {6: [[3], [11, 12], [9, 11, 13], [11, 11, 21], [12, 14]], 7: [[i] for i in range(30)]}
 
     @pytest.fixture
     def state(self) -> DrawState:
         params = [SamplingParams(**chosen) for chosen in self.PARAMS]
-        return state_for(params, 60, prompt=[5, 5, 9, 10], answer=[9, 11, 11], ends=[0, 3], bias={20: 4.0, 21: -np.inf})
+        return state_for(
+            params, 60, prompt=[5, 5, 9, 10], answer=[9, 11, 11], ends=[0, 3], bias={20: 4.0, 21: -np.inf},
+            bad_words=[self.BAD_WORDS.get(i, ()) for i in range(len(params))],
+        )  # fmt: skip
 
     @pytest.mark.parametrize("position", [0, 40])
     def test_draws_as_the_sampler_does(self, state: DrawState, position: int) -> None:
@@ -190,13 +208,39 @@ class TestPenalties:
             assert draw.tokens() == draw.expected()[1]
 
     def test_counts_what_was_drawn(self, state: DrawState) -> None:
-        rows = torch.tensor([0, 4, 5, 5, 2], dtype=torch.int32, device=DEVICE)  # 5 is padding
+        rows = torch.tensor([0, 4, 9, 9, 3], dtype=torch.int32, device=DEVICE)  # 9 is padding
         tokens = torch.tensor([11, 0, 3, 3, 9], device=DEVICE)
         draws = torch.tensor([True, True, True, True, False], device=DEVICE)
         expected = state.words.clone()
         expected[0, 11] += 1
         expected[4, 0] += 1
-        count_drawn(tokens, rows, draws, state.fields, state.words)
+        note_drawn(tokens, rows, rows, draws, state.fields, state.words, 60)
         assert torch.equal(state.words, expected)
-        count_drawn(tokens, rows, None, state.fields, state.words)
-        assert (state.words - expected).nonzero().tolist() == [[0, 11], [2, 9], [4, 0]]
+        note_drawn(tokens, rows, rows, None, state.fields, state.words, 60)
+        assert (state.words - expected).nonzero().tolist() == [[0, 11], [3, 9], [4, 0]]
+
+
+class TestBadWords:
+    WORDS = (
+        [[3, 4], [4], [3, 3, 5]],
+        [[31, 63], [31, 63, 95], [95, 95, 95, 31]],
+        [[i % 60, (7 * i) % 60] for i in range(100)],
+    )
+
+    def test_forbids_as_torch_does(self) -> None:
+        """Draw by draw, from a row that has a part of its answer already; the padding has no bad words."""
+        kernel, plain = (DrawState(3, 100, torch.device(where)) for where in (DEVICE, "cpu"))
+        specs = [spec_of(SamplingParams(), i, [1, 2], [31, 3], bad_words=words) for i, words in enumerate(self.WORDS)]
+        update = pack_updates([row_update(i, spec) for i, spec in enumerate(specs)])
+        for state in (kernel, plain):
+            buffer = torch.from_numpy(update.buffer).to(state.words.device)
+            state.set_rows(buffer, update.num_rows, update.num_with_line)
+        rows, drawn = torch.tensor([2, 3, 0, 1], dtype=torch.int32), torch.Generator().manual_seed(0)
+        few = torch.tensor([3, 4, 31, 63, 95])
+        for position in range(4, 12):
+            tokens, draws = few[torch.randint(5, (4,), generator=drawn)], torch.randint(4, (4,), generator=drawn)
+            positions = torch.full((4,), position, dtype=torch.int32)
+            plain.note(tokens, rows, positions, draws)
+            step = [tensor.to(DEVICE) for tensor in (tokens, rows, positions, draws)]
+            note_drawn(*step, kernel.fields, kernel.words, 100)
+            assert torch.equal(kernel.words.cpu(), plain.words)

@@ -130,7 +130,7 @@ def test_a_step_crosses(rows: list[list[int]], logprobs: list[int]) -> None:
     )  # fmt: skip
     back = decode_step(encode_step(step))
     assert (back.num_seqs, back.num_decodes, back.is_special) == (3, 1, bool(rows))
-    assert (back.draws.num_rows, back.draws.num_with_words) == (step.draws.num_rows, step.draws.num_with_words)
+    assert (back.draws.num_rows, back.draws.num_with_line) == (step.draws.num_rows, step.draws.num_with_line)
     for mine, other in (
         (step.fields, back.fields), (step.tokens, back.tokens), (step.updates, back.updates),
         (step.draws.buffer, back.draws.buffer), (step.logprobs, back.logprobs),

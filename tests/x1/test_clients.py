@@ -76,6 +76,94 @@ class TestCompletions:
         assert [len(top) for top in shown.top_logprobs or []] == [len(row) for row in rows]
         assert [story["text"][at:].startswith(token) for at, token in zip(shown.text_offset, shown.tokens, strict=True)]  # type: ignore[arg-type]
 
+    @pytest.mark.parametrize("as_ids", [False, True])
+    def test_echo(self, server: Background, client: OpenAI, expected: dict[str, Any], as_ids: bool) -> None:
+        """The prompt, then the answer; what the model thinks of both, whole, streamed, and of the prompt alone."""
+        story, ids = expected["story"], expected["story"].prompt_token_ids
+        prompt: Any = ids if as_ids else STORY
+        asked: Any = {"model": MODEL, "prompt": [prompt, prompt], "temperature": 0, "echo": True, "logprobs": 1}
+        whole = client.completions.create(**asked, max_tokens=20)
+        for choice in whole.choices:
+            shown: Any = choice.logprobs
+            assert choice.text == STORY + story["text"] == "".join(shown.tokens)
+            assert (shown.token_logprobs[0], shown.top_logprobs[0], shown.text_offset[0]) == (None, None, 0)
+            assert all(isinstance(x, float) for x in shown.token_logprobs[1:]) and len(shown.tokens) == len(ids) + 20
+            assert [choice.text[at:].startswith(t) for at, t in zip(shown.text_offset, shown.tokens, strict=True)]
+            assert [len(top) for top in shown.top_logprobs[1:]] == pytest.approx([1.5] * (len(ids) + 19), abs=0.5)
+        alone = client.completions.create(**asked, max_tokens=0)
+        for choice in alone.choices:
+            scores: Any = choice.logprobs
+            assert (choice.text, choice.finish_reason) == (STORY, "length")
+            assert scores.token_logprobs[1:] == pytest.approx(shown.token_logprobs[1 : len(ids)], abs=1e-4)
+        assert (alone.usage.prompt_tokens, alone.usage.completion_tokens) == (2 * len(ids), 0)  # type: ignore[union-attr]
+        texts, tokens = ["", ""], [[], []]
+        for chunk in client.completions.create(**asked, max_tokens=20, stream=True):
+            for piece in chunk.choices:
+                texts[piece.index] += piece.text
+                tokens[piece.index] += piece.logprobs.tokens  # type: ignore[union-attr]
+        assert texts == [choice.text for choice in whole.choices] and tokens == [shown.tokens] * 2
+
+    def test_prompt_logprobs(self, server: Background, expected: dict[str, Any]) -> None:
+        """As vLLM's servers give them: in a completion by choice, in a chat once."""
+        ids = expected["story"].prompt_token_ids
+        asked = {"prompt": ids, "prompt_logprobs": 2, "max_tokens": 1}
+        status, said = fetch(server, "/v1/completions", asked | {"n": 2, "echo": True, "logprobs": 0})
+        assert status == 200
+        for choice in said["choices"]:
+            first, *rows = choice["prompt_logprobs"]
+            assert first is None and [next(iter(row)) for row in rows] == [str(id_) for id_ in ids[1:]]
+            chosen = [next(iter(row.values()))["logprob"] for row in rows]
+            assert choice["logprobs"]["token_logprobs"][1 : len(ids)] == pytest.approx(chosen)
+            assert all(len(top) == 1 for top in choice["logprobs"]["top_logprobs"][1:])
+            assert {"rank", "decoded_token", "logprob"} == {*rows[0].popitem()[1]}
+        status, said = fetch(
+            server, "/v1/chat/completions", {"messages": QUESTION, "prompt_logprobs": 0, "max_tokens": 1}
+        )
+        assert status == 200 and len(said["prompt_logprobs"]) == said["usage"]["prompt_tokens"]
+        assert "prompt_logprobs" not in said["choices"][0]
+        assert fetch(server, "/v1/completions", asked | {"stream": True})[0] == 400
+
+    def test_what_may_be_drawn(self, client: OpenAI, server: Background) -> None:
+        """logit_bias, bad_words, allowed_token_ids, with min_tokens."""
+        lily = client.completions.create(model=MODEL, prompt=STORY, temperature=0, max_tokens=20).choices[0].text
+        word = max(lily.split(), key=len).strip(",.")
+        ids = fetch(server, "/tokenize", {"prompt": word})[1]["tokens"]
+        others = client.completions.create(
+            model=MODEL, prompt=STORY, temperature=0, max_tokens=20, extra_body={"bad_words": [word]}
+        )
+        assert word in lily and word not in others.choices[0].text
+        biased = client.completions.create(
+            model=MODEL, prompt=STORY, max_tokens=4, logit_bias={str(ids[0]): 100}, logprobs=0, temperature=0
+        )
+        assert biased.choices[0].logprobs and len({*biased.choices[0].logprobs.tokens}) == 1  # type: ignore[misc]
+        chat = client.chat.completions.create(
+            model=MODEL, messages=QUESTION, max_tokens=9, temperature=2, logprobs=True,
+            extra_body={"allowed_token_ids": ids, "min_tokens": 9},
+        )  # fmt: skip
+        allowed = {fetch(server, "/detokenize", {"tokens": [id_]})[1]["prompt"] for id_ in ids}
+        assert {token.token for token in chat.choices[0].logprobs.content} <= allowed  # type: ignore[union-attr]
+
+    @pytest.mark.parametrize(
+        ("fields", "says"),
+        [
+            ({"logit_bias": {"x": 1}}, "logit_bias must give token ids a number"),
+            ({"logit_bias": {"5": 101}}, "from -100 to 100"),
+            ({"logit_bias": {"999999": 1}}, "logit_bias must lie between 0 and"),
+            ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
+            ({"allowed_token_ids": [-1]}, "allowed_token_ids must lie between 0 and"),
+            ({"bad_words": [" "]}, "a bad word must not be empty"),
+            ({"bad_words": [f"w{i} x{i}" for i in range(200)]}, "bad_words are too many: at most 128"),
+            ({"prompt_logprobs": 21}, "prompt_logprobs is 21, and this engine gives 20 at most"),
+            ({"prompt_logprobs": -1}, "prompt_logprobs must be 0 or more"),
+            ({"max_tokens": 0}, "max_tokens must be at least 1"),
+            ({"echo": "yes"}, "Expected `bool | null`"),
+        ],
+    )
+    def test_what_cannot_be_is_said(self, server: Background, fields: dict[str, Any], says: str) -> None:
+        status, said = fetch(server, "/v1/completions", {"prompt": STORY} | fields)
+        assert status == 400 and says in said["error"]["message"]
+        assert said["error"]["param"] in (*fields, None)
+
     def test_a_stream(self, client: OpenAI, expected: dict[str, Any]) -> None:
         options: Any = {"include_usage": True, "continuous_usage_stats": True}
         chunks = list(
@@ -147,9 +235,9 @@ class TestChat:
             ({"messages": [{"content": "x"}]}, "each message needs a role"),
             ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not supported"),
             ({"messages": [{"role": "user", "content": 5}]}, "must be a text"),
-            ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls"),
+            ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "each of the tool_calls in a message"),
             ({"chat_template_kwargs": {"tokenize": True}}, "must not hold 'tokenize'"),
-            ({"tools": [{"type": "function"}]}, "^.*tools is not supported"),
+            ({"tools": [{"type": "function"}]}, "each of the tools must be"),
             ({"logprobs": True, "top_logprobs": 99}, "at most"),
         ],
     )

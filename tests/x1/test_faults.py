@@ -101,6 +101,7 @@ def whole_story(server: Background) -> str:
 FIELDS = (
     "prompt", "messages", "model", "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop",
     "stop_token_ids", "logprobs", "top_logprobs", "stream", "stream_options", "priority", "cache_salt", "echo", "tools",
+    "logit_bias", "bad_words", "allowed_token_ids", "prompt_logprobs",
     "chat_template_kwargs", "tokens", "truncate_prompt_tokens",
 )  # fmt: skip
 NONSENSE = st.recursive(

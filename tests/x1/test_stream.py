@@ -123,7 +123,7 @@ class TestFeed:
         stream = stream_of(replace(DELTAS, n=2))
         stream.feed(Delta(0, 1, ids_of("x")), 1.0)
         stream.feed(Delta(0, 0, ids_of("a")), 1.0)
-        assert {piece.index: piece.text for piece in stream.take()} == {0: "a", 1: "x"}, "index says which answer"
+        assert {piece.answer: piece.text for piece in stream.take()} == {0: "a", 1: "x"}, "index says which answer"
         stream.feed(Delta(0, 0, [], "length"), 2.0)
         assert not stream.is_finished, "one of two answers is over"
         stream.feed(Delta(0, 1, [], "length"), 2.0)

@@ -1,0 +1,60 @@
+"""`folovllm inspect`: the command. Nothing of the engine is imported before it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from folovllm.flags import in_a_folder
+
+
+def inspect(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="A recording to replay, or two to race. None: a playground.", show_default=False),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write the page, with the recordings in it, to this one file.", callback=in_a_folder),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; by default this machine alone can look.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8001,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
+    **given: Any,
+) -> None:
+    """Look into an engine: replay a recording, race two, or play with an engine of your own.
+
+    The flags of the engine are for the playground; with --mine your own code runs there.
+    """
+    from folovllm.cli import engine_flags
+
+    recordings = list(files or ())
+    if recordings:
+        from folovllm.inspector.page import one_file, require_recordings
+
+        require_recordings(recordings)
+        if html is not None:
+            one_file(recordings, html)
+            print(html)
+            return
+    elif html is not None:
+        raise ValueError(
+            "--html writes recordings into one page: name one or two, as in folovllm inspect run.jsonl --html run.html"
+        )
+    chosen = engine_flags(given)
+    if recordings and chosen.keys() - {"milestone"}:
+        raise ValueError("a recording has its engine's configuration: leave the engine's flags away")
+    try:
+        from folovllm.inspector.serve import run_playground, run_replay
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f'{error.name} is not installed: pip install "folovllm[serve]", or write one file with --html run.html'
+        ) from error
+    if recordings:
+        run_replay(recordings, host, port, browser)
+    else:
+        run_playground(chosen, host, port, browser)

@@ -1,0 +1,82 @@
+"""The inspector's page: as a server sends it, or as one file that has all in it and asks nobody for anything."""
+
+from __future__ import annotations
+
+import base64
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from folovllm.files import write_whole
+from folovllm.inspector.replay import Recording, read
+
+STATIC = Path(__file__).parent / "static"
+STYLE = '<link rel="stylesheet" href="inspector.css">'
+SOURCE = '<script type="application/json" id="source">null</script>'
+SCRIPT = '<script type="module" src="main.js"></script>'
+MOST_RECORDINGS = 2
+
+
+def served_page(source: dict[str, Any], prefix: str) -> str:
+    """The page for a server that has the files of `static/` under `prefix`, an address that ends in a slash."""
+    return _fill(
+        source,
+        style=STYLE.replace('href="', f'href="{prefix}'),
+        script=SCRIPT.replace('src="', f'src="{prefix}'),
+    )
+
+
+def whole_page(source: dict[str, Any]) -> str:
+    """The page with everything in it. Modules become `data:` addresses, under names that an import map knows."""
+    modules = {file.name: _bare(file.read_text(encoding="utf-8")) for file in sorted(STATIC.glob("*.js"))}
+    addresses = {
+        f"inspector/{name}": "data:text/javascript;base64," + base64.b64encode(code.encode()).decode()
+        for name, code in modules.items()
+    }
+    style = (STATIC / "inspector.css").read_text(encoding="utf-8")
+    return _fill(
+        source,
+        style=f"<style>\n{style}</style>",
+        script=f'<script type="importmap">{_json({"imports": addresses})}</script>\n'
+        '<script type="module">import "inspector/main.js";</script>',
+    )
+
+
+def inline_source(recordings: list[tuple[str, str]]) -> dict[str, Any]:
+    """The source of a page that has its recordings in it: (name, text)."""
+    return {"kind": "inline", "recordings": [{"name": name, "text": text} for name, text in recordings]}
+
+
+def one_file(recordings: list[Path], html: Path) -> None:
+    """Write a page that works from disk. Raises ValueError if it cannot be written, or a recording cannot be read."""
+    texts = [(path.name, path.read_text(encoding="utf-8")) for path in recordings]
+    write_whole(html, whole_page(inline_source(texts)))
+
+
+def require_recordings(paths: list[Path]) -> list[Recording]:
+    """Read the recordings that are to be shown. Raises ValueError if there are too many, or one is none."""
+    if len(paths) > MOST_RECORDINGS:
+        raise ValueError(f"a race has two recordings, not {len(paths)}: leave some away")
+    return [read(path) for path in paths]
+
+
+def _bare(code: str) -> str:
+    """A module whose imports name the import map's entries: a `data:` address has no neighbours."""
+    return re.sub(r'\bfrom "\./([\w.-]+)"', r'from "inspector/\1"', code)
+
+
+def _json(value: Any) -> str:
+    """JSON that can stand in a page: no text in it ends the script."""
+    return msgspec.json.encode(value).decode().replace("<", "\\u003c")
+
+
+def _fill(source: dict[str, Any], style: str, script: str) -> str:
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    filled = SOURCE.replace("null", _json(source))
+    for place, content in ((STYLE, style), (SCRIPT, script), (SOURCE, filled)):
+        if page.count(place) != 1:
+            raise RuntimeError(f"index.html must have this line once: {place}")
+        page = page.replace(place, content)
+    return page

@@ -1,0 +1,164 @@
+"""A listener that writes a recording, in a thread of its own: the engine's loop only hands over what happened."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from folovllm.events import Event, Listener
+from folovllm.executor.abstract import Executor
+from folovllm.inspector.lines import FORMAT, KEY_EVERY, VERSION, LineWriter, as_file
+from folovllm.inspector.texts import TokenTexts
+from folovllm.setup import EngineSetup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_WAITING = 1024  # batches that the thread may be behind; then the engine waits for it
+Batch = tuple[SequenceOf[Event], float]
+
+
+class Engine(Protocol):
+    """What a recorder asks of an engine: `LLMEngine` has it."""
+
+    setup: EngineSetup
+    executor: Executor
+    tokenizer: PreTrainedTokenizerBase
+
+    def subscribe(self, listener: Listener) -> None:
+        """Tell `listener` how things stand, and what happens from here on."""
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Tell it nothing more."""
+
+
+class Recorder:
+    """Listens to an engine from now on, and hands the lines of its recording to `write`, as UTF-8.
+
+    `write` is called in the recorder's thread, and `flush` where it has nothing more to do. What they raise ends the
+    recording and not the engine: `close` raises it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        write: Callable[[bytes], object],
+        flush: Callable[[], object] = lambda: None,
+        *,
+        title: str = "",
+        is_virtual: bool = False,
+        key_every: int = KEY_EVERY,
+        texts: TokenTexts | None = None,
+    ) -> None:
+        """`is_virtual`: the clock that the engine reads is no real one, so that no date is noted."""
+        self._engine, self._write, self._flush = engine, write, flush
+        self._queue: queue.Queue[Batch | None] = queue.Queue(MOST_WAITING)
+        self._error: Exception | None = None
+        self._is_open = True
+        started = None if is_virtual else datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        header = header_of(engine, title, started)
+        texts = TokenTexts(engine.tokenizer) if texts is None else texts
+        self._lines = LineWriter(header, texts, time.monotonic(), key_every)
+        self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
+        self._thread.start()
+        engine.subscribe(self)
+
+    def __call__(self, events: SequenceOf[Event]) -> None:
+        """Take in what happened. Waits only if the thread is far behind."""
+        self._queue.put((events, time.monotonic()))
+
+    def begin_again(self) -> None:
+        """Write a beginning for those who join now: header, texts, and a keyframe that has all."""
+        self._engine.unsubscribe(self)
+        self._engine.subscribe(self)
+
+    def wait(self) -> None:
+        """Return when all that happened so far is written."""
+        self._queue.join()
+
+    def close(self, how: str = "closed") -> None:
+        """Write what is left, and the end; twice is once. Raises OSError if something could not be written."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._engine.unsubscribe(self)
+        now = time.monotonic()
+        self._queue.put(None)
+        self._thread.join()
+        if self._error is None:
+            self._write(as_file([self._lines.done(how, now)]))
+            self._flush()
+        else:
+            raise self._error
+
+    def _work(self) -> None:
+        while (batch := self._queue.get()) is not None:
+            if self._error is None:
+                try:
+                    self._write(as_file(self._lines.lines(*batch)))
+                    if self._queue.empty():
+                        self._flush()
+                except Exception as error:  # of a full disk, say: the engine goes on
+                    self._error = error
+            self._queue.task_done()
+
+
+@contextmanager
+def recording(engine: Engine, path: str | Path, title: str = "") -> Iterator[Recorder]:
+    """Record an engine into a file for as long as the block runs, until Ctrl-C too.
+
+    Raises:
+        ValueError: the file cannot be written. That it could not be written to its end is raised after the block.
+    """
+    try:
+        file = open(path, "wb")  # noqa: SIM115 -- closed below
+    except OSError as error:
+        raise ValueError(f"cannot record into {path}: {error.strerror}. Name a file in a folder with room") from error
+    with file:
+        recorder = Recorder(engine, file.write, file.flush, title=title or Path(path).stem)
+        try:
+            yield recorder
+        except BaseException as error:
+            recorder.close(f"{type(error).__name__}: {error}".rstrip(": "))
+            raise
+        recorder.close()
+
+
+def header_of(engine: Engine, title: str, started: str | None) -> dict[str, Any]:
+    """The first line of a recording."""
+    setup, config = engine.setup, engine.setup.config
+    num_kv_blocks = engine.executor.num_kv_blocks
+    described = {
+        "model": config.model,
+        "milestone": config.milestone,
+        "kv_cache": config.kv_cache,
+        "block_size": setup.block_size,
+        "num_kv_blocks": num_kv_blocks,
+        "max_num_seqs": setup.max_num_seqs,
+        "max_num_batched_tokens": setup.max_num_batched_tokens,
+        "max_model_len": setup.max_model_len,
+        "scheduling": config.scheduling,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "async_scheduling": config.async_scheduling,
+        "attention_backend": setup.backend,
+        "device": setup.device.type,
+        "graph_widths": list(getattr(engine.executor, "graph_widths", ())),  # where steps are packed
+        "mine": bool(os.environ.get("FOLOVLLM_MINE")),
+    }
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "holds_prompts": True,
+        "title": title,
+        "started": started,
+        "engine": described,
+    }

@@ -1,0 +1,442 @@
+// The KV cache as a picture: a cell for each block. Hover for what it holds, click for the chain of its prefix.
+import { button, contextOf, count, el, FONT, plural, setText, showTip, widthOf } from "./dom.js";
+import { drawPattern, hueOf, inkOn } from "./palette.js";
+
+const [MIN_CELL, MAX_CELL, MAX_ASPECT] = [1.5, 60, 2.6]; // CSS pixels; how much wider than high a cell of a small pool may be
+const TEXT_FROM = 86; // pixels of a cell that has room for the text of its tokens
+const LETTERS_FROM = 15; // pixels of a cell that has room for a letter
+
+/** The states of a block, as docs/reference/recording.md names them. */
+export function stateOfCell(state, i) {
+  if (state.isFree[i]) return state.refCount[i] ? "torn" : state.hash[i] === null ? "free" : "cached";
+  return state.refCount[i] === 0 ? "lost" : state.refCount[i] === 1 ? "owned" : "shared";
+}
+
+const LEGEND = {
+  free: "free",
+  owned: "owned: colour and letter of its request, filled as far as it holds tokens",
+  shared: "shared: so many hold it",
+  cached: "cached: nobody's, but it can be found again; the paler, the longer ago",
+  lost: "lost: not free, and nobody counts it",
+  torn: "torn: free, and held",
+};
+
+export class MemoryView {
+  #zoom = 1;
+  #pan = { x: 0, y: 0 };
+  #cell = null; // under the pointer, or the keyboard's
+  #chain = []; // blocks, the first of the prefix first
+  #frame = null;
+  #drag = null;
+
+  /** `onPick(seqId or null)` hears whose block was clicked. */
+  constructor(onPick, maxHeight) {
+    this.onPick = onPick;
+    this.maxHeight = maxHeight;
+    this.canvas = el("canvas", { tabindex: 0, role: "img", class: "cells" });
+    this.tip = el("div", { class: "tip", hidden: true, role: "status" });
+    this.facts = el("p", { class: "facts" });
+    this.legend = el("ul", { class: "legend" });
+    this.zoomers = el("span", { class: "zoomers" },
+      button("−", "Zoom out (-)", () => this.zoom(1 / 1.5)),
+      button("+", "Zoom in (+)", () => this.zoom(1.5)),
+      button("fit", "Show all blocks (0)", () => this.zoom(0)),
+    ); // prettier-ignore
+    this.stage = el("div", { class: "stage" }, this.canvas, this.tip);
+    this.element = el("section", { class: "memory" },
+      el("header", {}, el("h2", {}, "KV cache"), this.facts, this.zoomers),
+      this.stage,
+      this.legend,
+    ); // prettier-ignore
+    this.#listen();
+  }
+
+  draw(frame) {
+    this.#frame = frame;
+    if (this.#chain.length && frame.at !== this.#chain.at) this.#chain = [];
+    const { state } = frame;
+    this.held = state.holders();
+    this.#layOut();
+    const ctx = contextOf(this.canvas, this.width, this.height);
+    state.numBlocks ? this.#drawPool(ctx) : this.#drawGrowing(ctx);
+    this.#tell();
+    if (this.#cell !== null && !this.tip.hidden) this.#showTip();
+  }
+
+  zoom(factor) {
+    const before = this.#zoom;
+    this.#zoom = factor === 0 ? 1 : Math.max(1, Math.min(24, this.#zoom * factor));
+    const [x, y] = [this.width / 2, this.height / 2];
+    this.#pan = { x: ((this.#pan.x + x) * this.#zoom) / before - x, y: ((this.#pan.y + y) * this.#zoom) / before - y };
+    this.draw(this.#frame);
+  }
+
+  /** Cells: how many, how large, how many a row. */
+  #layOut() {
+    const { state } = this.#frame;
+    const width = Math.max(120, widthOf(this.stage));
+    const { engine } = this.#frame.recording;
+    this.num = state.numBlocks || this.#growing().length;
+    this.isWide = engine.kv_cache === "slots"; // a slot is a long bar
+    const most = state.numBlocks || Math.max(engine.max_model_len ?? 0, this.num);
+    const aspect = this.isWide ? Infinity : state.numBlocks ? MAX_ASPECT : 1;
+    for (this.columns = 1; ; this.columns++) {
+      this.w = width / this.columns;
+      this.h = Math.min(this.isWide ? 0.7 * MAX_CELL : MAX_CELL, this.w);
+      const fits = Math.ceil(most / this.columns) * this.h <= this.maxHeight && this.w <= this.h * aspect;
+      if (fits || this.w < MIN_CELL) break;
+    }
+    this.width = width;
+    this.height = Math.max(24, Math.ceil(Math.min(this.maxHeight, Math.ceil(most / this.columns) * this.h) + 2));
+    const [mostX, mostY] = [this.columns * this.w * this.#zoom - width, Math.ceil(this.num / this.columns) * this.h * this.#zoom - this.height];
+    this.#pan.x = Math.max(0, Math.min(this.#pan.x, mostX));
+    this.#pan.y = Math.max(0, Math.min(this.#pan.y, mostY + 2));
+  }
+
+  /** M1 has no pool: a cell is a token of the cache that grows. */
+  #growing() {
+    const cells = [];
+    for (const seq of this.#frame.state.sequences.values()) {
+      if (seq.isRunning) for (let place = 0; place < seq.numComputed; place++) cells.push({ seq, place });
+    }
+    return cells;
+  }
+
+  #box(i) {
+    const [w, h] = [this.w * this.#zoom, this.h * this.#zoom];
+    return [(i % this.columns) * w - this.#pan.x, Math.floor(i / this.columns) * h - this.#pan.y, w, h];
+  }
+
+  #at(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const column = Math.floor((event.clientX - box.left + this.#pan.x) / (this.w * this.#zoom));
+    const i = Math.floor((event.clientY - box.top + this.#pan.y) / (this.h * this.#zoom)) * this.columns + column;
+    return column >= 0 && column < this.columns && i >= 0 && i < this.num ? i : null;
+  }
+
+  #drawPool(ctx) {
+    const { state, theme, selected, news } = this.#frame;
+    const order = new Map(selected === null ? [] : (state.sequences.get(selected)?.table ?? []).map((block, place) => [block, place]));
+    const dim = selected !== null && state.sequences.has(selected);
+    for (let i = 0; i < this.num; i++) {
+      const [x, y, w, h] = this.#box(i);
+      if (y > this.height || y + h < 0 || x > this.width || x + w < 0) continue;
+      const gap = w > 8 ? 1.5 : w > 4 ? 0.5 : 0;
+      const box = [x + gap, y + gap, w - 2 * gap, h - 2 * gap];
+      ctx.globalAlpha = dim && !order.has(i) ? 0.3 : 1;
+      this.#drawCell(ctx, i, ...box);
+      ctx.globalAlpha = 1;
+      if (order.has(i)) this.#outline(ctx, box, theme.ink, 2);
+      else if (news?.has(i) && w > 6) this.#outline(ctx, box, theme.accent, 2);
+      if (order.has(i) && w >= 26 && !this.isWide) this.#corner(ctx, box, `${order.get(i)}`, theme);
+    }
+    this.#drawChain(ctx, theme);
+    if (this.#cell !== null) this.#outline(ctx, this.#box(this.#cell), theme.accent, 2.5);
+  }
+
+  #drawCell(ctx, i, x, y, w, h) {
+    const { state, theme, recording } = this.#frame;
+    const kind = stateOfCell(state, i);
+    const held = this.held[i];
+    if (kind === "free" && !held) {
+      ctx.fillStyle = theme.faint;
+      ctx.fillRect(x, y, w, h);
+    } else if (kind === "cached" && !held) this.#drawCached(ctx, i, x, y, w, h);
+    else if (!held || kind === "lost" || kind === "torn") this.#drawWrong(ctx, kind, x, y, w, h);
+    else {
+      const shown = held.slice(0, Math.max(1, Math.min(3, Math.floor(w / 4))));
+      shown.forEach(({ seq, filled }, k) => {
+        const { index } = recording.infos.get(seq.seqId);
+        const [left, band] = [x + (k * w) / shown.length, w / shown.length];
+        ctx.fillStyle = hueOf(index);
+        const alpha = ctx.globalAlpha;
+        ctx.globalAlpha = alpha * 0.25;
+        ctx.fillRect(left, y, band, h);
+        ctx.globalAlpha = alpha;
+        const full = (band * filled) / state.blockSize;
+        ctx.fillRect(left, y, full, h);
+        drawPattern(ctx, index, left, y, full, h);
+      });
+      if (w >= LETTERS_FROM && h >= 12) this.#letter(ctx, held, kind, x, y, w, h);
+    }
+  }
+
+  #drawCached(ctx, i, x, y, w, h) {
+    const { state, theme } = this.#frame;
+    const age = state.clock ? (state.clock - state.freedAt[i]) / Math.max(this.num, 1) : 0;
+    const alpha = ctx.globalAlpha;
+    ctx.globalAlpha = alpha * Math.max(0.2, 0.75 - 0.55 * age);
+    ctx.fillStyle = theme.cached;
+    ctx.fillRect(x, y, w, h);
+    ctx.globalAlpha = alpha;
+    if (w < 10) return;
+    ctx.strokeStyle = theme.cached;
+    ctx.setLineDash([3, 2]);
+    ctx.lineWidth = 1;
+    ctx.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
+    ctx.setLineDash([]);
+    const owner = this.#frame.recording.infos.get(state.originSeq[i]);
+    if (w >= LETTERS_FROM && owner) this.#write(ctx, owner.letters.toLowerCase(), x, y, w, h, theme.ink);
+  }
+
+  #drawWrong(ctx, kind, x, y, w, h) {
+    const { theme } = this.#frame;
+    ctx.fillStyle = theme.alarm;
+    if (w < 6) return ctx.fillRect(x, y, w, h);
+    ctx.strokeStyle = theme.alarm;
+    ctx.lineWidth = 1.5;
+    ctx.strokeRect(x + 1, y + 1, w - 2, h - 2);
+    if (w >= LETTERS_FROM) return this.#write(ctx, kind === "torn" ? "!!" : "!", x, y, w, h, theme.alarm);
+    ctx.beginPath();
+    ctx.moveTo(x, y);
+    ctx.lineTo(x + w, y + h);
+    ctx.stroke();
+  }
+
+  #letter(ctx, held, kind, x, y, w, h) {
+    const { recording, theme, state } = this.#frame;
+    const { index, letters } = recording.infos.get(held[0].seq.seqId);
+    if (this.isWide) return this.#slot(ctx, held[0], x, y, w, h);
+    if (w >= TEXT_FROM && h >= 30) return this.#tokens(ctx, held, kind, x, y, w, h);
+    const full = held[0].filled / state.blockSize;
+    const text = kind === "shared" ? `×${held.length}` : letters;
+    const plate = held.length > 1 || (full > 0.35 && full < 0.65);
+    this.#write(ctx, text, x, y, w, h, plate ? "#111" : full > 0.5 ? inkOn(index) : theme.ink, plate);
+  }
+
+  /** The letter, the numbers and the text of a slot. */
+  #slot(ctx, { seq, filled }, x, y, w, h) {
+    const { recording, state, theme } = this.#frame;
+    const info = recording.infos.get(seq.seqId);
+    const covered = (w * filled) / state.blockSize;
+    this.#write(ctx, info.letters, x, y, 26, h, covered > 20 ? inkOn(info.index) : theme.ink);
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(x, y, covered, h);
+    ctx.clip();
+    ctx.font = `${Math.min(11, h * 0.6)}px ${FONT}`;
+    ctx.textAlign = "left";
+    ctx.fillText(recording.text(info, Math.max(0, filled - 60), filled).replaceAll("\n", "⏎"), x + 28, y + h / 2 + 0.5);
+    ctx.restore();
+    ctx.fillStyle = theme.muted;
+    ctx.font = `${Math.min(12, h * 0.6)}px ${FONT}`;
+    ctx.textAlign = "right";
+    if (w - covered > 70) ctx.fillText(`${count(state.blockSize - filled)} empty`, x + w - 6, y + h / 2 + 0.5);
+  }
+
+  /** The letter and the text of a large cell. */
+  #tokens(ctx, held, kind, x, y, w, h) {
+    const { recording, theme } = this.#frame;
+    const { info, from, to } = recording.contents(this.#frame.state, 0, held[0]);
+    const lines = [recording.text(info, from, from + Math.ceil((to - from) / 2)), recording.text(info, from + Math.ceil((to - from) / 2), to)];
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(x, y, w, h);
+    ctx.clip();
+    const full = held[0].filled / this.#frame.state.blockSize;
+    const solid = held.length > 1 || full > 0.8;
+    ctx.fillStyle = solid && held.length === 1 ? inkOn(info.index) : theme.ink;
+    ctx.textAlign = "left";
+    ctx.textBaseline = "middle";
+    ctx.font = `10px ${FONT}`;
+    if (held.length > 1 || !solid) this.#plate(ctx, x + 22, y + h / 2 - 13, Math.max(...lines.map((line) => ctx.measureText(line.trim()).width)) + 6, 26);
+    lines.forEach((line, i) => ctx.fillText(line.trim().replaceAll("\n", "⏎"), x + 25, y + h / 2 + (i ? 6.5 : -6.5)));
+    ctx.restore();
+    const shared = held.length > 1;
+    const ink = shared ? "#111" : full * w > 18 ? inkOn(info.index) : theme.ink;
+    this.#write(ctx, kind === "shared" ? `×${held.length}` : info.letters, x, y, 24, h, ink, shared);
+  }
+
+  #plate(ctx, x, y, w, h) {
+    const ink = ctx.fillStyle;
+    ctx.globalAlpha *= 0.78;
+    ctx.fillStyle = this.#frame.theme.card;
+    ctx.fillRect(x, y, w, h);
+    ctx.globalAlpha /= 0.78;
+    ctx.fillStyle = ink;
+  }
+
+  #write(ctx, text, x, y, w, h, ink, plate = false, [middleX, middleY] = [x + w / 2, y + h / 2]) {
+    const size = Math.min(15, w * 0.55, h * 0.62);
+    ctx.font = `600 ${size}px ${FONT}`;
+    ctx.textAlign = "center";
+    ctx.textBaseline = "middle";
+    if (plate) {
+      const wide = ctx.measureText(text).width + 4;
+      ctx.fillStyle = "rgba(255,255,255,.88)";
+      ctx.fillRect(x + (w - wide) / 2, y + (h - size) / 2 - 1, wide, size + 2);
+    }
+    ctx.fillStyle = ink;
+    ctx.fillText(text, middleX, middleY + 0.5);
+  }
+
+  #corner(ctx, [x, y, w], text, theme) {
+    ctx.font = `9px ${FONT}`;
+    ctx.textAlign = "right";
+    ctx.textBaseline = "top";
+    const wide = ctx.measureText(text).width + 4;
+    ctx.fillStyle = theme.ink;
+    ctx.fillRect(x + w - wide, y, wide, 11);
+    ctx.fillStyle = theme.card;
+    ctx.fillText(text, x + w - 2, y + 1);
+  }
+
+  #outline(ctx, [x, y, w, h], colour, width) {
+    ctx.strokeStyle = colour;
+    ctx.lineWidth = Math.min(width, w / 4);
+    ctx.strokeRect(x + ctx.lineWidth / 2, y + ctx.lineWidth / 2, w - ctx.lineWidth, h - ctx.lineWidth);
+  }
+
+  #drawChain(ctx, theme) {
+    if (this.#chain.length < 2) return;
+    ctx.strokeStyle = ctx.fillStyle = theme.ink;
+    ctx.lineWidth = 2;
+    ctx.beginPath();
+    this.#chain.forEach((block, i) => {
+      const [x, y, w, h] = this.#box(block);
+      i ? ctx.lineTo(x + w / 2, y + h / 2) : ctx.moveTo(x + w / 2, y + h / 2);
+    });
+    ctx.stroke();
+    for (const block of this.#chain) {
+      const [x, y, w, h] = this.#box(block);
+      ctx.beginPath();
+      ctx.arc(x + w / 2, y + h / 2, 3.5, 0, 7);
+      ctx.fill();
+    }
+  }
+
+  #drawGrowing(ctx) {
+    const { recording } = this.#frame;
+    this.#growing().forEach(({ seq, place }, i) => {
+      const [x, y, w, h] = this.#box(i);
+      const { index } = recording.infos.get(seq.seqId);
+      const gap = w > 5 ? 1 : 0;
+      ctx.globalAlpha = place < seq.numPrompt ? 0.45 : 1;
+      ctx.fillStyle = hueOf(index);
+      ctx.fillRect(x + gap, y + gap, w - 2 * gap, h - 2 * gap);
+      if (w < 28) return;
+      ctx.globalAlpha = 1;
+      const info = recording.infos.get(seq.seqId);
+      this.#write(ctx, recording.text(info, place, place + 1).trim().slice(0, 5), x, y, w * 0.56, h * 0.45, inkOn(index), false, [x + w / 2, y + h / 2]);
+    });
+    ctx.globalAlpha = 1;
+    if (this.#cell !== null && this.#cell < this.num) this.#outline(ctx, this.#box(this.#cell), this.#frame.theme.accent, 2.5);
+  }
+
+  /** The numbers above the picture, the legend below, and what a screen reader says instead of the picture. */
+  #tell() {
+    const { state } = this.#frame;
+    if (!state.numBlocks) {
+      setText(this.facts, this.num ? `no pool: the cache of the one that runs has grown to ${plural(this.num, "token")}` : "no pool: nobody runs, and no cache is there");
+      this.canvas.setAttribute("aria-label", this.facts.textContent);
+      this.legend.replaceChildren(el("li", {}, "pale: prompt"), el("li", {}, "full colour: answer"));
+      return;
+    }
+    const counts = Object.fromEntries(Object.keys(LEGEND).map((kind) => [kind, 0]));
+    for (let i = 0; i < this.num; i++) counts[stateOfCell(state, i)]++;
+    let [reserved, filled] = [0, 0];
+    for (const seq of state.sequences.values()) {
+      if (seq.isRunning && seq.table.length) [reserved, filled] = [reserved + seq.table.length * state.blockSize, filled + seq.numComputed];
+    }
+    const waste = reserved ? Math.round(100 * Math.max(0, 1 - filled / reserved)) : 0;
+    setText(this.facts, `${count(state.numUsed)} of ${plural(state.numBlocks, "block")} of ${state.blockSize} used; ${waste}% of that empty`);
+    const said = Object.keys(LEGEND).filter((kind) => counts[kind]).map((kind) => `${count(counts[kind])} ${kind}`);
+    this.canvas.setAttribute("aria-label", `KV cache: ${said.join(", ")}. Arrow keys go from block to block.`);
+    const shown = Object.keys(LEGEND).filter((kind) => counts[kind] || kind === "free" || kind === "owned");
+    if (this.shown !== shown.join()) {
+      this.shown = shown.join();
+      this.numbers = new Map(shown.map((kind) => [kind, el("b", {})]));
+      this.legend.replaceChildren(...shown.map((kind) => el("li", { title: LEGEND[kind] }, el("i", { class: `key ${kind}` }), this.numbers.get(kind), ` ${kind}`)));
+    }
+    for (const [kind, number] of this.numbers) setText(number, count(counts[kind]));
+  }
+
+  /** What a block holds, in lines of text. */
+  describe(i) {
+    const { state, recording } = this.#frame;
+    if (!state.numBlocks) {
+      const { seq, place } = this.#growing()[i];
+      const info = recording.infos.get(seq.seqId);
+      return [`Token ${place} of ${info.letters}`, JSON.stringify(recording.text(info, place, place + 1))];
+    }
+    const held = this.held[i] ?? [];
+    const lines = [`Block ${i}: ${stateOfCell(state, i)}`];
+    for (const { seq, place, filled } of held) {
+      const info = recording.infos.get(seq.seqId);
+      lines.push(`block ${place} of ${info.letters} (${info.requestId}): ${filled} of ${state.blockSize} filled`);
+    }
+    if (!held.length && state.refCount[i]) lines.push("held by nobody who runs");
+    const contents = recording.contents(state, i, held[0]);
+    if (contents) {
+      const text = contents.ids ? recording.decode(contents.ids) : recording.text(contents.info, contents.from, contents.to);
+      if (!held.length && contents.info) lines.push(`tokens ${contents.from} to ${contents.to} of ${contents.info.letters}`);
+      if (text) lines.push(`“${text.length > 160 ? `${text.slice(0, 160)}…` : text}”`);
+    }
+    if (state.hash[i] !== null) {
+      const parent = state.parent[i] ? state.serial.indexOf(state.parent[i]) : -1;
+      const after = state.parent[i] ? (parent < 0 ? "follows a block that is gone" : `follows block ${parent}`) : "begins a prefix";
+      lines.push(`hash ${state.hash[i]}, ${after}`);
+    }
+    return lines;
+  }
+
+  #showTip() {
+    if (this.#cell === null || this.#cell >= this.num) return void (this.tip.hidden = true);
+    const [x, y, w, h] = this.#box(this.#cell);
+    showTip(this.tip, this.describe(this.#cell), x + w / 2 - 20, y + h + 6, this.width);
+  }
+
+  #pick(i) {
+    const { state, at } = this.#frame;
+    this.#chain = [];
+    if (state.numBlocks && state.hash[i] !== null) {
+      const bySerial = new Map();
+      for (let j = 0; j < this.num; j++) if (state.hash[j] !== null) bySerial.set(state.serial[j], j);
+      for (let j = i; j !== undefined; j = bySerial.get(state.parent[j])) this.#chain.unshift(j);
+    }
+    this.#chain.at = at;
+    const owner = state.numBlocks ? this.held[i]?.[0]?.seq : this.#growing()[i]?.seq;
+    this.onPick(owner ? owner.seqId : null);
+  }
+
+  #point(i) {
+    if (i === this.#cell) return;
+    this.#cell = i;
+    this.draw(this.#frame);
+    this.#showTip();
+  }
+
+  #listen() {
+    const { canvas } = this;
+    canvas.addEventListener("pointerdown", (event) => (this.#drag = { x: event.clientX, y: event.clientY, pan: { ...this.#pan }, far: false }));
+    canvas.addEventListener("pointermove", (event) => {
+      const drag = this.#drag;
+      if (!drag || !(event.buttons & 1) || this.#zoom === 1) return this.#point(this.#at(event));
+      const [dx, dy] = [event.clientX - drag.x, event.clientY - drag.y];
+      drag.far ||= Math.hypot(dx, dy) > 4;
+      this.#pan = { x: drag.pan.x - dx, y: drag.pan.y - dy };
+      this.draw(this.#frame);
+    });
+    canvas.addEventListener("pointerup", (event) => {
+      const i = this.#at(event);
+      if (!this.#drag?.far) i === null ? this.onPick(null) : (this.#point(i), this.#pick(i));
+      this.#drag = null;
+    });
+    canvas.addEventListener("pointerleave", () => (this.#point(null), (this.tip.hidden = true)));
+    canvas.addEventListener("blur", () => (this.#point(null), (this.tip.hidden = true)));
+    canvas.addEventListener("wheel", (event) => {
+      if (!event.ctrlKey && !event.metaKey) return; // a plain wheel scrolls the page
+      event.preventDefault();
+      this.zoom(event.deltaY < 0 ? 1.25 : 0.8);
+    }, { passive: false }); // prettier-ignore
+    canvas.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: this.columns, ArrowUp: -this.columns }[event.key];
+      if (step && !event.shiftKey) this.#point(Math.max(0, Math.min(this.num - 1, (this.#cell ?? -step) + step)));
+      else if ((event.key === "Enter" || event.key === " ") && this.#cell !== null) this.#pick(this.#cell);
+      else if (event.key === "Escape") this.#point(null);
+      else return;
+      event.preventDefault();
+      event.stopPropagation();
+    });
+  }
+}

@@ -1,0 +1,302 @@
+// A recording: all that happened in an engine, turn by turn, and the way to any moment of it.
+// Moment 0 is the first keyframe, moment n + 1 is the engine after turn n.
+import { placeOf } from "./dom.js";
+import { lettersOf } from "./palette.js";
+import { EngineState, numDrawn, shareOf } from "./reducer.js";
+
+const FORMAT = "folovllm recording";
+const VERSION = 1;
+const KEYFRAME_EVERY = 256; // moments
+const MAX_KEYFRAME_CELLS = 4e6; // of all keyframes together: some 200 MB
+
+/** What can be looked for: a bit for each kind, set in the moments that have one. */
+export const KINDS = { preempt: 1, hit: 2, refuse: 4, evict: 8, finish: 16, abort: 32, add: 64, admit: 128 };
+
+const COLUMNS = [
+  "flags", "time", "step", "prefill", "decode", "idle", "width", "schedule", "device", "take",
+  "running", "waiting", "used", "wasted", "drawn", "hitRate", "first",
+]; // prettier-ignore
+
+/** Events by moment, the sequences' histories, numbers for each moment, and the state at any of them. */
+export class Recording {
+  #head; // the state after all moments
+  #cursor = null; // {at, state}: where the viewer stands
+  #keyframes = [];
+  #every = KEYFRAME_EVERY;
+  #refusal = ""; // of the moment before
+  #sizes = [0]; // of each moment's line
+  #numInfos = 0;
+  #began = new Map(); // step -> its "begin", until it has ended
+
+  /** `header` is the first line. Raises Error where it is of another format, or of another version of it. */
+  constructor(header) {
+    if (header?.format !== FORMAT) throw new Error(`This is no recording: its first line does not say "${FORMAT}".`);
+    if (header.version !== VERSION) throw new Error(`The recording's format is version ${header.version}; this page reads version ${VERSION}.`);
+    this.header = header;
+    this.engine = header.engine;
+    this.moments = []; // lists of events
+    this.infos = new Map(); // by number: what is known of a sequence for ever
+    this.ended = []; // those of them that ended, in their order
+    this.columns = Object.fromEntries(COLUMNS.map((name) => [name, []]));
+    this.texts = new Map(); // token id -> a text, or bytes
+    this.blockTokens = {}; // of blocks that were cached when the recording began
+    this.how = null; // it ended
+    this.first = 0; // the first moment that is still known
+    this.size = 0; // characters of the lines that are known
+    this.start = Infinity; // microseconds
+    this.#head = new EngineState(this.engine.num_kv_blocks, this.engine.block_size);
+  }
+
+  get length() {
+    return this.moments.length;
+  }
+
+  /** Take in a line that is no header. */
+  take(line, size = 0) {
+    const [name, , time] = line;
+    this.size += size;
+    if (name === "turn") this.#sizes.push(size);
+    if (name === "texts") for (const [id, text] of Object.entries(line[1])) this.texts.set(Number(id), text);
+    else if (name === "turn") this.#append(line[3], time);
+    else if (name === "key" && this.length === 0) this.#begin(line);
+    else if (name === "done") this.how = line[3];
+  }
+
+  /** The state at a moment: from where the viewer stands, or from the nearest keyframe before it. */
+  stateAt(wanted) {
+    const at = Math.max(this.first, wanted);
+    const index = Math.floor(at / this.#every);
+    if (this.#cursor === null || this.#cursor.at > at || this.#cursor.at < index * this.#every) {
+      this.#cursor = { at: index * this.#every, state: this.#keyframes[index].clone() };
+    }
+    const { state } = this.#cursor;
+    while (this.#cursor.at < at) for (const event of this.moments[++this.#cursor.at]) state.apply(event);
+    return state;
+  }
+
+  /** Forget the oldest moments, as many as it takes that `most` characters of lines are left: a live view may stay for days. */
+  forget(most) {
+    if (this.size <= most) return;
+    let before = this.first;
+    for (let left = this.size; left > most / 2 && before < this.length - 1; before++) left -= this.#sizes[before];
+    const until = Math.floor(before / this.#every) * this.#every; // a keyframe stands there
+    for (; this.first < until; this.first++) {
+      this.size -= this.#sizes[this.first];
+      this.moments[this.first] = null;
+      delete this.#keyframes[this.first / this.#every];
+    }
+    this.ended = this.ended.filter((info) => info.end >= this.first || !this.infos.delete(info.seqId));
+  }
+
+  /** The nearest moment of a kind behind (direction 1) or before (-1) `at`, or null. */
+  find(kind, at, direction) {
+    const { flags } = this.columns;
+    for (let i = at + direction; i >= this.first && i < flags.length; i += direction) if (flags[i] & KINDS[kind]) return i;
+    return null;
+  }
+
+  /** The last moment whose time is not after `seconds` from the beginning. */
+  atTime(seconds) {
+    const times = this.columns.time;
+    return Math.max(0, placeOf(times.length, (i) => times[i] <= seconds) - 1);
+  }
+
+  /** Seconds. */
+  get duration() {
+    return this.columns.time.at(-1) ?? 0;
+  }
+
+  /** The letters of a sequence, by its number. */
+  name(seqId) {
+    return this.infos.get(seqId)?.letters ?? `#${seqId}`;
+  }
+
+  /** Tokens `from` to `to` of a sequence as text. */
+  text(info, from, to) {
+    const ids = [];
+    for (let i = Math.max(0, from); i < to; i++) ids.push(i < info.prompt.length ? info.prompt[i] : info.drawn[i - info.prompt.length]);
+    return this.decode(ids);
+  }
+
+  /** Token ids as text. A token may be a part of a character: their bytes are decoded together. */
+  decode(ids) {
+    let said = "";
+    let bytes = [];
+    for (const id of ids) {
+      const text = this.texts.get(id);
+      if (Array.isArray(text)) {
+        bytes.push(...text);
+        continue;
+      }
+      if (bytes.length) said += DECODER.decode(new Uint8Array(bytes));
+      bytes = [];
+      said += text ?? (id === undefined ? "" : `⟨${id}⟩`);
+    }
+    return bytes.length ? said + DECODER.decode(new Uint8Array(bytes)) : said;
+  }
+
+  /** The tokens in a block, and whose they are: {info, from, to}, {ids} or null. */
+  contents(state, block, held) {
+    const size = state.blockSize;
+    if (held) {
+      const from = held.place * size;
+      return { info: this.infos.get(held.seq.seqId), from, to: from + held.filled };
+    }
+    if (state.hash[block] === null) return null;
+    const from = state.originPlace[block] * size;
+    const info = this.infos.get(state.originSeq[block]);
+    return info ? { info, from, to: from + size } : { ids: this.blockTokens[block] ?? [] };
+  }
+
+  /** Sequences that had ended by moment `at`, the last first. */
+  endedBy(at, most) {
+    const n = placeOf(this.ended.length, (i) => this.ended[i].end <= at);
+    return this.ended.slice(Math.max(0, n - most), n).reverse();
+  }
+
+  #begin(line) {
+    const key = line[3];
+    this.blockTokens = key.block_tokens ?? {};
+    for (const [seq, request, answer, numPrompt, maxTokens, priority, added] of key.sequences) {
+      const tokens = key.tokens?.[seq] ?? [];
+      const info = this.#info([seq, request, answer, tokens.slice(0, numPrompt), maxTokens, priority, added], 0);
+      info.drawn = tokens.slice(numPrompt);
+      if (info.drawn.length) info.first = 0;
+    }
+    this.#append([line], line[2]);
+  }
+
+  #append(events, time) {
+    const at = this.moments.length;
+    this.moments.push(events);
+    const row = { flags: 0, prefill: 0, decode: 0, idle: 0, width: 0, schedule: 0, device: 0, take: 0, first: 0 };
+    for (const event of events) {
+      NOTES[event[0]]?.(this, event, at, row);
+      if (event[0] === "begin") this.#stepBegan(event, at, row);
+      else if (event[0] === "end") this.#stepEnded(event, at, row);
+      else if (event[0] === "add") this.#info(event.slice(1), at);
+      else if (event[0] === "refuse") this.#refused(event, at, row);
+      this.#head.apply(event);
+    }
+    this.#refusal = row.refusal ?? "";
+    this.#measure(row, time);
+    for (const name of COLUMNS) this.columns[name].push(row[name]);
+    if (at % this.#every === 0) this.#keepKeyframe();
+  }
+
+  #keepKeyframe() {
+    this.#keyframes.push(this.#head.clone());
+    if (this.#keyframes.length > 64 && this.#keyframes.length * this.#head.numBlocks > MAX_KEYFRAME_CELLS) {
+      for (let i = 0; 2 * i < this.#keyframes.length; i++) this.#keyframes[i] = this.#keyframes[2 * i];
+      this.#keyframes.length = Math.ceil(this.#keyframes.length / 2);
+      this.#every *= 2;
+    }
+  }
+
+  #info([seqId, requestId, answer, prompt, maxTokens, priority, time], at) {
+    const index = this.#numInfos++;
+    const info = {
+      ...{ index, letters: lettersOf(index), seqId, requestId, answer, prompt, maxTokens, priority, time },
+      drawn: [], // its tokens behind the prompt
+      start: at, // moments: it came,
+      first: null, // had its first token,
+      end: Infinity, // and ended
+      reason: null,
+      at: [], // its shares: the moment of each,
+      from: [], // its first token
+      size: [], // and how many
+      marks: [], // {at, kind, n, other}: what else happened to it
+      ttft: null, // seconds
+    };
+    this.start = Math.min(this.start, time);
+    this.infos.set(seqId, info);
+    return info;
+  }
+
+  #refused([, seqId, budget], at, row) {
+    row.refusal = `${seqId} ${budget}`;
+    if (row.refusal === this.#refusal) return; // as in the moment before: that is no news
+    row.flags |= KINDS.refuse;
+    this.infos.get(seqId)?.marks.push({ at, kind: "refuse", n: budget });
+  }
+
+  #stepBegan([, step, start, scheduled, shares, budgetLeft], at, row) {
+    this.start = Math.min(this.start, start);
+    this.#began.set(step, scheduled);
+    row.schedule = (scheduled - start) / 1e6;
+    row.idle = budgetLeft;
+    for (const share of shares) {
+      const [seqId, from, size] = shareOf(this.#head, share);
+      const info = this.infos.get(seqId);
+      row[isPrefill(share, info) ? "prefill" : "decode"] += size;
+      if (!info) continue;
+      info.at.push(at);
+      info.from.push(from);
+      info.size.push(size);
+    }
+    row.width = row.prefill ? 0 : this.engine.graph_widths?.find((width) => width >= shares.length) ?? 0;
+  }
+
+  #stepEnded([, step, start, arrived, end, seqIds, tokens], at, row) {
+    seqIds.forEach((id, i) => {
+      const info = this.infos.get(id);
+      if (!info || info.end !== Infinity) return;
+      for (const id of [tokens[i]].flat()) info.drawn.push(id);
+      if (info.first !== null || !numDrawn(tokens[i])) return;
+      info.first = at;
+      row.first = info.ttft = (end - info.time) / 1e6;
+    });
+    row.device = (arrived - Math.max(start, this.#began.get(step) ?? start)) / 1e6;
+    row.take = (end - arrived) / 1e6;
+    row.end = end;
+    this.#began.delete(step);
+  }
+
+  /** The numbers that the state gives. */
+  #measure(row, time) {
+    const head = this.#head;
+    row.time = Math.max(this.columns.time.at(-1) ?? 0, ((row.end ?? time) - Math.min(this.start, time)) / 1e6);
+    row.step = head.numSteps;
+    row.running = row.wasted = 0;
+    for (const seq of head.sequences.values()) {
+      if (!seq.isRunning) continue;
+      row.running++;
+      row.wasted += Math.max(0, seq.table.length * head.blockSize - seq.numComputed);
+    }
+    row.waiting = head.sequences.size - row.running;
+    row.used = head.numUsed;
+    row.drawn = head.totals.drawn;
+    row.hitRate = head.totals.asked ? head.totals.hit / head.totals.asked : 0;
+  }
+}
+
+const DECODER = new TextDecoder();
+
+/** Whether a share computes a prompt, or what a preemption lost; else it decodes. */
+export function isPrefill(share, info) {
+  return typeof share !== "number" && (share[2] > 1 || !info || share[1] < info.prompt.length);
+}
+
+// What a sequence's history learns from an event, and the moment's flags.
+const NOTES = {
+  admit: (recording, [, seq, n], at, row) => mark(recording, seq, row, { at, kind: "admit", n }),
+  hit: (recording, [, seq, n], at, row) => mark(recording, seq, row, { at, kind: "hit", n }),
+  preempt: (recording, [, seq, other, n], at, row) => mark(recording, seq, row, { at, kind: "preempt", n, other }),
+  add: (recording, event, at, row) => (row.flags |= KINDS.add),
+  evict: (recording, event, at, row) => (row.flags |= KINDS.evict),
+  finish: (recording, [, seq, reason], at, row) => ended(recording, seq, row, { at, kind: "finish", n: reason }),
+  abort: (recording, [, seq], at, row) => ended(recording, seq, row, { at, kind: "abort", n: "abort" }),
+};
+
+function mark(recording, seqId, row, what) {
+  row.flags |= KINDS[what.kind];
+  recording.infos.get(seqId)?.marks.push(what);
+}
+
+function ended(recording, seqId, row, what) {
+  mark(recording, seqId, row, what);
+  const info = recording.infos.get(seqId);
+  if (!info || info.end !== Infinity) return;
+  [info.end, info.reason] = [what.at, what.n];
+  recording.ended.push(info);
+}

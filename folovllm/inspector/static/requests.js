@@ -1,0 +1,143 @@
+// The sequences: who runs, who waits and why, who has finished; what of each is cached, computed, drawn; its text.
+import { count, el, plural, setText } from "./dom.js";
+import { cssFill, hueOf, inkOn } from "./palette.js";
+import { whyRefused } from "./summary.js";
+
+const MOST_WAITING = 12; // shown; the rest is a number
+const MOST_ENDED = 6;
+const MOST_LETTERS = 220; // of a text: its end
+
+/** The letters of a sequence on its colour. */
+export function badge(info) {
+  const style = `background:${cssFill(info.index)};color:${inkOn(info.index)}`;
+  return el("span", { class: "badge", style, title: info.requestId }, info.letters);
+}
+
+export class RequestsView {
+  #rows = new Map(); // by number
+
+  /** `onPick(seqId or null)` hears which sequence was chosen. */
+  constructor(onPick) {
+    this.onPick = onPick;
+    this.groups = Object.fromEntries(["running", "waiting", "ended"].map((name) => [name, this.#group(name)]));
+    this.element = el("section", { class: "requests" }, Object.values(this.groups).map((group) => group.element));
+  }
+
+  #group(name) {
+    const title = el("h2", {});
+    const list = el("ul", { class: "rows" });
+    const rest = el("p", { class: "rest", hidden: true });
+    return { title, list, rest, element: el("div", { class: `group ${name}` }, title, list, rest) };
+  }
+
+  draw(frame) {
+    const { state, recording, at } = frame;
+    const all = [...state.sequences.values()];
+    const running = all.filter((seq) => seq.isRunning);
+    const waiting = all.filter((seq) => !seq.isRunning).sort(orderOf(recording));
+    const infos = recording.endedBy(at, MOST_ENDED);
+    const total = state.totals.finished + state.totals.aborted;
+    this.#fill("running", `Running ${running.length} of ${recording.engine.max_num_seqs}`, running, running.length, frame);
+    this.#fill("waiting", `Waiting ${count(waiting.length)}`, waiting.slice(0, MOST_WAITING), waiting.length, frame);
+    this.#fill("ended", `Ended ${count(total)}`, infos.map((info) => ({ seqId: info.seqId, info })), total, frame);
+  }
+
+  #fill(name, title, seqs, total, frame) {
+    const { title: heading, list, rest, element } = this.groups[name];
+    setText(heading, title);
+    element.classList.toggle("empty", total === 0);
+    rest.hidden = total <= seqs.length;
+    setText(rest, `and ${count(total - seqs.length)} more`);
+    const rows = seqs.map((seq) => {
+      const row = this.#row(name, seq.seqId, frame.recording);
+      seq.info ? this.#showEnded(row, seq.info, frame) : this.#show(row, seq, frame);
+      return row.element;
+    });
+    if (rows.length !== list.children.length || rows.some((row, i) => row !== list.children[i])) list.replaceChildren(...rows);
+  }
+
+  #row(name, seqId, recording) {
+    const key = `${name} ${seqId}`;
+    let row = this.#rows.get(key);
+    if (row?.recording === recording) return row;
+    const info = recording.infos.get(seqId);
+    const [what, text, last] = [el("span", { class: "what" }), el("span", {}), el("mark", {})];
+    const bar = el("span", { class: "bar", "aria-hidden": "true", style: `--hue:${hueOf(info.index)}` }, ...["cached", "computed", "answer", "lost", "border"].map((part) => el("i", { class: part })));
+    const prompt = el("span", { class: "prompt" });
+    const pick = el("button", { type: "button", class: "pick", onclick: () => this.onPick(seqId) }, badge(info), what, bar, el("span", { class: "text" }, prompt, text, last));
+    row = { recording, info, what, bar, prompt, text, last, pick, element: el("li", {}, pick) };
+    this.#rows.set(key, row);
+    if (this.#rows.size > 400) this.#rows.delete(this.#rows.keys().next().value);
+    return row;
+  }
+
+  #show(row, seq, frame) {
+    const { state, selected } = frame;
+    const { info } = row;
+    setText(row.what, seq.isRunning ? progressOf(seq, info) : reasonOf(seq, frame));
+    row.element.classList.toggle("preempted", seq.victimOf !== null);
+    row.pick.setAttribute("aria-pressed", String(selected === seq.seqId));
+    const whole = info.prompt.length + info.maxTokens;
+    const answer = Math.max(0, seq.numTokens - info.prompt.length);
+    const parts = row.bar.children;
+    const computed = Math.min(seq.numComputed, info.prompt.length);
+    const cached = Math.min(seq.isRunning ? (seq.cached ?? 0) : 0, computed);
+    span(parts[0], 0, cached / whole);
+    span(parts[1], cached / whole, (computed - cached) / whole);
+    span(parts[2], info.prompt.length / whole, seq.isRunning ? answer / whole : 0);
+    span(parts[3], 0, seq.victimOf === null ? 0 : seq.numTokens / whole);
+    span(parts[4], info.prompt.length / whole, 0);
+    this.#showText(row, seq.numTokens, frame, state);
+  }
+
+  #showEnded(row, info, frame) {
+    const how = { length: "full length", stop: "stopped", abort: "aborted" }[info.reason] ?? info.reason;
+    setText(row.what, `${how}, ${plural(info.drawn.length, "token")}`);
+    row.pick.setAttribute("aria-pressed", String(frame.selected === info.seqId));
+    row.bar.hidden = true;
+    this.#showText(row, info.prompt.length + info.drawn.length, frame);
+  }
+
+  #showText(row, numTokens, { recording, at }) {
+    const { info } = row;
+    if (row.shown === `${numTokens} ${info.drawn.length >= numTokens - info.prompt.length} ${at === row.at}`) return;
+    row.shown = `${numTokens} true true`;
+    row.at = at;
+    const numPrompt = info.prompt.length;
+    const prompt = recording.text(info, Math.max(0, Math.min(numPrompt, numTokens) - 60), Math.min(numPrompt, numTokens));
+    const before = recording.text(info, Math.max(numPrompt, numTokens - 60), numTokens - 1);
+    const last = numTokens > numPrompt ? recording.text(info, numTokens - 1, numTokens) : "";
+    setText(row.prompt, cut(prompt, Math.max(24, MOST_LETTERS - before.length)));
+    setText(row.text, cut(before, MOST_LETTERS));
+    setText(row.last, last);
+  }
+}
+
+function span(part, from, size) {
+  part.style.left = `${100 * from}%`;
+  part.style.width = `${100 * size}%`;
+}
+
+function cut(text, most) {
+  return text.length > most ? `…${text.slice(-most)}` : text;
+}
+
+function orderOf(recording) {
+  if (recording.engine.scheduling !== "priority") return (a, b) => a.seqId - b.seqId;
+  const priority = (seq) => recording.infos.get(seq.seqId).priority;
+  return (a, b) => priority(a) - priority(b) || a.seqId - b.seqId;
+}
+
+function progressOf(seq, info) {
+  const drawn = seq.numTokens - info.prompt.length;
+  const hit = seq.cached ? `, ${count(seq.cached)} cached` : "";
+  if (seq.numComputed < info.prompt.length) return `prompt ${count(seq.numComputed)} of ${count(info.prompt.length)}${hit}`;
+  return `${count(drawn)} of ${count(info.maxTokens)} drawn${hit}`;
+}
+
+function reasonOf(seq, { recording, state }) {
+  const why = seq.refused ? `: ${whyRefused(seq.refused, state, recording.engine)}` : "";
+  if (seq.victimOf === null) return `${plural(seq.numPrompt, "token")} of prompt${why}`;
+  const whom = seq.victimOf === seq.seqId ? "gave way itself" : `gave way to ${recording.name(seq.victimOf)}`;
+  return `${whom}; ${plural(seq.lost, "token")} lost${why}`;
+}

@@ -1,0 +1,155 @@
+"""Chrome trace events: the steps, the requests and the cache as tracks, for ui.perfetto.dev or chrome://tracing.
+
+The format is Google's "Trace Event Format": "X" is a span, "C" a counter, "i" an instant, "M" names a track.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from folovllm import events as ev
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.files import write_whole
+
+ENGINE, REQUESTS = 1, 2  # processes, as Perfetto calls a group of tracks
+SCHEDULE, DEVICE, TAKE_IN = 1, 2, 3  # tracks of the engine
+TRACKS = {SCHEDULE: "schedule", DEVICE: "device: model and draw", TAKE_IN: "take in"}
+
+
+class Trace:
+    """A listener that notes spans. Times are those of the events, in microseconds since the first."""
+
+    def __init__(self) -> None:
+        self._spans: list[dict[str, Any]] = []
+        self._zero: float | None = None
+        self._added: dict[int, ev.RequestAdded] = {}
+        self._since: dict[int, tuple[str, float]] = {}  # by seq_id: waits or runs, from when on
+        self._scheduled: dict[int, float] = {}  # by step
+        self._now = self._arrived = 0.0
+        self._changes: list[tuple[int, str | None]] = []  # of sequences, in this batch: their time is the step's
+
+    def __call__(self, events: SequenceOf[ev.Event]) -> None:
+        """Take in what happened."""
+        for event in events:
+            match event:
+                case ev.Snapshot():
+                    for seq in event.sequences:
+                        self._add(seq.added, "running" if seq.is_running else "waiting")
+                case ev.RequestAdded():
+                    self._add(event, "waiting")
+                case ev.Admitted():
+                    self._changes.append((event.seq_id, "running"))
+                case ev.Preempted():
+                    self._changes.append((event.seq_id, "waiting (preempted)"))
+                    self._instant(f"preempted for {self._name(event.for_seq_id)}", event.seq_id)
+                case ev.PrefixHit():
+                    self._instant(f"{event.num_tokens} tokens cached", event.seq_id)
+                case ev.StepBegan():
+                    self._begin(event)
+                case ev.StepEnded():
+                    self._end(event)
+                case ev.Finished() | ev.Aborted():
+                    self._turn(event.seq_id, None, self._now)
+        self._settle(self._now)
+
+    def events(self) -> list[dict[str, Any]]:
+        """The trace; what still runs ends with the last step."""
+        zero = self._zero or 0.0
+        running = [self._span(REQUESTS, seq_id, *entry, self._now) for seq_id, entry in self._since.items()]
+        names = [self._meta("process_name", ENGINE, 0, "engine"), self._meta("process_name", REQUESTS, 0, "requests")]
+        names += [self._meta("thread_name", ENGINE, track, name) for track, name in TRACKS.items()]
+        names += [self._meta("thread_name", REQUESTS, seq_id, self._name(seq_id)) for seq_id in self._added]
+        found = [*self._spans, *running]
+        for span in found:
+            span["ts"] = round((span["ts"] - zero) * 1e6, 1)
+            if "dur" in span:
+                span["dur"] = round(span["dur"] * 1e6, 1)
+        return [*names, *found]
+
+    def write(self, path: Path) -> None:
+        """Write the file. Raises ValueError if it cannot be written."""
+        write_whole(path, msgspec.json.encode({"traceEvents": self.events(), "displayTimeUnit": "ms"}))
+
+    def _add(self, added: ev.RequestAdded, state: str) -> None:
+        self._see(added.time)
+        self._added[added.seq_id] = added
+        self._since[added.seq_id] = (state, added.time)
+
+    def _begin(self, event: ev.StepBegan) -> None:
+        self._see(event.start)
+        self._settle(event.start)
+        self._scheduled[event.step] = event.scheduled
+        tokens = {"tokens": event.output.num_tokens, "budget left": event.budget_left}
+        self._spans.append(self._span(ENGINE, SCHEDULE, f"step {event.step}", event.start, event.scheduled, tokens))
+        self._now = max(self._now, event.scheduled)
+
+    def _end(self, event: ev.StepEnded) -> None:
+        start = max(event.start, self._arrived, self._scheduled.pop(event.step, event.start))
+        self._arrived = event.arrived
+        prefill = 0
+        for share in event.output.shares:
+            if (added := self._added.get(share.seq_id)) is None:
+                continue
+            is_decode = share.num_new_tokens == 1 and share.start >= len(added.prompt_token_ids)
+            prefill += 0 if is_decode else share.num_new_tokens
+            name = "decode" if is_decode else f"prefill {share.num_new_tokens}"
+            self._spans.append(self._span(REQUESTS, share.seq_id, name, start, event.arrived))
+        tokens = {"sequences": len(event.output.shares), "prefill tokens": prefill}
+        self._spans.append(self._span(ENGINE, DEVICE, f"step {event.step}", start, event.arrived, tokens))
+        self._spans.append(self._span(ENGINE, TAKE_IN, f"step {event.step}", event.arrived, event.end))
+        for name, value in (("KV blocks used", event.kv_blocks_used), ("waiting", event.waiting)):
+            self._spans.append({"ph": "C", "pid": ENGINE, "name": name, "ts": event.end, "args": {name: value}})
+        self._now = max(self._now, event.end)
+
+    def _settle(self, time: float) -> None:
+        """Those that were admitted or gave way did so as the step was decided."""
+        for seq_id, state in self._changes:
+            self._turn(seq_id, state, time)
+        self._changes.clear()
+
+    def _turn(self, seq_id: int, state: str | None, time: float) -> None:
+        """A sequence waits or runs from now on, or is gone."""
+        if (entry := self._since.pop(seq_id, None)) is not None:
+            self._spans.append(self._span(REQUESTS, seq_id, *entry, time))
+        if state is not None:
+            self._since[seq_id] = (state, time)
+
+    def _instant(self, name: str, seq_id: int) -> None:
+        self._spans.append({"ph": "i", "s": "t", "pid": REQUESTS, "tid": seq_id, "name": name, "ts": self._now})
+
+    def _name(self, seq_id: int) -> str:
+        added = self._added.get(seq_id)
+        return f"#{seq_id}" if added is None else f"{added.request_id}{f'.{added.answer}' if added.answer else ''}"
+
+    def _see(self, time: float) -> None:
+        self._zero = time if self._zero is None else min(self._zero, time)
+        self._now = max(self._now, time)
+
+    @staticmethod
+    def _span(
+        pid: int, tid: int, name: str, start: float, end: float, args: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        span = {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": start, "dur": max(0.0, end - start)}
+        return span | ({} if args is None else {"args": args})
+
+    @staticmethod
+    def _meta(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+        return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}}
+
+
+@contextmanager
+def tracing(engine: LLMEngine, path: str | Path) -> Iterator[Trace]:
+    """Trace an engine for as long as the block runs. Raises ValueError if the file cannot be written."""
+    trace = Trace()
+    engine.subscribe(trace)
+    try:
+        yield trace
+    finally:
+        engine.unsubscribe(trace)
+        trace.write(Path(path))

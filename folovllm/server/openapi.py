@@ -1,0 +1,161 @@
+"""`/openapi.json`: every address, what it takes and what it says. The types of `protocol.py` say themselves what they are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cache
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+import folovllm
+from folovllm.flags import described_fields
+from folovllm.sampling_params import SamplingParams
+from folovllm.server.errors import ErrorBody
+from folovllm.server.protocol import (
+    Answer,
+    ChatChoice,
+    ChatDelta,
+    ChatRequest,
+    CompletionChoice,
+    CompletionRequest,
+    Detokenized,
+    DetokenizeRequest,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizerInfo,
+    Tokens,
+    Version,
+)
+
+HTML, TEXT, NOTHING = "text/html", "text/plain", ""
+BODY = (400, 408, 413, 415)  # what may be wrong with a request that has one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """An address and a method. `returns` is a type of JSON, or the media type of what is no JSON."""
+
+    path: str
+    does: str
+    returns: Any
+    takes: type | None = None
+    streams: Any = None  # what each event of a stream holds
+    errors: tuple[int, ...] = ()
+    is_open: bool = False  # to those without a key, too
+
+
+ENDPOINTS = (
+    Endpoint(path="/", does="A page to chat in a browser.", returns=HTML, is_open=True),
+    Endpoint(path="/health", does="Whether new requests are taken.", returns=NOTHING, errors=(503,), is_open=True),
+    Endpoint(path="/version", does="The version of this server.", returns=Version, is_open=True),
+    Endpoint(path="/openapi.json", does="This description.", returns=dict[str, Any], is_open=True),
+    Endpoint(path="/metrics", does="Figures for Prometheus.", returns=TEXT, is_open=True),
+    Endpoint(path="/v1/models", does="The model, by all its names.", returns=ModelList),
+    Endpoint(path="/v1/models/{name}", does="One of its names.", returns=ModelCard, errors=(404,)),
+    Endpoint(
+        path="/v1/completions",
+        does="Continue prompts.",
+        takes=CompletionRequest,
+        returns=Answer[CompletionChoice],
+        streams=Answer[CompletionChoice],
+        errors=(*BODY, 404, 429, 503),
+    ),
+    Endpoint(
+        path="/v1/chat/completions",
+        does="Answer a conversation.",
+        takes=ChatRequest,
+        returns=Answer[ChatChoice],
+        streams=Answer[ChatDelta],
+        errors=(*BODY, 404, 429, 503),
+    ),
+    Endpoint(
+        path="/tokenize",
+        does="The ids of a prompt or a conversation.",
+        takes=TokenizeRequest,
+        returns=Tokens,
+        errors=(*BODY, 404, 503),
+    ),
+    Endpoint(
+        path="/detokenize",
+        does="The text of ids.",
+        takes=DetokenizeRequest,
+        returns=Detokenized,
+        errors=(*BODY, 404, 503),
+    ),
+    Endpoint(path="/tokenizer_info", does="How texts become ids.", returns=TokenizerInfo),
+)
+STRANGERS = (
+    "A field that is not listed is refused with its name, unless the server runs with --ignore-unknown-fields, or it is one "
+    "that other servers' clients send and that asks for nothing here (`user`, `metadata`, `store`)."
+)
+EVENTS = (
+    "With `stream`: server-sent events, each with this in its `data`; an error may be the last; then `data: [DONE]`."
+)
+
+
+@cache
+def document(needs_key: bool) -> bytes:
+    """The description as JSON, after OpenAPI 3.1.0. `needs_key`: the server was started with keys."""
+    kinds = dict.fromkeys(
+        [ErrorBody, *(kind for each in ENDPOINTS for kind in (each.takes, each.returns, each.streams))]
+    )
+    named = [kind for kind in kinds if kind is not None and not isinstance(kind, str)]
+    references, schemas = msgspec.json.schema_components(named, ref_template="#/components/schemas/{name}")
+    refer = {str(kind): reference for kind, reference in zip(named, references, strict=True)}
+    for kind in (CompletionRequest, ChatRequest):
+        describe(schemas[kind.__name__])
+    paths: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    for endpoint in ENDPOINTS:
+        paths[endpoint.path]["post" if endpoint.takes else "get"] = operation(endpoint, refer, needs_key)
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {
+                "title": "FoloVLLM",
+                "version": folovllm.__version__,
+                "description": "OpenAI's API, and a little more.",
+            },
+            "paths": paths,
+            "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        }
+    )
+
+
+def describe(schema: dict[str, Any]) -> None:
+    """Add the sentences of `SamplingParams` to the fields that have its names."""
+    schema["description"] += " " + STRANGERS
+    for field, sentence in described_fields(SamplingParams):
+        if field.name in schema["properties"]:
+            schema["properties"][field.name]["description"] = sentence
+
+
+def operation(endpoint: Endpoint, refer: dict[str, Any], needs_key: bool) -> dict[str, Any]:
+    """One address with one method."""
+
+    def schema(kind: Any) -> dict[str, Any]:
+        return {"schema": refer[str(kind)]}
+
+    returns = endpoint.returns
+    content: dict[str, Any] = {returns: {}} if isinstance(returns, str) else {"application/json": schema(returns)}
+    good: dict[str, Any] = {"description": endpoint.does}
+    if endpoint.streams is not None:
+        content["text/event-stream"] = schema(endpoint.streams)
+        good["description"] += " " + EVENTS
+    if returns != NOTHING:
+        good["content"] = content
+    errors = sorted({*endpoint.errors, 500} | (set() if endpoint.is_open else {401}))
+    said: dict[str, Any] = {"summary": endpoint.does, "responses": {"200": good}}
+    for status in errors:
+        phrase = HTTPStatus(status).phrase
+        said["responses"][str(status)] = {"description": phrase, "content": {"application/json": schema(ErrorBody)}}
+    if endpoint.takes:
+        said["requestBody"] = {"required": True, "content": {"application/json": schema(endpoint.takes)}}
+    if "{name}" in endpoint.path:
+        said["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if needs_key and not endpoint.is_open:
+        said["security"] = [{"key": []}]
+    return said

@@ -1,0 +1,370 @@
+"""What a running server's engine does is told to those who look, and only to them."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from folovllm import events as ev
+from folovllm.build import make_engine
+from folovllm.inspector import live
+from folovllm.inspector.live import Audience, LiveLines, as_event, is_beginning
+from folovllm.inspector.replay import Recording, parse
+from folovllm.inspector.web import host_name, is_address
+from folovllm.server.config import ServerConfig
+from folovllm.server.transport import ThreadTransport
+from folovllm.watcher import Watcher
+from tests.helpers import tiny_checkpoint
+from tests.inspector.test_recording import key_of, keyframe, state_of, tokens_of
+from tests.m5.test_events import World, engine
+from tests.x1.background import PATIENCE, Background, eventually
+
+BOTH = pytest.mark.parametrize("transport", ["thread", "process"])
+TIGHT = {"model": str(tiny_checkpoint()), "device": "cpu", "block_size": 4, "num_kv_blocks": 16, "max_model_len": 48}
+TIGHT |= {"max_num_seqs": 4, "max_num_batched_tokens": 16, "milestone": "m5"}
+
+
+class Looker:
+    """A client of the stream."""
+
+    def __init__(self, server: Background, key: str | None = None, path: str = "/inspector/events", **headers: str):
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        self._connection.request("GET", path, headers=headers)
+        self.response = self._connection.getresponse()
+        self.lines: list[str] = []
+
+    def read_until(self, holds: Callable[[str], bool]) -> list[str]:
+        """Lines up to the first for which it holds."""
+        while True:
+            line = self.response.readline().decode()
+            assert line, "the stream has ended"
+            if line.startswith("data: "):
+                self.lines.append(line.removeprefix("data: ").rstrip("\n"))
+                if holds(self.lines[-1]):
+                    return self.lines
+
+    def rest(self) -> list[str]:
+        """All lines to the end of the stream."""
+        data = self.response.read().decode()
+        self.lines += [line.removeprefix("data: ") for line in data.splitlines() if line.startswith("data: ")]
+        return self.lines
+
+    def recording(self) -> Recording:
+        return parse("".join(line + "\n" for line in self.lines), "live")
+
+    def close(self) -> None:
+        self.response.close()
+        self._connection.close()
+
+
+@contextmanager
+def looking(server: Background, **options: Any) -> Iterator[Looker]:
+    looker = Looker(server, **options)
+    try:
+        yield looker
+    finally:
+        looker.close()
+
+
+def ask(server: Background, prompt: list[int], max_tokens: int = 6) -> list[int]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    said = json.loads(connection.getresponse().read())
+    connection.close()
+    return [int(token) for token in said["usage"].values() if isinstance(token, int)]
+
+
+def finished(times: int) -> Callable[[str], bool]:
+    seen = [0]
+
+    def holds(line: str) -> bool:
+        seen[0] += line.count('["finish"')
+        return seen[0] >= times
+
+    return holds
+
+
+def replayed(found: Recording) -> Watcher:
+    """A watcher of it; every keyframe on the way is checked."""
+    watcher = Watcher()
+    for turn in found.turns():
+        if turn.key is not None:
+            assert keyframe(turn.key) == key_of(state_of(watcher))
+        watcher(turn.events)
+    return watcher
+
+
+@BOTH
+def test_the_stream_is_a_recording(transport: str) -> None:
+    with Background(ServerConfig(inspector=True), transport, **TIGHT) as server, looking(server) as looker:
+        assert looker.response.status == 200
+        assert looker.response.headers["content-type"].startswith("text/event-stream")
+        looker.read_until(lambda line: line.startswith('["key"'))
+        for prompt in ([1] * 9, [1] * 8 + [7]):
+            ask(server, prompt)
+        looker.read_until(finished(2))
+        found = looker.recording()
+        assert found.header["engine"]["block_size"] == 4 and found.header["title"] == "live"
+        watcher = replayed(found)
+        assert not watcher.sequences and sum(cell.hash is not None for cell in watcher.cells) >= 3
+        tokens = list(tokens_of(found).values())
+        assert [ids[:9] for ids in tokens] == [[1] * 9, [1] * 8 + [7]] and [len(ids) for ids in tokens] == [15, 15]
+        kinds = {type(event) for turn in found.turns() for event in turn.events}
+        assert {ev.PrefixHit, ev.BlockPublished, ev.TableFreed} <= kinds
+
+
+@BOTH
+def test_who_joins_later_begins_there_and_the_first_goes_on(transport: str) -> None:
+    with Background(ServerConfig(inspector=True), transport, **TIGHT) as server, looking(server) as first:
+        first.read_until(lambda line: line.startswith('["key"'))
+        ask(server, [1] * 9)
+        first.read_until(finished(1))
+        with looking(server) as second:
+            second.read_until(lambda line: line.startswith('["key"'))
+            ask(server, [1] * 8 + [7])
+            second.read_until(finished(1))
+        first.read_until(finished(1))
+        assert sum(line.startswith("{") for line in first.lines) == 1, "nobody else's beginning"
+        late = second.recording()
+        key = next(line for line in late.lines if line[0] == "key")
+        assert key[1] > 0 and key[3]["named"] and all(len(ids) == 4 for ids in key[3]["block_tokens"].values())
+        numbers = [line[1] for line in late.lines if line[0] == "turn"]
+        assert numbers == list(range(key[1], key[1] + len(numbers))), "no turn is missing"
+        texts = {id_ for line in late.lines if line[0] == "texts" for id_ in line[1]}
+        assert {str(id_) for ids in key[3]["block_tokens"].values() for id_ in ids} <= texts
+        assert replayed(late).cells == replayed(first.recording()).cells
+
+
+def test_while_nobody_looks_nothing_is_noted() -> None:
+    kept = Kept()
+    with Background(ServerConfig(inspector=True), kept, **TIGHT) as server:
+        inner = kept.inner
+        assert not inner.events.on
+        with looking(server) as looker:
+            looker.read_until(lambda line: line.startswith('["key"'))
+            assert inner.events.on
+        ask(server, [1] * 9)  # the engine hears that the reader has gone
+        eventually(lambda: not inner.events.on)
+
+
+class Kept(ThreadTransport):
+    """A transport that lets the test look at the engine."""
+
+    def __init__(self) -> None:
+        super().__init__(self._make)
+
+    def _make(self, config: Any) -> Any:
+        self.inner = make_engine(config)
+        return self.inner
+
+
+class TestWhoMayLook:
+    def test_without_the_flag_there_is_nothing(self) -> None:
+        with Background(ServerConfig(), **TIGHT) as server:
+            for path in ("/inspector", "/inspector/events", "/inspector/static/main.js"):
+                with looking(server, path=path) as looker:
+                    assert looker.response.status == 404
+
+    def test_the_stream_wants_the_key_and_the_page_does_not(self) -> None:
+        with Background(ServerConfig(inspector=True, api_key=["secret"]), **TIGHT) as server:
+            for key, status in ((None, 401), ("wrong", 401), ("secret", 200)):
+                with looking(server, key=key) as looker:
+                    assert looker.response.status == status
+            with looking(server, path="/inspector") as looker:
+                page = looker.response.read().decode()
+                assert looker.response.status == 200 and '"needs_key":true' in page
+                assert "default-src 'none'" in looker.response.headers["content-security-policy"]
+
+    def test_names_that_are_not_ours_and_pages_of_others(self) -> None:
+        config = ServerConfig(inspector=True, inspector_host=["gpu-box"])
+        with Background(config, **TIGHT) as server:
+            for path in ("/inspector", "/inspector/events", "/inspector/static/main.js"):
+                for headers, status in (
+                    ({"Host": "evil.example"}, 403),
+                    ({"Host": "evil.example:8000"}, 403),
+                    ({"Host": "127.0.0.1.evil.example"}, 403),
+                    ({"Host": ""}, 403),
+                    ({"Host": "GPU-box:80"}, 200),
+                    ({"Host": "localhost:80"}, 200),
+                    ({"Host": "192.168.1.7"}, 200),
+                    ({"Host": "[::1]:80"}, 200),
+                    ({"Host": "localhost:80", "Origin": "http://localhost:80"}, 200),
+                    ({"Host": "localhost:80", "Origin": "http://evil.example"}, 403),
+                    ({"Host": "localhost:80", "Origin": "null"}, 403),
+                ):
+                    with looking(server, path=path, **headers) as looker:
+                        assert looker.response.status == status, (path, headers)
+
+    def test_files_outside_are_not_there(self) -> None:
+        with Background(ServerConfig(inspector=True), **TIGHT) as server:
+            for name in ("../page.py", "%2e%2e/page.py", "..%2fpage.py", "no.js", "index.html"):
+                with looking(server, path=f"/inspector/static/{name}") as looker:
+                    assert looker.response.status == 404, name
+            with looking(server, path="/inspector/static/main.js") as looker:
+                assert looker.response.headers["content-type"].startswith("text/javascript")
+
+    def test_names(self) -> None:
+        assert [host_name(host) for host in ("a:1", "[::1]:2", "A", "")] == ["a", "::1", "a", ""]
+        assert is_address("::1") and is_address("10.0.0.1") and not is_address("10.0.0.1.nip.io")
+
+
+@BOTH
+def test_an_engine_that_ends_says_how(transport: str) -> None:
+    place: Any = Kept() if transport == "thread" else "process"
+    with Background(ServerConfig(inspector=True), place, **TIGHT) as server, looking(server) as looker:
+        looker.read_until(lambda line: line.startswith('["key"'))
+        if transport == "process":
+            os.kill(server.engine._transport.pid, signal.SIGKILL)  # type: ignore[attr-defined, arg-type]
+            assert not any(line.startswith('["done"') for line in looker.rest()), "it had no time to"
+            return
+        place.inner.scheduler.schedule = lambda: 1 // 0
+        ask_and_forget(server)
+        assert parse("".join(f"{line}\n" for line in looker.rest()), "x").how == (
+            "ZeroDivisionError: integer division or modulo by zero"
+        )
+
+
+def ask_and_forget(server: Background) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+    connection.request("POST", "/v1/completions", '{"prompt": [1]}', {"Content-Type": "application/json"})
+    assert connection.getresponse().status == 503
+    connection.close()
+
+
+def test_a_server_that_ends_ends_its_streams() -> None:
+    with Background(ServerConfig(inspector=True), **TIGHT) as server:
+        looker = Looker(server)
+        looker.read_until(lambda line: line.startswith('["key"'))
+        server.call(lambda: asyncio.ensure_future(server.engine.drain()))
+        looker.rest()
+        looker.close()
+
+
+class TestLines:
+    """Beside the engine."""
+
+    def test_at_most_so_often(self) -> None:
+        world, now = World(engine("m5"), 1), [0.0]
+        lines = LiveLines(world.engine, lambda: now[0])
+        assert lines.take(all_of_it=True) == [] and lines.end("closed") == []
+        lines.begin()
+        (beginning,) = lines.take(all_of_it=True)
+        assert is_beginning(beginning) and beginning.count(b"\n") == 2
+        world.turn()
+        now[0] = live.PERIOD * 0.9
+        assert lines.take(all_of_it=False) == [], "too soon"
+        for _ in range(5):
+            world.turn()
+        lines._recorder.wait()  # type: ignore[union-attr]
+        now[0] = live.PERIOD * 1.1
+        (piece,) = lines.take(all_of_it=False)
+        assert piece.count(b'["turn"') >= 6 and not is_beginning(piece)
+        lines.begin()
+        world.turn()
+        pieces = lines.take(all_of_it=True)
+        assert [is_beginning(piece) for piece in pieces] == [True, False], "who joins is told apart"
+        (last,) = lines.end("closed")
+        assert b'["done"' in last and world.engine.events.on  # the world's own listeners
+        assert lines.take(all_of_it=True) == []
+
+    def test_joined_at_any_moment_it_ends_in_the_same_state(self) -> None:
+        world = World(engine("m6"), 2)
+        lines = LiveLines(world.engine)
+        lines.begin()
+        readers: list[list[bytes]] = [[]]
+        for turn in range(60):
+            if turn % 13 == 12:
+                lines.begin()
+                readers.append([])
+            world.turn()
+            for piece in lines.take(all_of_it=True):
+                for reader in readers:
+                    if bool(reader) != is_beginning(piece):
+                        reader.append(piece)
+        for reader in readers:
+            watcher = replayed(parse(b"".join(reader).decode(), "joined"))
+            own = {id_: (s.is_running, s.num_tokens, s.block_table) for id_, s in world.watcher.sequences.items()}
+            found = {id_: (s.is_running, s.num_tokens, s.block_table) for id_, s in watcher.sequences.items()}
+            assert found == own and watcher.cells == world.watcher.cells
+
+
+class TestReaders:
+    """Beside the event loop; whoever asks `watch` for a beginning gets one when the test says so."""
+
+    BEGINNING, MORE = b'{"format": 1}\n', b'["turn", 0]\n'
+
+    def test_each_gets_what_is_for_it(self) -> None:
+        asked: list[bool] = []
+        audience = Audience(asked.append)
+        first = audience.join()
+        audience.take_in([self.BEGINNING, self.MORE])
+        second = audience.join()
+        audience.take_in([self.MORE, self.BEGINNING, self.MORE])
+        assert first.read() == self.BEGINNING + 3 * self.MORE and second.read() == self.BEGINNING + self.MORE
+        assert asked == [True, True] and len(audience) == 2
+        audience.leave(first)
+        audience.leave(first)
+        assert asked == [True, True]
+        audience.leave(second)
+        assert asked == [True, True, False]
+
+    def test_one_who_does_not_read_begins_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(live, "MOST_UNREAD", 100)
+        asked: list[bool] = []
+        audience = Audience(asked.append)
+
+        async def story() -> list[bytes]:
+            reader, quick = audience.join(), audience.join()
+            stream, other = audience.events(reader), audience.events(quick)
+            audience.take_in([self.BEGINNING])
+            got = [await anext(stream)]
+            await anext(other)
+            for _ in range(20):
+                audience.take_in([self.MORE])
+                await anext(other)
+            assert reader.is_lost and not reader.has_unread and not quick.is_lost
+            waits = asyncio.ensure_future(anext(stream))
+            while asked != [True, True, True]:  # its own beginning, asked for only now that it reads
+                await asyncio.sleep(0)
+            audience.take_in([self.MORE, self.BEGINNING, self.MORE])
+            got.append(await waits)
+            return got
+
+        assert asyncio.run(story()) == [as_event(self.BEGINNING), as_event(self.BEGINNING + self.MORE)]
+
+    def test_silence_is_filled(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(live, "KEEP_ALIVE", 0)
+        audience = Audience(lambda is_on: None)
+
+        async def story() -> bytes:
+            return await anext(audience.events(audience.join()))
+
+        assert asyncio.run(story()).startswith(b":")
+
+    def test_lines_as_an_event(self) -> None:
+        assert as_event(b"[1]\n[2]\n") == b"data: [1]\ndata: [2]\n\n"
+
+
+def test_random_chunks_of_a_stream_are_whole_lines() -> None:
+    """What is joined from pieces is the recording, wherever they were cut."""
+    die, data = random.Random(1), [f'["turn", {i}]\n'.encode() for i in range(50)]
+    audience = Audience(lambda is_on: None)
+    reader = audience.join()
+    reader.feed(b"{}\n")
+    while data:
+        n = die.randint(1, 5)
+        reader.feed(b"".join(data[:n]))
+        del data[:n]
+    assert reader.read().count(b"\n") == 51

@@ -1,0 +1,244 @@
+"""The page as one file, in a notebook, from the command line; and the trace."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from folovllm.cli import main
+from folovllm.inspector import film, show
+from folovllm.inspector.page import SCRIPT, SOURCE, STATIC, STYLE, inline_source, served_page, whole_page
+from folovllm.inspector.replay import parse, read
+from folovllm.inspector.trace import DEVICE, ENGINE, REQUESTS, SCHEDULE, TAKE_IN, Trace
+from folovllm.sampling_params import SamplingParams
+from tests.helpers import tiny_checkpoint
+from tests.m5.test_events import GREEDY, World, engine
+
+DATA = Path(__file__).parent / "data"
+MODEL = ("--model", str(tiny_checkpoint()), "--device", "cpu", "--no-use-tqdm")
+
+
+def run(*arguments: str | Path) -> int:
+    """The exit code of a command."""
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in arguments])
+    return int(end.value.code or 0)
+
+
+class TestOneFile:
+    def test_it_asks_nobody_for_anything(self) -> None:
+        page = whole_page(inline_source([("m3.jsonl", (DATA / "m3.jsonl").read_text())]))
+        assert not re.findall(r"""(?:src|href)=["'](?!data:)""", page)
+        assert not re.findall(r"https?://(?!www\.w3\.org/)", page), "no address but names of namespaces"
+
+    def test_every_module_is_in_the_map(self) -> None:
+        page = whole_page(inline_source([]))
+        (imports,) = re.findall(r'<script type="importmap">(.*?)</script>', page)
+        modules = {
+            name: base64.b64decode(address.partition("base64,")[2]).decode()
+            for name, address in json.loads(imports)["imports"].items()
+        }
+        assert modules.keys() == {f"inspector/{file.name}" for file in STATIC.glob("*.js")}
+        for name, code in modules.items():
+            wanted = re.findall(r'^\s*(?:import|export)\b[^;]*?\bfrom\s+["\'](.*?)["\']', code, re.M | re.S)
+            wanted += re.findall(r'^\s*import\s+["\'](.*?)["\']', code, re.M)
+            assert set(wanted) <= modules.keys(), f"{name} imports {wanted}"
+            assert "import(" not in code, f"{name} imports something later"
+
+    def test_a_text_cannot_end_the_script(self) -> None:
+        text = '{"title": "</script><script>alert(1)</script><!--"}\n'
+        page = whole_page(inline_source([("</script>.jsonl", text)]))
+        (said,) = re.findall(r'<script type="application/json" id="source">(.*?)</script>', page)
+        assert json.loads(said) == {"kind": "inline", "recordings": [{"name": "</script>.jsonl", "text": text}]}
+
+    def test_a_server_sends_the_same_page(self) -> None:
+        page = served_page({"kind": "live"}, "inspector/static/")
+        names = re.findall(r'(?:src|href)="(inspector/static/[^"]*)"', page)
+        assert names and all((STATIC / Path(name).name).is_file() for name in names)
+        index = (STATIC / "index.html").read_text()
+        assert all(index.count(line) == 1 for line in (STYLE, SOURCE, SCRIPT))
+
+
+class TestNotebook:
+    def test_a_film_is_a_cell(self, tmp_path: Path) -> None:
+        served = engine("m3")
+        with film(served, "mine") as taken:
+            served.generate([[1] * 9], GREEDY)
+        taken.save(tmp_path / "run.jsonl")
+        assert read(tmp_path / "run.jsonl").how == "closed" and not served.events.on
+        for shown in (show(taken), show(taken, tmp_path / "run.jsonl"), taken):
+            frame = shown._repr_html_() if shown is taken else shown.data
+            (page,) = re.findall(r'<iframe srcdoc="(.*?)"', frame, re.S)
+            assert "importmap" in unescape(page) and "folovllm recording" in unescape(page)
+            assert 'sandbox="allow-scripts"' in frame, "what a model wrote cannot reach the notebook"
+
+    def test_an_engine_as_it_stands(self) -> None:
+        served = engine("m5")
+        served.generate([[1] * 9], GREEDY)
+        (page,) = re.findall(r'srcdoc="(.*?)"', show(served).data, re.S)
+        (said,) = re.findall(r'id="source">(.*?)</script>', unescape(page))
+        found = parse(json.loads(said)["recordings"][0]["text"], "now")
+        assert found.lines[1][0] == "key" and found.lines[1][3]["named"]
+
+    def test_what_cannot_be_shown(self, tmp_path: Path) -> None:
+        (tmp_path / "x").write_text("no")
+        with pytest.raises(ValueError, match="one recording, or two"):
+            show()
+        with pytest.raises(ValueError, match="is no recording"):
+            show(tmp_path / "x")
+
+
+class TestTrace:
+    def spans(self, milestone: str, turns: int = 60) -> tuple[list[dict[str, Any]], World]:
+        world, trace = World(engine(milestone), 1), Trace()
+        world.engine.subscribe(trace)
+        for _ in range(turns):
+            world.turn()
+        return trace.events(), world
+
+    @pytest.mark.parametrize("milestone", ["m1", "m3", "m5", "m6"])
+    def test_tracks(self, milestone: str) -> None:
+        found, world = self.spans(milestone)
+        spans = [e for e in found if e["ph"] == "X"]
+        assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in spans)
+        for track in (SCHEDULE, DEVICE, TAKE_IN):
+            own = sorted((e for e in spans if (e["pid"], e["tid"]) == (ENGINE, track)), key=lambda e: e["ts"])
+            assert len(own) in (world.engine._num_steps, world.engine._num_steps + 1)
+            assert all(a["ts"] + a["dur"] <= b["ts"] + 0.2 for a, b in itertools.pairwise(own)), "one after the other"
+        named = {(e["pid"], e["tid"]): e["args"]["name"] for e in found if e["name"] == "thread_name"}
+        tracks = {(e["pid"], e["tid"]) for e in spans}
+        assert tracks <= named.keys()
+        counted = sum(e["args"]["tokens"] for e in spans if e["tid"] == SCHEDULE and e["pid"] == ENGINE)
+        assert counted == sum(e.output.num_tokens for e in world.seen if type(e).__name__ == "StepBegan")
+
+    def test_a_request_waits_runs_gives_way_and_runs(self) -> None:
+        served, trace = engine("m3", num_kv_blocks=8), Trace()
+        served.subscribe(trace)
+        served.generate([[1] * 15, [2] * 15], GREEDY)
+        found = trace.events()
+        second = [e for e in found if e["pid"] == REQUESTS and e["ph"] != "M" and e["tid"] == max(trace._added)]
+        phases = [e["name"] for e in sorted(second, key=lambda e: (e["ts"], -e.get("dur", 0))) if e["name"] in STATES]
+        assert phases == ["waiting", "running", "waiting (preempted)", "running"]
+        assert "preempted for generate-0" in {e["name"] for e in second}
+        inner = [e for e in second if e["name"].startswith(("prefill", "decode"))]
+        outer = [e for e in second if e["name"] == "running"]
+        for e in inner:
+            inside = (o["ts"] - 0.2 <= e["ts"] and e["ts"] + e["dur"] <= o["ts"] + o["dur"] + 0.2 for o in outer)
+            assert any(inside), "spans of a track are nested"
+
+
+STATES = ("waiting", "running", "waiting (preempted)")
+
+
+class TestCommands:
+    def test_generate_records_and_traces(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        record, trace = tmp_path / "run.jsonl", tmp_path / "run.json"
+        assert (
+            run("generate", "abc", "de", "--raw", "--max-tokens", "3", *MODEL, "--record", record, "--trace", trace)
+            == 0
+        )
+        plain = capsys.readouterr().out
+        assert (
+            run("generate", "abc", "de", "--raw", "--max-tokens", "3", *MODEL, "--show-steps", "--record", record) == 0
+        )
+        assert capsys.readouterr().out == plain
+        found = read(record)
+        assert found.how == "closed" and found.header["title"] == "run"
+        assert json.loads(trace.read_text())["traceEvents"]
+
+    def test_inspect_writes_one_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        page = tmp_path / "run.html"
+        assert run("inspect", DATA / "m2.jsonl", DATA / "m3.jsonl", "--html", page) == 0
+        assert capsys.readouterr().out.strip() == str(page)
+        (said,) = re.findall(r'id="source">(.*?)</script>', page.read_text())
+        assert [each["name"] for each in json.loads(said)["recordings"]] == ["m2.jsonl", "m3.jsonl"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            (["inspect", "none.jsonl"], "cannot read none.jsonl"),
+            (
+                ["inspect", "old.jsonl"],
+                "old.jsonl is a recording of version 0, and this reads version 1: record it anew",
+            ),
+            (["inspect", "--html", "x.html"], "--html writes recordings into one page"),
+            (["inspect", *3 * [str(DATA / "m2.jsonl")]], "a race has two recordings, not 3"),
+            (["inspect", str(DATA / "m2.jsonl"), "--block-size", "8"], "leave the engine's flags away"),
+            (["inspect", str(DATA / "m2.jsonl"), "--html", "no/x.html"], "there is no folder no"),
+            (["generate", "a", "--record", "no/x.jsonl"], "there is no folder no"),
+            (["generate", "a", "--trace", "no/x.json"], "there is no folder no"),
+            (["inspect", "--milestone", "m9"], "unknown milestone 'm9'"),
+        ],
+    )
+    def test_errors(
+        self,
+        arguments: list[str],
+        says: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("old.jsonl").write_text('{"format": "folovllm recording", "version": 0, "engine": {}}\n')
+        assert run(*arguments) == 2
+        said = re.sub(r"[\s│]+", " ", capsys.readouterr().err)
+        assert says in said, said
+
+    def test_a_server_of_its_own(self, tmp_path: Path) -> None:
+        """It says where it is, and Ctrl-C ends it, with a reader attached."""
+        for arguments, kind in ((["--milestone", "m3", *MODEL], "playground"), ([str(DATA / "m2.jsonl")], "files")):
+            command = [sys.executable, "-m", "folovllm", "inspect", *arguments, "--port", "0", "--no-browser"]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+            try:
+                assert process.stdout
+                address = re.search(r"http://\S+", process.stdout.readline())
+                assert address
+                with urllib.request.urlopen(address[0], timeout=30) as response:
+                    assert f'"kind":"{kind}"' in response.read().decode()
+                if kind == "playground":
+                    stream = urllib.request.urlopen(f"{address[0]}/events", timeout=30)
+                    assert b"folovllm recording" in stream.readline()
+                process.send_signal(signal.SIGINT)
+                assert process.wait(30) == 0
+            finally:
+                process.kill()
+                process.wait()
+
+
+def test_ctrl_c_leaves_a_recording_that_replays(tmp_path: Path) -> None:
+    record = tmp_path / "run.jsonl"
+    command = [sys.executable, "-m", "folovllm", "generate", "Once", "--raw", "--ignore-eos", "--max-tokens", "3000"]
+    process = subprocess.Popen([*command, "--no-use-tqdm", "--record", str(record)], stderr=subprocess.PIPE)
+    try:
+        while not (record.exists() and record.read_bytes().count(b'["turn"') > 20):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    found = read(record)
+    assert found.how is not None and found.how.startswith("Interrupted: interrupted: 0 of 1 prompts")
+    assert len(list(found.turns())) > 20
+
+
+def test_who_is_recorded_says_the_same() -> None:
+    """A recorded engine gives the tokens that it gives otherwise."""
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=6)
+    served = engine("m5")
+    plain = served.generate([[1] * 9], params)
+    with film(served):
+        taken = served.generate([[1] * 9], params)
+    assert isinstance(plain, list) and isinstance(taken, list)
+    assert plain[0].outputs[0].token_ids == taken[0].outputs[0].token_ids

@@ -1,0 +1,273 @@
+"""The playground: an engine that the page builds anew, holds, slows down and feeds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from folovllm.engine.scheduler import Scheduler
+from folovllm.inspector.playground import FIELDS, Pace, Playground, Settings
+from folovllm.inspector.replay import Recording, parse
+from folovllm.inspector.serve import playground_app, replay_app
+from tests.helpers import tiny_checkpoint
+from tests.inspector.test_live import replayed
+
+MODEL = {"model": str(tiny_checkpoint()), "device": "cpu"}
+SMALL = {"num_kv_blocks": 12, "block_size": 4, "max_num_seqs": 4}
+DATA = Path(__file__).parent / "data"
+
+
+class Page:
+    """What a page sees: the lines since the last header."""
+
+    def __init__(self, playground: Playground) -> None:
+        self.playground, self.lines, self.num_headers = playground, list[bytes](), 0
+        self._reader = playground.audience.join()
+        self._stream = playground.audience.events(self._reader)
+
+    async def see(self, holds: Callable[[bytes], bool]) -> None:
+        """Read until a line for which it holds."""
+        while True:
+            event = await anext(self._stream)
+            for line in event.removeprefix(b"data: ").strip().split(b"\ndata: "):
+                if line.startswith(b"{"):
+                    self.lines, self.num_headers = [], self.num_headers + 1
+                self.lines.append(line)
+            if any(holds(line) for line in event.split(b"\n")):
+                return
+
+    def recording(self) -> Recording:
+        return parse(b"".join(line + b"\n" for line in self.lines).decode(), "page")
+
+    def count(self, name: str) -> int:
+        return sum(line.count(f'["{name}"'.encode()) for line in self.lines)
+
+
+def play(story: Callable[[Playground, Page], Awaitable[None]], **overrides: Any) -> None:
+    async def run() -> None:
+        playground = Playground(MODEL | SMALL | overrides)
+        playground.pace.change(delay=0.0)
+        await playground.build({})
+        try:
+            async with asyncio.timeout(60):
+                page = Page(playground)
+                await page.see(lambda line: b'["key"' in line)
+                await story(playground, page)
+        finally:
+            await playground.close()
+
+    asyncio.run(run())
+
+
+def has(name: str) -> Callable[[bytes], bool]:
+    return lambda line: f'["{name}"'.encode() in line
+
+
+def test_prompts_are_answered_and_seen() -> None:
+    async def story(playground: Playground, page: Page) -> None:
+        names = await playground.ask(["ab", "cde"], max_tokens=4, temperature=0.0)
+        while page.count("finish") < 2:
+            await page.see(has("finish"))
+        added = [e for line in page.recording().lines if line[0] == "turn" for e in line[3] if e[0] == "add"]
+        assert [event[2] for event in added] == names
+        replayed(page.recording())
+
+    play(story)
+
+
+@pytest.mark.parametrize("milestone", ["m1", "m2", "m3", "m4", "m5", "m6"])
+def test_every_milestone_in_the_same_memory(milestone: str) -> None:
+    async def story(playground: Playground, page: Page) -> None:
+        await playground.build({"milestone": milestone})
+        await page.see(has("key"))
+        header = page.recording().header["engine"]
+        assert header["milestone"] == milestone
+        assert header["num_kv_blocks"] * header["block_size"] == (0 if milestone == "m1" else 48)
+        await playground.ask(["ab"], max_tokens=3)
+        await page.see(has("finish"))
+        assert page.num_headers == 2, "the stream began anew"
+
+    play(story)
+
+
+def test_a_setting_that_cannot_be_leaves_the_engine() -> None:
+    async def story(playground: Playground, page: Page) -> None:
+        for changes, says in (
+            ({"milestone": "m9"}, "milestone must be one of m1"),
+            ({"num_kv_blocks": 0}, "num_kv_blocks must be a whole number from 2"),
+            ({"num_kv_blocks": True}, "num_kv_blocks must be a whole number"),
+            ({"enable_prefix_caching": 1}, "must be true or false"),
+            ({"block_size": 5}, "block_size must be one of 4"),
+            ({"model": "x"}, "there is no setting 'model'"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                await playground.build(changes)
+        await playground.ask(["ab"], max_tokens=3)
+        await page.see(has("finish"))
+        assert page.num_headers == 1
+
+    play(story)
+
+
+def test_any_position_of_the_sliders_is_an_engine() -> None:
+    """The ends of all of them, in each milestone, whatever the others say."""
+    for milestone in FIELDS[0].choices:
+        for blocks in (FIELDS[1].min, FIELDS[1].max):
+            for size in (FIELDS[2].choices[0], FIELDS[2].choices[-1]):
+                for budget in (FIELDS[4].min, FIELDS[4].max):
+                    for chunks in (False, True):
+                        settings = Settings(milestone, blocks, size, 4, budget, chunks, chunks)
+
+                        async def story(playground: Playground, page: Page, settings: Settings = settings) -> None:
+                            await playground.ask(["a"], max_tokens=2)
+                            await page.see(has("finish"))
+
+                        if blocks == FIELDS[1].min or (size, budget) == (FIELDS[2].choices[0], FIELDS[4].min):
+                            play(story, **{field.name: getattr(settings, field.name) for field in FIELDS})
+
+
+def test_prompts_that_cannot_be_served_are_refused_together() -> None:
+    async def story(playground: Playground, page: Page) -> None:
+        for prompts, options, says in (
+            (["ab", "x" * 400], {}, "tokens"),
+            ([], {}, "send from 1 to 64 prompts"),
+            (["a"], {"max_tokens": 0}, "max_tokens must be from 1"),
+            (["a"], {"temperature": -1.0}, "temperature"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                await playground.ask(prompts, **options)
+        await playground.ask(["ab"], max_tokens=2)
+        await page.see(has("finish"))
+        assert page.count("add") == 1
+
+    play(story)
+
+
+def test_held_it_takes_the_steps_that_it_is_given() -> None:
+    async def story(playground: Playground, page: Page) -> None:
+        playground.change_pace(paused=True)
+        (name,) = await playground.ask(["ab"], max_tokens=8, temperature=0.0)
+        await page.see(has("add"))  # who waits is seen
+        assert page.count("begin") == 0
+        playground.change_pace(step=2)
+        while page.count("end") < 2:
+            await page.see(has("end"))
+        playground.abort(name)
+        await page.see(has("abort"))
+        assert page.count("end") == 2
+        await playground.ask(["cd"], max_tokens=3)
+        await playground.ask(["ef"], max_tokens=3)
+        playground.abort(None)
+        while page.count("abort") < 3:
+            await page.see(has("abort"))
+        await playground.ask(["gh"], max_tokens=3)
+        playground.change_pace(paused=False)
+        await page.see(has("finish"))
+
+    play(story)
+
+
+def test_wrong_code_ends_the_engine_and_another_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(playground: Playground, page: Page) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Scheduler, "schedule", lambda self: 1 // 0)
+            await playground.ask(["ab"])
+            await page.see(has("done"))
+            assert "ZeroDivisionError" in str(page.recording().how)
+            while playground.error is None:
+                await asyncio.sleep(0)
+        assert "ZeroDivisionError" in str(playground.described()["error"])
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            await playground.ask(["ab"])
+        await playground.build({})
+        assert playground.described()["error"] is None
+        await playground.ask(["ab"], max_tokens=2)
+        await page.see(has("finish"))
+
+    play(story)
+
+
+class TestPace:
+    def test_it_counts_steps_while_held(self) -> None:
+        pace = Pace()
+        assert pace.may_step
+        pace.change(paused=True, step=1)
+        assert pace.may_step
+        pace.stepped()
+        assert not pace.may_step
+        pace.change(step=2)
+        pace.change(paused=False)
+        pace.change(paused=True)
+        assert not pace.may_step, "what was granted before is forgotten"
+
+    @pytest.mark.parametrize(
+        "wrong", [{"delay": -1}, {"delay": 60}, {"delay": "1"}, {"paused": 1}, {"step": -1}, {"step": 0.5}]
+    )
+    def test_what_cannot_be(self, wrong: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Pace().change(**wrong)
+
+
+class TestAddresses:
+    def test_the_playground(self) -> None:
+        app = playground_app(Playground(MODEL | SMALL), "127.0.0.1")
+        with TestClient(app, base_url="http://localhost:8001") as client:
+            assert client.post("/inspector/playground", json={}).status_code == 200
+            said = client.get("/inspector/playground").json()
+            assert [field["name"] for field in said["fields"]] == [field.name for field in FIELDS]
+            assert (said["mine"], said["error"], said["paused"]) == (0, None, 0)
+            assert client.post("/inspector/playground", json={"block_size": 16}).json()["fields"][2]["value"] == 16
+            assert client.post("/inspector/playground/pace", json={"delay": 0}).json() == {"delay": 0.0, "paused": 0}
+            assert client.post("/inspector/playground/prompts", json={"prompts": ["a"], "max_tokens": 2}).json() == {
+                "requests": ["0"]
+            }
+            assert client.post("/inspector/playground/abort", json={"request": "7"}).json() == {}
+            page = client.get("/", follow_redirects=True)
+            assert '"kind":"playground"' in page.text and page.url.path == "/inspector"
+            for path, body, says in (
+                ("", {"block_size": 5}, "block_size must be"),
+                ("", {"milestone": "m2", "num_kv_blocks": "x"}, "num_kv_blocks must be"),
+                ("/prompts", {}, "prompts"),
+                ("/prompts", {"prompts": [], "best_of": 2}, "best_of"),
+                ("/prompts", {"prompts": ["a"], "max_tokens": 2000}, "max_tokens must be"),
+                ("/pace", {"delay": 99}, "delay must be"),
+            ):
+                answer = client.post(f"/inspector/playground{path}", json=body)
+                assert answer.status_code == 400 and says in answer.json()["error"]["message"]
+            assert (
+                client.get("/nowhere").status_code == 404
+                and client.get("/inspector/playground/pace").status_code == 405
+            )
+
+    def test_pages_of_others_cannot_ask(self) -> None:
+        app = playground_app(Playground(MODEL | SMALL), "127.0.0.1")
+        with TestClient(app, base_url="http://localhost:8001") as client:
+            url = "/inspector/playground/prompts"
+            assert (
+                client.post(
+                    url, content=json.dumps({"prompts": ["a"]}), headers={"Content-Type": "text/plain"}
+                ).status_code
+                == 415
+            )
+            assert (
+                client.post(url, json={"prompts": ["a"]}, headers={"Origin": "http://evil.example"}).status_code == 403
+            )
+            refused = client.post(url, json={"prompts": ["a"]}, headers={"Host": "evil.example"})
+            assert refused.status_code == 403 and "--host evil.example" in refused.json()["error"]["message"]
+
+    def test_recordings(self) -> None:
+        files = [DATA / "m2.jsonl", DATA / "m3.jsonl"]
+        with TestClient(replay_app(files, "127.0.0.1"), base_url="http://localhost:8001") as client:
+            page = client.get("/inspector").text
+            for i, file in enumerate(files):
+                assert f'{{"name":"{file.name}","url":"inspector/recordings/{i}"}}' in page
+                assert client.get(f"/inspector/recordings/{i}").content == file.read_bytes()
+            assert client.get("/inspector/recordings/2").status_code == 404
+            assert client.get("/inspector/recordings/x").status_code == 404
+            assert client.get("/inspector", headers={"Host": "evil.example"}).status_code == 403

@@ -1,0 +1,358 @@
+"""A recording says what the events said: read again it gives the same state after each turn, whatever happened."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from folovllm import events as ev
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.inspector.lines import KEY_EVERY, LineWriter
+from folovllm.inspector.recorder import Recorder, header_of, recording
+from folovllm.inspector.replay import Recording, parse, read
+from folovllm.inspector.texts import TokenTexts
+from folovllm.sampling_params import SamplingParams
+from folovllm.watcher import Watcher
+from tests.helpers import tiny_tokenizer
+from tests.m5.test_events import GREEDY, World, engine
+
+EVERY = ["m1", "m2", "m3", "m5", "m6"]
+WATCHER_TESTS = "tests.course.test_watcher"
+
+
+class Taped(World):
+    """A world that is recorded, with a keyframe every seven turns; what its watcher saw after each turn is kept."""
+
+    def __init__(self, served: LLMEngine, seed: int, key_every: int = 7) -> None:
+        super().__init__(served, seed)
+        self.data, self.states = bytearray(), list[Any]()
+        self.recorder = Recorder(served, self.data.extend, key_every=key_every)
+        served.subscribe(lambda _: self.states.append(state_of(self.watcher)))  # after the watcher
+
+    def replay(self) -> Recording:
+        self.recorder.close()
+        return parse(self.data.decode(), "taped")
+
+
+def state_of(watcher: Watcher) -> Any:
+    """All that a watcher knows, as a value."""
+    cells = [(c.ref_count, c.is_free, c.hash, c.serial, c.parent) for c in watcher.cells]
+    seqs = {
+        id_: (s.request_id, s.is_running, s.num_tokens, s.num_computed_tokens, tuple(s.block_table), s.refused)
+        for id_, s in watcher.sequences.items()
+    }
+    return cells, seqs
+
+
+def key_of(state: Any) -> Any:
+    """A keyframe of a watcher's state: what the recorder should have written."""
+    cells, seqs = state
+    free = "".join("01"[cell[1]] for cell in cells)
+    named = sorted([i, f"{c[2]:016x}", c[3], c[4]] for i, c in enumerate(cells) if c[2] is not None)
+    served = [[id_, s[0], int(s[1]), *s[2:4], list(s[4]), s[5]] for id_, s in sorted(seqs.items())]
+    return free, [cell[0] for cell in cells], named, served
+
+
+def keyframe(state: dict[str, Any]) -> Any:
+    """The same of a keyframe."""
+    served = sorted([e[0], e[1], *e[7:12]] for e in state["sequences"])
+    return state["free"], state["refs"], sorted(state["named"]), served
+
+
+def assert_replays(taped: Taped) -> Recording:
+    """After each turn a watcher of the recording stands where the engine's own stood, and keyframes say the same."""
+    found, watcher = taped.replay(), Watcher()
+    turns = list(found.turns())
+    assert [turn.number for turn in turns] == list(range(-1, len(taped.states) - 1)), "a turn is missing"
+    for turn, state in zip(turns, taped.states, strict=True):
+        if turn.key is not None:
+            assert keyframe(turn.key) == key_of(state_of(watcher))
+        watcher(turn.events)
+        assert state_of(watcher) == state
+    assert [t.number for t in turns if t.key] == list(range(7, len(turns) - 1, 7)), "keyframes"
+    return found
+
+
+def tokens_of(found: Recording) -> dict[str, list[int]]:
+    """Prompt and answer of each request, put together from the recording."""
+    tokens: dict[int, list[int]] = {}
+    names: dict[int, str] = {}
+    for turn in found.turns():
+        for event in turn.events:
+            if isinstance(event, ev.RequestAdded):
+                tokens[event.seq_id], names[event.seq_id] = list(event.prompt_token_ids), event.request_id
+            elif isinstance(event, ev.StepEnded):
+                for share, ids in zip(event.output.shares, event.result.token_ids, strict=True):
+                    tokens[share.seq_id] += ids
+    return {names[seq]: ids for seq, ids in tokens.items()}
+
+
+@pytest.mark.parametrize("milestone", EVERY)
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10**6))
+def test_a_recording_replays_to_the_same_states(engines: dict[str, LLMEngine], milestone: str, seed: int) -> None:
+    """Through prefix hits, chunks, preemptions, refusals, aborts and evictions."""
+    if milestone not in engines:
+        engines[milestone] = engine(milestone)
+    taped = Taped(engines[milestone], seed)
+    try:
+        for _ in range(60):
+            taped.turn()
+    finally:
+        taped.engine.abort_request(list(taped.engine._requests))
+        taped.engine.step()  # takes in what is in flight
+        for listener in [one for one in taped.engine.events._listeners if one is not taped.recorder]:
+            taped.engine.unsubscribe(listener)
+    assert_replays(taped)
+    assert not taped.engine.events.on
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[str, LLMEngine]]:
+    yield (made := {})
+    for served in made.values():
+        served.executor.shutdown = lambda: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("milestone", EVERY)
+def test_a_recording_that_begins_late(milestone: str) -> None:
+    """Requests run, blocks are cached, and with overlap a step is in flight: the first keyframe has it all, tokens too."""
+    world = World(engine(milestone), 3)
+    for _ in range(25):
+        world.turn()
+    running = {seq.seq_id: seq for seq in (*world.engine.scheduler.running, *world.engine.scheduler.waiting)}
+    known = {seq_id: seq.token_ids.tolist() for seq_id, seq in running.items()}
+    late = Taped(world.engine, 4)
+    late.names = 1000
+    cached = {
+        str(b.block_id): b.token_ids
+        for b in getattr(getattr(world.engine.scheduler, "kv", None), "blocks", ())
+        if b.hash
+    }
+    for _ in range(25):
+        late.turn()
+    found = assert_replays(late)
+    first = next(line for line in found.lines if line[0] == "key")[3]
+    assert first["tokens"] == {str(seq_id): ids for seq_id, ids in known.items()}
+    assert first["block_tokens"].keys() == cached.keys() and (milestone not in ("m5", "m6") or cached)
+    assert all(len(ids) == 4 for ids in first["block_tokens"].values())
+
+
+def test_all_events_come_back() -> None:
+    """Not the state alone: each event is the one that was told."""
+    taped = Taped(engine("m5"), 1)
+    told: list[ev.Event] = []
+    taped.engine.subscribe(told.extend)
+    told.clear()
+    for _ in range(300):
+        taped.turn()
+    found = [event for turn in taped.replay().turns() for event in turn.events][1:]
+    assert len(found) == len(told)
+    begins = dict[int, Any]()
+    for a, b in zip(found, told, strict=True):
+        assert type(a) is type(b)
+        if isinstance(a, ev.StepBegan) and isinstance(b, ev.StepBegan):
+            begins[a.step] = a.output
+            assert [plain(s) for s in a.output.shares] == [plain(s) for s in b.output.shares]
+            assert (a.step, a.budget_left) == (b.step, b.budget_left)
+        elif isinstance(a, ev.StepEnded) and isinstance(b, ev.StepEnded):
+            assert a.output is begins[a.step] and a.result.token_ids == b.result.token_ids
+            assert (a.step, a.waiting, a.kv_blocks_used) == (b.step, b.waiting, b.kv_blocks_used)
+        elif isinstance(a, ev.RequestAdded) and isinstance(b, ev.RequestAdded):
+            assert a._replace(time=0) == b._replace(time=0)
+        else:
+            assert a == b
+    kinds = {type(event) for event in found}
+    assert {ev.Preempted, ev.PrefixHit, ev.BlockEvicted, ev.BlockAdopted, ev.Aborted, ev.Refused} <= kinds
+
+
+def plain(share: Any) -> Any:
+    """What a recording keeps of a share."""
+    return share.seq_id, share.start, share.num_new_tokens, share.num_draws, share.new_blocks
+
+
+@pytest.mark.parametrize(
+    "name", ["m2.2", "m2.3", "m2.4", "m3.2", "m3.3", "m3.4", "m3.6", "m5.2", "m5.3", "m5.4", "m5.5"]
+)
+def test_wrong_answers_are_recorded_as_what_they_do(name: str) -> None:
+    """A learner's mistake behind it: who replays the recording sees the manager's own blocks, as the live watcher does."""
+    watcher_tests = importlib.import_module(WATCHER_TESTS)
+    answers = [answer for answer in watcher_tests.ANSWERS if answer.exercise.id == name]
+    assert answers
+    for answer in answers:
+        with pytest.MonkeyPatch.context() as patch:
+            watcher_tests.put_in(answer, patch)
+            taped = Taped(engine(watcher_tests.MILESTONES[name]), 0)
+            patch.setattr(taped, "compare", lambda: None)
+            for _ in range(60):
+                try:
+                    taped.turn()
+                except Exception:  # wrong code may raise what it likes
+                    taped.engine.events.drain()
+            assert_replays(taped)
+
+
+def test_twenty_thousand_steps() -> None:
+    """Keyframes come every 256 turns, each is right, and the last state is the engine's."""
+    taped = Taped(engine("m3"), 5, key_every=KEY_EVERY)
+    taped.states = []
+    taped.engine.unsubscribe(taped.engine.events._listeners[-1])
+    taped.compare = lambda: None  # type: ignore[method-assign]
+    while taped.engine._num_steps < 20_000:
+        taped.turn()
+    last = state_of(taped.watcher)
+    found, watcher, keys = taped.replay(), Watcher(), 0
+    for turn in found.turns():
+        if turn.key is not None:
+            keys += 1
+            assert keyframe(turn.key) == key_of(state_of(watcher))
+            assert turn.number == keys * KEY_EVERY
+        watcher(turn.events)
+    assert state_of(watcher) == last and keys >= 78
+
+
+def test_the_tokens_are_those_of_the_answers(tmp_path: Path) -> None:
+    served = engine("m5")
+    with recording(served, tmp_path / "run.jsonl"):
+        outputs = served.generate([[1] * 9, [1] * 8 + [7]], SamplingParams(temperature=0, max_tokens=6))
+    assert isinstance(outputs, list)
+    found = tokens_of(read(tmp_path / "run.jsonl"))
+    assert list(found.values()) == [list(o.prompt_token_ids) + list(o.outputs[0].token_ids) for o in outputs]
+
+
+def test_every_token_has_a_text_before_it_is_needed(tmp_path: Path) -> None:
+    served = engine("m5")
+    with recording(served, tmp_path / "run.jsonl"):
+        served.generate([[1] * 9, list(range(200, 220))], GREEDY)
+    told, seen = set[int](), 0
+    for line in read(tmp_path / "run.jsonl").lines:
+        if line[0] == "texts":
+            assert not told & set(map(int, line[1])), "told twice"
+            told |= set(map(int, line[1]))
+        for event in line[3] if line[0] == "turn" else ():
+            ids = event[4] if event[0] == "add" else event[6] if event[0] == "end" else []
+            seen += len(ids)
+            assert set(ids) <= told
+    assert seen == 9 + 20 + 8
+
+
+def test_texts_of_bytes_and_of_pieces() -> None:
+    """A byte that is no character is a list; put together, the bytes are the text."""
+    tokenizer = tiny_tokenizer()
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer.encode("é ok", add_special_tokens=False)
+    found = texts.of([*ids, 256])
+    parts = [found[str(id_)] for id_ in ids]
+    assert parts == [[0xC3], [0xA9], " ", "o", "k"] and found["256"] == "<|endoftext|>"
+    assert texts.of([100_000]) == {}
+
+    class SentencePiece:
+        all_special_tokens: tuple[str, ...] = ("</s>",)
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"▁the": 5, "<0xE2>": 6, "</s>": 2, "<0x41>": 7}
+
+    assert TokenTexts(SentencePiece()).of([2, 5, 6, 7]) == {"2": "</s>", "5": " the", "6": [0xE2], "7": "A"}  # type: ignore[arg-type]
+
+
+class TestTheFile:
+    def test_cut_off_anywhere_it_still_replays(self, tmp_path: Path) -> None:
+        served = engine("m3")
+        with recording(served, tmp_path / "run.jsonl"):
+            served.generate([[1] * 9], GREEDY)
+        data = (tmp_path / "run.jsonl").read_bytes()
+        whole = list(parse(data.decode(), "whole").turns())
+        for end in range(data.index(b'["turn"'), len(data), 7):
+            turns = list(parse(data[:end].decode(), "part").turns())
+            assert [t.number for t in turns] == [t.number for t in whole[: len(turns)]]
+        assert parse(data.decode(), "whole").how == "closed"
+        assert parse(data[:-5].decode(), "whole").how is None
+
+    def test_an_error_ends_it_and_is_told(self, tmp_path: Path) -> None:
+        served = engine("m3")
+        with pytest.raises(RuntimeError), recording(served, tmp_path / "run.jsonl"):
+            served.add_request("a", [1] * 9, GREEDY)
+            served.step()
+            raise RuntimeError("the engine broke")
+        assert read(tmp_path / "run.jsonl").how == "RuntimeError: the engine broke"
+        assert not served.events.on
+
+    def test_what_is_no_recording_is_refused_by_name(self, tmp_path: Path) -> None:
+        file = tmp_path / "x.jsonl"
+        header = {"format": "folovllm recording", "version": 0, "engine": {}}
+        for text, says in [
+            ("", "x.jsonl is no recording"),
+            ("[1]\n", "is no recording"),
+            (
+                json.dumps(header) + "\n",
+                "x.jsonl is a recording of version 0, and this reads version 1: record it anew",
+            ),
+            (json.dumps(header | {"version": 1}) + "\nno\n[]\n", "x.jsonl, line 2 is no JSON"),
+        ]:
+            file.write_text(text)
+            with pytest.raises(ValueError, match=says):
+                read(file)
+        with pytest.raises(ValueError, match="cannot read"):
+            read(tmp_path / "none.jsonl")
+        file.write_text(json.dumps(header | {"version": 1}) + '\n["turn",0,0,[["sing",1]]]\n')
+        with pytest.raises(ValueError, match="line 2 is no line of a recording"):
+            list(read(file).turns())
+
+    def test_a_file_that_cannot_be_written(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="cannot record into"), recording(engine("m3"), tmp_path / "no" / "x"):
+            pass
+
+    def test_a_full_disk_ends_the_recording_and_not_the_engine(self) -> None:
+        served, sizes = engine("m3"), list[int]()
+
+        def write(data: bytes) -> None:
+            sizes.append(len(data))
+            if len(sizes) > 2:
+                raise OSError(28, "No space left on device")
+
+        recorder = Recorder(served, write)
+        served.generate([[1] * 9], GREEDY)
+        with pytest.raises(OSError, match="No space left"):
+            recorder.close()
+        assert len(sizes) == 3 and not served.events.on
+        recorder.close()  # twice is once
+
+
+def test_numbers_of_numpy_are_written(tmp_path: Path) -> None:
+    """A learner's code may hand them in."""
+    served = engine("m3")
+    lines = LineWriter(header_of(served, "", None), TokenTexts(served.tokenizer), 0.0)
+    list(lines.lines([ev.Snapshot(4, 4, 1, 8, 0, (), ())], 0.0))
+    (line,) = lines.lines([ev.BlockTaken(int(np.int64(1))), ev.BlockFreed(np.int64(2))], 0.0)  # type: ignore[arg-type]
+    assert json.loads(line) == ["turn", 0, 0, [["take", 1], ["free", 2]]]
+
+
+@pytest.mark.parametrize("milestone", EVERY)
+def test_where_nobody_records_no_event_is_made(milestone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a recording and after it."""
+    taped = Taped(engine(milestone), 4)
+    for _ in range(20):
+        taped.turn()
+    taped.recorder.close()
+    for listener in list(taped.engine.events._listeners):
+        taped.engine.unsubscribe(listener)
+    monkeypatch.setattr(taped, "compare", lambda: None)
+    monkeypatch.setattr(ev.Events, "emit", lambda self, event: pytest.fail("nobody listens"))
+    for _ in range(60):
+        taped.turn()
+
+
+def test_the_package_needs_no_server() -> None:
+    """`generate --record` runs without the extra `serve`."""
+    code = "import sys; sys.modules |= dict.fromkeys(['starlette', 'uvicorn', 'prometheus_client']); import folovllm.inspector.recorder, folovllm.inspector.replay"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,45 @@
+"""The recordings of the book and of the page's tests are what the engine does today."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from folovllm.inspector.replay import read
+from tests.inspector.test_live import replayed
+
+ROOT = Path(__file__).resolve().parents[2]
+BOOK = ROOT / "docs" / "assets" / "recordings"
+FILES = [*BOOK.glob("*.jsonl"), *(ROOT / "tests" / "inspector" / "data").glob("m*.jsonl")]
+
+
+def test_the_engine_still_does_the_same() -> None:
+    """In a process of its own: sequences are counted from 0, and no test has read the clock. Times may differ."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)} | {"FOLOVLLM_MINE": ""}
+    command = [sys.executable, str(ROOT / "tools" / "recordings.py"), "--check"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == len(FILES)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_each_is_small_and_whole(file: Path) -> None:
+    found = read(file)
+    assert file.stat().st_size <= 50 * 1024 and found.how == "closed" and found.header["started"] is None
+    watcher = replayed(found)
+    assert not watcher.sequences and all(cell.is_free and not cell.ref_count for cell in watcher.cells)
+
+
+def test_the_book_shows_recordings_that_there_are() -> None:
+    shown = {
+        page.name: re.findall(r"<!-- recording (\w+)(?: (\w+))? -->", page.read_text(encoding="utf-8"))
+        for page in (ROOT / "docs").rglob("*.md")
+    }
+    names = {page: [name for pair in pairs for name in pair if name] for page, pairs in shown.items() if pairs}
+    assert names and all(len(found) <= 2 for found in names.values()), "at most two a chapter"
+    assert {name for found in names.values() for name in found} == {file.stem for file in BOOK.glob("*.jsonl")}

@@ -1,0 +1,158 @@
+"""The page's reducer, in the browser: after every step it has the engine's own cells and sequences, whoever wrote the engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.inspector.recorder import Recorder
+from folovllm.watcher import Cell, Watcher
+from tests.course import test_watcher as wrong
+from tests.inspector.browser import HOST, Shown, chromium, shown
+from tests.m5.test_events import World, cells_of, engine
+
+EVERY = ["m1", "m2", "m3", "m5", "m6"]
+KINDS = ("free", "cached", "owned", "shared", "lost", "torn")
+
+STATES = """
+const {readRecording} = await import("/lines.js");
+const {stateOfCell} = await import("/memory.js");
+const recording = await readRecording(it.text);
+const told = (at) => {
+  const state = recording.stateAt(at);
+  const cells = Array.from({length: state.numBlocks}, (_, i) =>
+    [state.refCount[i], state.isFree[i], state.hash[i], state.serial[i], state.parent[i], stateOfCell(state, i)]);
+  const seqs = [...state.sequences.values()].map((seq) =>
+    [seq.seqId, seq.isRunning, seq.numTokens, seq.numComputed, [...seq.table], seq.refused]);
+  const held = state.holders().map((held) => (held ?? []).map(({seq, filled}) => [seq.seqId, filled]));
+  const rest = [state.totals, [...state.freedAt], [...state.originSeq], [...state.originPlace], recording.columns.drawn[at]];
+  return {cells, seqs, held, used: state.numUsed, steps: state.numSteps, rest: JSON.stringify(rest)};
+};
+const states = recording.moments.map((_, at) => told(at));
+const strayed = it.walk.filter((at) => JSON.stringify(told(at)) !== JSON.stringify(states[at]));
+const tokens = Object.fromEntries([...recording.infos].map(([id, info]) => [id, [...info.prompt, ...info.drawn]]));
+return {states, strayed, tokens};
+"""
+
+
+class Watched(World):
+    """A world that is recorded; after each moment it notes what the watcher says, and what the cache manager does."""
+
+    def __init__(self, served: LLMEngine, seed: int, key_every: int = 256) -> None:
+        super().__init__(served, seed)
+        self.data, self.states, self.own = bytearray(), list[Any](), dict[int, list[Cell]]()
+        served.subscribe(lambda _: self.states.append(state_of(self.watcher)))
+        self.recorder = Recorder(served, self.data.extend, key_every=key_every)
+
+    def note(self) -> None:
+        """Keep what the cache manager says itself."""
+        kv = getattr(self.engine.scheduler, "kv", None)
+        if kv is not None:
+            self.own[len(self.states) - 1] = cells_of(kv)
+
+
+def state_of(watcher: Watcher) -> dict[str, Any]:
+    """All that a watcher knows, as the page says it."""
+    return {
+        "cells": [cell_of(cell) for cell in watcher.cells],
+        "seqs": [
+            [id_, seq.is_running, seq.num_tokens, seq.num_computed_tokens, list(seq.block_table), seq.refused]
+            for id_, seq in watcher.sequences.items()
+        ],
+        "held": [[[seq.added.seq_id, filled] for seq, filled in held] for held in watcher.holders()],
+        "used": sum(not cell.is_free for cell in watcher.cells),
+    }
+
+
+def cell_of(cell: Cell) -> list[Any]:
+    """A cell as the page says it, with the name of its state."""
+    if cell.is_free:
+        kind = "torn" if cell.ref_count else "free" if cell.hash is None else "cached"
+    else:
+        kind = "lost" if cell.ref_count == 0 else "owned" if cell.ref_count == 1 else "shared"
+    hash_ = None if cell.hash is None else f"{cell.hash:016x}"
+    return [cell.ref_count, int(cell.is_free), hash_, cell.serial, cell.parent, kind]
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Shown]:
+    with chromium() as browser, shown(browser) as page:
+        page.page.goto(HOST + "index.html")
+        yield page
+
+
+def assert_page_agrees(here: Shown, world: Watched, ignore_free: bool = False) -> dict[str, Any]:
+    """Forward through all moments, and then to and fro: the page's state is the watcher's, and the manager's own."""
+    world.recorder.close()
+    last = len(world.states) - 1
+    die = random.Random(last)
+    walk = [die.randint(0, last) for _ in range(60)] + list(range(last, max(-1, last - 40), -1))
+    told: dict[str, Any] = here.run(STATES, {"text": world.data.decode(), "walk": walk})
+    assert told["strayed"] == [], "going back and forth gives another state"
+    assert len(told["states"]) == len(world.states)
+    for at, (seen, state) in enumerate(zip(told["states"], world.states, strict=True)):
+        assert {name: seen[name] for name in state} == state, f"at moment {at}"
+        if at in world.own:
+            own = [replace(cell, is_free=bool(mine[1])) if ignore_free else cell
+                   for cell, mine in zip(world.own[at], seen["cells"], strict=True)]  # fmt: skip
+            assert seen["cells"] == [cell_of(cell) for cell in own], f"the cache manager itself, at moment {at}"
+    return told
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("milestone", EVERY)
+def test_every_cell_is_the_engines_own(here: Shown, milestone: str, seed: int) -> None:
+    """After each of 300 random steps: through prefix hits, chunks, preemptions, refusals, aborts and evictions."""
+    world = Watched(engine(milestone), seed)
+    for _ in range(300):
+        world.turn()
+        world.note()
+    assert len(world.own) >= (300 if milestone != "m1" else 0)
+    tokens = assert_page_agrees(here, world)["tokens"]
+    for seq in (*world.engine.scheduler.running, *world.engine.scheduler.waiting):
+        assert tokens[str(seq.seq_id)] == seq.token_ids.tolist()
+
+
+@pytest.mark.parametrize("milestone", ["m5", "m6"])
+def test_a_recording_that_begins_while_requests_run(here: Shown, milestone: str) -> None:
+    world = Watched(engine(milestone), 3)
+    for _ in range(25):
+        world.turn()
+    late = Watched(world.engine, 4)
+    late.names = 1000
+    for _ in range(60):
+        late.turn()
+        late.note()
+    assert_page_agrees(here, late)
+
+
+@pytest.mark.parametrize("answer", wrong.ANSWERS, ids=lambda answer: answer.id)
+def test_it_shows_what_wrong_code_did(here: Shown, answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind every wrong answer of M2, M3 and M5 that touches the scheduler or the cache."""
+    wrong.put_in(answer, monkeypatch)
+    world = Watched(engine(wrong.MILESTONES[answer.exercise.id]), 0)
+    monkeypatch.setattr(world, "compare", lambda: None)
+    for _ in range(100):
+        try:
+            world.turn()
+        except Exception:  # wrong code may raise what it likes: the blocks are compared all the same
+            world.engine.events.drain()
+        world.note()
+    told = assert_page_agrees(here, world, ignore_free=answer.id in wrong.TWICE_FREE)
+    assert {cell[5] for state in told["states"] for cell in state["cells"]} <= set(KINDS)
+
+
+def test_a_leak_is_seen(here: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    (leaks,) = [answer for answer in wrong.ANSWERS if answer.id == "m3.4_leaks"]
+    wrong.put_in(leaks, monkeypatch)
+    world = Watched(engine("m3"), 0)
+    monkeypatch.setattr(world, "compare", lambda: None)
+    for _ in range(8):
+        world.turn()
+    told = assert_page_agrees(here, world)
+    assert any(cell[5] == "lost" for cell in told["states"][-1]["cells"])

@@ -1,0 +1,445 @@
+"""What the page shows and how it is steered, in headless Chromium."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from folovllm.inspector.page import inline_source, whole_page
+from tests.inspector.browser import HOST, SAMPLES, SHOWN, STATIC, Shown, chromium, lines_of, shown
+
+NAMES = ["m1.jsonl", "m2.jsonl", "m3.jsonl", "m5.jsonl", "m6.jsonl"]
+MOST_LINES = 2500
+TASK = 0.1  # seconds of the page's own work, longer than which a user notices
+
+TICK = "inspector.player.clock.tick"
+LAST = "inspector.player.clock.length - 1"
+SETTLED = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done())))"
+TELL_ALL = f"""
+const told = [];
+for (let at = 0; at < inspector.player.clock.length; at++) {{
+  inspector.player.go(at);
+  await {SETTLED};
+  told.push(inspector.lanes[0].text);
+}}
+return told;
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def here(browser: Any) -> Iterator[Shown]:
+    with shown(browser) as page:
+        yield page
+
+
+def key(here: Shown, *names: str) -> int:
+    """Press keys; returns where the page stands then."""
+    for name in names:
+        here.page.keyboard.press(name)
+    here.page.evaluate(SETTLED)
+    return int(here.page.evaluate(TICK))
+
+
+def test_the_page_stays_small() -> None:
+    lines = {file.name: len(file.read_text(encoding="utf-8").splitlines()) for file in STATIC.glob("*.js")}
+    assert sum(lines.values()) <= MOST_LINES, lines
+
+
+class TestStory:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_every_moment_has_its_sentences(self, here: Shown, name: str) -> None:
+        """What is preempted, refused, found, evicted, finished or aborted is said, with names and numbers."""
+        here.open(name)
+        told = here.run(TELL_ALL)
+        names = here.run(
+            "return Object.fromEntries([...inspector.lanes[0].recording.infos].map(([id, i]) => [id, i.letters]))"
+        )
+        turns = [line[3] for line in lines_of(name)[1:] if line[0] == "turn"]
+        assert len(told) == len(turns) + 1 and all(len(text) > 12 for text in told)
+        for text, events in zip(told[1:], turns, strict=True):
+            for kind, *fields in events:
+                who = names.get(str(fields[0]))
+                if kind == "preempt" and fields[0] != fields[1]:
+                    assert f"{who} was preempted for {names[str(fields[1])]}; {fields[2]} token" in text
+                elif kind == "hit":
+                    assert f"its first {fields[1]} tokens were in the cache" in text
+                elif kind == "evict":
+                    assert str(fields[0]) in text and "cached contents" in text
+                elif kind == "finish":
+                    assert f"{who} finished" in text
+                elif kind == "abort":
+                    assert f"{who} was aborted from outside." in text
+                elif kind == "add":
+                    assert f"{who} came: {len(fields[3])} token" in text or " came, and wait." in text
+
+    def test_a_refusal_says_which_budget(self, here: Shown) -> None:
+        here.open("m3.jsonl")
+        at = key(here, "r")
+        assert "must wait: " in here.run("return inspector.lanes[0].text")
+        assert key(here, "r") > at > 0 and key(here, "Shift+R") == at
+
+    def test_the_numbers_count_from_one_step(self, here: Shown) -> None:
+        here.open("m2.jsonl", t=1)
+        assert here.run("return inspector.lanes[0].text").startswith("Step 1: ")
+
+
+class TestTime:
+    def test_keys(self, here: Shown) -> None:
+        here.open("m3.jsonl")
+        last = here.page.evaluate(LAST)
+        assert key(here, "End") == last and key(here, "ArrowRight") == last
+        assert key(here, "Home") == 0 and key(here, "ArrowLeft") == 0
+        assert key(here, "ArrowRight", "ArrowRight") == 2 and key(here, "Shift+ArrowRight") == 12
+        flags = here.run("return inspector.lanes[0].recording.columns.flags")
+        preempted = [at for at, bits in enumerate(flags) if bits & 1]
+        assert [key(here, "Home", "p"), key(here, "p")] == preempted[:2] and key(here, "Shift+P") == preempted[0]
+
+    def test_play_and_pause(self, here: Shown) -> None:
+        here.open("m3.jsonl")
+        for _ in range(9):
+            key(here, ">")
+        key(here, "Space")
+        here.page.wait_for_function(f"{TICK} === {LAST} && !inspector.player.playing")
+        key(here, "Space")
+        assert here.run("return inspector.player.playing"), "from the beginning again"
+        key(here, "Space")
+        assert not here.run("return inspector.player.playing")
+
+    def test_a_link_to_a_moment(self, here: Shown) -> None:
+        here.open("m5.jsonl", t=17)
+        assert here.page.evaluate(TICK) == 17
+        key(here, "ArrowRight")
+        here.page.wait_for_function("location.hash === '#t=18'")
+        here.page.goto(here.page.url.replace("#t=18", "#t=5"))
+        here.page.wait_for_function(f"{TICK} === 5")
+
+    def test_back_and_forth_draws_the_same(self, here: Shown) -> None:
+        here.open("m5.jsonl")
+        look = f"""
+          inspector.player.go(it); await {SETTLED};
+          return [...document.querySelectorAll("canvas")].map((c) => c.toDataURL()).join() + document.querySelector("main").innerText"""
+        die = random.Random(0)
+        moments = [die.randrange(51) for _ in range(8)]
+        first = {at: here.run(look, at) for at in moments}
+        assert all(here.run(look, at) == first[at] for at in reversed(moments))
+
+    def test_a_race_has_one_clock(self, here: Shown) -> None:
+        here.open("m2.jsonl", "m3.jsonl")
+        stand = """
+          const {clock} = inspector.player;
+          return inspector.lanes.map(({recording, frame}) => [frame.at, recording.columns.time, clock.time])"""
+        for presses in ("ArrowRight",) * 5, ("Shift+ArrowRight",) * 3, ("ArrowLeft",), ("End",):
+            key(here, *presses)
+            for at, times, now in here.run(stand):
+                assert times[at] <= now and (at + 1 == len(times) or times[at + 1] > now)
+        assert all(at + 1 == len(times) for at, times, _ in here.run(stand))
+        assert here.page.locator(".lane .memory canvas").count() == 2
+
+
+class TestChoosing:
+    def test_a_request_by_key_and_its_blocks(self, here: Shown) -> None:
+        here.open("m3.jsonl", t=9)
+        key(here, "]")
+        assert here.page.locator(".pick[aria-pressed=true]").count() == 1
+        key(here, "[")
+        assert here.page.locator(".pick[aria-pressed=true]").count() == 1
+
+    def test_blocks_by_keyboard(self, here: Shown) -> None:
+        here.open("m5.jsonl", t=10)
+        here.page.locator(".memory canvas").focus()
+        key(here, "ArrowRight", "ArrowRight", "ArrowLeft")
+        tip = here.page.locator(".memory .tip").inner_text()
+        assert tip.startswith("Block 0: shared") and "Once upon a time" in tip and "begins a prefix" in tip
+        key(here, "ArrowDown", "Enter")
+        assert here.page.locator(".pick[aria-pressed=true]").count() == 1
+
+    def test_hover_and_click_in_the_picture(self, here: Shown) -> None:
+        here.open("m5.jsonl", t=10)
+        box = here.page.locator(".memory canvas").bounding_box()
+        here.page.mouse.move(box["x"] + 20, box["y"] + 20)
+        assert "Block 0: shared" in here.page.locator(".memory .tip").inner_text()
+        steps = here.page.locator(".timeline canvas").bounding_box()
+        here.page.mouse.click(steps["x"] + 300, steps["y"] + 30)
+        here.page.evaluate(SETTLED)
+        assert here.page.evaluate(TICK) != 10
+
+
+class TestSources:
+    def test_one_file_from_disk(self, browser: Any, tmp_path: Path) -> None:
+        texts = [(name, (SAMPLES / name).read_text(encoding="utf-8")) for name in ("m2.jsonl", "m3.jsonl")]
+        for count in (1, 2):
+            (file := tmp_path / f"run{count}.html").write_text(
+                whole_page(inline_source(texts[:count])), encoding="utf-8"
+            )
+            with shown(browser) as here:
+                here.page.goto(f"{file.as_uri()}#t=9")
+                here.page.wait_for_function(SHOWN)
+                assert here.run("return inspector.lanes.length") == count
+                assert key(here, "ArrowRight") == 10
+
+    def test_in_a_notebook(self, here: Shown, tmp_path: Path) -> None:
+        """In a frame that may do nothing but run scripts: it has no address, no storage and no clipboard."""
+        page = whole_page(inline_source([("m5.jsonl", (SAMPLES / "m5.jsonl").read_text(encoding="utf-8"))]))
+        here.page.goto(HOST + "index.html")
+        here.run(
+            """const frame = document.createElement("iframe");
+            Object.assign(frame, {srcdoc: it, width: 700, height: 420, sandbox: "allow-scripts"});
+            document.body.replaceChildren(frame);
+            await new Promise((done) => (frame.onload = done))""",
+            page,
+        )
+        frame = here.page.frames[-1]
+        frame.wait_for_function(SHOWN)
+        frame.locator("button.forward").click()
+        frame.wait_for_function(f"{TICK} === 1")
+        frame.locator(".memory canvas").press("c")
+        assert frame.locator("#page.embed").count() == 1
+
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ('{"format": "folovllm recording", "version": 99}\n', "version 99"),
+            ('{"format": "cooking recipe"}\n', "This is no recording"),
+            ('["turn", 0, 0, []]\n', "This is no recording"),
+            ("", "empty"),
+        ],
+    )
+    def test_what_it_does_not_read_is_refused_by_name(self, here: Shown, text: str, says: str) -> None:
+        here.recordings["odd.jsonl"] = text
+        here.page.goto(HOST + "index.html?src=odd.jsonl")
+        here.page.wait_for_selector(".error")
+        assert says in here.page.locator(".error").inner_text()
+
+    def test_a_file_that_was_cut_off(self, here: Shown) -> None:
+        text = (SAMPLES / "m3.jsonl").read_text(encoding="utf-8")
+        here.recordings["cut.jsonl"] = text[: len(text) * 2 // 3]
+        here.open("cut.jsonl")
+        whole = [line for line in here.recordings["cut.jsonl"].split("\n")[:-1] if line.startswith('["turn"')]
+        assert here.page.evaluate(LAST) == len(whole)
+
+
+def sse(lines: list[str]) -> str:
+    """Lines as server-sent events, two an event."""
+    return "".join(f"data: {a}\ndata: {b}\n\n" for a, b in zip(lines[::2], [*lines[1::2], ""], strict=False))
+
+
+class TestLive:
+    def test_a_stream_with_a_key(self, here: Shown) -> None:
+        """It is asked for with the key; what comes is shown as it comes, and a new header begins anew."""
+        lines = (SAMPLES / "m5.jsonl").read_text(encoding="utf-8").splitlines()
+        asked: list[Any] = []
+
+        def stream(route: Any) -> None:
+            asked.append(route.request.headers.get("authorization"))
+            if asked[-1] != "Bearer right":
+                return route.fulfill(status=401, json={})
+            return route.fulfill(body=": hello\n\n" + sse(lines[: 30 * len(asked)]), content_type="text/event-stream")
+
+        show_source(here, {"kind": "live", "events": "events", "needs_key": True}, {"events": stream})
+        here.page.locator("input[type=password]").fill("wrong")
+        here.page.keyboard.press("Enter")
+        here.page.wait_for_function("!window.inspector.player")
+        here.page.locator("input[type=password]").fill("right")
+        here.page.keyboard.press("Enter")
+        here.page.wait_for_function(SHOWN)
+        here.page.wait_for_function(f"{LAST} > 40 && {TICK} === {LAST}")
+        key(here, "ArrowLeft")
+        assert not here.run("return inspector.player.follows")
+        assert key(here, "f") == here.page.evaluate(LAST)
+        here.errors[:] = [error for error in here.errors if "401" not in error]  # as it should be
+
+    def test_a_playground(self, here: Shown) -> None:
+        lines = (SAMPLES / "m3.jsonl").read_text(encoding="utf-8").splitlines()
+        fields = [
+            {"name": "num_kv_blocks", "kind": "number", "value": 12, "min": 2, "max": 64, "step": 1, "help": "memory"},
+            {"name": "milestone", "kind": "choice", "value": "m3", "choices": ["m2", "m3"], "help": ""},
+            {"name": "enable_chunked_prefill", "kind": "switch", "value": False, "help": ""},
+        ]
+        asked: list[tuple[str, Any]] = []
+
+        def control(route: Any) -> None:
+            name = route.request.url.split("control")[1]
+            if route.request.method == "POST":
+                asked.append((name, json.loads(route.request.post_data)))
+            if asked and asked[-1] == ("", {"num_kv_blocks": 40}):
+                asked.append(("refused", None))
+                return route.fulfill(status=400, json={"error": {"message": "40 blocks are too many"}})
+            return route.fulfill(
+                json={"fields": fields, "mine": 0, "error": None, "requests": [], "paused": True, "delay": 0.2}
+            )
+
+        def stream(route: Any) -> None:
+            route.fulfill(body=sse(lines), content_type="text/event-stream")
+
+        source = {"kind": "playground", "events": "events", "control": "control"}
+        show_source(here, source, {"events": stream, "control*": control, "control/*": control})
+        here.page.wait_for_function(SHOWN)
+        here.page.locator(".playground textarea").fill("One\n\nTwo")
+        here.page.get_by_role("button", name="Send").click()
+        here.page.get_by_role("button", name="One step").click()
+        here.page.locator(".fields input[type=range]").fill("40")
+        here.page.wait_for_selector(".playground .error:not([hidden])")
+        assert "40 blocks are too many" in here.page.locator(".playground .error").inner_text()
+        sent = dict(asked)
+        assert sent["/prompts"] == {"prompts": ["One", "Two"], "max_tokens": 40, "temperature": 0.7}
+        assert sent["/pace"] == {"paused": True, "step": 1}
+        here.errors[:] = [error for error in here.errors if "400" not in error]  # as it should be
+
+
+def show_source(here: Shown, source: dict[str, Any], routes: dict[str, Any]) -> None:
+    """The page with a source of its own, and who answers what it asks for."""
+    for path, answer in routes.items():
+        here.page.route(HOST + path, answer)
+    page = (STATIC / "index.html").read_text(encoding="utf-8").replace(">null<", f">{json.dumps(source)}<")
+    here.page.route(HOST + "live.html", lambda route: route.fulfill(body=page, content_type="text/html"))
+    here.page.goto(HOST + "live.html")
+
+
+class TestForEverybody:
+    @pytest.mark.parametrize("width", [400, 800, 1440])
+    @pytest.mark.parametrize("theme", ["light", "dark"])
+    def test_nothing_is_cut_off(self, browser: Any, width: int, theme: str) -> None:
+        for names, options in ((("m5.jsonl",), {}), (("m2.jsonl", "m3.jsonl"), {}), (("m5.jsonl",), {"embed": 1})):
+            with shown(
+                browser, viewport={"width": width, "height": 420 if options else 900}, color_scheme=theme
+            ) as here:
+                here.open(*names, t=20, **options)
+                here.page.evaluate(SETTLED)
+                assert here.run("return document.documentElement.scrollWidth") <= width
+                assert here.run("return document.documentElement.dataset.theme") == theme
+
+    def test_everything_has_a_name(self, here: Shown) -> None:
+        here.open("m5.jsonl", t=20)
+        nameless = here.run("""
+          return [...document.querySelectorAll("button, input, select, canvas:not([aria-hidden])")]
+            .filter((e) => e.offsetParent && !e.hidden && !(e.getAttribute("aria-label") || e.innerText || e.labels?.length))
+            .map((e) => e.outerHTML)""")
+        assert nameless == []
+        assert here.page.locator(".story[aria-live=polite]").count() == 1
+        label = here.page.locator(".memory canvas").get_attribute("aria-label")
+        assert "owned" in label and "cached" in label
+
+    def test_letters_stand_out(self, browser: Any) -> None:
+        """Text has a contrast of 4.5 and more to what is behind it (WCAG 2.1, 1.4.3), in both themes."""
+        for theme in ("light", "dark"):
+            with shown(browser, color_scheme=theme) as here:
+                here.open("m5.jsonl")
+                colours = here.run("""
+                  const {inkOn, hueOf} = await import("/palette.js");
+                  const style = getComputedStyle(document.documentElement);
+                  const of = (name) => style.getPropertyValue("--" + name).trim();
+                  const pairs = ["ink", "muted", "accent", "alarm", "hit"].flatMap((n) => [[of(n), of("card")], [of(n), of("page")]]);
+                  return [...pairs, ...Array.from({length: 7}, (_, n) => [inkOn(n).replace("#fff", "#ffffff").replace("#111", "#111111"), hueOf(n)])]""")
+            assert min(contrast(*pair) for pair in colours) >= 4.5, colours
+
+
+def contrast(a: str, b: str) -> float:
+    """Of two colours, `#rrggbb`."""
+    dark, light = sorted((luminance(a), luminance(b)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def long_run(steps: int, blocks: int = 1024, rows: int = 32) -> str:
+    """A recording of a steady load, made without an engine: requests of 40 tokens that draw 60 to 139."""
+    header = lines_of("m3.jsonl")[0]
+    header["engine"] |= {"num_kv_blocks": blocks, "block_size": 16, "max_num_seqs": rows, "max_num_batched_tokens": 256}
+    key_state = {
+        "steps": 0,
+        "free": "1" * blocks,
+        "refs": [0] * blocks,
+        "named": [],
+        "sequences": [],
+        "tokens": {},
+        "block_tokens": {},
+    }
+    lines: list[Any] = [header, ["texts", {str(i): f" w{i}" for i in range(64)}], ["key", 0, 0, key_state]]
+    free, running, computed, left, names = (
+        list(range(blocks)),
+        dict[int, list[int]](),
+        dict[int, int](),
+        dict[int, int](),
+        0,
+    )
+    for step in range(steps):
+        events: list[Any] = []
+        shares: list[Any] = []
+        for seq in running:
+            if computed[seq] % 16 == 0:
+                events.append(["new", free[0]])
+                shares.append([seq, computed[seq], 1, 1, len(running[seq]), [free[0]]])
+                running[seq].append(free.pop(0))
+            else:
+                shares.append(seq)
+            computed[seq] += 1
+        if len(running) < rows:
+            seq, names = names, names + 1
+            running[seq], computed[seq], left[seq] = [free.pop(0) for _ in range(3)], 40, 60 + seq * 7 % 80
+            events += [
+                ["add", seq, f"r{seq}", 0, [seq % 64] * 40, 200, 0, step * 4000],
+                ["new", *running[seq]],
+                ["admit", seq, 0],
+            ]
+            shares.append([seq, 0, 40, 1, 0, list(running[seq])])
+        ids = [share if isinstance(share, int) else share[0] for share in shares]
+        times = [step * 4000 + extra for extra in (0, 30, 3900, 3950)]
+        events.append(["begin", step, *times[:2], shares, 256 - len(ids)])
+        over = [seq for seq in ids if left[seq] == 1]
+        for seq in ids:
+            left[seq] -= 1
+        for seq in over:
+            events += [["free", *running[seq]], ["table", seq, list(running[seq])]]
+        events += [["end", step, times[0], *times[2:], ids, [seq % 64 for seq in ids], 0, blocks - len(free)]]
+        for seq in over:
+            events.append(["finish", seq, "length"])
+            free += running.pop(seq)
+        lines.append(["turn", step, times[3], events])
+    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+
+
+def test_twenty_thousand_steps_are_scrubbed_without_a_long_task(here: Shown) -> None:
+    """No jump costs the page's thread 100 ms. Its processor time is counted, so that others who work meanwhile do not matter."""
+    here.recordings["long.jsonl"] = long_run(20_000)
+    here.open("long.jsonl")
+    assert here.page.evaluate(LAST) == 20_000
+    tools = here.page.context.new_cdp_session(here.page)
+    tools.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def spent() -> float:
+        """Seconds of processor time in tasks so far."""
+        metrics = {metric["name"]: metric["value"] for metric in tools.send("Performance.getMetrics")["metrics"]}
+        return float(metrics["TaskDuration"])
+
+    die, costs = random.Random(2), []
+    for jump in [die.randrange(20_000) for _ in range(25)] + list(range(19_999, 10_000, -500)):
+        before = spent()
+        here.run(f"inspector.player.go(it); await {SETTLED}", jump)
+        costs.append(spent() - before)
+        assert here.page.evaluate(TICK) == jump
+    assert max(costs) < TASK, sorted(costs)[-5:]
+    replayed = """
+      const {EngineState} = await import("/reducer.js");
+      const {recording} = inspector.lanes[0];
+      let turns = 0;
+      const {apply} = EngineState.prototype;
+      EngineState.prototype.apply = function (event) { turns += event[0] === "begin"; apply.call(this, event); };
+      recording.stateAt(it);
+      EngineState.prototype.apply = apply;
+      return turns"""
+    assert max(here.run(replayed, die.randrange(20_000)) for _ in range(50)) <= 256, "from the nearest keyframe"

@@ -1,0 +1,193 @@
+"""What a request allows, forbids or makes likelier: beside transformers' processors, and in answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
+
+from folovllm.draw_row import MAX_BAD_TOKENS, mask_of
+from folovllm.engine.input_processor import bad_word_tokens
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.sample.penalties import TokenCounts, apply_penalties
+from folovllm.sample.rules import RowRules, apply_rules, bits_of
+from folovllm.sample.sampler import Sampler, SamplingBatch
+from folovllm.sampling_params import SamplingParams
+from folovllm.step.draw import DrawSpec, about_to_end
+from tests.helpers import tiny_checkpoint, tiny_tokenizer
+from tests.workloads import make_engine
+
+V = 70
+CPU = torch.device("cpu")
+TOKENS = st.integers(0, V - 1)
+FEW = st.integers(3, 5)  # so that words do occur
+
+
+def ruled(logits: torch.Tensor, spec: DrawSpec) -> torch.Tensor:
+    return RowRules(spec, V, CPU).apply(logits)
+
+
+class TestRules:
+    def test_a_worked_case(self) -> None:
+        """Of the tokens 1, 2 and 3, 2 is forbidden behind 5, and 3 gets half a point."""
+        spec = DrawSpec(allowed=(1, 2, 3), bad_words=((5, 2),), bias=((3, 0.5),), history=np.array([9, 5], np.int32))
+        out = RowRules(spec, 6, CPU).apply(torch.zeros(6))
+        assert out.tolist() == [-np.inf, 0, -np.inf, 0.5, -np.inf, -np.inf]
+
+    @given(st.lists(st.lists(FEW, min_size=1, max_size=4), min_size=1, max_size=5), st.lists(FEW, max_size=9))
+    def test_bad_words_as_transformers_does(self, words: list[list[int]], answer: list[int]) -> None:
+        """Its processor looks into the prompt, too; ours, as vLLM's, at the answer alone: so here is no prompt."""
+        theirs = NoBadWordsLogitsProcessor(words, eos_token_id=None)(
+            torch.tensor([answer], dtype=torch.int64), torch.zeros(1, V)
+        )[0]
+        spec = DrawSpec(bad_words=tuple(map(tuple, words)), history=np.array(answer, np.int32))
+        assert torch.equal(ruled(torch.zeros(V), spec), theirs)
+        prompt = DrawSpec(bad_words=spec.bad_words, history=spec.history, num_prompt_tokens=len(answer))
+        assert set(ruled(torch.zeros(V), prompt).isneginf().nonzero().flatten().tolist()) == {
+            word[0] for word in words if len(word) == 1
+        }
+
+    @given(st.dictionaries(TOKENS, st.floats(-100, 100), min_size=1, max_size=6))
+    def test_bias_as_transformers_does(self, bias: dict[int, float]) -> None:
+        logits = torch.randn(1, V)
+        theirs = SequenceBiasLogitsProcessor([[[t], float(np.float16(x))] for t, x in bias.items()])(
+            torch.zeros(1, 0, dtype=torch.int64), logits
+        )
+        assert torch.allclose(ruled(logits[0], DrawSpec(bias=tuple(bias.items()))), theirs[0])
+
+    @given(st.sets(TOKENS, min_size=1))
+    def test_what_is_allowed_keeps_its_logit(self, allowed: set[int]) -> None:
+        logits = torch.randn(V)
+        out = ruled(logits, DrawSpec(allowed=tuple(allowed)))
+        assert set(out.isfinite().nonzero().flatten().tolist()) == allowed
+        assert torch.equal(out[list(allowed)], logits[list(allowed)])
+        assert bits_of(torch.from_numpy(mask_of(allowed, V))[None], V)[0].nonzero().flatten().tolist() == sorted(
+            allowed
+        )
+
+    def test_in_the_order_of_vllm(self) -> None:
+        """A penalty looks at the biased logit; what is forbidden stays so, whatever is added to it."""
+        history = np.array([0], np.int32)
+        spec = DrawSpec(
+            temperature=0.0, bias=((0, 4.0), (2, 100.0)), allowed=(0, 1), repetition_penalty=2.0, history=history
+        )
+        counts, rules = [TokenCounts(spec, 3, CPU)], [RowRules(spec, 3, CPU)]
+        logits = torch.tensor([[-1.0, 1.25, 9.0]])
+        out = apply_penalties(apply_rules(logits, rules), [spec], counts)
+        assert out.tolist() == [[1.5, 1.25, -np.inf]]
+        batch = SamplingBatch.from_specs([spec], [1], CPU, counts)
+        batch.rules = rules
+        assert Sampler()(logits, batch).token_ids == [0]
+
+    def test_only_the_rows_that_ask_and_never_in_place(self) -> None:
+        logits = torch.zeros(2, V)
+        rules = RowRules(DrawSpec(allowed=(3,)), V, CPU)
+        out = apply_rules(logits, [None, rules])
+        assert out[0].eq(0).all() and out[1].isneginf().sum() == V - 1 and logits.eq(0).all()
+        assert apply_rules(logits, [None, None]) is logits
+
+    def test_tokens_are_noted_as_they_come(self) -> None:
+        rules = RowRules(DrawSpec(bad_words=((3, 4, 5),)), V, CPU)
+        for token, forbidden in ((3, False), (4, True), (9, False)):
+            rules.note([token])
+            assert bool(rules.apply(torch.zeros(V))[5].isneginf()) == forbidden
+
+    def test_a_word_that_begins_anew_inside_itself(self) -> None:
+        assert about_to_end([(1, 2, 1, 2, 3)], [1, 2, 1, 2]) == [3]
+        assert about_to_end([(1, 2, 1, 2, 3)], [1, 2, 1, 2, 1, 2]) == [3]
+        assert about_to_end([(1, 2, 1, 2, 3)], [2, 1, 2]) == []
+        assert about_to_end([(1, 1), (2,)], []) == [2]
+
+
+class TestBadWords:
+    def test_at_the_start_and_after_a_space(self) -> None:
+        """Where the space is a token of its own, the second way is the first one behind it."""
+        assert bad_word_tokens(tiny_tokenizer(), ["ab", " ab", "c"]) == ((64, 65), (66,))
+
+    def test_other_tokens_after_a_space(self) -> None:
+        class Words:
+            def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+                assert not add_special_tokens
+                return {"cat": [1, 2], " cat": [3], "dog": [4], " dog": [5], "a b": [6, 7], " a b": [8, 7]}[text]
+
+        found = bad_word_tokens(Words(), ["cat", " dog", "a b", "dog"])  # type: ignore[arg-type]
+        assert found == ((1, 2), (3,), (4,), (5,), (6, 7), (8, 7))
+
+    @pytest.mark.parametrize("words", [["x"] * 129, ["x" * (1 + MAX_BAD_TOKENS)], [f"{i:03}" * 3 for i in range(120)]])
+    def test_too_many(self, words: list[str]) -> None:
+        with pytest.raises(
+            ValueError, match="bad_words are too many: at most 128 ways to write them, with 1024 tokens"
+        ):
+            bad_word_tokens(tiny_tokenizer(), words)
+
+
+class TestParams:
+    @pytest.mark.parametrize(
+        ("fields", "says"),
+        [
+            ({"logit_bias": [1]}, "logit_bias must give token ids a number from -100 to 100"),
+            ({"logit_bias": {True: 1}}, "logit_bias must give"),
+            ({"logit_bias": {"1.5": 1}}, "logit_bias must give"),
+            ({"logit_bias": {1: float("nan")}}, "logit_bias must give"),
+            ({"logit_bias": {1: "2"}}, "logit_bias must give"),
+            ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
+            ({"allowed_token_ids": [1.0]}, "allowed_token_ids must be a list of token ids"),
+            ({"allowed_token_ids": 5}, "allowed_token_ids must be a list of token ids"),
+            ({"bad_words": "no"}, "bad_words must be a list of texts"),
+            ({"bad_words": ["a", ""]}, "a bad word must not be empty"),
+        ],
+    )
+    def test_what_cannot_be(self, fields: dict[str, Any], says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            SamplingParams(**fields)
+
+    def test_other_forms(self) -> None:
+        params = SamplingParams(logit_bias={"5": 2, 6: np.float32(1)}, bad_words=None)  # type: ignore[arg-type, dict-item]
+        assert params.logit_bias == {5: 2.0, 6: 1.0} and params.bad_words == []
+        assert SamplingParams(logit_bias={}).logit_bias is None
+
+
+@pytest.fixture(scope="module", params=["hf", "native"])
+def engine(request: pytest.FixtureRequest) -> LLMEngine:
+    return make_engine(tiny_checkpoint(), milestone="m1", model_impl=request.param)
+
+
+class TestAnswers:
+    LETTERS = (64, 65, 66)  # a, b, c
+
+    def ask(self, engine: LLMEngine, **fields: Any) -> tuple[str, list[int]]:
+        params = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, "temperature": 8.0, "seed": 3} | fields)
+        output = engine.generate([[5, 6, 7]], params)[0]  # type: ignore[index]
+        return output.outputs[0].text, output.outputs[0].token_ids
+
+    def test_only_what_is_allowed(self, engine: LLMEngine) -> None:
+        text, _ = self.ask(engine, allowed_token_ids=list(self.LETTERS))
+        assert {*text} == {*"abc"} and len(text) == 40
+
+    def test_no_bad_word(self, engine: LLMEngine) -> None:
+        words = ["ab", "cca", "bcb", "aaaa"]
+        text, _ = self.ask(engine, allowed_token_ids=list(self.LETTERS))
+        assert any(word in text for word in words)
+        text, _ = self.ask(engine, allowed_token_ids=list(self.LETTERS), bad_words=words)
+        assert len(text) == 40 and not any(word in text for word in words)
+
+    def test_a_bias_moves_the_choice(self, engine: LLMEngine) -> None:
+        assert self.ask(engine, temperature=0, logit_bias={17: 100})[1] == [17] * 40
+        assert 17 not in self.ask(engine, logit_bias={17: -100})[1]
+
+    def test_ids_that_do_not_exist(self, engine: LLMEngine) -> None:
+        for fields in ({"allowed_token_ids": [259]}, {"logit_bias": {259: 1.0}}, {"allowed_token_ids": [-1]}):
+            with pytest.raises(
+                ValueError, match=f"{next(iter(fields))} must lie between 0 and 258, and (259|-1) does not"
+            ):
+                self.ask(engine, **fields)
+
+    def test_where_nothing_is_left(self, engine: LLMEngine) -> None:
+        for fields in ({"bad_words": ["a"]}, {"min_tokens": 3, "stop_token_ids": [64]}):
+            with pytest.raises(ValueError, match="forbid all of allowed_token_ids: nothing could be drawn"):
+                self.ask(engine, allowed_token_ids=[64], **fields)

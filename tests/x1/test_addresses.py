@@ -1,0 +1,183 @@
+"""The page, the description and the tokenizer: what `/`, `/openapi.json` and `/tokenizer_info` say is so."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from openapi_spec_validator import validate
+from starlette.routing import Route
+
+from folovllm.server.app import build_app
+from folovllm.server.config import ServerConfig
+from folovllm.server.openapi import document
+from folovllm.server.page import PAGE
+from folovllm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from tests.x1.background import PATIENCE, Background
+
+KEY = "a-key"
+CONFIG = ServerConfig(api_key=[KEY], served_model_name=["little"], max_body_size=20_000)
+QUESTION = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+STORY = {"prompt": "Once", "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Background]:
+    with Background(CONFIG, max_model_len=512) as server:
+        yield server
+        server.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def described(server: Background) -> dict[str, Any]:
+    status, said = fetch(server, "/openapi.json", key="")
+    assert status == 200
+    return dict(json.loads(said))
+
+
+def fetch(
+    server: Background, path: str, body: Any = None, key: str = KEY, kind: str = "application/json"
+) -> tuple[int, str]:
+    """A status and what was said."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": kind} | ({"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(server.url + path, data, headers), timeout=PATIENCE
+        ) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def check(described: dict[str, Any], where: dict[str, Any], value: Any) -> None:
+    """That a value is what the description says: objects in answers have what is listed and nothing else."""
+    closed = {
+        name: {"additionalProperties": False, **schema} for name, schema in described["components"]["schemas"].items()
+    }
+    schema = {**where, "components": {"schemas": closed}}
+    Draft202012Validator(schema).validate(value)
+
+
+class TestDescription:
+    def test_it_is_openapi(self, described: dict[str, Any]) -> None:
+        validate(described)
+        validate(json.loads(document(needs_key=False)))
+
+    def test_every_address_is_there_and_no_other(self, server: Background, described: dict[str, Any]) -> None:
+        routes = [route for route in build_app(server.engine, CONFIG).routes if isinstance(route, Route)]
+        real = {
+            (route.path.replace(":path", ""), method.lower())
+            for route in routes
+            for method in (route.methods or set()) - {"HEAD"}
+        }
+        assert real == {(path, method) for path, methods in described["paths"].items() for method in methods}
+
+    def test_who_needs_a_key(self, server: Background, described: dict[str, Any]) -> None:
+        """As it says: with the key asked for exactly where a request without one is refused."""
+        for path, methods in described["paths"].items():
+            ((method, operation),) = methods.items()
+            status, _ = fetch(server, path.replace("{name}", "little"), {} if method == "post" else None, key="")
+            assert (status == 401) == ("security" in operation) == ("401" in operation["responses"]), path
+        assert not any(
+            "security" in each for path in json.loads(document(False))["paths"].values() for each in path.values()
+        )
+
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/version", None),
+            ("/openapi.json", None),
+            ("/v1/models", None),
+            ("/v1/models/little", None),
+            ("/v1/models/other", None),
+            ("/tokenizer_info", None),
+            ("/tokenize", {"prompt": "Once"}),
+            ("/tokenize", {"messages": QUESTION["messages"], "return_token_strs": True}),
+            ("/detokenize", {"tokens": [5, 6]}),
+            ("/detokenize", {"tokens": [-5]}),
+            ("/v1/completions", STORY),
+            ("/v1/completions", STORY | {"logprobs": 2, "n": 2}),
+            ("/v1/completions", STORY | {"model": "other"}),
+            ("/v1/completions", STORY | {"temprature": 1}),
+            ("/v1/chat/completions", QUESTION),
+            ("/v1/chat/completions", QUESTION | {"logprobs": True, "top_logprobs": 2}),
+            ("/v1/chat/completions", b"{"),
+            ("/v1/chat/completions", QUESTION | {"cache_salt": "x" * 30_000}),
+        ],
+    )
+    def test_answers_are_what_it_says(
+        self, server: Background, described: dict[str, Any], path: str, body: Any
+    ) -> None:
+        status, said = fetch(server, path, body)
+        place = re.sub(r"^/v1/models/.*", "/v1/models/{name}", path)
+        answer = described["paths"][place]["get" if body is None else "post"]["responses"][str(status)]
+        check(described, answer["content"]["application/json"]["schema"], json.loads(said))
+
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/v1/completions", STORY | {"logprobs": 1}),
+            ("/v1/chat/completions", QUESTION | {"logprobs": True}),
+        ],
+    )
+    def test_events_are_what_it_says(self, server: Background, described: dict[str, Any], path: str, body: Any) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        _, said = fetch(server, path, body | {"stream": True, "stream_options": options})
+        *events, done = [line.removeprefix("data: ") for line in said.splitlines() if line]
+        where = described["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+        assert done == "[DONE]" and len(events) > 4
+        for event in events:
+            check(described, where, json.loads(event))
+
+    def test_other_refusals(self, server: Background, described: dict[str, Any]) -> None:
+        post = described["paths"]["/tokenize"]["post"]["responses"]
+        status, said = fetch(server, "/tokenize", {"prompt": "x"}, kind="text/plain")
+        check(described, post[str(status)]["content"]["application/json"]["schema"], json.loads(said))
+        assert (
+            status == 415
+            and {"400", "408", "413", "429", "503"} <= described["paths"]["/v1/completions"]["post"]["responses"].keys()
+        )
+
+    def test_requests_are_what_is_read(self, described: dict[str, Any]) -> None:
+        """Every field of the types, with what it must be; and of a prompt all its forms."""
+        schemas = described["components"]["schemas"]
+        for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest):
+            assert tuple(schemas[kind.__name__]["properties"]) == kind.__struct_fields__
+        assert "greedy" in schemas["ChatRequest"]["properties"]["temperature"]["description"]
+        where = {"$ref": "#/components/schemas/CompletionRequest"}
+        for prompt in ("x", ["x", "y"], [1, 2], [[1], [2]]):
+            check(described, where, {"prompt": prompt})
+        for wrong in ({"prompt": [1, "x"]}, {"prompt": 5}, {}, {"prompt": "x", "n": "2"}):
+            with pytest.raises(Exception, match=r"is not valid under|is a required property"):
+                check(described, where, wrong)
+        where = {"$ref": "#/components/schemas/ChatRequest"}
+        check(described, where, {"messages": [{"role": "user", "content": "x", "name": "me"}]})
+        with pytest.raises(Exception, match="'role' is a required property"):
+            check(described, where, {"messages": [{"content": "x"}]})
+
+
+def test_the_tokenizer(server: Background) -> None:
+    """What a client needs to make prompts itself; and no path of the server's machine."""
+    said = fetch(server, "/tokenizer_info")[1]
+    info, tokenizer = json.loads(said), server.engine.tokenizer
+    assert info["chat_template"] == tokenizer.chat_template and info["vocab_size"] == len(tokenizer) == 4096
+    assert (info["eos_token"], info["pad_token"], info["bos_token"]) == ("<|im_end|>", "<|endoftext|>", None)
+    assert info["added_tokens_decoder"]["1"]["content"] == "<|im_start|>" == info["extra_special_tokens"][0]
+    assert str(server.engine.setup.path) not in said
+
+
+def test_the_page_and_its_policy(server: Background) -> None:
+    """The browser is held to what the page needs, and the page names no address but its own."""
+    with urllib.request.urlopen(server.url, timeout=PATIENCE) as response:
+        text, policy = response.read().decode(), response.headers["Content-Security-Policy"]
+        assert response.headers["Content-Type"].startswith("text/html")
+    assert text == PAGE.read_text("utf-8")
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "connect-src 'self'" in policy
+    assert set(re.findall(r"https?://[\w./]+", text)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
+    assert "innerHTML" not in text and "insertAdjacentHTML" not in text

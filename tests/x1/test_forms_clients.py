@@ -1,0 +1,293 @@
+"""The `openai` package and structured output: parsed documents, tools, thoughts, streaming and not, sync and async."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel, Field
+
+from folovllm.models.files import resolve_model
+from folovllm.server.config import ServerConfig
+from tests.x1.background import Background
+
+MODEL = "little"
+QUESTION: Any = [{"role": "user", "content": "What is the weather in Rome?"}]
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "get_weather", "description": "Look it up.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+TEMPLATE = (  # as Qwen's, in short
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n{{ {'name': call.function.name, 'arguments': call.function.arguments}"
+    " | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}"
+)
+
+
+class Fish(BaseModel):
+    """What is to be answered."""
+
+    kind: Literal["carp", "eel"]
+    length: int = Field(ge=1, le=99)
+    colours: list[Literal["red", "green"]] = Field(max_length=3)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model with a template that shows tools."""
+    folder = tmp_path_factory.mktemp("model") / "little"
+    shutil.copytree(resolve_model("stories-5m"), folder)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Background]:
+    with Background(ServerConfig(served_model_name=[MODEL]), model=str(model), max_model_len=512) as server:
+        yield server
+        server.wait_until_idle()
+
+
+@pytest.fixture
+def client(server: Background) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def thinker(model: Path) -> Iterator[Background]:
+    config = ServerConfig(served_model_name=[MODEL], reasoning_parser="qwen3")
+    with Background(config, model=str(model), max_model_len=512) as server:
+        yield server
+        server.wait_until_idle()
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": QUESTION, "seed": 1, "max_tokens": 200} | fields
+
+
+def exactly(text: str, **more: Any) -> dict[str, Any]:
+    """Fields with which the answer is this text."""
+    return {"extra_body": {"structured_outputs": {"choice": [text]}, **more}}
+
+
+def put_together(chunks: list[Any]) -> tuple[str, list[list[str]], str]:
+    """Content, calls and finish reason of a stream."""
+    calls: dict[int, list[str]] = {}
+    content = ""
+    for chunk in chunks:
+        delta = chunk.choices[0].delta
+        content += delta.content or ""
+        for piece in delta.tool_calls or ():
+            if piece.id:
+                calls[piece.index] = [piece.function.name, ""]
+            calls[piece.index][1] += piece.function.arguments
+    return content, list(calls.values()), chunks[-1].choices[0].finish_reason
+
+
+class TestDocuments:
+    def test_parsed(self, client: OpenAI) -> None:
+        choice = client.chat.completions.parse(**chat(response_format=Fish)).choices[0]
+        assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Fish)
+
+    def test_parsed_in_a_stream(self, client: OpenAI) -> None:
+        with client.chat.completions.stream(**chat(response_format=Fish)) as stream:
+            for _ in stream:
+                pass
+            assert isinstance(stream.get_final_completion().choices[0].message.parsed, Fish)
+
+    def test_parsed_by_many(self, server: Background) -> None:
+        async def main() -> list[Any]:
+            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+                asks = [client.chat.completions.parse(**chat(response_format=Fish, seed=i)) for i in range(16)]
+                return await asyncio.gather(*asks)
+
+        fishes = [answer.choices[0].message.parsed for answer in asyncio.run(main())]
+        assert all(isinstance(fish, Fish) for fish in fishes) and len({fish.length for fish in fishes}) > 3
+
+    def test_formats(self, client: OpenAI) -> None:
+        text = client.chat.completions.create(**chat(response_format={"type": "text"}, max_tokens=5))
+        assert text.choices[0].message.content
+        loose: Any = {
+            "name": "x",
+            "schema": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3, "uniqueItems": True},
+        }
+        answer = client.chat.completions.create(**chat(response_format={"type": "json_schema", "json_schema": loose}))
+        assert isinstance(json.loads(answer.choices[0].message.content or ""), list)
+        json_object = client.chat.completions.create(**chat(response_format={"type": "json_object"}, max_tokens=20))
+        assert (json_object.choices[0].message.content or "").startswith("{")
+        body: Any = {"structured_outputs": {"regex": "[0-9]{3}"}}
+        got = client.completions.create(model=MODEL, prompt="x", n=3, max_tokens=9, extra_body=body)
+        assert all(c.text.isdigit() and c.finish_reason == "stop" for c in got.choices)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        ("fields", "param", "says"),
+        [
+            ({"response_format": {"type": "xml"}}, "response_format", "response_format must be"),
+            ({"response_format": {"type": "json_schema"}}, "response_format", "response_format must be"),
+            (
+                {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
+                "structured_outputs", "JSON schema that cannot be used: Invalid type",
+            ),
+            (
+                {"response_format": {"type": "json_schema", "json_schema": {
+                    "name": "x", "strict": True, "schema": {"type": "array", "uniqueItems": True}}}},
+                "structured_outputs", "uniqueItems",
+            ),
+            ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs", "regex that cannot be used"),
+            ({"extra_body": {"structured_outputs": {"regexp": "a"}}}, "structured_outputs", "unknown field 'regexp'"),
+            ({"extra_body": {"structured_outputs": {}}}, "structured_outputs", "exactly one of"),
+            (
+                {"extra_body": {"structured_outputs": {"regex": "a"}}, "response_format": {"type": "json_object"}},
+                "structured_outputs", "give one of them",
+            ),
+            ({"extra_body": {"guided_json": {}}}, "guided_json", "say structured_outputs"),
+            ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
+        ],
+    )  # fmt: skip
+    def test_what_cannot_be(
+        self, client: OpenAI, server: Background, fields: dict[str, Any], param: str, says: str, stream: bool
+    ) -> None:
+        """A 400 before the request is admitted, for streams, too."""
+        with pytest.raises(openai.BadRequestError, match=says) as told:
+            client.chat.completions.create(**chat(stream=stream, **fields))
+        assert told.value.param == param and server.engine.num_open == 0
+
+
+class TestTools:
+    @pytest.mark.parametrize("seed", range(4))
+    def test_required(self, client: OpenAI, seed: int) -> None:
+        """Any of them, with arguments that are valid; whole and in a stream alike."""
+        asked = chat(tools=TOOLS, tool_choice="required", seed=seed, max_tokens=400)
+        choice = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        (call,) = choice.message.tool_calls or ()
+        assert call.type == "function" and call.id.startswith("call_")
+        schema = WEATHER if call.function.name == "get_weather" else {"type": "object"}
+        jsonschema.validate(json.loads(call.function.arguments), schema)
+        chunks = list(client.chat.completions.create(**asked, parallel_tool_calls=False, stream=True))
+        assert put_together(chunks) == ("", [[call.function.name, call.function.arguments]], "tool_calls")
+
+    def test_named(self, client: OpenAI) -> None:
+        named: Any = {"type": "function", "function": {"name": "get_weather"}}
+        choice = client.chat.completions.create(**chat(tools=TOOLS, tool_choice=named)).choices[0]
+        (call,) = choice.message.tool_calls or ()
+        assert call.type == "function" and call.function.name == "get_weather"
+        jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+
+    def test_auto(self, client: OpenAI) -> None:
+        """What the model says is read; a document may stand in place of a call."""
+        two = 'Sure.\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n' + (
+            '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+        )
+        choice = client.chat.completions.create(**chat(tools=TOOLS, **exactly(two))).choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("Sure.", "tool_calls")
+        calls = [["now", "{}"], ["get_weather", '{"city": "Rome", "days": 2}']]
+        assert [[c.function.name, c.function.arguments] for c in choice.message.tool_calls or ()] == calls  # type: ignore[union-attr]
+        chunks = list(client.chat.completions.create(**chat(tools=TOOLS, stream=True, **exactly(two))))
+        assert put_together(chunks) == ("Sure.", calls, "tool_calls")
+        assert len([c for c in chunks if c.choices[0].delta.tool_calls]) > 6, "arguments come as they are drawn"
+        plain = client.chat.completions.create(**chat(tools=TOOLS, **exactly("No."))).choices[0]
+        assert (plain.message.content, plain.finish_reason, plain.message.tool_calls) == ("No.", "stop", None)
+        none = client.chat.completions.create(**chat(tools=TOOLS, tool_choice="none", **exactly(two))).choices[0]
+        assert (none.message.content, none.message.tool_calls) == (two, None)
+        either = client.chat.completions.parse(**chat(response_format=Fish, max_tokens=400)).choices[0].message
+        assert either.parsed or either.tool_calls
+
+    def test_the_openai_way_to_stream(self, client: OpenAI) -> None:
+        with client.chat.completions.stream(**chat(tools=TOOLS, tool_choice="required", max_tokens=400)) as stream:
+            kinds = {event.type for event in stream}
+            (choice,) = stream.get_final_completion().choices
+        assert "tool_calls.function.arguments.delta" in kinds and choice.message.tool_calls
+
+    def test_async(self, server: Background) -> None:
+        async def main() -> list[Any]:
+            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+
+                async def one(seed: int) -> Any:
+                    asked = chat(tools=TOOLS[:1], tool_choice="required", parallel_tool_calls=False, seed=seed)
+                    if seed % 2:
+                        return (await client.chat.completions.create(**asked)).choices[0].finish_reason
+                    stream = await client.chat.completions.create(**asked, stream=True)
+                    return put_together([chunk async for chunk in stream])[2]
+
+                return await asyncio.gather(*map(one, range(8)))
+
+        assert set(asyncio.run(main())) == {"tool_calls"}
+
+    def test_a_conversation_with_tools(self, client: OpenAI, server: Background) -> None:
+        """The template sees the tools, the calls and what they gave."""
+        call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"zone": 1}'}}
+        messages: Any = [
+            *QUESTION,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "12:30"},
+        ]
+        assert client.chat.completions.create(**chat(messages=messages, tools=TOOLS, max_tokens=3)).choices
+        ids = client.post("/../tokenize", cast_to=object, body={"model": MODEL, "messages": messages, "tools": TOOLS})
+        text = server.engine.tokenizer.decode(ids["tokens"])  # type: ignore[index]
+        assert '"name": "get_weather"' in text and '"arguments": {"zone": 1}' in text and "12:30" in text
+
+    def test_log_probabilities_stay(self, client: OpenAI) -> None:
+        asked = chat(tools=TOOLS, tool_choice="required", logprobs=True, max_tokens=30, stream=True)
+        chunks = list(client.chat.completions.create(**asked))
+        rows = [row for chunk in chunks if chunk.choices[0].logprobs for row in chunk.choices[0].logprobs.content]
+        assert len(rows) == 30
+
+
+class TestThoughts:
+    SAID = "<think>\nIt is Rome.\n</think>\n\nSunny."
+
+    @pytest.fixture
+    def client(self, thinker: Background) -> OpenAI:
+        return OpenAI(base_url=f"{thinker.url}/v1", api_key="x", max_retries=0)
+
+    def test_taken_out(self, client: OpenAI) -> None:
+        """The template closes the thought where thinking is off, and the form holds from the beginning: so it can be said."""
+        plain: Any = {"chat_template_kwargs": {"enable_thinking": False}}
+        message = client.chat.completions.create(**chat(**exactly("Sunny.", **plain))).choices[0].message
+        assert message.content == "Sunny." and not (message.model_extra or {}).get("reasoning_content")
+
+    def test_form_behind_the_thought(self, client: OpenAI, server: Background) -> None:
+        """A text that the model begins and a form from behind its thought; without the flag the tags are content."""
+        begun = [*QUESTION, {"role": "assistant", "content": self.SAID[: -len("</think>\n\nSunny.")]}]
+        more: Any = {"continue_final_message": True, "add_generation_prompt": False}
+        asked = chat(messages=begun, **exactly("</think>Sunny.", **more))
+        message = OpenAI(base_url=f"{server.url}/v1", api_key="x").chat.completions.create(**asked).choices[0].message
+        assert message.content == "</think>Sunny."
+        free = client.chat.completions.create(**asked).choices[0]  # it never closes its thought
+        assert free.message.content != "</think>Sunny."
+
+    def test_in_a_stream(self, thinker: Background, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The whole way of a thought: as the model says it, torn by its tokens."""
+        monkeypatch.setattr("folovllm.server.reader.thinks_first", lambda prompt: False)
+        client = OpenAI(base_url=f"{thinker.url}/v1", api_key="x", max_retries=0)
+        whole = client.chat.completions.create(**chat(**exactly(self.SAID))).choices[0].message
+        assert (whole.content, (whole.model_extra or {})["reasoning_content"]) == ("Sunny.", "It is Rome.\n")
+        chunks = list(client.chat.completions.create(**chat(stream=True, **exactly(self.SAID))))
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert "".join(d.content or "" for d in deltas) == "Sunny."
+        assert "".join((d.model_extra or {}).get("reasoning_content") or "" for d in deltas) == "It is Rome.\n"
+        assert len([d for d in deltas if (d.model_extra or {}).get("reasoning_content")]) > 2
+
+    def test_a_parser_that_nobody_knows(self) -> None:
+        with pytest.raises(ValueError, match="reasoning_parser must be one of qwen3, deepseek_r1"):
+            ServerConfig(reasoning_parser="gpt")

@@ -1,0 +1,319 @@
+"""Answers of a given form: valid for every schema, the same at every milestone, and nobody beside them notices."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from folovllm.build import make_engine
+from folovllm.config import EngineConfig
+from folovllm.engine.overlap import OverlappedEngine
+from folovllm.llm import LLM
+from folovllm.outputs import RequestOutput
+from folovllm.sampling_params import SamplingParams
+from folovllm.structured.guidance import GuidanceMatcher
+from folovllm.structured.guides import Guides
+from folovllm.structured_outputs import StructuredOutputsParams
+from tests.helpers import prompts, tiny_checkpoint
+from tests.x1.schemas import random_object
+
+NAME_AND_AGE = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FREE = SamplingParams(seed=2, max_tokens=30, ignore_eos=True)
+
+
+def formed(seed: int = 1, max_tokens: int = 90, **fields: Any) -> SamplingParams:
+    kinds = ("json", "regex", "choice", "grammar", "json_object", "after")
+    form = StructuredOutputsParams(**{name: fields.pop(name) for name in kinds if name in fields})
+    return SamplingParams(seed=seed, max_tokens=max_tokens, structured_outputs=form, **fields)
+
+
+MIXED = [  # every kind of form, and free answers between them
+    formed(json=NAME_AND_AGE),
+    FREE,
+    formed(choice=["yes", "no way"]),
+    formed(regex="[a-c]{3,9}", n=3),
+    SamplingParams(temperature=0, max_tokens=25, ignore_eos=True),
+    formed(grammar='start: "x" ("y" | "z"){2,20}', temperature=0),
+    formed(json=NAME_AND_AGE, presence_penalty=0.5, repetition_penalty=1.2, top_k=20, top_p=0.9, logprobs=2),
+    SamplingParams(seed=5, max_tokens=30, ignore_eos=True, top_p=0.8, frequency_penalty=1.0),
+    formed(regex="[a-z]{1,30}", min_tokens=12, temperature=2.0),
+    formed(json=NAME_AND_AGE, max_tokens=7),
+    formed(regex="[a-e]{20}", stop=["c"]),
+]
+INPUTS = [[int(t) for t in prompt] for prompt in prompts([3 + 5 * i for i in range(len(MIXED))])]
+
+
+def engine(milestone: str | None = None, **overrides: Any) -> LLM:
+    fields = {"max_model_len": 200, "device": "cpu", "use_tqdm": False, "max_num_seqs": 16} | overrides
+    if milestone is not None:
+        fields["milestone"] = milestone
+        fields = {k: v for k, v in fields.items() if milestone != "m1" or k != "max_num_seqs"}
+    return LLM(str(tiny_checkpoint()), **fields)
+
+
+def answers(llm: LLM, params: list[SamplingParams] | None = None) -> list[RequestOutput]:
+    with llm:
+        return llm.generate(INPUTS, MIXED if params is None else params, use_tqdm=False)
+
+
+def essence(outputs: list[RequestOutput]) -> list[Any]:
+    return [(a.token_ids, a.text, a.finish_reason, a.stop_reason) for o in outputs for a in o.outputs]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[RequestOutput]:
+    """What M2 answers: a step at a time, PyTorch's draw."""
+    return answers(engine("m2"))
+
+
+def texts(outputs: list[RequestOutput], i: int) -> list[str]:
+    return [answer.text for answer in outputs[i].outputs]
+
+
+def test_200_random_schemas() -> None:
+    """At temperature 1 every answer that ends is valid, and nearly all end."""
+    rng = random.Random(20)
+    schemas = [random_object(rng) for _ in range(200)]
+    asked = [SamplingParams(seed=i, max_tokens=400, structured_outputs={"json": s}) for i, s in enumerate(schemas)]  # type: ignore[arg-type]
+    with LLM(max_num_seqs=64, max_model_len=512, device="cpu", use_tqdm=False) as llm:
+        outputs = [output.outputs[0] for output in llm.generate(["JSON: "] * 200, asked, use_tqdm=False)]
+    ended = [(schema, out) for schema, out in zip(schemas, outputs, strict=True) if out.finish_reason == "stop"]
+    assert len(ended) >= 190
+    assert len({out.text for _, out in ended}) > 150, "they hardly differ"
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    for schema, out in ended:
+        jsonschema.validate(json.loads(out.text), schema, cls=jsonschema.Draft202012Validator, format_checker=checker)
+
+
+class TestEveryEngine:
+    def test_forms_are_kept(self, expected: list[RequestOutput]) -> None:
+        jsonschema.validate(json.loads(texts(expected, 0)[0]), NAME_AND_AGE)
+        assert texts(expected, 2)[0] in ("yes", "no way")
+        assert len(set(texts(expected, 3))) == 3 and all(re.fullmatch("[a-c]{3,9}", t) for t in texts(expected, 3))
+        assert re.fullmatch("x[yz]{2,20}", texts(expected, 5)[0])
+        jsonschema.validate(json.loads(texts(expected, 6)[0]), NAME_AND_AGE)
+        assert re.fullmatch("[a-z]{1,30}", texts(expected, 8)[0])
+        assert len(expected[8].outputs[0].token_ids) >= 12, "min_tokens"
+        assert expected[9].outputs[0].finish_reason == "length"
+        assert expected[10].outputs[0].stop_reason == "c" and "c" not in texts(expected, 10)[0]
+
+    @pytest.mark.parametrize("milestone", ["m1", "m3", "m4", "m5", "m6"])
+    def test_milestones(self, expected: list[RequestOutput], milestone: str) -> None:
+        assert essence(answers(engine(milestone))) == essence(expected)
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"enforce_eager": True},
+            {"async_scheduling": False},
+            {"model_impl": "native", "milestone": "m1"},
+            {"block_size": 4, "num_kv_blocks": 55, "max_num_batched_tokens": 9},
+            {"max_num_seqs": 3, "max_num_batched_tokens": 17, "enable_prefix_caching": False},
+            {"tensor_parallel_size": 2},
+            {"tensor_parallel_size": 2, "async_scheduling": False, "enforce_eager": True},
+        ],
+        ids=str,
+    )
+    def test_modes(self, expected: list[RequestOutput], fields: dict[str, Any]) -> None:
+        """Eager and recorded, overlapped or not, with preemption, prompts in chunks, two ranks."""
+        llm = engine(**fields)
+        assert essence(answers(llm)) == essence(expected)
+        if "num_kv_blocks" in fields:
+            assert llm.engine._num_preemptions > 0
+
+    def test_logprobs_are_the_models_own(self, expected: list[RequestOutput]) -> None:
+        """Before any mask: tokens of other forms are among the most likely."""
+        rows = expected[6].outputs[0].logprobs
+        assert rows is not None and len(rows) == len(expected[6].outputs[0].token_ids)
+        assert any(next(iter(row.values())).rank > 2 for row in rows)
+        for mine, theirs in zip(answers(engine("m6"))[6].outputs[0].logprobs or [], rows, strict=True):
+            assert list(mine) == list(theirs)
+
+
+class TestOthers:
+    def test_who_is_beside_notices_nothing(self, expected: list[RequestOutput]) -> None:
+        """The very same tokens as without the formed answers."""
+        free = [i for i, params in enumerate(MIXED) if params.structured_outputs is None]
+        for milestone in ("m2", "m6"):
+            with engine(milestone) as llm:
+                alone = llm.generate([INPUTS[i] for i in free], [MIXED[i] for i in free], use_tqdm=False)
+            assert essence(alone) == essence([expected[i] for i in free])
+
+    def test_plain_steps_are_as_they_were(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No step of free answers is cut in two, and nothing is recorded for it."""
+        with engine("m6") as llm:
+            executor = llm.engine.executor
+            monkeypatch.setattr(executor, "forward", None)
+            monkeypatch.setattr(Guides, "masks", None)
+            llm.generate(INPUTS[:4], FREE, use_tqdm=False)
+            assert {name for _, name in executor._worker.runner._graphs} == {"plain"}
+
+    def test_overlap_goes_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A step is started before the tokens of the one before are looked at, and draws after it."""
+        made = make_engine(EngineConfig(model=str(tiny_checkpoint()), device="cpu", use_tqdm=False, max_model_len=64))
+        assert isinstance(made, OverlappedEngine)
+        happened: list[str] = []
+        for owner, name in ((made.executor, "forward"), (made.executor, "draw"), (made, "_take_in")):
+            inner = getattr(owner, name)
+            spy = lambda *args, name=name, inner=inner: (happened.append(name), inner(*args))[1]  # noqa: E731
+            monkeypatch.setattr(owner, name, spy)
+        made.add_request("a", INPUTS[0], formed(regex="[a-z]{5}"))
+        made.add_request("b", INPUTS[1], FREE)
+        while made.has_unfinished_requests() and len(happened) < 9:
+            made.step()
+        made.close()
+        assert happened[:8] == ["forward", "draw", "forward", "draw", "_take_in", "forward", "draw", "_take_in"]
+
+    def test_nothing_is_left(self) -> None:
+        with engine() as llm:
+            llm.generate(INPUTS[0], formed(regex="a{3}", n=2), use_tqdm=False)
+            llm.engine.add_request("gone", INPUTS[0], formed(regex="a{30}"))
+            llm.engine.step()
+            llm.engine.abort_request("gone")
+            assert not llm.engine.has_unfinished_requests()
+            llm.generate(INPUTS[0], FREE, use_tqdm=False)
+            assert not llm.engine._guides._guides
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with engine() as made:
+        yield made
+
+
+def one(llm: LLM, **fields: Any) -> Any:
+    return llm.generate(INPUTS[0], formed(**fields), use_tqdm=False)[0].outputs[0]
+
+
+class TestCorners:
+    def test_only_the_end_follows_the_end(self, llm: LLM) -> None:
+        """Ends are repeated where tokens are missing; they are no text."""
+        answer = one(llm, choice=["a"], min_tokens=5)
+        assert (answer.text, len(answer.token_ids), answer.finish_reason) == ("a", 5, "stop")
+        assert set(answer.token_ids[1:]) <= {256, 258}
+        endless = one(llm, choice=["a"], ignore_eos=True, max_tokens=9)
+        assert (endless.text, endless.finish_reason) == ("a", "length")
+
+    def test_a_token_of_the_requests_own_ends_it(self, llm: LLM) -> None:
+        stop = llm.tokenizer.encode("!")[0]
+        answer = one(llm, choice=["ab"], stop_token_ids=[stop], ignore_eos=True)
+        assert (answer.text, answer.stop_reason) == ("ab", stop) or answer.token_ids[2:] != [stop]
+        assert answer.text == "ab"
+
+    def test_only_some_tokens(self, llm: LLM) -> None:
+        allowed = [*llm.tokenizer.encode("bd"), 258]
+        assert set(one(llm, regex="[a-e]{9}", allowed_token_ids=allowed).text) <= {"b", "d"}
+
+    def test_what_leads_nowhere_is_given_up(self, llm: LLM) -> None:
+        """No token is left: the answer ends as aborted, and others go on."""
+        dead, alive = llm.generate(
+            INPUTS[:2], [formed(regex="[x-z]{9}", allowed_token_ids=llm.tokenizer.encode("bd")), FREE], use_tqdm=False
+        )
+        assert dead.outputs[0].finish_reason == "abort"
+        assert len(alive.outputs[0].token_ids) == 30
+
+    def test_a_grammar_that_becomes_too_complex(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(GuidanceMatcher, "advance", lambda self, token_id: False)
+        assert one(llm, regex="[a-z]{9}").finish_reason == "abort"
+
+    @pytest.mark.parametrize("after", [" was", "as a"])
+    def test_from_behind_a_text(self, after: str) -> None:
+        """Free up to it, wherever tokens cut it; in that form from there."""
+        with LLM(max_model_len=512, device="cpu", use_tqdm=False) as llm:
+            params = formed(regex="[0-9]{4}", after=after, temperature=0)
+            answer = llm.generate("Once upon a time, there", params, use_tqdm=False)[0].outputs[0]
+        thought, tag, number = answer.text.partition(after)
+        assert tag and re.fullmatch("[^0-9]* ?[0-9]{4}", thought + number), answer.text
+
+    @pytest.mark.parametrize("choices", [["é", "ü"], ["a", "ab", "abc"], ["x" * 40], ['say "no"\n', "🙂"]])
+    def test_choices(self, llm: LLM, choices: list[str]) -> None:
+        assert {one(llm, choice=choices, seed=seed).text for seed in range(4)} <= set(choices)
+
+    def test_any_object(self, llm: LLM) -> None:
+        answer = one(llm, json_object=True, max_tokens=190)
+        assert answer.text.startswith("{")
+        if answer.finish_reason == "stop":
+            assert isinstance(json.loads(answer.text), dict)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("fields", "says"),
+        [
+            ({"json": {"type": "nope"}}, "JSON schema that cannot be used: Invalid type"),
+            ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+            ({"json": {"$ref": "#/nowhere"}}, "cannot be used"),
+            ({"json": False}, "under which no document is valid"),
+            ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
+            ({"regex": "(a"}, "regex that cannot be used"),
+            ({"regex": "(?=a)b"}, "look-around"),
+            ({"grammar": "start: nothing"}, "grammar that cannot be used"),
+            ({"grammar": "root ::= ("}, "grammar that cannot be used"),
+        ],
+    )
+    def test_a_form_that_is_none(self, llm: LLM, fields: dict[str, Any], says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            one(llm, **fields)
+        assert not llm.engine.has_unfinished_requests()
+
+    @pytest.mark.parametrize(
+        ("fields", "says"),
+        [
+            ({}, "exactly one of json, regex, choice, grammar, json_object: nothing is given"),
+            ({"regex": "a", "choice": ["a"]}, "regex and choice are given"),
+            ({"choice": []}, "at least one"),
+            ({"choice": ["a", ""]}, "must not be empty"),
+            ({"choice": "abc"}, "list of texts"),
+            ({"choice": ["\ud800"]}, "half a character"),
+            ({"regex": 5}, "regex must be a text"),
+            ({"json": "{"}, "must be a JSON schema"),
+            ({"json": "[1]"}, "must be a JSON schema, an object"),
+            ({"regex": "a" * (2**20 + 1)}, "take a simpler one"),
+            ({"regex": "a", "whitespace_pattern": 3}, "whitespace_pattern must be a text"),
+            ({"regex": "a", "structural_tag": "{}"}, "structural_tag=.* is not supported"),
+            ({"regex": "a", "disable_additional_properties": True}, "additionalProperties"),
+        ],
+    )
+    def test_what_cannot_be(self, fields: dict[str, Any], says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            StructuredOutputsParams(**fields)
+
+    def test_not_strict(self, llm: LLM) -> None:
+        """Keywords that cannot be kept are passed over where that is wished."""
+        form = StructuredOutputsParams(
+            json={"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3, "uniqueItems": True}, strict=False
+        )
+        params = SamplingParams(structured_outputs=form, max_tokens=150, seed=0)
+        assert isinstance(json.loads(llm.generate(INPUTS[0], params, use_tqdm=False)[0]["text"]), list)
+
+    def test_without_the_library(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A sentence says what to install; a choice needs nothing."""
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+        with pytest.raises(ValueError, match="pip install"):
+            one(llm, regex="a")
+        assert one(llm, choice=["a", "b"]).text in ("a", "b")
+
+    def test_a_model_without_an_end(self, llm: LLM) -> None:
+        processor = llm.engine._processor
+        before, processor._eos = processor._eos, frozenset()
+        try:
+            with pytest.raises(ValueError, match="give stop_token_ids"):
+                one(llm, regex="a")
+        finally:
+            processor._eos = before
+
+    def test_of_the_wrong_kind(self) -> None:
+        with pytest.raises(ValueError, match="structured_outputs is a StructuredOutputsParams"):
+            SamplingParams(structured_outputs=5)  # type: ignore[arg-type]

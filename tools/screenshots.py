@@ -1,0 +1,88 @@
+"""`make screenshots`: the pictures of the inspector in README and the book, of recordings of the real engine, by a headless Chromium.
+
+A picture is the page that a reader gets, at a moment of its recording. Where there is no browser nothing is written.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from folovllm.inspector.page import one_file
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURES, BOOK, SAMPLES = (
+    ROOT / "docs" / "img",
+    ROOT / "docs" / "assets" / "recordings",
+    ROOT / "tests" / "inspector" / "data",
+)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+READY = "window.inspector?.player && inspector.lanes[0]?.frame != null"
+DRAWN = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done())))"
+
+
+@dataclass(slots=True, frozen=True)
+class Picture:
+    """A page at a moment, `width` times `height` pixels."""
+
+    name: str
+    recordings: tuple[Path, ...]
+    moment: int
+    width: int
+    height: int
+    embedded: bool = False
+    keys: tuple[str, ...] = ()  # pressed before
+
+
+WANTED = [
+    Picture("inspector", (SAMPLES / "m3.jsonl",), 18, 1280, 1010),
+    Picture("inspector_prefixes", (SAMPLES / "m5.jsonl",), 12, 1280, 1010, keys=("]",)),
+    Picture(
+        "2_recording",
+        (BOOK / "2_one_at_a_time.jsonl", BOOK / "2_continuous_batching.jsonl"),
+        moment=60,
+        width=760,
+        height=420,
+        embedded=True,
+    ),
+    Picture("3_recording", (BOOK / "3_slots.jsonl", BOOK / "3_blocks.jsonl"), 44, 760, 420, embedded=True),
+]
+
+
+def take(browser: Any, picture: Picture, folder: Path) -> Path:
+    """Show a picture's page, and write what is seen."""
+    page_file, out = folder / f"{picture.name}.html", PICTURES / f"{picture.name}.png"
+    one_file(list(picture.recordings), page_file)
+    with browser.new_context(
+        viewport={"width": picture.width, "height": picture.height}, device_scale_factor=1.5, color_scheme="light"
+    ) as context:
+        page = context.new_page()
+        page.goto(f"{page_file.as_uri()}?{'embed' if picture.embedded else ''}#t={picture.moment}")
+        page.wait_for_function(READY)
+        for key in picture.keys:
+            page.keyboard.press(key)
+        page.evaluate(DRAWN)
+        page.screenshot(path=str(out))
+    return out
+
+
+def main() -> None:
+    """Write all pictures."""
+    if CHROMIUM is None:
+        sys.exit("there is no browser: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver, tempfile.TemporaryDirectory() as folder:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        for picture in WANTED:
+            out = take(browser, picture, Path(folder))
+            print(f"{out.relative_to(ROOT)}: {out.stat().st_size} bytes")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
