@@ -52,6 +52,11 @@ def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     return asyncio.run(asyncio.wait_for(main(), 20))
 
 
+def woken(waiting: asyncio.Task[Any]) -> bool:
+    """Whether a reader goes on; if it failed, this does, too."""
+    return waiting.done() and waiting.result() is not None
+
+
 async def turns(count: int = 5) -> None:
     """Give others their turn in the event loop."""
     for _ in range(count):
@@ -153,7 +158,7 @@ class TestFeed:
             for delta in (Delta(0, 0, ids_of("a")), Delta(0, 0, ids_of("b")), Delta(0, 0, [], "length")):
                 stream.feed(delta, 1.0)
                 await turns()
-                seen.append(waiting.done())
+                seen.append(woken(waiting))
             waiting.cancel()
             return seen
 
@@ -199,11 +204,11 @@ class TestMailbox:
             streams = [stream_of(mailbox=mailbox, number=i) for i in range(3)]
             waiting = asyncio.ensure_future(mailbox.get())
             await turns()
-            assert not waiting.done(), "nobody has news: it waits"
+            assert not woken(waiting), "nobody has news: it waits"
             for stream in streams[:2]:
                 stream.feed(Delta(0, 0, ids_of("a")), 1.0)
             await turns()
-            assert waiting.done(), "two streams have news, and who waits is woken"
+            assert woken(waiting), "two streams have news, and who waits is woken"
             return [stream.number for stream in waiting.result()]
 
         assert run(main) == [0, 1], "both at once, in the order in which they had news; not the third"
@@ -214,7 +219,7 @@ class TestMailbox:
             stream_of(mailbox=mailbox, number=4).feed(Delta(0, 0, ids_of("a")), 1.0)
             waiting = asyncio.ensure_future(mailbox.get())
             await turns()
-            assert waiting.done(), "the news came before the reader, and nobody will say it again"
+            assert woken(waiting), "the news came before the reader, and nobody will say it again"
             return [stream.number for stream in waiting.result()]
 
         assert run(main) == [4], "the stream that has news"
@@ -228,10 +233,10 @@ class TestMailbox:
             stream.take()
             waiting = asyncio.ensure_future(mailbox.get())
             await turns()
-            assert not waiting.done(), "there is nothing new: it waits"
+            assert not woken(waiting), "there is nothing new: it waits"
             stream.feed(Delta(0, 0, ids_of("b")), 1.0)
             await turns()
-            return waiting.done()
+            return woken(waiting)
 
         assert run(main), "and the second time it is woken, too"
 
@@ -242,6 +247,7 @@ class TestMailbox:
             mailbox = Mailbox()
             waiting = asyncio.ensure_future(mailbox.get())
             await turns()
+            assert not woken(waiting), "there are no news yet"
             for i in range(3):
                 mailbox.put(stream_of(mailbox=mailbox, number=i))
             await turns()
@@ -254,6 +260,7 @@ class TestMailbox:
             mailbox = Mailbox()
             waiting = asyncio.ensure_future(mailbox.get())
             await turns()
+            assert not woken(waiting), "there are no news yet"
             waiting.cancel()
             await turns()
             mailbox.put(stream_of(mailbox=mailbox, number=9))
