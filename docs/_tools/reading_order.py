@@ -107,6 +107,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/small_linear.py", "", ""),
         ("layers/formats/few_tokens.py", "", ""),
         ("models/fused_layer.py", "", ""),
+        ("kernels/prefill_hopper.py", "", ""),
         ("worker/host_ring.py", "", ""),
         ("engine/overlap_scheduler.py", "", "v1/core/sched/async_scheduler.py"),
         ("engine/overlap.py", "", "v1/engine/core.py"),

@@ -151,12 +151,12 @@ def test_while_nobody_looks_nothing_is_noted() -> None:
     kept = Kept()
     with Background(ServerConfig(inspector=True), kept, **TIGHT) as server:
         inner = kept.inner
-        assert not inner.events.on
+        before = list(inner.events._listeners)  # the server's own
         with looking(server) as looker:
             looker.read_until(lambda line: line.startswith('["key"'))
-            assert inner.events.on
+            assert len(inner.events._listeners) == len(before) + 1
         ask(server, [1] * 9)  # the engine hears that the reader has gone
-        eventually(lambda: not inner.events.on)
+        eventually(lambda: inner.events._listeners == before)
 
 
 class Kept(ThreadTransport):

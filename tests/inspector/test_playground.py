@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from folovllm.config import EngineConfig
 from folovllm.engine.scheduler import Scheduler
-from folovllm.inspector.playground import FIELDS, Pace, Playground, Settings
+from folovllm.inspector.playground import FIELDS, Playground, Settings
 from folovllm.inspector.replay import Recording, parse
 from folovllm.inspector.serve import playground_app, replay_app
+from folovllm.sampling_params import SamplingParams
+from folovllm.server.messages import Abort, Pace
+from folovllm.server.watched import WatchedLink
 from tests.helpers import tiny_checkpoint
 from tests.inspector.test_live import replayed
+from tests.x1.scripted import ScriptedEngine
 
 MODEL = {"model": str(tiny_checkpoint()), "device": "cpu"}
 SMALL = {"num_kv_blocks": 12, "block_size": 4, "max_num_seqs": 4}
@@ -52,7 +57,7 @@ class Page:
 def play(story: Callable[[Playground, Page], Awaitable[None]], **overrides: Any) -> None:
     async def run() -> None:
         playground = Playground(MODEL | SMALL | overrides)
-        playground.pace.change(delay=0.0)
+        playground.change_pace(delay=0.0)
         await playground.build({})
         try:
             async with asyncio.timeout(60):
@@ -115,21 +120,30 @@ def test_a_setting_that_cannot_be_leaves_the_engine() -> None:
     play(story)
 
 
-def test_any_position_of_the_sliders_is_an_engine() -> None:
-    """The ends of all of them, in each milestone, whatever the others say."""
-    for milestone in FIELDS[0].choices:
-        for blocks in (FIELDS[1].min, FIELDS[1].max):
-            for size in (FIELDS[2].choices[0], FIELDS[2].choices[-1]):
-                for budget in (FIELDS[4].min, FIELDS[4].max):
-                    for chunks in (False, True):
-                        settings = Settings(milestone, blocks, size, 4, budget, chunks, chunks)
+@pytest.mark.parametrize("milestone", FIELDS[0].choices)
+def test_the_ends_of_the_sliders_are_engines(milestone: str) -> None:
+    """Any two of them at each of their ends, with and without chunks and a cache of prefixes."""
+    (few, many), (small, large), (little, much) = (
+        (FIELDS[1].min, FIELDS[1].max),
+        (FIELDS[2].choices[0], FIELDS[2].choices[-1]),
+        (FIELDS[4].min, FIELDS[4].max),
+    )
+    ends = [
+        (few, small, little, False),
+        (few, large, much, True),
+        (many, small, much, False),
+        (many, large, little, True),
+    ]
 
-                        async def story(playground: Playground, page: Page, settings: Settings = settings) -> None:
-                            await playground.ask(["a"], max_tokens=2)
-                            await page.see(has("finish"))
+    async def story(playground: Playground, page: Page) -> None:
+        for blocks, size, budget, chunks in ends:
+            settings = Settings(milestone, blocks, size, 4, budget, chunks, chunks)
+            await playground.build({field.name: getattr(settings, field.name) for field in FIELDS})
+            await page.see(has("key"))
+            await playground.ask(["a"], max_tokens=2)
+            await page.see(has("finish"))
 
-                        if blocks == FIELDS[1].min or (size, budget) == (FIELDS[2].choices[0], FIELDS[4].min):
-                            play(story, **{field.name: getattr(settings, field.name) for field in FIELDS})
+    play(story)
 
 
 def test_prompts_that_cannot_be_served_are_refused_together() -> None:
@@ -194,24 +208,41 @@ def test_wrong_code_ends_the_engine_and_another_can_be_built(monkeypatch: pytest
 
 
 class TestPace:
-    def test_it_counts_steps_while_held(self) -> None:
-        pace = Pace()
-        assert pace.may_step
-        pace.change(paused=True, step=1)
-        assert pace.may_step
-        pace.stepped()
-        assert not pace.may_step
-        pace.change(step=2)
-        pace.change(paused=False)
-        pace.change(paused=True)
-        assert not pace.may_step, "what was granted before is forgotten"
+    def test_steps_are_counted_while_it_is_held(self) -> None:
+        inbox: list[Any] = []
+
+        class Ends:
+            def receive(self, wait: bool) -> list[Any]:
+                commands, inbox[:] = list(inbox), []
+                return commands
+
+        engine = ScriptedEngine()
+        engine.subscribe(lambda events: None)
+        link = WatchedLink(Ends())  # type: ignore[arg-type]
+        served = link.making(lambda config: engine)(EngineConfig())  # type: ignore[arg-type, return-value]
+        served.add_request("1", [1], SamplingParams(max_tokens=99))  # type: ignore[call-arg]
+        for command, steps in (
+            (Pace(is_held=True, step=1), 1),
+            (None, 1),
+            (Pace(is_held=True, step=2), 2),
+            (None, 3),
+            (None, 3),
+            (Pace(is_held=True, step=2), 4),
+            (Pace(is_held=False), 5),
+            (Pace(is_held=True), 5),  # what was granted before is forgotten
+            (Pace(), 6),
+        ):
+            inbox += [] if command is None else [Abort(7), command]
+            assert link.receive(False) == ([] if command is None else [Abort(7)])
+            served.step()
+            assert engine.num_steps == steps
 
     @pytest.mark.parametrize(
-        "wrong", [{"delay": -1}, {"delay": 60}, {"delay": "1"}, {"paused": 1}, {"step": -1}, {"step": 0.5}]
+        "wrong", [{"delay": -1}, {"delay": 60}, {"delay": float("nan")}, {"step": -1}, {"step": 10_000}]
     )
     def test_what_cannot_be(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            Pace().change(**wrong)
+            Playground(MODEL).change_pace(**wrong)
 
 
 class TestAddresses:

@@ -102,11 +102,13 @@ FIELDS = (
     "prompt", "messages", "model", "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop",
     "stop_token_ids", "logprobs", "top_logprobs", "stream", "stream_options", "priority", "cache_salt", "echo", "tools",
     "logit_bias", "bad_words", "allowed_token_ids", "prompt_logprobs",
-    "chat_template_kwargs", "tokens", "truncate_prompt_tokens",
+    "chat_template_kwargs", "tokens", "truncate_prompt_tokens", "tool_choice", "parallel_tool_calls", "response_format",
+    "structured_outputs",
 )  # fmt: skip
+NAMES = st.sampled_from(["type", "json_schema", "schema", "json", "regex", "choice", "grammar", "function", "name"])
 NONSENSE = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8) | st.just(-1),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4) | NAMES, inner, max_size=3),
     max_leaves=5,
 )
 OBJECTS = st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=5), NONSENSE, max_size=5)
