@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from folovllm.config import EngineConfig
 from folovllm.server.engine_loop import Engine, Link, MakeEngine
-from folovllm.server.messages import Command, News, Pace
+from folovllm.server.messages import Command, News, Pace, PacedCommand
 
 
 def paced(link: Link, make_engine: MakeEngine) -> tuple[Link, MakeEngine]:
@@ -30,8 +30,8 @@ class PacedLink:
 
     def receive(self, wait: bool) -> list[Command]:
         """As `Link` has it; with `wait` nothing, perhaps, if all that came was another pace."""
-        others = []
-        for command in self._link.receive(wait):
+        others: list[Command] = []
+        for command in cast("list[PacedCommand]", self._link.receive(wait)):
             if isinstance(command, Pace):
                 self.delay = command.delay
                 self.steps_left = (self.steps_left or 0) + command.step if command.is_held else None
