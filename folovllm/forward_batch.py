@@ -29,3 +29,4 @@ class ForwardBatch:
     query_lens_host: list[int]  # for backends that loop over sequences
     seq_lens_host: list[int]
     is_disjoint: bool = False  # whether it is certain that no sequence reads K/V that another one writes in this step
+    only_last: bool = False  # whether it is certain that nobody reads hidden states but the last tokens'

@@ -45,6 +45,7 @@ def set_up(config: EngineConfig) -> EngineSetup:
         device=device,
         block_size=wanted_block_size,
         max_num_seqs=config.max_num_seqs,
+        long_prompts=config.packed_steps,
     )
     backend, block_size = _choose_attention(config, attention, max_model_len)
     attention = replace(attention, block_size=block_size)

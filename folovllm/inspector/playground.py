@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import asdict, dataclass, fields
-from typing import Any, cast
+from typing import Any
 
-from folovllm.children import python_command
 from folovllm.config import PRESETS, EngineConfig
 from folovllm.inspector.live import Audience
-from folovllm.inspector.pace import paced
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.async_engine import AsyncEngine, EngineDead
-from folovllm.server.messages import Command, Pace
+from folovllm.server.messages import Pace
 from folovllm.server.stream import Stream
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 
@@ -133,8 +131,8 @@ class Playground:
 
     def _new_transport(self) -> Transport:
         if self.runs_mine:
-            return ProcessTransport(python_command("folovllm.server.engine_process", "paced"))
-        return ThreadTransport(around=paced)
+            return ProcessTransport()
+        return ThreadTransport()
 
     @property
     def error(self) -> str | None:
@@ -166,7 +164,7 @@ class Playground:
             await engine.start()
             old, self._engine, self._transport, self.settings = self._engine, engine, transport, settings
             engine.on_seen = self.audience.take_in
-            self._send_pace()
+            transport.send(Pace(self.delay, self.is_held))
             if old is not None:
                 old.on_seen = lambda pieces: None
                 await old.close()
@@ -203,11 +201,8 @@ class Playground:
             raise ValueError(f"step must be from 0 to {MOST_STEPS}, not {step!r}")
         self.delay = self.delay if delay is None else delay
         self.is_held = self.is_held if paused is None else paused
-        self._send_pace(step)
-
-    def _send_pace(self, step: int = 0) -> None:
         if self._transport is not None:
-            self._transport.send(cast(Command, Pace(self.delay, self.is_held, step)))
+            self._transport.send(Pace(self.delay, self.is_held, step))
 
     async def close(self) -> None:
         """End it."""

@@ -8,27 +8,32 @@ import triton.language as tl
 
 from folovllm.kernels.rms_norm import inverse_rms
 
+MANY_TOKENS = 4096
+
 
 @triton.jit
 def silu_and_mul_kernel(
     gate_up_ptr, stream_ptr, out_ptr, stride, eps, I: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr,  # noqa: E741
     STREAM_WIDTH: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH columns of one token: gate in [0, I), up in [I, 2I); SiLU in float32, rounded before it multiplies.
+    """A share of one token's columns: gate in [0, I), up in [I, 2I); SiLU in float32, rounded before it multiplies.
 
-    SCALE: both are first divided by the root mean square of the token's row of the stream [T, H].
+    Grid (tokens, programs of a token), which take WIDTH columns in turn. SCALE: both are first divided by the root mean
+    square of the token's row of the stream [T, H].
     """
     token = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = i < I
-    gate = tl.load(gate_up_ptr + token * stride + i, mask=inside, other=0.0)
-    up = tl.load(gate_up_ptr + token * stride + I + i, mask=inside, other=0.0)
     if SCALE:
         scale = inverse_rms(stream_ptr + token * H, eps, H, STREAM_WIDTH)
-        gate, up = (gate * scale).to(gate.dtype), (up * scale).to(up.dtype)
-    gate = gate.to(tl.float32)
-    silu = gate / (1.0 + tl.exp(-gate))
-    tl.store(out_ptr + token * I + i, silu.to(up.dtype) * up, mask=inside)
+    for first in range(tl.program_id(1) * WIDTH, I, tl.num_programs(1) * WIDTH):
+        i = first + tl.arange(0, WIDTH)
+        inside = i < I
+        gate = tl.load(gate_up_ptr + token * stride + i, mask=inside, other=0.0)
+        up = tl.load(gate_up_ptr + token * stride + I + i, mask=inside, other=0.0)
+        if SCALE:
+            gate, up = (gate * scale).to(gate.dtype), (up * scale).to(up.dtype)
+        gate = gate.to(tl.float32)
+        silu = gate / (1.0 + tl.exp(-gate))
+        tl.store(out_ptr + token * I + i, silu.to(up.dtype) * up, mask=inside)
 
 
 def silu_and_mul(gate_up: torch.Tensor, stream: torch.Tensor | None = None, eps: float = 0.0) -> torch.Tensor:
@@ -42,7 +47,9 @@ def silu_and_mul(gate_up: torch.Tensor, stream: torch.Tensor | None = None, eps:
     if num_tokens:
         block = min(1024, triton.next_power_of_2(width // 2))
         hidden = 1 if stream is None else stream.shape[1]
-        silu_and_mul_kernel[(num_tokens, triton.cdiv(width // 2, block))](
+        # With many tokens there are programs enough, and one for each reads its row of the stream only once.
+        programs = 1 if num_tokens >= MANY_TOKENS else triton.cdiv(width // 2, block)
+        silu_and_mul_kernel[(num_tokens, programs)](
             gate_up, gate_up if stream is None else stream, out, gate_up.stride(0), eps, I=width // 2, WIDTH=block,
             H=hidden, STREAM_WIDTH=triton.next_power_of_2(hidden), SCALE=stream is not None,
         )  # fmt: skip

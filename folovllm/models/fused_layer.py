@@ -6,6 +6,9 @@ layers have none for a norm or an addition, and with few tokens none for the act
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import cast
+
 import torch
 
 from folovllm.forward_batch import ForwardBatch
@@ -16,7 +19,9 @@ from folovllm.layers.formats.few_tokens import FewTokens, is_few
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import RowParallelLinear
 from folovllm.models.fused import FusedLlamaAttention, fused_layers
-from folovllm.models.llama import LlamaDecoderLayer, LlamaMLP
+from folovllm.models.llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
+
+MANY = 1024  # tokens that nobody reads: from here on the last layer leaves them out
 
 
 class FewTokensMLP(LlamaMLP):
@@ -47,7 +52,7 @@ class LateNormDecoderLayer(LlamaDecoderLayer):
 
         Where that cannot be, with float16, biases or several ranks, as `LlamaDecoderLayer`.
         """
-        attention, mlp = self.self_attn, self.mlp
+        attention = self.self_attn
         if not self.folded or not isinstance(attention, FusedLlamaAttention):
             return super().forward(x, residual, batch)
         eps = self.input_layernorm.eps
@@ -55,13 +60,29 @@ class LateNormDecoderLayer(LlamaDecoderLayer):
             attended = attend(attention, attention.qkv_proj.fused(x, eps), batch)
         else:
             attended = attention.attn(attention.prepare(attention.qkv_proj(x), batch, x, eps), batch)
+        return self.after_attention(x, attended), None
+
+    def forward_last_tokens(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The stream [T, H] -> that of each sequence's last token, [S, H]. All K/V are cached.
+
+        The backend is planned anew, for a batch of decodes: so nothing may follow in this step.
+        """
+        attention = cast(FusedLlamaAttention, self.self_attn)
+        query = attention.prepare(attention.qkv_proj(x), batch, x, self.input_layernorm.eps)
+        rows, alone = batch.logits_indices, last_tokens(batch)
+        attention.attn.backend.plan(alone)
+        return self.after_attention(x[rows], attention.attn(query[rows], alone))
+
+    def after_attention(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """What attention found [N, Hq, D] and the MLP's answer, both added to the stream [N, H], which is written over."""
+        attention, mlp = self.self_attn, self.mlp
         x = attention.o_proj.fused(attended.flatten(1), residual=x)
         eps = self.post_attention_layernorm.eps
         if mlp.gate_up_proj.fuses(x):
             hidden = mlp.gate_up_proj.fused(x, eps, gated=True)
         else:
             hidden = silu_and_mul(mlp.gate_up_proj(x), x, eps)
-        return mlp.down_proj.fused(hidden, residual=x), None
+        return mlp.down_proj.fused(hidden, residual=x)
 
     def weights_loaded(self) -> None:
         """(x * g) W^T is x (W * g)^T: the norms' weights go into the projections' columns, and become ones.
@@ -80,6 +101,35 @@ class LateNormDecoderLayer(LlamaDecoderLayer):
         for norm, linear in pairs if self.folded else ():
             linear.format.fold(linear, norm.weight.data)
             norm.weight.data.fill_(1)
+
+
+class LastTokensModel(LlamaModel):
+    """Lets the last layer compute what is read of it: K and V of all tokens, and the rest for each sequence's last token."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """As `LlamaModel`; where nobody reads others and they are many, only the last tokens' hidden states, [S, H]."""
+        last = self.layers[-1]
+        left_out = len(batch.input_ids) - batch.num_seqs if batch.only_last else 0
+        if left_out < MANY or not _leaves_a_stream(last):
+            return super().forward(batch)
+        x, residual = self.embed_tokens(batch.input_ids), None
+        for layer in self.layers[:-1]:
+            x, residual = layer(x, residual, batch)
+        return self.norm(cast(LateNormDecoderLayer, last).forward_last_tokens(x, batch))
+
+
+def _leaves_a_stream(layer: torch.nn.Module) -> bool:
+    return isinstance(layer, LateNormDecoderLayer) and layer.folded and isinstance(layer.self_attn, FusedLlamaAttention)
+
+
+def last_tokens(batch: ForwardBatch) -> ForwardBatch:
+    """Each sequence's last token, as a batch of decodes."""
+    n, at = batch.num_seqs, batch.logits_indices
+    return replace(
+        batch, input_ids=batch.input_ids[at], positions=batch.positions[at], slot_mapping=batch.slot_mapping[at],
+        query_start_loc=torch.arange(n + 1, dtype=torch.int32, device=at.device),
+        logits_indices=torch.arange(n, device=at.device), num_decodes=n, max_query_len=1, query_lens_host=[1] * n,
+    )  # fmt: skip
 
 
 def attend(attention: FusedLlamaAttention, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -109,5 +159,6 @@ class FewTokensHead(ParallelLMHead):
 
 def few_token_layers(head_dim: int) -> LayerSet:
     """Return the fused layers, with those of this file where they would leave small kernels between large ones."""
-    late = {LlamaDecoderLayer: LateNormDecoderLayer, LlamaMLP: FewTokensMLP, ParallelLMHead: FewTokensHead}
+    late = {LlamaDecoderLayer: LateNormDecoderLayer, LlamaMLP: FewTokensMLP, ParallelLMHead: FewTokensHead,
+            LlamaModel: LastTokensModel}  # fmt: skip
     return fused_layers(head_dim).having(late, FewTokens())

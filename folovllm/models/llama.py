@@ -150,7 +150,8 @@ class LlamaForCausalLM(nn.Module):
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         super().__init__()
-        self.model = LlamaModel(config, self.attention_class, layers, max_model_len or context_limit(config))
+        limit = max_model_len or context_limit(config)
+        self.model = layers.make(LlamaModel, config, self.attention_class, layers, limit)
         self.lm_head = layers.make(ParallelLMHead, config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -11,25 +11,17 @@ from folovllm.executor.start import end_with_parent
 
 
 def main() -> None:
-    """Serve the requests that come through the socket whose number is the last argument, until it says stop or is closed.
-
-    With "paced" before it the engine hears `Pace`, too.
+    """Serve the requests that come through the socket named on the command line, until it says stop or is closed.
 
     Signals are for the parent to answer: it lets running answers end, which takes an engine.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    *words, number = sys.argv[1:]
-    fd = int(number)
+    fd = int(sys.argv[1])
     threading.Thread(target=end_with_parent, args=[fd], daemon=True).start()
     from folovllm.server.socket_link import serve_socket
 
-    if "paced" in words:
-        from folovllm.inspector.pace import paced
-
-        is_well = serve_socket(fd, around=paced)
-    else:
-        is_well = serve_socket(fd)
+    is_well = serve_socket(fd)
     sys.stdout.flush()
     os._exit(0 if is_well else 1)  # the interpreter would take seconds to take itself apart
 

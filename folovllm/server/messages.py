@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
-from typing import cast
+from collections.abc import Iterator
 
 import msgspec
 
@@ -107,12 +106,12 @@ class Failure(msgspec.Struct, array_like=True, tag=True, frozen=True):
     is_user_error: bool = False  # a ValueError while it was built, whose sentence says what to do
 
 
-Command = Add | Abort | Watch | Stop
-PacedCommand = Command | Pace  # of a playground, between whose link and loop `folovllm.inspector.pace` stands
+Work = Add | Abort | Stop
+Command = Work | Watch | Pace
 News = Ready | Step | Seen | Failure
 
 encode = msgspec.msgpack.Encoder(enc_hook=lambda number: number.item()).encode  # NumPy's numbers are numbers too
-decode_command = cast(Callable[[bytes], Command], msgspec.msgpack.Decoder(PacedCommand).decode)  # no loop sees `Pace`
+decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_news = msgspec.msgpack.Decoder(News).decode
 
 _LENGTH = struct.Struct("<I")

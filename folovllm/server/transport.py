@@ -15,11 +15,11 @@ from typing import Protocol
 from folovllm.build import make_engine
 from folovllm.children import import_path, python_command
 from folovllm.config import EngineConfig
-from folovllm.server.engine_loop import Link, MakeEngine, run_engine
+from folovllm.server.engine_loop import run_engine
 from folovllm.server.messages import Command, Failure, Frames, News, Stop, decode_news, encode, frame
+from folovllm.server.watched import MakeWatchable, WatchedLink
 
 Deliver = Callable[[News], None]
-Around = Callable[[Link, MakeEngine], tuple[Link, MakeEngine]]
 GRACE = 5.0  # seconds that the engine has to end by itself
 BUFFER = 4 << 20  # bytes on their way: the engine need not wait for a server that is busy
 
@@ -40,9 +40,8 @@ class Transport(Protocol):
 class ThreadTransport:
     """The engine in a thread of this process: for notebooks, CPUs and tests."""
 
-    def __init__(self, make_engine: MakeEngine = make_engine, around: Around = lambda link, make: (link, make)) -> None:
-        """`around` may put something between link, loop and engine."""
-        self._make_engine, self._around = make_engine, around
+    def __init__(self, make_engine: MakeWatchable = make_engine) -> None:
+        self._make_engine = make_engine
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -63,8 +62,8 @@ class ThreadTransport:
             await asyncio.to_thread(self._thread.join)
 
     def _run(self, config: EngineConfig) -> None:
-        link = _ThreadLink(self._commands, self._loop, self._deliver)
-        run_engine(config, *self._around(link, self._make_engine))
+        link = WatchedLink(_ThreadLink(self._commands, self._loop, self._deliver))
+        run_engine(config, link, link.making(self._make_engine))
 
 
 class _ThreadLink:

@@ -87,4 +87,5 @@ class DeviceTables:
             max_seq_len=int(step.fields[Field.SEQ_LEN].max()),
             query_lens_host=step.fields[Field.QUERY_LEN].tolist(),
             seq_lens_host=step.fields[Field.SEQ_LEN].tolist(),
+            only_last=not step.scores.size,
         )

@@ -10,7 +10,8 @@ from folovllm.setup import EngineSetup
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput, Share
 
-WARM_UP_TOKENS = 256  # from here on more tokens, or more sequences, change no kernel
+WARM_UP_TOKENS = 256  # from here on more tokens, or more sequences, change no kernel,
+LONG_STEP = 4096  # until here, where attention may have one for long prompts
 FILTERED = DrawSpec(top_p=0.9)
 
 
@@ -18,16 +19,24 @@ def small_steps(setup: EngineSetup) -> Iterator[SchedulerOutput]:
     """Small steps of every kind: after them no kernel is compiled while requests wait.
 
     Which variant a kernel is launched as may depend on the number of tokens or of decodes, by limits and by powers
-    of two; lengths, and how the blocks lie, never matter. So: prompts of 1, 2, 4, ... tokens, then as many decodes,
+    of two; how the blocks lie never matters. So: prompts of 1, 2, 4, ... tokens and a long one, then as many decodes,
     and some decodes beside a prompt; the latter draw plainly, all others with a filter. What they leave in the cache
     belongs to nobody.
     """
     longest = min(setup.max_model_len, setup.max_num_batched_tokens, WARM_UP_TOKENS)
     most = min(setup.max_num_seqs, WARM_UP_TOKENS)
-    for lengths in [[n] for n in doublings(longest)] + [[1] * n for n in doublings(most)]:
+    long = [long_prompts(setup)] if setup.attention.long_prompts else []
+    for lengths in long + [[n] for n in doublings(longest)] + [[1] * n for n in doublings(most)]:
         yield SchedulerOutput(dummy_shares(lengths, setup.block_size))
     for n in doublings(most):
         yield SchedulerOutput(dummy_shares([*[1] * (n - 1), min(2, longest)], setup.block_size, DrawSpec()))
+
+
+def long_prompts(setup: EngineSetup) -> list[int]:
+    """Lengths of a step of LONG_STEP tokens, or of as many as there can be: prompts as long as they fit into it."""
+    total = min(LONG_STEP, setup.max_num_batched_tokens, setup.max_num_seqs * setup.max_model_len)
+    longest = min(total, setup.max_model_len)
+    return [longest] * (total // longest) + ([total % longest] if total % longest else [])
 
 
 def doublings(limit: int) -> list[int]:

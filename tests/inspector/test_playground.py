@@ -13,12 +13,12 @@ from starlette.testclient import TestClient
 
 from folovllm.config import EngineConfig
 from folovllm.engine.scheduler import Scheduler
-from folovllm.inspector.pace import paced
 from folovllm.inspector.playground import FIELDS, Playground, Settings
 from folovllm.inspector.replay import Recording, parse
 from folovllm.inspector.serve import playground_app, replay_app
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.messages import Abort, Pace
+from folovllm.server.watched import WatchedLink
 from tests.helpers import tiny_checkpoint
 from tests.inspector.test_live import replayed
 from tests.x1.scripted import ScriptedEngine
@@ -218,8 +218,8 @@ class TestPace:
 
         engine = ScriptedEngine()
         engine.subscribe(lambda events: None)
-        link, make = paced(Ends(), lambda config: engine)  # type: ignore[arg-type, return-value]
-        served = make(EngineConfig())
+        link = WatchedLink(Ends())  # type: ignore[arg-type]
+        served = link.making(lambda config: engine)(EngineConfig())  # type: ignore[arg-type, return-value]
         served.add_request("1", [1], SamplingParams(max_tokens=99))  # type: ignore[call-arg]
         for command, steps in (
             (Pace(is_held=True, step=1), 1),

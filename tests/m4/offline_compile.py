@@ -1,6 +1,7 @@
 """Compile a milestone's kernels for one compute capability with no GPU.
 
-Prints a JSON list of [kernel, bytes of shared memory, limit, bytes of stack, where what does not fit into registers goes].
+Prints a JSON list of objects, one a variant: its kernel, shape, warps, registers of a thread, bytes of stack, where what
+does not fit into registers goes, bytes of shared memory, and those that the card has for one block.
 
 A program of its own, because Triton decides when it is first imported whether kernels are compiled or interpreted:
     python tests/m4/offline_compile.py 90 m4
@@ -21,6 +22,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 from folovllm.kernels.activation import silu_and_mul_kernel
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel
@@ -30,6 +33,7 @@ from folovllm.kernels.filter_logits import CAPACITY, CHUNK, WARPS, WIDE_CHUNK, f
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_kernel
 from folovllm.kernels.note_drawn import note_drawn_kernel
 from folovllm.kernels.prefill import prefill_config, prefill_kernel
+from folovllm.kernels.prefill_hopper import NUM_STAGES, prefill_hopper_kernel
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
 from folovllm.kernels.rms_norm import add_rms_norm_kernel
 from folovllm.kernels.small_linear import serves, small_linear_kernel, tiling
@@ -63,13 +67,16 @@ def pointer_type(name: str, dtype: str) -> str:
     return f"*{dtype}"
 
 
-def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_warps=4, num_stages=2) -> tuple[int, int]:
-    """Bytes of shared memory and of stack of `kernel` for sm_`capability`, its pointers and strides 16-byte aligned."""
+def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_warps=4, num_stages=2) -> dict[str, int]:
+    """What `kernel` takes of sm_`capability`, its pointers and strides 16-byte aligned."""
     signature, attributes = {}, {}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
         if name in constants:
             signature[name] = "constexpr"
+        elif name.endswith("_desc"):
+            box = f"{dtype}[{min(constants['B'], 128)}, 64]"
+            signature[name] = f"tensordesc<{box},{NVMMASharedLayout(128, 16, 2)!r}>"
         elif name.endswith("_ptr"):
             own = OWN_TYPES.get((kernel.__name__, name))
             signature[name] = own or pointer_type(name, dtype)
@@ -82,20 +89,26 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
         )
         if aligned and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    source_class = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = source_class(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return int(compiled.metadata.shared), stack_bytes(compiled.asm["cubin"])
+    usage = resource_usage(compiled.asm["cubin"])
+    return {
+        "warps": compiled.metadata.num_warps, "registers": usage["REG"], "stack": usage["STACK"],
+        "shared": compiled.metadata.shared, "limit": LIMIT_KIB[capability] * 1024,
+    }  # fmt: skip
 
 
-def stack_bytes(cubin: bytes) -> int:
-    """Of one thread, in a compiled kernel: 0 if all that it works with is in registers."""
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    """What the assembler says of a compiled kernel: REG and STACK of one thread, among others."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return int(re.search(r"STACK:(\d+)", usage)[1])
+    function = usage[usage.index(" Function ") :]  # before it stands what the file has in common
+    return {name: int(value) for name, value in re.findall(r"([A-Z]+):(\d+)", function)}
 
 
 def kernels(capability: int, head_dim: int, block_size: int):
@@ -123,7 +136,10 @@ def kernels(capability: int, head_dim: int, block_size: int):
 
 
 def kernels_of_m6(capability: int, head_dim: int, block_size: int):
-    """Those of the sixth milestone, in the one shape."""
+    """Those of the sixth milestone: attention in all shapes that it serves, the others in one."""
+    if capability == 90 and head_dim in (64, 128):
+        shape = {"HKV": HKV, "B": block_size, "G": HQ // HKV, "D": head_dim, "STAGES": NUM_STAGES}
+        yield prefill_hopper_kernel, shape, 4, 3
     if (head_dim, block_size) != (128, 16):
         return
     yield gumbel_max_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
@@ -164,9 +180,8 @@ def main(capability: int, milestone: str) -> None:
     rows = []
     for head_dim, block_size in SHAPES[capability]:
         for kernel, constants, num_warps, num_stages in kernels_of(capability, head_dim, block_size):
-            shared, stack = compile_kernel(kernel, capability, dtype, constants, num_warps, num_stages)
-            name = f"{kernel.__name__} D={head_dim} B={block_size}"
-            rows.append([name, shared, LIMIT_KIB[capability] * 1024, stack])
+            usage = compile_kernel(kernel, capability, dtype, constants, num_warps, num_stages)
+            rows.append({"kernel": kernel.__name__, "shape": f"D={head_dim} B={block_size} {constants}", **usage})
     print(json.dumps(rows))
 
 

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.worker.warm_up import doublings
+from folovllm.worker.warm_up import doublings, long_prompts
 from tests.m6.traffic import ENGINES, FIELDS, kernels, serve_everything
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +21,17 @@ ROOT = Path(__file__).parents[2]
 
 def test_doublings() -> None:
     assert [doublings(n) for n in (1, 2, 3, 4, 20)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 8, 16, 20]]
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "budget", "max_num_seqs", "lengths"),
+    [(8192, 16_384, 4, [4096]), (1000, 16_384, 8, [1000] * 4 + [96]), (1000, 16_384, 3, [1000] * 3),
+     (8192, 2048, 4, [2048]), (600, 1000, 4, [600, 400])],
+)  # fmt: skip
+def test_long_prompts(max_model_len: int, budget: int, max_num_seqs: int, lengths: list[int]) -> None:
+    """The step is as large as a long one can be, and each share fits into the context, and all into the rows."""
+    setup = SimpleNamespace(max_model_len=max_model_len, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
+    assert long_prompts(setup) == lengths
 
 
 def test_the_start_meets_every_variant() -> None:

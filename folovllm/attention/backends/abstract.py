@@ -29,6 +29,7 @@ class AttentionConfig:
     device: torch.device
     block_size: int | None  # B; None: not chosen yet, any that the backend supports will do
     max_num_seqs: int
+    long_prompts: bool = False  # M6: whether long prompts may go to a kernel of their own, where the device has one
 
     @property
     def scale(self) -> float:

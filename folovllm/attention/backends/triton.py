@@ -1,6 +1,9 @@
-"""Attention by this project's own kernels: FlashAttention-2 style prefill, split-KV decode."""
+"""Attention by this project's own kernels: FlashAttention-2 style prefill (3 on Hopper), split-KV decode."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
 
 import torch
 import triton
@@ -31,6 +34,7 @@ class TritonBackend(AttentionBackend):
         self._decode = SplitKVDecode(
             config.max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim, config.block_size, config.device
         )  # fmt: skip
+        self._hopper = _hopper(config)
 
     @classmethod
     def check_available(cls, config: AttentionConfig) -> None:
@@ -70,11 +74,19 @@ class TritonBackend(AttentionBackend):
         if batch.num_decodes:
             self._decode(query, kv_cache, batch.block_tables, batch.num_decodes, scale, out)
         if batch.num_seqs > batch.num_decodes:
-            prefill(
+            self._prefill_kernel(len(query), batch.max_query_len)(
                 query, kv_cache, batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.max_query_len, scale,
                 out, first_seq=batch.num_decodes,
             )  # fmt: skip
         return out
+
+    def _prefill_kernel(self, num_tokens: int, max_query_len: int) -> Callable[..., torch.Tensor]:
+        """Which of the two serves a step of so many tokens, whose longest share is given."""
+        hopper = self._hopper
+        if hopper is not None and hopper.is_ahead(self.config.head_dim, num_tokens, max_query_len):
+            kernel: Callable[..., torch.Tensor] = hopper.prefill_hopper
+            return kernel
+        return prefill
 
     def forward_raw(
         self, qkv: torch.Tensor, preparation: Preparation, kv_cache: torch.Tensor, batch: ForwardBatch
@@ -83,6 +95,17 @@ class TritonBackend(AttentionBackend):
         c = self.config
         out = qkv.new_empty(batch.num_seqs, c.num_heads, c.head_dim)
         return self._decode(qkv, kv_cache, batch.block_tables, batch.num_seqs, c.scale, out, preparation)
+
+
+def _hopper(config: AttentionConfig) -> ModuleType | None:
+    """The kernel for long prompts, where it is asked for and can run: Gluon has no interpreter."""
+    if not config.long_prompts or config.device.type != "cuda":
+        return None
+    from folovllm.kernels import prefill_hopper
+
+    assert config.block_size is not None
+    serves = prefill_hopper.serves(config.head_dim, config.dtype, config.block_size, config.device)
+    return prefill_hopper if serves else None
 
 
 def _check_bfloat16(device: torch.device) -> None:
