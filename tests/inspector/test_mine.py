@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from folovllm.inspector.replay import Recording, parse
-from folovllm.watcher import Watcher
+from folovllm.watcher import Watched, Watcher
 
 REFERENCE = Path(__file__).parents[2] / "folovllm" / "engine" / "scheduler.py"
 SMALL = ["--milestone", "m3", "--num-kv-blocks", "6", "--block-size", "8", "--max-num-seqs", "4"]
@@ -82,27 +82,28 @@ def write(file: Path, mistake: str | None) -> None:
     file.write_text(source if mistake is None else source.replace(FREES, MISTAKES[mistake]), encoding="utf-8")
 
 
-def preempted(address: str) -> tuple[Recording, Any]:
-    """What the page sees up to the first preemption, and the victim then."""
+def preempted(address: str) -> tuple[Recording, list[Watched]]:
+    """What the page sees up to the first turn with a preemption, and who waits then."""
     with urllib.request.urlopen(f"{address}/events", timeout=60) as stream:
         post(f"{address}/playground/prompts", {"prompts": ["Once upon", "The sea"], "max_tokens": 40, "seed": 1})
         found = until_done(stream, lambda line: '["preempt"' in line)
     watcher = Watcher()
     for turn in found.turns():
         watcher(turn.events)
-    (victim,) = (seq for seq in watcher.sequences.values() if not seq.is_running)
-    assert all(watcher.cells[block].ref_count for block in victim.block_table)
-    return found, victim
+    victims = [seq for seq in watcher.sequences.values() if not seq.is_running]
+    assert victims and all(watcher.cells[block].ref_count for seq in victims for block in seq.block_table)
+    return found, victims
 
 
 def test_a_mistake_is_seen_and_mended_without_a_new_start(scheduler_file: Path) -> None:
     write(scheduler_file, "keeps")
     with playing(scheduler_file.parents[2]) as address:
-        found, victim = preempted(address)
-        assert found.header["engine"]["mine"] is True and victim.block_table, "it waits, and holds blocks"
+        found, victims = preempted(address)
+        assert found.header["engine"]["mine"] is True
+        assert all(seq.block_table for seq in victims), "they wait, and hold blocks"
         write(scheduler_file, None)
         assert post(f"{address}/playground", {})["mine"] == 1
-        assert not preempted(address)[1].block_table
+        assert not any(seq.block_table for seq in preempted(address)[1])
 
 
 def test_code_that_never_ends_or_is_none_can_be_replaced(scheduler_file: Path) -> None:
@@ -117,4 +118,4 @@ def test_code_that_never_ends_or_is_none_can_be_replaced(scheduler_file: Path) -
             write(scheduler_file, None)
             post(f"{address}/playground", {})
             until_done(stream, lambda line: line.startswith("{"))  # the reader of the old one begins anew
-        assert not preempted(address)[1].block_table
+        assert not any(seq.block_table for seq in preempted(address)[1])
