@@ -9,7 +9,8 @@ from typing import Any
 from folovllm.vllm_arguments import STRUCTURED, also_takes
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
-LONGEST = 1 << 20  # characters of a description
+LONGEST = 1 << 16  # characters of a description: the engine waits while it is compiled, up to a second
+LONGEST_CHOICE = 1000  # characters of one
 
 
 @also_takes(STRUCTURED)
@@ -65,8 +66,12 @@ class StructuredOutputsParams:
             raise ValueError(f"choice must be a list of texts, at least one, not {texts!r}")
         if not all(texts):
             raise ValueError("a choice must not be empty: an answer is at least a character long")
+        if max(map(len, texts)) > LONGEST_CHOICE or sum(map(len, texts)) > LONGEST:
+            raise ValueError(
+                f"choice must have at most {LONGEST_CHOICE} characters each and {LONGEST} in all: take regex or grammar"
+            )
         try:
-            sum(len(text.encode()) for text in texts)
+            "".join(texts).encode()
         except UnicodeEncodeError as error:
             raise ValueError("choice holds half a character, which no text has") from error
 

@@ -58,7 +58,9 @@ def take(browser: Any, picture: Picture, folder: Path) -> Path:
     page_file, out = folder / f"{picture.name}.html", PICTURES / f"{picture.name}.png"
     one_file(list(picture.recordings), page_file)
     with browser.new_context(
-        viewport={"width": picture.width, "height": picture.height}, device_scale_factor=1.5, color_scheme="light"
+        viewport={"width": picture.width, "height": picture.height},
+        device_scale_factor=1.5 if picture.embedded else 1,
+        color_scheme="light",
     ) as context:
         page = context.new_page()
         page.goto(f"{page_file.as_uri()}?{'embed' if picture.embedded else ''}#t={picture.moment}")

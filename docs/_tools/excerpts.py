@@ -6,7 +6,7 @@ A page says what it wants in a comment, and the lines down to the next `<!-- end
     <!-- signature folovllm.engine.scheduler:Scheduler.add --> the same up to its docstring: what an exercise may show
     <!-- flags folovllm.config:EngineConfig -->                a table of the fields, with their flags and defaults
     <!-- symbols folovllm.llm:LLM.generate ... -->             a table: what they do, file, milestone, exercise
-    <!-- milestones -->                                        the table of the milestones, from their manifests
+    <!-- milestones -->                                        tables of the milestones and of the electives, from their manifests
 
 So a page reads the same on a code host as in the built book. A test compares the pages with the code.
 """
@@ -158,10 +158,11 @@ def flag_table(target: str) -> str:
 def milestone_table() -> str:
     """One row for each milestone; its title leads to the chapter, if there is one."""
     rows = ["| | milestone | |", "|---|---|---|"]
+    electives = ["", "| | elective | |", "|---|---|---|"]
     for m in COURSE.milestones:
         title = f"[{m.title}]({Path(m.chapter).name})" if m.chapter else m.title
-        rows.append(f"| **{m.id.upper()}** | {title} | {m.summary} |")
-    return "\n".join(rows)
+        (electives if m.is_elective else rows).append(f"| **{m.id.upper()}** | {title} | {m.summary} |")
+    return "\n".join(rows + electives * (len(electives) > 3))
 
 
 def computed(function: str, *arguments: str) -> str:

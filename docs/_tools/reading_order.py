@@ -126,11 +126,34 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("executor/start.py", "", ""),
         ("executor/multiproc_executor.py", "engine/model_runner.py", "v1/executor/multiproc_executor.py"),
     ],
+    "x1": [
+        ("server/messages.py", "", "v1/engine/__init__.py"),
+        ("server/engine_loop.py", "", "v1/engine/core.py"),
+        ("server/digest.py", "", ""),
+        ("server/transport.py", "", "v1/engine/core_client.py"),
+        ("server/socket_link.py", "", "v1/engine/core.py"),
+        ("server/engine_process.py", "", "v1/engine/utils.py"),
+        ("server/stream.py", "", "v1/engine/output_processor.py"),
+        ("server/async_engine.py", "", "v1/engine/async_llm.py"),
+        ("server/admission.py", "", ""),
+        ("server/sse.py", "", ""),
+        ("server/respond.py", "", "entrypoints/openai/completion/serving.py"),
+        ("server/answers.py", "", "entrypoints/openai/completion/serving.py"),
+        ("server/protocol.py", "", "entrypoints/openai/completion/protocol.py"),
+        ("server/requests.py", "", "entrypoints/openai/completion/protocol.py"),
+        ("server/app.py", "", "entrypoints/openai/api_server.py"),
+        ("server/errors.py", "", ""),
+        ("server/counters.py", "", ""),
+        ("server/metrics.py", "", "v1/metrics/loggers.py"),
+        ("server/patience.py", "", ""),
+        ("server/serve.py", "", "entrypoints/openai/api_server.py"),
+        ("structured/choice.py", "", ""),
+    ],
 }
 
 INTRO = """# Reading order
 
-The source from the outside in, in the order in which the milestones add it. Minutes are lines over {rate}, which is slow reading with the
+The source from the outside in, in the order in which the milestones, and then the electives, add it. Minutes are lines over {rate}, which is slow reading with the
 chapter beside it; {files} files, about {hours:.0f} hours in all. The exercises are the functions of that file that you may write yourself:
 read their docstrings, and leave the bodies until you have tried.
 
@@ -139,7 +162,7 @@ The last two columns name the file that does the same (or most of it) in [nano-v
 moves its files now and then: search for the class when one is gone. A dash means that we know of no counterpart.
 
 What is not listed is not needed to follow the chapters: the command line (`cli.py`, `chat.py`, `flags.py`), names and arguments of vLLM's (`compat.py`,
-`vllm_arguments.py`, `chat_template.py`, `beam_search.py`), the benchmarks (`bench/`), what fetches and converts a model (`models/files.py`,
+`vllm_arguments.py`, `chat_template.py`, `beam_search.py`), the flags of the server (`server/config.py`, `server/cli.py`), the benchmarks (`bench/`), what fetches and converts a model (`models/files.py`,
 `models/json_files.py`, `models/smollm2.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
 """
 

@@ -20,6 +20,11 @@ SEQUENCE = {  # in the order in which one meets them; who writes it, and what it
     "max_tokens": ("the request", "the longest answer; prompt and answer fit into the context"),
     "seed": ("the request", "of its noise: the same seed draws the same tokens, whoever is beside it"),
     "eos_token_ids": ("the request", "ids that end a text of this model"),
+    "bad_words": ("the request", "runs of tokens that the answer must not hold"),
+    "num_to_score": (
+        "the request",
+        "tokens of the prompt whose log-probabilities are wanted: all but the first, or none",
+    ),
     "cache_salt": ("the request", "prefixes are shared only between equal salts"),
     "status": ("`start`, `requeue`, `finish`", "WAITING, RUNNING or one of FINISHED_*: see below"),
     "num_tokens": ("`append_token`", "prompt and answer so far"),
@@ -36,6 +41,7 @@ SEQUENCE = {  # in the order in which one meets them; who writes it, and what it
     "prefix": ("the prefix cache (M5)", "its own notes: hashes of full blocks, and how much it found"),
     "stop_reason": ("the stop rule", "the stop string or token id that ended the answer"),
     "detokenizer": ("the output processor", "the text so far, and the bytes that are no character yet"),
+    "prompt_logprobs": ("the engine", "log-probabilities of these tokens, as far as they have come"),
     "logprobs": ("the engine", "log-probabilities of the drawn tokens, where the request asked for them"),
 }
 BLOCK = {

@@ -43,7 +43,7 @@ def build_bench_app() -> typer.Typer:
     app = typer.Typer(
         no_args_is_help=True, help="Measure the engine; every result is a table and, with --save, a file."
     )
-    for command in (throughput, latency, memory, reuse, ladder):
+    for command in (throughput, latency, memory, reuse, ladder, serve):
         app.command()(with_flags(command, EngineConfig))
     app.command()(compare)
     return app
@@ -165,6 +165,70 @@ def ladder(
         found = bench_ladder(plan)
         found = beside(found, bench_reference(plan)) if with_mine else found
     finish(found, save, show_ladder)
+
+
+def serve(
+    url: Annotated[
+        str | None, typer.Option(help="A server that runs; without it, one of our own is started for each preset.")
+    ] = None,
+    compare: Compare = None,
+    workload: Annotated[
+        str, typer.Option(help="mixed, default, nano-vllm, or a file of JSON lines; arrivals are those of --rates.")
+    ] = "mixed",
+    requests: Requests = None,
+    rates: Annotated[
+        str | None, typer.Option(help="Requests a second, one load after the other: 1,2,4,8 if nothing is said.")
+    ] = None,
+    clients: Annotated[
+        str | None,
+        typer.Option(help="In place of rates: so many clients, each of which waits for its answer, say 1,8."),
+    ] = None,
+    slo: Annotated[
+        str, typer.Option(help="Limits that a request must keep to count for goodput.")
+    ] = "ttft=200ms,tpot=50ms",
+    engine_process: Annotated[
+        bool | None, typer.Option(help="Our engine in a process of its own; if not said: where it has a GPU.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="A key that the server knows.")] = None,
+    random_weights: Geometry = None,
+    save: Save = None,
+    **given: Any,
+) -> None:
+    """Load a server, ours or any with OpenAI's API: TTFT, TPOT, gaps, goodput, rate by rate. Ctrl-C keeps what there is."""
+    from folovllm.bench.serving import Point, Slo
+    from folovllm.bench.sweep import VOCABULARY, Sweep, show_sweep
+    from folovllm.bench.workload import load_workload
+
+    if rates is not None and clients is not None:
+        raise ValueError("give --rates or --clients, not both")
+    points = [Point(clients=int(n)) for n in numbers("--clients", clients)] if clients else [
+        Point(rate=rate) for rate in numbers("--rates", rates or "1,2,4,8")
+    ]  # fmt: skip
+    sweep = Sweep(load_workload(workload, VOCABULARY, requests), points, Slo.parse(slo), engine_process)
+    if url is not None:
+        chosen = {name for name, value in given.items() if value not in (None, [])} - {"model"}
+        if chosen or compare or random_weights:
+            raise ValueError(
+                "--url names a server that has its settings: say --model and the load, nothing of the engine"
+            )
+        found, is_whole = sweep.run_at(url, given.get("model"), api_key)
+    else:
+        with contenders(given, compare, random_weights) as engines:
+            found, is_whole = sweep.run(engines)
+    finish(found, save, show_sweep)
+    if not is_whole:
+        raise typer.Exit(130)
+
+
+def numbers(flag: str, text: str) -> list[float]:
+    """ "1,2.5" -> [1.0, 2.5]. Raises ValueError for what is no number above 0."""
+    try:
+        found = [float(item) for item in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < number < 1e6 for number in found):
+        raise ValueError(f"{flag} takes numbers above 0 with commas between them, say 1,2,4, not {text!r}")
+    return found
 
 
 def compare(files: Annotated[list[Path], typer.Argument(help="Results that --save wrote.")]) -> None:

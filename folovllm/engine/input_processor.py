@@ -36,6 +36,11 @@ class InputProcessor:
         self._eos = eos_token_ids(setup.path, setup.hf_config, tokenizer)
         self._seeds = random.Random(setup.config.seed)  # for requests that bring none
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The model's own end-of-text ids."""
+        return self._eos
+
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
     ) -> tuple[str | None, list[Sequence]]:
@@ -117,8 +122,8 @@ class InputProcessor:
             ("allowed_token_ids", params.allowed_token_ids or ()),
             ("logit_bias", params.logit_bias or ()),
         ):
-            if outside := [t for t in ids if not 0 <= t < vocab_size]:
-                raise ValueError(f"{name} must lie between 0 and {vocab_size - 1}, and {outside[0]} does not")
+            if wrong := [t for t in ids if not 0 <= t < vocab_size]:
+                raise ValueError(f"{name} must lie between 0 and {vocab_size - 1}, and {wrong[0]} does not")
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The tokens of the bad words. Raises ValueError where they are too many, or nothing is left to draw."""

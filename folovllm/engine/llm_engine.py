@@ -197,11 +197,15 @@ class LLMEngine:
             if output.preempted and not output.shares:  # room was made, and the next step has it
                 return []
             seqs = self.scheduler.sequences(output)
-            if self._guides.concern(output, seqs):
-                output = replace(output, masks=self._guides.masks(output, seqs))
-            result = self.executor.execute_model(output)
-            self._guides.advance(seqs, result.token_ids)
-            return self._take_in(output, seqs, result, start)
+            return self._take_in(output, seqs, self._compute(output, seqs), start)
+
+    def _compute(self, output: SchedulerOutput, seqs: list[Sequence]) -> StepResult:
+        """Compute a step and draw. Where an answer must have a form, its guide says what may come, and hears what came."""
+        if self._guides.concern(output, seqs):
+            output = replace(output, masks=self._guides.masks(output, seqs))
+        result = self.executor.execute_model(output)
+        self._guides.advance(seqs, result.token_ids)
+        return result
 
     def subscribe(self, listener: Listener) -> None:
         """Let `listener(events)` hear after each step what happened (`folovllm.events`); now, how things stand."""
@@ -256,6 +260,10 @@ class LLMEngine:
         if broken:
             self.scheduler.abort(*broken)
         return broken
+
+    def prepare_forms(self) -> None:
+        """Do now what the first answer of a form would wait for, and all beside it: about a second."""
+        self._guides.prepare(self._processor.eos_token_ids)
 
     def require_open(self) -> None:
         """Raise RuntimeError if the engine was closed, so that there is no model any more, or if this is a fork.

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from dataclasses import asdict, dataclass, fields
-from typing import Any, cast
+from typing import Any
 
-from folovllm.build import make_engine
 from folovllm.config import PRESETS, EngineConfig
 from folovllm.inspector.live import Audience
-from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.async_engine import AsyncEngine, EngineDead
-from folovllm.server.engine_loop import Engine
-from folovllm.server.messages import Abort
 from folovllm.server.stream import Stream
-from folovllm.server.transport import ThreadTransport
 
 LONGEST = 128  # tokens of a prompt and its answer: few enough to watch
-MOST_PROMPTS, MOST_TOKENS, MOST_DELAY = 64, LONGEST, 5.0
-NOBODY = -1  # a request that never was: to abort it wakes the engine, and does nothing else
+MOST_PROMPTS, MOST_TOKENS, MOST_DELAY, MOST_STEPS = 64, LONGEST, 5.0, 1000
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,67 +106,6 @@ FIELDS = (
 assert [field.name for field in FIELDS] == [field.name for field in fields(Settings)]
 
 
-class Pace:
-    """How fast the engine may go: the page says it, the engine's thread asks."""
-
-    def __init__(self) -> None:
-        self.delay, self.is_paused = 0.1, False
-        self._granted = 0  # steps, while it is paused
-        self._changed = threading.Event()
-
-    def change(self, delay: float | None = None, paused: bool | None = None, step: int = 0) -> None:
-        """Raises ValueError for what cannot be."""
-        if delay is not None:
-            if not (isinstance(delay, int | float) and 0 <= delay <= MOST_DELAY):
-                raise ValueError(f"delay must be from 0 to {MOST_DELAY:.0f} seconds, not {delay!r}")
-            self.delay = float(delay)
-        if paused is not None:
-            if not isinstance(paused, bool):
-                raise ValueError(f"paused must be true or false, not {paused!r}")
-            self.is_paused, self._granted = paused, 0
-        if not (type(step) is int and 0 <= step <= 1000):
-            raise ValueError(f"step must be a whole number up to 1000, not {step!r}")
-        if self.is_paused:
-            self._granted += step
-        self._changed.set()
-
-    @property
-    def may_step(self) -> bool:
-        """Whether the engine may take a step now."""
-        return not self.is_paused or self._granted > 0
-
-    def stepped(self) -> None:
-        """A step was taken: rest, but no longer than until something changes."""
-        if self.is_paused:
-            self._granted = max(0, self._granted - 1)
-            return
-        self._changed.clear()
-        self._changed.wait(self.delay)
-
-
-class PacedEngine:
-    """An engine that takes its steps as `pace` says. While it may not, it seems to have nothing to do."""
-
-    def __init__(self, config: EngineConfig, pace: Pace) -> None:
-        self._engine, self._pace = make_engine(config), pace
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def has_unfinished_requests(self) -> bool:
-        """As the engine, while it may step."""
-        return self._pace.may_step and self._engine.has_unfinished_requests()
-
-    def step(self) -> list[RequestOutput]:
-        """As the engine; a rest after it. Who waits is told all the same."""
-        if not self.has_unfinished_requests():
-            self._engine.events.drain()
-            return []
-        outputs = self._engine.step()
-        self._pace.stepped()
-        return outputs
-
-
 class Playground:
     """The engine of the moment, and what the page may ask of it."""
 
@@ -183,12 +115,16 @@ class Playground:
         self.settings = Settings().with_changes({k: v for k, v in overrides.items() if k in sliders})
         self._overrides = {"num_threads": 1, "use_tqdm": False}
         self._overrides |= {k: v for k, v in overrides.items() if k not in sliders}
-        self.pace = Pace()
+        self.delay, self.is_held = 0.1, False
         self.audience = Audience(self._watch)
         self._engine: AsyncEngine | None = None
-        self._transport: ThreadTransport | None = None
         self._streams: dict[Stream, asyncio.Task[None]] = {}
         self._turn = asyncio.Lock()
+
+    @property
+    def runs_mine(self) -> bool:
+        """Whether a learner's code runs: in a process of its own, which loads it anew and can be ended whatever it does."""
+        return bool(os.environ.get("FOLOVLLM_MINE"))
 
     @property
     def error(self) -> str | None:
@@ -200,10 +136,10 @@ class Playground:
         values = asdict(self.settings)
         return {
             "fields": [field.described(values[field.name]) for field in FIELDS],
-            "mine": int(bool(os.environ.get("FOLOVLLM_MINE"))),
+            "mine": int(self.runs_mine),
             "error": self.error,
-            "delay": self.pace.delay,
-            "paused": int(self.pace.is_paused),
+            "delay": self.delay,
+            "paused": int(self.is_held),
         }
 
     async def build(self, changes: dict[str, Any]) -> None:
@@ -215,15 +151,14 @@ class Playground:
         async with self._turn:
             settings = self.settings.with_changes(changes)
             config = EngineConfig(**self._overrides | settings.overrides())
-            transport = ThreadTransport(lambda config: cast(Engine, PacedEngine(config, self.pace)))
-            engine = AsyncEngine(config, transport=transport)
+            engine = AsyncEngine(config, transport="process" if self.runs_mine else "thread")
             await engine.start()
-            old, self._engine, self._transport, self.settings = self._engine, engine, transport, settings
+            old, self._engine, self.settings = self._engine, engine, settings
+            engine.on_seen = self.audience.take_in
+            engine.pace(self.delay, self.is_held)
             if old is not None:
                 old.on_seen = lambda pieces: None
-                self.pace.change()
                 await old.close()
-            engine.on_seen = self.audience.take_in
             self.audience.begin_anew()
 
     async def ask(
@@ -249,16 +184,20 @@ class Playground:
         for stream in [stream for stream in self._streams if request in (None, str(stream.number))]:
             engine.abort(stream.request_id)
 
-    def change_pace(self, **changes: Any) -> None:
-        """As `Pace.change`; the engine hears of it at once."""
-        self.pace.change(**changes)
-        if self._transport is not None:
-            self._transport.send(Abort(NOBODY))
+    def change_pace(self, delay: float | None = None, paused: bool | None = None, step: int = 0) -> None:
+        """Slow the engine down, hold it, or let it take some steps while it is held. Raises ValueError for what cannot be."""
+        if delay is not None and not 0 <= delay <= MOST_DELAY:
+            raise ValueError(f"delay must be from 0 to {MOST_DELAY:.0f} seconds, not {delay!r}")
+        if not 0 <= step <= MOST_STEPS:
+            raise ValueError(f"step must be from 0 to {MOST_STEPS}, not {step!r}")
+        self.delay = self.delay if delay is None else delay
+        self.is_held = self.is_held if paused is None else paused
+        if self._engine is not None:
+            self._engine.pace(self.delay, self.is_held, step)
 
     async def close(self) -> None:
         """End it."""
         self.audience.close()
-        self.pace.change(delay=0.0, paused=False)
         if self._engine is not None:
             await self._engine.close()
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from folovllm.events import Event, Listener
+from folovllm.events import Event, Events, Listener
 from folovllm.executor.abstract import Executor
 from folovllm.inspector.lines import FORMAT, KEY_EVERY, VERSION, LineWriter, as_file
 from folovllm.inspector.texts import TokenTexts
@@ -31,6 +31,7 @@ class Engine(Protocol):
 
     setup: EngineSetup
     executor: Executor
+    events: Events
     tokenizer: PreTrainedTokenizerBase
 
     def subscribe(self, listener: Listener) -> None:

@@ -144,7 +144,7 @@ def playground_app(playground: Playground, host: str) -> Starlette:
     async def pace(request: Request) -> Response:
         asked = await _json(request, PaceRequest)
         playground.change_pace(delay=asked.delay, paused=asked.paused, step=asked.step)
-        return json_response({"delay": playground.pace.delay, "paused": int(playground.pace.is_paused)})
+        return json_response({"delay": playground.delay, "paused": int(playground.is_held)})
 
     posts: dict[str, Handler] = {f"{CONTROL}/prompts": prompts, f"{CONTROL}/abort": abort, f"{CONTROL}/pace": pace}
     return _app(host, {"/": _home, PAGE: page, FILES: _file, f"{PAGE}/events": events}, posts | {CONTROL: control})

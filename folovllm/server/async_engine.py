@@ -19,7 +19,7 @@ from folovllm.models.files import generation_defaults, load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.counters import Counters
-from folovllm.server.messages import Abort, Failure, Load, News, Ready, Seen, Step, Watch
+from folovllm.server.messages import Abort, Failure, Load, News, Pace, Ready, Seen, Step, Watch
 from folovllm.server.stream import Mailbox, Prepared, Stream
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.setup import EngineSetup
@@ -209,6 +209,10 @@ class AsyncEngine:
         To ask again is to ask for a new beginning, for those who join (`folovllm.inspector`).
         """
         self._transport.send(Watch(is_on))
+
+    def pace(self, delay: float = 0.0, is_held: bool = False, step: int = 0) -> None:
+        """Let the engine wait so many seconds between two steps, or hold it; held, it may take `step` more steps."""
+        self._transport.send(Pace(delay, is_held, step))
 
     @property
     def is_open(self) -> bool:

@@ -11,16 +11,16 @@ from typing import Any, Protocol
 
 from folovllm.config import EngineConfig
 from folovllm.events import Event, Listener
-from folovllm.inspector.live import LiveLines
-from folovllm.inspector.recorder import Engine as WatchedEngine
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.digest import Digest
-from folovllm.server.messages import Abort, Add, Command, Failure, News, Ready, Refused, Seen, Step, Stop, Watch
+from folovllm.server.messages import Abort, Add, Failure, News, Ready, Refused, Step, Stop, Work
 from folovllm.setup import EngineSetup
 
 
-class Engine(WatchedEngine, Protocol):
+class Engine(Protocol):
     """What the loop asks of an engine: `LLMEngine` has it."""
+
+    setup: EngineSetup
 
     def add_request(
         self,
@@ -57,7 +57,7 @@ MakeEngine = Callable[[EngineConfig], Engine]
 class Link(Protocol):
     """The engine's end of a transport."""
 
-    def receive(self, wait: bool) -> list[Command]:
+    def receive(self, wait: bool) -> list[Work]:
         """What has arrived, in order; with `wait` at least one. `Stop` where nobody is left at the other end."""
 
     def send(self, news: News) -> None:
@@ -77,21 +77,18 @@ def run_engine(config: EngineConfig, link: Link, make_engine: MakeEngine) -> boo
     Returns:
         Whether nothing went wrong.
     """
-    engine, loop = None, None
+    engine = None
     try:
         engine = make_engine(config)
         loop = EngineLoop(engine, link)
         link.send(Ready(pickle.dumps(plain(engine.setup)), loop.news().load.kv_blocks_total))
         while loop.turn():
             pass
-        loop.watch(False)
         return True
     except Exception as error:
         is_user_error = engine is None and isinstance(error, ValueError)
         if not is_user_error:
             logger.exception("the engine has ended")
-        if loop is not None:
-            loop.watch(False, f"{type(error).__name__}: {error}")
         link.send(Failure(str(error) if is_user_error else f"{type(error).__name__}: {error}", is_user_error))
         return False
     finally:
@@ -111,7 +108,6 @@ class EngineLoop:
         self._events: list[Event] = []  # since the last message
         self._digest = Digest(bool(engine.setup.config.enable_prefix_caching))
         engine.subscribe(self._events.extend)
-        self._live = LiveLines(engine)
 
     def turn(self) -> bool:
         """One turn: all that has arrived, then a step, then one message.
@@ -126,31 +122,16 @@ class EngineLoop:
             False: it was told to stop.
         """
         refused: list[Refused] = []
-        is_idle = not self._engine.has_unfinished_requests()
-        self._tell(self._live.take(all_of_it=is_idle))
-        for command in self._link.receive(wait=is_idle):
+        for command in self._link.receive(wait=not self._engine.has_unfinished_requests()):
             if isinstance(command, Stop):
                 return False
-            if isinstance(command, Watch):
-                self.watch(command.is_on)
-            elif isinstance(command, Abort):
+            if isinstance(command, Abort):
                 self._engine.abort_request([str(command.number)])
             elif (refusal := self.add(command)) is not None:
                 refused.append(refusal)
         self._engine.step()
         self._link.send(self.news(refused))
         return True
-
-    def watch(self, is_on: bool, how: str = "closed") -> None:
-        """Tell what happens from here on, or tell it no more; `how` says why it ends."""
-        if is_on:
-            self._live.begin()
-        else:
-            self._tell(self._live.end(how))
-
-    def _tell(self, pieces: list[bytes]) -> None:
-        if pieces:
-            self._link.send(Seen(pieces))
 
     def add(self, add: Add) -> Refused | None:
         """Queue a request, or say why it cannot be."""

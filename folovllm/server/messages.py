@@ -38,6 +38,14 @@ class Watch(msgspec.Struct, array_like=True, tag=True, frozen=True):
     is_on: bool
 
 
+class Pace(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """How fast to go, for those who look: seconds between steps; held, `step` more steps may be taken."""
+
+    delay: float = 0.0
+    is_held: bool = False
+    step: int = 0
+
+
 class Ready(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The engine is built. `setup` is a pickled `EngineSetup` whose configuration of the model is plain."""
 
@@ -98,7 +106,8 @@ class Failure(msgspec.Struct, array_like=True, tag=True, frozen=True):
     is_user_error: bool = False  # a ValueError while it was built, whose sentence says what to do
 
 
-Command = Add | Abort | Watch | Stop
+Work = Add | Abort | Stop
+Command = Work | Watch | Pace
 News = Ready | Step | Seen | Failure
 
 encode = msgspec.msgpack.Encoder(enc_hook=lambda number: number.item()).encode  # NumPy's numbers are numbers too

@@ -48,6 +48,7 @@ class Metrics(Collector):
         yield finished
         for name, text, histogram in (
             ("time_to_first_token_seconds", "From arrival to the first token.", counters.time_to_first_token),
+            ("request_queue_time_seconds", "From the queue to the first step.", counters.queue_time),
             ("inter_token_latency_seconds", "Between tokens.", counters.inter_token_latency),
             ("request_time_per_output_token_seconds", "Mean of a request.", counters.time_per_output_token),
             ("e2e_request_latency_seconds", "From arrival to the last token.", counters.latency),

@@ -8,16 +8,18 @@ import socket
 from collections import deque
 
 from folovllm.build import make_engine
-from folovllm.server.engine_loop import MakeEngine, run_engine
+from folovllm.server.engine_loop import run_engine
 from folovllm.server.messages import Command, Frames, News, Stop, decode_command, encode, frame
+from folovllm.server.watched import MakeWatchable, WatchedLink
 
 CHUNK = 1 << 20
 
 
-def serve_socket(fd: int, make_engine: MakeEngine = make_engine) -> bool:
+def serve_socket(fd: int, make_engine: MakeWatchable = make_engine) -> bool:
     """Build the engine that the first message describes, and serve it. Returns whether it ended as it was told to."""
-    link = SocketLink(socket.socket(fileno=fd))
-    return run_engine(pickle.loads(link.first()), link, make_engine)
+    connection = SocketLink(socket.socket(fileno=fd))
+    config, link = pickle.loads(connection.first()), WatchedLink(connection)
+    return run_engine(config, link, link.making(make_engine))
 
 
 class SocketLink:

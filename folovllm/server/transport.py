@@ -15,8 +15,9 @@ from typing import Protocol
 from folovllm.build import make_engine
 from folovllm.children import import_path, python_command
 from folovllm.config import EngineConfig
-from folovllm.server.engine_loop import MakeEngine, run_engine
+from folovllm.server.engine_loop import run_engine
 from folovllm.server.messages import Command, Failure, Frames, News, Stop, decode_news, encode, frame
+from folovllm.server.watched import MakeWatchable, WatchedLink
 
 Deliver = Callable[[News], None]
 GRACE = 5.0  # seconds that the engine has to end by itself
@@ -39,7 +40,7 @@ class Transport(Protocol):
 class ThreadTransport:
     """The engine in a thread of this process: for notebooks, CPUs and tests."""
 
-    def __init__(self, make_engine: MakeEngine = make_engine) -> None:
+    def __init__(self, make_engine: MakeWatchable = make_engine) -> None:
         self._make_engine = make_engine
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -61,7 +62,8 @@ class ThreadTransport:
             await asyncio.to_thread(self._thread.join)
 
     def _run(self, config: EngineConfig) -> None:
-        run_engine(config, _ThreadLink(self._commands, self._loop, self._deliver), self._make_engine)
+        link = WatchedLink(_ThreadLink(self._commands, self._loop, self._deliver))
+        run_engine(config, link, link.making(self._make_engine))
 
 
 class _ThreadLink:

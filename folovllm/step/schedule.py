@@ -22,7 +22,7 @@ class Scores(NamedTuple):
 
     first: int  # the index in the share of the token that the first of them comes after; the others follow
     token_ids: TokenIds  # [n] int32, a view
-    num_likely: int  # most likely tokens to report beside each
+    num_top: int  # most likely tokens to report beside each
 
 
 class Share(NamedTuple):
@@ -54,7 +54,7 @@ def tokens_to_score(shares: Sequence[Share]) -> list[tuple[int, int, int, int]]:
     for i, share in enumerate(shares):
         if (scores := share.scores) is not None:
             ids = enumerate(scores.token_ids.tolist(), start + scores.first)
-            wanted += [(i, after, token, scores.num_likely) for after, token in ids]
+            wanted += [(i, after, token, scores.num_top) for after, token in ids]
         start += share.num_new_tokens
     return wanted
 

@@ -6,9 +6,12 @@ It walks the tokenizer's tokens as a tree of bytes beside a parser, so that a ma
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from folovllm.structured.matcher import Words
+from folovllm.structured.matcher import Matcher, Words
 from folovllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 
 # Between the parts of a document: no more than a model needs to write one nicely, so that it cannot go on for ever.
 WHITESPACE = r" |\n {0,16}"
+
+FEW = 4  # masks that are made one after the other: more of them on several threads
 
 
 def library() -> Any:
@@ -29,12 +34,20 @@ def library() -> Any:
     return llguidance
 
 
+def is_installed() -> bool:
+    """Whether grammars can be had."""
+    return find_spec("llguidance") is not None
+
+
 def make_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_ids: list[int]) -> Any:
-    """The tokenizer as llguidance wants it: about a second's work. Raises ValueError for one without a fast backend."""
+    """The tokenizer as llguidance wants it: about a second's work. Raises ValueError for one that it cannot read."""
     library()
     from llguidance.hf import from_tokenizer
 
-    return from_tokenizer(tokenizer, vocab_size, end_ids)
+    try:
+        return from_tokenizer(tokenizer, vocab_size, end_ids or None)
+    except Exception as error:  # the binding knows no narrower class
+        raise ValueError(f"json, regex and grammar cannot be had with this tokenizer: {error}") from error
 
 
 def source_of(form: StructuredOutputsParams) -> str:
@@ -76,7 +89,7 @@ class GuidanceMatcher:
     """An answer's place in a grammar; a `Matcher`."""
 
     def __init__(self, inner: Any) -> None:
-        self._inner = inner  # an LLMatcher
+        self.inner = inner  # an LLMatcher
 
     @classmethod
     def compile(cls, form: StructuredOutputsParams, tokenizer: Any) -> GuidanceMatcher:
@@ -87,16 +100,33 @@ class GuidanceMatcher:
 
     def fill(self, words: Words) -> None:
         """As `Matcher`."""
-        self._inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
     def is_accepting(self) -> bool:
         """As `Matcher`."""
-        return bool(self._inner.is_accepting())
+        return bool(self.inner.is_accepting())
 
     def advance(self, token_id: int) -> bool:
         """As `Matcher`."""
-        return bool(self._inner.consume_token(token_id))
+        return bool(self.inner.consume_token(token_id))
 
     def copy(self) -> GuidanceMatcher:
         """As `Matcher`."""
-        return GuidanceMatcher(self._inner.deep_copy())
+        return GuidanceMatcher(self.inner.deep_copy())
+
+
+def fill_together(matchers: Collection[tuple[Matcher, int]], bits: Words) -> None:
+    """Write the mask of each matcher to its line of `bits` [n, ceil(V / 32)]."""
+    many = [(matcher.inner, i) for matcher, i in matchers if isinstance(matcher, GuidanceMatcher)]
+    is_parallel = len(many) > FEW
+    for matcher, i in matchers:
+        if not (is_parallel and isinstance(matcher, GuidanceMatcher)):
+            matcher.fill(bits[i])
+    if is_parallel:
+        _threads().unsafe_compute_mask_ptr(many, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
+
+
+@cache
+def _threads() -> Any:
+    """Those on which masks are made, for all engines of this process."""
+    return library().LLExecutor()

@@ -47,17 +47,20 @@ class Guide:
         self._is_over = False
         self.is_broken = False  # nothing leads to an answer of this form any more
 
-    def fill(self, words: Words) -> None:
-        """Write the mask of what may come next over `words` [ceil(V / 32)]."""
+    @property
+    def matcher(self) -> Matcher | None:
+        """Whose mask `finish` starts from; None where the form has no say: before it begins, and when it is over."""
+        return None if self._is_over or self.is_broken or self._preface is not None else self._matcher
+
+    def finish(self, words: Words) -> None:
+        """From the mask of the matcher, if there is one, to that of all the request asks for, in place: [ceil(V / 32)]."""
         if self._is_over or self.is_broken:
             self._fill_ends(words)
             return
         if self._preface is not None:
             words.fill(-1)
-        else:
-            self._matcher.fill(words)
-            if self._matcher.is_accepting():
-                set_bits(words, self._end_ids)
+        elif self._matcher.is_accepting():
+            set_bits(words, self._end_ids)
         if self._allowed is not None:
             words &= self._allowed
         if self._num_missing > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from functools import cached_property
@@ -22,6 +23,8 @@ from folovllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("folovllm")
 
 
 class Guides:
@@ -64,16 +67,23 @@ class Guides:
 
         An answer that has ended meanwhile draws what it likes.
         """
-        drawn = [
-            (share, self._guides[seq], seq)
-            for share, seq in zip(output.shares, seqs, strict=True)
-            if share.num_draws and seq in self._guides
-        ]
+        pairs = zip(output.shares, seqs, strict=True)
+        drawn = [(share.row, seq) for share, seq in pairs if share.num_draws and seq in self._guides]
         bits = np.full((len(drawn), mask_width(self._vocab_size)), -1, np.int32)
-        for words, (_, guide, seq) in zip(bits, drawn, strict=True):
-            if not seq.status.is_finished:
-                guide.fill(words)
-        return Masks(np.array([share.row for share, _, _ in drawn], np.int32), bits)
+        guides = [(i, self._guides[seq]) for i, (_, seq) in enumerate(drawn) if not seq.status.is_finished]
+        guidance.fill_together([(guide.matcher, i) for i, guide in guides if guide.matcher is not None], bits)
+        for i, guide in guides:
+            guide.finish(bits[i])
+        return Masks(np.array([row for row, _ in drawn], np.int32), bits)
+
+    def prepare(self, model_end_ids: Iterable[int]) -> None:
+        """Do now what the first answer with a grammar would wait for, if the library is there."""
+        if not guidance.is_installed():
+            return
+        try:
+            self._make_library_tokenizer(sorted(model_end_ids))
+        except ValueError as error:  # requests that ask for one are told the same
+            logger.warning("%s", error)
 
     def advance(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
         """Take in what a step drew, share by share."""
@@ -95,9 +105,13 @@ class Guides:
     def _matcher(self, form: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Matcher:
         if form.choice is not None:
             return ChoiceMatcher(self._vocabulary, {text.encode() for text in form.choice}, end_ids)
+        return guidance.GuidanceMatcher.compile(form, self._make_library_tokenizer(model_end_ids))
+
+    def _make_library_tokenizer(self, end_ids: list[int]) -> Any:
+        """The library's; made once."""
         if self._library_tokenizer is None:
-            self._library_tokenizer = guidance.make_tokenizer(self._tokenizer, self._vocab_size, model_end_ids)
-        return guidance.GuidanceMatcher.compile(form, self._library_tokenizer)
+            self._library_tokenizer = guidance.make_tokenizer(self._tokenizer, self._vocab_size, end_ids)
+        return self._library_tokenizer
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

@@ -105,7 +105,7 @@ class HFModelRunner:
             first, end = max(start, scores.first), min(start + len(logits), scores.first + len(tokens))
             if first < end:
                 own = tokens[first - scores.first : end - scores.first].to(logits.device)
-                found = gather_logprobs(logits[first - start : end - start], own, scores.num_likely).to_host()
-                rows += [found.of(n, scores.num_likely) for n in range(len(own))]
+                found = gather_logprobs(logits[first - start : end - start], own, scores.num_top).to_host()
+                rows += [found.of(n, scores.num_top) for n in range(len(own))]
             start += len(logits)
         return logits[-1:], rows

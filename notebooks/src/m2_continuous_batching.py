@@ -305,6 +305,19 @@ plt.show()
 assert len(history) < len(static_history) and idle < static_idle
 
 # %% [markdown]
+# The same two runs as a film: on the left in groups, on the right continuously, on one clock. Press ▶, or drag; ‖ goes to the next request that must wait, and the
+# page says why. Choose *steps* for the picture above, a row a request.
+
+# %%
+from folovllm.inspector import film, show
+
+with film(llm, "In groups of four") as in_groups:
+    serve(llm, static_groups_of=4)
+with film(llm, "Continuously") as continuously:
+    serve(llm)
+show(in_groups, continuously, height=480)
+
+# %% [markdown]
 # In the upper picture every group waits for its longest answer. In the lower one the only idle area is at the end, where nobody is left
 # to come in: with a steady stream of users there is no end, and it goes to zero.
 #

@@ -365,6 +365,17 @@ assert tight.engine.stats().preemptions == sum(resumed.values()) > 2
 assert short_of_memory == serve(paged.engine, hungry), "with memory for all: the same text"
 
 # %% [markdown]
+# And as a film. ✕ goes to the next preemption: the page says who gave way to whom, and how many tokens are lost. Click on a request for its block table, on a
+# block for what it holds.
+
+# %%
+from folovllm.inspector import film, show
+
+with film(tight, "Sixteen blocks for six requests") as run:
+    serve(tight.engine, hungry)
+show(run, height=480)
+
+# %% [markdown]
 # The first to arrive never gives way, and nobody gives way to somebody who came later. Those who do wait with their tokens, not with their cache; when there is room again, one step
 # computes all of them together, like a prompt. That is cheap: a step of 50 tokens costs far less than 50 steps (M1's roofline).
 #

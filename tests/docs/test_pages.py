@@ -12,7 +12,7 @@ from markdown_it.token import Token
 from tests.docs.blocks import ROOT, pages
 
 WORDS, LINES, COLUMNS = 4500, 150, 120
-CHAPTERS = sorted((ROOT / "docs").glob("[0-9]_*.md"))
+CHAPTERS = sorted((ROOT / "docs").glob("*[0-9]_*.md"))  # electives' too
 
 # Chapters that are longer, with the words and lines of code beyond which they must not grow. To be worked off: shorten
 # them, move what exceeds to reference pages, and lower the numbers here.

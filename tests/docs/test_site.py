@@ -81,6 +81,16 @@ def test_a_page_with_a_diagram_has_the_script_that_draws_it(site: Path) -> None:
         assert [script.resolve().is_file() for script in scripts] == [True], file
 
 
+def test_a_recording_is_one_file_and_has_a_picture_for_paper(site: Path) -> None:
+    shown = {}
+    for file in site.rglob("*.html"):
+        for frame in re.findall(r'<div class="recording">(.*?)</div>', file.read_text("utf-8"), re.DOTALL):
+            page, picture = (file.parent / address.split("#")[0] for address in Fetched(frame).addresses if address)
+            assert picture.is_file(), "make screenshots"
+            shown[file.parent.name] = page.read_text("utf-8").count('"format\\":\\"folovllm recording')
+    assert shown == {"2_continuous_batching": 2, "3_paged_kv": 2}
+
+
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 def test_in_a_browser(site: Path) -> None:
     said = browser.visit(site)

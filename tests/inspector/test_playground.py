@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,19 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from folovllm.config import EngineConfig
 from folovllm.engine.scheduler import Scheduler
-from folovllm.inspector.playground import FIELDS, Pace, Playground, Settings
+from folovllm.events import Events
+from folovllm.inspector.playground import FIELDS, Playground, Settings
 from folovllm.inspector.replay import Recording, parse
 from folovllm.inspector.serve import playground_app, replay_app
+from folovllm.sampling_params import SamplingParams
+from folovllm.server.messages import Abort, Add, Pace, encode, frame
+from folovllm.server.socket_link import SocketLink
+from folovllm.server.transport import _ThreadLink
 from tests.helpers import tiny_checkpoint
 from tests.inspector.test_live import replayed
+from tests.x1.scripted import HandTransport
 
 MODEL = {"model": str(tiny_checkpoint()), "device": "cpu"}
 SMALL = {"num_kv_blocks": 12, "block_size": 4, "max_num_seqs": 4}
@@ -52,7 +61,7 @@ class Page:
 def play(story: Callable[[Playground, Page], Awaitable[None]], **overrides: Any) -> None:
     async def run() -> None:
         playground = Playground(MODEL | SMALL | overrides)
-        playground.pace.change(delay=0.0)
+        playground.change_pace(delay=0.0)
         await playground.build({})
         try:
             async with asyncio.timeout(60):
@@ -194,24 +203,55 @@ def test_wrong_code_ends_the_engine_and_another_can_be_built(monkeypatch: pytest
 
 
 class TestPace:
-    def test_it_counts_steps_while_held(self) -> None:
-        pace = Pace()
-        assert pace.may_step
-        pace.change(paused=True, step=1)
-        assert pace.may_step
-        pace.stepped()
-        assert not pace.may_step
-        pace.change(step=2)
-        pace.change(paused=False)
-        pace.change(paused=True)
-        assert not pace.may_step, "what was granted before is forgotten"
+    def test_the_loop_counts_steps_while_held(self) -> None:
+        transport = HandTransport()
+        asyncio.run(transport.start(EngineConfig(), lambda news: None))
+        engine = transport.engine
+        engine.events = Events()  # type: ignore[attr-defined]
+        transport.send(Pace(is_held=True, step=1))
+        transport.send(Add(1, [1], SamplingParams(max_tokens=9)))
+        for command, steps in (
+            (None, 1),
+            (None, 1),
+            (Pace(is_held=True, step=2), 2),
+            (None, 3),
+            (None, 3),
+            (Pace(is_held=True, step=2), 4),
+            (Pace(is_held=False), 5),
+            (Pace(is_held=True), 5),  # what was granted before is forgotten
+            (Pace(), 6),
+        ):
+            if command is not None:
+                transport.send(command)
+            transport.turn()
+            assert engine.num_steps == steps
 
     @pytest.mark.parametrize(
-        "wrong", [{"delay": -1}, {"delay": 60}, {"delay": "1"}, {"paused": 1}, {"step": -1}, {"step": 0.5}]
+        "wrong", [{"delay": -1}, {"delay": 60}, {"delay": float("nan")}, {"step": -1}, {"step": 10_000}]
     )
     def test_what_cannot_be(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            Pace().change(**wrong)
+            Playground(MODEL).change_pace(**wrong)
+
+    @pytest.mark.parametrize("link", ["thread", "socket"])
+    def test_a_link_waits_as_long_as_it_is_told(self, link: str) -> None:
+        """Not at all, for some time, or until something comes."""
+        if link == "thread":
+            commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            receiver: Any = _ThreadLink(commands, asyncio.new_event_loop(), lambda news: None)
+            send = commands.put
+        else:
+            here, there = socket.socketpair()
+            receiver = SocketLink(there)
+
+            def send(command: Any) -> None:
+                here.sendall(frame(encode(command)))
+
+        assert receiver.receive(0) == [] and receiver.receive(0.01) == []
+        send(Abort(1))
+        assert receiver.receive(60) == [Abort(1)]
+        send(Abort(2))
+        assert receiver.receive(None) == [Abort(2)]
 
 
 class TestAddresses:

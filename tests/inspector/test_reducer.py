@@ -21,7 +21,7 @@ KINDS = ("free", "cached", "owned", "shared", "lost", "torn")
 
 STATES = """
 const {readRecording} = await import("/lines.js");
-const {stateOfCell} = await import("/memory.js");
+const {stateOfCell} = await import("/cells.js");
 const recording = await readRecording(it.text);
 const told = (at) => {
   const state = recording.stateAt(at);
@@ -113,7 +113,12 @@ def test_every_cell_is_the_engines_own(here: Shown, milestone: str, seed: int) -
         world.turn()
         world.note()
     assert len(world.own) >= (300 if milestone != "m1" else 0)
-    tokens = assert_page_agrees(here, world)["tokens"]
+    told = assert_page_agrees(here, world)
+    for state in told["states"]:
+        assert all(bool(held) != cell[1] for held, cell in zip(state["held"], state["cells"], strict=True)), (
+            "drawn as what only wrong code makes"
+        )
+    tokens = told["tokens"]
     for seq in (*world.engine.scheduler.running, *world.engine.scheduler.waiting):
         assert tokens[str(seq.seq_id)] == seq.token_ids.tolist()
 

@@ -12,6 +12,7 @@ import pytest
 
 from folovllm.inspector.page import inline_source, whole_page
 from tests.inspector.browser import HOST, SAMPLES, SHOWN, STATIC, Shown, chromium, lines_of, shown
+from tests.inspector.steady import Steady
 
 NAMES = ["m1.jsonl", "m2.jsonl", "m3.jsonl", "m5.jsonl", "m6.jsonl"]
 MOST_LINES = 2500
@@ -62,16 +63,15 @@ class TestStory:
         """What is preempted, refused, found, evicted, finished or aborted is said, with names and numbers."""
         here.open(name)
         told = here.run(TELL_ALL)
-        names = here.run(
-            "return Object.fromEntries([...inspector.lanes[0].recording.infos].map(([id, i]) => [id, i.letters]))"
-        )
+        infos = here.run("return [...inspector.lanes[0].recording.infos].map(([id, info]) => [id, info.letters])")
+        names = dict(infos)
         turns = [line[3] for line in lines_of(name)[1:] if line[0] == "turn"]
         assert len(told) == len(turns) + 1 and all(len(text) > 12 for text in told)
         for text, events in zip(told[1:], turns, strict=True):
             for kind, *fields in events:
-                who = names.get(str(fields[0]))
+                who = names.get(fields[0])
                 if kind == "preempt" and fields[0] != fields[1]:
-                    assert f"{who} was preempted for {names[str(fields[1])]}; {fields[2]} token" in text
+                    assert f"{who} was preempted for {names[fields[1]]}; {fields[2]} token" in text
                 elif kind == "hit":
                     assert f"its first {fields[1]} tokens were in the cache" in text
                 elif kind == "evict":
@@ -111,8 +111,9 @@ class TestTime:
             key(here, ">")
         key(here, "Space")
         here.page.wait_for_function(f"{TICK} === {LAST} && !inspector.player.playing")
-        key(here, "Space")
-        assert here.run("return inspector.player.playing"), "from the beginning again"
+        for _ in range(9):
+            key(here, "<")
+        assert key(here, "Space") == 0 and here.run("return inspector.player.playing"), "from the beginning again"
         key(here, "Space")
         assert not here.run("return inspector.player.playing")
 
@@ -356,66 +357,9 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def long_run(steps: int, blocks: int = 1024, rows: int = 32) -> str:
-    """A recording of a steady load, made without an engine: requests of 40 tokens that draw 60 to 139."""
-    header = lines_of("m3.jsonl")[0]
-    header["engine"] |= {"num_kv_blocks": blocks, "block_size": 16, "max_num_seqs": rows, "max_num_batched_tokens": 256}
-    key_state = {
-        "steps": 0,
-        "free": "1" * blocks,
-        "refs": [0] * blocks,
-        "named": [],
-        "sequences": [],
-        "tokens": {},
-        "block_tokens": {},
-    }
-    lines: list[Any] = [header, ["texts", {str(i): f" w{i}" for i in range(64)}], ["key", 0, 0, key_state]]
-    free, running, computed, left, names = (
-        list(range(blocks)),
-        dict[int, list[int]](),
-        dict[int, int](),
-        dict[int, int](),
-        0,
-    )
-    for step in range(steps):
-        events: list[Any] = []
-        shares: list[Any] = []
-        for seq in running:
-            if computed[seq] % 16 == 0:
-                events.append(["new", free[0]])
-                shares.append([seq, computed[seq], 1, 1, len(running[seq]), [free[0]]])
-                running[seq].append(free.pop(0))
-            else:
-                shares.append(seq)
-            computed[seq] += 1
-        if len(running) < rows:
-            seq, names = names, names + 1
-            running[seq], computed[seq], left[seq] = [free.pop(0) for _ in range(3)], 40, 60 + seq * 7 % 80
-            events += [
-                ["add", seq, f"r{seq}", 0, [seq % 64] * 40, 200, 0, step * 4000],
-                ["new", *running[seq]],
-                ["admit", seq, 0],
-            ]
-            shares.append([seq, 0, 40, 1, 0, list(running[seq])])
-        ids = [share if isinstance(share, int) else share[0] for share in shares]
-        times = [step * 4000 + extra for extra in (0, 30, 3900, 3950)]
-        events.append(["begin", step, *times[:2], shares, 256 - len(ids)])
-        over = [seq for seq in ids if left[seq] == 1]
-        for seq in ids:
-            left[seq] -= 1
-        for seq in over:
-            events += [["free", *running[seq]], ["table", seq, list(running[seq])]]
-        events += [["end", step, times[0], *times[2:], ids, [seq % 64 for seq in ids], 0, blocks - len(free)]]
-        for seq in over:
-            events.append(["finish", seq, "length"])
-            free += running.pop(seq)
-        lines.append(["turn", step, times[3], events])
-    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
-
-
 def test_twenty_thousand_steps_are_scrubbed_without_a_long_task(here: Shown) -> None:
     """No jump costs the page's thread 100 ms. Its processor time is counted, so that others who work meanwhile do not matter."""
-    here.recordings["long.jsonl"] = long_run(20_000)
+    here.recordings["long.jsonl"] = Steady().recording(20_000)
     here.open("long.jsonl")
     assert here.page.evaluate(LAST) == 20_000
     tools = here.page.context.new_cdp_session(here.page)

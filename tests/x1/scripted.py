@@ -52,6 +52,9 @@ class ScriptedEngine:
                 self._tell([Aborted(seq_id) for seq_id in request["seq_ids"]])
                 self.aborted.append(id_)
 
+    def prepare_forms(self) -> None:
+        pass
+
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 

@@ -248,8 +248,13 @@ class TestErrors:
         with Background(ServerConfig(api_key=["a-key"]), max_model_len=512) as server:
             visit = Visit(browser, server.url)
             visit.page.wait_for_selector("#dialog[open]")
-            assert "wants a key" in visit.page.inner_text("#asks")
+            assert visit.page.inner_text("#asks") == "This server wants a key."
             assert visit.page.evaluate("document.activeElement.name") == "key"
+            assert visit.page.is_hidden("[name=temperature]")
+            visit.page.keyboard.type("another")
+            visit.page.keyboard.press("Enter")
+            visit.page.wait_for_selector("#asks:has-text('does not know this key')")
+            visit.page.fill("[name=key]", "")
             visit.page.keyboard.type("a-key")
             visit.page.keyboard.press("Enter")
             visit.page.wait_for_selector("#model:has-text('up to 512 tokens')")

@@ -342,6 +342,10 @@ class TestOtherAddresses:
         assert changes["vllm:prompt_tokens_total"] == usage.prompt_tokens
         assert changes["vllm:time_to_first_token_seconds_count"] == 1
         assert changes["vllm:inter_token_latency_seconds_count"] == usage.completion_tokens - 1
+        assert (
+            changes["vllm:request_queue_time_seconds_count"] == changes["vllm:e2e_request_latency_seconds_count"] == 1
+        )
+        assert changes["vllm:prefix_cache_queries_total"] == usage.prompt_tokens
         assert after["vllm:num_requests_running"] == 0 and not math.isnan(after["vllm:kv_cache_usage_perc"])
 
     def test_pages_of_a_known_origin_may_ask(self, server: Background) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import random
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from folovllm.engine.output_processor import RequestState
 from folovllm.server.config import ServerConfig
+from folovllm.server.digest import Served
+from folovllm.server.stream import Mailbox, Stream
 from tests.x1.background import PATIENCE, Background, eventually
 
 STORY = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 120, "ignore_eos": True}
@@ -97,11 +102,13 @@ FIELDS = (
     "prompt", "messages", "model", "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop",
     "stop_token_ids", "logprobs", "top_logprobs", "stream", "stream_options", "priority", "cache_salt", "echo", "tools",
     "logit_bias", "bad_words", "allowed_token_ids", "prompt_logprobs",
-    "chat_template_kwargs", "tokens", "truncate_prompt_tokens",
+    "chat_template_kwargs", "tokens", "truncate_prompt_tokens", "tool_choice", "parallel_tool_calls", "response_format",
+    "structured_outputs",
 )  # fmt: skip
+NAMES = st.sampled_from(["type", "json_schema", "schema", "json", "regex", "choice", "grammar", "function", "name"])
 NONSENSE = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8) | st.just(-1),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4) | NAMES, inner, max_size=3),
     max_leaves=5,
 )
 OBJECTS = st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=5), NONSENSE, max_size=5)
@@ -222,3 +229,34 @@ class TestClientsThatDoNotRead:
         tokens = [len(choice["logprobs"]["tokens"]) for piece in pieces for choice in piece["choices"]]
         assert sum(tokens) == 8 * 120
         assert max(tokens) > 20, "what was not read was not kept piece by piece"
+
+
+class TestSoak:
+    """`tools/soak.py` does this for minutes, with an engine in a process of its own, and looks at its memory."""
+
+    def test_nothing_is_kept_of_who_has_gone(self, server: Background) -> None:
+        """Whoever was answered, refused, or went away: no stream, no request, no answer of the digest is left."""
+        kinds = [
+            STORY | {"max_tokens": 5},
+            STORY | {"max_tokens": 5, "stream": True, "n": 2, "logprobs": 2},
+            STORY | {"max_tokens": 5, "prompt": ["a", "b"], "stop": ["e"]},
+            {"prompt": "x", "max_tokens": "many"},
+        ]
+
+        def one(seed: int) -> None:
+            rng = random.Random(seed)
+            with raw(server, rng.choice(kinds)) as connection:
+                if rng.random() < 0.7:
+                    connection.recv(1 << 16)
+
+        with ThreadPoolExecutor(4) as clients:
+            for _ in clients.map(one, range(150)):
+                pass
+        server.wait_until_idle()
+        eventually(lambda: not self.left())
+
+    @staticmethod
+    def left() -> Counter[str]:
+        gc.collect()
+        kinds = (Stream, RequestState, Served, Mailbox)  # the scheduler's rows keep the sequences of its last step
+        return Counter(type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, kinds))

@@ -11,6 +11,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
@@ -18,10 +20,12 @@ from folovllm.engine.overlap import OverlappedEngine
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
-from folovllm.structured.guidance import GuidanceMatcher
+from folovllm.structured.guidance import GuidanceMatcher, check_form
 from folovllm.structured.guides import Guides
 from folovllm.structured_outputs import StructuredOutputsParams
 from tests.helpers import prompts, tiny_checkpoint
+from tests.m6.test_overlap import assert_clean
+from tests.sequences import make_seq
 from tests.x1.schemas import random_object
 
 NAME_AND_AGE = {
@@ -30,6 +34,35 @@ NAME_AND_AGE = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+KEYWORDS = st.sampled_from(
+    [
+        "type",
+        "properties",
+        "required",
+        "items",
+        "enum",
+        "const",
+        "anyOf",
+        "$ref",
+        "pattern",
+        "minimum",
+        "maxItems",
+        "not",
+    ]
+)
+NO_SCHEMAS = st.recursive(
+    st.sampled_from(["string", "integer", "object", "array", "#/x", "a+", "(", 5, -1, 2**70, 0.5, None, True]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYWORDS, inner, max_size=4),
+    max_leaves=10,
+).filter(lambda schema: isinstance(schema, dict))
+NO_PATTERNS = st.text("ab(){}[]|*+?.\\^$-,09é\n", min_size=1, max_size=20)
+NO_GRAMMARS = st.lists(
+    st.sampled_from(
+        ["start: ", "x", '"a"', "|", "(", ")", "*", "\n", "root ::= ", "%json", "{}", "/a/", "[a-z]", "{1,"]
+    ),
+    min_size=1,
+    max_size=12,
+).map(lambda pieces: {"grammar": "".join(pieces)})
 FREE = SamplingParams(seed=2, max_tokens=30, ignore_eos=True)
 
 
@@ -176,6 +209,36 @@ class TestOthers:
         made.close()
         assert happened[:8] == ["forward", "draw", "forward", "draw", "_take_in", "forward", "draw", "_take_in"]
 
+    @pytest.mark.parametrize(
+        "fields", [{}, {"block_size": 4, "num_kv_blocks": 60, "max_num_batched_tokens": 11}], ids=str
+    )
+    def test_arrivals_and_aborts(self, fields: dict[str, Any]) -> None:
+        """Requests come and are aborted at any moment; what is left is answered as by the plain loop."""
+
+        def run(milestone: str, **overrides: Any) -> tuple[dict[str, Any], LLM]:
+            rng, llm, done = random.Random(3), engine(milestone, **overrides), {}
+            for step in range(400):
+                if step < 120 and rng.random() < 0.3:
+                    params = rng.choice(MIXED)
+                    llm.engine.add_request(f"r{step}", INPUTS[rng.randrange(len(INPUTS))], params, stream=False)
+                if rng.random() < 0.04 and llm.engine._requests:
+                    gone = [f"r{n}" for n in rng.sample(range(120), 40)]
+                    llm.engine.abort_request(gone)
+                done |= {output.request_id: output for output in llm.engine.step()}
+                if step > 120 and not llm.engine.has_unfinished_requests():
+                    break
+            assert not llm.engine.has_unfinished_requests()
+            return done, llm
+
+        plain, other = run("m2")
+        other.close()
+        done, llm = run("m6", **fields)
+        common = [id_ for id_ in done if id_ in plain]
+        assert len(common) > 10
+        assert essence([done[id_] for id_ in common]) == essence([plain[id_] for id_ in common])
+        assert_clean(llm.engine)
+        llm.close()
+
     def test_nothing_is_left(self) -> None:
         with engine() as llm:
             llm.generate(INPUTS[0], formed(regex="a{3}", n=2), use_tqdm=False)
@@ -280,7 +343,10 @@ class TestErrors:
             ({"regex": 5}, "regex must be a text"),
             ({"json": "{"}, "must be a JSON schema"),
             ({"json": "[1]"}, "must be a JSON schema, an object"),
-            ({"regex": "a" * (2**20 + 1)}, "take a simpler one"),
+            ({"regex": "a" * (2**16 + 1)}, "take a simpler one"),
+            ({"json": {"enum": ["a" * 2**16]}}, "more than 65536 characters"),
+            ({"choice": ["a" * 1001]}, "at most 1000 characters each"),
+            ({"choice": ["a" * 999] * 66}, "and 65536 in all"),
             ({"regex": "a", "whitespace_pattern": 3}, "whitespace_pattern must be a text"),
             ({"regex": "a", "structural_tag": "{}"}, "structural_tag=.* is not supported"),
             ({"regex": "a", "disable_additional_properties": True}, "additionalProperties"),
@@ -289,6 +355,15 @@ class TestErrors:
     def test_what_cannot_be(self, fields: dict[str, Any], says: str) -> None:
         with pytest.raises(ValueError, match=says):
             StructuredOutputsParams(**fields)
+
+    @settings(max_examples=150, suppress_health_check=list(HealthCheck))
+    @given(form=st.one_of(NO_SCHEMAS.map(lambda s: {"json": s}), NO_PATTERNS.map(lambda s: {"regex": s}), NO_GRAMMARS))
+    def test_nonsense(self, form: dict[str, Any]) -> None:
+        """Whatever is asked for: it is taken, or refused in a sentence."""
+        try:
+            check_form(StructuredOutputsParams(**form))
+        except ValueError as error:
+            assert len(str(error)) > 10
 
     def test_not_strict(self, llm: LLM) -> None:
         """Keywords that cannot be kept are passed over where that is wished."""
@@ -304,6 +379,19 @@ class TestErrors:
         with pytest.raises(ValueError, match="pip install"):
             one(llm, regex="a")
         assert one(llm, choice=["a", "b"]).text in ("a", "b")
+
+    def test_a_tokenizer_that_cannot_be_read(self, caplog: pytest.LogCaptureFixture) -> None:
+        """An engine that is prepared for forms starts all the same, and says so once; a request is told."""
+        guides = Guides(object(), 259)  # type: ignore[arg-type]
+        guides.prepare({1})
+        assert "cannot be had with this tokenizer" in caplog.text
+        seq = make_seq(structured_outputs={"regex": "a"})
+        seq.eos_token_ids = frozenset({1})
+        with pytest.raises(ValueError, match="cannot be had with this tokenizer"):
+            guides.add([seq])
+        seq = make_seq(structured_outputs={"choice": ["a"]}, stop_token_ids=[3])
+        with pytest.raises(ValueError, match="tokens stand for bytes"):
+            guides.add([seq])
 
     def test_a_model_without_an_end(self, llm: LLM) -> None:
         processor = llm.engine._processor

@@ -16,7 +16,7 @@ export class Lane {
     this.onDraw = onDraw;
     const go = (moment) => onGo(this, moment);
     const pick = (seqId) => this.pick(seqId);
-    this.memory = new MemoryView(pick, embed ? Math.max(120, innerHeight - (race ? 270 : 235)) : 340);
+    this.memory = new MemoryView(pick, embed ? Math.max(120, innerHeight - (race ? 270 : 262)) : 340);
     this.requests = new RequestsView(pick);
     this.timeline = new TimelineView(go, pick, embed ? 9 : race ? 12 : 16);
     this.curves = new CurvesView(go);
@@ -60,9 +60,10 @@ export class Lane {
     const { recording, at, state } = this.frame;
     const sentences = sentencesOf(recording, at, state);
     const running = recording.columns.running[at];
-    this.text = `Step ${state.numSteps}: ${plainText(sentences, recording)}`;
+    const step = state.numSteps - recording.stepsBefore;
+    this.text = `Step ${step}: ${plainText(sentences, recording)}`;
     this.said.parentElement.setAttribute("aria-live", isPlaying ? "off" : "polite");
-    this.step.textContent = at === 0 ? "Start" : `Step ${count(state.numSteps)}`;
+    this.step.textContent = at === 0 ? "Start" : `Step ${count(step)}`;
     const key = `${at} ${recording.length} ${recording.how}`;
     if (this.told === key) return;
     this.told = key;

@@ -49,14 +49,9 @@ function pause() {
   });
 }
 
-/** The text behind an address. Raises Error with a sentence where it cannot be had. */
-export async function fetchText(url, key) {
-  const answer = await fetchWithKey(url, key);
-  return answer.text();
-}
-
 export class KeyNeeded extends Error {}
 
+/** What an address answers. Raises Error with a sentence where it answers nothing useful. */
 export async function fetchWithKey(url, key, options = {}) {
   const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
   const answer = await fetch(url, { ...options, headers });

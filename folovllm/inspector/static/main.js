@@ -2,7 +2,7 @@
 import { Clock } from "./clock.js";
 import { button, el, setText } from "./dom.js";
 import { describe, Lane, titleOf } from "./lane.js";
-import { fetchText, KeyNeeded, LineReader, readRecording, readStream } from "./lines.js";
+import { fetchWithKey, KeyNeeded, LineReader, readRecording, readStream } from "./lines.js";
 import { readTheme } from "./palette.js";
 import { JUMPS, Player } from "./player.js";
 import { Playground } from "./playground.js";
@@ -138,7 +138,7 @@ async function readAll(recordings) {
   const progress = recordings.map(() => 0);
   const note = el("p", { role: "status" }, "Reading…");
   say(note);
-  const texts = await Promise.all(recordings.map(({ text, url }) => text ?? fetchText(url, app.key)));
+  const texts = await Promise.all(recordings.map(async ({ text, url }) => text ?? (await fetchWithKey(url, app.key)).text()));
   return Promise.all(
     texts.map((text, i) =>
       readRecording(text, (part) => {

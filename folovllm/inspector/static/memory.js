@@ -1,16 +1,8 @@
 // The KV cache as a picture: a cell for each block. Hover for what it holds, click for the chain of its prefix.
-import { button, contextOf, count, el, FONT, plural, setText, showTip, widthOf } from "./dom.js";
-import { drawPattern, hueOf, inkOn } from "./palette.js";
+import { drawCell, drawToken, outline, stateOfCell, write } from "./cells.js";
+import { button, contextOf, count, el, plural, setText, showTip, widthOf } from "./dom.js";
 
 const [MIN_CELL, MAX_CELL, MAX_ASPECT] = [1.5, 60, 2.6]; // CSS pixels; how much wider than high a cell of a small pool may be
-const TEXT_FROM = 86; // pixels of a cell that has room for the text of its tokens
-const LETTERS_FROM = 15; // pixels of a cell that has room for a letter
-
-/** The states of a block, as docs/reference/recording.md names them. */
-export function stateOfCell(state, i) {
-  if (state.isFree[i]) return state.refCount[i] ? "torn" : state.hash[i] === null ? "free" : "cached";
-  return state.refCount[i] === 0 ? "lost" : state.refCount[i] === 1 ? "owned" : "shared";
-}
 
 const LEGEND = {
   free: "free",
@@ -63,12 +55,18 @@ export class MemoryView {
     if (this.#cell !== null && !this.tip.hidden) this.#showTip();
   }
 
-  zoom(factor) {
+  /** Larger or smaller around a point, which is the cell that is pointed at where nobody says; 0: all of it. */
+  zoom(factor, at = this.#middle()) {
     const before = this.#zoom;
     this.#zoom = factor === 0 ? 1 : Math.max(1, Math.min(24, this.#zoom * factor));
-    const [x, y] = [this.width / 2, this.height / 2];
-    this.#pan = { x: ((this.#pan.x + x) * this.#zoom) / before - x, y: ((this.#pan.y + y) * this.#zoom) / before - y };
+    const moved = (pan, place) => ((pan + place) * this.#zoom) / before - place;
+    this.#pan = { x: moved(this.#pan.x, at[0]), y: moved(this.#pan.y, at[1]) };
     this.draw(this.#frame);
+  }
+
+  #middle() {
+    const [x, y, w, h] = this.#cell === null ? [0, 0, this.width, this.height] : this.#box(this.#cell);
+    return [x + w / 2, y + h / 2];
   }
 
   /** Cells: how many, how large, how many a row. */
@@ -124,167 +122,14 @@ export class MemoryView {
       const gap = w > 8 ? 1.5 : w > 4 ? 0.5 : 0;
       const box = [x + gap, y + gap, w - 2 * gap, h - 2 * gap];
       ctx.globalAlpha = dim && !order.has(i) ? 0.3 : 1;
-      this.#drawCell(ctx, i, ...box);
+      drawCell(ctx, this.#frame, i, this.held[i], box, this.isWide);
       ctx.globalAlpha = 1;
-      if (order.has(i)) this.#outline(ctx, box, theme.ink, 2);
-      else if (news?.has(i) && w > 6) this.#outline(ctx, box, theme.accent, 2);
-      if (order.has(i) && w >= 26 && !this.isWide) this.#corner(ctx, box, `${order.get(i)}`, theme);
+      if (order.has(i)) outline(ctx, box, theme.ink, 2);
+      else if (news.has(i) && w > 6) outline(ctx, box, theme.accent, 2);
+      if (order.has(i) && w >= 26 && !this.isWide) write(ctx, `${order.get(i)}`, [x + w - 16, y + 1, 15, 13], "#111", true);
     }
     this.#drawChain(ctx, theme);
-    if (this.#cell !== null) this.#outline(ctx, this.#box(this.#cell), theme.accent, 2.5);
-  }
-
-  #drawCell(ctx, i, x, y, w, h) {
-    const { state, theme, recording } = this.#frame;
-    const kind = stateOfCell(state, i);
-    const held = this.held[i];
-    if (kind === "free" && !held) {
-      ctx.fillStyle = theme.faint;
-      ctx.fillRect(x, y, w, h);
-    } else if (kind === "cached" && !held) this.#drawCached(ctx, i, x, y, w, h);
-    else if (!held || kind === "lost" || kind === "torn") this.#drawWrong(ctx, kind, x, y, w, h);
-    else {
-      const shown = held.slice(0, Math.max(1, Math.min(3, Math.floor(w / 4))));
-      shown.forEach(({ seq, filled }, k) => {
-        const { index } = recording.infos.get(seq.seqId);
-        const [left, band] = [x + (k * w) / shown.length, w / shown.length];
-        ctx.fillStyle = hueOf(index);
-        const alpha = ctx.globalAlpha;
-        ctx.globalAlpha = alpha * 0.25;
-        ctx.fillRect(left, y, band, h);
-        ctx.globalAlpha = alpha;
-        const full = (band * filled) / state.blockSize;
-        ctx.fillRect(left, y, full, h);
-        drawPattern(ctx, index, left, y, full, h);
-      });
-      if (w >= LETTERS_FROM && h >= 12) this.#letter(ctx, held, kind, x, y, w, h);
-    }
-  }
-
-  #drawCached(ctx, i, x, y, w, h) {
-    const { state, theme } = this.#frame;
-    const age = state.clock ? (state.clock - state.freedAt[i]) / Math.max(this.num, 1) : 0;
-    const alpha = ctx.globalAlpha;
-    ctx.globalAlpha = alpha * Math.max(0.2, 0.75 - 0.55 * age);
-    ctx.fillStyle = theme.cached;
-    ctx.fillRect(x, y, w, h);
-    ctx.globalAlpha = alpha;
-    if (w < 10) return;
-    ctx.strokeStyle = theme.cached;
-    ctx.setLineDash([3, 2]);
-    ctx.lineWidth = 1;
-    ctx.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
-    ctx.setLineDash([]);
-    const owner = this.#frame.recording.infos.get(state.originSeq[i]);
-    if (w >= LETTERS_FROM && owner) this.#write(ctx, owner.letters.toLowerCase(), x, y, w, h, theme.ink);
-  }
-
-  #drawWrong(ctx, kind, x, y, w, h) {
-    const { theme } = this.#frame;
-    ctx.fillStyle = theme.alarm;
-    if (w < 6) return ctx.fillRect(x, y, w, h);
-    ctx.strokeStyle = theme.alarm;
-    ctx.lineWidth = 1.5;
-    ctx.strokeRect(x + 1, y + 1, w - 2, h - 2);
-    if (w >= LETTERS_FROM) return this.#write(ctx, kind === "torn" ? "!!" : "!", x, y, w, h, theme.alarm);
-    ctx.beginPath();
-    ctx.moveTo(x, y);
-    ctx.lineTo(x + w, y + h);
-    ctx.stroke();
-  }
-
-  #letter(ctx, held, kind, x, y, w, h) {
-    const { recording, theme, state } = this.#frame;
-    const { index, letters } = recording.infos.get(held[0].seq.seqId);
-    if (this.isWide) return this.#slot(ctx, held[0], x, y, w, h);
-    if (w >= TEXT_FROM && h >= 30) return this.#tokens(ctx, held, kind, x, y, w, h);
-    const full = held[0].filled / state.blockSize;
-    const text = kind === "shared" ? `×${held.length}` : letters;
-    const plate = held.length > 1 || (full > 0.35 && full < 0.65);
-    this.#write(ctx, text, x, y, w, h, plate ? "#111" : full > 0.5 ? inkOn(index) : theme.ink, plate);
-  }
-
-  /** The letter, the numbers and the text of a slot. */
-  #slot(ctx, { seq, filled }, x, y, w, h) {
-    const { recording, state, theme } = this.#frame;
-    const info = recording.infos.get(seq.seqId);
-    const covered = (w * filled) / state.blockSize;
-    this.#write(ctx, info.letters, x, y, 26, h, covered > 20 ? inkOn(info.index) : theme.ink);
-    ctx.save();
-    ctx.beginPath();
-    ctx.rect(x, y, covered, h);
-    ctx.clip();
-    ctx.font = `${Math.min(11, h * 0.6)}px ${FONT}`;
-    ctx.textAlign = "left";
-    ctx.fillText(recording.text(info, Math.max(0, filled - 60), filled).replaceAll("\n", "⏎"), x + 28, y + h / 2 + 0.5);
-    ctx.restore();
-    ctx.fillStyle = theme.muted;
-    ctx.font = `${Math.min(12, h * 0.6)}px ${FONT}`;
-    ctx.textAlign = "right";
-    if (w - covered > 70) ctx.fillText(`${count(state.blockSize - filled)} empty`, x + w - 6, y + h / 2 + 0.5);
-  }
-
-  /** The letter and the text of a large cell. */
-  #tokens(ctx, held, kind, x, y, w, h) {
-    const { recording, theme } = this.#frame;
-    const { info, from, to } = recording.contents(this.#frame.state, 0, held[0]);
-    const lines = [recording.text(info, from, from + Math.ceil((to - from) / 2)), recording.text(info, from + Math.ceil((to - from) / 2), to)];
-    ctx.save();
-    ctx.beginPath();
-    ctx.rect(x, y, w, h);
-    ctx.clip();
-    const full = held[0].filled / this.#frame.state.blockSize;
-    const solid = held.length > 1 || full > 0.8;
-    ctx.fillStyle = solid && held.length === 1 ? inkOn(info.index) : theme.ink;
-    ctx.textAlign = "left";
-    ctx.textBaseline = "middle";
-    ctx.font = `10px ${FONT}`;
-    if (held.length > 1 || !solid) this.#plate(ctx, x + 22, y + h / 2 - 13, Math.max(...lines.map((line) => ctx.measureText(line.trim()).width)) + 6, 26);
-    lines.forEach((line, i) => ctx.fillText(line.trim().replaceAll("\n", "⏎"), x + 25, y + h / 2 + (i ? 6.5 : -6.5)));
-    ctx.restore();
-    const shared = held.length > 1;
-    const ink = shared ? "#111" : full * w > 18 ? inkOn(info.index) : theme.ink;
-    this.#write(ctx, kind === "shared" ? `×${held.length}` : info.letters, x, y, 24, h, ink, shared);
-  }
-
-  #plate(ctx, x, y, w, h) {
-    const ink = ctx.fillStyle;
-    ctx.globalAlpha *= 0.78;
-    ctx.fillStyle = this.#frame.theme.card;
-    ctx.fillRect(x, y, w, h);
-    ctx.globalAlpha /= 0.78;
-    ctx.fillStyle = ink;
-  }
-
-  #write(ctx, text, x, y, w, h, ink, plate = false, [middleX, middleY] = [x + w / 2, y + h / 2]) {
-    const size = Math.min(15, w * 0.55, h * 0.62);
-    ctx.font = `600 ${size}px ${FONT}`;
-    ctx.textAlign = "center";
-    ctx.textBaseline = "middle";
-    if (plate) {
-      const wide = ctx.measureText(text).width + 4;
-      ctx.fillStyle = "rgba(255,255,255,.88)";
-      ctx.fillRect(x + (w - wide) / 2, y + (h - size) / 2 - 1, wide, size + 2);
-    }
-    ctx.fillStyle = ink;
-    ctx.fillText(text, middleX, middleY + 0.5);
-  }
-
-  #corner(ctx, [x, y, w], text, theme) {
-    ctx.font = `9px ${FONT}`;
-    ctx.textAlign = "right";
-    ctx.textBaseline = "top";
-    const wide = ctx.measureText(text).width + 4;
-    ctx.fillStyle = theme.ink;
-    ctx.fillRect(x + w - wide, y, wide, 11);
-    ctx.fillStyle = theme.card;
-    ctx.fillText(text, x + w - 2, y + 1);
-  }
-
-  #outline(ctx, [x, y, w, h], colour, width) {
-    ctx.strokeStyle = colour;
-    ctx.lineWidth = Math.min(width, w / 4);
-    ctx.strokeRect(x + ctx.lineWidth / 2, y + ctx.lineWidth / 2, w - ctx.lineWidth, h - ctx.lineWidth);
+    if (this.#cell !== null) outline(ctx, this.#box(this.#cell), theme.accent, 2.5);
   }
 
   #drawChain(ctx, theme) {
@@ -306,21 +151,8 @@ export class MemoryView {
   }
 
   #drawGrowing(ctx) {
-    const { recording } = this.#frame;
-    this.#growing().forEach(({ seq, place }, i) => {
-      const [x, y, w, h] = this.#box(i);
-      const { index } = recording.infos.get(seq.seqId);
-      const gap = w > 5 ? 1 : 0;
-      ctx.globalAlpha = place < seq.numPrompt ? 0.45 : 1;
-      ctx.fillStyle = hueOf(index);
-      ctx.fillRect(x + gap, y + gap, w - 2 * gap, h - 2 * gap);
-      if (w < 28) return;
-      ctx.globalAlpha = 1;
-      const info = recording.infos.get(seq.seqId);
-      this.#write(ctx, recording.text(info, place, place + 1).trim().slice(0, 5), x, y, w * 0.56, h * 0.45, inkOn(index), false, [x + w / 2, y + h / 2]);
-    });
-    ctx.globalAlpha = 1;
-    if (this.#cell !== null && this.#cell < this.num) this.#outline(ctx, this.#box(this.#cell), this.#frame.theme.accent, 2.5);
+    this.#growing().forEach(({ seq, place }, i) => drawToken(ctx, this.#frame, seq, place, this.#box(i)));
+    if (this.#cell !== null && this.#cell < this.num) outline(ctx, this.#box(this.#cell), this.#frame.theme.accent, 2.5);
   }
 
   /** The numbers above the picture, the legend below, and what a screen reader says instead of the picture. */
@@ -427,7 +259,7 @@ export class MemoryView {
     canvas.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && !event.metaKey) return; // a plain wheel scrolls the page
       event.preventDefault();
-      this.zoom(event.deltaY < 0 ? 1.25 : 0.8);
+      this.zoom(event.deltaY < 0 ? 1.25 : 0.8, [event.offsetX, event.offsetY]);
     }, { passive: false }); // prettier-ignore
     canvas.addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: this.columns, ArrowUp: -this.columns }[event.key];

@@ -6,6 +6,7 @@ const PROMPTS = "Once upon a time\nThe sea was\nOne day, a bird\nTom and his dog
 
 export class Playground {
   #timer = null;
+  #changes = {}; // of sliders, that the engine was not built with yet
 
   /** `control` is the address that docs/reference/recording.md describes. */
   constructor(control) {
@@ -29,8 +30,11 @@ export class Playground {
     this.pace = el("div", { class: "row" },
       el("label", {}, "seconds between steps", this.delay), this.hold,
       el("button", { type: "button", onclick: () => this.#pace({ paused: true, step: 1 }) }, "One step"),
+      el("button", { type: "button", title: "With --mine: with your code as it is now", onclick: () => this.#change() }, "Build anew"),
     ); // prettier-ignore
-    const panel = el("details", { open: true, class: "panel" }, el("summary", {}, "Playground"), this.asking, this.pace, this.fields, this.error);
+    const panel = el("details", { open: true, class: "panel" }, el("summary", {}, "Playground"),
+      el("div", { class: "halves" }, el("div", {}, this.asking, this.pace), this.fields), this.error,
+    ); // prettier-ignore
     this.element = el("section", { class: "playground", "aria-label": "Playground" }, panel);
   }
 
@@ -74,8 +78,13 @@ export class Playground {
 
   /** Builds the engine anew, a moment after the last change of a slider. */
   #change(name, value) {
+    if (name) this.#changes[name] = value;
     clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => this.#post("", { [name]: value }), 250);
+    this.#timer = setTimeout(() => {
+      const changes = this.#changes;
+      this.#changes = {};
+      return this.#post("", changes);
+    }, 250);
   }
 
   #show({ fields, error }) {
@@ -87,7 +96,7 @@ export class Playground {
   #field({ name, kind, value, choices, min, max, step, help }) {
     const title = help ?? "";
     if (kind === "choice") {
-      const select = el("select", { onchange: () => this.#change(name, select.value) }, choices.map((choice) => el("option", { value: choice, selected: choice === value }, `${choice}`)));
+      const select = el("select", { onchange: () => this.#change(name, choices[select.selectedIndex]) }, choices.map((choice) => el("option", { value: choice, selected: choice === value }, `${choice}`)));
       return el("label", { title }, name, select);
     }
     if (kind === "switch") {

@@ -40,6 +40,7 @@ export class Recording {
     this.columns = Object.fromEntries(COLUMNS.map((name) => [name, []]));
     this.texts = new Map(); // token id -> a text, or bytes
     this.blockTokens = {}; // of blocks that were cached when the recording began
+    this.stepsBefore = 0; // that the engine had made when the recording began
     this.how = null; // it ended
     this.first = 0; // the first moment that is still known
     this.size = 0; // characters of the lines that are known
@@ -156,6 +157,7 @@ export class Recording {
 
   #begin(line) {
     const key = line[3];
+    this.stepsBefore = key.steps;
     this.blockTokens = key.block_tokens ?? {};
     for (const [seq, request, answer, numPrompt, maxTokens, priority, added] of key.sequences) {
       const tokens = key.tokens?.[seq] ?? [];

@@ -3,7 +3,7 @@ import { button, contextOf, count, duration, el, FONT, placeOf, plural, setText,
 import { drawPattern, hueOf, inkOn } from "./palette.js";
 
 const [BUDGET, TIMES, ROW, GAP] = [58, 26, 17, 8]; // heights in pixels
-const LEFT = 34; // for the rows' letters
+const LEFT = 40; // for the rows' letters
 const MARKS = { preempt: "✕", hit: "◆", finish: "■", abort: "⊘" };
 const WORDS = { preempt: "preempted", hit: "prefix hit", finish: "finished", abort: "aborted", admit: "admitted", refuse: "refused" };
 

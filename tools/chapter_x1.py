@@ -1,4 +1,4 @@
-"""The figures and pictures of the chapter on serving: `python tools/serving_charts.py [streams | load | transports] ...`.
+"""The figures and pictures of the chapter on serving: `python tools/chapter_x1.py [streams | load | transports] ...`.
 
 `streams` and `load`: a live engine in a thread, clients beside it. Its scheduler, cache, loop and streams are the real ones;
 its device draws made-up tokens after a time that depends on the step, so that a busy machine does not count. `transports`:
@@ -35,6 +35,7 @@ from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.server.app import build_app
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
+from folovllm.server.messages import Delta, Frames, Load, Step, decode_news, encode, frame
 from folovllm.server.patience import PatientProtocol
 from folovllm.server.serve import Server, listen
 from folovllm.server.socket_link import serve_socket
@@ -45,7 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "docs" / "data" / "x1_serving_cpu.json"
 IMAGES = ROOT / "docs" / "img"
 TTFT_BOUND, ITL_BOUND = 0.5, 0.04  # seconds: what counts as good
-STEP, TOKEN = 0.02, 0.0001  # seconds that a step of the device takes, and each token in it
+STEP, TOKEN = 0.02, 0.00005  # seconds that a step of the device takes, and each token in it
 
 
 class Device(MadeUpTokens):
@@ -116,7 +117,7 @@ async def streams() -> dict[str, Any]:
         take_in = engine._take_in
 
         def note(step: Any) -> None:
-            sizes.append((clock(), len(step.deltas), step.load.num_waiting))
+            sizes.append((clock(), sum(len(delta.token_ids) for delta in step.deltas), step.load.num_waiting))
             take_in(step)
 
         engine._take_in = note  # type: ignore[method-assign]
@@ -160,15 +161,35 @@ def summary(seen: list[Seen], seconds: float) -> dict[str, float]:
     }  # fmt: skip
 
 
-async def transports(num_streams: int = 256, tokens: int = 100) -> list[dict[str, Any]]:
-    """One engine, in a thread and in a process of its own; clients are a third process."""
-    found = []
-    for step_ms in (30.0, 10.0):
-        MadeUpTokens.seconds = step_ms / 1000
-        for kind in ("thread", "process"):
-            found += [await one_transport(kind, step_ms, num_streams, tokens)]
-            print(found[-1], flush=True)
+async def transports(step_ms: float = 60.0, num_streams: int = 128, tokens: int = 50) -> list[dict[str, Any]]:
+    """One engine, in a thread and in a process of its own; clients are a third process. Steps are long enough for all."""
+    MadeUpTokens.seconds = step_ms / 1000
+    found = [border(num_streams)]
+    for kind in ("thread", "process"):
+        found += [await one_transport(kind, step_ms, num_streams, tokens)]
+    print(*found, sep="\n")
     return found
+
+
+def border(num_streams: int) -> dict[str, Any]:
+    """CPU time of what a process adds to a step's message: to write it, and to read it."""
+    step = Step([Delta(1000 + i, 0, [20000 + i]) for i in range(num_streams)], Load(0, num_streams, 4000, 8000))
+    frames, data = Frames(), frame(encode(step))
+    write, read = (
+        best_of(act) for act in (lambda: frame(encode(step)), lambda: [*map(decode_news, frames.feed(data))])
+    )
+    return {"streams": num_streams, "bytes": len(data), "write_us": 1e6 * write, "read_us": 1e6 * read}
+
+
+def best_of(act: Callable[[], Any], times: int = 500) -> float:
+    """CPU seconds of a call, the best of several rounds of many."""
+    rounds = []
+    for _ in range(10):
+        before = time.process_time()
+        for _ in range(times):
+            act()
+        rounds.append((time.process_time() - before) / times)
+    return min(rounds)
 
 
 async def one_transport(kind: str, step_ms: float, num_streams: int, tokens: int) -> dict[str, Any]:

@@ -1,0 +1,120 @@
+"""The playground on a learner's code: a mistake is seen in the stream, and mended without a new start."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from folovllm.inspector.replay import Recording, parse
+from folovllm.watcher import Watcher
+
+REFERENCE = Path(__file__).parents[2] / "folovllm" / "engine" / "scheduler.py"
+SMALL = ["--milestone", "m3", "--num-kv-blocks", "6", "--block-size", "8", "--max-num-seqs", "4"]
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.loads(response.read())
+
+
+def until_done(stream: Any, holds: Any) -> Recording:
+    """The recording so far, as soon as a line is one that we wait for."""
+    lines: list[str] = []
+    for row in stream:
+        text = row.decode().strip()
+        if text.startswith("data: "):
+            lines.append(text.removeprefix("data: "))
+            if holds(lines[-1]):
+                return parse("".join(f"{line}\n" for line in lines), "mine")
+    raise AssertionError("the stream has ended")
+
+
+FREES = "    scheduler.kv.free(victim)\n    victim.requeue()"
+MISTAKES = {"keeps": "    victim.requeue()", "loops": "    while True:\n        pass", "is none": "    if"}
+
+
+@pytest.fixture
+def scheduler_file(tmp_path: Path) -> Path:
+    """Where a learner's scheduler is."""
+    file = tmp_path / "mine" / "folovllm" / "engine" / "scheduler.py"
+    file.parent.mkdir(parents=True)
+    return file
+
+
+@contextmanager
+def playing(mine: Path) -> Iterator[str]:
+    """The playground on a learner's code; its address."""
+    env = {**os.environ, "FOLOVLLM_MINE": str(mine), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "folovllm", "inspect", *SMALL, "--port", "0", "--no-browser", "--no-use-tqdm"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        assert process.stdout
+        address = re.search(r"http://\S+", process.stdout.readline())
+        assert address
+        post(f"{address[0]}/playground/pace", {"delay": 0})
+        yield address[0]
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def write(file: Path, mistake: str | None) -> None:
+    """A scheduler with a mistake in its `preempt`, or with none."""
+    source = REFERENCE.read_text(encoding="utf-8")
+    assert source.count(FREES) == 1
+    file.write_text(source if mistake is None else source.replace(FREES, MISTAKES[mistake]), encoding="utf-8")
+
+
+def preempted(address: str) -> tuple[Recording, Any]:
+    """What the page sees up to the first preemption, and the victim then."""
+    with urllib.request.urlopen(f"{address}/events", timeout=60) as stream:
+        post(f"{address}/playground/prompts", {"prompts": ["Once upon", "The sea"], "max_tokens": 40, "seed": 1})
+        found = until_done(stream, lambda line: '["preempt"' in line)
+    watcher = Watcher()
+    for turn in found.turns():
+        watcher(turn.events)
+    (victim,) = (seq for seq in watcher.sequences.values() if not seq.is_running)
+    assert all(watcher.cells[block].ref_count for block in victim.block_table)
+    return found, victim
+
+
+def test_a_mistake_is_seen_and_mended_without_a_new_start(scheduler_file: Path) -> None:
+    write(scheduler_file, "keeps")
+    with playing(scheduler_file.parents[2]) as address:
+        found, victim = preempted(address)
+        assert found.header["engine"]["mine"] is True and victim.block_table, "it waits, and holds blocks"
+        write(scheduler_file, None)
+        assert post(f"{address}/playground", {})["mine"] == 1
+        assert not preempted(address)[1].block_table
+
+
+def test_code_that_never_ends_or_is_none_can_be_replaced(scheduler_file: Path) -> None:
+    write(scheduler_file, "loops")
+    with playing(scheduler_file.parents[2]) as address:
+        post(f"{address}/playground/prompts", {"prompts": ["Once upon", "The sea"], "max_tokens": 40, "seed": 1})
+        with urllib.request.urlopen(f"{address}/events", timeout=60) as stream:
+            write(scheduler_file, "is none")
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                post(f"{address}/playground", {})
+            assert "ended" in json.loads(refused.value.read())["error"]["message"]
+            write(scheduler_file, None)
+            post(f"{address}/playground", {})
+            until_done(stream, lambda line: line.startswith("{"))  # the reader of the old one begins anew
+        assert not preempted(address)[1].block_table
