@@ -20,9 +20,9 @@ class DrawnLogprobs:
     values: torch.Tensor  # [n, 1 + K] float32
     ranks: torch.Tensor  # [n] int64: how many tokens are at least as likely as the drawn one
 
-    def to_host(self) -> DrawnLogprobs:
-        """A copy in host memory, pinned on the way from a GPU: it is only queued, and whoever reads waits for an event."""
-        parts = (part.to("cpu", non_blocking=True) for part in (self.ids, self.values, self.ranks))
+    def to_host(self, non_blocking: bool = False) -> DrawnLogprobs:
+        """A copy in host memory. With `non_blocking` it is only queued, and whoever reads waits for an event first."""
+        parts = (part.to("cpu", non_blocking=non_blocking) for part in (self.ids, self.values, self.ranks))
         return DrawnLogprobs(*parts)
 
     def of(self, i: int, k: int) -> Logprobs:

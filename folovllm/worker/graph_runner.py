@@ -244,7 +244,7 @@ class GraphRunner:
             return Computed(step, self._runner.forward(batch), fields)
         after, tokens = self._steps_in.to_device(step.scores[1:3].ravel()).long().view(2, -1)
         logits, found = self._runner.forward_and_score(batch, after, tokens, int(step.scores[3].max()))
-        return Computed(step, logits, fields, found.to_host())
+        return Computed(step, logits, fields, found.to_host(non_blocking=True))
 
     def _draw_tokens(self, logits: torch.Tensor, fields: torch.Tensor, is_special: bool) -> None:
         """A token for each row [S] of `logits`, to `self._tokens` and to where the next step finds it. Device work only."""
@@ -259,7 +259,7 @@ class GraphRunner:
         """Log-probabilities for the sequences that want any, on their way to the host ahead of the tokens."""
         index, count = step.logprobs
         at = self._steps_in.to_device(index).long()
-        return gather_logprobs(self._draw.whole(logits[at]), self._tokens[at], int(count.max())).to_host()
+        return gather_logprobs(self._draw.whole(logits[at]), self._tokens[at], int(count.max())).to_host(non_blocking=True)
 
 
 def decode_buckets(max_num_seqs: int) -> list[int]:
