@@ -259,7 +259,9 @@ class GraphRunner:
         """Log-probabilities for the sequences that want any, on their way to the host ahead of the tokens."""
         index, count = step.logprobs
         at = self._steps_in.to_device(index).long()
-        return gather_logprobs(self._draw.whole(logits[at]), self._tokens[at], int(count.max())).to_host(non_blocking=True)
+        return gather_logprobs(self._draw.whole(logits[at]), self._tokens[at], int(count.max())).to_host(
+            non_blocking=True
+        )
 
 
 def decode_buckets(max_num_seqs: int) -> list[int]:
