@@ -24,12 +24,13 @@ NAMES = {
 
 def rows() -> list[tuple[str, float, str]]:
     """Name, tokens a second and colour of each bar, from the top."""
-    hf = json.loads((DATA / "hf_h200.json").read_text())["tokens a second"]
+    hf = _load("hf_h200")["tokens a second"]
     ladder = {run["name"]: run["metrics"]["output tokens"]["median"] for run in _load("ladder_h200")["runs"]}
     vllm = max(max(call["vLLM"]["output tokens/s, with text"]) for call in _load("beside_vllm_h200")["calls"])
     found = [(f"transformers, {batch} at a time", speed, OTHERS) for batch, speed in hf.items()]
     found += [(title, ladder[name], OURS) for name, title in NAMES.items()]
-    return [*found, ("vLLM 0.26", vllm, OTHERS)]
+    nano = _load("nano_vllm_h200")["tokens a second"]
+    return [*found, ("nano-vLLM", nano, OTHERS), ("vLLM 0.26", vllm, OTHERS)]
 
 
 def _load(name: str) -> dict:  # type: ignore[type-arg]
