@@ -74,7 +74,7 @@ def show(*recordings: Film | LLM | LLMEngine | str | Path, height: int = HEIGHT)
     texts = [_text(each) for each in recordings]
     page = html.escape(whole_page(inline_source(texts)), quote=True)
     frame = f'<div><iframe srcdoc="{page}" title="what the engine did" width="100%" height="{int(height)}"'
-    return HTML(f'{frame} style="border: 1px solid #8888" sandbox="allow-scripts"></iframe></div>')  # type: ignore[no-untyped-call]
+    return HTML(f'{frame} style="border: 1px solid #8888" sandbox="allow-scripts"></iframe></div>')
 
 
 def _text(recording: Film | LLM | LLMEngine | str | Path) -> tuple[str, str]:

@@ -14,10 +14,6 @@ from tests.docs.blocks import ROOT, pages
 WORDS, LINES, COLUMNS = 4500, 150, 120
 CHAPTERS = sorted((ROOT / "docs").glob("*[0-9]_*.md"))  # electives' too
 
-# Chapters that are longer, with the words and lines of code beyond which they must not grow. To be worked off: shorten
-# them, move what exceeds to reference pages, and lower the numbers here.
-KNOWN_LONG = {"6_speed_and_scale.md": (5280, LINES)}
-
 
 def tokens(text: str) -> list[Token]:
     return MarkdownIt().enable("table").parse(text)
@@ -51,9 +47,8 @@ def wide_comments(text: str) -> list[str]:
 def test_a_chapter_can_be_read_in_one_sitting(page: Path) -> None:
     text = page.read_text("utf-8")
     words, lines = num_words(text), num_code_lines(text)
-    most_words, most_lines = KNOWN_LONG.get(page.name, (WORDS, LINES))
-    assert words <= most_words, f"{words} words, at most {most_words}: move something to a reference page"
-    assert lines <= most_lines, f"{lines} lines of code, at most {most_lines}: show less of it"
+    assert words <= WORDS, f"{words} words, at most {WORDS}: move something to a reference page"
+    assert lines <= LINES, f"{lines} lines of code, at most {LINES}: show less of it"
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
