@@ -36,13 +36,13 @@ test: .venv/.serve .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) --ignore tests/course --ignore tests/docs --ignore tests/ray
+	$(PYTEST) --ignore tests/course --ignore tests/docs --ignore tests/inspector --ignore tests/ray
 
 # The course's tests start processes of their own, so not under xdist; Ray's start a cluster, and have 15 minutes.
 ci: test docs .venv/.notebooks .venv/.ray
 	$(BIN)/python -m pytest -q tests/course
 	timeout -k 30 900 $(BIN)/python -m pytest -q tests/ray
-	$(PYTEST) tests/docs
+	$(PYTEST) tests/inspector tests/docs
 	$(if $(wildcard notebooks/src/*.py),$(BIN)/python -m milestones.notebooks --check)
 
 notebooks: .venv/.notebooks

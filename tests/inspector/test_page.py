@@ -12,6 +12,7 @@ import subprocess
 import sys
 import urllib.request
 from html import unescape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ class TestOneFile:
         assert all(index.count(line) == 1 for line in (STYLE, SOURCE, SCRIPT))
 
 
+@pytest.mark.skipif(find_spec("IPython") is None, reason="needs IPython: the extra `notebooks`")
 class TestNotebook:
     def test_a_film_is_a_cell(self, tmp_path: Path) -> None:
         served = engine("m3")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from folovllm import LLM, SamplingParams
-from folovllm.chat import Chat
+from folovllm.chat import Chat, OwnEngine
 from tests.helpers import tiny_checkpoint
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -110,7 +110,7 @@ class TestLoop:
                 raise EOFError from None
 
         monkeypatch.setattr("builtins.input", line)
-        chat = Chat(llm, PARAMS, system)
+        chat = Chat(OwnEngine(llm, PARAMS), system)
         chat.run()
         return chat
 
