@@ -14,6 +14,8 @@ from milestones.update import update
 from tests.course.farm import Farm, Job, complaint, jobs
 from tests.tiny import named, same
 
+pytestmark = pytest.mark.timeout(1200)  # the farm has its own limits, and a job may wait its turn
+
 COURSE = Course(Path(__file__).resolve().parents[2])
 each_exercise = pytest.mark.parametrize("exercise", COURSE.exercises, ids=lambda e: e.id)
 each_milestone = pytest.mark.parametrize("milestone", COURSE.milestones, ids=lambda m: m.id)
