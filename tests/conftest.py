@@ -1,5 +1,6 @@
 """For every test: Triton interpreted where no GPU is, one torch thread, hypothesis without deadlines."""
 
+import importlib.util
 import os
 
 import hypothesis
@@ -9,6 +10,10 @@ import torch
 CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+    if importlib.util.find_spec("triton"):  # there is none for some platforms
+        from tests.interpreter import patch_the_language_once
+
+        patch_the_language_once()
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("folovllm", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("folovllm")
