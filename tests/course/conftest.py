@@ -32,9 +32,9 @@ def electives(sample: Course) -> Course:
     return Course(sample.root)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def farm(request: pytest.FixtureRequest) -> Iterator[Farm]:
-    """Mutants of all selected tests, begun at once, so that no core waits for a test to ask."""
+    """Mutants of all selected tests, begun before the first test of any kind, so that no core waits for one to ask."""
     with Farm() as farm:
         if "PYTEST_XDIST_WORKER" not in os.environ:  # where each process would begin them all
             specs = (getattr(item, "callspec", None) for item in request.session.items)

@@ -1,10 +1,10 @@
-"""Compile a milestone's kernels for one compute capability with no GPU.
+"""Compile a milestone's kernels for each compute capability with no GPU.
 
-Prints a JSON list of objects, one a variant: its kernel, shape, warps, registers of a thread, bytes of stack, where what
+Prints a JSON object: for each capability a list of objects, one a variant: its kernel, shape, warps, registers of a thread, bytes of stack, where what
 does not fit into registers goes, bytes of shared memory, and those that the card has for one block.
 
 A program of its own, because Triton decides when it is first imported whether kernels are compiled or interpreted:
-    python tests/m4/offline_compile.py 90 m4
+    python tests/m4/offline_compile.py m4
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def small_linears(capability: int):
                                             "ROWS": per_program, "CHUNK": chunk, "PDL": capability >= 90}, num_warps, 3  # fmt: skip
 
 
-def main(capability: int, milestone: str) -> None:
+def variants(capability: int, milestone: str) -> list[dict]:
     """Compile in the dtype that is usual on the card: bf16 where it has that."""
     kernels_of = {"m4": kernels, "m6": kernels_of_m6}[milestone]
     dtype = "bf16" if capability >= 80 else "fp16"
@@ -182,8 +182,8 @@ def main(capability: int, milestone: str) -> None:
         for kernel, constants, num_warps, num_stages in kernels_of(capability, head_dim, block_size):
             usage = compile_kernel(kernel, capability, dtype, constants, num_warps, num_stages)
             rows.append({"kernel": kernel.__name__, "shape": f"D={head_dim} B={block_size} {constants}", **usage})
-    print(json.dumps(rows))
+    return rows
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    print(json.dumps({capability: variants(capability, sys.argv[1]) for capability in SHAPES}))

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,18 +159,31 @@ llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
 """  # no `if __name__ == "__main__"`, and no close
 
 
-def script(tmp_path: Path, forever: bool, **environment: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """A program of its own that has started an engine, and the engine's ranks."""
-    code = SCRIPT.format(model=str(tiny_checkpoint()), forever=forever)
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env=os.environ | {"TMPDIR": str(tmp_path)} | environment,
-    )  # fmt: skip
-    assert process.stdout is not None
-    return process, [int(pid) for pid in process.stdout.readline().split()]
+Start = Callable[..., tuple[subprocess.Popen[str], list[int]]]
 
 
-def test_the_interpreter_ends(tmp_path: Path) -> None:
+@pytest.fixture
+def script() -> Iterator[Start]:
+    """Starts programs of their own that have an engine, and names its ranks. None outlives a test that fails."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(folder: Path, forever: bool, **environment: str) -> tuple[subprocess.Popen[str], list[int]]:
+        code = SCRIPT.format(model=str(tiny_checkpoint()), forever=forever)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True, env=os.environ | {"TMPDIR": str(folder)} | environment,
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdout is not None
+        return process, [int(pid) for pid in process.stdout.readline().split()]
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_the_interpreter_ends(script: Start, tmp_path: Path) -> None:
     """With no word of goodbye. And a learner's file reaches every rank."""
     mine, marks = tmp_path / "mine", tmp_path / "marks"
     (mine / "folovllm/distributed").mkdir(parents=True)
@@ -189,7 +202,7 @@ def test_the_interpreter_ends(tmp_path: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_ctrl_c(tmp_path: Path) -> None:
+def test_ctrl_c(script: Start, tmp_path: Path) -> None:
     process, pids = script(tmp_path, forever=True)
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
@@ -249,7 +262,7 @@ def in_session(leader: int) -> list[int]:
     return found
 
 
-def test_the_parent_is_killed(tmp_path: Path) -> None:
+def test_the_parent_is_killed(script: Start, tmp_path: Path) -> None:
     process, pids = script(tmp_path, forever=True)
     process.kill()
     process.communicate(timeout=60)
