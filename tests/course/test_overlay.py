@@ -49,7 +49,7 @@ def test_pytest(mine: Mine) -> None:
     assert status == 0, said
     assert "mine (2 of 2 m1 exercises written, 2 of 2 m2 exercises written)" in said
     spoil(mine)
-    status, said = run_pytest(mine, "--mine", "-m", "m1")
+    status, said = run_pytest(mine, "--mine", "tests/m1")
     assert status == 1 and "m1.1 Pool.take  failing  mine/folovllm/pool.py:16  python -m milestones hint m1.1" in said
     status, said = run_pytest(mine)
     assert status == 0 and "testing: the reference" in said
@@ -67,7 +67,7 @@ def test_unwritten_exercises_fail_with_their_own_id(mine: Mine) -> None:
 def test_xdist(mine: Mine) -> None:
     assert run_pytest(mine, "--mine", "-n2")[0] == 0
     mine.reset(mine.course.exercise("m1.1"))
-    status, said = run_pytest(mine, "--mine", "-n2", "-m", "m1")
+    status, said = run_pytest(mine, "--mine", "-n2", "tests/m1")
     assert status == 1 and "m1.1 Pool.take  not written" in said
 
 

@@ -82,9 +82,12 @@ class Draw:
         adjusted = adjust(self.logits, fields, self.state.words, self.rows, self.positions)
         return sampler.filter(adjusted, batch), sampler.sample(adjusted, batch).tolist()
 
-    def survivors(self) -> torch.Tensor:
-        """What the kernels keep, [S, V]; all of it where a row has no filters."""
+    def filter(self) -> None:
+        """The first half of a draw."""
         filters.filter_logits(*self._step, self.work)
+
+    def survivors(self) -> torch.Tensor:
+        """What the kernels have kept, [S, V], of what they filtered or drew last; all of it where a row has no filters."""
         fields = self.state.fields[self.rows.long()]
         adjusted = adjust(self.logits, fields, self.state.words, self.rows, self.positions)
         temperature = sampling_batch(fields, self.positions).temperature[:, None]
@@ -108,8 +111,8 @@ class TestFilters:
         params = [SamplingParams(**chosen) for chosen in EVERY_FILTER]
         draw = Draw(spread(len(params), vocab_size, vocab_size, dtype), state_for(params, vocab_size))
         kept, tokens = draw.expected()
-        assert torch.equal(draw.survivors(), kept > -torch.inf)
         assert draw.tokens() == tokens
+        assert torch.equal(draw.survivors(), kept > -torch.inf)
 
     @pytest.mark.parametrize("levels", [1, 3])
     def test_ties_at_the_border(self, levels: int) -> None:
@@ -122,6 +125,7 @@ class TestFilters:
         draw = Draw(logits, state_for([SamplingParams(**chosen) for chosen in FEW_FILTERS], vocab_size))
         batch = sampling_batch(draw.state.fields[draw.rows.long()], draw.positions)
         kept = Sampler().filter(draw.logits.double(), batch)
+        draw.filter()
         assert torch.equal(draw.survivors(), kept > -torch.inf)
 
     def test_more_candidates_than_can_be_written_down(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,16 +134,16 @@ class TestFilters:
         params = [SamplingParams(**chosen, repetition_penalty=1.3) for chosen in FEW_FILTERS]
         draw = Draw(spread(len(params), vocab_size, 2), state_for(params, vocab_size, answer=range(0, 700, 3)))
         kept, tokens = draw.expected()
-        assert torch.equal(draw.survivors(), kept > -torch.inf)
         assert draw.tokens() == tokens
+        assert torch.equal(draw.survivors(), kept > -torch.inf)
 
     @pytest.mark.parametrize(("scale", "shift"), [(1e-3, 0.0), (30.0, -500.0), (1e4, 500.0)])
     def test_logits_of_any_size(self, scale: float, shift: float) -> None:
         params = [SamplingParams(**chosen) for chosen in FEW_FILTERS]
         draw = Draw(spread(len(params), 300, 3) * scale + shift, state_for(params, 300))
         kept, tokens = draw.expected()
-        assert torch.equal(draw.survivors(), kept > -torch.inf)
         assert draw.tokens() == tokens
+        assert torch.equal(draw.survivors(), kept > -torch.inf)
 
     def test_what_is_minus_infinity_or_no_number_is_never_drawn(self) -> None:
         params = [SamplingParams(**chosen) for chosen in EVERY_FILTER]
@@ -174,6 +178,7 @@ class TestFilters:
         logits = spread(len(params), 151_936, 8) * (0.2 if wide else 1)
         draw = Draw(logits.bfloat16(), state_for(params, 151_936))
         kept, _ = draw.expected()
+        draw.filter()
         different = (draw.survivors() != (kept > -torch.inf)).sum(1)
         assert (different <= (kept > -torch.inf).sum(1) * 1e-3).all()  # float32 sums at the border of top_p
 
