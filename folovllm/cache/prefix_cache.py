@@ -175,7 +175,7 @@ class PrefixCache:
         """The notes of `seq` with the hash of block i: made once a block, for its tokens never change, and all at once."""
         notes, size = notes_of(seq), self._block_size
         if i >= len(notes.hashes):
-            prefix = notes.hashes[-1] if notes.hashes else _salt_hash(seq.cache_salt)
+            prefix = notes.hashes[-1] if notes.hashes else _salt_hash(seq.request.cache_salt)
             new = seq.token_ids[len(notes.hashes) * size : seq.num_tokens // size * size]
             for block in new.reshape(-1, size):  # [B]
                 prefix = compute_hash(block, prefix)
@@ -207,7 +207,7 @@ class PrefixCachingBlockManager(BlockManager):
 
     def match(self, seq: Sequence) -> None:
         """Let a waiting sequence begin with what is cached of it; but what is cached gives no token of a prompt a score."""
-        if len(seq.prompt_logprobs) < seq.num_to_score:
+        if seq.num_unscored_tokens:
             return
         for block in self.prefix_cache.longest_cached_prefix(seq):
             self.adopt(block)

@@ -138,10 +138,10 @@ class LLMEngine:
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         params = SamplingParams() if params is None else params
-        text, seqs = self._processor.process(request_id, prompt, params, priority, cache_salt)
+        seqs = self._processor.process(request_id, prompt, params, priority, cache_salt)
         self._guides.add(seqs)
         kind = params.output_kind if stream else RequestOutputKind.FINAL_ONLY
-        state = self._requests[request_id] = RequestState(request_id, text, seqs, kind, time.monotonic())
+        state = self._requests[request_id] = RequestState(request_id, seqs, kind, time.monotonic())
         for seq in seqs:
             if self.events.on:
                 self.events.emit(added(seq, state.metrics.arrival_time))

@@ -28,16 +28,14 @@ class Piece(NamedTuple):
 class RequestState:
     """A request that is being served, and how much of it was reported."""
 
-    def __init__(
-        self, request_id: str, prompt: str | None, seqs: list[Sequence], kind: RequestOutputKind, arrival: float
-    ) -> None:
+    def __init__(self, request_id: str, seqs: list[Sequence], kind: RequestOutputKind, arrival: float) -> None:
         self.request_id = request_id
         self.seqs = seqs
         self.metrics = RequestMetrics(arrival, num_prompt_tokens=seqs[0].num_prompt_tokens)
         self._kind = kind
         self._answers = [Answer(seq) for seq in seqs]
-        self.prompt = prompt
-        self.prompt_token_ids = list(seqs[0].prompt_token_ids)  # users may do with it as they like
+        self.prompt = seqs[0].request.prompt
+        self.prompt_token_ids = list(seqs[0].request.prompt_token_ids)  # users may do with it as they like
         self._prompt_was_scored = False  # and a report said so
 
     @property
@@ -54,7 +52,7 @@ class RequestState:
     def prompt_logprobs(self) -> PromptLogprobs:
         """What the model thinks of the whole prompt, the first token aside: None unless asked for, and until all is there."""
         seq = self.seqs[0]
-        if seq.params.prompt_logprobs is None or len(seq.prompt_logprobs) < seq.num_to_score:
+        if seq.params.prompt_logprobs is None or seq.num_unscored_tokens:
             return None
         return [None, *seq.prompt_logprobs]
 

@@ -84,8 +84,6 @@ class OverlappedEngine(LLMEngine):
             started = self._undrawn = InFlight(output, seqs, None, time.monotonic())
         else:
             started = InFlight(output, seqs, self.executor.submit(output), time.monotonic())
-        for share, seq in zip(output.shares, seqs, strict=True):
-            seq.num_in_flight += share.num_draws
         return started
 
     def _collect(self) -> list[RequestOutput]:
@@ -102,8 +100,6 @@ class OverlappedEngine(LLMEngine):
         assert step.pending is not None
         result = step.pending.wait()
         self._in_flight = None  # only now: what cannot arrive is an error in every later step too
-        for share, seq in zip(step.output.shares, step.seqs, strict=True):
-            seq.num_in_flight -= share.num_draws
         self._guides.advance(step.seqs, result.token_ids)
         self._draw_late()
         start, self._last_arrival = max(step.start, self._last_arrival), time.monotonic()

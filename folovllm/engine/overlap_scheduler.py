@@ -38,4 +38,12 @@ class OverlapScheduler(Scheduler):
 
 def will_finish(seq: Sequence) -> bool:
     """Whether the tokens in flight bring the answer to its full length, so that no step needs to be computed."""
-    return seq.num_output_tokens + seq.num_in_flight >= seq.max_tokens
+    return seq.num_output_tokens + num_in_flight(seq) >= seq.max_tokens
+
+
+def num_in_flight(seq: Sequence) -> int:
+    """Tokens that were drawn for `seq`, or will be by a step that was started, and have not arrived yet.
+
+    Whatever computes the last token draws the next one: so these are the tokens from the last one that is known.
+    """
+    return max(0, seq.num_computed_tokens + 1 - seq.num_tokens)

@@ -61,9 +61,9 @@ class Rows:
         if len(table) > num_sent:
             new_blocks, row.num_sent = tuple(table[num_sent:]), len(table)
         end = start + num_new_tokens
-        num_draws = int(end == seq.num_tokens + seq.num_in_flight)
+        num_draws = int(end >= seq.num_tokens)  # the last token that the host knows, or one that is in flight
         tokens = seq.tokens(start, end)
-        scores = scores_of(seq, start, end) if seq.num_to_score else None
+        scores = scores_of(seq, start, end) if seq.num_unscored_tokens else None
         return Share(
             seq.seq_id, row.number, start, num_new_tokens, tokens, new_blocks, num_sent, num_draws, draw, scores
         )
@@ -148,7 +148,7 @@ def draw_spec(seq: Sequence) -> DrawSpec:
         num_prompt_tokens=seq.num_prompt_tokens,
         allowed=None if has_form or p.allowed_token_ids is None else tuple(p.allowed_token_ids),
         has_form=has_form,
-        bad_words=seq.bad_words,
+        bad_words=seq.request.bad_words,
         bias=tuple((p.logit_bias or {}).items()),
-        history=seq.token_ids if p.has_penalties or seq.bad_words else seq.token_ids[:0],
+        history=seq.token_ids if p.has_penalties or seq.request.bad_words else seq.token_ids[:0],
     )

@@ -137,7 +137,7 @@ class Scheduler:
 
     def rank(self, seq: Sequence) -> tuple[int, int]:
         """Who goes first: smaller is earlier."""
-        return (seq.priority if self._by_priority else 0, seq.seq_id)
+        return (seq.request.priority if self._by_priority else 0, seq.seq_id)
 
     def abort(self, *seqs: Sequence) -> None:
         """End sequences at once and give back what they hold."""

@@ -40,4 +40,7 @@ def snapshot(
 
 def added(seq: Sequence, time: float) -> RequestAdded:
     """The arrival of a sequence."""
-    return RequestAdded(seq.seq_id, seq.request_id, seq.index, seq.prompt_token_ids, seq.max_tokens, seq.priority, time)
+    asked = seq.request
+    return RequestAdded(
+        seq.seq_id, asked.request_id, seq.index, asked.prompt_token_ids, asked.max_tokens, asked.priority, time
+    )

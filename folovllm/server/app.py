@@ -225,7 +225,7 @@ class Api:
             salt = asked.cache_salt
             prepared.append(await engine.prepare(prompt, params, priority=asked.priority, cache_salt=salt))
             await asyncio.sleep(0)  # others have their turn between two of many prompts
-        admission.check(len(prepared), sum(each.num_prompt_tokens for each in prepared))
+        admission.check(len(prepared), sum(seqs[0].num_prompt_tokens for seqs in prepared))
         job = Job(engine, prepared, writer, params.n)
         if asked.stream:
             return job.events(asked.stream_options or StreamOptions())

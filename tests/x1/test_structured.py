@@ -7,6 +7,7 @@ import random
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -386,7 +387,7 @@ class TestErrors:
         guides.prepare({1})
         assert "cannot be had with this tokenizer" in caplog.text
         seq = make_seq(structured_outputs={"regex": "a"})
-        seq.eos_token_ids = frozenset({1})
+        seq.request = replace(seq.request, eos_token_ids=frozenset({1}))
         with pytest.raises(ValueError, match="cannot be had with this tokenizer"):
             guides.add([seq])
         seq = make_seq(structured_outputs={"choice": ["a"]}, stop_token_ids=[3])
