@@ -71,12 +71,13 @@ class Sequence:
     logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # of the answer's tokens, if asked for
     prompt_logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # those that have come
     seq_id: int = field(default_factory=_numbers.__next__)  # unique; who came earlier has a smaller one
-    num_tokens: int = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)  # of the prompt and of the answer so far
     _token_ids: TokenIds = field(init=False)
 
     def __post_init__(self) -> None:
         prompt = self.request.prompt_token_ids
-        self.num_tokens = len(prompt)
+        self.num_prompt_tokens = self.num_tokens = len(prompt)
         self._token_ids = np.empty(self.num_tokens + self.request.max_tokens, np.int32)
         self._token_ids[: self.num_tokens] = prompt
 
@@ -120,11 +121,6 @@ class Sequence:
         return self._token_ids[self.num_prompt_tokens : self.num_tokens]
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
         """Tokens of the answer so far."""
         return self.num_tokens - self.num_prompt_tokens
@@ -135,7 +131,8 @@ class Sequence:
 
         It is 1 before the drawn token is known, too: the device knows it.
         """
-        return max(1, self.num_tokens - self.num_computed_tokens)
+        missing = self.num_tokens - self.num_computed_tokens
+        return missing if missing > 1 else 1
 
     @property
     def num_unscored_tokens(self) -> int:

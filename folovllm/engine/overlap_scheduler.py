@@ -37,13 +37,8 @@ class OverlapScheduler(Scheduler):
 
 
 def will_finish(seq: Sequence) -> bool:
-    """Whether the tokens in flight bring the answer to its full length, so that no step needs to be computed."""
-    return seq.num_output_tokens + num_in_flight(seq) >= seq.max_tokens
+    """Whether the tokens in flight bring the answer to its full length, so that no step needs to be computed.
 
-
-def num_in_flight(seq: Sequence) -> int:
-    """Tokens that were drawn for `seq`, or will be by a step that was started, and have not arrived yet.
-
-    Whatever computes the last token draws the next one: so these are the tokens from the last one that is known.
+    Each computed token brings the one after it, which arrives late.
     """
-    return max(0, seq.num_computed_tokens + 1 - seq.num_tokens)
+    return seq.num_computed_tokens + 1 >= seq.num_prompt_tokens + seq.max_tokens

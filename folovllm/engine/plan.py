@@ -63,7 +63,7 @@ class Rows:
         end = start + num_new_tokens
         num_draws = int(end >= seq.num_tokens)  # the last token that the host knows, or one that is in flight
         tokens = seq.tokens(start, end)
-        scores = scores_of(seq, start, end) if seq.num_unscored_tokens else None
+        scores = None if seq.request.params.prompt_logprobs is None else scores_of(seq, start, end)
         return Share(
             seq.seq_id, row.number, start, num_new_tokens, tokens, new_blocks, num_sent, num_draws, draw, scores
         )
@@ -124,6 +124,8 @@ class Plan:
 
 def scores_of(seq: Sequence, start: int, end: int) -> Scores | None:
     """The tokens of the prompt that tokens `start` to `end` predict, and whose scores have not come yet."""
+    if not seq.num_unscored_tokens:
+        return None
     first = max(start, len(seq.prompt_logprobs))  # the token behind it is the first without a score
     tokens = seq.tokens(first + 1, min(end + 1, seq.num_prompt_tokens))
     return Scores(first - start, tokens, seq.params.prompt_logprobs or 0) if len(tokens) else None
