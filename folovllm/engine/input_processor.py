@@ -42,7 +42,7 @@ class InputProcessor:
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
     ) -> list[Sequence]:
-        """The sequences of a request, one for each answer.
+        """Tokenize and check a request; returns its sequences, one for each answer.
 
         Raises:
             ValueError: the prompt is empty, too long for the context, or holds an id outside 0..V-1; or something is of
