@@ -15,18 +15,17 @@ from folovllm.cache.prefix_cache import PrefixCacheStats, PrefixCachingBlockMana
 from folovllm.config import EngineConfig, ModelConfig
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats
-from folovllm.engine.output_processor import RequestState
+from folovllm.engine.output_processor import OutputProcessor, RequestState
 from folovllm.engine.scheduler import Scheduler, SchedulerLike
-from folovllm.engine.snapshot import added, snapshot
+from folovllm.engine.snapshot import added, engine_stats, snapshot
 from folovllm.events import Events, Finished, Listener, StepEnded
 from folovllm.executor.abstract import Executor
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
-from folovllm.outputs import RequestOutput, TokenLogprob
+from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.setup import EngineSetup
-from folovllm.step.draw import Logprobs
-from folovllm.step.schedule import SchedulerOutput, Scores, StepResult
+from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.structured.guides import Guides
 from folovllm.vllm_arguments import GENERATE, REQUEST, also_takes
 
@@ -73,10 +72,11 @@ class LLMEngine:
         self.tokenizer = parts.tokenizer
         self.executor = parts.executor
         self.scheduler = parts.scheduler
+        self._kv = parts.scheduler.kv if isinstance(parts.scheduler, Scheduler) else None
         self.events = parts.events
         self._guides = parts.guides
         self._processor = parts.processor
-        self._requests: dict[str, RequestState] = {}
+        self._output = OutputProcessor(parts.tokenizer)
         self._log: StepLog | None = None
         self._num_steps = 0
         self._num_preemptions = 0
@@ -135,13 +135,13 @@ class LLMEngine:
             RuntimeError: the engine was closed.
         """
         self.require_open()
-        if request_id in self._requests:
+        if request_id in self._output.requests:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         params = SamplingParams() if params is None else params
         seqs = self._processor.process(request_id, prompt, params, priority, cache_salt)
         self._guides.add(seqs)
         kind = params.output_kind if stream else RequestOutputKind.FINAL_ONLY
-        state = self._requests[request_id] = RequestState(request_id, seqs, kind, time.monotonic())
+        state = self._output.requests[request_id] = RequestState(request_id, seqs, kind, time.monotonic())
         for seq in seqs:
             if self.events.on:
                 self.events.emit(added(seq, state.metrics.arrival_time))
@@ -160,10 +160,10 @@ class LLMEngine:
             ValueError: no request of this one id is being served.
         """
         if isinstance(request_id, str):
-            if request_id not in self._requests:
+            if request_id not in self._output.requests:
                 raise ValueError(f"there is no request {request_id!r} to abort: it has finished, or never was")
             return self.abort_request([request_id])[0]
-        states = [self._requests.pop(id_) for id_ in dict.fromkeys(request_id) if id_ in self._requests]
+        states = [self._output.requests.pop(id_) for id_ in dict.fromkeys(request_id) if id_ in self._output.requests]
         self.scheduler.abort(*(seq for state in states for seq in state.seqs if not seq.status.is_finished))
         self.events.drain()
         for state in states:
@@ -172,15 +172,15 @@ class LLMEngine:
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this id is being served."""
-        return request_id in self._requests
+        return request_id in self._output.requests
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
-        return bool(self._requests)
+        return bool(self._output.requests)
 
     def get_num_unfinished_requests(self) -> int:
         """How many requests are being served."""
-        return len(self._requests)
+        return len(self._output.requests)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
@@ -209,8 +209,7 @@ class LLMEngine:
 
     def subscribe(self, listener: Listener) -> None:
         """Let `listener(events)` hear after each step what happened (`folovllm.events`); now, how things stand."""
-        kv = self.scheduler.kv if isinstance(self.scheduler, Scheduler) else None
-        self.events.subscribe(listener, snapshot(self.setup, kv, self._num_steps, self._requests.values()))
+        self.events.subscribe(listener, snapshot(self.setup, self._kv, self._num_steps, self._output.requests.values()))
 
     def unsubscribe(self, listener: Listener) -> None:
         """Tell `listener` nothing more. ValueError if it does not listen."""
@@ -239,18 +238,18 @@ class LLMEngine:
         alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
         updated = self.scheduler.postprocess([(seqs[i], result.token_ids[i]) for i in alive])
         if result.logprobs:
-            self._keep_logprobs(
-                [(seqs[i], output.shares[i].scores, result.logprobs[i]) for i in alive if i in result.logprobs]
-            )
+            for i in alive:
+                if i in result.logprobs:
+                    self._output.keep_logprobs(seqs[i], output.shares[i].scores, result.logprobs[i])
         now = time.monotonic()
         if self.events.on:
-            waiting, used = len(self.scheduler.waiting), self._num_used_blocks()
+            waiting, used = len(self.scheduler.waiting), 0 if self._kv is None else self._kv.num_used
             self.events.emit(StepEnded(self._num_steps, start, arrived, now, output, result, waiting, used))
             for seq in (seqs[i] for i in alive if seqs[i].status.is_finished):
                 self.events.emit(Finished(seq.seq_id, seq.status.value))
         self._num_steps += 1
         self._num_preemptions += len(output.preempted)
-        return self._outputs([*updated, *given_up], now)
+        return self._output.outputs([*updated, *given_up], now)
 
     def _give_up(self, seqs: list[Sequence]) -> list[Sequence]:
         """End those that can no longer come to their form, with finish_reason "abort", and return them."""
@@ -287,7 +286,7 @@ class LLMEngine:
     def close(self) -> None:
         """End what is being served and give the model's memory back; twice is once."""
         self._is_closed = True
-        self.abort_request(list(self._requests))
+        self.abort_request(list(self._output.requests))
         self.executor.shutdown()
         gc.unfreeze()  # `make_engine` froze what refers to itself; only thawed can it be collected
         gc.collect()
@@ -295,24 +294,7 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """Requests and KV cache as they are now."""
         self.require_open()
-        num_blocks, num_used = self.executor.num_kv_blocks, self._num_used_blocks()
-        bytes_per_token = self.setup.kv_bytes_per_token
-        bytes_per_block = self.setup.block_size * bytes_per_token
-        running = self.scheduler.running
-        num_shared = sum(len(seq.block_table) for seq in running) - num_used  # blocks are full before they are shared
-        stored = sum(seq.num_computed_tokens for seq in running) - num_shared * self.setup.block_size
-        return EngineStats(
-            waiting=len(self.scheduler.waiting),
-            running=len(running),
-            steps=self._num_steps,
-            preemptions=self._num_preemptions,
-            kv_blocks_total=num_blocks,
-            kv_blocks_used=num_used,
-            kv_tokens_stored=stored,
-            kv_bytes_total=num_blocks * bytes_per_block,
-            kv_bytes_reserved=num_used * bytes_per_block,
-            kv_bytes_used=stored * bytes_per_token,
-        )
+        return engine_stats(self.setup, self.scheduler, self._kv, self._num_steps, self._num_preemptions)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, as after a change of the weights. Raises ValueError where there is no cache."""
@@ -325,34 +307,7 @@ class LLMEngine:
         return self._prefix_caching_manager().prefix_cache.stats
 
     def _prefix_caching_manager(self) -> PrefixCachingBlockManager:
-        kv = self.scheduler.kv if isinstance(self.scheduler, Scheduler) else None
+        kv = self._kv
         if not isinstance(kv, PrefixCachingBlockManager):
             raise ValueError("there is no prefix cache: set enable_prefix_caching=True, or take milestone m5")
         return kv
-
-    def _outputs(self, updated: Iterable[Sequence], now: float) -> list[RequestOutput]:
-        """One output for each request that has something to report."""
-        outputs = []
-        for request_id in dict.fromkeys(seq.request_id for seq in updated):
-            state = self._requests[request_id]
-            finished = state.finished
-            if finished or state.streams or state.metrics.first_token_time is None:
-                state.note_progress(now)
-            if finished:
-                del self._requests[request_id]
-            if finished or state.streams:
-                outputs.append(state.output())
-        return outputs
-
-    def _keep_logprobs(self, drawn: Iterable[tuple[Sequence, Scores | None, list[Logprobs]]]) -> None:
-        """Add text to the log-probabilities that requests asked for: those of their prompts, then those of their answers."""
-        for seq, scores, rows in drawn:
-            decode = self.tokenizer.decode if seq.params.detokenize else lambda _: None
-            shown = [{id_: TokenLogprob(id_, value, rank, decode([id_])) for id_, value, rank in row} for row in rows]
-            num_scores = 0 if scores is None else len(scores.token_ids)
-            seq.prompt_logprobs += shown[:num_scores]
-            seq.logprobs += shown[num_scores:]
-
-    def _num_used_blocks(self) -> int:
-        scheduler = self.scheduler
-        return scheduler.kv.num_blocks - scheduler.kv.num_free if isinstance(scheduler, Scheduler) else 0

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from operator import getitem
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
+from folovllm.step.draw import Logprobs
+from folovllm.step.schedule import Scores
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PromptLogprobs = list[dict[int, TokenLogprob] | None] | None
 
@@ -23,6 +28,35 @@ class Piece(NamedTuple):
     logprobs: list[dict[int, TokenLogprob]] | None
     finish_reason: str | None
     stop_reason: str | int | None
+
+
+class OutputProcessor:
+    """The requests that are being served, by id, and what each of them has to report."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._decode = tokenizer.decode
+        self.requests: dict[str, RequestState] = {}
+
+    def keep_logprobs(self, seq: Sequence, scores: Scores | None, rows: list[Logprobs]) -> None:
+        """Take in the log-probabilities of a step: first those of the prompt's tokens, then those of drawn tokens."""
+        shown = [with_text(row, self._decode if seq.params.detokenize else None) for row in rows]
+        num_scores = 0 if scores is None else len(scores.token_ids)
+        seq.prompt_logprobs += shown[:num_scores]
+        seq.logprobs += shown[num_scores:]
+
+    def outputs(self, updated: Iterable[Sequence], now: float) -> list[RequestOutput]:
+        """One output for each request that has something to report. Finished requests leave."""
+        outputs = []
+        for request_id in dict.fromkeys(seq.request_id for seq in updated):
+            state = self.requests[request_id]
+            finished = state.finished
+            if finished or state.streams or state.metrics.first_token_time is None:
+                state.note_progress(now)
+            if finished:
+                del self.requests[request_id]
+            if finished or state.streams:
+                outputs.append(state.output())
+        return outputs
 
 
 class RequestState:
@@ -177,6 +211,11 @@ def ended_by_token(seq: Sequence) -> bool:
 def chosen(row: dict[int, TokenLogprob]) -> TokenLogprob:
     """The entry of the token that was drawn: it comes first."""
     return next(iter(row.values()))
+
+
+def with_text(row: Logprobs, decode: Callable[[list[int]], str] | None) -> dict[int, TokenLogprob]:
+    """A token's log-probability and those of likely others, by token id. Without `decode` they have no text."""
+    return {id_: TokenLogprob(id_, value, rank, decode([id_]) if decode else None) for id_, value, rank in row}
 
 
 def _token_ids(seq: Sequence, start: int, end: int) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from folovllm.cache.prefix_cache import CachedPrefix
-from folovllm.engine.output_processor import Piece, RequestState
+from folovllm.engine.output_processor import Piece, RequestState, with_text
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.outputs import RequestOutput, TokenLogprob
 from folovllm.request import Request, Sequence, SequenceStatus
@@ -133,8 +133,7 @@ class Stream:
             self.state.metrics.finish_time = now
 
     def _with_text(self, row: Row) -> dict[int, TokenLogprob]:
-        decode = self._decode or (lambda _: None)
-        return {id_: TokenLogprob(id_, value, rank, decode([id_])) for id_, value, rank in row}
+        return with_text(row, self._decode)
 
     def abort(self, now: float) -> None:
         """End it here; its reader gets what there is, with finish_reason "abort"."""

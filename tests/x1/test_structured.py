@@ -222,7 +222,7 @@ class TestOthers:
                 if step < 120 and rng.random() < 0.3:
                     params = rng.choice(MIXED)
                     llm.engine.add_request(f"r{step}", INPUTS[rng.randrange(len(INPUTS))], params, stream=False)
-                if rng.random() < 0.04 and llm.engine._requests:
+                if rng.random() < 0.04 and llm.engine._output.requests:
                     gone = [f"r{n}" for n in rng.sample(range(120), 40)]
                     llm.engine.abort_request(gone)
                 done |= {output.request_id: output for output in llm.engine.step()}
