@@ -12,7 +12,8 @@ from folovllm.request import Sequence
 from folovllm.server.answers import DONE, CompletionWriter, event
 from folovllm.server.async_engine import AsyncEngine, EngineDead
 from folovllm.server.errors import as_api_error
-from folovllm.server.protocol import StreamOptions, Usage
+from folovllm.server.protocol import StreamOptions
+from folovllm.server.replies import Usage
 from folovllm.server.sse import EventStream, unless_gone
 from folovllm.server.stream import Mailbox
 
