@@ -55,7 +55,7 @@ class KVCacheManager(ABC):
         return self.num_blocks - self.num_free
 
     def states(self) -> Iterable[BlockState]:
-        """The blocks that are not blank, for a listener that begins to listen."""
+        """The blocks that hold something, for a new listener."""
         return ()
 
     @staticmethod

@@ -37,7 +37,7 @@ logger = logging.getLogger("folovllm")
 
 @dataclass(slots=True, frozen=True)
 class Parts:
-    """What an engine is put together from; which class stands in each place, `folovllm.build` decides."""
+    """The parts of an engine. `folovllm.build` decides which class stands in each place."""
 
     setup: EngineSetup
     num_threads: int | None
@@ -52,7 +52,7 @@ class Parts:
 class LLMEngine:
     """Serves requests step by step; `LLM` wraps it for offline use.
 
-    Not for several threads. After an exception inside `step` the engine's state is undefined: make a new one.
+    Use it from one thread at a time. After an exception inside `step` the engine's state is undefined: make a new one.
 
     Args:
         config: all choices; or a `ModelConfig`, beside which `overrides` are fields of the `EngineConfig`.
@@ -60,7 +60,7 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig | ModelConfig, **overrides: Any) -> None:
         """Raises ValueError, before any work, where something that `config` asks for cannot be had."""
-        from folovllm.build import put_together  # here, for it knows everybody, this file too
+        from folovllm.build import put_together  # here, since it imports every part of the engine, this file too
 
         if isinstance(config, ModelConfig):
             config = config.for_engine(**overrides)
@@ -85,7 +85,7 @@ class LLMEngine:
 
     @staticmethod
     def from_engine_args(engine_args: EngineConfig) -> LLMEngine:
-        """The engine with the loop that `engine_args` ask for: the one whose steps overlap is a subclass."""
+        """Make the engine with the loop that `engine_args` ask for: overlapping steps have a subclass."""
         from folovllm.build import make_engine
 
         return make_engine(engine_args)
@@ -96,7 +96,7 @@ class LLMEngine:
         prompts: Prompt | SequenceOf[Prompt],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
     ) -> RequestOutput | list[RequestOutput]:
-        """Answer one prompt (one output) or a list of them (a list). Whoever wants more takes `LLM.generate`."""
+        """Answer one prompt (one output) or a list of them (a list). `LLM.generate` can do more."""
         requests = as_requests(prompts, SamplingParams() if sampling_params is None else sampling_params)
         self.require_idle()
         ids = [f"generate-{index}" for index in range(len(requests))]
@@ -107,7 +107,7 @@ class LLMEngine:
             while len(finished) < len(ids):
                 finished |= {output.request_id: output for output in self.step()}
         finally:
-            self.abort_request(ids)  # what an error left behind
+            self.abort_request(ids)  # where an error left some
         outputs = [finished[request_id] for request_id in ids]
         return outputs[0] if is_one_prompt(prompts) else outputs
 
@@ -191,7 +191,7 @@ class LLMEngine:
         self.require_open()
         if not self.has_unfinished_requests():
             return []
-        with self.events:  # whoever listens hears of all this at the end
+        with self.events:  # listeners hear of all this at the end
             start = time.monotonic()
             output = self.scheduler.schedule()
             if output.preempted and not output.shares:  # room was made, and the next step has it
@@ -200,7 +200,7 @@ class LLMEngine:
             return self._take_in(output, seqs, self._compute(output, seqs), start)
 
     def _compute(self, output: SchedulerOutput, seqs: list[Sequence]) -> StepResult:
-        """Compute a step and draw. Where an answer must have a form, its guide says what may come, and hears what came."""
+        """Compute a step and draw. The guide of an answer with a form says what it may draw, and then learns what it drew."""
         if self._guides.concern(output, seqs):
             output = replace(output, masks=self._guides.masks(output, seqs))
         result = self.executor.execute_model(output)
@@ -208,7 +208,7 @@ class LLMEngine:
         return result
 
     def subscribe(self, listener: Listener) -> None:
-        """Let `listener(events)` hear after each step what happened (`folovllm.events`); now, how things stand."""
+        """Call `listener(events)` after each step with what happened (`folovllm.events`), and now with the present state."""
         self.events.subscribe(listener, snapshot(self.setup, self._kv, self._num_steps, self._output.requests.values()))
 
     def unsubscribe(self, listener: Listener) -> None:
@@ -217,7 +217,7 @@ class LLMEngine:
 
     @property
     def history(self) -> list[StepStats] | None:
-        """Set it to [] to have a snapshot of every step from now on appended to it, and to None to have no more."""
+        """The steps so far, or None. Set it to [] to have each step's figures appended from now on, and to None to stop."""
         return None if self._log is None else self._log.steps
 
     @history.setter
@@ -252,7 +252,7 @@ class LLMEngine:
         return self._output.outputs([*updated, *given_up], now)
 
     def _give_up(self, seqs: list[Sequence]) -> list[Sequence]:
-        """End those that can no longer come to their form, with finish_reason "abort", and return them."""
+        """End the answers that can no longer get their form, with finish_reason "abort", and return them."""
         broken = self._guides.broken(seqs)
         for seq in broken:
             logger.warning("request %s ends early: its answer cannot be brought to its form", seq.request_id)
@@ -261,7 +261,7 @@ class LLMEngine:
         return broken
 
     def prepare_forms(self) -> None:
-        """Do now what the first answer of a form would wait for, and all beside it: about a second."""
+        """Do now the work, of about a second, for which the first answer with a form, and all others beside it, would wait."""
         self._guides.prepare(self._processor.eos_token_ids)
 
     def require_open(self) -> None:
@@ -278,13 +278,13 @@ class LLMEngine:
             )
 
     def require_idle(self) -> None:
-        """Raise RuntimeError if the engine was closed, ValueError if it serves requests, whose outputs nobody would see."""
+        """Raise RuntimeError if the engine was closed, ValueError if it serves requests: their outputs would be lost."""
         self.require_open()
         if self.has_unfinished_requests():
             raise ValueError("the engine has requests of its own: step it until they end, or abort them, first")
 
     def close(self) -> None:
-        """End what is being served and give the model's memory back; twice is once."""
+        """End all requests and give the model's memory back. A second call does nothing."""
         self._is_closed = True
         self.abort_request(list(self._output.requests))
         self.executor.shutdown()

@@ -21,7 +21,7 @@ PromptLogprobs = list[dict[int, TokenLogprob] | None] | None
 
 
 class Piece(NamedTuple):
-    """What is new in an answer, and nothing else: what a server writes. `CompletionOutput` is for programs."""
+    """What is new in an answer, for servers. Programs get a `CompletionOutput`."""
 
     answer: int  # among the `n`
     text: str
@@ -60,7 +60,7 @@ class OutputProcessor:
 
 
 class RequestState:
-    """A request that is being served, and how much of it was reported."""
+    """A request that is being served, and the part of it that was reported."""
 
     def __init__(self, request_id: str, seqs: list[Sequence], kind: RequestOutputKind, arrival: float) -> None:
         self.request_id = request_id
@@ -84,7 +84,7 @@ class RequestState:
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs:
-        """What the model thinks of the whole prompt, the first token aside: None unless asked for, and until all is there."""
+        """The log-probabilities of the prompt's tokens, None for the first. None if not asked for, or not complete yet."""
         seq = self.seqs[0]
         if seq.params.prompt_logprobs is None or seq.num_unscored_tokens:
             return None
@@ -139,13 +139,13 @@ class Answer:
 
     @property
     def has_news(self) -> bool:
-        """Whether there are tokens, or an end, that no report told of."""
+        """Whether there are tokens, or an end, that were not reported."""
         return self._seq.num_output_tokens > self._num_tokens or self._seq.status.is_finished != self._was_over
 
     def report(self, deltas_alone: bool, copy_later: bool) -> CompletionOutput:
         """The answer as it is, or with `deltas_alone` what is new in it.
 
-        With `copy_later` a long field is copied when somebody looks: the next report holds most of it again.
+        With `copy_later` a long field is copied only when it is read: the next report holds most of it again.
         """
         seq = self._seq
         old_chars, old_tokens = self._advance()
@@ -188,7 +188,7 @@ class Answer:
 
 
 def num_visible_chars(seq: Sequence) -> int:
-    """How many characters of the text no later token can take back.
+    """How many characters of the text are final: no later token can take them back.
 
     While an answer grows, its last characters may turn out to begin a stop string, so that many are held back.
     """

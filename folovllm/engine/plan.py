@@ -1,4 +1,4 @@
-"""A step while it is put together: who has which row, what the devices have been told of it, what is left of the budget."""
+"""Puts a step together: which sequence has which row, what the devices know of it, how much of the budget is left."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Rows:
     ) -> None:
         self.num_rows = num_rows
         self.events = Events() if events is None else events
-        self.waiting = waiting  # who would like a row
+        self.waiting = waiting  # the sequences that wait for a row
         self.num_steps = 0  # planned so far
         self._free = list(reversed(range(num_rows)))
         self._rows: dict[int, Row] = {}  # by seq_id
@@ -45,7 +45,7 @@ class Rows:
             self._free.append(self._rows.pop(seq_id).number)
 
     def owners(self, output: SchedulerOutput) -> list[Sequence]:
-        """Whose the shares are of the step that was planned last, in their order."""
+        """The sequences of the shares of the step that was planned last, in their order."""
         return [self._rows[share.seq_id].seq for share in output.shares]
 
     def share(self, seq: Sequence, num_new_tokens: int) -> Share:

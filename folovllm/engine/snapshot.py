@@ -1,4 +1,4 @@
-"""The state of an engine: for a listener that begins to listen, and as numbers."""
+"""The state of an engine: for a new listener, and as numbers."""
 
 from __future__ import annotations
 
