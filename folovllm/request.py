@@ -70,7 +70,7 @@ class Sequence:
     stop_reason: str | int | None = None
     logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # of the answer's tokens, if asked for
     prompt_logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # those that have come
-    seq_id: int = field(default_factory=_numbers.__next__)  # unique; who came earlier has a smaller one
+    seq_id: int = field(default_factory=_numbers.__next__)  # unique; an earlier sequence has a smaller one
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)  # of the prompt and of the answer so far
     _token_ids: TokenIds = field(init=False)

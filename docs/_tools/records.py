@@ -28,7 +28,7 @@ REQUEST = {  # in the order in which a reader meets them: what each field says; 
 SEQUENCE = {  # the same order; who writes each field, and what it says
     "request": ("the input processor", "what was asked for; all answers to one prompt share it"),
     "index": ("the input processor", "which of the `n` answers to the prompt this is"),
-    "seq_id": ("the sequence itself", "a number of its own; who came earlier has a smaller one"),
+    "seq_id": ("the sequence itself", "a number of its own; an earlier sequence has a smaller one"),
     "status": ("`start`, `requeue`, `finish`", "WAITING, RUNNING or one of FINISHED_*: see below"),
     "num_prompt_tokens": ("the sequence itself", "tokens of the prompt"),
     "num_tokens": ("`append_token`", "prompt and answer so far"),
