@@ -11,6 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
+from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCacheStats, PrefixCachingBlockManager
 from folovllm.config import EngineConfig, ModelConfig
 from folovllm.engine.input_processor import InputProcessor
@@ -72,7 +73,6 @@ class LLMEngine:
         self.tokenizer = parts.tokenizer
         self.executor = parts.executor
         self.scheduler = parts.scheduler
-        self._kv = parts.scheduler.kv if isinstance(parts.scheduler, Scheduler) else None
         self.events = parts.events
         self._guides = parts.guides
         self._processor = parts.processor
@@ -243,7 +243,8 @@ class LLMEngine:
                     self._output.keep_logprobs(seqs[i], output.shares[i].scores, result.logprobs[i])
         now = time.monotonic()
         if self.events.on:
-            waiting, used = len(self.scheduler.waiting), 0 if self._kv is None else self._kv.num_used
+            kv, waiting = self._kv, len(self.scheduler.waiting)
+            used = 0 if kv is None else kv.num_used
             self.events.emit(StepEnded(self._num_steps, start, arrived, now, output, result, waiting, used))
             for seq in (seqs[i] for i in alive if seqs[i].status.is_finished):
                 self.events.emit(Finished(seq.seq_id, seq.status.value))
@@ -305,6 +306,10 @@ class LLMEngine:
     def prefix_cache_stats(self) -> PrefixCacheStats:
         """Hits and evictions so far. Raises ValueError where there is no cache."""
         return self._prefix_caching_manager().prefix_cache.stats
+
+    @property
+    def _kv(self) -> KVCacheManager | None:
+        return self.scheduler.kv if isinstance(self.scheduler, Scheduler) else None
 
     def _prefix_caching_manager(self) -> PrefixCachingBlockManager:
         kv = self._kv
