@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.decode_plan import ITEM, plan_kernel
-from folovllm.kernels.fp8 import fold_tile
-from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, tile_offsets
+from folovllm.kernels.fp8 import decode_split_fp8
+from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import take_in_token
@@ -51,7 +51,7 @@ def decode_split(
         inside = token + tl.arange(0, TILE) < last
         k = tl.load(k_ptr + offsets, mask=inside[:, None], other=0.0)
         v = tl.load(v_ptr + offsets, mask=inside[:, None], other=0.0)
-        row_max, row_sum, acc = fold_tile(q, k, v, inside[None, :], row_max, row_sum, acc, scale)
+        row_max, row_sum, acc = online_softmax_tile(q, k, v, inside[None, :], row_max, row_sum, acc, scale)
     return row_max, row_sum, acc
 
 
@@ -121,6 +121,7 @@ def decode_kernel(
     queue = [items taken, programs gone] and done [S * Hkv] are zero before and after every launch. RAW: `q_ptr` is the
     projection [S, (Hq + 2 Hkv) D], and new keys and values are not in the cache yet (`take_in_token`).
     """
+    split: tl.constexpr = decode_split_fp8 if k_ptr.dtype.element_ty == tl.float8e4nv else decode_split
     let_next_start(PDL)
     wait_for_inputs(PDL)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -144,7 +145,7 @@ def decode_kernel(
         else:
             rows = (head * G + g)[:, None] * D
             q = tl.load(token_ptr + rows + dims[None, :], mask=real[:, None], other=0.0)  # [M, D]
-        row_max, row_sum, acc = decode_split(
+        row_max, row_sum, acc = split(
             q, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table, c * chunk,
             tl.minimum(seq_len, (c + 1) * chunk), scale, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, M, D)  # fmt: skip
         out_row = (seq * HKV + head) * G

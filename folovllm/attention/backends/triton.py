@@ -11,7 +11,7 @@ import triton
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.forward_batch import ForwardBatch
-from folovllm.kernels.decode import SplitKVDecode
+from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
 from folovllm.kernels.prefill import prefill
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.store import store_kvcache
@@ -34,7 +34,8 @@ class TritonBackend(AttentionBackend):
         if config.block_size is None:
             raise ValueError("the triton backend is built for one block size: resolve it first")
         self._decode = SplitKVDecode(
-            config.max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim, config.block_size, config.device
+            config.max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim, config.block_size, config.device,
+            DecodeConfig(tile=64) if config.is_fp8 else DecodeConfig(),
         )  # fmt: skip
         self._hopper = _hopper(config)
 
