@@ -104,7 +104,7 @@ def test_a_backend_stores_8_bits_and_attends_over_them(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [16, 32])
+@pytest.mark.parametrize("dim", [32, 64])
 def test_the_kernels_that_prepare_and_store_at_once_agree(dtype: torch.dtype, dim: int) -> None:
     """Rotating and storing in one pass, and a decode that takes in the raw projection: the bytes that torch's way stores."""
     pytest.importorskip("triton", reason="Triton is for Linux only")
@@ -234,6 +234,12 @@ def test_a_scale_that_cannot_be_is_refused(scale: torch.Tensor, tmp_path: Path) 
 def test_what_cannot_be_is_refused_in_a_sentence(choices: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         EngineConfig(**choices)  # type: ignore[arg-type]
+
+
+def test_heads_that_are_too_small_for_pairs_are_refused() -> None:
+    pytest.importorskip("triton", reason="Triton is for Linux only")
+    with pytest.raises(BackendUnavailable, match="head_dim of 32 up, not 16"):
+        make_engine(tiny_checkpoint(head_dim=16), milestone="m4", attention_backend="triton", kv_cache_dtype="fp8")
 
 
 @pytest.mark.gpu

@@ -55,6 +55,10 @@ class TritonBackend(AttentionBackend):
                 'choose "torch_paged"'
             )
 
+        if config.is_fp8 and config.head_dim < 32:
+            raise BackendUnavailable(
+                f'attention_backend "triton" reads 8 bits from a head_dim of 32 up, not {config.head_dim}: choose "torch_paged"'
+            )
         if config.device.type == "cuda" and config.head_dim * config.dtype.itemsize > 512:
             raise BackendUnavailable(
                 f'attention_backend "triton" has tiles for a head_dim of up to 256 in half precision and 128 in float32, '
