@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import cast
 
 import torch
 
-from folovllm.kv_scales import KVScales
-from folovllm.models.llama import LlamaForCausalLM
+from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 # As compressed-tensors, vLLM, ModelOpt and older quantisers name them.
 NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?([kv])_scale|([kv])_proj\.output_scale)")
@@ -31,6 +32,6 @@ def take_kv_scale(model: LlamaForCausalLM, name: str, tensor: torch.Tensor) -> N
         raise ValueError(f"the checkpoint holds {name!r}, for which the model has no place")
     if tensor.numel() != 1 or not 0 < tensor.item() < float("inf"):
         raise ValueError(f"{name!r} must be one positive number: scales of single heads are not supported")
-    attention = model.model.layers[layer].self_attn.attn
-    key, value = attention.scales.key, attention.scales.value
-    attention.scales = KVScales(tensor.item(), value) if is_key else KVScales(key, tensor.item())
+    attention = cast(LlamaDecoderLayer, model.model.layers[layer]).self_attn.attn
+    name = "key" if is_key else "value"
+    attention.scales = replace(attention.scales, **{name: tensor.item()})
