@@ -242,6 +242,13 @@ def test_heads_that_are_too_small_for_pairs_are_refused() -> None:
         make_engine(tiny_checkpoint(head_dim=16), milestone="m4", attention_backend="triton", kv_cache_dtype="fp8")
 
 
+def test_two_backends_at_once_are_refused() -> None:
+    with pytest.raises(BackendUnavailable, match="torch_paged,torch_naive cannot read a cache in 8 bits"):
+        make_engine(
+            tiny_checkpoint(), milestone="m5", attention_backend="torch_paged,torch_naive", kv_cache_dtype="fp8"
+        )
+
+
 @pytest.mark.gpu
 def test_flash_attn_is_refused() -> None:
     config = json.loads((tiny_checkpoint() / "config.json").read_text())

@@ -53,7 +53,7 @@ def _checked(backend: type[AttentionBackend], config: AttentionConfig) -> int:
 
 def _check_fp8(backend: type[AttentionBackend], config: AttentionConfig) -> None:
     """Raise `BackendUnavailable` where no kernel can read a cache in 8 bits, nor plain torch stand in for one."""
-    if not backend.reads_fp8 and not backend.name.startswith("torch_"):
+    if not backend.reads_fp8 and backend.name not in ("torch_naive", "torch_paged"):
         raise BackendUnavailable(
             f'{backend.name} cannot read a cache in 8 bits: choose "triton" or "torch_paged", or leave kv_cache_dtype out'
         )
