@@ -47,6 +47,7 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     supported_block_sizes: ClassVar[tuple[int, ...] | None] = None  # None: any; else multiples of one of these
     supports_cuda_graph: ClassVar[bool] = False
+    supports_prompt_graph: ClassVar[bool] = False  # whether it serves batches that are `is_padded`
 
     def __init__(self, config: AttentionConfig) -> None:
         self.config = config
