@@ -21,7 +21,6 @@ from folovllm.worker import prompt_graphs
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.prompt_graphs import Line, Padded, PromptGraphs, Room, pad, rooms
 from tests.helpers import prompts, tiny_checkpoint
-from tests.m6.devices import DEVICE
 from tests.workloads import ARRIVALS, KINDS, MAX_MODEL_LEN, assert_nothing_left, serve, workload
 
 CPU = torch.device("cpu")
@@ -116,7 +115,9 @@ def test_a_padded_step_is_the_same_step(step: PackedStep, more: int, decodes: in
     at = torch.tensor([*range(d), *range(room.decodes, room.decodes + n - d)])
     assert torch.equal(ids[:t], eager.input_ids) and torch.equal(positions[:t], eager.positions)
     assert torch.equal(slots[:t], eager.slot_mapping)
-    assert torch.equal(starts[at], eager.query_start_loc[:-1]) and torch.equal(starts[at + 1], eager.query_start_loc[1:])
+    assert torch.equal(starts[at], eager.query_start_loc[:-1]) and torch.equal(
+        starts[at + 1], eager.query_start_loc[1:]
+    )
     assert torch.equal(lines[Line.SEQ_LEN][at], eager.seq_lens) and torch.equal(batch_tables[at], eager.block_tables)
     assert torch.equal(lines[Line.LAST, :n].long(), eager.logits_indices)
     assert (slots[t:] == -1).all() and (positions[t:] == 0).all() and starts[-1] == room.tokens
@@ -131,8 +132,9 @@ def test_a_padded_step_is_the_same_step(step: PackedStep, more: int, decodes: in
     {"block_size": 16, "num_kv_blocks": 12, "max_num_batched_tokens": 130},
 ], ids=str)  # fmt: skip
 def test_answers_are_those_of_m1(kind: str, arrival: str, pool: dict[str, Any], recorded: list[Room]) -> None:
-    """Over chunks, preemptions and prefix hits."""
+    """Over chunks, preemptions and prefix hits, in a cache that is poison wherever no step has written."""
     load, served = workload(kind), engine(**pool)
+    served.executor._worker.runner._runner.kv_cache.fill_(torch.nan)  # type: ignore[attr-defined]
     load.check(serve(served, load.requests, arrival))
     assert_nothing_left(served)
     assert recorded
@@ -204,3 +206,53 @@ def traffic(served: LLMEngine, seed: int) -> dict[str, list[int]]:
         answers |= {o.request_id: o.outputs[0].token_ids for o in served.step()}
     assert_nothing_left(served)
     return answers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arrival", ARRIVALS)
+@pytest.mark.parametrize("pool", [{}, {"block_size": 4, "num_kv_blocks": 64, "max_num_batched_tokens": 70}], ids=str)
+def test_on_a_gpu(pool: dict[str, Any], arrival: str) -> None:
+    load, used, run = workload("seeded"), [], PromptGraphs.last_hidden
+    served = engine(device="cuda", dtype="float32", attention_backend="triton", **pool)
+    served.executor._worker.runner._runner.kv_cache.fill_(torch.nan)  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            PromptGraphs, "last_hidden", lambda self, room, *args: (used.append(room), run(self, room, *args))[1]
+        )
+        load.check(serve(served, load.requests, arrival), tol=0.05)
+    assert used
+    assert_nothing_left(served)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_decodes", [0, 1, 16, 17, 60])
+def test_a_gpus_graph_is_as_good_as_eager(num_decodes: int) -> None:
+    """Logits of one step with three prompts, recorded and kernel by kernel; prompt lengths around rooms' edges."""
+    served = engine(device="cuda", dtype="float32", attention_backend="triton", max_num_seqs=80, max_model_len=512,
+                    model=str(tiny_checkpoint(max_position_embeddings=1024)))  # fmt: skip
+    runner = served.executor._worker.runner  # type: ignore[attr-defined]
+    graphs, found = runner._prompts, []
+
+    def both(step: PackedStep, run: Any = runner._compute) -> Any:
+        computed = run(step)
+        if graphs.pad(step) is not None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(graphs, "pad", lambda step: None)
+                found.append((computed.logits.clone(), run(step).logits.clone()))
+        return computed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_compute", both)
+        for i in range(num_decodes):
+            params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+            served.add_request(f"d{i}", prompts([5 + i], seed=i)[0], params, stream=False)
+        for turn, lengths in enumerate(([3, 40, 1], [100, 24, 4], [250, 300, 9], [64, 1, 63], [511, 500, 480])):
+            for i, length in enumerate(lengths):
+                params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+                served.add_request(f"{turn} {i}", prompts([length], seed=50 + turn)[0], params, stream=False)
+            served.step()
+            served.step()
+    torch.cuda.synchronize()
+    assert len(found) >= 5
+    for recorded_logits, eager in found:
+        assert torch.allclose(recorded_logits, eager, atol=1e-4 * float(eager.abs().max()))
