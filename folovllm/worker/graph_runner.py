@@ -121,7 +121,7 @@ class GraphRunner:
         if records:  # before the cache takes what is left
             shape = setup.max_num_seqs, len(self.model.lm_head.weight)
             self._logits = torch.zeros(shape, dtype=setup.dtype, device=setup.device)
-        num_blocks = self._runner.fit_kv_cache(self._prompts.choose_rooms() if records else 0.0)
+        num_blocks = self._runner.fit_kv_cache(self._prompts.largest() if records else 0.0)
         if setup.device.type == "cuda":
             self.compile_kernels()
         if records:
@@ -141,6 +141,7 @@ class GraphRunner:
         """
         setup = self._setup
         self.buckets = decode_buckets(setup.max_num_seqs)
+        self._prompts.open()
         if setup.device.type == "cuda":
             self._prompts.record_all()
             for width in tqdm(self.buckets[::-1], desc="Capturing graphs", disable=not setup.config.use_tqdm):

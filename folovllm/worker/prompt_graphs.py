@@ -31,7 +31,7 @@ from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.step_graph import Recorder, StepGraph
 
-TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # beyond, computing takes longer than launching
+TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072)  # beyond, computing takes longer than launching
 DECODES = (0, 16, 64)  # and as many as there can be
 
 
@@ -81,18 +81,19 @@ class PromptGraphs:
         self._runner = runner
         self._tables = tables
         self._recorder = recorder
-        self.rooms: list[Room] = []  # small ones first; none: nothing is recorded
+        self.rooms: list[Room] = []  # what steps may use by now, small ones first
         self._graphs: dict[Room, StepGraph] = {}
         self._last_hidden = torch.empty(0)  # [sequences, H]
 
-    def choose_rooms(self) -> float:
-        """Decide what to record, once the model is loaded. Returns the largest, as a part of the largest step there is."""
-        setup, head = self._setup, self._runner.model.lm_head.weight
-        if self._runner.supports_prompt_graph():
-            self.rooms = rooms_for(setup)
+    def largest(self) -> float:
+        """Return the most tokens that will be recorded, as a part of the largest step there can be."""
+        return max((room.tokens for room in self._wanted()), default=0) / self._setup.max_num_batched_tokens
+
+    def open(self) -> None:
+        """Let steps be recorded from now on: when they are first needed, or earlier by `record_all`."""
+        self.rooms, hidden_size = self._wanted(), self._runner.model.lm_head.weight.shape[1]
         most = max((room.num_seqs for room in self.rooms), default=0)
-        self._last_hidden = torch.zeros(most, head.shape[1], dtype=setup.dtype, device=setup.device)
-        return max((room.tokens for room in self.rooms), default=0) / setup.max_num_batched_tokens
+        self._last_hidden = torch.zeros(most, hidden_size, dtype=self._setup.dtype, device=self._setup.device)
 
     def record_all(self) -> None:
         """Record every room, the largest first, so that all others fit into its memory."""
@@ -111,6 +112,9 @@ class PromptGraphs:
         """
         self._graph(room).replay(numbers)
         return self._last_hidden[:num_seqs]
+
+    def _wanted(self) -> list[Room]:
+        return rooms_for(self._setup) if self._runner.supports_prompt_graph() else []
 
     def _graph(self, room: Room) -> StepGraph:
         if room not in self._graphs:

@@ -59,11 +59,14 @@ def measure(overrides: dict) -> dict:
         runner._draw._use_kernel = True
         runner._rows_draw._work = FilterWorkspace.allocate(21, runner._draw.vocab_size, torch.device("cpu"))
         runner._prompts.record_all()
+        rooms, runner._prompts.rooms = runner._prompts.rooms, []  # kernels are compiled before any is open
     with torch.inference_mode():
         runner.compile_kernels()
         for width in getattr(runner, "buckets", []):
             for is_special in (True, False):
                 runner._graph(width, is_special)
+    if isinstance(runner, GraphRunner):
+        runner._prompts.rooms = rooms
     at_start = len(seen)
     steps = serve_everything(engine)
     engine.close()

@@ -45,7 +45,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Room]]:
 
 def engine(**overrides: Any) -> LLMEngine:
     fields = {"milestone": "m6", "max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False, "max_num_seqs": 24}
-    return make_engine(EngineConfig(model=str(tiny_checkpoint()), **(fields | overrides)))
+    return make_engine(EngineConfig(**({"model": str(tiny_checkpoint())} | fields | overrides)))
 
 
 def step_of(decodes: list[int], chunks: list[tuple[int, int]]) -> PackedStep:
@@ -81,7 +81,7 @@ class TestPad:
 
     def test_rooms_end_with_the_budget_and_the_batch(self) -> None:
         assert rooms(3, 100) == [Room(64, 0), Room(64, 3), Room(100, 0), Room(100, 3)]
-        assert rooms(256, 16_384)[-4:] == [Room(2048, 0), Room(2048, 16), Room(2048, 64), Room(2048, 256)]
+        assert rooms(256, 16_384)[-4:] == [Room(3072, 0), Room(3072, 16), Room(3072, 64), Room(3072, 256)]
         assert Room(64, 256) not in rooms(256, 16_384), "each decode has a token"
 
 
