@@ -54,7 +54,8 @@ def prefill_loop(
     do_not_specialize_on_alignment=["table_ptr", "start_ptr", "len_ptr"],
 )
 def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, start_ptr, len_ptr, tile_ptr, stride_q, stride_out, stride_table, first_seq, scale,
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, start_ptr, len_ptr, tile_ptr,
+    stride_q, stride_out, stride_table, first_seq, scale,
     STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
     B: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
