@@ -66,13 +66,6 @@ class Room(NamedTuple):
         return len(step.tokens) <= self.tokens and step.num_decodes <= self.decodes and num_prompts < self.prompts
 
 
-class Padded(NamedTuple):
-    """A step on the host, as its graph wants it."""
-
-    room: Room
-    numbers: Int32  # the matrix [len(Line), num_seqs], then the tokens
-
-
 class PromptGraphs:
     """The recorded steps. All leave their result in one place, from which it must be read before the next one runs."""
 
@@ -90,33 +83,31 @@ class PromptGraphs:
         return max((room.tokens for room in self._wanted()), default=0) / self._setup.max_num_batched_tokens
 
     def open(self) -> None:
-        """Let steps be recorded from now on: when they are first needed, or earlier by `record_all`."""
+        """Let steps be recorded from now on. On a GPU record all, the largest first, so that all others fit into its memory."""
         self.rooms, hidden_size = self._wanted(), self._runner.model.lm_head.weight.shape[1]
         most = max((room.num_seqs for room in self.rooms), default=0)
         self._last_hidden = torch.zeros(most, hidden_size, dtype=self._setup.dtype, device=self._setup.device)
+        for room in self.rooms[::-1] if self._setup.device.type == "cuda" else ():
+            self.graph(room)
 
-    def record_all(self) -> None:
-        """Record every room, the largest first, so that all others fit into its memory."""
-        for room in self.rooms[::-1]:
-            self._graph(room)
-
-    def pad(self, step: PackedStep) -> Padded | None:
-        """The step in the smallest room that holds it; None if there is none, or all its hidden states are needed."""
+    def pad(self, step: PackedStep) -> tuple[Room | None, Int32]:
+        """Return the smallest room that holds the step, and its numbers there. None if there is no such room, or if the
+        hidden states of all its tokens are needed."""
         room = None if step.scores.size else next((room for room in self.rooms if room.holds(step)), None)
-        return room and pad(step, room, self._setup.max_num_seqs)
+        return room, pad(step, room, self._setup.max_num_seqs) if room else np.empty(0, np.int32)
 
-    def last_hidden(self, room: Room, numbers: torch.Tensor, num_seqs: int) -> torch.Tensor:
-        """Run a padded step, whose `numbers` are on the device; the hidden states of its sequences' last tokens, [S, H].
-
-        The blocks that it brings must have been entered before.
-        """
-        self._graph(room).replay(numbers)
-        return self._last_hidden[:num_seqs]
+    def logits(self, step: PackedStep, flat: torch.Tensor, room: Room, padded: torch.Tensor) -> torch.Tensor:
+        """Run a step. `flat` is its buffer, and `padded` its numbers in the room, both on the device. Returns [S, V]."""
+        self._tables.enter_blocks(step, flat)
+        self.graph(room).replay(padded)
+        logits: torch.Tensor = self._runner.model.lm_head(self._last_hidden[: step.num_seqs])
+        return logits
 
     def _wanted(self) -> list[Room]:
         return rooms_for(self._setup) if self._runner.supports_prompt_graph() else []
 
-    def _graph(self, room: Room) -> StepGraph:
+    def graph(self, room: Room) -> StepGraph:
+        """Return the recorded step. Records it now, with nothing but padding, if it is not yet there."""
         if room not in self._graphs:
             nothing = np.zeros(len(Line) * room.num_seqs + room.tokens, np.int32)
             nothing[: room.num_seqs] = self._setup.max_num_seqs
@@ -164,8 +155,8 @@ def rooms(max_num_seqs: int, budget: int) -> list[Room]:
     return [Room(t, d) for t in tokens for d in decodes if d <= t]
 
 
-def pad(step: PackedStep, room: Room, padding_row: int) -> Padded:
-    """Lay a step out in a room that holds it."""
+def pad(step: PackedStep, room: Room, padding_row: int) -> Int32:
+    """Lay a step out in a room that holds it: the matrix [len(Line), num_seqs], then the tokens."""
     numbers = np.zeros(len(Line) * room.num_seqs + room.tokens, np.int32)
     lines, tokens = numbers[: -room.tokens].reshape(len(Line), -1), numbers[-room.tokens :]
     d, n, fields = step.num_decodes, step.num_seqs, step.fields
@@ -175,4 +166,4 @@ def pad(step: PackedStep, room: Room, padding_row: int) -> Padded:
     lines[Line.QUERY_LEN, -1] = room.tokens - len(step.tokens)
     lines[Line.LAST, :n] = fields[Field.QUERY_LEN].cumsum() - 1
     tokens[: len(step.tokens)] = step.tokens
-    return Padded(room, numbers)
+    return numbers

@@ -58,7 +58,8 @@ def measure(overrides: dict) -> dict:
     if isinstance(runner, GraphRunner):
         runner._draw._use_kernel = True
         runner._rows_draw._work = FilterWorkspace.allocate(21, runner._draw.vocab_size, torch.device("cpu"))
-        runner._prompts.record_all()
+        for room in runner._prompts.rooms:
+            runner._prompts.graph(room)
         rooms, runner._prompts.rooms = runner._prompts.rooms, []  # kernels are compiled before any is open
     with torch.inference_mode():
         runner.compile_kernels()
