@@ -197,7 +197,7 @@ def traffic(served: LLMEngine, seed: int) -> dict[str, list[int]]:
             shared = rng.choice([[], [7] * 9])
             served.add_request(f"r{step}", shared + prompts([rng.randint(1, 40)], seed=step)[0], params, stream=False)
         victim = f"r{rng.randint(0, 60)}"
-        if rng.random() < 0.1 and victim in served._requests:
+        if rng.random() < 0.1 and victim in served._output.requests:
             served.abort_request(victim)
         answers |= {o.request_id: o.outputs[0].token_ids for o in served.step()}
     while served.has_unfinished_requests():
