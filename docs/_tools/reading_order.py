@@ -97,6 +97,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("worker/step_graph.py", "engine/model_runner.py", "compilation/cuda_graph.py"),
         ("worker/graph_runner.py", "engine/model_runner.py", "v1/worker/gpu_model_runner.py"),
         ("step/packed.py", "", ""),
+        ("worker/prompt_graphs.py", "", "v1/worker/gpu/cudagraph_utils.py"),
         ("worker/device_tables.py", "", "v1/worker/gpu/block_table.py"),
         ("worker/draw.py", "layers/embed_head.py", "model_executor/layers/logits_processor.py"),
         ("draw_row.py", "", "v1/worker/gpu/sample/states.py"),

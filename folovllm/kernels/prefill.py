@@ -56,17 +56,23 @@ def prefill_loop(
     do_not_specialize_on_alignment=["table_ptr", "start_ptr", "len_ptr"],
 )
 def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, start_ptr, len_ptr, stride_q, stride_out, stride_table, first_seq, scale, v_scale,
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, start_ptr, len_ptr, tile_ptr,
+    stride_q, stride_out, stride_table, first_seq, scale, v_scale,
     STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
-    B: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    B: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """TILE_M queries of one head of one sequence; grid (Hq, tiles of the longest query, sequences)."""
-    head, seq = tl.program_id(0), first_seq + tl.program_id(2)
+    """TILE_M queries of one head of one sequence; grid (Hq, tiles of the longest query, sequences).
+
+    LISTED: `tile_ptr` [n, 2] says which sequence and first query; grid (Hq, n).
+    """
+    head = tl.program_id(0)
+    if LISTED:
+        seq, row0 = tl.load(tile_ptr + 2 * tl.program_id(1)), tl.load(tile_ptr + 2 * tl.program_id(1) + 1)
+    else:  # the last tile has the most keys: with the longest work first, no program is left alone at the end
+        seq, row0 = first_seq + tl.program_id(2), (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE_M
     start = tl.load(start_ptr + seq)
     query_len = tl.load(start_ptr + seq + 1) - start
     seq_len = tl.load(len_ptr + seq)
-    # The last tile has the most keys: with the longest work first, no program is left alone at the end.
-    row0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE_M
     if row0 >= query_len:
         return
     rows = row0 + tl.arange(0, TILE_M)
@@ -117,6 +123,13 @@ def prefill_config(head_dim: int, itemsize: int, capability: tuple[int, int] | N
     return PrefillConfig(128, 64, 8, 3 if capability >= (9, 0) else 2)
 
 
+def config_on(device: torch.device, head_dim: int, itemsize: int) -> PrefillConfig:
+    """The tiles on a device."""
+    return prefill_config(
+        head_dim, itemsize, torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    )
+
+
 def prefill(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -128,6 +141,7 @@ def prefill(
     out: torch.Tensor | None = None,
     first_seq: int = 0,
     config: PrefillConfig | None = None,
+    tiles: torch.Tensor | None = None,
     scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """Causal attention of a ragged batch of queries over their sequences' blocks, GQA included.
@@ -141,6 +155,7 @@ def prefill(
         max_query_len: at least the longest query; a larger value costs empty programs only.
         out: [T, Hq, D] to write to; rows of sequences before `first_seq` stay as they are.
         first_seq: the first sequence to compute (those before it are decodes).
+        tiles: [n, 2] int32, the work (`list_tiles`), where a program for each tile that there might be is too many.
         scales: of K and V in the cache.
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
@@ -148,16 +163,15 @@ def prefill(
     if num_seqs <= 0 or max_query_len <= 0:
         return out
     (_, _, block_size, num_kv_heads, head_dim), num_heads = kv_cache.shape, query.shape[1]
-    if config is None:
-        capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else None
-        config = prefill_config(head_dim, query.element_size(), capability)
+    config = config or config_on(query.device, head_dim, query.element_size())
     k_cache, v_cache = kv_cache.unbind(0)
     stride_block, stride_token, stride_head, _ = k_cache.stride()
-    prefill_kernel[(num_heads, triton.cdiv(max_query_len, config.tile_m), num_seqs)](
-        query, k_cache, v_cache, out, block_tables, query_start_loc, seq_lens,
+    grid = (triton.cdiv(max_query_len, config.tile_m), num_seqs) if tiles is None else (len(tiles), 1)
+    prefill_kernel[(num_heads, *grid)](
+        query, k_cache, v_cache, out, block_tables, query_start_loc, seq_lens, seq_lens if tiles is None else tiles,
         query.stride(0), out.stride(0), block_tables.stride(0), first_seq, scale * scales.key * LOG2_E, scales.value,
         STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head,
         B=block_size, G=num_heads // num_kv_heads, D=head_dim, TILE_M=config.tile_m, TILE_N=config.tile_n,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        LISTED=tiles is not None, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

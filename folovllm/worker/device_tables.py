@@ -59,28 +59,26 @@ class DeviceTables:
         input_ids = torch.where(given == IN_FLIGHT, self.last_token[rows], given)
         return input_ids, positions, torch.where(seq_lens > 0, slots, -1), self.block_tables[rows]
 
+    def enter_blocks(self, step: PackedStep, flat: torch.Tensor) -> None:
+        """Note the blocks that a step brings: entries of `block_tables`, from its flattened buffer [n] on the device."""
+        row, column, block = flat[step.fields.size + len(step.tokens) :][: step.updates.size].view(3, -1)
+        self.block_tables[row.long(), column.long()] = block
+
     def unpack_mixed(self, step: PackedStep, flat: torch.Tensor) -> ForwardBatch:
         """The batch of any step, from its flattened buffer [n] int32 on the device."""
-        device = flat.device
-        num_fields, num_tokens = step.fields.size, len(step.tokens)
-        fields = flat[:num_fields].view(step.fields.shape)
-        tokens = flat[num_fields : num_fields + num_tokens].long()
-        row, column, block = flat[num_fields + num_tokens :][: step.updates.size].view(3, -1)
-        self.block_tables[row.long(), column.long()] = block
-        rows, seq_lens, query_lens = fields[Field.ROW].long(), fields[Field.SEQ_LEN], fields[Field.QUERY_LEN]
-        ends = query_lens.cumsum(0)
-        which = torch.repeat_interleave(torch.arange(len(rows), device=device), query_lens, output_size=num_tokens)
-        positions = torch.arange(num_tokens, device=device) + (seq_lens - ends)[which]
-        tables = self.block_tables[rows]
-        blocks = tables[which, positions // self._block_size].long()
+        self.enter_blocks(step, flat)
+        num_fields = step.fields.size
+        fields, tokens = flat[:num_fields].view(step.fields.shape), flat[num_fields:][: len(step.tokens)]
+        rows, seq_lens, query_lens = fields[Field.ROW], fields[Field.SEQ_LEN], fields[Field.QUERY_LEN]
+        input_ids, positions, slots, starts, tables = self.unpack_ragged(rows, seq_lens, query_lens, tokens)
         return ForwardBatch(
-            input_ids=torch.where(tokens == IN_FLIGHT, self.last_token[rows[which]], tokens),
+            input_ids=input_ids,
             positions=positions,
-            slot_mapping=blocks * self._block_size + positions % self._block_size,
-            query_start_loc=torch.nn.functional.pad(ends, (1, 0)).int(),
+            slot_mapping=slots,
+            query_start_loc=starts,
             seq_lens=seq_lens,
             block_tables=tables,
-            logits_indices=(ends - 1).long(),
+            logits_indices=starts[1:].long() - 1,
             num_seqs=len(rows),
             num_decodes=step.num_decodes,
             max_query_len=int(step.fields[Field.QUERY_LEN].max()),
@@ -89,3 +87,29 @@ class DeviceTables:
             seq_lens_host=step.fields[Field.SEQ_LEN].tolist(),
             only_last=not step.scores.size,
         )
+
+    def unpack_ragged(
+        self, rows: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Of sequences [S] with new tokens [T], all int32: what a batch says of them. Device work only.
+
+        The new tokens of a sequence of length 0 are padding: position 0, slot -1.
+
+        Returns:
+            Input ids, positions, slots [T], where each sequence's tokens start [S+1], block tables [S, max_blocks].
+        """
+        if rows.is_cuda:  # one kernel instead of two dozen
+            from folovllm.kernels.unpack_step import unpack_ragged
+
+            return unpack_ragged(
+                rows, seq_lens, query_lens, tokens, self.block_tables, self.last_token, self._block_size
+            )
+        ends, count = query_lens.cumsum(0), len(tokens)
+        which = torch.repeat_interleave(torch.arange(len(rows)), query_lens, output_size=count)
+        is_real = seq_lens[which] > 0
+        positions = torch.where(is_real, torch.arange(count) + (seq_lens - ends)[which], 0)
+        tables = self.block_tables[rows.long()]
+        slots = tables[which, positions // self._block_size].long() * self._block_size + positions % self._block_size
+        input_ids = torch.where(tokens == IN_FLIGHT, self.last_token[rows.long()[which]], tokens)
+        starts = torch.nn.functional.pad(ends, (1, 0)).int()
+        return input_ids, positions, torch.where(is_real, slots, -1), starts, tables

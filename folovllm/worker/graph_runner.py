@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,8 @@ from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.draw import StepDraw
 from folovllm.worker.host_ring import HostRing
 from folovllm.worker.model_runner import ModelRunner
-from folovllm.worker.step_graph import CudaGraph, RecordedGraph, StepGraph
+from folovllm.worker.prompt_graphs import PromptGraphs
+from folovllm.worker.step_graph import Recorder, StepGraph
 from folovllm.worker.warm_up import small_steps
 
 logger = logging.getLogger("folovllm")
@@ -80,8 +80,9 @@ class GraphRunner:
     """Wraps a `ModelRunner`: it starts packed steps and does not wait for them.
 
     The whole decode step, from unpacking its buffer to the draw, is recorded twice for each width in `buckets`: with the
-    draw in one pass, and with the draw of any row. Other steps run the same operations one by one. All device work is
-    queued on one stream, so that a step sees what the step before it wrote, whatever the host knows by then.
+    draw in one pass, and with the draw of any row. Of small steps with prompts the model is recorded (`PromptGraphs`).
+    Other steps run the same operations one by one. All device work is queued on one stream, so that a step sees what the
+    step before it wrote, whatever the host knows by then.
 
     A step that draws late stops at its logits; the masks that its rows draw with are the next thing to come, and set it
     going again. What it consists of is recorded when it is first needed.
@@ -97,7 +98,8 @@ class GraphRunner:
         self.buckets: list[int] = []
         self._tables = DeviceTables(rows, -(-setup.max_model_len // setup.block_size), setup.block_size, device)
         self._graphs: dict[tuple[int, str], StepGraph] = {}
-        self._recording: tuple[Any, torch.cuda.Stream] | None = None  # where CUDA graphs are recorded: pool and stream
+        self._recorder = Recorder(device)
+        self._prompts = PromptGraphs(setup, runner, self._tables, self._recorder)
         self._late: Computed | None = None  # what `Masks` set going again
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # what the step drew
         self._logits: torch.Tensor | None = None  # [rows, V], where recorded steps leave them
@@ -119,7 +121,7 @@ class GraphRunner:
         if records:  # before the cache takes what is left
             shape = setup.max_num_seqs, len(self.model.lm_head.weight)
             self._logits = torch.zeros(shape, dtype=setup.dtype, device=setup.device)
-        num_blocks = self._runner.fit_kv_cache()
+        num_blocks = self._runner.fit_kv_cache(self._prompts.largest() if records else 0.0)
         if setup.device.type == "cuda":
             self.compile_kernels()
         if records:
@@ -134,14 +136,13 @@ class GraphRunner:
                 self._start(packer.pack(output)).wait()
 
     def capture_cudagraph(self) -> None:
-        """Record the decode step for every bucket, the widest first, so that all others fit into its memory.
-
-        On CPU a bucket is recorded when it is first needed: nothing is gained by doing it earlier.
+        """Record steps with prompts, then the decode step for every bucket, the widest first, so that all others fit into
+        its memory. On CPU a step is recorded when it is first needed: nothing is gained by doing it earlier.
         """
         setup = self._setup
         self.buckets = decode_buckets(setup.max_num_seqs)
+        self._prompts.open()
         if setup.device.type == "cuda":
-            self._recording = torch.cuda.graph_pool_handle(), torch.cuda.Stream(setup.device)
             for width in tqdm(self.buckets[::-1], desc="Capturing graphs", disable=not setup.config.use_tqdm):
                 for is_special in (False, True):
                     self._graph(width, is_special)
@@ -154,11 +155,7 @@ class GraphRunner:
         """The graph of `work` on the fields of a decode step. Records it now, with nothing but padding, if there is none."""
         if (width, name) not in self._graphs:
             padding = StepPacker(self._setup.max_num_seqs, []).pack_decode([], width)
-            fields = torch.from_numpy(padding.fields).to(self._setup.device)
-            graph = RecordedGraph(fields) if self._recording is None else CudaGraph(fields, *self._recording)
-            with torch.inference_mode():
-                graph.capture(work)
-            self._graphs[width, name] = graph
+            self._graphs[width, name] = self._recorder.record(padding.fields, work)
         return self._graphs[width, name]
 
     def execute_model(self, step: PackedStep | Masks) -> PendingStep | None:
@@ -235,10 +232,13 @@ class GraphRunner:
 
     def _compute(self, step: PackedStep) -> Computed:
         """Do the work of any step up to its logits. The scores of prompts are sent to the host on the way."""
-        flat = self._steps_in.to_device(step.flatten())
+        packed, (room, numbers) = step.flatten(), self._prompts.pad(step)
+        flat, padded = self._steps_in.to_device(np.concatenate([packed, numbers])).tensor_split([len(packed)])
         draws, fields = step.draws, flat[: step.fields.size].view(step.fields.shape)
         if draws.num_rows:
             self._rows_draw.set_rows(flat[-len(draws.buffer) :], draws.num_rows, draws.num_with_line)
+        if room is not None:
+            return Computed(step, self._prompts.logits(step, flat, room, padded), fields)
         batch = self._tables.unpack_mixed(step, flat)
         if not step.scores.size:
             return Computed(step, self._runner.forward(batch), fields)

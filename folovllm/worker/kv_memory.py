@@ -14,7 +14,7 @@ logger = logging.getLogger("folovllm")
 MOST_CACHED = 65_536  # blocks: each is an object on the host, and another engine may want memory too
 
 
-def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None]) -> int:
+def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None], recorded: float = 0.0) -> int:
     """How many blocks to allocate: as many as asked for, else as many as the memory holds and the engine can use.
 
     `max_num_seqs` sequences of the greatest length are of use; where prefixes are cached, more blocks are, for they
@@ -22,6 +22,7 @@ def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None]) -> int:
 
     Args:
         profile: runs the largest step there can be; on a GPU its peak memory is left free.
+        recorded: the largest step that is recorded, as a part of that one: its memory is its own, and left free as well.
 
     Raises:
         ValueError: not even one sequence of `max_model_len` fits; the sentence says what would.
@@ -30,7 +31,9 @@ def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None]) -> int:
     bytes_per_block = setup.block_size * setup.kv_bytes_per_token
     num_blocks = setup.config.num_kv_blocks
     if num_blocks is None:
-        memory = _free_gpu_memory(setup, profile) if setup.device.type == "cuda" else setup.config.kv_cache_memory
+        memory = (
+            _free_gpu_memory(setup, profile, recorded) if setup.device.type == "cuda" else setup.config.kv_cache_memory
+        )
         of_use = setup.max_num_seqs * blocks_per_seq
         if setup.config.enable_prefix_caching:
             of_use = max(of_use, MOST_CACHED)
@@ -49,8 +52,8 @@ def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None]) -> int:
     return num_blocks
 
 
-def _free_gpu_memory(setup: EngineSetup, profile: Callable[[], None]) -> int:
-    """Bytes for the cache: the usable share of the card, less what is used, less the peak of a step."""
+def _free_gpu_memory(setup: EngineSetup, profile: Callable[[], None], recorded: float) -> int:
+    """Bytes for the cache: the usable share of the card, less what is used, less the peak of a step, and its recorded part."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(setup.device)
     before = torch.cuda.memory_allocated(setup.device)
@@ -59,4 +62,4 @@ def _free_gpu_memory(setup: EngineSetup, profile: Callable[[], None]) -> int:
     peak = torch.cuda.max_memory_allocated(setup.device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(setup.device)
-    return int(total * setup.config.gpu_memory_utilization - (total - free) - peak)
+    return int(total * setup.config.gpu_memory_utilization - (total - free) - (1 + recorded) * peak)

@@ -67,11 +67,11 @@ class ModelRunner:
             for output in small_steps(self._setup):
                 self.execute_model(output)
 
-    def fit_kv_cache(self) -> int:
-        """Find out how many blocks fit, and allocate them; returns their number."""
+    def fit_kv_cache(self, recorded: float = 0.0) -> int:
+        """Find out how many blocks fit, and allocate them; returns their number. `recorded`: see `num_blocks_that_fit`."""
         if self._setup.config.calculate_kv_scales:
             self.calculate_kv_scales()
-        num_blocks = num_blocks_that_fit(self._setup, self.warmup_model)
+        num_blocks = num_blocks_that_fit(self._setup, self.warmup_model, recorded)
         self.allocate_kv_cache(num_blocks)
         return num_blocks
 
@@ -132,12 +132,17 @@ class ModelRunner:
         self._backend.plan(batch)
         return self.model.compute_logits(self.model(batch), batch, out)
 
+    def forward_hidden(self, batch: ForwardBatch) -> torch.Tensor:
+        """As `forward`, as far as the hidden states of all new tokens, [T, H]."""
+        self._backend.plan(batch)
+        hidden: torch.Tensor = self.model(batch)
+        return hidden
+
     def forward_and_score(
         self, batch: ForwardBatch, after: torch.Tensor, tokens: torch.Tensor, k: int
     ) -> tuple[torch.Tensor, DrawnLogprobs]:
         """As `forward`; also the log-probabilities of the `tokens` [n] of prompts, each `after` [n] a token of the step."""
-        self._backend.plan(batch)
-        hidden = self.model(batch)
+        hidden = self.forward_hidden(batch)
 
         def logits_after(at: torch.Tensor) -> torch.Tensor:
             return self._whole(self.model.compute_logits(hidden, replace(batch, logits_indices=at)))
@@ -151,6 +156,10 @@ class ModelRunner:
         if not supported:
             logger.warning("attention backend %s cannot be captured: decode runs eagerly", self._setup.backend)
         return supported
+
+    def supports_prompt_graph(self) -> bool:
+        """Whether a step with prompts can be recorded, too, with room for more than come."""
+        return self._backend.supports_prompt_graph and not self._setup.config.compile
 
     def warmup_model(self) -> None:
         """Run the largest step there can be, so that the memory it takes is known.

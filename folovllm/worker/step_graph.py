@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 POISON = -(2**30)
@@ -73,3 +75,21 @@ class RecordedGraph:
         self.static_input.copy_(value)
         self._run(self.static_input)
         self.static_input.fill_(POISON)
+
+
+class Recorder:
+    """Records graphs one after the other: on a GPU all in one pool of memory, for they never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._shared: tuple[Any, torch.cuda.Stream] | None = None
+        if device.type == "cuda":
+            self._shared = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+    def record(self, padding: npt.NDArray[np.int32], work: Callable[[torch.Tensor], None]) -> StepGraph:
+        """Record `work` on an input like `padding`, with which it runs now, and must leave no trace."""
+        static_input = torch.from_numpy(padding).to(self._device)
+        graph = RecordedGraph(static_input) if self._shared is None else CudaGraph(static_input, *self._shared)
+        with torch.inference_mode():
+            graph.capture(work)
+        return graph

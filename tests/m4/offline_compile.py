@@ -34,11 +34,12 @@ from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_k
 from folovllm.kernels.note_drawn import note_drawn_kernel
 from folovllm.kernels.prefill import prefill_config, prefill_kernel
 from folovllm.kernels.prefill_hopper import NUM_STAGES, prefill_hopper_kernel
+from folovllm.kernels.prefill_tiles import list_tiles_kernel
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
 from folovllm.kernels.rms_norm import add_rms_norm_kernel
 from folovllm.kernels.small_linear import serves, small_linear_kernel, tiling
 from folovllm.kernels.store import store_kvcache_kernel
-from folovllm.kernels.unpack_step import unpack_decode_kernel
+from folovllm.kernels.unpack_step import unpack_decode_kernel, unpack_ragged_kernel
 
 # (D, B) to compile for: those that ask for the most where the limit is low, and few where compiling is slow.
 SHAPES = {75: [(128, 16)], 80: [(128, 16), (256, 256)], 86: [(128, 16), (256, 256)], 89: [(128, 16)],
@@ -59,7 +60,7 @@ def pointer_type(name: str, dtype: str) -> str:
         return "*i64"
     if name in ("table_ptr", "start_ptr", "len_ptr", "item_ptr", "header_ptr", "queue_ptr", "done_ptr", "at_ptr",
                 "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr", "row_ptr", "word_ptr", "draws_ptr",
-                "hot_ptr", "id_ptr", "last_ptr", "drawn_ptr"):  # fmt: skip
+                "hot_ptr", "id_ptr", "last_ptr", "drawn_ptr", "given_ptr", "query_len_ptr", "tile_ptr"):  # fmt: skip
         return "*i32"
     if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr", "largest_ptr",
                 "value_ptr", "scaled_ptr", "floor_ptr"):  # fmt: skip
@@ -118,8 +119,9 @@ def kernels(capability: int, head_dim: int, block_size: int):
     d, b, major_minor = head_dim, block_size, divmod(capability, 10)
     strides = {"STRIDE_BLOCK": HKV * b * d, "STRIDE_TOKEN": d, "STRIDE_HEAD": b * d, "B": b}
     prefill, decode = prefill_config(d, 2, major_minor), DecodeConfig()
-    yield (prefill_kernel, {**strides, "G": HQ // HKV, "D": d, "TILE_M": prefill.tile_m, "TILE_N": prefill.tile_n},
-           prefill.num_warps, prefill.num_stages)  # fmt: skip
+    for listed in (False, True):
+        yield (prefill_kernel, {**strides, "G": HQ // HKV, "D": d, "TILE_M": prefill.tile_m, "TILE_N": prefill.tile_n,
+                                "LISTED": listed}, prefill.num_warps, prefill.num_stages)  # fmt: skip
     group = HQ // HKV
     shape = {"HKV": HKV, "G": group, "GROUP": group, "D": d, "TILE": decode.tile, "M": 16, "STEP": decode.merge_step,
              "PDL": capability >= 90, "NORM": True}  # fmt: skip
@@ -155,6 +157,8 @@ def kernels_of_m6(capability: int, head_dim: int, block_size: int):
     yield note_drawn_kernel, {"ALL": False}, 4, 3
     lines = {"TOKEN": 0, "ROW": 1, "SEQ_LEN": 2, "NEW_BLOCK": 7}
     yield unpack_decode_kernel, {**lines, "B": block_size, "WIDTH": 128}, 1, 3
+    yield unpack_ragged_kernel, {"B": block_size, "WIDTH": 128}, 1, 3
+    yield list_tiles_kernel, {"TILE_M": 128, "WIDTH": 32}, 1, 3
     yield from small_linears(capability)
 
 

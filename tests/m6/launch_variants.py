@@ -24,6 +24,7 @@ from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.kernels import pdl
 from folovllm.kernels.filter_logits import FilterWorkspace
+from folovllm.worker import prompt_graphs
 from folovllm.worker.graph_runner import GraphRunner
 from tests.m6.traffic import ENGINES, FIELDS, serve_everything
 
@@ -45,6 +46,7 @@ def pretend_gpu() -> None:
     torch.Tensor.is_cuda = property(lambda _: True)
     torch.empty, torch.empty_like, torch.Tensor.new_empty = torch.zeros, torch.zeros_like, torch.Tensor.new_zeros
     torch.cuda.get_device_capability = lambda *_: (9, 0)
+    prompt_graphs.rooms_for = lambda setup: prompt_graphs.rooms(setup.max_num_seqs, setup.max_num_batched_tokens)
     triton_backend.interpreted = pdl.available = lambda *_: True
 
 
@@ -56,11 +58,16 @@ def measure(overrides: dict) -> dict:
     if isinstance(runner, GraphRunner):
         runner._draw._use_kernel = True
         runner._rows_draw._work = FilterWorkspace.allocate(21, runner._draw.vocab_size, torch.device("cpu"))
+        for room in runner._prompts.rooms:
+            runner._prompts.graph(room)
+        rooms, runner._prompts.rooms = runner._prompts.rooms, []  # kernels are compiled before any is open
     with torch.inference_mode():
         runner.compile_kernels()
         for width in getattr(runner, "buckets", []):
             for is_special in (True, False):
                 runner._graph(width, is_special)
+    if isinstance(runner, GraphRunner):
+        runner._prompts.rooms = rooms
     at_start = len(seen)
     steps = serve_everything(engine)
     engine.close()

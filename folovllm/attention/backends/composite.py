@@ -94,7 +94,7 @@ def compose(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> 
         "name": f"{prefill.name},{decode.name}",
         "prefill_class": prefill,
         "decode_class": decode,
-        "supports_cuda_graph": decode.supports_cuda_graph,  # graphs hold decodes only
+        "supports_cuda_graph": decode.supports_cuda_graph,  # its graphs hold decodes only
         "__doc__": f"Prefill by {prefill.name}, decode by {decode.name}.",
     }
     return type("CompositeBackend", (CompositeBackend,), attributes)

@@ -16,6 +16,7 @@ class TorchNaiveBackend(AttentionBackend):
     """
 
     name = "torch_naive"
+    supports_prompt_graph = True
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write `key` and `value` [T, Hkv, D] to their slots; slot -1 is skipped."""

@@ -14,6 +14,7 @@ class TorchPagedBackend(AttentionBackend):
     """Blocks of any size, on any device. Each step copies all blocks that it reads: what kernels later avoid."""
 
     name = "torch_paged"
+    supports_prompt_graph = True
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write `key` and `value` [T, Hkv, D] to their slots; slot -1 is skipped."""

@@ -12,7 +12,8 @@ import triton
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
-from folovllm.kernels.prefill import prefill
+from folovllm.kernels.prefill import config_on, prefill
+from folovllm.kernels.prefill_tiles import list_tiles
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.store import store_kvcache
 
@@ -27,6 +28,7 @@ class TritonBackend(AttentionBackend):
 
     name = "triton"
     supports_cuda_graph = True
+    supports_prompt_graph = True
     reads_fp8 = True
 
     def __init__(self, config: AttentionConfig) -> None:
@@ -38,6 +40,8 @@ class TritonBackend(AttentionBackend):
             DecodeConfig(tile=64) if config.is_fp8 else DecodeConfig(),
         )  # fmt: skip
         self._hopper = _hopper(config)
+        self._tile_m = config_on(config.device, config.head_dim, config.dtype.itemsize).tile_m
+        self._tiles: torch.Tensor | None = None  # of the planned step's prompts, where it has room for more
 
     @classmethod
     def check_available(cls, config: AttentionConfig) -> None:
@@ -66,9 +70,12 @@ class TritonBackend(AttentionBackend):
             )
 
     def plan(self, batch: ForwardBatch) -> None:
-        """List the decodes' work, which is the same in all layers."""
-        if batch.num_decodes:
-            self._decode.plan(batch.seq_lens, batch.num_decodes)
+        """List the decodes' work, and in a recorded step that of the prompts: it is the same in all layers."""
+        n, self._tiles = batch.num_decodes, None
+        if n:
+            self._decode.plan(batch.seq_lens, n)
+        if batch.is_padded:
+            self._tiles = list_tiles(batch.query_start_loc, batch.seq_lens, len(batch.input_ids), n, self._tile_m)
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write `key` and `value` [T, Hkv, D] to their slots; slot -1 is skipped."""
@@ -91,6 +98,8 @@ class TritonBackend(AttentionBackend):
 
     def _prefill_kernel(self, num_tokens: int, max_query_len: int) -> Callable[..., torch.Tensor]:
         """Which of the two serves a step of so many tokens, whose longest share is given."""
+        if self._tiles is not None:
+            return partial(prefill, tiles=self._tiles, scales=self.scales)
         hopper = self._hopper
         if hopper is not None and hopper.is_ahead(self.config.head_dim, num_tokens, max_query_len):
             kernel: Callable[..., torch.Tensor] = hopper.prefill_hopper

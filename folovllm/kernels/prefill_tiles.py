@@ -1,0 +1,57 @@
+"""The work list of a prefill whose shape is frozen, written on the device.
+
+A recorded step has room for many prompts, and for one that takes all of it. A program for each tile of each of them would
+be thousands with nothing to do. This list has a place for each tile that there can be: those of all prompts, end to end.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+NOTHING = tl.constexpr(0x7FFFFFFF)  # the first query of a tile that is none
+
+
+@triton.jit(
+    do_not_specialize=["first_seq", "num_tiles"], do_not_specialize_on_alignment=["start_ptr", "len_ptr"]
+)  # fmt: skip
+def list_tiles_kernel(start_ptr, len_ptr, tile_ptr, first_seq, num_tiles, TILE_M: tl.constexpr, WIDTH: tl.constexpr):
+    """Program (sequence after `first_seq`): its tiles, the last one first, for that has the most keys."""
+    seq, i = tl.program_id(0), tl.arange(0, WIDTH)
+    start_ptr += first_seq
+    len_ptr += first_seq
+    before = 0
+    for first in range(0, seq, WIDTH):
+        s = first + i
+        new = tl.load(start_ptr + s + 1, mask=s < seq, other=0) - tl.load(start_ptr + s, mask=s < seq, other=0)
+        real = tl.minimum(new, tl.load(len_ptr + s, mask=s < seq, other=0))
+        before += tl.sum(tl.cdiv(real, TILE_M))
+    new = tl.load(start_ptr + seq + 1) - tl.load(start_ptr + seq)
+    mine = tl.cdiv(tl.minimum(new, tl.load(len_ptr + seq)), TILE_M)
+    end = mine
+    if seq == tl.num_programs(0) - 1:  # the rest of the list is nothing
+        end = num_tiles - before
+    for first in range(0, end, WIDTH):
+        t = first + i
+        inside = t < end
+        tl.store(tile_ptr + 2 * (before + t), first_seq + seq, mask=inside)
+        tl.store(tile_ptr + 2 * (before + t) + 1, tl.where(t < mine, (mine - 1 - t) * TILE_M, NOTHING), mask=inside)
+
+
+def list_tiles(
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int, first_seq: int, tile_m: int
+) -> torch.Tensor:
+    """The tiles of `tile_m` queries of the sequences from `first_seq` on, as [n, 2] int32: sequence and first query.
+
+    Args:
+        query_start_loc: [S+1] int32. seq_lens: [S] int32; the new tokens of a sequence of length 0 are padding.
+        num_tokens: at least the new tokens of these sequences; with S it says how many tiles there can be.
+    """
+    num_seqs = len(seq_lens) - first_seq
+    num_tiles = (num_tokens + num_seqs * (tile_m - 1)) // tile_m
+    tiles = torch.empty(num_tiles, 2, dtype=torch.int32, device=seq_lens.device)
+    list_tiles_kernel[(num_seqs,)](
+        query_start_loc, seq_lens, tiles, first_seq, num_tiles, TILE_M=tile_m, WIDTH=32, num_warps=1
+    )
+    return tiles

@@ -1,0 +1,254 @@
+"""Recorded steps with prompts say and compute what the eager ones do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from folovllm.build import make_engine
+from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.sampling_params import SamplingParams
+from folovllm.step.packed import Field, PackedStep
+from folovllm.worker import prompt_graphs
+from folovllm.worker.device_tables import DeviceTables
+from folovllm.worker.prompt_graphs import Line, PromptGraphs, Room, pad, rooms
+from tests.helpers import prompts, tiny_checkpoint
+from tests.workloads import ARRIVALS, KINDS, MAX_MODEL_LEN, assert_nothing_left, serve, workload
+
+CPU = torch.device("cpu")
+ROWS, BLOCK_SIZE, MAX_BLOCKS = 6, 4, 16
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Room]]:
+    """Record steps with prompts on a CPU as well, of sizes that a tiny model meets; yields the rooms that were used."""
+    used: list[Room] = []
+    run = PromptGraphs.graph
+    monkeypatch.setattr(prompt_graphs, "TOKENS", (4, 8, 24, 64, 128, 800))
+    monkeypatch.setattr(prompt_graphs, "DECODES", (0, 2, 8))
+    monkeypatch.setattr(
+        prompt_graphs, "rooms_for", lambda setup: rooms(setup.max_num_seqs, setup.max_num_batched_tokens)
+    )
+    monkeypatch.setattr(PromptGraphs, "graph", lambda self, room: (used.append(room), run(self, room))[1])
+    yield used
+
+
+def engine(**overrides: Any) -> LLMEngine:
+    fields = {"milestone": "m6", "max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False, "max_num_seqs": 24}
+    return make_engine(EngineConfig(**({"model": str(tiny_checkpoint())} | fields | overrides)))
+
+
+def step_of(decodes: list[int], chunks: list[tuple[int, int]]) -> PackedStep:
+    """Decodes with these lengths, then chunks of (new tokens, length), in rows 0, 1, ..."""
+    n = len(decodes) + len(chunks)
+    fields = np.zeros((len(Field), n), np.int32)
+    fields[Field.ROW] = range(n)
+    fields[Field.SEQ_LEN] = [*decodes, *(length for _, length in chunks)]
+    fields[Field.QUERY_LEN] = lens = [1] * len(decodes) + [new for new, _ in chunks]
+    tokens = np.arange(100, 100 + sum(lens), dtype=np.int32)
+    return PackedStep(fields, n, len(decodes), tokens, np.empty((3, 0), np.int32))
+
+
+class TestPad:
+    def test_a_worked_case(self) -> None:
+        """The one of the module's docstring, but with more room for prompts."""
+        room = Room(tokens=12, decodes=4)
+        lines, tokens = parts(pad(step_of([9, 3], [(5, 5)]), room, padding_row=6), room)
+        rest = room.prompts - 1
+        assert lines[Line.ROW].tolist() == [0, 1, 6, 6, 2, *[6] * rest]
+        assert lines[Line.SEQ_LEN].tolist() == [9, 3, 0, 0, 5, *[0] * rest]
+        assert lines[Line.QUERY_LEN].tolist() == [1, 1, 0, 0, 5, *[0] * (rest - 1), 5]
+        assert lines[Line.LAST].tolist() == [0, 1, 6, *[0] * (room.num_seqs - 3)]
+        assert tokens.tolist() == [*range(100, 107), *[0] * 5]
+
+    @pytest.mark.parametrize(("decodes", "chunks", "fits"), [
+        (4, [8], True), (4, [9], False), (5, [1], False), (0, [12], True), (0, [13], False), (4, [1] * 8, True),
+        (3, [1] * 9, False), (0, [], True),
+    ])  # fmt: skip
+    def test_what_fits(self, decodes: int, chunks: list[int], fits: bool) -> None:
+        step = step_of([5] * decodes, [(n, n) for n in chunks])
+        assert Room(tokens=12, decodes=4).holds(step) is fits
+
+    def test_rooms_end_with_the_budget_and_the_batch(self) -> None:
+        assert rooms(3, 100) == [Room(64, 0), Room(64, 3), Room(100, 0), Room(100, 3)]
+        assert rooms(256, 16_384)[-4:] == [Room(3072, 0), Room(3072, 16), Room(3072, 64), Room(3072, 256)]
+        assert Room(64, 256) not in rooms(256, 16_384), "each decode has a token"
+
+
+def parts(numbers: np.ndarray, room: Room) -> tuple[np.ndarray, np.ndarray]:
+    cut = len(Line) * room.num_seqs
+    return numbers[:cut].reshape(len(Line), -1), numbers[cut:]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> PackedStep:
+    """Random steps of up to ROWS sequences, of which some are in blocks of their own."""
+    decodes = draw(st.lists(st.integers(1, MAX_BLOCKS * BLOCK_SIZE), max_size=ROWS))
+    lengths = draw(st.lists(st.integers(1, MAX_BLOCKS * BLOCK_SIZE), max_size=ROWS - len(decodes)))
+    if not decodes and not lengths:
+        lengths = [1]
+    return step_of(decodes, [(draw(st.integers(1, length)), length) for length in lengths])
+
+
+@settings(max_examples=100, deadline=None)
+@given(step=steps(), more=st.integers(0, 5), decodes=st.integers(0, 3), seed=st.integers(0, 100))
+def test_a_padded_step_is_the_same_step(step: PackedStep, more: int, decodes: int, seed: int) -> None:
+    """Of what is there everything is the same; of the rest nothing is written, and only memory that exists is read."""
+    torch.manual_seed(seed)
+    room = Room(max(len(step.tokens) + more, step.num_decodes + decodes), step.num_decodes + decodes)
+    tables = DeviceTables(ROWS, MAX_BLOCKS, BLOCK_SIZE, CPU)
+    tables.block_tables.copy_(torch.randint(50, tables.block_tables.shape))
+    eager = tables.unpack_mixed(step, torch.from_numpy(step.flatten()))
+    lines, tokens = map(torch.from_numpy, parts(pad(step, room, ROWS), room))
+    ids, positions, slots, starts, batch_tables = tables.unpack_ragged(*lines[: Line.LAST], tokens)
+    t, n, d = len(step.tokens), step.num_seqs, step.num_decodes
+    at = torch.tensor([*range(d), *range(room.decodes, room.decodes + n - d)])
+    assert torch.equal(ids[:t], eager.input_ids) and torch.equal(positions[:t], eager.positions)
+    assert torch.equal(slots[:t], eager.slot_mapping)
+    assert torch.equal(starts[at], eager.query_start_loc[:-1]) and torch.equal(
+        starts[at + 1], eager.query_start_loc[1:]
+    )
+    assert torch.equal(lines[Line.SEQ_LEN][at], eager.seq_lens) and torch.equal(batch_tables[at], eager.block_tables)
+    assert torch.equal(lines[Line.LAST, :n].long(), eager.logits_indices)
+    assert (slots[t:] == -1).all() and (positions[t:] == 0).all() and starts[-1] == room.tokens
+    hole = torch.ones(room.num_seqs, dtype=torch.bool).index_fill(0, at, False)
+    assert (lines[Line.SEQ_LEN, hole] == 0).all() and (lines[Line.ROW, hole] == ROWS).all()
+
+
+@pytest.mark.parametrize("arrival", ARRIVALS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pool", [
+    {}, {"block_size": 4, "num_kv_blocks": 34, "max_num_batched_tokens": 7}, {"max_num_seqs": 3, "async_scheduling": False},
+    {"block_size": 16, "num_kv_blocks": 12, "max_num_batched_tokens": 130},
+], ids=str)  # fmt: skip
+def test_answers_are_those_of_m1(kind: str, arrival: str, pool: dict[str, Any], recorded: list[Room]) -> None:
+    """Over chunks, preemptions and prefix hits, in a cache that is poison wherever no step has written."""
+    load, served = workload(kind), engine(**pool)
+    served.executor._worker.runner._runner.kv_cache.fill_(torch.nan)  # type: ignore[attr-defined]
+    load.check(serve(served, load.requests, arrival))
+    assert_nothing_left(served)
+    assert recorded
+
+
+def test_a_graph_is_recorded_once_and_every_width_serves(recorded: list[Room]) -> None:
+    """Prompts of every length up to 30 beside 0 to 9 decodes: rooms at and between their edges."""
+    eager, served = engine(enforce_eager=True), engine()
+    for i in range(10):
+        params = SamplingParams(temperature=0.0, max_tokens=50 - i, ignore_eos=True)
+        for length in range(1 + i, 31, 7):
+            both = []
+            for one in (eager, served):
+                one.add_request(f"{i} {length}", prompts([length], seed=i)[0], params, stream=False)
+                both.append([o.outputs[0].token_ids for o in one.step()])
+            assert both[0] == both[1]
+    while served.has_unfinished_requests():
+        assert [o.outputs[0].token_ids for o in served.step()] == [o.outputs[0].token_ids for o in eager.step()]
+    assert len(set(recorded)) > 4
+    runner = served.executor._worker.runner  # type: ignore[attr-defined]
+    assert set(runner._prompts._graphs) == set(recorded)
+
+
+def test_what_is_not_recorded(recorded: list[Room]) -> None:
+    """Scored prompts need all hidden states; an engine that records nothing, and one on a CPU, has no room."""
+    served = engine()
+    served.add_request("a", [1, 2, 3, 4], SamplingParams(max_tokens=1, prompt_logprobs=1), stream=False)
+    while served.has_unfinished_requests():
+        served.step()
+    assert not recorded
+    runner = engine(enforce_eager=True).executor._worker.runner  # type: ignore[attr-defined]
+    assert not runner._prompts.rooms
+
+
+def test_a_cpu_computes_no_padding() -> None:
+    assert not engine().executor._worker.runner._prompts.rooms  # type: ignore[attr-defined]
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_random_traffic(seed: int) -> None:
+    """Arrivals, aborts, chunks, draws of every kind: the same answers as with eager steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_graphs, "TOKENS", (3, 9, 20))
+        patch.setattr(prompt_graphs, "DECODES", (0, 1, 4))
+        patch.setattr(prompt_graphs, "rooms_for", lambda setup: rooms(setup.max_num_seqs, setup.max_num_batched_tokens))
+        assert traffic(engine(**TIGHT), seed) == traffic(engine(enforce_eager=True, **TIGHT), seed)
+
+
+TIGHT: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 24, "max_num_seqs": 6}
+
+
+def traffic(served: LLMEngine, seed: int) -> dict[str, list[int]]:
+    """Serve random requests, of which some are aborted at random steps; what each answered."""
+    rng, answers = random.Random(seed), dict[str, list[int]]()
+    for step in range(60):
+        if rng.random() < 0.5 and step < 40:
+            params = SamplingParams(
+                max_tokens=rng.randint(1, 12), seed=step, temperature=rng.choice([0.0, 1.0]), ignore_eos=True,
+                repetition_penalty=rng.choice([1.0, 1.3]), top_k=rng.choice([-1, 5]), logprobs=rng.choice([None, 2]),
+            )  # fmt: skip
+            shared = rng.choice([[], [7] * 9])
+            served.add_request(f"r{step}", shared + prompts([rng.randint(1, 40)], seed=step)[0], params, stream=False)
+        victim = f"r{rng.randint(0, 60)}"
+        if rng.random() < 0.1 and victim in served._output.requests:
+            served.abort_request(victim)
+        answers |= {o.request_id: o.outputs[0].token_ids for o in served.step()}
+    while served.has_unfinished_requests():
+        answers |= {o.request_id: o.outputs[0].token_ids for o in served.step()}
+    assert_nothing_left(served)
+    return answers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arrival", ARRIVALS)
+@pytest.mark.parametrize("pool", [{}, {"block_size": 4, "num_kv_blocks": 64, "max_num_batched_tokens": 70}], ids=str)
+def test_on_a_gpu(pool: dict[str, Any], arrival: str) -> None:
+    load, used, run = workload("seeded"), [], PromptGraphs.graph
+    served = engine(device="cuda", dtype="float32", attention_backend="triton", **pool)
+    served.executor._worker.runner._runner.kv_cache.fill_(torch.nan)  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PromptGraphs, "graph", lambda self, room: (used.append(room), run(self, room))[1])
+        load.check(serve(served, load.requests, arrival), tol=0.05)
+    assert used
+    assert_nothing_left(served)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_decodes", [0, 1, 16, 17, 60])
+def test_a_gpus_graph_is_as_good_as_eager(num_decodes: int) -> None:
+    """Logits of one step with three prompts, recorded and kernel by kernel; prompt lengths around rooms' edges."""
+    served = engine(device="cuda", dtype="float32", attention_backend="triton", max_num_seqs=80, max_model_len=512,
+                    model=str(tiny_checkpoint(max_position_embeddings=1024)))  # fmt: skip
+    runner = served.executor._worker.runner  # type: ignore[attr-defined]
+    graphs, found = runner._prompts, []
+
+    def both(step: PackedStep, run: Any = runner._compute) -> Any:
+        computed = run(step)
+        if graphs.pad(step)[0] is not None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(graphs, "rooms", [])
+                found.append((computed.logits.clone(), run(step).logits.clone()))
+        return computed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_compute", both)
+        for i in range(num_decodes):
+            params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+            served.add_request(f"d{i}", prompts([5 + i], seed=i)[0], params, stream=False)
+        for turn, lengths in enumerate(([3, 40, 1], [100, 24, 4], [250, 300, 9], [64, 1, 63], [511, 500, 480])):
+            for i, length in enumerate(lengths):
+                params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+                served.add_request(f"{turn} {i}", prompts([length], seed=50 + turn)[0], params, stream=False)
+            served.step()
+            served.step()
+    torch.cuda.synchronize()
+    assert len(found) >= 4
+    for recorded_logits, eager in found:
+        assert torch.allclose(recorded_logits, eager, atol=5e-3 * float(eager.abs().max())), "up to TF32"
