@@ -14,6 +14,7 @@ from rich.text import Text
 
 from milestones import splice, trace
 from milestones.check import run_tests, verdict
+from milestones.explain import commented, print_commented
 from milestones.manifest import Course, Exercise
 from milestones.mine import Mine
 from milestones.update import update as update_mine
@@ -215,6 +216,30 @@ def show(
         )
     if paste:
         _say(f"pasted; what was there is in {mine.paste(exercise)}")
+
+
+@app.command()
+def explain(
+    id: Id, anyway: Annotated[bool, typer.Option("--anyway", help="Whether or not your own passes.")] = False
+) -> None:
+    """The reference with remarks between its lines: why it is so, and the usual wrong turns. For when your own passes."""
+    mine = _mine()
+    exercise = mine.course.exercise(id)
+    if not anyway and (state := _state(mine, exercise)) != "passing":
+        raise ValueError(
+            f"your {id} is {state}, and this has the answer: first make it pass (python -m milestones hint {id} helps), "
+            f"or add --anyway"
+        )
+    for function in commented(mine.course, exercise):
+        print_commented(console, function)
+    _say(f"Yours: {mine.where(exercise)}" if mine.written(exercise) else f"Yours is to write: {mine.where(exercise)}")
+
+
+def _state(mine: Mine, exercise: Exercise) -> str:
+    """What becomes of an exercise in its own tests."""
+    runs = exercise in _started(mine) and mine.written(exercise)
+    outcomes = run_tests(mine, [*FIRST_FAILURE, "-q", *exercise.tests], quiet=True)[1] if runs else {}
+    return verdict(mine, exercise, outcomes) if exercise in _started(mine) else "not started"
 
 
 @app.command()
