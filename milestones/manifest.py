@@ -182,8 +182,8 @@ class Course:
         return [(heading.strip(), body.strip()) for heading, _, body in (part.partition("\n") for part in parts)]
 
     def wrong_answers(self, exercise: Exercise) -> list[WrongAnswer]:
-        folder = self.milestone(exercise.id.partition(".")[0]).folder / "wrong"
-        texts = {file: file.read_text(encoding="utf-8") for file in sorted(folder.glob(f"{exercise.id}_*.py"))}
+        files = sorted(self.wrong_folder(exercise).glob(f"{exercise.id}_*.py"))
+        texts = {file: file.read_text(encoding="utf-8") for file in files}
         return [WrongAnswer(exercise, f, ast.get_docstring(ast.parse(t)) or "", t) for f, t in texts.items()]
 
     def outputs(self, exercise: Exercise) -> dict[str, dict[str, Any]]:
@@ -193,7 +193,11 @@ class Course:
         return found
 
     def outputs_file(self, exercise: Exercise) -> Path:
-        return self.milestone(exercise.id.partition(".")[0]).folder / "wrong" / f"{exercise.id}.json"
+        return self.wrong_folder(exercise) / f"{exercise.id}.json"
+
+    def wrong_folder(self, exercise: Exercise) -> Path:
+        """Where the wrong answers to the exercise are."""
+        return self.milestone(exercise.id.partition(".")[0]).folder / "wrong"
 
 
 def _milestone(file: Path) -> Milestone:
