@@ -152,7 +152,7 @@ def test_remarks_on_the_reference(exercise: Exercise) -> None:
 
 
 def test_remarks_fit_a_terminal() -> None:
-    """80 columns: prose is folded between words, and only a line of code may be cut."""
+    """80 columns: prose is folded between words."""
     exercise = COURSE.exercise("x1.2")
     console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
     for function in commented(COURSE, exercise):

@@ -141,7 +141,9 @@ class TestAllocate:
             kv = BlockManager(8, 4)
             seq = holding(kv, 6, 2, computed=6)
             kv.allocate(seq, new)
-            assert seq.block_table == table, f"6 tokens and {new} more: the first two go to places that block 2 has left"
+            assert seq.block_table == table, (
+                f"6 tokens and {new} more: the first two go to places that block 2 has left"
+            )
 
     def test_the_whole_pool(self) -> None:
         kv, seq = BlockManager(3, 4), make_seq(12)

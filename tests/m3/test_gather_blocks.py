@@ -60,7 +60,9 @@ class TestGatherBlocks:
         table, got = torch.tensor([2, 1, 10**6, -7], dtype=torch.int32), None
         with contextlib.suppress(IndexError):
             got = gather_blocks(kv_cache, table, seq_len)[0]
-        says = f"{seq_len} tokens in blocks of 4: the first two entries of the table mean something, and no other is read"
+        says = (
+            f"{seq_len} tokens in blocks of 4: the first two entries of the table mean something, and no other is read"
+        )
         assert got is not None and torch.equal(got, key), says
 
     def test_the_cache_stays_as_it_is(self) -> None:
