@@ -36,10 +36,9 @@ class TestChunk:
         assert chunk(sequence(tokens, computed), budget) == n, "the smaller of what is left and what the budget has"
 
     def test_a_token_in_flight_is_to_be_computed_too(self) -> None:
-        """From M6 on: the newest token is drawn and has not arrived, and the next step computes it all the same."""
-        seq = sequence(10, 10)
-        seq.num_in_flight = 1
-        assert chunk(seq, 4) == 1, "`num_uncomputed_tokens` is 1: it counts the token that is in flight"
+        """From M6 on: all 10 known tokens are computed, and the one drawn after them has not arrived yet."""
+        says = "`num_uncomputed_tokens` is 1: the next step computes the token that is in flight"
+        assert chunk(sequence(10, 10), 4) == 1, says
 
     def test_nothing_is_left_of_an_empty_budget(self) -> None:
         assert chunk(sequence(10), 0) == 0, "of an empty budget nobody gets a token"
