@@ -15,6 +15,8 @@ from milestones.plugin import covers
 
 Outcomes = Mapping[str, tuple[str, str | None]]  # test: (passed, failed or skipped; the unwritten exercise it met)
 
+FIRST_FAILURE = ("-x", "--timeout=60")  # of an exercise's own tests: a loop without end says so within a minute
+
 
 def run_tests(mine: Mine, arguments: Iterable[str], quiet: bool = False) -> tuple[int, Outcomes]:
     """pytest's exit status and each test's outcome; `quiet` keeps pytest's own words back unless it could not run at all.
@@ -46,3 +48,12 @@ def verdict(mine: Mine, exercise: Exercise, outcomes: Outcomes) -> str:
     if blockers := sorted({id for _, id in own if id}):
         return f"blocked by {', '.join(blockers)}"
     return "passing" if any(outcome == "passed" for outcome, _ in own) else "not run"
+
+
+def state_of(mine: Mine, exercise: Exercise) -> str:
+    """What has become of one exercise, by running its own tests: "not started", or a verdict."""
+    if exercise.id.partition(".")[0] not in mine.state.started:
+        return "not started"
+    written = mine.written(exercise)
+    outcomes = run_tests(mine, [*FIRST_FAILURE, "-q", *exercise.tests], quiet=True)[1] if written else {}
+    return verdict(mine, exercise, outcomes)

@@ -13,13 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from milestones import splice, trace
-from milestones.check import run_tests, verdict
+from milestones.check import FIRST_FAILURE, run_tests, state_of, verdict
+from milestones.explain import commented, print_commented
 from milestones.manifest import Course, Exercise
 from milestones.mine import Mine
 from milestones.update import update as update_mine
 
 COLOURS = {"passing": "green", "failing": "red", "missing": "red", "not written": "yellow"}
-FIRST_FAILURE = ("-x", "--timeout=60")  # of an exercise's own tests: a loop without end says so within a minute
 POLL = 0.5  # seconds between two looks at mine/ by `watch`
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -133,8 +133,13 @@ def test(
     _refuse_unstarted(mine, id)
     status, _ = run_tests(mine, [*tests, *context.args])
     if exercise and status == 0 and not context.args:
+        _say(_explained(exercise))
         status = _whole_milestone(mine, exercise)
     raise typer.Exit(status)
+
+
+def _explained(exercise: Exercise) -> str:
+    return f"Why the reference does it so: python -m milestones explain {exercise.id}"
 
 
 def _whole_milestone(mine: Mine, exercise: Exercise) -> int:
@@ -170,7 +175,7 @@ def watch(
             console.rule(f"{exercise} · {mine.line(exercise.symbols[0])}")
             status, _ = run_tests(mine, [*FIRST_FAILURE, "-q", "--no-header", *exercise.tests])
             if status == 0 and mine.written(exercise):
-                _say(f"[green]{exercise} passes.[/]")
+                _say(f"[green]{exercise} passes.[/] {_explained(exercise)}")
                 _whole_milestone(mine, exercise)
                 queue, seen = queue[1:], -1.0
     except KeyboardInterrupt:
@@ -215,6 +220,23 @@ def show(
         )
     if paste:
         _say(f"pasted; what was there is in {mine.paste(exercise)}")
+
+
+@app.command()
+def explain(
+    id: Id, anyway: Annotated[bool, typer.Option("--anyway", help="Also while your own does not pass.")] = False
+) -> None:
+    """The reference's answer, line by line: why it is so, and what the usual wrong turns are. Once your own passes."""
+    mine = _mine()
+    exercise = mine.course.exercise(id)
+    if not anyway and (state := state_of(mine, exercise)) != "passing":
+        less = f"python -m milestones hint {id} says less, and --anyway shows it all the same"
+        raise ValueError(f"your {id} is {state}, and this would give the answer away: {less}")
+    for function in commented(mine.course, exercise):
+        print_commented(console, function)
+    _say(f"*Names* are those of known mistakes, which are in {mine.course.wrong_folder(exercise)}")
+    if mine.written(exercise):
+        _say(f"Yours: {', '.join(map(mine.line, exercise.symbols))}")
 
 
 @app.command()

@@ -169,14 +169,21 @@ class Course:
 
     def hints(self, exercise: Exercise) -> list[tuple[str, str]]:
         """(heading, text) of each rung, in order."""
-        folder = self.milestone(exercise.id.partition(".")[0]).folder
-        text = (folder / "hints" / f"{exercise.id}.md").read_text(encoding="utf-8")
-        rungs = re.split(r"^## +", text, flags=re.M)[1:]
-        return [(heading.strip(), body.strip()) for heading, _, body in (rung.partition("\n") for rung in rungs)]
+        return self._sections("hints", exercise)
+
+    def remarks(self, exercise: Exercise) -> list[tuple[str, str]]:
+        """(fragment of the reference's body, what there is to say about it), in the order of the body."""
+        return [(heading.strip("`"), text) for heading, text in self._sections("explain", exercise)]
+
+    def _sections(self, folder: str, exercise: Exercise) -> list[tuple[str, str]]:
+        """(heading, text) of each part of the exercise's file in that folder."""
+        file = self.milestone(exercise.id.partition(".")[0]).folder / folder / f"{exercise.id}.md"
+        parts = re.split(r"^## +", file.read_text(encoding="utf-8"), flags=re.M)[1:]
+        return [(heading.strip(), body.strip()) for heading, _, body in (part.partition("\n") for part in parts)]
 
     def wrong_answers(self, exercise: Exercise) -> list[WrongAnswer]:
-        folder = self.milestone(exercise.id.partition(".")[0]).folder / "wrong"
-        texts = {file: file.read_text(encoding="utf-8") for file in sorted(folder.glob(f"{exercise.id}_*.py"))}
+        files = sorted(self.wrong_folder(exercise).glob(f"{exercise.id}_*.py"))
+        texts = {file: file.read_text(encoding="utf-8") for file in files}
         return [WrongAnswer(exercise, f, ast.get_docstring(ast.parse(t)) or "", t) for f, t in texts.items()]
 
     def outputs(self, exercise: Exercise) -> dict[str, dict[str, Any]]:
@@ -186,7 +193,11 @@ class Course:
         return found
 
     def outputs_file(self, exercise: Exercise) -> Path:
-        return self.milestone(exercise.id.partition(".")[0]).folder / "wrong" / f"{exercise.id}.json"
+        return self.wrong_folder(exercise) / f"{exercise.id}.json"
+
+    def wrong_folder(self, exercise: Exercise) -> Path:
+        """Where the wrong answers to the exercise are."""
+        return self.milestone(exercise.id.partition(".")[0]).folder / "wrong"
 
 
 def _milestone(file: Path) -> Milestone:

@@ -80,6 +80,39 @@ def test_show_asks_first(sample: Course) -> None:
     assert "popleft" in course(sample, "show", "m1.1", typed="y\n")
 
 
+def test_explain_waits_until_yours_passes(sample: Course) -> None:
+    refused = "and this would give the answer away: python -m milestones hint m1.1 says less, and --anyway shows it"
+    assert f"your m1.1 is not started, {refused}" in sentence(sample, "explain", "m1.1")
+    course(sample, "start", "m1")
+    assert f"your m1.1 is not written, {refused}" in sentence(sample, "explain", "m1.1")
+    file = sample.root / "mine/folovllm/pool.py"
+    file.write_text(file.read_text().replace(STUB, "        return self.free.popleft()"))  # wrong: never Empty
+    assert f"your m1.1 is failing, {refused}" in sentence(sample, "explain", "m1.1")
+    course(sample, "reset", "m1.1", "--yes")
+    solve(sample)
+    assert "Why the reference does it so: python -m milestones explain m1.1" in course(sample, "test", "m1.1")
+    said = course(sample, "explain", "m1.1")
+    assert said == course(sample, "explain", "m1.1", "--anyway")
+    code, remark = said.index("return self.free.popleft()\n"), said.index("The first that came back is the first to go")
+    assert code < remark, "a remark stands under its line"
+    assert "raise Empty" in said and "  │ `raise Empty(`: Whoever asks" in said, "the reference, not what was written"
+    assert f"Yours: {file}:16" in said
+
+
+def test_explain_all_the_same(sample: Course) -> None:
+    said = course(sample, "explain", "m1.1", "--anyway")
+    assert "popleft" in said and "Yours" not in said
+    assert "no exercise 'm1.7'" in sentence(sample, "explain", "m1.7", "--anyway")
+
+
+def test_a_remark_on_what_is_no_longer_there(sample: Course) -> None:
+    file = sample.root / "milestones/m1_pool/explain/m1.1.md"
+    file.write_text(file.read_text().replace("popleft", "pop"))
+    assert "quotes `self.free.pop()`, which the reference has 0 times" in sentence(
+        sample, "explain", "m1.1", "--anyway"
+    )
+
+
 def test_read_marks_what_is_new(sample: Course) -> None:
     said = course(sample, "read", "m2")
     names = ["LLM.__init__", "Pool.__init__", "LLM.generate", "Pool.take", "Pool.share"]

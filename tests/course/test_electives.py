@@ -98,6 +98,7 @@ def test_the_way_through(electives: Course) -> None:
     file = electives.root / "mine" / TAP
     file.write_text(file.read_text().replace(STUBS["x1.1"], "return list(pool.free)"))
     assert "That was the last exercise of x1" in course(electives, "test", "x1.1")
+    assert "The length is asked for once" in course(electives, "explain", "x1.1")
     state = course(electives, "status")
     assert "x1 A tap" in state and "passing" in state and "x2 Twins" in state
     course(electives, "reset", "x1.1", "--yes")

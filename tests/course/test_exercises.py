@@ -1,13 +1,16 @@
 """The course's promises, for every exercise that a manifest declares: `-k m3.1` picks one, `-k m3` a milestone."""
 
 import ast
+import io
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from milestones import splice
+from milestones.explain import commented, print_commented
 from milestones.manifest import EXERCISE_ID, Course, Exercise, Milestone
 from milestones.mine import Mine, State, write_variant
 from milestones.update import update
@@ -134,6 +137,32 @@ def test_three_hints_that_differ(exercise: Exercise) -> None:
 
 
 @each_exercise
+def test_remarks_on_the_reference(exercise: Exercise) -> None:
+    """`commented` raises where a remark quotes what the reference no longer says."""
+    assert list(commented(COURSE, exercise))
+    remarks = COURSE.remarks(exercise)
+    assert 4 <= len(remarks) <= 8 and all(len(text) > 40 for _, text in remarks)
+    known = {answer.title for answer in COURSE.wrong_answers(exercise)}
+    named = {
+        name
+        for _, text in remarks
+        for name in re.findall(r"\*([^*]+)\*", re.sub("`[^`]*`", "", " ".join(text.split())))
+    }
+    assert named <= known, f"no wrong answers of these names: {sorted(named - known)}"
+
+
+def test_remarks_fit_a_terminal() -> None:
+    """80 columns: prose is folded between words."""
+    exercise = COURSE.exercise("x1.2")
+    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+    for function in commented(COURSE, exercise):
+        print_commented(console, function)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    words = {word for _, text in COURSE.remarks(exercise) for word in text.split()}
+    assert max(map(len, lines)) <= 80 and words <= {word for line in lines for word in line.split()}
+
+
+@each_exercise
 def test_two_wrong_answers_that_fit(exercise: Exercise) -> None:
     answers = COURSE.wrong_answers(exercise)
     assert len(answers) >= 2 and all(answer.why for answer in answers)
@@ -173,7 +202,7 @@ def test_the_manifests_files_exist(milestone: Milestone) -> None:
     for path in filter(None, (milestone.notebook, milestone.chapter)):
         assert (COURSE.root / path).is_file()
     known = {e.id for e in milestone.exercises}
-    for file in [*milestone.folder.glob("hints/*"), *milestone.folder.glob("wrong/*.*")]:
+    for file in [f for pattern in ("hints/*", "explain/*", "wrong/*.*") for f in milestone.folder.glob(pattern)]:
         assert re.match(EXERCISE_ID, file.name)[0] in known, f"{file.name} belongs to no exercise"  # type: ignore[index]
 
 

@@ -361,7 +361,9 @@ class TestPostprocess:
         assert names(scheduler.running) == ["a"], "b ended in the middle of its list"
         assert a.output_token_ids.tolist() == [71, 72], "all of a list belongs to the answer, in its order"
         assert b.output_token_ids.tolist() == [73, EOS], "what follows the end of an answer is no part of it"
-        assert b.detokenizer.token_ids == [73, EOS], "nor of its text"
+        assert b.detokenizer.token_ids == [73, EOS], (
+            "the detokenizer gets each token before the question whether it ends the answer, and none behind the end"
+        )
 
     def test_the_last_token_that_an_answer_may_have_is_in_the_middle_of_a_list(self) -> None:
         scheduler = make_scheduler()

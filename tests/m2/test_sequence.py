@@ -94,6 +94,8 @@ class TestTransitions:
             for no_end in (WAITING, RUNNING):
                 seq = make_seq()
                 seq.status = status
+                says = f"{no_end.name} is no end: ValueError, also for a sequence that is {status.name}"
+                assert ended_with(seq.finish, no_end) == "ValueError", says
                 with pytest.raises(ValueError, match="end"):
                     seq.finish(no_end)
                 assert seq.status is status, "what was refused changes nothing"

@@ -135,6 +135,16 @@ class TestAllocate:
         kv.allocate(seq, 5)
         assert seq.block_table == [6, 2, 0, 1], "8 tokens lie in blocks 6 and 2 already: two more blocks for 13"
 
+    def test_places_that_are_left_in_the_last_block_are_used(self) -> None:
+        """Six tokens in two blocks of four: two places are left."""
+        for new, table in ((2, [6, 2]), (3, [6, 2, 0])):
+            kv = BlockManager(8, 4)
+            seq = holding(kv, 6, 2, computed=6)
+            kv.allocate(seq, new)
+            assert seq.block_table == table, (
+                f"6 tokens and {new} more: the first two go to places that block 2 has left"
+            )
+
     def test_the_whole_pool(self) -> None:
         kv, seq = BlockManager(3, 4), make_seq(12)
         assert kv.can_allocate(seq, 12), "three blocks of four hold 12 tokens"

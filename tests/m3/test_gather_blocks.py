@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -52,12 +53,17 @@ class TestGatherBlocks:
         assert torch.equal(got_key, key), "keys in the order of the tokens"
         assert torch.equal(got_value, value), "values in the order of the tokens"
 
-    def test_the_rest_of_the_table_means_nothing(self) -> None:
-        kv_cache, key, _ = stored([2, 1], 4, 6, 3)
-        table = torch.tensor([2, 1, 10**6, -7], dtype=torch.int32)  # no such blocks: reading them would raise
-        assert torch.equal(gather_blocks(kv_cache, table, 6)[0], key), (
-            "only the first ceil(seq_len / B) entries of the table mean anything"
+    @pytest.mark.parametrize("seq_len", [6, 8])
+    def test_the_rest_of_the_table_means_nothing(self, seq_len: int) -> None:
+        """Two blocks of 4, the second full or not, and then numbers of blocks that do not exist."""
+        kv_cache, key, _ = stored([2, 1], 4, seq_len, 3)
+        table, got = torch.tensor([2, 1, 10**6, -7], dtype=torch.int32), None
+        with contextlib.suppress(IndexError):
+            got = gather_blocks(kv_cache, table, seq_len)[0]
+        says = (
+            f"{seq_len} tokens in blocks of 4: the first two entries of the table mean something, and no other is read"
         )
+        assert got is not None and torch.equal(got, key), says
 
     def test_the_cache_stays_as_it_is(self) -> None:
         kv_cache, *_ = stored([0, 1], 4, 7, 2)

@@ -50,7 +50,7 @@ class TestPreempt:
     def test_the_last_to_arrive_gives_way(self) -> None:
         scheduler = make_scheduler()
         a, b, c = (run(scheduler, name) for name in "abc")
-        assert preempt(scheduler, [a, b, c]) is c, "of equally urgent ones the last to arrive"
+        assert preempt(scheduler, [a, b, c]) is c, "of equally urgent ones the last to arrive gives way"
         assert (scheduler.running, scheduler.waiting) == ([a, b], [c]), "c runs no more and waits"
 
     def test_last_to_arrive_wherever_it_stands(self) -> None:

@@ -33,7 +33,10 @@ def test_a_worked_case():
     rows = [0, 1, 15, 16, 17]
     says = "each token sees those before it and itself, with equal weights, so token i gets i / 2"
     got = {f"token {i}": out[i, 0, 0] for i in rows}
-    worked_case("m4.3", got, dict(zip(got, [0.0, 0.5, 7.5, 8.0, 8.5], strict=True)), says)
+    paged.kv_cache[:, paged.block_tables[0, 1], 2:] = torch.tensor([0.0, 99.0], device=DEVICE).view(2, 1, 1, 1)
+    out = prefill(query, paged.kv_cache, starts([18]), paged.seq_lens, paged.block_tables, 18, 0.25, config=TILES)
+    got["token 17, with 99 for NaN behind it"] = out[17, 0, 0]
+    worked_case("m4.3", got, dict(zip(got, [0.0, 0.5, 7.5, 8.0, 8.5, 8.5], strict=True)), says)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 33])

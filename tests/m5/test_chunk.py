@@ -35,6 +35,11 @@ class TestChunk:
     def test_is_what_is_left_or_what_the_budget_has(self, tokens: int, computed: int, budget: int, n: int) -> None:
         assert chunk(sequence(tokens, computed), budget) == n, "the smaller of what is left and what the budget has"
 
+    def test_a_token_in_flight_is_to_be_computed_too(self) -> None:
+        """From M6 on: all 10 known tokens are computed, and the one drawn after them has not arrived yet."""
+        says = "`num_uncomputed_tokens` is 1: the next step computes the token that is in flight"
+        assert chunk(sequence(10, 10), 4) == 1, says
+
     def test_nothing_is_left_of_an_empty_budget(self) -> None:
         assert chunk(sequence(10), 0) == 0, "of an empty budget nobody gets a token"
 

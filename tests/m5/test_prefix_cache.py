@@ -138,6 +138,21 @@ class TestLongestCachedPrefix:
         del chain.cache._by_hash[chain.blocks[1].hash or 0]
         assert chain.found([*self.tokens, 1]) == [10], "block 11 is gone; 12 cannot be used without it"
 
+    def test_a_miss_ends_it_even_where_hashes_collide(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A hash that knows nothing of the prefix: block 10, the first of another prompt, has the name of block 1 here."""
+        monkeypatch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: int(tokens[0]))
+        chain = Chain(self.tokens)
+        chain.cache._by_hash = {50: chain.blocks[0]}
+        assert chain.found([1, 1, 1, 1, *self.tokens[:4], 1]) == [], "block 0 is a miss, and a miss ends the search"
+
+    def test_generated_tokens_count_too(self) -> None:
+        """As after a preemption: a prompt of 5 tokens, and 8 of the answer."""
+        chain, seq = Chain(self.tokens), sequence(self.tokens[:5])
+        for token in [*self.tokens[5:], 1]:
+            seq.append_token(token)
+        found = [block.block_id for block in chain.cache.longest_cached_prefix(seq)]
+        assert found == [10, 11, 12], "13 tokens have three full blocks, whichever of them are the prompt's"
+
     def test_other_tokens_under_the_same_hash_are_no_hit(self) -> None:
         chain = Chain(self.tokens)
         chain.blocks[0].token_ids = np.array([9, 9, 9, 9], np.int32).tobytes()
@@ -184,10 +199,14 @@ class TestPublish:
         monkeypatch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: 42)
         collision, other = PrefixCache(B), sequence([1] * 8)
         collision.publish(sequence(self.tokens[:4]), make_blocks(7))
-        collision.publish(other, make_blocks(17, 18))
-        got["other tokens, and all hashes are 42"] = [named(collision), len(collision.serials(other))]
+        ended = "no error"
+        try:
+            collision.publish(other, make_blocks(17, 18))
+        except IndexError as error:
+            ended = f"IndexError: {error}"
+        got["other tokens, and all hashes are 42"] = [named(collision), len(collision.serials(other)), ended]
         says = "twins stay nameless and what follows them follows the first; 8 without 7 gives way; a collision ends it"
-        worked_case("m5.3", got, dict(zip(got, [[7, 8, 19], True, [17, 18], [[7], 0]], strict=True)), says)
+        worked_case("m5.3", got, dict(zip(got, [[7, 8, 19], True, [17, 18], [[7], 0, "no error"]], strict=True)), says)
 
     def test_names_full_blocks_in_a_chain(self) -> None:
         cache, seq, blocks = PrefixCache(B), sequence(self.tokens), make_blocks(7, 8, 9)

@@ -1,4 +1,4 @@
-"""Schedules without the tokens in flight even where a draw depends on them."""
+"""Schedules without the tokens in flight even where a sequence may have to give way: it is computed again, and not all of it is known."""
 
 
 class OverlappedEngine:
