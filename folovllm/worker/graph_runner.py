@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,12 +78,13 @@ class PendingStep:
 class GraphRunner:
     """Around a `ModelRunner`: packed steps, which are started and not waited for.
 
-    The whole decode step, from unpacking its buffer to the draw, is recorded twice for each width in `buckets`: with the
-    draw in one pass, and with the draw of any row. Other steps run the same operations one by one. All device work is
-    queued on one stream, so that a step sees what the step before it wrote, whatever the host knows by then.
+    For each width in `buckets` three things are recorded: the whole decode step, from unpacking its buffer to the draw in
+    one pass; the step as far as its logits; and from there the draw of any row. Other steps run the same operations one by
+    one. All device work is queued on one stream, so that a step sees what the step before it wrote, whatever the host knows
+    by then.
 
-    A step that draws late stops at its logits; the masks that its rows draw with are the next thing to come, and set it
-    going again. What it consists of is recorded when it is first needed.
+    A step that draws late stops at its logits. The masks that its rows draw with are the next thing to come, and set it
+    going again.
     """
 
     def __init__(self, setup: EngineSetup, runner: ModelRunner, draw: StepDraw, rows_draw: DrawState) -> None:
@@ -143,15 +143,16 @@ class GraphRunner:
         if setup.device.type == "cuda":
             self._recording = torch.cuda.graph_pool_handle(), torch.cuda.Stream(setup.device)
             for width in tqdm(self.buckets[::-1], desc="Capturing graphs", disable=not setup.config.use_tqdm):
-                for is_special in (False, True):
-                    self._graph(width, is_special)
+                self._record(width)
 
-    def _graph(self, width: int, is_special: bool) -> StepGraph:
-        """The recorded decode step of a bucket."""
-        return self._recorded(width, "special" if is_special else "plain", partial(self._decode, is_special=is_special))
+    def _record(self, width: int) -> None:
+        """Record all that steps of this width may need: nobody is to wait for it later."""
+        for work in (self._decode, self._forward, self._draw_recorded):
+            self._recorded(width, work)
 
-    def _recorded(self, width: int, name: str, work: Callable[[torch.Tensor], None]) -> StepGraph:
+    def _recorded(self, width: int, work: Callable[[torch.Tensor], None]) -> StepGraph:
         """`work` on the fields of a decode step; recorded now, with nothing but padding, if it is not yet."""
+        name = work.__name__
         if (width, name) not in self._graphs:
             padding = StepPacker(self._setup.max_num_seqs, []).pack_decode([], width)
             fields = torch.from_numpy(padding.fields).to(self._setup.device)
@@ -170,20 +171,15 @@ class GraphRunner:
             return self._draw_late(step)
         if not step.draws_late:
             return self._start(step)
-        if step.is_decode:
-            self._late = self._replay(step, "forward", self._compute_recorded)
-        else:
-            self._late = self._compute(step)
+        self._late = self._compute(step)
         return None
 
     def _start(self, step: PackedStep) -> PendingStep:
         """A step in one go."""
-        if step.is_decode:
-            name = "special" if step.is_special else "plain"
-            computed = self._replay(step, name, partial(self._decode, is_special=step.is_special))
-        else:
-            computed = self._compute(step)
-            self._draw_tokens(computed.logits, computed.fields, step.is_special)
+        if step.is_decode and not step.is_special:
+            return self._pending(self._replay(step, self._decode))
+        computed = self._compute(step)
+        self._draw_step(computed, step.is_special)
         return self._pending(computed)
 
     def _draw_late(self, masks: Masks) -> PendingStep:
@@ -193,16 +189,13 @@ class GraphRunner:
         numbers = self._steps_in.to_device(np.concatenate([masks.rows, masks.bits.ravel()]))
         rows, bits = numbers[: len(masks.rows)], numbers[len(masks.rows) :].view(masks.bits.shape)
         self._rows_draw.set_masks(rows, bits)
-        if computed.step.is_decode:
-            self._replay(computed.step, "draw", self._draw_recorded)
-        else:
-            self._draw_tokens(computed.logits, computed.fields, is_special=True)
+        self._draw_step(computed, is_special=True)
         return self._pending(computed)
 
-    def _replay(self, step: PackedStep, name: str, work: Callable[[torch.Tensor], None]) -> Computed:
+    def _replay(self, step: PackedStep, work: Callable[[torch.Tensor], None]) -> Computed:
         """Do the recorded `work` on the fields of a decode step."""
         width = step.fields.shape[1]
-        graph = self._recorded(width, name, work)
+        graph = self._recorded(width, work)
         graph.replay(self._steps_in.stage(step.fields.ravel()).view(step.fields.shape))
         self._steps_in.mark()
         assert self._logits is not None
@@ -215,26 +208,25 @@ class GraphRunner:
         tokens, arrived = self._tokens_out.to_host(self._tokens[: step.num_seqs])
         return PendingStep(step, tokens, arrived, logprobs, computed.scores)
 
-    def _decode(self, fields: torch.Tensor, is_special: bool) -> None:
-        """The work of a decode step, from its buffer [len(Field), width] to its tokens: what a graph records."""
-        assert self._logits is not None
-        batch = self._tables.unpack_decode(fields, self._setup.max_model_len)
-        logits = self._runner.forward(batch, out=self._logits[: batch.num_seqs])
-        self._draw_tokens(logits, fields, is_special)
+    def _decode(self, fields: torch.Tensor) -> None:
+        """The work of a plain decode step, from its buffer [len(Field), width] to its tokens: what a graph records."""
+        self._one_pass(self._forward(fields), fields)
 
-    def _compute_recorded(self, fields: torch.Tensor) -> None:
-        """The first part of it, for a step that draws late: as far as the logits."""
+    def _forward(self, fields: torch.Tensor) -> torch.Tensor:
+        """The work of a decode step as far as its logits [width, V], which it leaves in their buffer; recorded too."""
         assert self._logits is not None
         batch = self._tables.unpack_decode(fields, self._setup.max_model_len)
-        self._runner.forward(batch, out=self._logits[: batch.num_seqs])
+        return self._runner.forward(batch, out=self._logits[: batch.num_seqs])
 
     def _draw_recorded(self, fields: torch.Tensor) -> None:
-        """The second part of it, for a step that draws late."""
+        """The draw of a decode step whose logits are in their buffer; recorded too."""
         assert self._logits is not None
-        self._draw_tokens(self._logits[: fields.shape[1]], fields, is_special=True)
+        self._draw_rows(self._logits[: fields.shape[1]], fields)
 
     def _compute(self, step: PackedStep) -> Computed:
         """The work of any step as far as its logits; what it finds of prompts that are scored is on its way to the host."""
+        if step.is_decode:
+            return self._replay(step, self._forward)
         flat = self._steps_in.to_device(step.flatten())
         draws, fields = step.draws, flat[: step.fields.size].view(step.fields.shape)
         if draws.num_rows:
@@ -246,11 +238,21 @@ class GraphRunner:
         logits, found = self._runner.forward_and_score(batch, after, tokens, int(step.scores[3].max()))
         return Computed(step, logits, fields, found.to_host(non_blocking=True))
 
-    def _draw_tokens(self, logits: torch.Tensor, fields: torch.Tensor, is_special: bool) -> None:
+    def _draw_step(self, computed: Computed, is_special: bool) -> None:
+        """The draw of a step that has its logits."""
+        if computed.step.is_decode:
+            self._replay(computed.step, self._draw_recorded)
+        elif is_special:
+            self._draw_rows(computed.logits, computed.fields)
+        else:
+            self._one_pass(computed.logits, computed.fields)
+
+    def _one_pass(self, logits: torch.Tensor, fields: torch.Tensor) -> None:
         """A token for each row [S] of `logits`, to `self._tokens` and to where the next step finds it. Device work only."""
-        if not is_special:
-            self._draw.one_pass(logits, fields, self._tokens, self._tables.last_token)
-            return
+        self._draw.one_pass(logits, fields, self._tokens, self._tables.last_token)
+
+    def _draw_rows(self, logits: torch.Tensor, fields: torch.Tensor) -> None:
+        """The same, with all that each row asks for."""
         whole, rows, positions = self._draw.whole(logits), fields[Field.ROW], fields[Field.SEQ_LEN]
         tokens = self._rows_draw.draw(whole, rows, positions, self._tokens, self._tables.last_token)
         self._rows_draw.note(tokens, rows, positions, fields[Field.NUM_DRAWS])

@@ -59,8 +59,7 @@ def measure(overrides: dict) -> dict:
     with torch.inference_mode():
         runner.compile_kernels()
         for width in getattr(runner, "buckets", []):
-            for is_special in (True, False):
-                runner._graph(width, is_special)
+            runner._record(width)
     at_start = len(seen)
     steps = serve_everything(engine)
     engine.close()
