@@ -129,6 +129,7 @@ async def served(config: EngineConfig, workload: Workload, rounds: int) -> dict[
                     client.kill()
                     await client.wait()
                     await asyncio.sleep(0.5)  # until the engine has heard that nobody looks
+                print(f"{kind} {seconds[kind][-1]:.3f} s", file=sys.stderr, flush=True)
         server.should_exit = True
         await serving
     return seconds

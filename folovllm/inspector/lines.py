@@ -113,13 +113,13 @@ class LineWriter:
         self._told.clear()
         self._refs = [0] * snapshot.num_blocks
         self._free = bytearray(b"1" * snapshot.num_blocks)
-        self._names: dict[int, Line] = {}
+        self._names: dict[int, tuple[int, str, int, int]] = {}
         self._num_steps = snapshot.num_steps
         for block in snapshot.blocks:
             self._refs[block.block_id] = block.ref_count
             self._free[block.block_id] = ord("1" if block.is_free else "0")
             if block.hash is not None:
-                self._names[block.block_id] = [block.block_id, f"{block.hash:016x}", block.serial, block.parent]
+                self._names[block.block_id] = (block.block_id, f"{block.hash:016x}", block.serial, block.parent)
         block_tokens, different = tokens_of(snapshot.blocks)
         self._sequences: dict[int, Served] = {}
         tokens: dict[str, list[int]] = {}
@@ -240,7 +240,7 @@ class LineWriter:
 
     def _published(self, event: ev.BlockPublished) -> Line:
         block_id, seq_id, place, hash_, serial, parent = event
-        name = self._names[block_id] = [block_id, f"{hash_:016x}", serial, parent]
+        name = self._names[block_id] = (block_id, f"{hash_:016x}", serial, parent)
         return ["publish", block_id, seq_id, place, *name[1:]]
 
     def _evicted(self, event: ev.BlockEvicted) -> Line | None:
