@@ -9,7 +9,9 @@ import threading
 
 from folovllm.executor.start import end_with_parent
 
-SWITCH = 2e-4  # seconds that the loop waits at most for another thread, the recorder of those who look; Python's are 5e-3
+SWITCH = (
+    2e-4  # seconds that the loop waits at most for another thread, the recorder of those who look; Python's are 5e-3
+)
 
 
 def main() -> None:

@@ -198,8 +198,7 @@ class GraphRunner:
         graph = self._recorded(width, work)
         graph.replay(self._steps_in.stage(step.fields.ravel()).view(step.fields.shape))
         self._steps_in.mark()
-        assert self._logits is not None
-        return Computed(step, self._logits[:width], graph.static_input)
+        return Computed(step, self._logits_of(graph.static_input), graph.static_input)
 
     def _pending(self, computed: Computed) -> PendingStep:
         """A step that has drawn: its tokens and log-probabilities set out for the host."""
@@ -210,18 +209,22 @@ class GraphRunner:
 
     def _decode(self, fields: torch.Tensor) -> None:
         """The work of a plain decode step, from its buffer [len(Field), width] to its tokens: what a graph records."""
-        self._one_pass(self._forward(fields), fields)
+        self._forward(fields)
+        self._one_pass(self._logits_of(fields), fields)
 
-    def _forward(self, fields: torch.Tensor) -> torch.Tensor:
-        """The work of a decode step as far as its logits [width, V], which it leaves in their buffer; recorded too."""
-        assert self._logits is not None
+    def _forward(self, fields: torch.Tensor) -> None:
+        """The work of a decode step as far as its logits, which stay in their buffer. Recorded too."""
         batch = self._tables.unpack_decode(fields, self._setup.max_model_len)
-        return self._runner.forward(batch, out=self._logits[: batch.num_seqs])
+        self._runner.forward(batch, out=self._logits_of(fields))
 
     def _draw_recorded(self, fields: torch.Tensor) -> None:
-        """The draw of a decode step whose logits are in their buffer; recorded too."""
+        """The draw of any row in a decode step that has its logits. Recorded too."""
+        self._draw_rows(self._logits_of(fields), fields)
+
+    def _logits_of(self, fields: torch.Tensor) -> torch.Tensor:
+        """Where a decode step's logits [width, V] are."""
         assert self._logits is not None
-        self._draw_rows(self._logits[: fields.shape[1]], fields)
+        return self._logits[: fields.shape[1]]
 
     def _compute(self, step: PackedStep) -> Computed:
         """The work of any step as far as its logits; what it finds of prompts that are scored is on its way to the host."""
