@@ -1,4 +1,4 @@
-"""The runner that keeps the CPU off the critical path: packed steps, recorded decodes, tokens that stay on the device."""
+"""Keeps the CPU off the critical path: packed steps, recorded decodes, tokens that stay on the device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Computed:
 
 
 class PendingStep:
-    """A step that was started. What it drew is on the device, and on its way to the host."""
+    """A step that was started. Its tokens are on the device, and on their way to the host."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class PendingStep:
         return self._arrived is None or self._arrived.query()
 
     def wait(self) -> StepResult:
-        """The tokens, as soon as they are here."""
+        """Wait for the tokens and return them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens = [[token] * drawn for token, drawn in zip(self._tokens.tolist(), self._num_draws, strict=True)]
@@ -76,7 +76,7 @@ class PendingStep:
 
 
 class GraphRunner:
-    """Around a `ModelRunner`: packed steps, which are started and not waited for.
+    """Wraps a `ModelRunner`: it starts packed steps and does not wait for them.
 
     For each width in `buckets` three things are recorded: the whole decode step, from unpacking its buffer to the draw in
     one pass; the step as far as its logits; and from there the draw of any row. Other steps run the same operations one by
@@ -127,7 +127,7 @@ class GraphRunner:
         return num_blocks
 
     def compile_kernels(self) -> None:
-        """Run what no later step will find uncompiled, one operation after the other."""
+        """Run one operation after the other, so that all of their kernels are compiled before the first request."""
         packer = StepPacker(self._setup.max_num_seqs, [])
         with torch.inference_mode():
             for output in small_steps(self._setup):
@@ -146,12 +146,12 @@ class GraphRunner:
                 self._record(width)
 
     def _record(self, width: int) -> None:
-        """Record all that steps of this width may need: nobody is to wait for it later."""
+        """Record all that steps of this width may need, so that no later step waits for it."""
         for work in (self._decode, self._forward, self._draw_recorded):
             self._recorded(width, work)
 
     def _recorded(self, width: int, work: Callable[[torch.Tensor], None]) -> StepGraph:
-        """`work` on the fields of a decode step; recorded now, with nothing but padding, if it is not yet."""
+        """The graph of `work` on the fields of a decode step. Records it now, with nothing but padding, if there is none."""
         name = work.__name__
         if (width, name) not in self._graphs:
             padding = StepPacker(self._setup.max_num_seqs, []).pack_decode([], width)
@@ -175,7 +175,7 @@ class GraphRunner:
         return None
 
     def _start(self, step: PackedStep) -> PendingStep:
-        """A step in one go."""
+        """Start a step that computes and draws at once."""
         if step.is_decode and not step.is_special:
             return self._pending(self._replay(step, self._decode))
         computed = self._compute(step)
@@ -183,7 +183,7 @@ class GraphRunner:
         return self._pending(computed)
 
     def _draw_late(self, masks: Masks) -> PendingStep:
-        """Go on with the step that has its logits."""
+        """Draw for the step that has its logits."""
         assert self._late is not None, "no step waits for masks"
         computed, self._late = self._late, None
         numbers = self._steps_in.to_device(np.concatenate([masks.rows, masks.bits.ravel()]))
@@ -201,33 +201,33 @@ class GraphRunner:
         return Computed(step, self._logits_of(graph.static_input), graph.static_input)
 
     def _pending(self, computed: Computed) -> PendingStep:
-        """A step that has drawn: its tokens and log-probabilities set out for the host."""
+        """Send the tokens and log-probabilities of a step that has drawn on their way to the host."""
         step, logits = computed.step, computed.logits
         logprobs = self._gather_logprobs(logits, step) if step.logprobs.size else None
         tokens, arrived = self._tokens_out.to_host(self._tokens[: step.num_seqs])
         return PendingStep(step, tokens, arrived, logprobs, computed.scores)
 
     def _decode(self, fields: torch.Tensor) -> None:
-        """The work of a plain decode step, from its buffer [len(Field), width] to its tokens: what a graph records."""
+        """Do the whole work of a plain decode step, from its buffer [len(Field), width] to its tokens. A graph records this."""
         self._forward(fields)
         self._one_pass(self._logits_of(fields), fields)
 
     def _forward(self, fields: torch.Tensor) -> None:
-        """The work of a decode step as far as its logits, which stay in their buffer. Recorded too."""
+        """Do the work of a decode step up to its logits, which stay in their buffer. A graph records this too."""
         batch = self._tables.unpack_decode(fields, self._setup.max_model_len)
         self._runner.forward(batch, out=self._logits_of(fields))
 
     def _draw_recorded(self, fields: torch.Tensor) -> None:
-        """The draw of any row in a decode step that has its logits. Recorded too."""
+        """Draw for the rows of a decode step that has its logits, however they draw. A graph records this too."""
         self._draw_rows(self._logits_of(fields), fields)
 
     def _logits_of(self, fields: torch.Tensor) -> torch.Tensor:
-        """Where a decode step's logits [width, V] are."""
+        """The part of the buffer that holds a decode step's logits, [width, V]."""
         assert self._logits is not None
         return self._logits[: fields.shape[1]]
 
     def _compute(self, step: PackedStep) -> Computed:
-        """The work of any step as far as its logits; what it finds of prompts that are scored is on its way to the host."""
+        """Do the work of any step up to its logits. The scores of prompts are sent to the host on the way."""
         if step.is_decode:
             return self._replay(step, self._forward)
         flat = self._steps_in.to_device(step.flatten())
@@ -242,7 +242,7 @@ class GraphRunner:
         return Computed(step, logits, fields, found.to_host(non_blocking=True))
 
     def _draw_step(self, computed: Computed, is_special: bool) -> None:
-        """The draw of a step that has its logits."""
+        """Draw for a step that has its logits."""
         if computed.step.is_decode:
             self._replay(computed.step, self._draw_recorded)
         elif is_special:
@@ -251,17 +251,17 @@ class GraphRunner:
             self._one_pass(computed.logits, computed.fields)
 
     def _one_pass(self, logits: torch.Tensor, fields: torch.Tensor) -> None:
-        """A token for each row [S] of `logits`, to `self._tokens` and to where the next step finds it. Device work only."""
+        """Draw a token for each row of `logits`, into `self._tokens` and to where the next step finds it. Device work only."""
         self._draw.one_pass(logits, fields, self._tokens, self._tables.last_token)
 
     def _draw_rows(self, logits: torch.Tensor, fields: torch.Tensor) -> None:
-        """The same, with all that each row asks for."""
+        """Do the same with all that each row asks for."""
         whole, rows, positions = self._draw.whole(logits), fields[Field.ROW], fields[Field.SEQ_LEN]
         tokens = self._rows_draw.draw(whole, rows, positions, self._tokens, self._tables.last_token)
         self._rows_draw.note(tokens, rows, positions, fields[Field.NUM_DRAWS])
 
     def _gather_logprobs(self, logits: torch.Tensor, step: PackedStep) -> DrawnLogprobs:
-        """Log-probabilities for the sequences that want any, on their way to the host ahead of the tokens."""
+        """Send log-probabilities to the host, ahead of the tokens, for the sequences that want them."""
         index, count = step.logprobs
         at = self._steps_in.to_device(index).long()
         return gather_logprobs(self._draw.whole(logits[at]), self._tokens[at], int(count.max())).to_host(
