@@ -18,7 +18,7 @@ help:
 	@echo "make demo       a text from a real model, with its speed"
 	@echo "make learn      what the course needs: pytest, JupyterLab; then: source .venv/bin/activate"
 	@echo "make test       ruff, mypy --strict, pytest"
-	@echo "make ci         test, the course's own tests, Ray, notebooks, docs and every command in them"
+	@echo "make ci         test, lm-eval, the course's own tests, Ray, notebooks, docs and every command in them"
 	@echo "make notebooks  run the notebooks' sources and write the notebooks"
 	@echo "make recordings record the engine for the book's inspector and its tests"
 	@echo "make screenshots take the pictures of the inspector (needs chromium)"
@@ -39,7 +39,8 @@ test: .venv/.serve .venv/.dev
 	$(PYTEST) --ignore tests/course --ignore tests/docs --ignore tests/inspector --ignore tests/ray
 
 # The course's tests start processes of their own, so not under xdist; Ray's start a cluster, and have 15 minutes.
-ci: test docs .venv/.notebooks .venv/.ray
+ci: test docs .venv/.notebooks .venv/.ray .venv/.eval
+	$(BIN)/python -m pytest -q tests/x1/test_lm_eval.py
 	$(BIN)/python -m pytest -q tests/course
 	timeout -k 30 900 $(BIN)/python -m pytest -q tests/ray
 	$(PYTEST) tests/inspector tests/docs
@@ -73,6 +74,6 @@ clean:
 	$(INSTALL) -e .
 	@touch $@
 
-.venv/.serve .venv/.dev .venv/.notebooks .venv/.docs .venv/.ray: .venv/.%: .venv/.engine
+.venv/.serve .venv/.dev .venv/.notebooks .venv/.docs .venv/.ray .venv/.eval: .venv/.%: .venv/.engine
 	$(INSTALL) -e ".[$*]"
 	@touch $@

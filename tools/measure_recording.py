@@ -3,7 +3,8 @@
 One engine serves the same workload again and again, by turns with nobody listening (off), with a recording that is written
 to a file (record), and with the lines of the live view handed on as a server's engine does it (live). With `--served` a
 server does it: its engine in a process of its own, by turns without (off) and with (live) a client of `/inspector/events`
-in a third process. Prints output tokens a second of each pass, and what looking costs: the median over the rounds of
+in a third process; in a third kind of pass (join) the client comes as the pass begins, so that the pass pays for telling it
+how everything stands, too. Prints output tokens a second of each pass, and what looking costs: the median over the rounds of
 seconds with it over seconds without, less 1.
 """
 
@@ -37,6 +38,8 @@ import http.client, sys
 connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
 connection.request("GET", "/inspector/events")
 response = connection.getresponse()
+if sys.argv[2] == "live":
+    response.read1(1)  # the beginning has come
 print(response.status, flush=True)
 size = 0
 while data := response.read1(1 << 20):
@@ -110,7 +113,7 @@ async def served(config: EngineConfig, workload: Workload, rounds: int) -> dict[
     from folovllm.server.config import ServerConfig
     from folovllm.server.serve import Server, listen
 
-    seconds: dict[str, list[float]] = {"off": [], "live": []}
+    seconds: dict[str, list[float]] = {"off": [], "live": [], "join": []}
     async with AsyncEngine(config, transport="process") as engine:
         listener = listen("127.0.0.1", 0)
         listener.listen()
@@ -120,21 +123,22 @@ async def served(config: EngineConfig, workload: Workload, rounds: int) -> dict[
         await serve_all(engine, workload, -1)
         for number in range(rounds):
             for kind in list(seconds) if number % 2 == 0 else list(seconds)[::-1]:
-                client = await look(listener.getsockname()[1]) if kind == "live" else None
-                seconds[kind].append(await serve_all(engine, workload, 2 * number + (kind == "live")))
+                client = None if kind == "off" else await look(listener.getsockname()[1], kind)
+                seconds[kind].append(await serve_all(engine, workload, 3 * number + list(seconds).index(kind)))
                 if client is not None:
                     client.kill()
                     await client.wait()
                     await asyncio.sleep(0.5)  # until the engine has heard that nobody looks
+                print(f"{kind} {seconds[kind][-1]:.3f} s", file=sys.stderr, flush=True)
         server.should_exit = True
         await serving
     return seconds
 
 
-async def look(port: int) -> asyncio.subprocess.Process:
-    """A client, once its stream has begun."""
+async def look(port: int, kind: str) -> asyncio.subprocess.Process:
+    """A client, once its stream has begun, or as soon as it was let in (join)."""
     client = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CLIENT, str(port), stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", CLIENT, str(port), kind, stdout=asyncio.subprocess.PIPE
     )
     assert client.stdout
     assert (await client.stdout.readline()).strip() == b"200"

@@ -22,12 +22,15 @@ from folovllm.sampling_params import SamplingParams
 PROMPT, SETTLE, STEPS = 128, 20, 100
 FILTERED: dict[str, Any] = {"top_k": 50, "top_p": 0.9}
 PENALISED: dict[str, Any] = {"repetition_penalty": 1.1, "presence_penalty": 0.5}
+FORMED: dict[str, Any] = {"structured_outputs": {"regex": "[a-z ]{3000}"}}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # how one of the sequences is drawn, and all others
     "plain": ({}, {}),
     "top_k 50, top_p 0.9": (FILTERED, FILTERED),
     "one with a penalty": (PENALISED, {}),
     "penalties, top_k 50, top_p 0.9": (PENALISED | FILTERED, PENALISED | FILTERED),
     "one with logprobs": ({"logprobs": 5}, {}),
+    "one with a regex": (FORMED, {}),  # these two need llguidance
+    "all with a regex": (FORMED, FORMED),
 }
 
 

@@ -2,6 +2,10 @@
 
 folovllm bench serve --compare m2,m3,m4,m5,m6 --rates 1,2,4,8 --save serving.json
 python tools/serving_chart.py serving.json serving.png     # and serving.svg beside it; needs matplotlib
+
+The chapter's picture is made by these two, on a quiet machine (a load here is so many clients, each of which waits):
+OMP_NUM_THREADS=1 folovllm bench serve --compare m2,m3,m4,m5,m6 --clients 1,4,8,16 --save docs/data/x1_presets_cpu.json
+python tools/serving_chart.py docs/data/x1_presets_cpu.json docs/img/x1_presets.png
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ def draw_serving(result: Result, path: Path) -> list[Path]:
         axis.set_yscale("log")
         axis.grid(True, which="both", color="#e5e7eb", linewidth=0.5)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(labelsize=7)
+        axis.tick_params(which="both", labelsize=7)
     axes[0][0].legend(fontsize=8, frameon=False)
     return save(figure, path, _caption(result))
 
@@ -56,14 +60,21 @@ def _draw_line(axis: Any, runs: list[Run], metric: str, name: str, color: str) -
     up = [run.metrics[metric].median for run in points]
     axis.plot(across, up, marker="o", markersize=3, linewidth=1.2, color=color, label=name)
     for run, x, y in zip(points, across, up, strict=True):
-        axis.annotate(run.name.rpartition(" at ")[2], (x, y), fontsize=5, xytext=(3, 3), textcoords="offset points")
+        axis.annotate(
+            run.name.rpartition(" at ")[2].removesuffix(" clients"),
+            (x, y),
+            fontsize=5,
+            xytext=(3, 3),
+            textcoords="offset points",
+        )
 
 
 def _caption(result: Result) -> str:
     work = result.workload
     return (
-        f"{device_line(result)}; workload {work['name']}: {work['requests']} requests a load; the point says how many come a "
-        f"second; commit {result.commit}, {result.date[:10]}"
+        f"{device_line(result)}; workload {work['name']}: {work['requests']} requests a load; a point says how many come a second, or how "
+        f"many clients wait; commit "
+        f"{result.commit}, {result.date[:10]}"
     )
 
 

@@ -46,7 +46,7 @@ class LineWriter:
     """
 
     def __init__(self, header: dict[str, Any], texts: TokenTexts, epoch: float, key_every: int = KEY_EVERY) -> None:
-        """`header` is what `header_of` says, `epoch` the clock at time 0 of the recording."""
+        """`header` is what `header_of` says, `epoch` the clock at time 0 of the recording. `key_every` 0: no more keyframes."""
         self.num_turns = 0
         self._header, self._texts, self._epoch, self._key_every = header, texts, epoch, key_every
         self._told: set[int] = set()  # token ids
@@ -82,7 +82,7 @@ class LineWriter:
             events = events[1:]
             if not events:
                 return
-        elif self.num_turns % self._key_every == 0 and self.num_turns:
+        elif self._key_every and self.num_turns % self._key_every == 0 and self.num_turns:
             yield encode(["key", self.num_turns, at, self._state()])
         self._turn: list[Line] = []
         for event in events:
@@ -113,15 +113,14 @@ class LineWriter:
         self._told.clear()
         self._refs = [0] * snapshot.num_blocks
         self._free = bytearray(b"1" * snapshot.num_blocks)
-        self._names: dict[int, Line] = {}
+        self._names: dict[int, tuple[int, str, int, int]] = {}
         self._num_steps = snapshot.num_steps
-        block_tokens: dict[str, list[int]] = {}
         for block in snapshot.blocks:
             self._refs[block.block_id] = block.ref_count
             self._free[block.block_id] = ord("1" if block.is_free else "0")
             if block.hash is not None:
-                self._names[block.block_id] = [block.block_id, f"{block.hash:016x}", block.serial, block.parent]
-                block_tokens[str(block.block_id)] = np.frombuffer(block.token_ids, np.int32).tolist()
+                self._names[block.block_id] = (block.block_id, f"{block.hash:016x}", block.serial, block.parent)
+        block_tokens, different = tokens_of(snapshot.blocks)
         self._sequences: dict[int, Served] = {}
         tokens: dict[str, list[int]] = {}
         for seq in snapshot.sequences:
@@ -129,7 +128,7 @@ class LineWriter:
             table = list(seq.block_table)
             self._sequences[head[0]] = Served(head, seq.num_tokens, seq.is_running, seq.num_computed_tokens, table)
             tokens[str(head[0])] = list(seq.token_ids)
-        self._new.update(*tokens.values(), *block_tokens.values())
+        self._new.update(different, *tokens.values())
         yield encode(self._header)
         yield from self._new_texts()
         yield encode(["key", self.num_turns, at, self._state() | {"tokens": tokens, "block_tokens": block_tokens}])
@@ -241,7 +240,7 @@ class LineWriter:
 
     def _published(self, event: ev.BlockPublished) -> Line:
         block_id, seq_id, place, hash_, serial, parent = event
-        name = self._names[block_id] = [block_id, f"{hash_:016x}", serial, parent]
+        name = self._names[block_id] = (block_id, f"{hash_:016x}", serial, parent)
         return ["publish", block_id, seq_id, place, *name[1:]]
 
     def _evicted(self, event: ev.BlockEvicted) -> Line | None:
@@ -261,6 +260,20 @@ class LineWriter:
             self._turn[-1].append(block_id)
             return None
         return [name, block_id]
+
+
+def tokens_of(blocks: SequenceOf[ev.BlockState]) -> tuple[dict[str, list[int]], list[int]]:
+    """The tokens of each block that has a name, and all different ones. There may be a million: no loop over tokens."""
+    named = [block for block in blocks if block.hash is not None]
+    ids = np.frombuffer(b"".join([block.token_ids for block in named]), np.int32)
+    numbers, found, start = ids.tolist(), dict[str, list[int]](), 0
+    for block in named:
+        end = start + len(block.token_ids) // ids.itemsize
+        found[str(block.block_id)] = numbers[start:end]
+        start = end
+    is_there = np.zeros(ids.max(initial=-1) + 1, bool)  # to sort a million takes 50 times as long
+    is_there[ids] = True
+    return found, np.flatnonzero(is_there).tolist()
 
 
 def as_file(lines: Iterable[bytes]) -> bytes:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from folovllm import events as ev
 from folovllm.server.messages import Delta, Load
@@ -129,8 +132,11 @@ class Digest:
         self._deltas += deltas_of(event, self._served)
 
     def _finished(self, event: ev.Finished) -> None:
+        """The end is said with the last tokens: who looks between the two would take a stop token for text."""
         answer = self._gone(event.seq_id)
-        self._deltas.append(Delta(answer.number, answer.index, finish_reason=event.reason))
+        of_it = (i for i, d in enumerate(self._deltas) if (d.number, d.index) == (answer.number, answer.index))
+        last = deque(of_it, maxlen=1)[0]  # the step that ended it drew for it
+        self._deltas[last] = replace(self._deltas[last], finish_reason=event.reason)
 
     def _aborted(self, event: ev.Aborted) -> None:
         self._gone(event.seq_id)

@@ -9,6 +9,10 @@ import threading
 
 from folovllm.executor.start import end_with_parent
 
+SWITCH = (
+    2e-4  # seconds that the loop waits at most for another thread, the recorder of those who look; Python's are 5e-3
+)
+
 
 def main() -> None:
     """Serve the requests that come through the socket named on the command line, until it says stop or is closed.
@@ -19,6 +23,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     fd = int(sys.argv[1])
     threading.Thread(target=end_with_parent, args=[fd], daemon=True).start()
+    sys.setswitchinterval(SWITCH)
     from folovllm.server.socket_link import serve_socket
 
     is_well = serve_socket(fd)

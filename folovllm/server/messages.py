@@ -54,7 +54,7 @@ class Ready(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True):
-    """What a step added to one answer: tokens, or its end, which is the last that is said of it."""
+    """What a step added to one answer: tokens, and with the last of them its end."""
 
     number: int
     index: int  # among the `n` answers

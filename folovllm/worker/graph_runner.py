@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -79,13 +78,13 @@ class PendingStep:
 class GraphRunner:
     """Wraps a `ModelRunner`: it starts packed steps and does not wait for them.
 
-    The whole decode step, from unpacking its buffer to the draw, is recorded twice for each width in `buckets`: with the
-    draw in one pass, and with the draw of any row. Of small steps with prompts the model is recorded (`PromptGraphs`).
-    Other steps run the same operations one by one. All device work is queued on one stream, so that a step sees what the
-    step before it wrote, whatever the host knows by then.
+    For each width in `buckets` three things are recorded: the whole decode step, from unpacking its buffer to the draw in
+    one pass; the step as far as its logits; and from there the draw of any row. Of small steps with prompts the model is
+    recorded (`PromptGraphs`). Other steps run the same operations one by one. All device work is queued on one stream, so
+    that a step sees what the step before it wrote, whatever the host knows by then.
 
-    A step that draws late stops at its logits; the masks that its rows draw with are the next thing to come, and set it
-    going again. What it consists of is recorded when it is first needed.
+    A step that draws late stops at its logits. The masks that its rows draw with are the next thing to come, and set it
+    going again.
     """
 
     def __init__(self, setup: EngineSetup, runner: ModelRunner, draw: StepDraw, rows_draw: DrawState) -> None:
@@ -144,15 +143,16 @@ class GraphRunner:
         self._prompts.open()
         if setup.device.type == "cuda":
             for width in tqdm(self.buckets[::-1], desc="Capturing graphs", disable=not setup.config.use_tqdm):
-                for is_special in (False, True):
-                    self._graph(width, is_special)
+                self._record(width)
 
-    def _graph(self, width: int, is_special: bool) -> StepGraph:
-        """The recorded decode step of a bucket."""
-        return self._recorded(width, "special" if is_special else "plain", partial(self._decode, is_special=is_special))
+    def _record(self, width: int) -> None:
+        """Record all that steps of this width may need, so that no later step waits for it."""
+        for work in (self._decode, self._forward, self._draw_recorded):
+            self._recorded(width, work)
 
-    def _recorded(self, width: int, name: str, work: Callable[[torch.Tensor], None]) -> StepGraph:
+    def _recorded(self, width: int, work: Callable[[torch.Tensor], None]) -> StepGraph:
         """The graph of `work` on the fields of a decode step. Records it now, with nothing but padding, if there is none."""
+        name = work.__name__
         if (width, name) not in self._graphs:
             padding = StepPacker(self._setup.max_num_seqs, []).pack_decode([], width)
             self._graphs[width, name] = self._recorder.record(padding.fields, work)
@@ -167,20 +167,15 @@ class GraphRunner:
             return self._draw_late(step)
         if not step.draws_late:
             return self._start(step)
-        if step.is_decode:
-            self._late = self._replay(step, "forward", self._compute_recorded)
-        else:
-            self._late = self._compute(step)
+        self._late = self._compute(step)
         return None
 
     def _start(self, step: PackedStep) -> PendingStep:
         """Start a step that computes and draws at once."""
-        if step.is_decode:
-            name = "special" if step.is_special else "plain"
-            computed = self._replay(step, name, partial(self._decode, is_special=step.is_special))
-        else:
-            computed = self._compute(step)
-            self._draw_tokens(computed.logits, computed.fields, step.is_special)
+        if step.is_decode and not step.is_special:
+            return self._pending(self._replay(step, self._decode))
+        computed = self._compute(step)
+        self._draw_step(computed, step.is_special)
         return self._pending(computed)
 
     def _draw_late(self, masks: Masks) -> PendingStep:
@@ -190,20 +185,16 @@ class GraphRunner:
         numbers = self._steps_in.to_device(np.concatenate([masks.rows, masks.bits.ravel()]))
         rows, bits = numbers[: len(masks.rows)], numbers[len(masks.rows) :].view(masks.bits.shape)
         self._rows_draw.set_masks(rows, bits)
-        if computed.step.is_decode:
-            self._replay(computed.step, "draw", self._draw_recorded)
-        else:
-            self._draw_tokens(computed.logits, computed.fields, is_special=True)
+        self._draw_step(computed, is_special=True)
         return self._pending(computed)
 
-    def _replay(self, step: PackedStep, name: str, work: Callable[[torch.Tensor], None]) -> Computed:
+    def _replay(self, step: PackedStep, work: Callable[[torch.Tensor], None]) -> Computed:
         """Do the recorded `work` on the fields of a decode step."""
         width = step.fields.shape[1]
-        graph = self._recorded(width, name, work)
+        graph = self._recorded(width, work)
         graph.replay(self._steps_in.stage(step.fields.ravel()).view(step.fields.shape))
         self._steps_in.mark()
-        assert self._logits is not None
-        return Computed(step, self._logits[:width], graph.static_input)
+        return Computed(step, self._logits_of(graph.static_input), graph.static_input)
 
     def _pending(self, computed: Computed) -> PendingStep:
         """Send the tokens and log-probabilities of a step that has drawn on their way to the host."""
@@ -212,26 +203,29 @@ class GraphRunner:
         tokens, arrived = self._tokens_out.to_host(self._tokens[: step.num_seqs])
         return PendingStep(step, tokens, arrived, logprobs, computed.scores)
 
-    def _decode(self, fields: torch.Tensor, is_special: bool) -> None:
-        """Do the whole work of a decode step, from its buffer [len(Field), width] to its tokens. A graph records this."""
-        assert self._logits is not None
-        batch = self._tables.unpack_decode(fields, self._setup.max_model_len)
-        logits = self._runner.forward(batch, out=self._logits[: batch.num_seqs])
-        self._draw_tokens(logits, fields, is_special)
+    def _decode(self, fields: torch.Tensor) -> None:
+        """Do the whole work of a plain decode step, from its buffer [len(Field), width] to its tokens. A graph records this."""
+        self._forward(fields)
+        self._one_pass(self._logits_of(fields), fields)
 
-    def _compute_recorded(self, fields: torch.Tensor) -> None:
-        """Do the first part of it, up to the logits, for a step that draws late."""
-        assert self._logits is not None
+    def _forward(self, fields: torch.Tensor) -> None:
+        """Do the work of a decode step up to its logits, which stay in their buffer. A graph records this too."""
         batch = self._tables.unpack_decode(fields, self._setup.max_model_len)
-        self._runner.forward(batch, out=self._logits[: batch.num_seqs])
+        self._runner.forward(batch, out=self._logits_of(fields))
 
     def _draw_recorded(self, fields: torch.Tensor) -> None:
-        """Do the second part of it, for a step that draws late."""
+        """Draw for the rows of a decode step that has its logits, however they draw. A graph records this too."""
+        self._draw_rows(self._logits_of(fields), fields)
+
+    def _logits_of(self, fields: torch.Tensor) -> torch.Tensor:
+        """The part of the buffer that holds a decode step's logits, [width, V]."""
         assert self._logits is not None
-        self._draw_tokens(self._logits[: fields.shape[1]], fields, is_special=True)
+        return self._logits[: fields.shape[1]]
 
     def _compute(self, step: PackedStep) -> Computed:
         """Do the work of any step up to its logits. The scores of prompts are sent to the host on the way."""
+        if step.is_decode:
+            return self._replay(step, self._forward)
         packed, (room, numbers) = step.flatten(), self._prompts.pad(step)
         flat, padded = self._steps_in.to_device(np.concatenate([packed, numbers])).tensor_split([len(packed)])
         draws, fields = step.draws, flat[: step.fields.size].view(step.fields.shape)
@@ -246,11 +240,21 @@ class GraphRunner:
         logits, found = self._runner.forward_and_score(batch, after, tokens, int(step.scores[3].max()))
         return Computed(step, logits, fields, found.to_host(non_blocking=True))
 
-    def _draw_tokens(self, logits: torch.Tensor, fields: torch.Tensor, is_special: bool) -> None:
+    def _draw_step(self, computed: Computed, is_special: bool) -> None:
+        """Draw for a step that has its logits."""
+        if computed.step.is_decode:
+            self._replay(computed.step, self._draw_recorded)
+        elif is_special:
+            self._draw_rows(computed.logits, computed.fields)
+        else:
+            self._one_pass(computed.logits, computed.fields)
+
+    def _one_pass(self, logits: torch.Tensor, fields: torch.Tensor) -> None:
         """Draw a token for each row of `logits`, into `self._tokens` and to where the next step finds it. Device work only."""
-        if not is_special:
-            self._draw.one_pass(logits, fields, self._tokens, self._tables.last_token)
-            return
+        self._draw.one_pass(logits, fields, self._tokens, self._tables.last_token)
+
+    def _draw_rows(self, logits: torch.Tensor, fields: torch.Tensor) -> None:
+        """Do the same with all that each row asks for."""
         whole, rows, positions = self._draw.whole(logits), fields[Field.ROW], fields[Field.SEQ_LEN]
         tokens = self._rows_draw.draw(whole, rows, positions, self._tokens, self._tables.last_token)
         self._rows_draw.note(tokens, rows, positions, fields[Field.NUM_DRAWS])

@@ -6,14 +6,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-SLOTS = 4
+SLOTS = 8
 
 
 class HostRing:
     """Pinned buffers for copies that the host does not wait for; on CPU plain copies.
 
     A copy to or from pinned memory runs later, on the current stream. So a buffer may be used again only after the event
-    behind its last copy; with one step in flight and four slots, that event has long passed.
+    behind its last copy. A step takes up to four of them, and one step is in flight: that event has long passed.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:

@@ -64,8 +64,7 @@ def measure(overrides: dict) -> dict:
     with torch.inference_mode():
         runner.compile_kernels()
         for width in getattr(runner, "buckets", []):
-            for is_special in (True, False):
-                runner._graph(width, is_special)
+            runner._record(width)
     if isinstance(runner, GraphRunner):
         runner._prompts.rooms = rooms
     at_start = len(seen)

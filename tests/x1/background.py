@@ -19,6 +19,7 @@ from folovllm.server.patience import PatientProtocol
 from folovllm.server.serve import Server, listen
 
 PATIENCE = 30.0  # seconds until a test gives up
+LOOK = 0.005  # seconds between two looks at what we wait for
 
 
 class Background:
@@ -71,4 +72,17 @@ def eventually(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not holds():
         assert time.monotonic() < deadline, "it never came to hold"
-        time.sleep(0.005)
+        time.sleep(LOOK)
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> None:
+    """Wait until something holds that must hold so soon.
+
+    The time is counted in looks and not read from a clock: a machine that is busy with other things, which slows down what
+    we wait for, gives it more time too.
+    """
+    for _ in range(round(seconds / LOOK)):
+        if holds():
+            return
+        time.sleep(LOOK)
+    raise AssertionError(f"it did not come to hold within {seconds:g} s")

@@ -108,3 +108,22 @@ def test_the_digest_is_what_the_engine_would_say(milestone: str, seed: int) -> N
     assert mirror.digest.load.num_running == mirror.digest.load.num_waiting == mirror.digest.load.kv_blocks_used == 0
     assert all(seconds >= 0 for seconds in mirror.queue_times)
     assert len(mirror.queue_times) >= len(mirror.outputs), "each that was let in has waited, if only a moment"
+
+
+@pytest.mark.parametrize("milestone", ["m2", "m6"])
+def test_an_end_comes_with_its_last_tokens(milestone: str) -> None:
+    """In one delta: so nobody can look at an answer that has its stop token and does not know yet that it is one."""
+    served = engine(milestone)
+    digest, seen = Digest(False), list[ev.Event]()
+    served.subscribe(seen.extend)
+    for i in range(5):
+        served.add_request(str(i), [1, 2, 3 + i], SamplingParams(temperature=0, max_tokens=1 + i, n=1 + i % 2))
+    ends = []
+    while served.has_unfinished_requests():
+        served.step()
+        digest.take_in(seen)
+        seen.clear()
+        deltas, _ = digest.take()
+        ends += [delta for delta in deltas if delta.finish_reason is not None]
+        assert all(delta.token_ids for delta in deltas)
+    assert len(ends) == 7
