@@ -11,12 +11,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
-from folovllm.cache.prefix_cache import PrefixCacheStats, PrefixCachingBlockManager
+from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
 from folovllm.config import EngineConfig, ModelConfig
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats
 from folovllm.engine.output_processor import RequestState
-from folovllm.engine.scheduler import Scheduler, SchedulerLike
+from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.snapshot import added, snapshot
 from folovllm.events import Events, Finished, Listener, StepEnded
 from folovllm.executor.abstract import Executor
@@ -209,8 +209,9 @@ class LLMEngine:
 
     def subscribe(self, listener: Listener) -> None:
         """Let `listener(events)` hear after each step what happened (`folovllm.events`); now, how things stand."""
-        kv = self.scheduler.kv if isinstance(self.scheduler, Scheduler) else None
-        self.events.subscribe(listener, snapshot(self.setup, kv, self._num_steps, self._requests.values()))
+        self.events.subscribe(
+            listener, snapshot(self.setup, self.scheduler.kv, self._num_steps, self._requests.values())
+        )
 
     def unsubscribe(self, listener: Listener) -> None:
         """Tell `listener` nothing more. ValueError if it does not listen."""
@@ -316,17 +317,17 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, as after a change of the weights. Raises ValueError where there is no cache."""
-        self._prefix_caching_manager().prefix_cache.reset()
+        self._prefix_caching_manager().reset()
         self.events.drain()
         return True  # vLLM's may fail
 
     def prefix_cache_stats(self) -> PrefixCacheStats:
         """Hits and evictions so far. Raises ValueError where there is no cache."""
-        return self._prefix_caching_manager().prefix_cache.stats
+        return self._prefix_caching_manager().stats
 
-    def _prefix_caching_manager(self) -> PrefixCachingBlockManager:
-        kv = self.scheduler.kv if isinstance(self.scheduler, Scheduler) else None
-        if not isinstance(kv, PrefixCachingBlockManager):
+    def _prefix_caching_manager(self) -> KVCacheManager:
+        kv = self.scheduler.kv
+        if kv is None or not self.setup.config.enable_prefix_caching:
             raise ValueError("there is no prefix cache: set enable_prefix_caching=True, or take milestone m5")
         return kv
 
@@ -354,5 +355,5 @@ class LLMEngine:
             seq.logprobs += shown[num_scores:]
 
     def _num_used_blocks(self) -> int:
-        scheduler = self.scheduler
-        return scheduler.kv.num_blocks - scheduler.kv.num_free if isinstance(scheduler, Scheduler) else 0
+        kv = self.scheduler.kv
+        return 0 if kv is None else kv.num_blocks - kv.num_free

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from folovllm.attention.backends.registry import get_backend
+from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.forward_batch import ForwardBatch
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.logprobs import DrawnLogprobs, by_share, score
@@ -33,16 +33,17 @@ class ModelRunner:
         load: Callable[[], LlamaForCausalLM],
         sampler: Sampler,
         slots: SlotsOf,
+        backend: AttentionBackend,
         whole: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
     ) -> None:
-        """`load` builds the model with its weights; `whole` brings logits of a part of the vocabulary to all of it."""
+        """`load` builds the model with its weights, `backend` attends; `whole` brings logits of a part of the vocabulary to all of it."""
         self._setup = setup
         self._load = load
         self._sampler = sampler
         self._whole = whole
         self._input_batch = InputBatch(slots, setup.block_size, setup.device)
         self._draws = DrawRows(setup.vocab_size, setup.device)
-        self._backend = get_backend(setup.backend)(setup.attention)
+        self._backend = backend
 
     def load_model(self) -> None:
         """Build the model and load its weights."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -11,7 +10,7 @@ import triton
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.decode import SplitKVDecode
-from folovllm.kernels.prefill import prefill
+from folovllm.kernels.prefill import PrefillKernel, prefill
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.store import store_kvcache
 
@@ -27,14 +26,16 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     supports_cuda_graph = True
 
-    def __init__(self, config: AttentionConfig) -> None:
+    def __init__(self, config: AttentionConfig, own_prefill: PrefillKernel | None = None) -> None:
+        """`own_prefill` takes the place of the prefill kernels."""
         super().__init__(config)
         if config.block_size is None:
             raise ValueError("the triton backend is built for one block size: resolve it first")
         self._decode = SplitKVDecode(
             config.max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim, config.block_size, config.device
         )  # fmt: skip
-        self._hopper = _hopper(config)
+        self._prefill: PrefillKernel = own_prefill or prefill
+        self._hopper = None if own_prefill else _hopper(config)
 
     @classmethod
     def check_available(cls, config: AttentionConfig) -> None:
@@ -80,13 +81,13 @@ class TritonBackend(AttentionBackend):
             )  # fmt: skip
         return out
 
-    def _prefill_kernel(self, num_tokens: int, max_query_len: int) -> Callable[..., torch.Tensor]:
+    def _prefill_kernel(self, num_tokens: int, max_query_len: int) -> PrefillKernel:
         """Which of the two serves a step of so many tokens, whose longest share is given."""
         hopper = self._hopper
         if hopper is not None and hopper.is_ahead(self.config.head_dim, num_tokens, max_query_len):
-            kernel: Callable[..., torch.Tensor] = hopper.prefill_hopper
+            kernel: PrefillKernel = hopper.prefill_hopper
             return kernel
-        return prefill
+        return self._prefill
 
     def forward_raw(
         self, qkv: torch.Tensor, preparation: Preparation, kv_cache: torch.Tensor, batch: ForwardBatch
