@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from milestones.manifest import PACKAGE, Builder, Course
+from milestones.mine import Mine
 
 FOLDER = Path(PACKAGE, "builders")
 
@@ -26,6 +27,13 @@ def put_references(course: Course, folder: Path) -> Path:
     """A `mine/` with the references of all builders; returns the folder."""
     for builder in course.builders:
         put(builder.reference.read_text("utf-8"), builder, folder)
+    return folder
+
+
+def put_wrong(builder: Builder, wrong: Path, folder: Path) -> Path:
+    """A `mine/` with a wrong component, which may build on `folovllm.builders.reference`; returns the folder."""
+    put(wrong.read_text("utf-8"), builder, folder)
+    (folder / FOLDER / "reference.py").write_text(builder.reference.read_text("utf-8"), encoding="utf-8")
     return folder
 
 
@@ -51,7 +59,7 @@ def template(builder: Builder) -> str:
 
 def load_file(file: Path, symbol: str) -> Any:
     """What a file defines under this name. ValueError where it does not."""
-    name = f"own_{file.parent.parent.parent.name}_{file.stem}".replace("-", "_")
+    name = "component_" + "".join(c if c.isalnum() else "_" for c in str(file.with_suffix("")))
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec and spec.loader
     module: ModuleType = importlib.util.module_from_spec(spec)
@@ -66,3 +74,28 @@ def scorer(builder: Builder) -> Any:
     """The function that scores a component."""
     module, _, name = builder.scorer.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def scores(builder: Builder, mine: Mine | None = None) -> list[tuple[str, dict[str, str]]]:
+    """(whose, numbers as text by their column) of the engine's own, the reference and, if it is begun, the learner's."""
+    from milestones.scores import OURS
+
+    score = scorer(builder)
+    components = {label: make() for label, make in OURS[builder.name].items()}
+    components["the course's reference"] = load_file(builder.reference, builder.symbol)
+    if mine and (file := mine.folder / builder.path).is_file():
+        components["yours"] = load_file(file, builder.symbol)
+    return [(label, {k: shown(v) for k, v in score(component).items()}) for label, component in components.items()]
+
+
+def shown(value: float) -> str:
+    """Whole numbers whole, others with three digits or so."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 2}f}"
+
+
+def score_table(id: str) -> str:
+    """The scores of a milestone's builder as a Markdown table: what a notebook shows."""
+    course = Course.here()
+    rows = scores(course.builder(id), Mine.of(course))
+    lines = [("", *rows[0][1]), ("---", *("---:" for _ in rows[0][1])), *((label, *cells.values()) for label, cells in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

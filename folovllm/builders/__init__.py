@@ -32,8 +32,8 @@ PLACES = {
     ),
     "scheduler": Place(
         "Scheduler",
-        lambda c: c.kv_cache == "slots",
-        'hands out slots to a batch: take milestone="m2", or kv_cache="slots"',
+        lambda c: c.kv_cache == "slots" and c.scheduling == "fcfs",
+        'hands out slots by a rule of its own: take milestone="m2", or kv_cache="slots", and leave scheduling="fcfs"',
     ),
     "block_manager": Place(
         "BlockManager",

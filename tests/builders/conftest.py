@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     references = put_references(COURSE, tmp_path_factory.mktemp("references"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOLOVLLM_MINE", str(references))
-        patch.setattr("sys.meta_path", [_overlay.Overlay(references), *__import__("sys").meta_path])
+        patch.setattr(sys, "meta_path", [_overlay.Overlay(references), *sys.meta_path])
         yield references
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def component(request: pytest.FixtureRequest, folder: Path) -> Any:
     """What the test's module is about, by its name: test_block_manager.py gets `BlockManager`."""
     name = request.path.stem.removeprefix("test_")

@@ -10,18 +10,19 @@ STORY = "Once upon a time there was a little girl who loved her red kite."
 PROMPTS = ["Lily had a red kite", STORY, "One day", f"{STORY} One day the wind", f"{STORY} One day the wind"]
 
 
-def texts(max_tokens: int = 12, **config: Any) -> list[list[int]]:
-    """The token ids of the answers, greedy and seeded ones, of the embedded model."""
-    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=max_tokens, ignore_eos=True) for i in range(5)]
+def texts(max_tokens: int = 12, count: int = 5, **config: Any) -> list[list[int]]:
+    """The token ids of the answers to the first `count` prompts, greedy and seeded in turn, of the embedded model."""
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=max_tokens, ignore_eos=True) for i in range(count)]
     llm = LLM("stories-5m", use_tqdm=False, max_model_len=128, **config)
     try:
-        return [list(answer.outputs[0].token_ids) for answer in llm.generate(PROMPTS, params)]
+        return [list(answer.outputs[0].token_ids) for answer in llm.generate(PROMPTS[:count], params)]
     finally:
         llm.close()
 
 
-def assert_same_tokens(builder: str, max_tokens: int = 12, **config: Any) -> None:
+def assert_same_tokens(builder: str, max_tokens: int = 12, count: int = 5, **config: Any) -> None:
     """With the component the engine says what it says without."""
-    expected, got = texts(max_tokens, **config), texts(max_tokens, **config, builders=builder)
+    expected = texts(max_tokens, count, **config)
+    got = texts(max_tokens, count, **config, builders=builder)
     for i, (theirs, ours) in enumerate(zip(expected, got, strict=True)):
         assert ours == theirs, f"answer {i} of the engine has other tokens with your component in it"

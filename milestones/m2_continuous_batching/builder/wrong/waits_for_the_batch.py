@@ -1,0 +1,14 @@
+"""Static batching: newcomers come in when the whole batch has ended."""
+
+from __future__ import annotations
+
+from folovllm.builders.reference import Scheduler as Right
+from folovllm.step.schedule import SchedulerOutput
+
+
+class Scheduler(Right):
+    def schedule(self) -> SchedulerOutput:
+        waiting, self.waiting = self.waiting, [] if self.running else self.waiting
+        output = super().schedule()
+        self.waiting = waiting if waiting is not self.waiting else self.waiting
+        return output
