@@ -37,28 +37,31 @@ def put_wrong(builder: Builder, wrong: Path, folder: Path) -> Path:
     return folder
 
 
-def begin(builder: Builder, folder: Path) -> tuple[Path, bool]:
+def begin(builder: Builder, course: Course, folder: Path) -> tuple[Path, bool]:
     """The learner's file, and whether it is new: its docstring says what to build, and the class is empty."""
     file = folder / builder.path
     if file.is_file():
         return file, False
-    put(template(builder), builder, folder)
+    put(template(builder, course), builder, folder)
     return file, True
 
 
-def template(builder: Builder) -> str:
+def template(builder: Builder, course: Course) -> str:
     """A file with the task and the protocol, and nothing that solves it."""
     module, _, name = builder.protocol.partition(":")
+    is_base = f"class {name}(ABC):" in course.source(Path(*module.split(".")).with_suffix(".py"))
     task = builder.statement.replace("\\", "\\\\").replace('"""', "'''")
-    imports = f"from {module} import {name}\n\n\n"
-    if builder.symbol[0].islower():  # a function, which is asked to have a signature and no base class
-        body = f"def {builder.symbol}(*arguments):  # the arguments of {name}.__call__, in their order\n"
-        return f'"""{task}\n"""\n\n{imports}{body}    raise NotImplementedError\n'
-    return f'"""{task}\n"""\n\n{imports}class {builder.symbol}({name}):\n    """Yours: see the docstrings of {name}."""\n'
+    head = f'"""{task}\n"""\n\n'
+    if builder.symbol[0].islower():
+        arguments = f"*arguments):  # those of {name}.__call__, in their order: give them names"
+        return f"{head}def {builder.symbol}({arguments}\n    raise NotImplementedError\n"
+    if not is_base:
+        return f'{head}class {builder.symbol}:\n    """Yours; it has what {module}.{name} has."""\n'
+    return f'{head}from {module} import {name}\n\n\nclass {builder.symbol}({name}):\n    """Yours: see {name}."""\n'
 
 
 def load_file(file: Path, symbol: str) -> Any:
-    """What a file defines under this name. ValueError where it does not."""
+    """What a file defines under this name. ValueError where it does not, or not all of it."""
     name = "component_" + "".join(c if c.isalnum() else "_" for c in str(file.with_suffix("")))
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec and spec.loader
@@ -67,7 +70,10 @@ def load_file(file: Path, symbol: str) -> Any:
     spec.loader.exec_module(module)
     if not hasattr(module, symbol):
         raise ValueError(f"{file} has no {symbol}: that is the name under which the engine looks for it")
-    return getattr(module, symbol)
+    found = getattr(module, symbol)
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ValueError(f"{symbol} in {file} is not complete, it lacks: {', '.join(missing)}")
+    return found
 
 
 def scorer(builder: Builder) -> Any:
@@ -93,9 +99,14 @@ def shown(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 2}f}"
 
 
-def score_table(id: str) -> str:
-    """The scores of a milestone's builder as a Markdown table: what a notebook shows."""
-    course = Course.here()
-    rows = scores(course.builder(id), Mine.of(course))
+def score_table(builder: Builder, mine: Mine | None) -> str:
+    """The scores as a Markdown table."""
+    rows = scores(builder, mine)
     lines = [("", *rows[0][1]), ("---", *("---:" for _ in rows[0][1])), *((label, *cells.values()) for label, cells in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def show_scores(id: str) -> None:
+    """Print what a component of the learner's is worth beside ours: a notebook's last cell."""
+    course = Course.here()
+    print(score_table(course.builder(id), Mine.of(course)))

@@ -34,7 +34,7 @@ def build(
         console.print(table)
         return
     builder = mine.course.builder(id)
-    file, is_new = begin(builder, mine.folder)
+    file, is_new = begin(builder, mine.course, mine.folder)
     if is_new:
         console.print(Markdown(builder.statement))
         console.print()

@@ -15,6 +15,9 @@ from folovllm import LLM, EngineConfig, builders
 from milestones.manifest import Course
 from tests.builders.engines import texts
 
+pytestmark = pytest.mark.skipif(
+    bool(os.environ.get("FOLOVLLM_MINE")), reason="this is about the engine, not about a component of yours"
+)
 COURSE = Course(Path(__file__).resolve().parents[2])
 
 
@@ -33,12 +36,6 @@ def written(name: str, folder: Path, change: Callable[[str], str | None]) -> Ite
     finally:
         file.write_text(kept, encoding="utf-8")
         sys.modules.pop(module, None)
-
-
-@pytest.fixture(autouse=True)
-def only_without_mine(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("mine"):
-        pytest.skip("this is about the engine, not about a component")
 
 
 def test_manifest_and_engine_know_the_same() -> None:
