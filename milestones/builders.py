@@ -102,7 +102,11 @@ def shown(value: float) -> str:
 def score_table(builder: Builder, mine: Mine | None) -> str:
     """The scores as a Markdown table."""
     rows = scores(builder, mine)
-    lines = [("", *rows[0][1]), ("---", *("---:" for _ in rows[0][1])), *((label, *cells.values()) for label, cells in rows)]
+    lines = [
+        ("", *rows[0][1]),
+        ("---", *("---:" for _ in rows[0][1])),
+        *((label, *cells.values()) for label, cells in rows),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

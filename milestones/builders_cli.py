@@ -19,7 +19,9 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 @app.command()
 def build(
-    id: Annotated[str, typer.Argument(metavar="[ID]", help="A milestone, say m3; all builders are listed if left out.")] = "",
+    id: Annotated[
+        str, typer.Argument(metavar="[ID]", help="A milestone, say m3; all builders are listed if left out.")
+    ] = "",
 ) -> None:
     """Begin a whole component of your own, beside the exercises: an empty file in mine/folovllm/builders/.
 

@@ -100,7 +100,9 @@ def where(context: typer.Context) -> None:
         _say(f"Next: python -m milestones start {ahead.id}  ({ahead.summary})")
     own = next((b for b in mine.course.builders if b.milestone == _newest(mine)), None)
     if own and state.started and not todo and not (mine.folder / own.path).is_file():
-        _say(f"Beside it, if you like: python -m milestones build {own.milestone}  ({own.title}, {own.minutes} minutes)")
+        _say(
+            f"Beside it, if you like: python -m milestones build {own.milestone}  ({own.title}, {own.minutes} minutes)"
+        )
 
 
 @app.command()

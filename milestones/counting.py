@@ -16,7 +16,7 @@ class CountBytes(TorchDispatchMode):
     """While it is entered, adds up what torch's operations read and write. A view moves nothing."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,7 +112,9 @@ def count_kernel(kernel: Any, lens: list[int], new: list[int]) -> dict[str, floa
         pairs += int(mask.sum())
         expected.append(naive_attention(q, key, value, dim**-0.5, mask))
     if not torch.allclose(out, torch.cat(expected), atol=1e-4):
-        raise ValueError("the kernel's result is wrong, so its bytes do not count: python -m milestones test m4.builder")
+        raise ValueError(
+            "the kernel's result is wrong, so its bytes do not count: python -m milestones test m4.builder"
+        )
     least = 4 * dim * (2 * sum(new) * num_heads + 2 * sum(lens) * num_kv_heads)  # all in and out once
     moved = counts["loaded"] + counts["stored"]
     return {

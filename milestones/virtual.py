@@ -92,7 +92,7 @@ def as_sequence(request: Request) -> Sequence:
 def serve(
     scheduler: SchedulerLike,
     requests: list[Request],
-    costs: Costs = Costs(),  # noqa: B008  # frozen
+    costs: Costs = Costs(),  # it is frozen
     watch: Callable[[SchedulerOutput], int] = lambda output: 0,
 ) -> Run:
     """Serve all requests; `watch` sees each step, and says how wide it is computed.

@@ -42,7 +42,9 @@ def turns(rng: random.Random) -> list[Request]:
             so_far += answer
             arrival += rng.uniform(0.1, 0.5)
     for i in range(40):
-        requests.append((round(rng.uniform(0, 1.5), 4), [(f"once{i}", length(rng, 400, 0.6, 900))], length(rng, 20, 0.5, 60)))
+        requests.append(
+            (round(rng.uniform(0, 1.5), 4), [(f"once{i}", length(rng, 400, 0.6, 900))], length(rng, 20, 0.5, 60))
+        )
     return sorted(requests, key=lambda request: request[0])
 
 

@@ -120,7 +120,8 @@ def test_a_preempted_sequence_comes_back(component: Any) -> None:
 def test_a_crowd_is_admitted(component: Any) -> None:
     """A watermark is not to leave most of the cache unused."""
     kv = component(256, 16)
-    seqs = [seq for seq in (admitted(kv, 40) for _ in range(100)) if seq]
+    for _ in range(100):
+        admitted(kv, 40)
     used = kv.num_blocks - kv.num_free
     assert used >= 128, f"admissions stop with {used} of 256 blocks in use"
 
@@ -174,4 +175,3 @@ def test_any_order_of_events(component: Any) -> None:
 def test_in_the_engine(component: Any) -> None:
     """So few blocks that somebody is preempted."""
     assert_same_tokens("block_manager", 40, milestone="m3", block_size=4, num_kv_blocks=32, max_num_seqs=4)
-

@@ -127,5 +127,3 @@ def test_scores_of_a_prompt_in_the_engine(component: Any) -> None:
         return [value.logprob for row in answer.prompt_logprobs[1:] for value in row.values()]
 
     assert scores(builders="decode_loop") == pytest.approx(scores(), abs=1e-4), "the prompt's scores are the engine's"
-
-

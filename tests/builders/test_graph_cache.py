@@ -39,7 +39,9 @@ def test_a_worked_case(component: Any) -> None:
     cache = component(8)
     recorder = Recorder(cache)
     plain = recorder.get(cache.widths[-1], "plain")
-    assert (plain.width, plain.kind) == (8, "plain") and recorder.recorded == [(8, "plain")], "recorded when first needed"
+    assert (plain.width, plain.kind) == (8, "plain") and recorder.recorded == [(8, "plain")], (
+        "recorded when first needed"
+    )
     assert recorder.get(8, "plain") is plain and len(recorder.recorded) == 1, "the second time it is kept"
     assert recorder.get(8, "special").kind == "special", "the draw of special rows is other work: a graph of its own"
     assert len(cache) == 2, "len() is the number of graphs that are kept"
@@ -49,7 +51,9 @@ def test_a_worked_case(component: Any) -> None:
 def test_widths(component: Any, most: int) -> None:
     widths = list(component(most).widths)
     assert widths == sorted(set(widths)), "widths ascend, each once"
-    assert widths[0] >= 1 and widths[-1] == most, "the last is max_num_seqs, so that every batch finds one that holds it"
+    assert widths[0] >= 1 and widths[-1] == most, (
+        "the last is max_num_seqs, so that every batch finds one that holds it"
+    )
 
 
 def test_few_widths_and_little_padding(component: Any) -> None:
@@ -57,7 +61,9 @@ def test_few_widths_and_little_padding(component: Any) -> None:
     widths = list(component(256).widths)
     assert len(widths) <= 64, f"{len(widths)} widths are many to record"
     padded = [next(width for width in widths if width >= rows) for rows in range(1, 257)]
-    assert all(width <= max(4, 2 * rows) for rows, width in enumerate(padded, 1)), "at most as many rows again as padding"
+    assert all(width <= max(4, 2 * rows) for rows, width in enumerate(padded, 1)), (
+        "at most as many rows again as padding"
+    )
 
 
 def test_each_gets_its_own_graph(component: Any) -> None:
@@ -93,7 +99,9 @@ def test_the_cache_says_how_much_it_keeps(component: Any) -> None:
 
 def test_two_caches_share_nothing(component: Any) -> None:
     one, other = Recorder(component(8)), Recorder(component(8))
-    assert one.get(8, "plain") is not other.get(8, "plain"), "graphs write to the memory of the engine that recorded them"
+    assert one.get(8, "plain") is not other.get(8, "plain"), (
+        "graphs write to the memory of the engine that recorded them"
+    )
 
 
 def test_in_the_engine(component: Any) -> None:

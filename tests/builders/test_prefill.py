@@ -20,7 +20,9 @@ def check(
     paged = Paged.make(lens, block_size, heads[1], dim, dtype)
     query = torch.randn(sum(new), heads[0], dim, device=DEVICE, dtype=dtype)
     out = torch.full_like(query, float("nan"))
-    got = prefill(query, paged.kv_cache, starts(new), paged.seq_lens, paged.block_tables, bound or max(new), dim**-0.5, out)
+    got = prefill(
+        query, paged.kv_cache, starts(new), paged.seq_lens, paged.block_tables, bound or max(new), dim**-0.5, out
+    )
     assert got.data_ptr() == out.data_ptr(), "the result is written to `out`, which is returned"
     assert not out.isnan().any(), "NaN: a row was not written, or a place was read that holds no token of the sequence"
     assert is_close(out, paged.attention(query, new)), says

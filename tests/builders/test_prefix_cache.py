@@ -25,7 +25,9 @@ class Bench:
     def admit(self, seq: Sequence, count: int | None = None) -> bool:
         """Match and reserve as the scheduler does, then compute `count` tokens, or all."""
         self.kv.match(seq)
-        assert seq.num_computed_tokens == len(seq.block_table) * self.kv.block_size, "what is matched counts as computed"
+        assert seq.num_computed_tokens == len(seq.block_table) * self.kv.block_size, (
+            "what is matched counts as computed"
+        )
         assert seq.num_uncomputed_tokens >= 1, "one token is left to compute: its logits give the next one"
         self.check(seq)
         count = seq.num_uncomputed_tokens if count is None else min(count, seq.num_uncomputed_tokens)
@@ -42,7 +44,9 @@ class Bench:
         """Write the K/V of the next tokens, then publish. No place that another one reads is written."""
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + count
         slots = self.kv.slots(seq.block_table, self.kv.block_size, start, end)
-        self.written |= {int(s): tuple(seq.token_ids[: p + 1].tolist()) for s, p in zip(slots, range(start, end), strict=True)}
+        self.written |= {
+            int(s): tuple(seq.token_ids[: p + 1].tolist()) for s, p in zip(slots, range(start, end), strict=True)
+        }
         seq.num_computed_tokens = end
         for other in self.running:
             self.check(other)

@@ -21,7 +21,9 @@ LATE = 100  # so many that came later may come in before a request, and no more
 class Bench:
     """A scheduler over slots, and a device that draws the token 40 + position."""
 
-    def __init__(self, component: Any, slots: int = 4, seats: int = 4, budget: int = 40, tokens: Any = whole_prompt) -> None:
+    def __init__(
+        self, component: Any, slots: int = 4, seats: int = 4, budget: int = 40, tokens: Any = whole_prompt
+    ) -> None:
         self.kv = SlotManager(slots, 64)
         self.scheduler = component(self.kv, seats, budget, tokens)
         self.seats, self.budget = seats, budget
@@ -54,9 +56,13 @@ class Bench:
             self.computed[seq] = share.end
             self.started += [seq] * (seq not in self.started)
         self.check()
-        draws = [[40 + seq.num_tokens] if share.num_draws else [] for share, seq in zip(output.shares, seqs, strict=True)]
+        draws = [
+            [40 + seq.num_tokens] if share.num_draws else [] for share, seq in zip(output.shares, seqs, strict=True)
+        ]
         updated = self.scheduler.postprocess(list(zip(seqs, draws, strict=True)))
-        assert list(updated) == [seq for seq, drawn in zip(seqs, draws, strict=True) if drawn], "who got a token is returned"
+        assert list(updated) == [seq for seq, drawn in zip(seqs, draws, strict=True) if drawn], (
+            "who got a token is returned"
+        )
         self.check()
         return seqs
 
@@ -64,9 +70,13 @@ class Bench:
         running, waiting = list(self.scheduler.running), list(self.scheduler.waiting)
         assert len(running) <= self.seats, "no more than max_num_seqs run"
         together = sorted(seq.seq_id for seq in [*running, *waiting])
-        assert together == sorted(seq.seq_id for seq in self.unfinished()), "each unfinished one waits or runs, not both"
+        assert together == sorted(seq.seq_id for seq in self.unfinished()), (
+            "each unfinished one waits or runs, not both"
+        )
         assert all(seq.status is SequenceStatus.RUNNING for seq in running), "who runs has the status RUNNING"
-        assert all(seq.status is SequenceStatus.WAITING and not seq.block_table for seq in waiting), "who waits holds nothing"
+        assert all(seq.status is SequenceStatus.WAITING and not seq.block_table for seq in waiting), (
+            "who waits holds nothing"
+        )
         held = sum(bool(seq.block_table) for seq in self.seqs)
         assert held == self.kv.num_blocks - self.kv.num_free, "a slot is given back when its sequence ends"
         assert held == sum(bool(seq.block_table) for seq in running), "only running sequences hold a slot"
@@ -80,7 +90,9 @@ class Bench:
         for seq in self.seqs:
             if seq.status is not SequenceStatus.FINISHED_ABORTED:
                 tokens = [40 + p for p in range(seq.num_prompt_tokens, seq.num_tokens)]
-                assert seq.output_token_ids.tolist() == tokens, f"{seq.request_id} got the tokens drawn for it, in order"
+                assert seq.output_token_ids.tolist() == tokens, (
+                    f"{seq.request_id} got the tokens drawn for it, in order"
+                )
                 assert seq.num_output_tokens == seq.max_tokens, f"{seq.request_id} got as many as it asked for"
 
 
@@ -177,7 +189,13 @@ requests = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6), st.integers
 
 
 @settings(max_examples=60, deadline=None)
-@given(requests=requests, slots=st.integers(1, 5), seats=st.integers(1, 5), budget=st.integers(30, 60), chunks=st.booleans())
+@given(
+    requests=requests,
+    slots=st.integers(1, 5),
+    seats=st.integers(1, 5),
+    budget=st.integers(30, 60),
+    chunks=st.booleans(),
+)
 def test_any_order_of_arrivals(
     component: Any, requests: list[tuple[int, int, int]], slots: int, seats: int, budget: int, chunks: bool
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_traces_are_what_the_tool_makes() -> None:
     assert {file.name: file.read_text("utf-8") for file in TRACES.glob("*.json")} == traces()
     for name in ("chat", "turns"):
         requests = load_trace(name)
-        assert all(a.arrival <= b.arrival for a, b in zip(requests, requests[1:], strict=False))
+        assert all(a.arrival <= b.arrival for a, b in pairwise(requests))
         assert max(len(request.prompt) + len(request.answer) for request in requests) <= 224 * 16, "one fits alone"
 
 
@@ -128,5 +129,3 @@ def test_yours_is_a_row(tmp_path: Path) -> None:
     put(builder.reference.read_text("utf-8"), builder, tmp_path)
     rows = dict(scores(builder, Mine(COURSE, tmp_path)))
     assert rows["yours"] == rows["the course's reference"] != rows["the engine's"]
-
-

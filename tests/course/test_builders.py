@@ -99,5 +99,5 @@ class TestCommands:
     def test_what_is_not_begun_is_a_sentence(self) -> None:
         with pytest.raises(ValueError, match="python -m milestones build m3"):
             self.run("test", "m3.builder")
-        with pytest.raises(ValueError, match="no builder 'x1.builder': there are m1, m2"):
+        with pytest.raises(ValueError, match=r"no builder 'x1.builder': there are m1, m2"):
             self.run("test", "x1.builder")
