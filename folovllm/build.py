@@ -15,7 +15,7 @@ from functools import partial
 
 from folovllm import builders
 from folovllm.attention.backends.abstract import AttentionBackend
-from folovllm.attention.backends.registry import get_backend
+from folovllm.attention.backends.registry import make_backend
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
@@ -177,7 +177,7 @@ def attention_backend(setup: EngineSetup) -> AttentionBackend:
         from folovllm.attention.backends.triton import TritonBackend
 
         return TritonBackend(setup.attention, own)
-    return get_backend(setup.backend)(setup.attention)
+    return make_backend(setup.backend, setup.attention)
 
 
 def layer_set(setup: EngineSetup) -> LayerSet:

@@ -16,6 +16,7 @@ import numpy as np
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.scheduler import SchedulerLike
+from folovllm.request import Request as Asked
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import SchedulerOutput
@@ -86,7 +87,8 @@ def load_trace(name: str) -> list[Request]:
 def as_sequence(request: Request) -> Sequence:
     """The sequence of a request: its answer ends when it is complete, and nothing is decoded."""
     params = SamplingParams(max_tokens=len(request.answer), ignore_eos=True, detokenize=False)
-    return Sequence("", request.prompt, params, len(request.answer), 0, IncrementalDetokenizer(lambda ids: ""))
+    asked = Asked("", request.prompt, params, len(request.answer), 0)
+    return Sequence(asked, IncrementalDetokenizer(lambda ids: ""))
 
 
 def serve(

@@ -42,8 +42,9 @@ PLACES = {
     ),
     "prefill": Place(
         "prefill",
-        lambda c: c.kv_cache == "paged" and c.attention_backend == "triton",
-        'is a kernel of the Triton backend: take milestone="m4" or later, and attention_backend="triton"',
+        lambda c: (c.kv_cache, c.attention_backend, c.kv_cache_dtype) == ("paged", "triton", "auto"),
+        'is a kernel of the Triton backend and reads no 8 bits: take milestone="m4" or later, attention_backend="triton", '
+        'and kv_cache_dtype="auto"',
     ),
     "prefix_cache": Place(
         "PrefixCache",

@@ -44,7 +44,7 @@ class PrefixCache(KVCacheManager):
 
     def match(self, seq: Sequence) -> None:
         """Walk down the tree along the tokens of `seq`; one token is left to compute."""
-        if len(seq.prompt_logprobs) < seq.num_to_score:
+        if seq.num_unscored_tokens:
             return
         path = self._paths[seq.seq_id] = []
         node: Node | None = self._root(seq)
@@ -123,7 +123,7 @@ class PrefixCache(KVCacheManager):
         return np.asarray(block_table, np.int64)[block] * block_size + offset
 
     def _root(self, seq: Sequence) -> Node:
-        return self._roots.setdefault(seq.cache_salt, Node(-1, b"", None))
+        return self._roots.setdefault(seq.request.cache_salt, Node(-1, b"", None))
 
     def _tokens(self, seq: Sequence, i: int) -> bytes:
         return seq.tokens(i * self.block_size, (i + 1) * self.block_size).tobytes()
