@@ -1,4 +1,4 @@
-"""Our model behind a decode loop that somebody else wrote: it keeps the cache and decides what is computed when."""
+"""Our model behind a decode loop that a learner wrote: the loop keeps the cache and decides what is computed when."""
 
 from __future__ import annotations
 

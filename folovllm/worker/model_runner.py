@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend
+from folovllm.attention.backends.registry import make_backend
 from folovllm.forward_batch import ForwardBatch
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.logprobs import DrawnLogprobs, by_share, score
