@@ -110,7 +110,7 @@ def score_table(builder: Builder, mine: Mine | None) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def show_scores(id: str) -> None:
-    """Print what a component of the learner's is worth beside ours: a notebook's last cell."""
+def own_scores(id: str) -> str:
+    """What a component of the learner's is worth beside ours, as a Markdown table: for a notebook."""
     course = Course.here()
-    print(score_table(course.builder(id), Mine.of(course)))
+    return score_table(course.builder(id), Mine.of(course))
