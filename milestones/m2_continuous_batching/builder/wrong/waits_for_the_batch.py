@@ -8,7 +8,9 @@ from folovllm.step.schedule import SchedulerOutput
 
 class Scheduler(Right):
     def schedule(self) -> SchedulerOutput:
-        waiting, self.waiting = self.waiting, [] if self.running else self.waiting
+        if not self.running:
+            return super().schedule()
+        waiting, self.waiting = self.waiting, []
         output = super().schedule()
-        self.waiting = waiting if waiting is not self.waiting else self.waiting
+        self.waiting = waiting
         return output
