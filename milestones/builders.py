@@ -30,9 +30,13 @@ def put_references(course: Course, folder: Path) -> Path:
     return folder
 
 
-def put_wrong(builder: Builder, wrong: Path, folder: Path) -> Path:
-    """A `mine/` with a wrong component, which may build on `folovllm.builders.reference`; returns the folder."""
-    put(wrong.read_text("utf-8"), builder, folder)
+def put_wrong(builder: Builder, wrong: str, course: Course, folder: Path) -> Path:
+    """A `mine/` with a wrong component, by name, or without one with what `begin` writes; returns the folder.
+
+    A wrong one may build on `folovllm.builders.reference`.
+    """
+    text = (builder.folder / f"wrong/{wrong}.py").read_text("utf-8") if wrong else template(builder, course)
+    put(text, builder, folder)
     (folder / FOLDER / "reference.py").write_text(builder.reference.read_text("utf-8"), encoding="utf-8")
     return folder
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from milestones import builders
 from milestones.manifest import Course, Exercise
 from milestones.mine import write_variant
 from tests.tiny import same
@@ -39,12 +40,12 @@ LIMIT = {"later": 700}  # seconds: all tests of a milestone, in one process; oth
 class Job:
     """What is blank or wrong, what is run, and, by `kind`, what is to come of it (`complaint`)."""
 
-    kind: str  # blank, wrong, alone or later
-    name: str  # of the exercise, wrong answer or milestone
+    kind: str  # blank, wrong, alone or later; builder
+    name: str  # of the exercise, wrong answer, milestone or builder
     root: Path
     tests: tuple[str, ...]
     blanked: tuple[str, ...] = ()
-    wrong: str = ""
+    wrong: str = ""  # a wrong answer's id; of a builder a wrong component's name, or nothing: its empty file
 
     @property
     def exercise(self) -> str:
@@ -79,6 +80,15 @@ def jobs(course: Course) -> list[Job]:
         if later := _ids(e for m in course.milestones if m.is_after(milestone) for e in m.exercises):
             found.append(Job("later", milestone.id, course.root, course.tests(milestone.id), later))
     return sorted(found, key=lambda job: job.kind != "later")
+
+
+def builder_jobs(course: Course) -> list[Job]:
+    """Per builder: each wrong component, and the file that a learner begins with."""
+    return [
+        Job("builder", f"{builder.id}-{wrong or 'empty'}", course.root, builder.tests, wrong=wrong)
+        for builder in course.builders
+        for wrong in ("", *(file.stem for file in builder.wrong))
+    ]
 
 
 def complaint(job: Job, result: Result) -> str:
@@ -197,6 +207,8 @@ def _child(job: Job, pipe: Connection) -> None:
 
 def _variant(job: Job, folder: Path) -> Path:
     course = Course(job.root)
+    if job.kind == "builder":
+        return builders.put_wrong(course.builder(job.name.partition("-")[0]), job.wrong, course, folder)
     answers = [w for e in course.exercises for w in course.wrong_answers(e) if w.id == job.wrong]
     return write_variant(course, folder, [course.exercise(id) for id in job.blanked], answers)
 
