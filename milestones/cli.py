@@ -124,7 +124,8 @@ def start(id: MilestoneId) -> None:
 def test(
     context: typer.Context,
     id: Annotated[
-        str, typer.Argument(metavar="[ID]", help="A milestone or an exercise; the newest started if left out.")
+        str,
+        typer.Argument(metavar="[ID]", help="A milestone, an exercise or a builder (m3.builder); the newest started."),
     ] = "",
 ) -> None:
     """Run the tests of a milestone or an exercise on your code. Further arguments go to pytest.

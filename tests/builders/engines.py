@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+import pytest
 
 from folovllm import LLM, SamplingParams
 
+WITHOUT_MINE = pytest.mark.skipif(
+    bool(os.environ.get("FOLOVLLM_MINE")), reason="this is about the engine and the course, not about what you wrote"
+)
 STORY = "Once upon a time there was a little girl who loved her red kite."
 PROMPTS = ["Lily had a red kite", STORY, "One day", f"{STORY} One day the wind", f"{STORY} One day the wind"]
 

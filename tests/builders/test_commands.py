@@ -12,7 +12,9 @@ from milestones import builders_cli, cli
 from milestones.builders import template
 from milestones.manifest import Course
 from milestones.mine import Mine
+from tests.builders.engines import WITHOUT_MINE
 
+pytestmark = WITHOUT_MINE
 COURSE = Course(Path(__file__).resolve().parents[2])
 
 
@@ -63,3 +65,13 @@ class TestCommands:
             self.run("test", "m3.builder")
         with pytest.raises(ValueError, match=r"no builder 'x1.builder': there are m1, m2"):
             self.run("test", "x1.builder")
+
+    def test_a_milestone_that_is_written_names_its_builder(self, mine: Path) -> None:
+        own = Mine(COURSE, mine)
+        own.start("m3")
+        assert "build m3" not in self.run()
+        for exercise in COURSE.milestone("m3").exercises:
+            own.paste(exercise)
+        assert "Beside it, if you like: python -m milestones build m3  (A block manager, 120 minutes)" in self.run()
+        self.run("build", "m3")
+        assert "build m3" not in self.run()

@@ -13,11 +13,9 @@ import pytest
 
 from folovllm import LLM, EngineConfig, builders
 from milestones.manifest import Course
-from tests.builders.engines import texts
+from tests.builders.engines import WITHOUT_MINE, texts
 
-pytestmark = pytest.mark.skipif(
-    bool(os.environ.get("FOLOVLLM_MINE")), reason="this is about the engine, not about a component of yours"
-)
+pytestmark = WITHOUT_MINE
 COURSE = Course(Path(__file__).resolve().parents[2])
 
 

@@ -18,8 +18,10 @@ from milestones.counting import CountBytes, ToyModel, count_kernel
 from milestones.manifest import Builder, Course
 from milestones.scores import CatLoop
 from milestones.virtual import TRACES, Costs, Request, load_trace, serve
+from tests.builders.engines import WITHOUT_MINE
 from tools.traces import traces
 
+pytestmark = WITHOUT_MINE
 COURSE = Course(Path(__file__).resolve().parents[2])
 
 
