@@ -1,7 +1,8 @@
 """How an engine is put together: which class stands in which place, by configuration.
 
 The one file that knows all of them. Reads like the table of the milestones: each function below is a seam, and what
-grew it is said beside it. Nothing inside the work asks for a milestone.
+grew it is said beside it. Nothing inside the work asks for a milestone. In some places a class can stand that a learner
+wrote (`folovllm.builders`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
+from folovllm import builders
+from folovllm.attention.backends.abstract import AttentionBackend
+from folovllm.attention.backends.registry import make_backend
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
@@ -48,6 +52,7 @@ from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.structured.guides import Guides
 from folovllm.worker.draw import OwnDraw, RanksDraw, StepDraw
 from folovllm.worker.gpu_worker import GPUWorker, Runner
+from folovllm.worker.graph_cache import AllGraphs
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.native_model import load_native_model, load_sharded_model
@@ -64,6 +69,8 @@ def make_engine(config: EngineConfig) -> LLMEngine:
 
 def put_together(config: EngineConfig) -> Parts:
     """All that an engine consists of. Raises ValueError, before any work, where something cannot be had."""
+    for name in builders.chosen(config):
+        builders.load(name)
     setup = set_up(config)
     num_threads = use_threads(setup)
     tokenizer = load_tokenizer(setup.path, config)
@@ -79,9 +86,12 @@ def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events) -> Sc
     config = setup.config
     if config.kv_cache == "growing":
         return SerialScheduler(events)
+    kv = cache_manager(config)(num_kv_blocks, setup.block_size, events)
+    if own := builders.own(config, "scheduler"):
+        return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens_of_step(config))
     kind: Callable[..., Scheduler] = OverlapScheduler if config.async_scheduling else Scheduler  # M6; M2
     return kind(
-        kv=cache_manager(config)(num_kv_blocks, setup.block_size, events),
+        kv=kv,
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
         tokens_of_step=tokens_of_step(config),
@@ -92,6 +102,8 @@ def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events) -> Sc
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:
     """Who holds which part of the cache: slots (M2), blocks (M3), blocks that are found again (M5)."""
+    if own := builders.own(config, "block_manager") or builders.own(config, "prefix_cache"):
+        return own
     if config.kv_cache == "slots":
         return SlotManager
     return PrefixCachingBlockManager if config.enable_prefix_caching else BlockManager
@@ -126,11 +138,15 @@ def make_runner(setup: EngineSetup) -> Runner[SchedulerOutput, StepResult]:
 
         return HFModelRunner(setup)
     load, sampler = partial(load_native_model, setup, layer_set(setup)), make_sampler(setup)
+    if loop := builders.own(setup.config, "decode_loop"):
+        from folovllm.worker.loop_runner import LoopRunner
+
+        return LoopRunner(setup, load, sampler, loop)
     if setup.config.kv_cache == "growing":
         from folovllm.worker.serial_model_runner import SerialModelRunner
 
         return SerialModelRunner(setup, load, sampler)
-    return ModelRunner(setup, load, sampler, cache_manager(setup.config).slots)
+    return ModelRunner(setup, load, sampler, cache_manager(setup.config).slots, attention_backend(setup))
 
 
 def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[PackedWorker, GraphRunner]:
@@ -139,17 +155,29 @@ def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[
     `setup` describes the whole model, but for the device, which is the rank's own.
     """
     sampler, slots, layers = make_sampler(setup), cache_manager(setup.config).slots, layer_set(setup)
+    backend, graphs = attention_backend(setup), (builders.own(setup.config, "graph_cache") or AllGraphs)
     draw: StepDraw
     if group is None:
         draw = OwnDraw(setup.vocab_size, sampler, use_kernel=setup.device.type == "cuda" and not setup.config.compile)
-        inner = ModelRunner(setup, partial(load_native_model, setup, layers), sampler, slots)
+        inner = ModelRunner(setup, partial(load_native_model, setup, layers), sampler, slots, backend)
     else:
         draw = RanksDraw(setup.vocab_size, group)
         part = setup.with_hf_config(local_config(setup.hf_config, group.size))
-        inner = ModelRunner(part, partial(load_sharded_model, setup, group, layers), sampler, slots, draw.whole)
+        inner = ModelRunner(
+            part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, draw.whole
+        )
     rows_draw = DrawState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler)
-    runner = GraphRunner(setup, inner, draw, rows_draw)
+    runner = GraphRunner(setup, inner, draw, rows_draw, graphs(setup.max_num_seqs))
     return GPUWorker(setup.device, runner), runner
+
+
+def attention_backend(setup: EngineSetup) -> AttentionBackend:
+    """Who attends: the backend of that name (M1 to M4)."""
+    if own := builders.own(setup.config, "prefill"):
+        from folovllm.attention.backends.triton import TritonBackend
+
+        return TritonBackend(setup.attention, own)
+    return make_backend(setup.backend, setup.attention)
 
 
 def layer_set(setup: EngineSetup) -> LayerSet:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
+from folovllm import builders
 from folovllm.vllm_arguments import ENGINE, also_takes
 
 DEFAULT_MODEL = "stories-5m"  # embedded in the package
@@ -90,6 +91,8 @@ class EngineConfig:
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
         use_tqdm: show progress while loading (and, on the command line, while answering).
+        builders: components of your own instead of the engine's, by name and separated by commas: "block_manager" is
+            `BlockManager` in mine/folovllm/builders/block_manager.py.
 
     Raises:
         ValueError: a value is out of range or two do not fit together; the sentence says what does.
@@ -127,6 +130,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     random_weights: bool = False
     use_tqdm: bool = True
+    builders: str | None = None
 
     def __post_init__(self) -> None:
         name = str(self.dtype).removeprefix("torch.")  # a torch.dtype is taken too
@@ -208,6 +212,7 @@ class EngineConfig:
             raise ValueError('compile needs model_impl="native": it is our layers that are compiled')
         if self.random_weights and self.model_impl == "hf":
             raise ValueError('random_weights needs model_impl="native"')
+        builders.check(self)
 
     @property
     def packed_steps(self) -> bool:

@@ -12,10 +12,10 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from milestones import splice, trace
+from milestones import builders_cli, splice, trace
 from milestones.check import FIRST_FAILURE, run_tests, state_of, verdict
 from milestones.explain import commented, print_commented
-from milestones.manifest import Course, Exercise
+from milestones.manifest import Builder, Course, Exercise
 from milestones.mine import Mine
 from milestones.update import update as update_mine
 
@@ -23,6 +23,7 @@ COLOURS = {"passing": "green", "failing": "red", "missing": "red", "not written"
 POLL = 0.5  # seconds between two looks at mine/ by `watch`
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.add_typer(builders_cli.app)
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="An exercise, say m3.1.")]
@@ -97,6 +98,11 @@ def where(context: typer.Context) -> None:
         _say(f"All that you started is written. Does it hold?  python -m milestones test {_newest(mine)}")
     if ahead and not todo:
         _say(f"Next: python -m milestones start {ahead.id}  ({ahead.summary})")
+    own = next((b for b in mine.course.builders if b.milestone == _newest(mine)), None)
+    if own and state.started and not todo and not (mine.folder / own.path).is_file():
+        _say(
+            f"Beside it, if you like: python -m milestones build {own.milestone}  ({own.title}, {own.minutes} minutes)"
+        )
 
 
 @app.command()
@@ -118,7 +124,8 @@ def start(id: MilestoneId) -> None:
 def test(
     context: typer.Context,
     id: Annotated[
-        str, typer.Argument(metavar="[ID]", help="A milestone or an exercise; the newest started if left out.")
+        str,
+        typer.Argument(metavar="[ID]", help="A milestone, an exercise or a builder (m3.builder); the newest started."),
     ] = "",
 ) -> None:
     """Run the tests of a milestone or an exercise on your code. Further arguments go to pytest.
@@ -128,6 +135,8 @@ def test(
     """
     mine = _mine()
     id = id or _newest(mine)
+    if id.endswith(".builder"):
+        raise typer.Exit(_test_builder(mine, mine.course.builder(id), context.args))
     exercise = mine.course.exercise(id) if "." in id else None
     tests = [*FIRST_FAILURE, *exercise.tests] if exercise else mine.course.tests(id)
     _refuse_unstarted(mine, id)
@@ -140,6 +149,14 @@ def test(
 
 def _explained(exercise: Exercise) -> str:
     return f"Why the reference does it so: python -m milestones explain {exercise.id}"
+
+
+def _test_builder(mine: Mine, builder: Builder, arguments: list[str]) -> int:
+    """Run the tests of a learner's component; pytest's status. ValueError where it is not begun."""
+    if not (mine.folder / builder.path).is_file():
+        raise ValueError(f"{builder.path} is not in {mine.folder}: python -m milestones build {builder.milestone}")
+    status, _ = run_tests(mine, [*FIRST_FAILURE[:1], *builder.tests, *arguments])
+    return status
 
 
 def _whole_milestone(mine: Mine, exercise: Exercise) -> int:
@@ -187,15 +204,16 @@ def watch(
 def hint(id: Id, all: Annotated[bool, typer.Option("--all", help="All three.")] = False) -> None:
     """One more hint each time: a nudge, the approach, nearly the code."""
     mine = _mine()
-    exercise, state = mine.course.exercise(id), mine.state
-    rungs = mine.course.hints(exercise)
+    state, builder = mine.state, mine.course.builder(id) if id.endswith(".builder") else None
+    rungs = mine.course.hints(builder or mine.course.exercise(id))
     shown = len(rungs) if all else min(state.hints.get(id, 0) + 1, len(rungs))
     for heading, text in rungs[:shown]:
         console.print(Markdown(f"### {heading}\n\n{text}"))
         console.print()
     state.hints[id] = max(shown, state.hints.get(id, 0))
     mine.save(state)
-    more = "the same command gives the next" if shown < len(rungs) else f"python -m milestones show {id} has the answer"
+    answer = f"one way is in {builder.reference}" if builder else f"python -m milestones show {id} has the answer"
+    more = "the same command gives the next" if shown < len(rungs) else answer
     _say(f"{shown} of {len(rungs)} hints; {more}")
 
 

@@ -69,6 +69,48 @@ class WrongAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class Builder:
+    """A whole component that a learner writes. What else it consists of is in the milestone's folder `builder/`."""
+
+    milestone: str
+    title: str
+    field: str  # of EngineConfig; its value that selects the component is `name`
+    name: str  # also of the file in mine/folovllm/builders/
+    symbol: str  # what the engine looks for in that file
+    protocol: str  # module:qualified name
+    tests: tuple[str, ...]
+    scorer: str  # module:function
+    minutes: int  # beside those of the milestone
+    folder: Path
+
+    @property
+    def id(self) -> str:
+        return f"{self.milestone}.builder"
+
+    @property
+    def path(self) -> Path:
+        """Of the learner's file, in `mine/`."""
+        return Path(PACKAGE, "builders", f"{self.name}.py")
+
+    @property
+    def statement(self) -> str:
+        """What to build, what is given, what the tests check, how it is scored."""
+        return (self.folder / "task.md").read_text(encoding="utf-8").strip()
+
+    @property
+    def reference(self) -> Path:
+        return self.folder / "reference.py"
+
+    @property
+    def wrong(self) -> tuple[Path, ...]:
+        """Files with plausible bugs, which the tests reject."""
+        return tuple(sorted((self.folder / "wrong").glob("*.py")))
+
+    def __str__(self) -> str:
+        return f"{self.id} {self.symbol}"
+
+
+@dataclass(frozen=True, slots=True)
 class Milestone:
     id: str
     title: str
@@ -80,6 +122,7 @@ class Milestone:
     notebook: str = ""
     chapter: str = ""
     flags: tuple[str, ...] = ()  # of an elective: what switches on what it adds, in any later preset
+    builder: Builder | None = None
 
     @property
     def is_elective(self) -> bool:
@@ -120,6 +163,17 @@ class Course:
     @property
     def exercises(self) -> tuple[Exercise, ...]:
         return tuple(e for m in self.milestones for e in m.exercises)
+
+    @property
+    def builders(self) -> tuple[Builder, ...]:
+        return tuple(m.builder for m in self.milestones if m.builder)
+
+    def builder(self, id: str) -> Builder:
+        """By the milestone's id, or the builder's own."""
+        for builder in self.builders:
+            if id in (builder.milestone, builder.id):
+                return builder
+        raise ValueError(f"no builder {id!r}: there are {', '.join(b.milestone for b in self.builders) or 'none'}")
 
     @property
     def package(self) -> Path:
@@ -167,17 +221,20 @@ class Course:
         """The reference's text; `path` begins with the package's name."""
         return (self.package.parent / path).read_text(encoding="utf-8")
 
-    def hints(self, exercise: Exercise) -> list[tuple[str, str]]:
+    def hints(self, task: Exercise | Builder) -> list[tuple[str, str]]:
         """(heading, text) of each rung, in order."""
-        return self._sections("hints", exercise)
+        if isinstance(task, Builder):
+            return self._sections(task, "builder/hints.md")
+        return self._sections(task, f"hints/{task.id}.md")
 
     def remarks(self, exercise: Exercise) -> list[tuple[str, str]]:
         """(fragment of the reference's body, what there is to say about it), in the order of the body."""
-        return [(heading.strip("`"), text) for heading, text in self._sections("explain", exercise)]
+        sections = self._sections(exercise, f"explain/{exercise.id}.md")
+        return [(heading.strip("`"), text) for heading, text in sections]
 
-    def _sections(self, folder: str, exercise: Exercise) -> list[tuple[str, str]]:
-        """(heading, text) of each part of the exercise's file in that folder."""
-        file = self.milestone(exercise.id.partition(".")[0]).folder / folder / f"{exercise.id}.md"
+    def _sections(self, task: Exercise | Builder, path: str) -> list[tuple[str, str]]:
+        """(heading, text) of each part of a file in the folder of the task's milestone."""
+        file = self.milestone(task.id.partition(".")[0]).folder / path
         parts = re.split(r"^## +", file.read_text(encoding="utf-8"), flags=re.M)[1:]
         return [(heading.strip(), body.strip()) for heading, _, body in (part.partition("\n") for part in parts)]
 
@@ -202,11 +259,14 @@ class Course:
 
 def _milestone(file: Path) -> Milestone:
     data = tomllib.loads(file.read_text(encoding="utf-8"))
-    raw = data.pop("exercise", [])
+    raw, builders = data.pop("exercise", []), data.pop("builder", [])
     try:
         exercises = tuple(_exercise(entry) for entry in raw)
         flags = tuple(data.pop("flags", ()))
-        milestone = Milestone(**data, flags=flags, exercises=exercises, folder=file.parent)
+        builder = next((_builder(data["id"], file.parent, **entry) for entry in builders), None)
+        milestone = Milestone(**data, flags=flags, exercises=exercises, folder=file.parent, builder=builder)
+        if len(builders) > 1:
+            raise ValueError("a milestone has one builder")
         _check(milestone)
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error
@@ -222,6 +282,10 @@ def _exercise(entry: dict[str, Any]) -> Exercise:
     symbols, moved_from = (_symbols(entry.pop(key, [])) for key in ("symbols", "moved_from"))
     needs, tests = tuple(entry.pop("needs")), tuple(entry.pop("tests"))
     return Exercise(symbols=symbols, moved_from=moved_from, needs=needs, tests=tests, **entry)
+
+
+def _builder(milestone: str, folder: Path, tests: list[str], **entry: Any) -> Builder:
+    return Builder(milestone=milestone, folder=folder / "builder", tests=tuple(tests), **entry)
 
 
 def _symbols(texts: str | list[str]) -> tuple[Symbol, ...]:

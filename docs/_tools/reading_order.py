@@ -95,6 +95,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
     ],
     "m6": [
         ("worker/step_graph.py", "engine/model_runner.py", "compilation/cuda_graph.py"),
+        ("worker/graph_cache.py", "", ""),
         ("worker/graph_runner.py", "engine/model_runner.py", "v1/worker/gpu_model_runner.py"),
         ("step/packed.py", "", ""),
         ("worker/prompt_graphs.py", "", "v1/worker/gpu/cudagraph_utils.py"),

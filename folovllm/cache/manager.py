@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from folovllm.events import BlockState, Events
 from folovllm.request import Sequence
+
+
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """Counted at admission, so that a request which waits is not counted at each step."""
+
+    requests: int = 0
+    requests_hit: int = 0
+    tokens: int = 0  # asked for
+    tokens_hit: int = 0  # found
+    evictions: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the admitted tokens that were not computed again."""
+        return self.tokens_hit / self.tokens if self.tokens else 0.0
 
 
 class KVCacheManager(ABC):
@@ -43,6 +60,14 @@ class KVCacheManager(ABC):
     @abstractmethod
     def free(self, seq: Sequence) -> None:
         """Take back all that `seq` holds; without effect if it holds nothing."""
+
+    def reset(self) -> None:
+        """Forget all cached prefixes; who holds blocks keeps them. Nothing, unless prefixes are cached."""
+
+    @property
+    def stats(self) -> PrefixCacheStats:
+        """What a cache of prefixes has counted since it was made or reset; zeros without one."""
+        return PrefixCacheStats()
 
     @property
     @abstractmethod

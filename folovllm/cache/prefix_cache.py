@@ -14,6 +14,7 @@ import xxhash
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.free_list import Block
+from folovllm.cache.manager import PrefixCacheStats
 from folovllm.events import BlockAdopted, BlockEvicted, BlockPublished, Events, PrefixHit
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.draw import TokenIds
@@ -32,22 +33,6 @@ def compute_hash(token_ids: TokenIds, prefix: int) -> int:
         64 bits, unsigned: `xxhash.xxh64` over the 8 bytes of `prefix` (little endian) followed by the tokens' bytes.
     """
     return xxhash.xxh64_intdigest(prefix.to_bytes(8, "little") + token_ids.tobytes())
-
-
-@dataclass(slots=True)
-class PrefixCacheStats:
-    """Counted at admission, so that a request which waits is not counted at each step."""
-
-    requests: int = 0
-    requests_hit: int = 0
-    tokens: int = 0  # asked for
-    tokens_hit: int = 0  # found
-    evictions: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the admitted tokens that were not computed again."""
-        return self.tokens_hit / self.tokens if self.tokens else 0.0
 
 
 @dataclass(slots=True)
@@ -204,6 +189,15 @@ class PrefixCachingBlockManager(BlockManager):
     def __init__(self, num_blocks: int, block_size: int, events: Events | None = None) -> None:
         super().__init__(num_blocks, block_size, events)
         self.prefix_cache = PrefixCache(block_size, self.events)
+
+    @property
+    def stats(self) -> PrefixCacheStats:
+        """What the cache has counted."""
+        return self.prefix_cache.stats
+
+    def reset(self) -> None:
+        """Forget all cached prefixes."""
+        self.prefix_cache.reset()
 
     def match(self, seq: Sequence) -> None:
         """Let a waiting sequence begin with the blocks that are cached, unless its prompt still needs scores: they have none."""

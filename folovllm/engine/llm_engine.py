@@ -11,13 +11,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
-from folovllm.cache.manager import KVCacheManager
-from folovllm.cache.prefix_cache import PrefixCacheStats, PrefixCachingBlockManager
+from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
 from folovllm.config import EngineConfig, ModelConfig
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats
 from folovllm.engine.output_processor import OutputProcessor, RequestState
-from folovllm.engine.scheduler import Scheduler, SchedulerLike
+from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.snapshot import added, engine_stats, snapshot
 from folovllm.events import Events, Finished, Listener, StepEnded
 from folovllm.executor.abstract import Executor
@@ -209,7 +208,8 @@ class LLMEngine:
 
     def subscribe(self, listener: Listener) -> None:
         """Call `listener(events)` after each step with what happened (`folovllm.events`), and now with the present state."""
-        self.events.subscribe(listener, snapshot(self.setup, self._kv, self._num_steps, self._output.requests.values()))
+        state = snapshot(self.setup, self.scheduler.kv, self._num_steps, self._output.requests.values())
+        self.events.subscribe(listener, state)
 
     def unsubscribe(self, listener: Listener) -> None:
         """Tell `listener` nothing more. ValueError if it does not listen."""
@@ -243,7 +243,7 @@ class LLMEngine:
                     self._output.keep_logprobs(seqs[i], output.shares[i].scores, result.logprobs[i])
         now = time.monotonic()
         if self.events.on:
-            kv, waiting = self._kv, len(self.scheduler.waiting)
+            kv, waiting = self.scheduler.kv, len(self.scheduler.waiting)
             used = 0 if kv is None else kv.num_used
             self.events.emit(StepEnded(self._num_steps, start, arrived, now, output, result, waiting, used))
             for seq in (seqs[i] for i in alive if seqs[i].status.is_finished):
@@ -295,24 +295,20 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """Requests and KV cache as they are now."""
         self.require_open()
-        return engine_stats(self.setup, self.scheduler, self._kv, self._num_steps, self._num_preemptions)
+        return engine_stats(self.setup, self.scheduler, self.scheduler.kv, self._num_steps, self._num_preemptions)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, as after a change of the weights. Raises ValueError where there is no cache."""
-        self._prefix_caching_manager().prefix_cache.reset()
+        self._prefix_caching_manager().reset()
         self.events.drain()
         return True  # vLLM's may fail
 
     def prefix_cache_stats(self) -> PrefixCacheStats:
         """Hits and evictions so far. Raises ValueError where there is no cache."""
-        return self._prefix_caching_manager().prefix_cache.stats
+        return self._prefix_caching_manager().stats
 
-    @property
-    def _kv(self) -> KVCacheManager | None:
-        return self.scheduler.kv if isinstance(self.scheduler, Scheduler) else None
-
-    def _prefix_caching_manager(self) -> PrefixCachingBlockManager:
-        kv = self._kv
-        if not isinstance(kv, PrefixCachingBlockManager):
+    def _prefix_caching_manager(self) -> KVCacheManager:
+        kv = self.scheduler.kv
+        if kv is None or not self.setup.config.enable_prefix_caching:
             raise ValueError("there is no prefix cache: set enable_prefix_caching=True, or take milestone m5")
         return kv

@@ -20,6 +20,10 @@ class SchedulerLike(Protocol):
     """What the engine asks of a scheduler."""
 
     @property
+    def kv(self) -> KVCacheManager | None:
+        """Who hands out the KV cache; None where each sequence grows one of its own."""
+
+    @property
     def waiting(self) -> SequenceOf[Sequence]:
         """Sequences that hold no cache, in the order in which they will be served."""
 
@@ -45,6 +49,8 @@ class SchedulerLike(Protocol):
 
 class SerialScheduler:
     """One request at a time, first come, first served: the whole prompt in one step, then a token a step."""
+
+    kv = None
 
     def __init__(self, events: Events | None = None) -> None:
         self.events = Events() if events is None else events

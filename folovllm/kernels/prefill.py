@@ -8,6 +8,7 @@ the last `query_len` of `seq_len` tokens are new, and new token i stands at posi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import triton
@@ -128,6 +129,24 @@ def config_on(device: torch.device, head_dim: int, itemsize: int) -> PrefillConf
     return prefill_config(
         head_dim, itemsize, torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     )
+
+
+class PrefillKernel(Protocol):
+    """Causal attention of a ragged batch of new tokens over their sequences' blocks, grouped heads included."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,  # [T, Hq, D]; the heads of a token are contiguous
+        kv_cache: torch.Tensor,  # [2, N, B, Hkv, D], any strides but D contiguous; holds the new tokens' K/V already
+        query_start_loc: torch.Tensor,  # [S+1] int32: where the new tokens of each sequence start in `query`
+        seq_lens: torch.Tensor,  # [S] int32: all tokens of each sequence, the new ones included
+        block_tables: torch.Tensor,  # [S, max_blocks] int32: arbitrary beyond a sequence's own blocks
+        max_query_len: int,  # at least the longest sequence's number of new tokens
+        scale: float,  # the factor on the scores, 1 / sqrt(D)
+        out: torch.Tensor,  # [T, Hq, D] to write to; rows of sequences before `first_seq` stay as they are
+        first_seq: int = 0,  # the first sequence to compute; those before it are decodes, which another kernel serves
+    ) -> torch.Tensor:
+        """Query head h reads KV head h // (Hq / Hkv). The sums are float32, whatever the dtype. Returns `out`."""
 
 
 def prefill(

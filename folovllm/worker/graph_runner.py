@@ -20,6 +20,7 @@ from folovllm.step.packed import Field, PackedStep, StepPacker
 from folovllm.step.schedule import StepResult
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.draw import StepDraw
+from folovllm.worker.graph_cache import GraphStore
 from folovllm.worker.host_ring import HostRing
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.prompt_graphs import PromptGraphs
@@ -87,8 +88,13 @@ class GraphRunner:
     going again.
     """
 
-    def __init__(self, setup: EngineSetup, runner: ModelRunner, draw: StepDraw, rows_draw: DrawState) -> None:
-        """`draw` serves steps whose draw is plain; `rows_draw` serves all others, and knows how each row draws."""
+    def __init__(
+        self, setup: EngineSetup, runner: ModelRunner, draw: StepDraw, rows_draw: DrawState, graphs: GraphStore
+    ) -> None:
+        """`draw` serves steps whose draw is plain; `rows_draw` serves all others, and knows how each row draws.
+
+        `graphs` says which widths are recorded, and keeps what is.
+        """
         rows, device = setup.max_num_seqs, setup.device
         self._setup = setup
         self._runner = runner
@@ -96,7 +102,7 @@ class GraphRunner:
         self._rows_draw = rows_draw
         self.buckets: list[int] = []
         self._tables = DeviceTables(rows, -(-setup.max_model_len // setup.block_size), setup.block_size, device)
-        self._graphs: dict[tuple[int, str], StepGraph] = {}
+        self._graphs = graphs
         self._recorder = Recorder(device)
         self._prompts = PromptGraphs(setup, runner, self._tables, self._recorder)
         self._late: Computed | None = None  # what `Masks` set going again
@@ -139,7 +145,7 @@ class GraphRunner:
         its memory. On CPU a step is recorded when it is first needed: nothing is gained by doing it earlier.
         """
         setup = self._setup
-        self.buckets = decode_buckets(setup.max_num_seqs)
+        self.buckets = self._graphs.widths
         self._prompts.open()
         if setup.device.type == "cuda":
             for width in tqdm(self.buckets[::-1], desc="Capturing graphs", disable=not setup.config.use_tqdm):
@@ -151,12 +157,13 @@ class GraphRunner:
             self._recorded(width, work)
 
     def _recorded(self, width: int, work: Callable[[torch.Tensor], None]) -> StepGraph:
-        """The graph of `work` on the fields of a decode step. Records it now, with nothing but padding, if there is none."""
-        name = work.__name__
-        if (width, name) not in self._graphs:
+        """The graph of `work` on the fields of a decode step. Records it now, with nothing but padding, if none is kept."""
+
+        def record() -> StepGraph:
             padding = StepPacker(self._setup.max_num_seqs, []).pack_decode([], width)
-            self._graphs[width, name] = self._recorder.record(padding.fields, work)
-        return self._graphs[width, name]
+            return self._recorder.record(padding.fields, work)
+
+        return self._graphs.get(width, work.__name__, record)
 
     def execute_model(self, step: PackedStep | Masks) -> PendingStep | None:
         """Start a packed step, or the draw of the one that has its logits; the host does not wait for anything.
@@ -266,9 +273,3 @@ class GraphRunner:
         return gather_logprobs(self._draw.whole(logits[at]), self._tokens[at], int(count.max())).to_host(
             non_blocking=True
         )
-
-
-def decode_buckets(max_num_seqs: int) -> list[int]:
-    """Widths to record: 1, 2, 4, 8, then every 16th, and the largest batch there can be."""
-    widths = {1, 2, 4, 8, *range(16, max_num_seqs, 16), max_num_seqs}
-    return sorted(width for width in widths if width <= max_num_seqs)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.backends.registry import make_backend
 from folovllm.forward_batch import ForwardBatch
 from folovllm.models.llama import LlamaForCausalLM
@@ -34,16 +35,17 @@ class ModelRunner:
         load: Callable[[], LlamaForCausalLM],
         sampler: Sampler,
         slots: SlotsOf,
+        backend: AttentionBackend,
         whole: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
     ) -> None:
-        """`load` builds the model with its weights; `whole` brings logits of a part of the vocabulary to all of it."""
+        """`load` builds the model with its weights, `backend` attends; `whole` brings logits of a part of the vocabulary to all of it."""
         self._setup = setup
         self._load = load
         self._sampler = sampler
         self._whole = whole
         self._input_batch = InputBatch(slots, setup.block_size, setup.device)
         self._draws = DrawRows(setup.vocab_size, setup.device)
-        self._backend = make_backend(setup.backend, setup.attention)
+        self._backend = backend
 
     def load_model(self) -> None:
         """Build the model and load its weights."""

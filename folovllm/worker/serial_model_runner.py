@@ -15,7 +15,8 @@ from folovllm.sample.logprobs import by_share, score
 from folovllm.sample.rows import DrawRows
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
-from folovllm.step.schedule import SchedulerOutput, Share, StepResult, one_each, tokens_to_score
+from folovllm.step.draw import Logprobs, TokenIds
+from folovllm.step.schedule import SchedulerOutput, StepResult, one_each, tokens_to_score
 from folovllm.worker.native_model import attention_layers
 
 
@@ -49,16 +50,9 @@ class SerialModelRunner:
             self._draws.set({share.row: share.draw})
             for cache in self._caches:
                 cache.reset()
-        batch = single_sequence_batch(share, self._setup.device)
-        hidden, scores = self.model(batch), {}
-        if wanted := tokens_to_score(output.shares):
-
-            def logits_after(at: torch.Tensor) -> torch.Tensor:
-                return self.model.compute_logits(hidden, replace(batch, logits_indices=at))
-
-            _, after, tokens, counts = torch.tensor(wanted, device=self._setup.device).T
-            found = score(logits_after, after, tokens, int(counts.max()), self._setup.vocab_size)
-            scores = by_share(found.to_host(), wanted)
+        batch = single_sequence_batch(share.token_ids, share.start, self._setup.device)
+        hidden = self.model(batch)
+        scores = self._score(output, hidden, batch)
         logits = self.model.compute_logits(hidden, batch)  # [1, V]
         self._draws.set_masks(output.masks)
         drawn = self._sampler(logits, self._draws.batch([share.row], [share.end]))
@@ -66,13 +60,27 @@ class SerialModelRunner:
         self._draws.note_drawn(output.shares, result)
         return result
 
+    def _score(self, output: SchedulerOutput, hidden: torch.Tensor, batch: ForwardBatch) -> dict[int, list[Logprobs]]:
+        """What `Share.scores` asks for, from the hidden states [T, H] of the step's tokens."""
+        wanted = tokens_to_score(output.shares)
+        if not wanted:
+            return {}
 
-def single_sequence_batch(share: Share, device: torch.device) -> ForwardBatch:
-    """The tensors of one sequence's share; it needs no slots, for its cache grows at the end."""
-    start, end, count = share.start, share.end, share.num_new_tokens
+        def logits_after(at: torch.Tensor) -> torch.Tensor:
+            return self.model.compute_logits(hidden, replace(batch, logits_indices=at))
+
+        _, after, tokens, counts = torch.tensor(wanted, device=self._setup.device).T
+        found = score(logits_after, after, tokens, int(counts.max()), self._setup.vocab_size)
+        return by_share(found.to_host(), wanted)
+
+
+def single_sequence_batch(token_ids: TokenIds, start: int, device: torch.device) -> ForwardBatch:
+    """The tensors of one sequence's tokens `start` and on; it needs no slots, for its cache grows at the end."""
+    count = len(token_ids)
+    end = start + count
     empty = torch.empty(0, dtype=torch.int64, device=device)
     return ForwardBatch(
-        input_ids=torch.from_numpy(share.token_ids).long().to(device),
+        input_ids=torch.from_numpy(token_ids).long().to(device),
         positions=torch.arange(start, end, device=device),
         slot_mapping=empty,
         query_start_loc=torch.tensor([0, count], dtype=torch.int32, device=device),

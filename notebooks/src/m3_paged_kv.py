@@ -539,3 +539,16 @@ assert copied > 1000 * new
 # At 64 tokens one could live with it. At 2,048 every token of an answer pays for a copy of all that was said before, almost two thousand times what it adds
 # itself, and every byte of the copy is read once more right after. A kernel that follows the table itself, and folds block after block into a
 # running softmax, copies nothing: that is [M4](../notebooks/m4_kernels.ipynb).
+
+# %% [markdown]
+# ## Beside the exercises: build a block manager with data structures of your own
+#
+# `python -m milestones build m3` gives you an empty file, the protocol and the tests; the structure is yours, and no exercise needs it. The score
+# serves a checked-in trace in virtual time, with little memory. Once yours is begun, it has a row too.
+
+# %%
+from IPython.display import Markdown
+
+from milestones.builders import own_scores
+
+Markdown(own_scores("m3"))

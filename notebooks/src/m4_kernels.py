@@ -686,3 +686,16 @@ assert errors["always the first block"][0] < 1e-5 < 0.01 < errors["always the fi
 # A prompt is computed at the speed of arithmetic, and a decode at the speed of memory. What is left is not to do the work at all: two
 # prompts that begin alike compute the same K/V twice, and a long prompt keeps everyone else waiting for a whole step. That is
 # [M5](../notebooks/m5_reuse.ipynb).
+
+# %% [markdown]
+# ## Beside the exercises: build a prefill kernel from an empty file
+#
+# `python -m milestones build m4` gives you an empty file, the protocol and the tests; the structure is yours, and no exercise needs it. The score
+# counts in the interpreter what a kernel loads, stores and multiplies. Once yours is begun, it has a row too.
+
+# %%
+from IPython.display import Markdown
+
+from milestones.builders import own_scores
+
+Markdown(own_scores("m4"))

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from milestones import builders
 from milestones.manifest import Course, Exercise
 from milestones.mine import write_variant
 from tests.tiny import same
@@ -40,12 +41,12 @@ FILES = 8  # whose tests one `later` job runs
 class Job:
     """What is blank or wrong, what is run, and, by `kind`, what is to come of it (`complaint`)."""
 
-    kind: str  # blank, wrong, alone or later
-    name: str  # of the exercise, wrong answer or milestone
+    kind: str  # blank, wrong, alone or later; builder
+    name: str  # of the exercise, wrong answer, milestone or builder
     root: Path
     tests: tuple[str, ...]
     blanked: tuple[str, ...] = ()
-    wrong: str = ""
+    wrong: str = ""  # a wrong answer's id; of a builder a wrong component's name, or nothing: its empty file
 
     @property
     def exercise(self) -> str:
@@ -84,6 +85,15 @@ def jobs(course: Course) -> list[Job]:
             names = [f"{milestone.id}-{n + 1}" for n in range(len(parts))] if len(parts) > 1 else [milestone.id]
             found += [Job("later", name, course.root, part, later) for name, part in zip(names, parts, strict=True)]
     return sorted(found, key=lambda job: job.kind != "later")
+
+
+def builder_jobs(course: Course) -> list[Job]:
+    """Per builder: each wrong component, and the file that a learner begins with."""
+    return [
+        Job("builder", f"{builder.id}-{wrong or 'empty'}", course.root, builder.tests, wrong=wrong)
+        for builder in course.builders
+        for wrong in ("", *(file.stem for file in builder.wrong))
+    ]
 
 
 def complaint(job: Job, result: Result) -> str:
@@ -202,6 +212,8 @@ def _child(job: Job, pipe: Connection) -> None:
 
 def _variant(job: Job, folder: Path) -> Path:
     course = Course(job.root)
+    if job.kind == "builder":
+        return builders.put_wrong(course.builder(job.name.partition("-")[0]), job.wrong, course, folder)
     answers = [w for e in course.exercises for w in course.wrong_answers(e) if w.id == job.wrong]
     return write_variant(course, folder, [course.exercise(id) for id in job.blanked], answers)
 

@@ -26,6 +26,7 @@ ABOVE = (
 )
 GROUND = (
     *sorted(file.stem for file in PACKAGE.glob("*.py") if file.stem not in ABOVE),
+    "builders",
     "distributed",
     "step",
 )
@@ -87,6 +88,7 @@ def test_every_folder_has_its_floor() -> None:
     folders = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
     assert folders - {"bench", "inspector", "server"} == {
         *FLOORS,
+        "builders",
         "distributed",
         "step",
     }  # these stand above the engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from folovllm.worker.graph_runner import decode_buckets
+from folovllm.worker.graph_cache import decode_buckets
 from folovllm.worker.step_graph import POISON, CudaGraph, RecordedGraph
 from tests.tiny import worked_case
 

@@ -192,7 +192,7 @@ class TestOthers:
             monkeypatch.setattr(executor, "forward", None)
             monkeypatch.setattr(Guides, "masks", None)
             llm.generate(INPUTS[:4], FREE, use_tqdm=False)
-            assert {name for _, name in executor._worker.runner._graphs} == {"_decode"}
+            assert {name for _, name in executor._worker.runner._graphs._graphs} == {"_decode"}
 
     def test_overlap_goes_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A step is started before the tokens of the one before are looked at, and draws after it."""

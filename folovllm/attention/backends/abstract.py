@@ -55,7 +55,7 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     supported_block_sizes: ClassVar[tuple[int, ...] | None] = None  # None: any; else multiples of one of these
     supports_cuda_graph: ClassVar[bool] = False
-    supports_prompt_graph: ClassVar[bool] = False  # whether it serves batches that are `is_padded`
+    supports_prompt_graph: bool = False  # whether it serves batches that are `is_padded`
     reads_fp8: ClassVar[bool] = False  # whether `forward` takes a cache in 8 bits as it is
     scales: KVScales = UNSCALED  # of such a cache
 

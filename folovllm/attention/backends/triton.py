@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
@@ -12,7 +11,7 @@ import triton
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
-from folovllm.kernels.prefill import config_on, prefill
+from folovllm.kernels.prefill import PrefillKernel, config_on, prefill
 from folovllm.kernels.prefill_tiles import list_tiles
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.store import store_kvcache
@@ -31,7 +30,8 @@ class TritonBackend(AttentionBackend):
     supports_prompt_graph = True
     reads_fp8 = True
 
-    def __init__(self, config: AttentionConfig) -> None:
+    def __init__(self, config: AttentionConfig, own_prefill: PrefillKernel | None = None) -> None:
+        """`own_prefill` takes the place of the prefill kernels."""
         super().__init__(config)
         if config.block_size is None:
             raise ValueError("the triton backend is built for one block size: resolve it first")
@@ -39,7 +39,12 @@ class TritonBackend(AttentionBackend):
             config.max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim, config.block_size, config.device,
             DecodeConfig(tile=64) if config.is_fp8 else DecodeConfig(),
         )  # fmt: skip
-        self._hopper = _hopper(config)
+        self._own_prefill = own_prefill
+        if own_prefill:
+            self.supports_prompt_graph = False  # nothing is asked of it but what its contract says
+            if config.is_fp8:
+                raise ValueError("a prefill of your own reads no cache in 8 bits: leave kv_cache_dtype out")
+        self._hopper = None if own_prefill else _hopper(config)
         self._tile_m = config_on(config.device, config.head_dim, config.dtype.itemsize).tile_m
         self._tiles: torch.Tensor | None = None  # of the planned step's prompts, where it has room for more
 
@@ -96,15 +101,15 @@ class TritonBackend(AttentionBackend):
             )  # fmt: skip
         return out
 
-    def _prefill_kernel(self, num_tokens: int, max_query_len: int) -> Callable[..., torch.Tensor]:
+    def _prefill_kernel(self, num_tokens: int, max_query_len: int) -> PrefillKernel:
         """Which of the two serves a step of so many tokens, whose longest share is given."""
         if self._tiles is not None:
             return partial(prefill, tiles=self._tiles, scales=self.scales)
         hopper = self._hopper
         if hopper is not None and hopper.is_ahead(self.config.head_dim, num_tokens, max_query_len):
-            kernel: Callable[..., torch.Tensor] = hopper.prefill_hopper
+            kernel: PrefillKernel = hopper.prefill_hopper
             return kernel
-        return partial(prefill, scales=self.scales)
+        return self._own_prefill or partial(prefill, scales=self.scales)
 
     def forward_raw(
         self, qkv: torch.Tensor, preparation: Preparation, kv_cache: torch.Tensor, batch: ForwardBatch

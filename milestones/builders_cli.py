@@ -1,0 +1,64 @@
+"""`python -m milestones build` and `score`: begin a component of your own, and see what it is worth."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.table import Table
+
+from milestones.builders import begin, scores
+from milestones.manifest import Course
+from milestones.mine import Mine
+
+app = typer.Typer()
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+@app.command()
+def build(
+    id: Annotated[
+        str, typer.Argument(metavar="[ID]", help="A milestone, say m3; all builders are listed if left out.")
+    ] = "",
+) -> None:
+    """Begin a whole component of your own, beside the exercises: an empty file in mine/folovllm/builders/.
+
+    What you wrote there is never touched. No exercise needs it.
+    """
+    mine = Mine.of(Course.here())
+    if not id:
+        table = Table("", "builder", "minutes", "your file", box=None)
+        for builder in mine.course.builders:
+            begun = (mine.folder / builder.path).is_file()
+            table.add_row(builder.id, builder.title, str(builder.minutes), str(builder.path) if begun else "-")
+        console.print(table)
+        return
+    builder = mine.course.builder(id)
+    file, is_new = begin(builder, mine.course, mine.folder)
+    if is_new:
+        console.print(Markdown(builder.statement))
+        console.print()
+    console.print(f"{file}: {'new, yours to write' if is_new else 'there already, left as it is'}", soft_wrap=True)
+    console.print(f"  test    python -m milestones test {builder.id}")
+    console.print(f"  stuck   python -m milestones hint {builder.id}")
+    console.print(f"  score   python -m milestones score {builder.milestone}")
+    console.print(f"  use it  FOLOVLLM_MINE=mine folovllm generate Hello --{builder.field} {builder.name} ...")
+
+
+@app.command()
+def score(id: Annotated[str, typer.Argument(metavar="ID", help="A milestone, say m3.")]) -> None:
+    """Compare your component with the engine's own and with the course's reference. Seconds are virtual: any machine does."""
+    os.environ.pop("FOLOVLLM_MINE", None)  # the engine around it is the reference's, so that scores can be compared
+    mine = Mine.of(Course.here())
+    builder = mine.course.builder(id)
+    rows = scores(builder, mine)
+    table = Table("", *rows[0][1], box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for label, cells in rows:
+        table.add_row(label, *cells.values(), style="bold" if label == "yours" else "")
+    console.print(table)
+    if "yours" not in dict(rows):
+        console.print(f"Yours is not begun: python -m milestones build {builder.milestone}")

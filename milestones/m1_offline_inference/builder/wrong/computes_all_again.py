@@ -1,0 +1,18 @@
+"""No cache at all: every step computes the whole text, with the right result and quadratic work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from folovllm.builders.reference import DecodeLoop as Right
+from folovllm.builders.reference import DoublingCache
+from folovllm.worker.loop_runner import Draw
+
+
+class DecodeLoop(Right):
+    def answer(self, prompt: list[int], draw: Draw) -> Iterator[int]:
+        tokens = list(prompt)
+        while True:
+            caches = [DoublingCache() for _ in range(self._num_layers)]
+            tokens.append(draw(self._forward(tokens, 0, caches)))
+            yield tokens[-1]

@@ -1,0 +1,20 @@
+"""The first token of the answer stands at position 0 again: its key is turned as if nothing came before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from folovllm.builders.reference import DecodeLoop as Right
+from folovllm.builders.reference import DoublingCache
+from folovllm.worker.loop_runner import Draw, Forward
+
+
+class DecodeLoop(Right):
+    def answer(self, prompt: list[int], draw: Draw) -> Iterator[int]:
+        caches = [DoublingCache() for _ in range(self._num_layers)]
+        logits, start = self._forward(prompt, 0, caches), 0
+        while True:
+            token = draw(logits)
+            yield token
+            logits = self._forward([token], start, caches)
+            start += 1

@@ -1,0 +1,23 @@
+"""The caches are made once: the second answer attends to the first one's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from folovllm.builders.reference import DecodeLoop as Right
+from folovllm.builders.reference import DoublingCache
+from folovllm.worker.loop_runner import Draw, Forward
+
+
+class DecodeLoop(Right):
+    def __init__(self, forward: Forward, num_layers: int, max_model_len: int) -> None:
+        super().__init__(forward, num_layers, max_model_len)
+        self._caches = [DoublingCache() for _ in range(num_layers)]
+
+    def answer(self, prompt: list[int], draw: Draw) -> Iterator[int]:
+        tokens, start = prompt, 0
+        while True:
+            logits = self._forward(tokens, start, self._caches)
+            start += len(tokens)
+            tokens = [draw(logits)]
+            yield tokens[0]

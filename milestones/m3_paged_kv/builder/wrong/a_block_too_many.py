@@ -1,0 +1,13 @@
+"""Rounds up by adding one: a sequence whose tokens fill their blocks exactly takes a block that it does not need."""
+
+from __future__ import annotations
+
+from folovllm.builders.reference import BlockManager as Right
+from folovllm.request import Sequence, SequenceStatus
+
+
+class BlockManager(Right):
+    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+        end = seq.num_computed_tokens + num_new_tokens
+        is_new = seq.status is SequenceStatus.WAITING
+        return super().reserve(seq, num_new_tokens + is_new * (end % self.block_size == 0))

@@ -1,0 +1,13 @@
+"""Graphs are kept by their width alone: a step with special draws replays the plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from folovllm.builders.reference import GraphCache as Right
+from folovllm.worker.step_graph import StepGraph
+
+
+class GraphCache(Right):
+    def get(self, width: int, kind: str, record: Callable[[], StepGraph]) -> StepGraph:
+        return super().get(width, "any", record)

@@ -1,0 +1,191 @@
+"""What a builder's component is worth: policies in virtual time, kernels and caches by the bytes that they move.
+
+Each scorer takes a component and returns numbers by the head of their column. None of them looks at a real clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+
+from folovllm.attention.growing_cache import GrowingKVCache
+from folovllm.cache.block_manager import BlockManager
+from folovllm.cache.manager import KVCacheManager
+from folovllm.cache.prefix_cache import PrefixCachingBlockManager
+from folovllm.cache.slot_manager import SlotManager
+from folovllm.engine.scheduler import Scheduler, SchedulerLike, SerialScheduler, chunk, preempt, wait, whole_prompt
+from folovllm.step.packed import Field, choose_bucket
+from folovllm.step.schedule import SchedulerOutput
+from folovllm.worker.graph_cache import AllGraphs
+from folovllm.worker.loop_runner import TokenLoop
+from folovllm.worker.step_graph import StepGraph
+from milestones.counting import ToyModel, count_kernel
+from milestones.virtual import Costs, Run, load_trace, serve
+
+Score = dict[str, float]
+SLOT = 1024  # tokens of a sequence at most, prompt and answer
+
+
+def times(run: Run) -> Score:
+    """What every policy is measured by."""
+    return {
+        "answer tokens/s": run.throughput,
+        "TTFT p50, ms": run.ttft(50),
+        "TTFT p95, ms": run.ttft(95),
+    }
+
+
+def decode_loop(component: Any) -> Score:
+    """A prompt of 64 tokens and an answer of 448, over two layers with 2 heads of 16 in float32."""
+    model = ToyModel(num_layers=2)
+    answer = component(model, 2, 512).answer(list(range(64)), lambda logits: 1)
+    for _ in itertools.islice(answer, 448):
+        pass
+    least = 511 * model.bytes_per_token  # the last token is drawn and never computed
+    return {
+        "tokens computed": model.num_tokens,
+        "pairs of query and key": model.num_pairs,
+        "bytes moved by the caches": model.moved.total,
+        "of the least": model.moved.total / (2 * least),  # each K and V read once and written once
+    }
+
+
+def scheduler(component: Any) -> Score:
+    """The trace `chat`: 16 slots of 1,024 tokens, 4,096 tokens a step, whole prompts."""
+    kv = SlotManager(16, SLOT)
+    return times(serve(component(kv, 16, 4096, whole_prompt), load_trace("chat")))
+
+
+def block_manager(component: Any) -> Score:
+    """The trace `chat` again: 512 blocks of 16 tokens, 64 sequences at most, 4,096 tokens a step, whole prompts."""
+    run = serve(Scheduler(component(224, 16), 64, 4096, whole_prompt, preempt), load_trace("chat"))
+    return {**times(run), "preemptions": run.preemptions}
+
+
+def prefix_cache(component: Any) -> Score:
+    """The trace `turns`: 512 blocks of 16 tokens, 32 sequences at most, 512 tokens a step, prompts in chunks."""
+    kv: KVCacheManager = component(224, 16)
+    run = serve(Scheduler(kv, 32, 512, chunk, preempt), load_trace("turns"))
+    stats = kv.stats
+    return {**times(run), "prompt tokens found, %": 100 * stats.hit_rate, "preemptions": run.preemptions}
+
+
+def prefill(component: Any) -> Score:
+    """Two sequences, 96 new tokens and 40 behind 56 cached ones, 4 query heads on 2 KV heads of 32, blocks of 16."""
+    return count_kernel(component, lens=[96, 96], new=[96, 40])
+
+
+def graph_cache(component: Any) -> Score:
+    """The decode steps of the trace `chat`, with 64 sequences at most, each padded to one of the widths."""
+    graphs = component(64)
+    padded, computed, recorded, most = 0, 0, 0, 0
+
+    def record() -> StepGraph:
+        nonlocal recorded
+        recorded += 1
+        return cast(StepGraph, object())  # nobody replays it
+
+    def watch(output: SchedulerOutput) -> int:
+        nonlocal padded, computed, most
+        rows = len(output.shares)
+        if output.num_tokens > rows:  # with a prompt in it a step is not replayed
+            return 0
+        width = choose_bucket(rows, graphs.widths)
+        graphs.get(width, "plain", record)
+        padded, computed, most = padded + width - rows, computed + width, max(most, len(graphs))
+        return width
+
+    kv = BlockManager(4096, 16)
+    run = serve(Scheduler(kv, 64, 4096, whole_prompt, preempt), load_trace("chat"), Costs(), watch)
+    return {
+        "answer tokens/s": run.throughput,
+        "padding, % of the rows": 100 * padded / computed,
+        "widths": len(graphs.widths),
+        "recorded": recorded,
+        "kept at most": most,
+        "their inputs, bytes": max_bytes(graphs.widths, most),
+    }
+
+
+def max_bytes(widths: list[int], kept: int) -> int:
+    """What the inputs of the widest `kept` graphs take: a row of int32 for each field."""
+    return 4 * len(Field) * sum(sorted(widths)[-kept:])
+
+
+class CatLoop(TokenLoop):
+    """The engine's own way in M1: caches that grow by concatenation."""
+
+    def __init__(self, forward: Any, num_layers: int, max_model_len: int) -> None:
+        self._forward, self._num_layers = forward, num_layers
+
+    def answer(self, prompt: list[int], draw: Callable[[torch.Tensor], int]) -> Iterator[int]:
+        caches: list[Any] = [GrowingKVCache() for _ in range(self._num_layers)]
+        token_ids, start = prompt, 0
+        while True:
+            logits = self._forward(token_ids, start, caches)
+            start, token_ids = start + len(token_ids), [draw(logits)]
+            yield token_ids[0]
+
+
+class NoCacheLoop(CatLoop):
+    """All tokens, every time."""
+
+    def answer(self, prompt: list[int], draw: Callable[[torch.Tensor], int]) -> Iterator[int]:
+        token_ids = list(prompt)
+        while True:
+            caches = [GrowingKVCache() for _ in range(self._num_layers)]
+            token_ids.append(draw(self._forward(token_ids, 0, caches)))
+            yield token_ids[-1]
+
+
+class PowersOfTwo(AllGraphs):
+    """A coarser ladder of widths."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        super().__init__(max_num_seqs)
+        self.widths = sorted({*(2**i for i in range(max_num_seqs.bit_length())), max_num_seqs})
+
+
+class EveryWidth(AllGraphs):
+    """No padding, and a graph for each number of rows."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        super().__init__(max_num_seqs)
+        self.widths = list(range(1, max_num_seqs + 1))
+
+
+def serial(kv: KVCacheManager, max_num_seqs: int, budget: int, tokens_of_step: Any) -> SchedulerLike:
+    return SerialScheduler(kv.events)
+
+
+def first_come(kv: KVCacheManager, max_num_seqs: int, budget: int, tokens_of_step: Any) -> SchedulerLike:
+    return Scheduler(kv, max_num_seqs, budget, tokens_of_step, wait)
+
+
+def slots(num_blocks: int, block_size: int) -> KVCacheManager:
+    """The same memory as slots."""
+    return SlotManager(num_blocks * block_size // SLOT, SLOT)
+
+
+def own_prefill() -> Any:
+    """The engine's kernel; Triton is imported when it is asked for."""
+    from folovllm.kernels.prefill import prefill as kernel
+
+    return kernel
+
+
+OURS: dict[str, dict[str, Callable[[], Any]]] = {  # what a learner's component is compared with, beside the reference
+    "decode_loop": {"no cache": lambda: NoCacheLoop, "the engine's, by concatenation": lambda: CatLoop},
+    "scheduler": {"M1's, one at a time": lambda: serial, "the engine's, first come first served": lambda: first_come},
+    "block_manager": {"M2's slots": lambda: slots, "the engine's": lambda: BlockManager},
+    "prefill": {"the engine's": own_prefill},
+    "prefix_cache": {"no cache of prefixes": lambda: BlockManager, "the engine's": lambda: PrefixCachingBlockManager},
+    "graph_cache": {
+        "the engine's": lambda: AllGraphs,
+        "powers of two": lambda: PowersOfTwo,
+        "every width": lambda: EveryWidth,
+    },
+}

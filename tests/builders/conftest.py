@@ -1,0 +1,39 @@
+"""Whose components these tests are about: a learner's, or, where there is no `mine/` in play, the course's references."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from folovllm import _overlay, builders
+from milestones.builders import put_references
+from milestones.manifest import Course
+
+COURSE = Course(Path(__file__).resolve().parents[2])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The `mine/` in which components are looked for, here and in ranks."""
+    if mine := os.environ.get("FOLOVLLM_MINE"):
+        yield Path(mine)
+        return
+    references = put_references(COURSE, tmp_path_factory.mktemp("references"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOLOVLLM_MINE", str(references))
+        patch.setattr(sys, "meta_path", [_overlay.Overlay(references), *sys.meta_path])
+        yield references
+
+
+@pytest.fixture(scope="module")
+def component(request: pytest.FixtureRequest, folder: Path) -> Any:
+    """What the test's module is about, by its name: test_block_manager.py gets `BlockManager`."""
+    name = request.path.stem.removeprefix("test_")
+    if not (folder / "folovllm" / "builders" / f"{name}.py").is_file():
+        pytest.skip(f"{name} is not begun here: `python -m milestones build` says how")
+    return builders.load(name)

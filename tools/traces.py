@@ -1,0 +1,63 @@
+"""Makes the traces on which the course's builders are scored: `python tools/traces.py` writes milestones/traces/.
+
+A request is (arrival in seconds, its prompt as parts, tokens of its answer). A part is a name and a number of tokens;
+tokens of parts of one name are the same, and the answer goes on where the prompt's last part ends.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[1] / "milestones" / "traces"
+Request = tuple[float, list[tuple[str, int]], int]
+
+
+def length(rng: random.Random, median: float, spread: float, most: int) -> int:
+    """A length whose logarithm is normal, as those of prompts and answers about are."""
+    return max(4, min(most, round(rng.lognormvariate(0, spread) * median)))
+
+
+def chat(rng: random.Random) -> list[Request]:
+    """240 questions in four bursts. Each prompt is its own."""
+    requests: list[Request] = []
+    for i in range(240):
+        arrival = 0.6 * (i // 60) + rng.expovariate(1 / 0.1)
+        requests.append((round(arrival, 4), [(f"q{i}", length(rng, 90, 1.0, 700))], length(rng, 120, 0.7, 300)))
+    return sorted(requests, key=lambda request: request[0])
+
+
+def turns(rng: random.Random) -> list[Request]:
+    """60 conversations of one to five turns behind six system prompts; some prompts are seen once and never again."""
+    requests: list[Request] = []
+    systems = [length(rng, 300, 0.5, 600) for _ in range(6)]
+    for i in range(60):
+        system, arrival, so_far = min(5, int(rng.expovariate(0.6))), rng.uniform(0, 1), 0
+        for _ in range(rng.randint(1, 5)):
+            so_far += length(rng, 40, 0.8, 200)
+            answer = length(rng, 60, 0.6, 150)
+            parts = [(f"system{system}", systems[system]), (f"chat{i}", so_far)]
+            requests.append((round(arrival, 4), parts, answer))
+            so_far += answer
+            arrival += rng.uniform(0.1, 0.5)
+    for i in range(40):
+        requests.append(
+            (round(rng.uniform(0, 1.5), 4), [(f"once{i}", length(rng, 400, 0.6, 900))], length(rng, 20, 0.5, 60))
+        )
+    return sorted(requests, key=lambda request: request[0])
+
+
+def as_text(requests: list[Request]) -> str:
+    """One request a line."""
+    return "[\n" + ",\n".join(json.dumps(request) for request in requests) + "\n]\n"
+
+
+def traces() -> dict[str, str]:
+    """The files by name."""
+    return {f"{make.__name__}.json": as_text(make(random.Random(0))) for make in (chat, turns)}
+
+
+if __name__ == "__main__":
+    for name, text in traces().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
