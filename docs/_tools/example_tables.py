@@ -127,12 +127,12 @@ def firsts_table() -> str:
 
 def firsts() -> list[tuple[str, str, int, str]]:
     """Of everything that may happen: what, first in which milestone, in which step, and how it looks there."""
-    found = []
-    for what, (is_there, looks) in FIRSTS.items():
-        milestone, turn = next(
-            (milestone, turn)
-            for milestone in MILESTONES
-            if (turn := run(milestone).first(lambda turn, m=milestone: is_there(turn, run(m)))) is not None  # type: ignore[misc]
-        )
-        found.append((what, milestone.upper(), turn.number, looks(turn)))
-    return found
+    return [(what, *_first(*shown)) for what, shown in FIRSTS.items()]
+
+
+def _first(is_there: Callable[[Turn, Run], object], looks: Callable[[Turn], str]) -> tuple[str, int, str]:
+    found = (
+        (milestone, turn) for milestone in MILESTONES for turn in run(milestone).turns if is_there(turn, run(milestone))
+    )
+    milestone, turn = next(found)
+    return milestone.upper(), turn.number, looks(turn)

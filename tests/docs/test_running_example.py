@@ -11,7 +11,6 @@ from types import ModuleType
 import pytest
 from transformers import AutoTokenizer
 
-
 from milestones.running_example import Run, Share, example, play
 from tests.docs.blocks import ROOT
 
