@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+import torch
 from anatomy import table
 from pictures import run
 
+from folovllm.cache.slot_manager import SlotManager
+from folovllm.step.draw import DrawSpec
+from folovllm.step.schedule import Share
+from folovllm.worker.input_batch import InputBatch
 from milestones.running_example import Run, Turn, example
 
 MILESTONES = ("m1", "m2", "m3", "m4", "m5", "m6")
@@ -136,3 +142,25 @@ def _first(is_there: Callable[[Turn, Run], object], looks: Callable[[Turn], str]
     )
     milestone, turn = next(found)
     return milestone.upper(), turn.number, looks(turn)
+
+
+def batch_table(step: int) -> str:
+    """The tensors of a step of M2, as the engine builds them."""
+    milestone_run = run("m2")
+    turn, size = milestone_run.turns[step], milestone_run.block_size
+    shares = [
+        Share(i, i, share.start, share.end - share.start, np.array(share.token_ids, np.int32),
+              turn.after.tables[share.name], 0, int(share.draws), DrawSpec())
+        for i, share in enumerate(turn.shares)
+    ]  # fmt: skip
+    batch = InputBatch(SlotManager.slots, size, torch.device("cpu")).build(shares)
+    of_tokens, of_sequences = (
+        [(f"`{name}`", *getattr(batch, name)[: len(heads)].tolist()) for name in names]
+        for names, heads in (
+            (("input_ids", "positions", "slot_mapping"), batch.input_ids),
+            (("query_start_loc", "seq_lens", "logits_indices"), shares),
+        )
+    )
+    owners = [f"{share.name}{p}" for share in turn.shares for p in range(share.start, share.end)]
+    first = table(" | ".join(["a token each", *owners]), *of_tokens)
+    return f"{first}\n\n{table(' | '.join(['a sequence each', *(share.name for share in turn.shares)]), *of_sequences)}"
