@@ -16,12 +16,12 @@ from itertools import groupby
 
 from milestones.running_example import Place, Run, Share, State, Turn, example
 
-DARK = {"A": "#0072b2", "B": "#d55e00", "C": "#007a5a"}
-LIGHT = {"A": "#d3e6f2", "B": "#fbe3d4", "C": "#d2ece3"}
+DARK = {"A": "#a85f00", "B": "#0072b2", "C": "#007a5a"}  # as in the inspector: orange, blue, green
+LIGHT = {"A": "#fae3bd", "B": "#d6ebf8", "C": "#d2ece3"}
 INK, GREY, RED = "#222", "#767676", "#b00020"
-WIDTH = 960  # pixels, of every picture
+WIDTH = 830  # pixels, of every picture
 COLUMN, LINE = 34, 24  # of a step in `lanes`
-CELL, HIGH, ACROSS = 54, 19, 4  # of a slot in `memory`, and how many stand side by side
+CELL, HIGH, ACROSS = 51, 19, 4  # of a slot in `memory`, and how many stand side by side
 WANT = {
     "sequences": "the only place is taken",
     "tokens": "the step's budget of tokens is spent",
@@ -103,9 +103,9 @@ def step(run: Run, number: int) -> Picture:
         parts += _request(run, turn, name, share, top)
         top += 78
     new = {slot for share in turn.shares for slot in share.slots}
-    left = WIDTH - 2 * (ACROSS * CELL + 46)
+    left = WIDTH - 2 * (ACROSS * CELL + 40)
     parts += _memory(run, turn.before, left, "memory before", frozenset())
-    parts += _memory(run, turn.after, left + ACROSS * CELL + 46, "memory after", new)
+    parts += _memory(run, turn.after, left + ACROSS * CELL + 40, "memory after", new)
     return _svg(parts, max(top, height))
 
 
@@ -172,15 +172,15 @@ def _memory_height(run: Run) -> int:
 
 def _memory(run: Run, state: State, left: float, title: str, new: Iterable[int]) -> Iterable[str]:
     """Each block in lines of four slots. A grey number: the block is free, and has its old contents; a star: it can be found."""
-    yield _text(left + 42, 20, title, bold=True)
+    yield _text(left + 36, 20, title, bold=True)
     fresh, lines = frozenset(new), -(-run.block_size // ACROSS)
     for slot, place in enumerate(state.memory):
         block, offset = divmod(slot, run.block_size)
-        x = left + 42 + CELL * (offset % ACROSS)
+        x = left + 36 + CELL * (offset % ACROSS)
         y = 28 + block * (lines * HIGH + 4) + HIGH * (offset // ACROSS)
         if offset == 0:
             name = f"{block}{'*' if state.named[block] else ''}"
-            yield _text(left + 36, y + 13, name, size=10, fill=INK if state.held[block] else GREY, end=True)
+            yield _text(left + 30, y + 13, name, size=10, fill=INK if state.held[block] else GREY, end=True)
         yield from _slot(x, y, place, bool(state.held[block]) and _is_live(state, slot, run.block_size), slot in fresh)
 
 
