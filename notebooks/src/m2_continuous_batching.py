@@ -29,7 +29,7 @@ import torch.nn.functional as F
 import transformers
 
 from folovllm import LLM, SamplingParams
-from milestones.pictures import lanes, step
+from milestones import pictures
 from milestones.running_example import example, play
 
 MODEL = "stories-5m"  # comes with the package
@@ -72,7 +72,7 @@ LENGTHS = [8, 48, 12, 36, 8, 16, 56, 10, 24, 8, 44, 14, 32, 8, 20, 24]  # tokens
 # %%
 static, continuous = play("m2", static=True), play("m2")
 assert static.answers == continuous.answers == {request.name: request.answer_token_ids for request in example().requests}
-lanes(("static batching", static), ("continuous batching", continuous))
+pictures.lanes(("static batching", static), ("continuous batching", continuous))
 
 # %% [markdown]
 # Step 7, as C comes in: the tokens that are computed, the block of each request, the slots of the new tokens, and the memory before and
@@ -80,7 +80,7 @@ lanes(("static batching", static), ("continuous batching", continuous))
 
 # %%
 assert continuous.turns[6].finished == ("B",) and continuous.turns[7].shares[1].name == "C"
-step(continuous, 7)
+pictures.step(continuous, 7)
 
 # %% [markdown]
 # Why did B wait in step 0, and C in step 2? The engine says which budget refused them:
@@ -501,7 +501,7 @@ with patch.object(SlotManager, "slots", staticmethod(from_the_beginning)):
 for request in example().requests:
     print(request.name, repr(request.answer), "->", repr(llm.tokenizer.decode(overwritten.answers[request.name])))
 assert overwritten.answers["A"] != continuous.answers["A"]
-step(overwritten, 3)
+pictures.step(overwritten, 3)
 
 # %% [markdown]
 # Every new token of A lands in slot 0, on top of its first word; the slots behind its prompt are never written, and attention reads them.

@@ -30,7 +30,7 @@ from folovllm.bench.memory import measure
 from folovllm.bench.workload import mixed_workload
 from folovllm.show import draw_pool
 from folovllm.watcher import Watcher
-from milestones.pictures import lanes, step
+from milestones import pictures
 from milestones.running_example import example, play
 
 MODEL = "stories-5m"  # comes with the package
@@ -83,14 +83,14 @@ def serve(engine, requests, look=lambda: None):
 # %%
 long, short = play("m2"), play("m3")
 assert long.answers == short.answers == {request.name: request.answer_token_ids for request in example().requests}
-lanes(("two long blocks (M2)", long), ("ten short blocks (M3)", short))
+pictures.lanes(("two long blocks (M2)", long), ("ten short blocks (M3)", short))
 
 # %% [markdown]
 # From the tokens to the memory, in step 2: the positions of each request in groups of four, the block under each group, the slots of the new
 # tokens, and the ten blocks before and after.
 
 # %%
-step(short, 2)
+pictures.step(short, 2)
 
 # %% [markdown]
 # Step 4: A needs a block for its token 12. C came last, so C gives its three blocks back. One of them goes to A; the others keep C's old
@@ -98,14 +98,14 @@ step(short, 2)
 
 # %%
 assert short.turns[4].preempted == {"C": "A"} and short.turns[4].after.tables["A"][-1] == 9
-step(short, 4)
+pictures.step(short, 4)
 
 # %% [markdown]
 # Step 7: B is done, and C comes back. One step computes its 11 tokens again, nine of the prompt and two of the answer.
 
 # %%
 assert [share.end - share.start for share in short.turns[7].shares] == [1, 11]
-step(short, 7)
+pictures.step(short, 7)
 
 # %% [markdown]
 # How much more memory would have spared C the way out? The engine can be asked:
@@ -118,6 +118,9 @@ for blocks in range(8, 14):
     assert tried.answers == short.answers
 
 # %% [markdown]
+# From 11 blocks on the three need 10 steps, as many as A alone: more memory would bring nothing. With nine there is no preemption either,
+# because C does not get in at all. Overbooking, and now and then a preemption, is the better use of the same memory.
+#
 # ## Feel the problem
 #
 # Three are a toy; here are fourteen. M2, four blocks, fourteen requests. The picture is the memory itself after some steps: a line is a block, and each of its 256 slots can
@@ -535,15 +538,16 @@ assert said["one block never comes back"].startswith("3 of 16")
 assert serve(load(block_size=8, num_kv_blocks=16, max_model_len=80).engine, hungry) == short_of_memory, "nothing stayed broken"
 
 # %% [markdown]
-# With A, B and C one sees why "blocks taken for neighbours" goes wrong. A's block 9 is taken for block 3, and block 3 is B's:
+# With A, B and C one sees why "blocks taken for neighbours" goes wrong (15 blocks, so that C stays). A's token 12
+# belongs into A's fourth block, block 10. It lands in slot 12, on top of B's first word, and A reads a block that nothing was written into:
 
 # %%
 with patch.object(BlockManager, "slots", staticmethod(contiguous)):
-    neighbours = play("m3")
+    neighbours = play("m3", num_kv_blocks=15)
 for request in example().requests:
     print(request.name, repr(request.answer), "->", repr(llm.tokenizer.decode(neighbours.answers[request.name])))
-assert neighbours.answers["B"] != short.answers["B"]
-step(neighbours, 4)
+assert neighbours.answers["A"] != short.answers["A"] and neighbours.turns[4].after.memory[12] == ("A", 12)
+pictures.step(neighbours, 4)
 
 # %% [markdown]
 # A leak is the nastiest: every answer is right, until one day nothing is admitted any more. Hence the tests that play random requests
