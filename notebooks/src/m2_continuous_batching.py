@@ -70,25 +70,25 @@ LENGTHS = [8, 48, 12, 36, 8, 16, 56, 10, 24, 8, 44, 14, 32, 8, 20, 24]  # tokens
 # takes B's place. Both pictures are drawn from what the engine did.
 
 # %%
-static, continuous = play("m2", static=True), play("m2")
-assert static.answers == continuous.answers == {request.name: request.answer_token_ids for request in example().requests}
-pictures.lanes(("static batching", static), ("continuous batching", continuous))
+static_run, continuous_run = play("m2", static=True), play("m2")
+assert static_run.answers == continuous_run.answers == {request.name: request.answer_token_ids for request in example().requests}
+pictures.lanes(("static batching", static_run), ("continuous batching", continuous_run))
 
 # %% [markdown]
 # Step 7, as C comes in: the tokens that are computed, the block of each request, the slots of the new tokens, and the memory before and
 # after. B's numbers are still there when C overwrites them, slot by slot.
 
 # %%
-assert continuous.turns[6].finished == ("B",) and continuous.turns[7].shares[1].name == "C"
-pictures.step(continuous, 7)
+assert continuous_run.turns[6].finished == ("B",) and continuous_run.turns[7].shares[1].name == "C"
+pictures.step(continuous_run, 7)
 
 # %% [markdown]
 # Why did B wait in step 0, and C in step 2? The engine says which budget refused them:
 
 # %%
-for turn in continuous.turns[:4]:
+for turn in continuous_run.turns[:4]:
     print(f"step {turn.number}: {[f'{share.name} {share.end - share.start}' for share in turn.shares]}, refused: {turn.refused}")
-assert continuous.turns[0].refused == {"B": "tokens"} and continuous.turns[2].refused == {"C": "blocks"}
+assert continuous_run.turns[0].refused == {"B": "tokens"} and continuous_run.turns[2].refused == {"C": "blocks"}
 
 # %% [markdown]
 # ## Feel the problem
@@ -500,7 +500,7 @@ with patch.object(SlotManager, "slots", staticmethod(from_the_beginning)):
     overwritten = play("m2")
 for request in example().requests:
     print(request.name, repr(request.answer), "->", repr(llm.tokenizer.decode(overwritten.answers[request.name])))
-assert overwritten.answers["A"] != continuous.answers["A"]
+assert overwritten.answers["A"] != continuous_run.answers["A"]
 pictures.step(overwritten, 3)
 
 # %% [markdown]
