@@ -1,4 +1,4 @@
-"""What is decided before a weight is loaded: files, device, dtype, context, attention backend."""
+"""Decides what must be known before a weight is loaded: files, device, dtype, context, attention backend."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.select import choose_backend
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config
+from folovllm.kv_scales import FP8
 from folovllm.model_config import context_limit, head_dim_of, num_kv_heads_of, num_positions
 from folovllm.models.registry import who_runs_it
 from folovllm.setup import EngineSetup
@@ -46,6 +47,7 @@ def set_up(config: EngineConfig) -> EngineSetup:
         block_size=wanted_block_size,
         max_num_seqs=config.max_num_seqs,
         long_prompts=config.packed_steps,
+        kv_dtype=None if config.kv_cache_dtype == "auto" else FP8,
     )
     backend, block_size = _choose_attention(config, attention, max_model_len)
     attention = replace(attention, block_size=block_size)
@@ -62,7 +64,7 @@ def _choose_attention(config: EngineConfig, attention: AttentionConfig, max_mode
     """The backend's name, and the tokens of a block, or of a cache that grows."""
     if config.kv_cache == "growing":
         if config.attention_backend != "auto" and (config.attention_backend, config.model_impl) != NAIVE:
-            get_backend(str(config.attention_backend))  # a name that nobody knows has an error of its own
+            get_backend(str(config.attention_backend))  # an unknown name has an error of its own
             raise ValueError(
                 'kv_cache="growing" attends naively with our layers, and in its own way with those of transformers: '
                 'leave attention_backend out, take "torch_naive" and model_impl="native", or use "m2"'
