@@ -99,8 +99,8 @@ def step(run: Run, number: int) -> Picture:
     """One step: the tokens of each request, its block table, the slots of the new tokens, and the memory before and after."""
     turn, height = run.turns[number], _memory_height(run)
     parts = [_text(8, 20, f"{run.milestone.upper()}, step {number}", size=14, bold=True)]
-    parts += [_text(8, 38 + 15 * i, line, size=11) for i, line in enumerate(_story(turn))]
-    top = 52 + 15 * len(_story(turn))
+    parts += [_text(8, 38 + 15 * i, line, size=11) for i, line in enumerate(_story(run, turn))]
+    top = 52 + 15 * len(_story(run, turn))
     for name in sorted(
         {*turn.after.tables, *turn.before.tables, *(share.name for share in turn.shares), *turn.refused}
     ):
@@ -114,7 +114,7 @@ def step(run: Run, number: int) -> Picture:
     return _svg(parts, max(top, height))
 
 
-def _story(turn: Turn) -> list[str]:
+def _story(run: Run, turn: Turn) -> list[str]:
     """What else happened, in sentences."""
     said = [f"{name} arrives." for name in turn.arrived]
     said += [f"{name} begins with {hit} tokens that are in the cache." for name, hit in turn.hits.items()]
@@ -125,7 +125,7 @@ def _story(turn: Turn) -> list[str]:
     said += [f"{name} waits: {WANT[why]}." for name, why in turn.refused.items() if name not in turn.preempted]
     if turn.drawn:
         drawn = (
-            f"{name} \N{LEFT DOUBLE QUOTATION MARK}{_word(token)}\N{RIGHT DOUBLE QUOTATION MARK}"
+            f"{name} \N{LEFT DOUBLE QUOTATION MARK}{run.texts[token].strip()}\N{RIGHT DOUBLE QUOTATION MARK}"
             for name, token in turn.drawn.items()
         )
         said.append(f"Drawn: {', '.join(drawn)}.")
@@ -186,7 +186,9 @@ def _memory(run: Run, state: State, left: float, title: str, new: Iterable[int])
         if offset == 0:
             name = f"{block}{'*' if state.named[block] else ''}"
             yield _text(left + 30, y + 13, name, size=10, fill=INK if state.held[block] else GREY, end=True)
-        yield from _slot(x, y, place, bool(state.held[block]) and _is_live(state, slot, run.block_size), slot in fresh)
+        yield from _slot(
+            run, x, y, place, bool(state.held[block]) and _is_live(state, slot, run.block_size), slot in fresh
+        )
 
 
 def _is_live(state: State, slot: int, size: int) -> bool:
@@ -200,7 +202,7 @@ def _is_live(state: State, slot: int, size: int) -> bool:
     )
 
 
-def _slot(x: float, y: float, place: Place | None, is_live: bool, is_new: bool) -> Iterable[str]:
+def _slot(run: Run, x: float, y: float, place: Place | None, is_live: bool, is_new: bool) -> Iterable[str]:
     if place is None:
         yield _box(x, y, CELL - 2, HIGH - 2, "white", "#ccc")
         return
@@ -208,12 +210,7 @@ def _slot(x: float, y: float, place: Place | None, is_live: bool, is_new: bool) 
     fill = DARK[name] if is_new else LIGHT[name] if is_live else "#f6f6f6"
     ink = "white" if is_new else INK if is_live else "#999"
     yield _box(x, y, CELL - 2, HIGH - 2, fill, DARK[name] if is_live or is_new else "#ccc")
-    request = example().request(name)
-    yield _text(x + 3, y + 13, f"{name}{position} {_word(request.token_ids[position])}"[:11], size=8.5, fill=ink)
-
-
-def _word(token: int) -> str:
-    return example().texts[token].strip()
+    yield _text(x + 3, y + 13, f"{name}{position} {run.text(name, position).strip()}"[:11], size=8.5, fill=ink)
 
 
 def _ranges(slots: list[int]) -> str:
