@@ -2,9 +2,10 @@
 
 They are drawn from what the engine did (`milestones.running_example.play`), in the book as in a notebook's cell:
 
-    from milestones.pictures import lanes, step
+    from milestones.pictures import blocks, lanes, step
     run = play("m3")
     lanes(run)          # a row a request, a column a step
+    blocks(run)         # a row a block
     step(run, 4)        # tokens -> block table -> slot mapping -> memory, before and after
 """
 
@@ -21,6 +22,7 @@ LIGHT = {"A": "#fae3bd", "B": "#d6ebf8", "C": "#d2ece3"}
 INK, GREY, RED = "#222", "#767676", "#b00020"
 WIDTH = 830  # pixels, of every picture
 LINE, WIDEST = 24, 48  # of a row in `lanes`, and of a step
+SLOT = 4.6  # how high a slot is in `blocks`
 CELL, HIGH, ACROSS = 51, 19, 4  # of a slot in `memory`, and how many stand side by side
 WANT = {
     "sequences": "the only place is taken",
@@ -95,6 +97,46 @@ def _stretch(doing: str, name: str, turns: list[Turn], y: float, wide: int) -> I
         yield _text(x + width / 2, y + 16, label, size=11, fill="white" if is_dark else INK, middle=True)
 
 
+def blocks(*runs: Run | tuple[str, Run]) -> Picture:
+    """Who holds which block: a row a block, as high as it is long, a column a step. What is not filled is reserved and empty."""
+    titled = [each if isinstance(each, tuple) else (each.milestone.upper(), each) for each in runs]
+    wide = min(WIDEST, (WIDTH - 46) // max(len(run.turns) for _, run in titled))
+    parts: list[str] = []
+    top = 0.0
+    for title, run in titled:
+        parts += [_text(8, top + 18, title, size=14, bold=True), *_holders(run, top + 26, wide)]
+        top += 46 + SLOT * len(run.turns[0].after.memory)
+    return _svg(parts, top - 8)
+
+
+def _holders(run: Run, top: float, wide: int) -> Iterable[str]:
+    high = SLOT * run.block_size
+    for turn in run.turns:
+        x = 40 + wide * turn.number
+        yield _text(x + wide / 2, top + 10, str(turn.number), size=10, fill=GREY, middle=True)
+        for block, _ in enumerate(turn.after.held):
+            yield _box(x + 1, top + 14 + high * block, wide - 2, high - 1, "white", "#ddd")
+        held = _filled(run, turn)
+        for (block, name), tokens in held.items():
+            sharers = [other for taken, other in held if taken == block]
+            part = high / len(sharers)
+            y = top + 14 + high * block + part * sharers.index(name)
+            yield _box(x + 1, y, (wide - 2) * tokens / run.block_size, part - 1, LIGHT[name], "none")
+            yield _box(x + 1, y, wide - 2, part - 1, "none", DARK[name])
+            yield _text(x + wide / 2, y + part / 2 + 4, name, size=10, fill=DARK[name], middle=True, bold=True)
+    for block in range(len(run.turns[0].after.held)):
+        yield _text(34, top + 18 + high * (block + 0.5), str(block), size=10, fill=GREY, end=True)
+
+
+def _filled(run: Run, turn: Turn) -> dict[tuple[int, str], int]:
+    """Of each block and each request that holds it in a step, how many of its tokens lie there."""
+    found: dict[tuple[int, str], int] = {}
+    for share in turn.shares:
+        for i, block in enumerate(_table(turn, share.name, share, run.block_size)):
+            found[block, share.name] = min(run.block_size, share.end - i * run.block_size)
+    return found
+
+
 def step(run: Run, number: int) -> Picture:
     """One step: the tokens of each request, its block table, the slots of the new tokens, and the memory before and after."""
     turn, height = run.turns[number], _memory_height(run)
@@ -161,13 +203,6 @@ def _table(turn: Turn, name: str, share: Share | None, size: int) -> tuple[int, 
     known = turn.before.tables.get(name, ())
     named = dict.fromkeys(slot // size for slot in (share.slots if share else ()))
     return known + tuple(block for block in named if block not in known)
-
-
-def memory(run: Run, number: int) -> Picture:
-    """The memory alone, after a step."""
-    return _svg(
-        list(_memory(run, run.turns[number].after, 0, f"after step {number}", frozenset())), _memory_height(run)
-    )
 
 
 def _memory_height(run: Run) -> int:
