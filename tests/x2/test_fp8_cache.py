@@ -157,6 +157,28 @@ def test_all_milestones_answer_alike_from_8_bits(milestone: str) -> None:
     assert got == expected
 
 
+@pytest.mark.parametrize("kv", [{}, {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}], ids=["whole", "8 bits"])
+def test_all_layers_see_what_was_planned(kv: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A padded step is planned once. A layer's own copy of the backend, which has its scales, must know of it."""
+    pytest.importorskip("triton", reason="Triton is for Linux only")
+    from folovllm.worker import prompt_graphs
+
+    model, requests = tiny_checkpoint(), mixed_requests(count=3)
+    monkeypatch.setattr(prompt_graphs, "rooms_for", lambda setup: [prompt_graphs.Room(96, 4)])
+    used: list[object] = []
+    graph = prompt_graphs.PromptGraphs.graph
+    monkeypatch.setattr(
+        prompt_graphs.PromptGraphs, "graph", lambda self, room: (used.append(room), graph(self, room))[1]
+    )
+    plain, recorded = (
+        make_engine(model, milestone=milestone, attention_backend=backend, max_num_seqs=4, **kv)
+        for milestone, backend in (("m5", "torch_paged"), ("m6", "triton"))
+    )
+    expected = [list(o.outputs[0].token_ids) for o in serve(plain, requests)]
+    assert [list(o.outputs[0].token_ids) for o in serve(recorded, requests)] == expected
+    assert used
+
+
 def test_half_the_bytes_are_twice_the_blocks() -> None:
     """The same memory holds twice the tokens of float16, four times those of float32."""
     model = str(tiny_checkpoint())

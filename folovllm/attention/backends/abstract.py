@@ -78,7 +78,12 @@ class AttentionBackend(ABC):
         return cls.supports_cuda_graph or device.type == "cpu"
 
     def of_layer(self, scales: KVScales) -> AttentionBackend:
-        """The same for a layer whose cache has `scales`; all else is shared, and what is planned for one is for all."""
+        """Return the backend of a layer whose cache has `scales`: itself, or where the cache is in 8 bits a copy with them.
+
+        A step is planned once, by the original. So what a plan leaves must lie in an object that copies share.
+        """
+        if not self.config.is_fp8:
+            return self
         backend = copy(self)
         backend.scales = scales
         return backend

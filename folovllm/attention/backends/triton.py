@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
@@ -20,6 +21,13 @@ from folovllm.kernels.store import store_kvcache
 def interpreted() -> bool:
     """Whether Triton's kernels run in its interpreter, on the CPU. It decides when Triton is first imported."""
     return bool(triton.knobs.runtime.interpret)
+
+
+@dataclass(slots=True)
+class Planned:
+    """What `plan` has found out for all layers."""
+
+    tiles: torch.Tensor | None = None  # of the step's prompts, where it has room for more (`list_tiles`)
 
 
 class TritonBackend(AttentionBackend):
@@ -46,7 +54,7 @@ class TritonBackend(AttentionBackend):
                 raise ValueError("a prefill of your own reads no cache in 8 bits: leave kv_cache_dtype out")
         self._hopper = None if own_prefill else _hopper(config)
         self._tile_m = config_on(config.device, config.head_dim, config.dtype.itemsize).tile_m
-        self._tiles: torch.Tensor | None = None  # of the planned step's prompts, where it has room for more
+        self._planned = Planned()
 
     @classmethod
     def check_available(cls, config: AttentionConfig) -> None:
@@ -76,11 +84,13 @@ class TritonBackend(AttentionBackend):
 
     def plan(self, batch: ForwardBatch) -> None:
         """List the decodes' work, and in a recorded step that of the prompts: it is the same in all layers."""
-        n, self._tiles = batch.num_decodes, None
+        n, self._planned.tiles = batch.num_decodes, None
         if n:
             self._decode.plan(batch.seq_lens, n)
         if batch.is_padded:
-            self._tiles = list_tiles(batch.query_start_loc, batch.seq_lens, len(batch.input_ids), n, self._tile_m)
+            self._planned.tiles = list_tiles(
+                batch.query_start_loc, batch.seq_lens, len(batch.input_ids), n, self._tile_m
+            )
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write `key` and `value` [T, Hkv, D] to their slots; slot -1 is skipped."""
@@ -103,8 +113,8 @@ class TritonBackend(AttentionBackend):
 
     def _prefill_kernel(self, num_tokens: int, max_query_len: int) -> PrefillKernel:
         """Which of the two serves a step of so many tokens, whose longest share is given."""
-        if self._tiles is not None:
-            return partial(prefill, tiles=self._tiles, scales=self.scales)
+        if self._planned.tiles is not None:
+            return partial(prefill, tiles=self._planned.tiles, scales=self.scales)
         hopper = self._hopper
         if hopper is not None and hopper.is_ahead(self.config.head_dim, num_tokens, max_query_len):
             kernel: PrefillKernel = hopper.prefill_hopper
