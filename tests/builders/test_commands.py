@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ class TestCommands:
     @pytest.fixture(autouse=True)
     def mine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setattr(Mine, "of", classmethod(lambda cls, course: cls(course, tmp_path / "mine")))
+        monkeypatch.setenv("FOLOVLLM_MINE", os.environ["FOLOVLLM_MINE"])  # `score` takes it out; afterwards it is back
         monkeypatch.setattr(builders_cli, "console", Console(width=200))
         return tmp_path / "mine"
 
