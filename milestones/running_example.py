@@ -1,0 +1,269 @@
+"""A, B and C: the three requests that chapters 1 to 6 and their notebooks follow through every milestone.
+
+`running_example.json` holds the requests with their tokens, and what each preset is given beside its own choices: a memory
+of 40 tokens, so small that it runs out. `play` puts them through the real engine and returns what happened, step by step:
+
+    from milestones.running_example import play
+    run = play("m3")
+    run.turns[4].preempted          # ("C",)
+    run.turns[4].after.memory       # which token of whom lies in which slot
+
+Everything in a `Turn` comes from the engine's events; `milestones.pictures` draws it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from folovllm.engine.llm_engine import LLMEngine
+    from folovllm.events import Event
+
+FILE = Path(__file__).with_suffix(".json")
+Place = tuple[str, int]  # whose token, and at which position
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One of A, B and C."""
+
+    name: str
+    turn: int  # the call of `step` before which it arrives
+    prompt: str
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    answer: str  # greedy; the same in every milestone
+    answer_token_ids: tuple[int, ...]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and answer."""
+        return self.prompt_token_ids + self.answer_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """The three requests, and what each preset is given beside its own choices."""
+
+    model: str
+    requests: tuple[Request, ...]
+    texts: dict[int, str]  # of every token id that occurs
+    engine: dict[str, dict[str, int]]  # by milestone: fields of `EngineConfig`
+
+    def request(self, name: str) -> Request:
+        """A, B or C. Raises KeyError for others."""
+        return {request.name: request for request in self.requests}[name]
+
+
+@cache
+def example() -> Example:
+    """What the file says."""
+    stored = json.loads(FILE.read_text("utf-8"))
+    requests = tuple(
+        Request(**{key: tuple(value) if isinstance(value, list) else value for key, value in request.items()})
+        for request in stored["requests"]
+    )
+    return Example(stored["model"], requests, {int(i): text for i, text in stored["texts"].items()}, stored["engine"])
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a step computes of one request: its tokens `start` to `end`."""
+
+    name: str
+    start: int
+    end: int
+    token_ids: tuple[int, ...]  # as the scheduler knows them: none of a token that is still on the device (M6)
+    slots: tuple[int, ...]  # where their K/V goes: the slot mapping; () without a pool of blocks (M1)
+    draws: bool  # whether it reaches the last token, so that the next one is drawn
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How things stand between two steps."""
+
+    waiting: tuple[str, ...]
+    running: tuple[str, ...]
+    tables: dict[str, tuple[int, ...]]  # of those that run: numbers of blocks
+    held: tuple[int, ...]  # [N] for each block, how many hold it; () without a pool of blocks (M1)
+    named: tuple[bool, ...]  # [N] whether the prefix cache can find it (M5)
+    memory: tuple[Place | None, ...]  # [N * B] what was written last into each slot, also after its block is free
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One call of `LLMEngine.step`. With overlap (M6) it begins one step and takes in the tokens of the one before."""
+
+    number: int
+    arrived: tuple[str, ...]
+    before: State
+    after: State
+    shares: tuple[Share, ...]
+    drawn: dict[str, int]  # whose next token came, and its id
+    refused: dict[str, str]  # who had to wait, and for want of what: "sequences", "tokens", "blocks" or "preemption"
+    preempted: dict[str, str]  # who gave way, and for whom
+    lost: dict[str, int]  # computed tokens that went with it
+    hits: dict[str, int]  # tokens that the prefix cache had of those that came in
+    finished: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A, B and C in one milestone."""
+
+    milestone: str
+    block_size: int
+    turns: tuple[Turn, ...]
+    answers: dict[str, tuple[int, ...]]
+
+    def first(self, what: Callable[[Turn], object]) -> Turn | None:
+        """The first turn of which something is true."""
+        return next((turn for turn in self.turns if what(turn)), None)
+
+
+def engine_for(milestone: str, **overrides: Any) -> LLMEngine:
+    """An engine as the example sets it up. `overrides` are fields of `EngineConfig`."""
+    from folovllm.build import make_engine
+    from folovllm.config import EngineConfig
+
+    options = {"device": "cpu", "num_threads": 1, "use_tqdm": False} | example().engine[milestone] | overrides
+    return make_engine(EngineConfig(model=example().model, milestone=milestone, **options))
+
+
+def play(
+    milestone: str,
+    *,
+    static: bool = False,
+    around: Callable[[LLMEngine], AbstractContextManager[object]] = lambda engine: nullcontext(),
+    **overrides: Any,
+) -> Run:
+    """Put A, B and C through the engine.
+
+    Args:
+        milestone: whose preset.
+        static: a request that comes while others are served waits until all of them are done (static batching).
+        around: a context in which the requests are played: a film, a recorder, a clock.
+        overrides: fields of `EngineConfig`.
+    """
+    engine = engine_for(milestone, **overrides)
+    try:
+        with around(engine):
+            return _play(engine, milestone, static)
+    finally:
+        engine.close()
+
+
+def _play(engine: LLMEngine, milestone: str, static: bool) -> Run:
+    from folovllm.sampling_params import SamplingParams
+
+    observer = Observer(engine)
+    engine.subscribe(observer)
+    todo, late, turns = list(example().requests), [], []
+    answers: dict[str, tuple[int, ...]] = {}
+    while todo or late or engine.has_unfinished_requests():
+        late += [request for request in todo if request.turn == len(turns)]
+        todo = [request for request in todo if request.turn > len(turns)]
+        if not (static and engine.has_unfinished_requests()):
+            for request in late:
+                params = SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
+                engine.add_request(request.name, list(request.prompt_token_ids), params, stream=False)
+            late = []
+        answers |= {output.request_id: tuple(output.outputs[0].token_ids) for output in engine.step()}
+        turns.append(observer.turn(len(turns)))
+    engine.unsubscribe(observer)
+    return Run(milestone, observer.block_size, tuple(turns), answers)
+
+
+@dataclass
+class Observer:
+    """A listener that makes a `Turn` of the events of each step."""
+
+    engine: LLMEngine
+    _events: list[Event] = field(default_factory=list)
+    _memory: list[Place | None] = field(default_factory=list)
+    _names: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        from folovllm.build import cache_manager
+        from folovllm.watcher import Watcher
+
+        self._watcher = Watcher()
+        self._slots = cache_manager(self.engine.setup.config).slots
+
+    def __call__(self, events: SequenceOf[Event]) -> None:
+        """Keep what happened."""
+        self._events += events
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block holds."""
+        return self._watcher.block_size
+
+    def turn(self, number: int) -> Turn:
+        """What happened since the last call."""
+        from folovllm import events as ev
+
+        events, self._events = self._events, []
+        coming = (ev.Snapshot, ev.RequestAdded)
+        self._watcher([event for event in events if isinstance(event, coming)])
+        self._names |= {event.seq_id: event.request_id for event in events if isinstance(event, ev.RequestAdded)}
+        self._memory = self._memory or [None] * (len(self._watcher.cells) * self.block_size)
+        before, said, shares, drawn = self._state(), [], (), {}
+        for event in events:
+            if not isinstance(event, coming):
+                self._watcher([event])
+                said.append(event)
+            if isinstance(event, ev.StepBegan):
+                shares = self._shares(event)
+            if isinstance(event, ev.StepEnded):
+                drawn = self._drawn(event)
+        of = lambda kind: [event for event in said if isinstance(event, kind)]  # noqa: E731
+        name = lambda event: self._names[event.seq_id]  # noqa: E731
+        return Turn(
+            number=number,
+            arrived=tuple(event.request_id for event in events if isinstance(event, ev.RequestAdded)),
+            before=before,
+            after=self._state(),
+            shares=shares,
+            drawn=drawn,
+            refused={name(event): event.budget for event in of(ev.Refused)},
+            preempted={name(event): self._names[event.for_seq_id] for event in of(ev.Preempted)},
+            lost={name(event): event.num_tokens for event in of(ev.Preempted)},
+            hits={name(event): event.num_tokens for event in of(ev.PrefixHit)},
+            finished=tuple(name(event) for event in of(ev.Finished)),
+        )
+
+    def _shares(self, event: Any) -> tuple[Share, ...]:
+        """The shares of a step that begins, and their tokens in memory."""
+        shares = []
+        for share in event.output.shares:
+            name, table = self._names[share.seq_id], self._watcher.sequences[share.seq_id].block_table
+            slots = self._slots(table, self.block_size, share.start, share.end).tolist() if self._memory else []
+            for position, slot in enumerate(slots, share.start):
+                self._memory[slot] = (name, position)
+            token_ids = tuple(int(token) for token in share.token_ids)
+            shares.append(Share(name, share.start, share.end, token_ids, tuple(slots), bool(share.num_draws)))
+        return tuple(shares)
+
+    def _drawn(self, event: Any) -> dict[str, int]:
+        """The tokens that came back."""
+        pairs = zip(event.output.shares, event.result.token_ids, strict=True)
+        return {self._names[share.seq_id]: token_ids[0] for share, token_ids in pairs if token_ids}
+
+    def _state(self) -> State:
+        sequences, cells = self._watcher.sequences.values(), self._watcher.cells
+        return State(
+            waiting=tuple(seq.request_id for seq in sequences if not seq.is_running),
+            running=tuple(seq.request_id for seq in sequences if seq.is_running),
+            tables={seq.request_id: tuple(seq.block_table) for seq in sequences if seq.is_running},
+            held=tuple(cell.ref_count for cell in cells),
+            named=tuple(cell.hash is not None for cell in cells),
+            memory=tuple(self._memory),
+        )
