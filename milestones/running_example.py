@@ -112,6 +112,7 @@ class Turn:
     lost: dict[str, int]  # computed tokens that went with it
     hits: dict[str, int]  # tokens that the prefix cache had of those that came in
     finished: tuple[str, ...]
+    outside: tuple[str, ...] = ()  # with static batching: who came, and is kept from the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ def _play(engine: LLMEngine, milestone: str, static: bool) -> Run:
                 engine.add_request(request.name, list(request.prompt_token_ids), params, stream=False)
             late = []
         answers |= {output.request_id: tuple(output.outputs[0].token_ids) for output in engine.step()}
-        turns.append(observer.turn(len(turns)))
+        turns.append(observer.turn(len(turns), tuple(request.name for request in late)))
     engine.unsubscribe(observer)
     return Run(milestone, observer.block_size, tuple(turns), answers)
 
@@ -206,8 +207,8 @@ class Observer:
         """Tokens a block holds."""
         return self._watcher.block_size
 
-    def turn(self, number: int) -> Turn:
-        """What happened since the last call."""
+    def turn(self, number: int, outside: tuple[str, ...]) -> Turn:
+        """What happened since the last call; who is kept outside, it cannot see."""
         from folovllm import events as ev
 
         events, self._events = self._events, []
@@ -238,6 +239,7 @@ class Observer:
             lost={name(event): event.num_tokens for event in of(ev.Preempted)},
             hits={name(event): event.num_tokens for event in of(ev.PrefixHit)},
             finished=tuple(name(event) for event in of(ev.Finished)),
+            outside=outside,
         )
 
     def _shares(self, event: Any) -> tuple[Share, ...]:

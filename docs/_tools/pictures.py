@@ -1,0 +1,60 @@
+"""Draws the book's pictures of A, B and C (`milestones/running_example.json`) from the live engine: `make recordings`.
+
+`--check` compares them with the files: a test does that, so that the pictures show what the engine does today.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from milestones.pictures import Picture, lanes, step  # noqa: E402
+from milestones.running_example import Run, play  # noqa: E402
+
+FOLDER = ROOT / "docs" / "img"
+
+
+@cache
+def run(milestone: str, static: bool = False) -> Run:
+    """A, B and C in one milestone, played once."""
+    return play(milestone, static=static)
+
+
+def one_step(milestone: str, number: int) -> Picture:
+    """A step of theirs."""
+    return step(run(milestone), number)
+
+
+PICTURES: dict[str, Callable[[], Picture]] = {
+    "abc_m1": lambda: lanes(("One at a time (M1)", run("m1"))),
+    "abc_m2": lambda: lanes(("Static batching", run("m2", static=True)), ("Continuous batching (M2)", run("m2"))),
+    "abc_m2_step_7": partial(one_step, "m2", 7),
+    "abc_m3": lambda: lanes(("Two long blocks (M2)", run("m2")), ("Ten short blocks (M3)", run("m3"))),
+    "abc_m3_step_2": partial(one_step, "m3", 2),
+    "abc_m3_step_4": partial(one_step, "m3", 4),
+    "abc_m3_step_7": partial(one_step, "m3", 7),
+}  # the files are docs/img/NAME.svg
+
+
+def main() -> None:
+    """Draw them, or compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare with the files instead of writing them")
+    wanted = parser.parse_args()
+    for name, draw in PICTURES.items():
+        file, picture = FOLDER / f"{name}.svg", draw()
+        if wanted.check and file.read_text("utf-8") != picture:
+            sys.exit(f"docs/img/{name}.svg: the engine does something else by now. Look at it, then: make recordings")
+        if not wanted.check:
+            file.write_text(picture, "utf-8")
+        print(f"docs/img/{name}.svg: {len(picture)} bytes")
+
+
+if __name__ == "__main__":
+    main()
