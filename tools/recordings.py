@@ -23,6 +23,7 @@ from folovllm.engine.llm_engine import LLMEngine
 from folovllm.inspector.recorder import Recorder
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import SchedulerOutput, StepResult
+from milestones.running_example import example
 
 ROOT = Path(__file__).resolve().parents[1]
 BOOK, SAMPLES = ROOT / "docs" / "assets" / "recordings", ROOT / "tests" / "inspector" / "data"
@@ -112,6 +113,12 @@ SCENES = [
         "Blocks, in the same memory",
         {"milestone": "m3", "num_kv_blocks": 18, "block_size": 16, **MEMORY},
         NINE,
+    ),
+    Scene(
+        BOOK / "6_abc.jsonl",
+        "A, B and C: everything on one clock",
+        {"milestone": "m6", **example().engine["m6"]},
+        [Ask(request.turn, request.prompt, request.max_tokens) for request in example().requests],
     ),
 ]  # fmt: skip
 
