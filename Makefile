@@ -20,7 +20,7 @@ help:
 	@echo "make test       ruff, mypy --strict, pytest"
 	@echo "make ci         test, the course's own tests, Ray, notebooks, docs and every command in them"
 	@echo "make notebooks  run the notebooks' sources and write the notebooks"
-	@echo "make recordings record the engine for the book's inspector and its tests"
+	@echo "make recordings record the engine for the book's inspector, its pictures and their tests"
 	@echo "make screenshots take the pictures of the inspector (needs chromium)"
 	@echo "make docs       write the code that the book shows into its pages, and build it into site/"
 	@echo "make lab        open the notebooks in JupyterLab, yours in mine/ too"
@@ -50,6 +50,7 @@ notebooks: .venv/.notebooks
 
 recordings: .venv/.serve
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tools/recordings.py
+	OMP_NUM_THREADS=1 $(BIN)/python docs/_tools/pictures.py
 
 screenshots: .venv/.dev
 	PYTHONPATH=. $(BIN)/python tools/screenshots.py

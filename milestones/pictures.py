@@ -96,7 +96,9 @@ def step(run: Run, number: int) -> Picture:
     parts = [_text(8, 20, f"{run.milestone.upper()}, step {number}", size=14, bold=True)]
     parts += [_text(8, 38 + 15 * i, line, size=11) for i, line in enumerate(_story(turn))]
     top = 52 + 15 * len(_story(turn))
-    for name in sorted({*turn.after.tables, *turn.before.tables, *(share.name for share in turn.shares), *turn.refused}):
+    for name in sorted(
+        {*turn.after.tables, *turn.before.tables, *(share.name for share in turn.shares), *turn.refused}
+    ):
         share = next((share for share in turn.shares if share.name == name), None)
         parts += _request(run, turn, name, share, top)
         top += 78
@@ -112,10 +114,15 @@ def _story(turn: Turn) -> list[str]:
     said = [f"{name} arrives." for name in turn.arrived]
     said += [f"{name} begins with {hit} tokens that are in the cache." for name, hit in turn.hits.items()]
     for name, of in turn.preempted.items():
-        said.append(f"{name} gives way{f' to {of}' if of != name else ''}, and loses {turn.lost[name]} computed tokens.")
+        said.append(
+            f"{name} gives way{f' to {of}' if of != name else ''}, and loses {turn.lost[name]} computed tokens."
+        )
     said += [f"{name} waits: {WANT[why]}." for name, why in turn.refused.items() if name not in turn.preempted]
     if turn.drawn:
-        drawn = (f"{name} \N{LEFT DOUBLE QUOTATION MARK}{_word(token)}\N{RIGHT DOUBLE QUOTATION MARK}" for name, token in turn.drawn.items())
+        drawn = (
+            f"{name} \N{LEFT DOUBLE QUOTATION MARK}{_word(token)}\N{RIGHT DOUBLE QUOTATION MARK}"
+            for name, token in turn.drawn.items()
+        )
         said.append(f"Drawn: {', '.join(drawn)}.")
     return said + [f"{name} is done." for name in turn.finished]
 
@@ -153,7 +160,9 @@ def _table(turn: Turn, name: str, share: Share | None, size: int) -> tuple[int, 
 
 def memory(run: Run, number: int) -> Picture:
     """The memory alone, after a step."""
-    return _svg(list(_memory(run, run.turns[number].after, 0, f"after step {number}", frozenset())), _memory_height(run))
+    return _svg(
+        list(_memory(run, run.turns[number].after, 0, f"after step {number}", frozenset())), _memory_height(run)
+    )
 
 
 def _memory_height(run: Run) -> int:
@@ -162,7 +171,7 @@ def _memory_height(run: Run) -> int:
 
 
 def _memory(run: Run, state: State, left: float, title: str, new: Iterable[int]) -> Iterable[str]:
-    """Each block in lines of four slots. Pale with grey letters: old contents of a block that is free."""
+    """Each block in lines of four slots. A grey number: the block is free, and has its old contents; a star: it can be found."""
     yield _text(left + 42, 20, title, bold=True)
     fresh, lines = frozenset(new), -(-run.block_size // ACROSS)
     for slot, place in enumerate(state.memory):
@@ -170,8 +179,7 @@ def _memory(run: Run, state: State, left: float, title: str, new: Iterable[int])
         x = left + 42 + CELL * (offset % ACROSS)
         y = 28 + block * (lines * HIGH + 4) + HIGH * (offset // ACROSS)
         if offset == 0:
-            sign = "·" if not state.held[block] else ""
-            name = f"{block}{'*' if state.named[block] else ''}{sign}"
+            name = f"{block}{'*' if state.named[block] else ''}"
             yield _text(left + 36, y + 13, name, size=10, fill=INK if state.held[block] else GREY, end=True)
         yield from _slot(x, y, place, bool(state.held[block]) and _is_live(state, slot, run.block_size), slot in fresh)
 
@@ -225,7 +233,15 @@ def _box(x: float, y: float, width: float, height: float, fill: str, stroke: str
 
 
 def _text(
-    x: float, y: float, text: str, *, size: float = 12, fill: str = INK, bold: bool = False, middle: bool = False, end: bool = False
+    x: float,
+    y: float,
+    text: str,
+    *,
+    size: float = 12,
+    fill: str = INK,
+    bold: bool = False,
+    middle: bool = False,
+    end: bool = False,
 ) -> str:
     anchor = ' text-anchor="middle"' if middle else ' text-anchor="end"' if end else ""
     weight = ' font-weight="bold"' if bold else ""

@@ -42,6 +42,7 @@ class Ask:
     prompt: str
     max_tokens: int
     until: int | None = None
+    name: str = ""  # a letter in the order of the asks, if none is given
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,6 +70,7 @@ NINE = [
     Ask(5, "A big dog ran to the", 48),
 ]
 MEMORY = {"max_model_len": 96}  # as slots three of them, as blocks of 8 tokens 36
+ABC = [Ask(each.turn, each.prompt, each.max_tokens, name=each.name) for each in example().requests]
 CACHE = [
     Ask(0, LONG + "One day,", 16),
     Ask(3, LONG + "The dog", 16),
@@ -77,6 +79,13 @@ CACHE = [
     Ask(24, "Sam and Mia were in the garden. They saw a big, green frog and a butterfly. " + LONG, 12),
     Ask(40, LONG + "One day,", 12),
 ]
+
+
+def abc(name: str, title: str, milestone: str) -> Scene:
+    """A, B and C, whom the chapters follow, for the book."""
+    return Scene(BOOK / f"{name}.jsonl", title, {"milestone": milestone, **example().engine[milestone]}, ABC)
+
+
 SCENES = [
     Scene(SAMPLES / "m1.jsonl", "One request at a time", {"milestone": "m1", **MEMORY}, FIVE[:3]),
     Scene(SAMPLES / "m2.jsonl", "Three slots", {"milestone": "m2", "num_kv_blocks": 3, **MEMORY}, FIVE),
@@ -100,13 +109,8 @@ SCENES = [
          "max_model_len": 160},
         CACHE,
     ),
-    Scene(BOOK / "2_one_at_a_time.jsonl", "One request at a time", {"milestone": "m1", **MEMORY}, FIVE),
-    Scene(
-        BOOK / "2_continuous_batching.jsonl",
-        "A batch that changes at every step",
-        {"milestone": "m2", "num_kv_blocks": 3, **MEMORY},
-        FIVE,
-    ),
+    abc("2_one_at_a_time", "One request at a time", "m1"),
+    abc("2_continuous_batching", "A batch that changes at every step", "m2"),
     Scene(BOOK / "3_slots.jsonl", "Slots", {"milestone": "m2", "num_kv_blocks": 3, **MEMORY}, NINE),
     Scene(
         BOOK / "3_blocks.jsonl",
@@ -182,7 +186,8 @@ def play(scene: Scene, file: Path) -> None:
         recorder = Recorder(engine, out.write, title=scene.title, is_virtual=True)
         turn = 0
         while turn <= max(ask.turn for ask in scene.asks) or engine.has_unfinished_requests():
-            for name, ask in zip("abcdefghi", scene.asks, strict=False):
+            for letter, ask in zip("abcdefghi", scene.asks, strict=False):
+                name = ask.name or letter
                 if ask.turn == turn:
                     params = SamplingParams(temperature=0, max_tokens=ask.max_tokens, ignore_eos=True)
                     engine.add_request(name, ask.prompt, params, stream=False)

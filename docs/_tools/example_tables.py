@@ -1,0 +1,166 @@
+"""Tables about A, B and C (`milestones/running_example.json`), from the live engine. `excerpts.py` writes them into the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from anatomy import table
+from pictures import run
+
+from folovllm.cache.slot_manager import SlotManager
+from folovllm.step.draw import DrawSpec
+from folovllm.step.schedule import Share
+from folovllm.worker.input_batch import InputBatch
+from milestones.running_example import Run, Turn, example
+
+MILESTONES = ("m1", "m2", "m3", "m4", "m5", "m6")
+
+
+def requests_table() -> str:
+    """The three requests."""
+    rows = [
+        (
+            f"**{request.name}**",
+            f"step {request.turn}",
+            f"`{request.prompt}`",
+            len(request.prompt_token_ids),
+            request.max_tokens,
+            f"`{request.answer.strip()}`",
+        )
+        for request in example().requests
+    ]
+    return table(" | comes before | prompt | tokens | answer's tokens | answer", *rows)
+
+
+def ids_table() -> str:
+    """The prompts as the model gets them."""
+    word = lambda token: example().texts[token].replace(" ", "␣")  # noqa: E731
+    rows = [
+        (
+            f"**{request.name}**",
+            " ".join(f"`{word(token)}` {token} ·" for token in request.prompt_token_ids).rstrip(" ·"),
+        )
+        for request in example().requests
+    ]
+    return table(" | tokens of the prompt, with their ids", *rows)
+
+
+def loop_table(count: int) -> str:
+    """The first steps of M1, which serves A alone: what goes in, what is drawn."""
+    rows, word = [], lambda token: example().texts[token].replace(" ", "␣")
+    for turn in run("m1").turns[:count]:
+        (share,), (drawn,) = turn.shares, turn.drawn.values()
+        ids = ", ".join(map(str, share.token_ids))
+        rows.append(
+            (
+                turn.number,
+                f"{share.start} to {share.end - 1}" if share.end > share.start + 1 else share.start,
+                ids,
+                share.end,
+                f"{drawn} `{word(drawn)}`",
+            )
+        )
+    return table("step | positions | token ids that go in | K/V in the cache after it | drawn", *rows)
+
+
+def _names(names: object) -> str:
+    return " and ".join(names)  # type: ignore[arg-type]
+
+
+def _several(turn: Turn) -> bool:
+    return len(turn.shares) > 1
+
+
+FIRSTS: dict[
+    str, tuple[Callable[[Turn, Run], object], Callable[[Turn], str]]
+] = {  # what: when it is there, and how it looks
+    "a wait": (lambda turn, run: turn.refused, lambda turn: f"{_names(turn.refused)}: one request at a time"),
+    "a batch": (
+        lambda turn, run: _several(turn),
+        lambda turn: ", ".join(f"{share.name} computes {share.end - share.start}" for share in turn.shares),
+    ),
+    "a wait for tokens": (
+        lambda turn, run: "tokens" in turn.refused.values(),
+        lambda turn: f"{_names(turn.refused)}: the prompts of A and B are 21 tokens, and a step takes 20",
+    ),
+    "a wait for memory": (
+        lambda turn, run: "blocks" in turn.refused.values(),
+        lambda turn: f"{_names(turn.refused)}: both slots are taken",
+    ),
+    "a block table": (
+        lambda turn, run: any(len(held) > 1 for held in turn.after.tables.values()),
+        lambda turn: ", ".join(f"{name} holds {list(held)}" for name, held in turn.after.tables.items()),
+    ),
+    "a preemption": (
+        lambda turn, run: turn.preempted,
+        lambda turn: f"{_names(turn.preempted)} gives way to {_names(turn.preempted.values())}",
+    ),
+    "a recomputation": (
+        lambda turn, run: any(_again(share.name, turn, run) and not turn.hits for share in turn.shares),
+        lambda turn: f"C computes its {turn.shares[-1].end} tokens in one step",
+    ),
+    "a chunk": (
+        lambda turn, run: any(not share.draws for share in turn.shares),
+        lambda turn: ", ".join(f"{s.name} computes {s.end - s.start} of 12 tokens" for s in turn.shares if not s.draws),
+    ),
+    "a prefix hit": (
+        lambda turn, run: turn.hits,
+        lambda turn: ", ".join(f"{name} begins with {hit} tokens of A" for name, hit in turn.hits.items()),
+    ),
+    "a return without loss": (
+        lambda turn, run: any(_again(name, turn, run) for name in turn.hits),
+        lambda turn: ", ".join(f"{name} finds {hit} tokens, its own among them" for name, hit in turn.hits.items()),
+    ),
+    "an overlap": (
+        lambda turn, run: turn.shares and not turn.drawn,
+        lambda turn: "the step is sent, and the next one planned before its tokens are back",
+    ),
+}
+
+
+def _again(name: str, turn: Turn, run: Run) -> bool:
+    """Whether a request that gave way before comes back in this turn."""
+    gone = [earlier.number for earlier in run.turns[: turn.number] if name in earlier.preempted]
+    return bool(gone) and name in turn.before.waiting and any(share.name == name for share in turn.shares)
+
+
+def firsts_table() -> str:
+    """What happens to A, B and C, and where it happens first."""
+    return table("what | first in | step | ", *firsts())
+
+
+def firsts() -> list[tuple[str, str, int, str]]:
+    """Of everything that may happen: what, first in which milestone, in which step, and how it looks there."""
+    return [(what, *_first(*shown)) for what, shown in FIRSTS.items()]
+
+
+def _first(is_there: Callable[[Turn, Run], object], looks: Callable[[Turn], str]) -> tuple[str, int, str]:
+    found = (
+        (milestone, turn) for milestone in MILESTONES for turn in run(milestone).turns if is_there(turn, run(milestone))
+    )
+    milestone, turn = next(found)
+    return milestone.upper(), turn.number, looks(turn)
+
+
+def batch_table(step: int) -> str:
+    """The tensors of a step of M2, as the engine builds them."""
+    milestone_run = run("m2")
+    turn, size = milestone_run.turns[step], milestone_run.block_size
+    shares = [
+        Share(i, i, share.start, share.end - share.start, np.array(share.token_ids, np.int32),
+              turn.after.tables[share.name], 0, int(share.draws), DrawSpec())
+        for i, share in enumerate(turn.shares)
+    ]  # fmt: skip
+    batch = InputBatch(SlotManager.slots, size, torch.device("cpu")).build(shares)
+    of_tokens, of_sequences = (
+        [(f"`{name}`", *getattr(batch, name)[: len(heads)].tolist()) for name in names]
+        for names, heads in (
+            (("input_ids", "positions", "slot_mapping"), batch.input_ids),
+            (("query_start_loc", "seq_lens", "logits_indices"), shares),
+        )
+    )
+    owners = [f"{share.name}{p}" for share in turn.shares for p in range(share.start, share.end)]
+    first = table(" | ".join(["a token each", *owners]), *of_tokens)
+    return f"{first}\n\n{table(' | '.join(['a sequence each', *(share.name for share in turn.shares)]), *of_sequences)}"

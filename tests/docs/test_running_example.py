@@ -1,0 +1,85 @@
+"""A, B and C: the file is what the model and its tokenizer say, and the book's pictures are what the engine does."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+from transformers import AutoTokenizer
+
+from milestones.running_example import Run, Share, example, play
+from tests.docs.blocks import ROOT
+
+MILESTONES = ("m1", "m2", "m3", "m4", "m5", "m6")
+PAGES = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "notebooks/src").glob("*.py")]
+
+
+@pytest.fixture(scope="module")
+def tools() -> Iterator[dict[str, ModuleType]]:
+    sys.path.insert(0, str(ROOT / "docs/_tools"))
+    yield {name: importlib.import_module(name) for name in ("pictures", "example_tables")}
+    sys.path.remove(str(ROOT / "docs/_tools"))
+
+
+def test_the_ids_are_the_tokenizers() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "folovllm/assets/stories-5m")
+    for request in example().requests:
+        assert tokenizer.encode(request.prompt) == list(request.prompt_token_ids)
+        assert tokenizer.decode(request.answer_token_ids) == request.answer
+        assert len(request.answer_token_ids) == request.max_tokens
+        assert all(example().texts[token] == tokenizer.decode([token]) for token in request.token_ids)
+
+
+@pytest.mark.parametrize("milestone", MILESTONES)
+def test_every_milestone_gives_the_same_answers(milestone: str, tools: dict[str, ModuleType]) -> None:
+    run: Run = tools["pictures"].run(milestone)
+    assert run.answers == {request.name: request.answer_token_ids for request in example().requests}
+
+
+def test_each_thing_begins_in_its_milestone(tools: dict[str, ModuleType]) -> None:
+    """What the chapters count on; a scheduler or a cache that does something else changes it."""
+    found = {what: (milestone, step) for what, milestone, step, _ in tools["example_tables"].firsts()}
+    assert found == {
+        "a wait": ("M1", 0), "a batch": ("M2", 1), "a wait for tokens": ("M2", 0), "a wait for memory": ("M2", 2),
+        "a block table": ("M3", 0), "a preemption": ("M3", 4), "a recomputation": ("M3", 7),
+        "a chunk": ("M5", 0), "a prefix hit": ("M5", 2), "a return without loss": ("M5", 7), "an overlap": ("M6", 0),
+    }  # fmt: skip
+
+
+def test_a_turn_says_what_the_engine_did(tools: dict[str, ModuleType]) -> None:
+    """One step by hand: A needs a fourth block, all ten are held, and C gives its three back."""
+    turn = tools["pictures"].run("m3").turns[4]
+    assert turn.before.tables == {"A": (0, 1, 2), "B": (3, 4, 5, 6), "C": (7, 8, 9)}
+    assert (turn.preempted, turn.lost) == ({"C": "A"}, {"C": 10})
+    assert turn.after.tables == {"A": (0, 1, 2, 9), "B": (3, 4, 5, 6)}
+    a, b = example().request("A").token_ids, example().request("B").token_ids
+    assert turn.shares == (Share("A", 12, 13, (a[12],), (36,), True), Share("B", 14, 15, (b[14],), (26,), True))
+    assert turn.drawn == {"A": a[13], "B": b[15]}
+    assert turn.after.memory[36:38] == (("A", 12), ("C", 9)), "A overwrites the last block of C, slot by slot"
+
+
+def test_static_batching_keeps_c_outside(tools: dict[str, ModuleType]) -> None:
+    static = tools["pictures"].run("m2", static=True)
+    assert [turn.number for turn in static.turns if "C" in turn.outside] == list(range(2, 10))
+    assert static.answers == tools["pictures"].run("m2").answers
+
+
+def test_an_engine_may_be_changed() -> None:
+    run = play("m3", num_kv_blocks=15)
+    assert not any(turn.preempted for turn in run.turns), "with half as much memory again C stays"
+
+
+def test_the_pictures_are_the_engines(tools: dict[str, ModuleType]) -> None:
+    for name, draw in tools["pictures"].PICTURES.items():
+        kept = (ROOT / "docs/img" / f"{name}.svg").read_text("utf-8")
+        assert draw() == kept, f"{name}: the engine does something else by now. Look at it, then: make recordings"
+
+
+def test_every_picture_is_drawn_and_shown(tools: dict[str, ModuleType]) -> None:
+    kept = {file.stem for file in (ROOT / "docs/img").glob("abc_*.svg")}
+    shown = {name for page in PAGES for name in re.findall(r"img/(abc_\w+)\.svg", page.read_text("utf-8"))}
+    assert kept == set(tools["pictures"].PICTURES) == shown
