@@ -118,12 +118,7 @@ SCENES = [
         {"milestone": "m3", "num_kv_blocks": 18, "block_size": 16, **MEMORY},
         NINE,
     ),
-    Scene(
-        BOOK / "6_abc.jsonl",
-        "A, B and C: everything on one clock",
-        {"milestone": "m6", **example().engine["m6"]},
-        [Ask(request.turn, request.prompt, request.max_tokens) for request in example().requests],
-    ),
+    abc("6_abc", "A, B and C: everything on one clock", "m6"),
 ]  # fmt: skip
 
 
