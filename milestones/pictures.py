@@ -16,12 +16,12 @@ from itertools import groupby
 
 from milestones.running_example import Place, Run, Share, State, Turn, example
 
-DARK = {"A": "#0072b2", "B": "#d55e00", "C": "#007a5a"}
-LIGHT = {"A": "#d3e6f2", "B": "#fbe3d4", "C": "#d2ece3"}
+DARK = {"A": "#a85f00", "B": "#0072b2", "C": "#007a5a"}  # as in the inspector: orange, blue, green
+LIGHT = {"A": "#fae3bd", "B": "#d6ebf8", "C": "#d2ece3"}
 INK, GREY, RED = "#222", "#767676", "#b00020"
-WIDTH = 960  # pixels, of every picture
-COLUMN, LINE = 34, 24  # of a step in `lanes`
-CELL, HIGH, ACROSS = 54, 19, 4  # of a slot in `memory`, and how many stand side by side
+WIDTH = 830  # pixels, of every picture
+LINE, WIDEST = 24, 48  # of a row in `lanes`, and of a step
+CELL, HIGH, ACROSS = 51, 19, 4  # of a slot in `memory`, and how many stand side by side
 WANT = {
     "sequences": "the only place is taken",
     "tokens": "the step's budget of tokens is spent",
@@ -33,6 +33,9 @@ WANT = {
 class Picture(str):
     """An SVG; a notebook shows it."""
 
+    def __repr__(self) -> str:
+        return f"<a picture, {len(self)} bytes of SVG>"
+
     def _repr_svg_(self) -> str:
         return str(self)
 
@@ -43,24 +46,25 @@ def lanes(*runs: Run | tuple[str, Run]) -> Picture:
     Several runs stand under one another, on one clock. Dark: several tokens of a prompt (or again, after a preemption); light:
     one token; dashed: waits; red: gives way.
     """
+    titled = [each if isinstance(each, tuple) else (each.milestone.upper(), each) for each in runs]
+    wide = min(WIDEST, (WIDTH - 46) // max(len(run.turns) for _, run in titled))
     parts, top = [], 0
-    for each in runs:
-        title, run = each if isinstance(each, tuple) else (f"{each.milestone.upper()}", each)
-        parts += _lanes(run, f"{title}: {len(run.turns)} steps", top)
+    for title, run in titled:
+        parts += _lanes(run, f"{title}: {len(run.turns)} steps", top, wide)
         top += 3 * LINE + 64
     return _svg(parts, top - 8)
 
 
-def _lanes(run: Run, title: str, top: int) -> Iterable[str]:
+def _lanes(run: Run, title: str, top: int, wide: int) -> Iterable[str]:
     yield _text(8, top + 18, title, size=14, bold=True)
     for turn in run.turns:
-        yield _text(40 + COLUMN * (turn.number + 0.5), top + 36, str(turn.number), size=10, fill=GREY, middle=True)
+        yield _text(40 + wide * (turn.number + 0.5), top + 36, str(turn.number), size=10, fill=GREY, middle=True)
     for row, request in enumerate(example().requests):
         y = top + 42 + LINE * row
         yield _text(14, y + 16, request.name, fill=DARK[request.name], bold=True)
         for doing, cells in groupby(run.turns, key=lambda turn: _doing(turn, request.name)):
             turns = list(cells)
-            yield from _stretch(doing, request.name, turns, y)
+            yield from _stretch(doing, request.name, turns, y, wide)
 
 
 def _doing(turn: Turn, name: str) -> str:
@@ -72,8 +76,8 @@ def _doing(turn: Turn, name: str) -> str:
     return "waits" if name in turn.before.waiting + turn.outside else ""
 
 
-def _stretch(doing: str, name: str, turns: list[Turn], y: float) -> Iterable[str]:
-    x, width = 40 + COLUMN * turns[0].number, COLUMN * len(turns)
+def _stretch(doing: str, name: str, turns: list[Turn], y: float, wide: int) -> Iterable[str]:
+    x, width = 40 + wide * turns[0].number, wide * len(turns)
     if doing == "waits":
         yield _box(x + 2, y + 2, width - 4, LINE - 4, "white", GREY, dashed=True)
         if len(turns) > 1:
@@ -103,9 +107,9 @@ def step(run: Run, number: int) -> Picture:
         parts += _request(run, turn, name, share, top)
         top += 78
     new = {slot for share in turn.shares for slot in share.slots}
-    left = WIDTH - 2 * (ACROSS * CELL + 46)
+    left = WIDTH - 2 * (ACROSS * CELL + 40)
     parts += _memory(run, turn.before, left, "memory before", frozenset())
-    parts += _memory(run, turn.after, left + ACROSS * CELL + 46, "memory after", new)
+    parts += _memory(run, turn.after, left + ACROSS * CELL + 40, "memory after", new)
     return _svg(parts, max(top, height))
 
 
@@ -172,15 +176,15 @@ def _memory_height(run: Run) -> int:
 
 def _memory(run: Run, state: State, left: float, title: str, new: Iterable[int]) -> Iterable[str]:
     """Each block in lines of four slots. A grey number: the block is free, and has its old contents; a star: it can be found."""
-    yield _text(left + 42, 20, title, bold=True)
+    yield _text(left + 36, 20, title, bold=True)
     fresh, lines = frozenset(new), -(-run.block_size // ACROSS)
     for slot, place in enumerate(state.memory):
         block, offset = divmod(slot, run.block_size)
-        x = left + 42 + CELL * (offset % ACROSS)
+        x = left + 36 + CELL * (offset % ACROSS)
         y = 28 + block * (lines * HIGH + 4) + HIGH * (offset // ACROSS)
         if offset == 0:
             name = f"{block}{'*' if state.named[block] else ''}"
-            yield _text(left + 36, y + 13, name, size=10, fill=INK if state.held[block] else GREY, end=True)
+            yield _text(left + 30, y + 13, name, size=10, fill=INK if state.held[block] else GREY, end=True)
         yield from _slot(x, y, place, bool(state.held[block]) and _is_live(state, slot, run.block_size), slot in fresh)
 
 

@@ -44,7 +44,7 @@ WANTED = [
     Picture(
         "2_recording",
         (BOOK / "2_one_at_a_time.jsonl", BOOK / "2_continuous_batching.jsonl"),
-        moment=60,
+        moment=8,
         width=760,
         height=420,
         embedded=True,

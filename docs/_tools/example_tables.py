@@ -77,13 +77,13 @@ FIRSTS: dict[
     str, tuple[Callable[[Turn, Run], object], Callable[[Turn], str]]
 ] = {  # what: when it is there, and how it looks
     "a wait": (lambda turn, run: turn.refused, lambda turn: f"{_names(turn.refused)}: one request at a time"),
-    "a batch": (
-        lambda turn, run: _several(turn),
-        lambda turn: ", ".join(f"{share.name} computes {share.end - share.start}" for share in turn.shares),
-    ),
     "a wait for tokens": (
         lambda turn, run: "tokens" in turn.refused.values(),
         lambda turn: f"{_names(turn.refused)}: the prompts of A and B are 21 tokens, and a step takes 20",
+    ),
+    "a batch": (
+        lambda turn, run: _several(turn),
+        lambda turn: ", ".join(f"{share.name} computes {share.end - share.start}" for share in turn.shares),
     ),
     "a wait for memory": (
         lambda turn, run: "blocks" in turn.refused.values(),
