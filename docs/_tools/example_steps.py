@@ -21,8 +21,12 @@ def reads_table(number: int) -> str:
         is_decode = share.end == share.start + 1
         rows.append(
             (
-                f"decode, {share.name}, a KV head (2 programs)" if is_decode else f"prefill, {share.name}, a head (4 programs)",
-                f"position {share.start}, for the head's two query heads" if is_decode else f"positions {share.start} to {share.end - 1}",
+                f"decode, {share.name}, a KV head (2 programs)"
+                if is_decode
+                else f"prefill, {share.name}, a head (4 programs)",
+                f"position {share.start}, for the head's two query heads"
+                if is_decode
+                else f"positions {share.start} to {share.end - 1}",
                 f"{', '.join(map(str, blocks))}; of the last one {rest} slot{'s' * (rest > 1)}",
             )
         )
@@ -59,7 +63,14 @@ def sent_table() -> str:
                 token = step.fields[Field.TOKEN, i] if step.is_decode else step.tokens[place(turn, i)]
                 newest.append(f"{share.name} {'`?`' if token == IN_FLIGHT else token}")
         width = step.fields.shape[1]
-        rows.append((turn.number, ", ".join(newest), f"decodes, {width} columns" if step.is_decode else "with a prompt", "yes" if waited else "no"))
+        rows.append(
+            (
+                turn.number,
+                ", ".join(newest),
+                f"decodes, {width} columns" if step.is_decode else "with a prompt",
+                "yes" if waited else "no",
+            )
+        )
     return table("step | newest tokens | sent as | tokens awaited before", *rows)
 
 
