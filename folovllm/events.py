@@ -1,8 +1,8 @@
-"""What happened, for whoever listens: metrics, `--show-steps`, pictures, recordings read this one stream.
+"""What happened in the engine: metrics, `--show-steps`, pictures and recordings read this one stream.
 
-An event is a record that could be written to a file. It names sequences and blocks by number; text is nobody's business
-here. Seams and primitives emit events, an exercise's body never does: code that is wrong is seen as what it does.
-Where nobody listens no event is made, and each place pays for one look at an attribute:
+An event is a record that could be written to a file. It names sequences and blocks by number and holds no text. Seams
+and primitives emit events, the body of an exercise never does: so the events of wrong code show what it does. Without a
+listener no event is made, and each place that could make one reads one attribute:
 
     if self.events.on:
         self.events.emit(BlockTaken(block_id))
@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from folovllm.step.schedule import SchedulerOutput, StepResult
 
-Budget = Literal["sequences", "tokens", "blocks", "preemption"]  # what refused: the last, that somebody just gave way
+Budget = Literal["sequences", "tokens", "blocks", "preemption"]  # what refused; "preemption": a sequence just gave way
 
 
 class RequestAdded(NamedTuple):
@@ -75,7 +75,7 @@ class Aborted(NamedTuple):
 
 
 class StepBegan(NamedTuple):
-    """A step was decided. The shares say who computes what, and which blocks are new in whose table."""
+    """A step was decided. Its shares say what each sequence computes, and which blocks are new in its table."""
 
     step: int
     start: float  # when the scheduler began
@@ -92,7 +92,7 @@ class StepEnded(NamedTuple):
     arrived: float  # its tokens were on the host
     end: float
     output: SchedulerOutput
-    result: StepResult  # share by share; a sequence that ended meanwhile gets nothing of it
+    result: StepResult  # share by share; what a share of an ended sequence drew is dropped
     waiting: int  # sequences
     kv_blocks_used: int
 
@@ -110,7 +110,7 @@ class BlockFreed(NamedTuple):
 
 
 class BlockTaken(NamedTuple):
-    """A block got a first holder, for new contents; whose it is, the share says that names it."""
+    """A block got a first holder, for new contents. The share that names it says which sequence holds it."""
 
     block_id: int
 
@@ -196,7 +196,7 @@ logger = logging.getLogger("folovllm")
 class Events:
     """One engine's stream. Events are collected while it works and handed over together, once a step.
 
-    A listener that fails costs nobody else anything: not the engine its step, nor other listeners their events. The log has
+    A listener that fails disturbs neither the engine's step nor the other listeners. The log has
     its traceback, and it is told nothing more.
     """
 
@@ -222,14 +222,14 @@ class Events:
         self.on = bool(self._listeners)
 
     def emit(self, event: Event) -> None:
-        """Note what happened. Whoever calls has seen that somebody listens (`on`): else no event is made at all."""
+        """Note what happened. Callers check first that there is a listener (`on`): else they make no event at all."""
         self._pending.append(event)
 
     def __enter__(self) -> None:
         """Begin a step."""
 
     def __exit__(self, *_: object) -> None:
-        """End a step and hand over what happened, after an error too: who listens sees how it came about."""
+        """End a step and hand over what happened, after an error too: listeners then see how it came about."""
         self.drain()
 
     def drain(self) -> None:

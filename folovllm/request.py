@@ -1,4 +1,4 @@
-"""A sequence: one prompt with one growing answer, the unit that is scheduled and cached."""
+"""A request, which never changes, and a sequence: one of its growing answers, the unit that is scheduled and cached."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
+import xxhash
 
 from folovllm.outputs import TokenLogprob
 from folovllm.sampling_params import SamplingParams
@@ -35,42 +36,75 @@ class SequenceStatus(Enum):
         return self not in (SequenceStatus.WAITING, SequenceStatus.RUNNING)
 
 
+@dataclass(slots=True, frozen=True)
+class Request:
+    """What a user asks for, checked and tokenized. All answers to one prompt share it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int  # of each answer; never beyond the context
+    seed: int  # of the first answer; the seeds of the others follow from it
+    eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 0  # smaller first, where the scheduler heeds it
+    cache_salt: str | None = None  # prefixes are shared only between equal salts
+    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the answer must not hold
+    prompt: str | None = None  # the text, if the prompt came as one
+
+
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Sequence:
-    """Tokens of a prompt and its answer, and how many of them are in the KV cache.
+    """Tokens of a prompt and of one answer, and how many of them are in the KV cache.
 
     There is no prefill mode: of `num_tokens` tokens, `num_computed_tokens` are computed or scheduled to be, and a step
     computes some of the rest. A step that reaches the last token yields the next one.
     """
 
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    max_tokens: int  # of the answer; never beyond the context
-    seed: int
+    request: Request
     detokenizer: IncrementalDetokenizer
-    eos_token_ids: frozenset[int] = frozenset()
     index: int = 0  # among the `n` answers to one prompt
-    priority: int = 0  # smaller first, where the scheduler heeds it
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
-    num_in_flight: int = 0  # tokens that a step was started for and that have not arrived yet
-    stop_reason: str | int | None = None
-    logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)
-    num_to_score: int = 0  # tokens of the prompt whose log-probabilities are wanted: all but the first, or none
-    prompt_logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # of these, as far as they have come
     block_table: list[int] = field(default_factory=list)  # blocks in order
-    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the answer must not hold
-    cache_salt: str | None = None  # prefixes are shared only between equal salts
     prefix: CachedPrefix | None = None  # the prefix cache's own notes
-    seq_id: int = field(default_factory=_numbers.__next__)  # unique; who came earlier has a smaller one
-    num_tokens: int = field(init=False)
+    stop_reason: str | int | None = None
+    logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # of the answer's tokens, if asked for
+    prompt_logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # those that have come
+    seq_id: int = field(default_factory=_numbers.__next__)  # unique; an earlier sequence has a smaller one
+    num_prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)  # of the prompt and of the answer so far
     _token_ids: TokenIds = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_tokens = len(self.prompt_token_ids)
-        self._token_ids = np.empty(self.num_tokens + self.max_tokens, np.int32)
-        self._token_ids[: self.num_tokens] = self.prompt_token_ids
+        prompt = self.request.prompt_token_ids
+        self.num_prompt_tokens = self.num_tokens = len(prompt)
+        self._token_ids = np.empty(self.num_tokens + self.request.max_tokens, np.int32)
+        self._token_ids[: self.num_tokens] = prompt
+
+    @property
+    def request_id(self) -> str:
+        """The name of the request; all its answers have it."""
+        return self.request.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        """How to draw, and when to stop."""
+        return self.request.params
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest answer; prompt and answer fit into the context."""
+        return self.request.max_tokens
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The ids that end a text of this model."""
+        return self.request.eos_token_ids
+
+    @property
+    def seed(self) -> int:
+        """The seed of this answer's noise."""
+        return child_seed(self.request.seed, self.index)
 
     @property
     def token_ids(self) -> TokenIds:
@@ -87,19 +121,28 @@ class Sequence:
         return self._token_ids[self.num_prompt_tokens : self.num_tokens]
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.prompt_token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
         """Tokens of the answer so far."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """What a step may compute: 1 while decoding, more during prefill and after preemption."""
-        return self.num_tokens + self.num_in_flight - self.num_computed_tokens
+        """What a step may compute: more than 1 during prefill and after preemption, 1 while decoding.
+
+        It is 1 before the drawn token is known, too: the device knows it.
+        """
+        missing = self.num_tokens - self.num_computed_tokens
+        return missing if missing > 1 else 1
+
+    @property
+    def num_unscored_tokens(self) -> int:
+        """Tokens of the prompt whose log-probabilities are wanted and have not come.
+
+        Only the first answer has them, and the first token has none: nothing comes before it.
+        """
+        if self.params.prompt_logprobs is None or self.index:
+            return 0
+        return self.num_prompt_tokens - 1 - len(self.prompt_logprobs)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -142,3 +185,8 @@ class Sequence:
     def __repr__(self) -> str:
         name = self.request_id if self.index == 0 else f"{self.request_id}, answer {self.index}"
         return f"Sequence({name}: {self.status.name}, {self.num_computed_tokens} of {self.num_tokens} tokens computed)"
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of the `index`-th answer; the first keeps the request's own."""
+    return seed if index == 0 else xxhash.xxh64_intdigest(f"{seed}/{index}".encode()) >> 1

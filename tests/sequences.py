@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from folovllm.cache.manager import KVCacheManager
 from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.request import Sequence
+from folovllm.request import Request, Sequence
 from folovllm.sampling_params import SamplingParams
 
 EOS = 99
@@ -19,16 +19,16 @@ def make_seq(
     num_prompt_tokens: int = 3, max_tokens: int = 8, name: str = "r", priority: int = 0, **params: Any
 ) -> Sequence:
     """A waiting sequence with prompt 10, 11, 12, ... that ends at the token `EOS` or after `max_tokens`."""
-    return Sequence(
+    request = Request(
         request_id=name,
         prompt_token_ids=[10 + i for i in range(num_prompt_tokens)],
         params=SamplingParams(max_tokens=max_tokens, **params),
         max_tokens=max_tokens,
         seed=0,
-        detokenizer=IncrementalDetokenizer(lambda ids: "".join(f"<{i}>" for i in ids)),
         eos_token_ids=frozenset({EOS}),
         priority=priority,
     )
+    return Sequence(request, IncrementalDetokenizer(lambda ids: "".join(f"<{i}>" for i in ids)))
 
 
 class CountingCache(KVCacheManager):

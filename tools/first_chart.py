@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
-from io import BytesIO
 from pathlib import Path
 
-from ladder_chart import plotting
-
-from folovllm.files import write_whole
+from ladder_chart import plotting, save
 
 DATA = Path(__file__).resolve().parents[1] / "docs/data"
 OURS, OTHERS = "#4f6bdc", "#9ca3af"
@@ -52,11 +49,7 @@ def main() -> None:
     axis.set_xlabel("output tokens a second, 256 requests, Qwen3-0.6B's geometry, one H200 (logarithmic)", fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(axis="y", length=0)
-    figure.tight_layout()
-    for file in (path.with_suffix(".png"), path.with_suffix(".svg")):
-        picture, is_svg = BytesIO(), file.suffix == ".svg"
-        figure.savefig(picture, format=file.suffix[1:], dpi=150, metadata={"Date": None} if is_svg else None)
-        write_whole(file, picture.getvalue())
+    save(figure, path)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ python tools/ladder_chart.py ladder.json ladder.png     # and ladder.svg beside 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -41,15 +42,7 @@ def draw_ladder(result: Result, path: Path) -> list[Path]:
         _draw_panel(axis, result.runs, metric, title)
     axes[0][0].set_yticks(range(len(result.runs)), [run.title for run in result.runs])
     axes[0][0].invert_yaxis()
-    figure.text(0.005, 0.01, _caption(result), fontsize=6, color="#6b7280")
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    files = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
-    for file in files:
-        picture, is_svg = BytesIO(), file.suffix == ".svg"
-        figure.savefig(picture, format=file.suffix[1:], dpi=150, metadata={"Date": None} if is_svg else None)
-        write_whole(file, picture.getvalue())
-    pyplot.close(figure)
-    return files
+    return save(figure, path, _caption(result))
 
 
 def plotting() -> Any:
@@ -65,6 +58,32 @@ def plotting() -> Any:
     import matplotlib.pyplot as pyplot
 
     return pyplot
+
+
+def save(figure: Any, path: Path, caption: str = "") -> list[Path]:
+    """Write a figure as PNG and as SVG beside it, with a caption below, and close it."""
+    figure.text(0.005, 0.01, caption, fontsize=6, color="#6b7280")
+    figure.tight_layout(rect=(0, 0.05 if caption else 0, 1, 1))
+    files = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+    for file in files:
+        picture, is_svg = BytesIO(), file.suffix == ".svg"
+        figure.savefig(picture, format=file.suffix[1:], dpi=150, metadata={"Date": None} if is_svg else None)
+        write_whole(file, picture.getvalue())
+    plotting().close(figure)
+    return files
+
+
+def draw_as_told(what: str | None, benchmark: str, draw: Callable[[Result, Path], list[Path]]) -> None:
+    """Draw the result that the command line names into the file that it names, and print what was written."""
+    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path, help=f"what `folovllm bench {benchmark} --save` wrote")
+    parser.add_argument("picture", type=Path, help="x.png writes x.png and x.svg")
+    given = parser.parse_args()
+    try:
+        files = draw(load(given.result), given.picture)
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
+    print(*files, sep="\n")
 
 
 def _draw_panel(axis: Any, runs: list[Run], metric: str, title: str) -> None:
@@ -94,15 +113,7 @@ def _caption(result: Result) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", type=Path, help="what `folovllm bench ladder --save` wrote")
-    parser.add_argument("picture", type=Path, help="x.png writes x.png and x.svg")
-    given = parser.parse_args()
-    try:
-        files = draw_ladder(load(given.result), given.picture)
-    except ValueError as error:
-        parser.exit(2, f"{error}\n")
-    print(*files, sep="\n")
+    draw_as_told(__doc__, "ladder", draw_ladder)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,14 @@ python tools/serving_chart.py serving.json serving.png     # and serving.svg bes
 
 from __future__ import annotations
 
-import argparse
 import sys
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ladder_chart import plotting
+from ladder_chart import draw_as_told, plotting, save
 
-from folovllm.bench.report import Result, Run, device_line, load
-from folovllm.files import write_whole
+from folovllm.bench.report import Result, Run, device_line
 
 PANELS = (
     ("TTFT median", "time to the first token, median, ms"),
@@ -49,15 +46,7 @@ def draw_serving(result: Result, path: Path) -> list[Path]:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=7)
     axes[0][0].legend(fontsize=8, frameon=False)
-    figure.text(0.005, 0.01, _caption(result), fontsize=6, color="#6b7280")
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    files = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
-    for file in files:
-        picture, is_svg = BytesIO(), file.suffix == ".svg"
-        figure.savefig(picture, format=file.suffix[1:], dpi=150, metadata={"Date": None} if is_svg else None)
-        write_whole(file, picture.getvalue())
-    pyplot.close(figure)
-    return files
+    return save(figure, path, _caption(result))
 
 
 def _draw_line(axis: Any, runs: list[Run], metric: str, name: str, color: str) -> None:
@@ -79,15 +68,7 @@ def _caption(result: Result) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", type=Path, help="what `folovllm bench serve --save` wrote")
-    parser.add_argument("picture", type=Path, help="x.png writes x.png and x.svg")
-    given = parser.parse_args()
-    try:
-        files = draw_serving(load(given.result), given.picture)
-    except ValueError as error:
-        parser.exit(2, f"{error}\n")
-    print(*files, sep="\n")
+    draw_as_told(__doc__, "serve", draw_serving)
 
 
 if __name__ == "__main__":

@@ -140,7 +140,9 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("server/respond.py", "", "entrypoints/openai/completion/serving.py"),
         ("server/answers.py", "", "entrypoints/openai/completion/serving.py"),
         ("server/protocol.py", "", "entrypoints/openai/completion/protocol.py"),
+        ("server/replies.py", "", "entrypoints/openai/completion/protocol.py"),
         ("server/requests.py", "", "entrypoints/openai/completion/protocol.py"),
+        ("server/http.py", "", ""),
         ("server/app.py", "", "entrypoints/openai/api_server.py"),
         ("server/errors.py", "", ""),
         ("server/counters.py", "", ""),
@@ -161,7 +163,7 @@ The last two columns name the file that does the same (or most of it) in [nano-v
 `nanovllm/`, and in [vLLM](https://github.com/vllm-project/vllm)'s v1 engine, under `vllm/`. Each path was looked up in those repositories. vLLM
 moves its files now and then: search for the class when one is gone. A dash means that we know of no counterpart.
 
-What is not listed is not needed to follow the chapters: the command line (`cli.py`, `chat.py`, `flags.py`), names and arguments of vLLM's (`compat.py`,
+What is not listed is not needed to follow the chapters: the command line (`cli.py`, `terminal.py`, `chat.py`, `flags.py`), names and arguments of vLLM's (`compat.py`,
 `vllm_arguments.py`, `chat_template.py`, `beam_search.py`), the flags of the server (`server/config.py`, `server/cli.py`), the benchmarks (`bench/`), what fetches and converts a model (`models/files.py`,
 `models/json_files.py`, `models/smollm2.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
 """

@@ -1,1 +1,1 @@
-"""Who owns which part of the KV cache."""
+"""Owners of the KV cache: they know which sequence holds which part of it."""

@@ -16,7 +16,7 @@ WATERMARK = 0.01  # share of the blocks that an admission leaves free for the se
 
 
 class BlockManager(KVCacheManager):
-    """Hands out blocks of `block_size` tokens and keeps count of who holds them.
+    """Hands out blocks of `block_size` tokens and counts the sequences that hold each of them.
 
     Invariants: a block is in the free list exactly if its `ref_count` is 0; `ref_count` is the number of block tables
     that name it; free + used = `num_blocks`.
@@ -92,7 +92,7 @@ class BlockManager(KVCacheManager):
             self.events.emit(TableFreed(seq.seq_id, tuple((i, self.blocks[i].ref_count) for i in table)))
 
     def states(self) -> Iterable[BlockState]:
-        """The blocks that somebody holds or that have a name."""
+        """The blocks that a sequence holds or that have a name."""
         for block in self.blocks:
             is_free = block._next is not None
             if block.ref_count or not is_free or block.hash is not None:
@@ -101,7 +101,7 @@ class BlockManager(KVCacheManager):
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that no sequence holds."""
         return len(self._free)
 
     def _num_missing(self, seq: Sequence, num_new_tokens: int) -> int:

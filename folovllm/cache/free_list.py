@@ -1,4 +1,4 @@
-"""Blocks that nobody holds, least recently freed first, each removable from the middle in O(1)."""
+"""Blocks that no sequence holds, least recently freed first, each removable from the middle in O(1)."""
 
 from __future__ import annotations
 

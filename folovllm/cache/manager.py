@@ -1,4 +1,4 @@
-"""What the scheduler asks of whoever hands out the KV cache."""
+"""What the scheduler asks of the owner of the KV cache."""
 
 from __future__ import annotations
 
@@ -47,10 +47,15 @@ class KVCacheManager(ABC):
     @property
     @abstractmethod
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that no sequence holds."""
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that sequences hold."""
+        return self.num_blocks - self.num_free
 
     def states(self) -> Iterable[BlockState]:
-        """The blocks that are not blank, for who begins to listen."""
+        """The blocks that hold something, for a new listener."""
         return ()
 
     @staticmethod

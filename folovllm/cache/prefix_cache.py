@@ -52,9 +52,9 @@ class PrefixCacheStats:
 
 @dataclass(slots=True)
 class CachedPrefix:
-    """What the prefix cache notes of a sequence; it hangs on the sequence and is nobody else's business."""
+    """The prefix cache's notes on a sequence. The sequence carries them; only the prefix cache uses them."""
 
-    hashes: list[int] = field(default_factory=list)  # of the full blocks, as far as anybody asked
+    hashes: list[int] = field(default_factory=list)  # of the full blocks, as far as they were needed
     tokens: list[bytes] = field(default_factory=list)  # of the same blocks
     serials: list[int] = field(default_factory=list)  # of the blocks that are published, while they are held
     num_hit_tokens: int | None = None  # found at the first admission
@@ -106,7 +106,7 @@ class PrefixCache:
 
         For block i with hash h, its parent being block i - 1's serial (`serials[-1]`, or `ROOT`):
 
-        - nobody, or a block with another parent, is named h: name this block (`self._name`; the other is forgotten);
+        - no block has the name h, or one with another parent: name this block (`self._name`; the other is forgotten);
         - a block with the same parent and tokens is named h: a twin, computed at the same time. Its serial counts for
           what follows; this block stays nameless, for a running sequence is never moved to other blocks;
         - same parent, other tokens: a collision. This block and all after it stay unpublished.
@@ -148,7 +148,7 @@ class PrefixCache:
             self._events.emit(BlockEvicted(block.block_id, hash_))
 
     def _name(self, block: Block, seq: Sequence, i: int, parent: int) -> Block:
-        """Give `block` the name of block i of `seq`; whoever had it loses it."""
+        """Give `block` the name of block i of `seq`; a block that had it loses it."""
         hash_ = self._hash(seq, i)
         if (other := self._by_hash.get(hash_)) is not None:
             self.forget(other)
@@ -172,10 +172,10 @@ class PrefixCache:
         return self._named(seq, i).tokens[i]
 
     def _named(self, seq: Sequence, i: int) -> CachedPrefix:
-        """The notes of `seq` with the hash of block i: made once a block, for its tokens never change, and all at once."""
+        """The notes of `seq`, with the hash of block i. A hash is made once, since the tokens of a full block never change."""
         notes, size = notes_of(seq), self._block_size
         if i >= len(notes.hashes):
-            prefix = notes.hashes[-1] if notes.hashes else _salt_hash(seq.cache_salt)
+            prefix = notes.hashes[-1] if notes.hashes else _salt_hash(seq.request.cache_salt)
             new = seq.token_ids[len(notes.hashes) * size : seq.num_tokens // size * size]
             for block in new.reshape(-1, size):  # [B]
                 prefix = compute_hash(block, prefix)
@@ -185,7 +185,7 @@ class PrefixCache:
 
 
 def notes_of(seq: Sequence) -> CachedPrefix:
-    """What is noted of `seq`; nothing yet, the first time."""
+    """The notes on `seq`, empty the first time."""
     if seq.prefix is None:
         seq.prefix = CachedPrefix()
     return seq.prefix
@@ -206,8 +206,8 @@ class PrefixCachingBlockManager(BlockManager):
         self.prefix_cache = PrefixCache(block_size, self.events)
 
     def match(self, seq: Sequence) -> None:
-        """Let a waiting sequence begin with what is cached of it; but what is cached gives no token of a prompt a score."""
-        if len(seq.prompt_logprobs) < seq.num_to_score:
+        """Let a waiting sequence begin with the blocks that are cached, unless its prompt still needs scores: they have none."""
+        if seq.num_unscored_tokens:
             return
         for block in self.prefix_cache.longest_cached_prefix(seq):
             self.adopt(block)
@@ -218,7 +218,7 @@ class PrefixCachingBlockManager(BlockManager):
         seq.num_computed_tokens = len(seq.block_table) * self.block_size
 
     def adopt(self, block: Block) -> None:
-        """Hold a cached block: one more reference, and `self._free.remove(block)` if nobody held it so far."""
+        """Hold a cached block: one more reference, and `self._free.remove(block)` if no sequence held it so far."""
         if block.ref_count == 0:
             self._free.remove(block)
         block.ref_count += 1
@@ -242,7 +242,7 @@ class PrefixCachingBlockManager(BlockManager):
     def settle(self, seqs: Iterable[Sequence]) -> None:
         """Name the blocks that the coming step will fill, so that others can begin with them in this very step.
 
-        A layer stores the K/V of a whole step before it attends, so that whoever finds them reads what is written.
+        A layer stores the K/V of the whole step before it attends, so a sequence that finds them reads what is written.
         """
         for seq in seqs:
             self.publish(seq)
@@ -261,7 +261,7 @@ class PrefixCachingBlockManager(BlockManager):
             seq.num_computed_tokens = 0
 
     def _take(self) -> int:
-        """The block that was not used for longest; what it held is forgotten."""
+        """Take the least recently used block, and forget what it held."""
         block_id = super()._take()
         self.prefix_cache.forget(self.blocks[block_id])
         return block_id

@@ -14,7 +14,7 @@ from folovllm.request import Sequence
 
 
 class FreeSlots(list[int]):
-    """The blocks that nobody holds: a list that says what comes and goes."""
+    """The blocks that no sequence holds: a list that reports what is taken and given back."""
 
     def __init__(self, block_ids: Iterable[int], events: Events) -> None:
         super().__init__(block_ids)
@@ -66,12 +66,12 @@ class SlotManager(KVCacheManager):
         seq.block_table.clear()
 
     def states(self) -> Iterable[BlockState]:
-        """The blocks that somebody holds."""
+        """The blocks that sequences hold."""
         return (BlockState(i, 1, False) for i in sorted({*range(self.num_blocks)} - {*self._free}))
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that no sequence holds."""
         return len(self._free)
 
     @staticmethod

@@ -29,7 +29,7 @@ ROUNDS, ROUND = 5, 2e-3  # of each number of threads; seconds
 
 @dataclass(slots=True)
 class _Process:
-    """What was set in this process: by us, and by the user (the default is `OMP_NUM_THREADS`, else the cores)."""
+    """The numbers that we and the user set in this process (default: `OMP_NUM_THREADS`, else the cores)."""
 
     chosen: int = 0
     limit: int = 0
@@ -39,7 +39,7 @@ _process = _Process()
 
 
 def use_threads(setup: EngineSetup) -> int | None:
-    """Set torch's number of threads as `num_threads` asks for, or on a CPU choose it; None if it was left alone.
+    """Set torch's number of threads to `num_threads`, or choose it on a CPU. Returns it; None if it was left alone.
 
     The number is torch's own: it holds for the whole process, other engines and the user's code included, until the
     next engine is made. The ranks of tensor parallelism divide it among themselves.
@@ -88,7 +88,7 @@ def largest_product(setup: EngineSetup, ranks: int) -> tuple[int, int]:
 
 
 def is_faster(x: torch.Tensor, weight: torch.Tensor, fewer: int, more: int) -> bool:
-    """Whether `more` threads are clearly faster. Both take turns, for what else the machine does changes with time."""
+    """Whether `more` threads are clearly faster. They take turns, since the load of the machine changes with time."""
     times: dict[int, list[float]] = {fewer: [], more: []}
     for _ in range(ROUNDS):
         for count, seconds in times.items():
@@ -98,7 +98,7 @@ def is_faster(x: torch.Tensor, weight: torch.Tensor, fewer: int, more: int) -> b
 
 
 def seconds_of(x: torch.Tensor, weight: torch.Tensor) -> float:
-    """The mean time of the product x [T, inputs], weight [outputs, inputs], not its least: waiting is what counts here."""
+    """The mean time of the product of x [T, inputs] and weight [outputs, inputs]. The mean, since waiting must count."""
     F.linear(x, weight)  # wakes the threads
     start, count = time.perf_counter(), 0
     while (taken := time.perf_counter() - start) < ROUND or not count:

@@ -57,11 +57,11 @@ class IncrementalDetokenizer:
         return rest
 
     def forget_last(self) -> None:
-        """Take the newest token back. Nothing was decoded since it came."""
+        """Remove the newest token. Nothing was decoded since it came."""
         del self.token_ids[-1:]
 
     def find_stop(self, stop: list[str], include: bool = False) -> str | None:
-        """The stop string that occurs first in the text, which is then cut before (or, with `include`, after) it."""
+        """Find the stop string that occurs first, and cut the text before (or, with `include`, after) it."""
         self.advance()
         unsearched = self.read(self._searched, self.num_chars)
         hits = [(at, s) for s in stop if (at := unsearched.find(s)) >= 0]
@@ -84,9 +84,9 @@ class IncrementalDetokenizer:
         return len(self.text)
 
     def read(self, start: int, end: int) -> str:
-        """`text[start:end]`, without a look at the rest."""
+        """`text[start:end]`."""
         return self.text[start:end]
 
     def cut(self, end: int) -> None:
-        """Take the text from the character `end` on away."""
+        """Remove the text from the character `end` on."""
         self.text = self.text[:end]

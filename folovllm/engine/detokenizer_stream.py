@@ -73,12 +73,12 @@ class StreamDetokenizer(IncrementalDetokenizer):
         return self._buffer.seek(0, 2)
 
     def read(self, start: int, end: int) -> str:
-        """`text[start:end]`, without a look at the rest."""
+        """`text[start:end]`. The cost does not depend on the rest of the text."""
         self._buffer.seek(start)
         return self._buffer.read(max(0, end - start))
 
     def cut(self, end: int) -> None:
-        """Take the text from the character `end` on away."""
+        """Remove the text from the character `end` on."""
         self._buffer.truncate(end)
 
 
@@ -95,7 +95,7 @@ class NoText(IncrementalDetokenizer):
 def make_detokenizer(
     tokenizer: PreTrainedTokenizerBase, params: SamplingParams, stream: bool
 ) -> IncrementalDetokenizer:
-    """The detokenizer of one answer. With `stream` a `DecodeStream` where the tokenizer is one that it can stand in for."""
+    """Make the detokenizer of one answer. With `stream` it uses a `DecodeStream`, if that decodes as the tokenizer does."""
     if not params.detokenize:
         return NoText()
     skip = params.skip_special_tokens
@@ -106,6 +106,6 @@ def make_detokenizer(
 
 
 def decodes_by_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the text is that of the `tokenizers` library: a fast backend, and no Python of the model's own around it."""
+    """Whether the `tokenizers` library alone makes the text: a fast backend without Python code of the model's around it."""
     kind, fast = type(tokenizer), PreTrainedTokenizerFast
     return issubclass(kind, fast) and kind.decode is fast.decode and kind._decode is fast._decode

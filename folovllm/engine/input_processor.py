@@ -1,4 +1,4 @@
-"""From what a user passes to a `Sequence`, or to an error before any work starts."""
+"""Turns what a user passes into a `Request` and its sequences, or into an error before any work starts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Sequence as SequenceOf
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from folovllm.draw_row import MAX_BAD_TOKENS, MAX_BAD_WORDS
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.detokenizer_stream import make_detokenizer
 from folovllm.inputs import Prompt, PromptParts, parse_prompt
 from folovllm.models.files import eos_token_ids
-from folovllm.request import Sequence
+from folovllm.request import Request, Sequence
 from folovllm.sampling_params import SamplingParams, require
 from folovllm.setup import EngineSetup
 
@@ -43,8 +41,8 @@ class InputProcessor:
 
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
-    ) -> tuple[str | None, list[Sequence]]:
-        """The text of the prompt, where it came as one, and the sequences of the request.
+    ) -> list[Sequence]:
+        """Tokenize and check a request; returns its sequences, one for each answer.
 
         Raises:
             ValueError: the prompt is empty, too long for the context, or holds an id outside 0..V-1; or something is of
@@ -58,27 +56,20 @@ class InputProcessor:
         self._validate_amounts(params)
         token_ids = self._truncate(self._tokenize(parts, params), params)
         self._validate(token_ids, params)
-        bad_words = self._bad_words(params)
         room = self._setup.max_model_len - len(token_ids)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        return parts.text, [
-            Sequence(
-                request_id=request_id,
-                prompt_token_ids=token_ids,
-                params=params,
-                max_tokens=max_tokens,
-                seed=child_seed(seed, index),
-                detokenizer=self._make_detokenizer(params),
-                eos_token_ids=self._eos,
-                index=index,
-                priority=priority,
-                num_to_score=len(token_ids) - 1 if params.prompt_logprobs is not None and index == 0 else 0,
-                bad_words=bad_words,
-                cache_salt=cache_salt,
-            )
-            for index in range(params.n)
-        ]
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            bad_words=self._bad_words(params),
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            eos_token_ids=self._eos,
+            priority=priority,
+            cache_salt=cache_salt,
+            prompt=parts.text,
+        )
+        return [Sequence(request, self._make_detokenizer(params), index) for index in range(params.n)]
 
     def _make_detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer:
         return make_detokenizer(self._tokenizer, params, self._setup.config.packed_steps)
@@ -197,8 +188,3 @@ def too_long(count: str, limit: int) -> ValueError:
 def _is_text(value: object) -> bool:
     """Whether this is a string that has bytes: no lone surrogate in it."""
     return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
-
-
-def child_seed(seed: int, index: int) -> int:
-    """The seed of the `index`-th answer; the first keeps the request's own."""
-    return seed if index == 0 else xxhash.xxh64_intdigest(f"{seed}/{index}".encode()) >> 1

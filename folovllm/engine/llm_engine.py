@@ -11,22 +11,22 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
+from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCacheStats, PrefixCachingBlockManager
 from folovllm.config import EngineConfig, ModelConfig
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats
-from folovllm.engine.output_processor import RequestState
+from folovllm.engine.output_processor import OutputProcessor, RequestState
 from folovllm.engine.scheduler import Scheduler, SchedulerLike
-from folovllm.engine.snapshot import added, snapshot
+from folovllm.engine.snapshot import added, engine_stats, snapshot
 from folovllm.events import Events, Finished, Listener, StepEnded
 from folovllm.executor.abstract import Executor
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
-from folovllm.outputs import RequestOutput, TokenLogprob
+from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.setup import EngineSetup
-from folovllm.step.draw import Logprobs
-from folovllm.step.schedule import SchedulerOutput, Scores, StepResult
+from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.structured.guides import Guides
 from folovllm.vllm_arguments import GENERATE, REQUEST, also_takes
 
@@ -38,7 +38,7 @@ logger = logging.getLogger("folovllm")
 
 @dataclass(slots=True, frozen=True)
 class Parts:
-    """What an engine is put together from; which class stands in each place, `folovllm.build` decides."""
+    """The parts of an engine. `folovllm.build` decides which class stands in each place."""
 
     setup: EngineSetup
     num_threads: int | None
@@ -53,7 +53,7 @@ class Parts:
 class LLMEngine:
     """Serves requests step by step; `LLM` wraps it for offline use.
 
-    Not for several threads. After an exception inside `step` the engine's state is undefined: make a new one.
+    Use it from one thread at a time. After an exception inside `step` the engine's state is undefined: make a new one.
 
     Args:
         config: all choices; or a `ModelConfig`, beside which `overrides` are fields of the `EngineConfig`.
@@ -61,7 +61,7 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig | ModelConfig, **overrides: Any) -> None:
         """Raises ValueError, before any work, where something that `config` asks for cannot be had."""
-        from folovllm.build import put_together  # here, for it knows everybody, this file too
+        from folovllm.build import put_together  # here, since it imports every part of the engine, this file too
 
         if isinstance(config, ModelConfig):
             config = config.for_engine(**overrides)
@@ -76,7 +76,7 @@ class LLMEngine:
         self.events = parts.events
         self._guides = parts.guides
         self._processor = parts.processor
-        self._requests: dict[str, RequestState] = {}
+        self._output = OutputProcessor(parts.tokenizer)
         self._log: StepLog | None = None
         self._num_steps = 0
         self._num_preemptions = 0
@@ -85,7 +85,7 @@ class LLMEngine:
 
     @staticmethod
     def from_engine_args(engine_args: EngineConfig) -> LLMEngine:
-        """The engine with the loop that `engine_args` ask for: the one whose steps overlap is a subclass."""
+        """Make the engine with the loop that `engine_args` ask for: overlapping steps have a subclass."""
         from folovllm.build import make_engine
 
         return make_engine(engine_args)
@@ -96,7 +96,7 @@ class LLMEngine:
         prompts: Prompt | SequenceOf[Prompt],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
     ) -> RequestOutput | list[RequestOutput]:
-        """Answer one prompt (one output) or a list of them (a list). Whoever wants more takes `LLM.generate`."""
+        """Answer one prompt (one output) or a list of them (a list). `LLM.generate` can do more."""
         requests = as_requests(prompts, SamplingParams() if sampling_params is None else sampling_params)
         self.require_idle()
         ids = [f"generate-{index}" for index in range(len(requests))]
@@ -107,7 +107,7 @@ class LLMEngine:
             while len(finished) < len(ids):
                 finished |= {output.request_id: output for output in self.step()}
         finally:
-            self.abort_request(ids)  # what an error left behind
+            self.abort_request(ids)  # where an error left some
         outputs = [finished[request_id] for request_id in ids]
         return outputs[0] if is_one_prompt(prompts) else outputs
 
@@ -135,13 +135,13 @@ class LLMEngine:
             RuntimeError: the engine was closed.
         """
         self.require_open()
-        if request_id in self._requests:
+        if request_id in self._output.requests:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         params = SamplingParams() if params is None else params
-        text, seqs = self._processor.process(request_id, prompt, params, priority, cache_salt)
+        seqs = self._processor.process(request_id, prompt, params, priority, cache_salt)
         self._guides.add(seqs)
         kind = params.output_kind if stream else RequestOutputKind.FINAL_ONLY
-        state = self._requests[request_id] = RequestState(request_id, text, seqs, kind, time.monotonic())
+        state = self._output.requests[request_id] = RequestState(request_id, seqs, kind, time.monotonic())
         for seq in seqs:
             if self.events.on:
                 self.events.emit(added(seq, state.metrics.arrival_time))
@@ -160,10 +160,10 @@ class LLMEngine:
             ValueError: no request of this one id is being served.
         """
         if isinstance(request_id, str):
-            if request_id not in self._requests:
+            if request_id not in self._output.requests:
                 raise ValueError(f"there is no request {request_id!r} to abort: it has finished, or never was")
             return self.abort_request([request_id])[0]
-        states = [self._requests.pop(id_) for id_ in dict.fromkeys(request_id) if id_ in self._requests]
+        states = [self._output.requests.pop(id_) for id_ in dict.fromkeys(request_id) if id_ in self._output.requests]
         self.scheduler.abort(*(seq for state in states for seq in state.seqs if not seq.status.is_finished))
         self.events.drain()
         for state in states:
@@ -172,15 +172,15 @@ class LLMEngine:
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this id is being served."""
-        return request_id in self._requests
+        return request_id in self._output.requests
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
-        return bool(self._requests)
+        return bool(self._output.requests)
 
     def get_num_unfinished_requests(self) -> int:
         """How many requests are being served."""
-        return len(self._requests)
+        return len(self._output.requests)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
@@ -191,7 +191,7 @@ class LLMEngine:
         self.require_open()
         if not self.has_unfinished_requests():
             return []
-        with self.events:  # whoever listens hears of all this at the end
+        with self.events:  # listeners hear of all this at the end
             start = time.monotonic()
             output = self.scheduler.schedule()
             if output.preempted and not output.shares:  # room was made, and the next step has it
@@ -200,7 +200,7 @@ class LLMEngine:
             return self._take_in(output, seqs, self._compute(output, seqs), start)
 
     def _compute(self, output: SchedulerOutput, seqs: list[Sequence]) -> StepResult:
-        """Compute a step and draw. Where an answer must have a form, its guide says what may come, and hears what came."""
+        """Compute a step and draw. The guide of an answer with a form says what it may draw, and then learns what it drew."""
         if self._guides.concern(output, seqs):
             output = replace(output, masks=self._guides.masks(output, seqs))
         result = self.executor.execute_model(output)
@@ -208,9 +208,8 @@ class LLMEngine:
         return result
 
     def subscribe(self, listener: Listener) -> None:
-        """Let `listener(events)` hear after each step what happened (`folovllm.events`); now, how things stand."""
-        kv = self.scheduler.kv if isinstance(self.scheduler, Scheduler) else None
-        self.events.subscribe(listener, snapshot(self.setup, kv, self._num_steps, self._requests.values()))
+        """Call `listener(events)` after each step with what happened (`folovllm.events`), and now with the present state."""
+        self.events.subscribe(listener, snapshot(self.setup, self._kv, self._num_steps, self._output.requests.values()))
 
     def unsubscribe(self, listener: Listener) -> None:
         """Tell `listener` nothing more. ValueError if it does not listen."""
@@ -218,7 +217,7 @@ class LLMEngine:
 
     @property
     def history(self) -> list[StepStats] | None:
-        """Set it to [] to have a snapshot of every step from now on appended to it, and to None to have no more."""
+        """The steps so far, or None. Set it to [] to have each step's figures appended from now on, and to None to stop."""
         return None if self._log is None else self._log.steps
 
     @history.setter
@@ -239,21 +238,22 @@ class LLMEngine:
         alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
         updated = self.scheduler.postprocess([(seqs[i], result.token_ids[i]) for i in alive])
         if result.logprobs:
-            self._keep_logprobs(
-                [(seqs[i], output.shares[i].scores, result.logprobs[i]) for i in alive if i in result.logprobs]
-            )
+            for i in alive:
+                if i in result.logprobs:
+                    self._output.keep_logprobs(seqs[i], output.shares[i].scores, result.logprobs[i])
         now = time.monotonic()
         if self.events.on:
-            waiting, used = len(self.scheduler.waiting), self._num_used_blocks()
+            kv, waiting = self._kv, len(self.scheduler.waiting)
+            used = 0 if kv is None else kv.num_used
             self.events.emit(StepEnded(self._num_steps, start, arrived, now, output, result, waiting, used))
             for seq in (seqs[i] for i in alive if seqs[i].status.is_finished):
                 self.events.emit(Finished(seq.seq_id, seq.status.value))
         self._num_steps += 1
         self._num_preemptions += len(output.preempted)
-        return self._outputs([*updated, *given_up], now)
+        return self._output.outputs([*updated, *given_up], now)
 
     def _give_up(self, seqs: list[Sequence]) -> list[Sequence]:
-        """End those that can no longer come to their form, with finish_reason "abort", and return them."""
+        """End the answers that can no longer get their form, with finish_reason "abort", and return them."""
         broken = self._guides.broken(seqs)
         for seq in broken:
             logger.warning("request %s ends early: its answer cannot be brought to its form", seq.request_id)
@@ -262,7 +262,7 @@ class LLMEngine:
         return broken
 
     def prepare_forms(self) -> None:
-        """Do now what the first answer of a form would wait for, and all beside it: about a second."""
+        """Do now the work, of about a second, for which the first answer with a form, and all others beside it, would wait."""
         self._guides.prepare(self._processor.eos_token_ids)
 
     def require_open(self) -> None:
@@ -279,15 +279,15 @@ class LLMEngine:
             )
 
     def require_idle(self) -> None:
-        """Raise RuntimeError if the engine was closed, ValueError if it serves requests, whose outputs nobody would see."""
+        """Raise RuntimeError if the engine was closed, ValueError if it serves requests: their outputs would be lost."""
         self.require_open()
         if self.has_unfinished_requests():
             raise ValueError("the engine has requests of its own: step it until they end, or abort them, first")
 
     def close(self) -> None:
-        """End what is being served and give the model's memory back; twice is once."""
+        """End all requests and give the model's memory back. A second call does nothing."""
         self._is_closed = True
-        self.abort_request(list(self._requests))
+        self.abort_request(list(self._output.requests))
         self.executor.shutdown()
         gc.unfreeze()  # `make_engine` froze what refers to itself; only thawed can it be collected
         gc.collect()
@@ -295,24 +295,7 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """Requests and KV cache as they are now."""
         self.require_open()
-        num_blocks, num_used = self.executor.num_kv_blocks, self._num_used_blocks()
-        bytes_per_token = self.setup.kv_bytes_per_token
-        bytes_per_block = self.setup.block_size * bytes_per_token
-        running = self.scheduler.running
-        num_shared = sum(len(seq.block_table) for seq in running) - num_used  # blocks are full before they are shared
-        stored = sum(seq.num_computed_tokens for seq in running) - num_shared * self.setup.block_size
-        return EngineStats(
-            waiting=len(self.scheduler.waiting),
-            running=len(running),
-            steps=self._num_steps,
-            preemptions=self._num_preemptions,
-            kv_blocks_total=num_blocks,
-            kv_blocks_used=num_used,
-            kv_tokens_stored=stored,
-            kv_bytes_total=num_blocks * bytes_per_block,
-            kv_bytes_reserved=num_used * bytes_per_block,
-            kv_bytes_used=stored * bytes_per_token,
-        )
+        return engine_stats(self.setup, self.scheduler, self._kv, self._num_steps, self._num_preemptions)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, as after a change of the weights. Raises ValueError where there is no cache."""
@@ -324,35 +307,12 @@ class LLMEngine:
         """Hits and evictions so far. Raises ValueError where there is no cache."""
         return self._prefix_caching_manager().prefix_cache.stats
 
+    @property
+    def _kv(self) -> KVCacheManager | None:
+        return self.scheduler.kv if isinstance(self.scheduler, Scheduler) else None
+
     def _prefix_caching_manager(self) -> PrefixCachingBlockManager:
-        kv = self.scheduler.kv if isinstance(self.scheduler, Scheduler) else None
+        kv = self._kv
         if not isinstance(kv, PrefixCachingBlockManager):
             raise ValueError("there is no prefix cache: set enable_prefix_caching=True, or take milestone m5")
         return kv
-
-    def _outputs(self, updated: Iterable[Sequence], now: float) -> list[RequestOutput]:
-        """One output for each request that has something to report."""
-        outputs = []
-        for request_id in dict.fromkeys(seq.request_id for seq in updated):
-            state = self._requests[request_id]
-            finished = state.finished
-            if finished or state.streams or state.metrics.first_token_time is None:
-                state.note_progress(now)
-            if finished:
-                del self._requests[request_id]
-            if finished or state.streams:
-                outputs.append(state.output())
-        return outputs
-
-    def _keep_logprobs(self, drawn: Iterable[tuple[Sequence, Scores | None, list[Logprobs]]]) -> None:
-        """Add text to the log-probabilities that requests asked for: those of their prompts, then those of their answers."""
-        for seq, scores, rows in drawn:
-            decode = self.tokenizer.decode if seq.params.detokenize else lambda _: None
-            shown = [{id_: TokenLogprob(id_, value, rank, decode([id_])) for id_, value, rank in row} for row in rows]
-            num_scores = 0 if scores is None else len(scores.token_ids)
-            seq.prompt_logprobs += shown[:num_scores]
-            seq.logprobs += shown[num_scores:]
-
-    def _num_used_blocks(self) -> int:
-        scheduler = self.scheduler
-        return scheduler.kv.num_blocks - scheduler.kv.num_free if isinstance(scheduler, Scheduler) else 0

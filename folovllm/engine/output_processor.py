@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from operator import getitem
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
+from folovllm.step.draw import Logprobs
+from folovllm.step.schedule import Scores
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PromptLogprobs = list[dict[int, TokenLogprob] | None] | None
 
 
 class Piece(NamedTuple):
-    """What is new in an answer, and nothing else: what a server writes. `CompletionOutput` is for programs."""
+    """What is new in an answer, for servers. Programs get a `CompletionOutput`."""
 
     answer: int  # among the `n`
     text: str
@@ -25,19 +30,46 @@ class Piece(NamedTuple):
     stop_reason: str | int | None
 
 
-class RequestState:
-    """A request that is being served, and how much of it was reported."""
+class OutputProcessor:
+    """The requests that are being served, by id, and what each of them has to report."""
 
-    def __init__(
-        self, request_id: str, prompt: str | None, seqs: list[Sequence], kind: RequestOutputKind, arrival: float
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._decode = tokenizer.decode
+        self.requests: dict[str, RequestState] = {}
+
+    def keep_logprobs(self, seq: Sequence, scores: Scores | None, rows: list[Logprobs]) -> None:
+        """Take in the log-probabilities of a step: first those of the prompt's tokens, then those of drawn tokens."""
+        shown = [with_text(row, self._decode if seq.params.detokenize else None) for row in rows]
+        num_scores = 0 if scores is None else len(scores.token_ids)
+        seq.prompt_logprobs += shown[:num_scores]
+        seq.logprobs += shown[num_scores:]
+
+    def outputs(self, updated: Iterable[Sequence], now: float) -> list[RequestOutput]:
+        """One output for each request that has something to report. Finished requests leave."""
+        outputs = []
+        for request_id in dict.fromkeys(seq.request_id for seq in updated):
+            state = self.requests[request_id]
+            finished = state.finished
+            if finished or state.streams or state.metrics.first_token_time is None:
+                state.note_progress(now)
+            if finished:
+                del self.requests[request_id]
+            if finished or state.streams:
+                outputs.append(state.output())
+        return outputs
+
+
+class RequestState:
+    """A request that is being served, and the part of it that was reported."""
+
+    def __init__(self, request_id: str, seqs: list[Sequence], kind: RequestOutputKind, arrival: float) -> None:
         self.request_id = request_id
         self.seqs = seqs
         self.metrics = RequestMetrics(arrival, num_prompt_tokens=seqs[0].num_prompt_tokens)
         self._kind = kind
         self._answers = [Answer(seq) for seq in seqs]
-        self.prompt = prompt
-        self.prompt_token_ids = list(seqs[0].prompt_token_ids)  # users may do with it as they like
+        self.prompt = seqs[0].request.prompt
+        self.prompt_token_ids = list(seqs[0].request.prompt_token_ids)  # users may do with it as they like
         self._prompt_was_scored = False  # and a report said so
 
     @property
@@ -52,9 +84,9 @@ class RequestState:
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs:
-        """What the model thinks of the whole prompt, the first token aside: None unless asked for, and until all is there."""
+        """The log-probabilities of the prompt's tokens, None for the first. None if not asked for, or not complete yet."""
         seq = self.seqs[0]
-        if seq.params.prompt_logprobs is None or len(seq.prompt_logprobs) < seq.num_to_score:
+        if seq.params.prompt_logprobs is None or seq.num_unscored_tokens:
             return None
         return [None, *seq.prompt_logprobs]
 
@@ -107,13 +139,13 @@ class Answer:
 
     @property
     def has_news(self) -> bool:
-        """Whether there are tokens, or an end, that no report told of."""
+        """Whether there are tokens, or an end, that were not reported."""
         return self._seq.num_output_tokens > self._num_tokens or self._seq.status.is_finished != self._was_over
 
     def report(self, deltas_alone: bool, copy_later: bool) -> CompletionOutput:
         """The answer as it is, or with `deltas_alone` what is new in it.
 
-        With `copy_later` a long field is copied when somebody looks: the next report holds most of it again.
+        With `copy_later` a long field is copied only when it is read: the next report holds most of it again.
         """
         seq = self._seq
         old_chars, old_tokens = self._advance()
@@ -156,7 +188,7 @@ class Answer:
 
 
 def num_visible_chars(seq: Sequence) -> int:
-    """How many characters of the text no later token can take back.
+    """How many characters of the text are final: no later token can take them back.
 
     While an answer grows, its last characters may turn out to begin a stop string, so that many are held back.
     """
@@ -179,6 +211,11 @@ def ended_by_token(seq: Sequence) -> bool:
 def chosen(row: dict[int, TokenLogprob]) -> TokenLogprob:
     """The entry of the token that was drawn: it comes first."""
     return next(iter(row.values()))
+
+
+def with_text(row: Logprobs, decode: Callable[[list[int]], str] | None) -> dict[int, TokenLogprob]:
+    """A token's log-probability and those of likely others, by token id. Without `decode` they have no text."""
+    return {id_: TokenLogprob(id_, value, rank, decode([id_]) if decode else None) for id_, value, rank in row}
 
 
 def _token_ids(seq: Sequence, start: int, end: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Overlap scheduling: while the device runs step i, the host schedules step i + 1 and only then looks at i's tokens.
 
 So the host always acts one step behind. A token that was drawn and has not arrived is *in flight*: it counts for
-scheduling, and for nothing else, since nobody on the host knows it. The device does know it and goes on from there.
+scheduling, and for nothing else, since the host does not know it. The device does know it and goes on from there.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from folovllm.step.schedule import NothingScheduled, SchedulerOutput
 
 @dataclass(slots=True)
 class InFlight:
-    """A step that was started and not taken in yet."""
+    """A step that was started and whose tokens were not taken in yet."""
 
     output: SchedulerOutput
-    seqs: list[Sequence]  # whose its shares are
-    pending: Pending | None  # None: it has not drawn yet, and waits for what may be drawn
+    seqs: list[Sequence]  # one for each share
+    pending: Pending | None  # None: it has not drawn yet, and waits for its masks
     start: float
 
 
@@ -58,7 +58,7 @@ class OverlappedEngine(LLMEngine):
         2. Schedule. If there is anything to do, start it with `_start`, which returns what is now in flight; it is not
            waited for.
         3. Take in the step that was in flight before (`_collect`), and remember the new one in `self._in_flight`.
-        4. When no request is left, take in the new one too: its tokens belong to nobody.
+        4. When no request is left, take in the new one too: its tokens belong to no request.
 
         Returns:
             What has arrived, in the order of the steps.
@@ -84,8 +84,6 @@ class OverlappedEngine(LLMEngine):
             started = self._undrawn = InFlight(output, seqs, None, time.monotonic())
         else:
             started = InFlight(output, seqs, self.executor.submit(output), time.monotonic())
-        for share, seq in zip(output.shares, seqs, strict=True):
-            seq.num_in_flight += share.num_draws
         return started
 
     def _collect(self) -> list[RequestOutput]:
@@ -102,15 +100,13 @@ class OverlappedEngine(LLMEngine):
         assert step.pending is not None
         result = step.pending.wait()
         self._in_flight = None  # only now: what cannot arrive is an error in every later step too
-        for share, seq in zip(step.output.shares, step.seqs, strict=True):
-            seq.num_in_flight -= share.num_draws
         self._guides.advance(step.seqs, result.token_ids)
         self._draw_late()
         start, self._last_arrival = max(step.start, self._last_arrival), time.monotonic()
         return self._take_in(step.output, step.seqs, result, start)
 
     def _draw_late(self) -> None:
-        """Let the step draw that waits for it: all tokens before its own are taken in by the guides."""
+        """Let the waiting step draw, if there is one: the guides have taken in all tokens before its own."""
         if self._undrawn is not None:
             step, self._undrawn = self._undrawn, None
             step.pending = self.executor.draw(self._guides.masks(step.output, step.seqs))

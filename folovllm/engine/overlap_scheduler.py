@@ -19,15 +19,15 @@ class OverlapScheduler(Scheduler):
         self.made_room = False
 
     def schedule(self) -> SchedulerOutput:
-        """As `Scheduler`; notes whether somebody gave way, which the next step has the room of."""
+        """As `Scheduler`; notes whether a sequence gave way, so that the next step has room."""
         output = super().schedule()
         self.made_room = bool(output.preempted)
         return output
 
     def must_wait(self) -> bool:
-        """Whether the next step can only be scheduled once nothing is in flight.
+        """Whether the next step can be scheduled only after the tokens in flight have arrived.
 
-        That is so if somebody may have to give way: a victim's tokens must all be known, to be computed again.
+        That is so if a sequence may have to give way: its tokens are computed again, so the host must know all of them.
         """
         budget, size = self._max_num_batched_tokens, self.kv.block_size
         if self.kv.num_free > len(self.running) + budget // size:  # room for any step: no need to look closer
@@ -37,5 +37,5 @@ class OverlapScheduler(Scheduler):
 
 
 def will_finish(seq: Sequence) -> bool:
-    """Whether the tokens in flight bring the answer to its full length, so that no step needs to be computed."""
-    return seq.num_output_tokens + seq.num_in_flight >= seq.max_tokens
+    """Whether the tokens in flight bring the answer to its full length: each computed token brings the one after it."""
+    return seq.num_computed_tokens + 1 >= seq.num_prompt_tokens + seq.max_tokens

@@ -1,4 +1,4 @@
-"""A step while it is put together: who has which row, what the devices have been told of it, what is left of the budget."""
+"""Puts a step together: which sequence has which row, what the devices know of it, how much of the budget is left."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Rows:
     ) -> None:
         self.num_rows = num_rows
         self.events = Events() if events is None else events
-        self.waiting = waiting  # who would like a row
+        self.waiting = waiting  # the sequences that wait for a row
         self.num_steps = 0  # planned so far
         self._free = list(reversed(range(num_rows)))
         self._rows: dict[int, Row] = {}  # by seq_id
@@ -45,7 +45,7 @@ class Rows:
             self._free.append(self._rows.pop(seq_id).number)
 
     def owners(self, output: SchedulerOutput) -> list[Sequence]:
-        """Whose the shares are of the step that was planned last, in their order."""
+        """The sequences of the shares of the step that was planned last, in their order."""
         return [self._rows[share.seq_id].seq for share in output.shares]
 
     def share(self, seq: Sequence, num_new_tokens: int) -> Share:
@@ -61,9 +61,9 @@ class Rows:
         if len(table) > num_sent:
             new_blocks, row.num_sent = tuple(table[num_sent:]), len(table)
         end = start + num_new_tokens
-        num_draws = int(end == seq.num_tokens + seq.num_in_flight)
+        num_draws = int(end >= seq.num_tokens)  # the last token that the host knows, or one that is in flight
         tokens = seq.tokens(start, end)
-        scores = scores_of(seq, start, end) if seq.num_to_score else None
+        scores = None if seq.request.params.prompt_logprobs is None else scores_of(seq, start, end)
         return Share(
             seq.seq_id, row.number, start, num_new_tokens, tokens, new_blocks, num_sent, num_draws, draw, scores
         )
@@ -124,6 +124,8 @@ class Plan:
 
 def scores_of(seq: Sequence, start: int, end: int) -> Scores | None:
     """The tokens of the prompt that tokens `start` to `end` predict, and whose scores have not come yet."""
+    if not seq.num_unscored_tokens:
+        return None
     first = max(start, len(seq.prompt_logprobs))  # the token behind it is the first without a score
     tokens = seq.tokens(first + 1, min(end + 1, seq.num_prompt_tokens))
     return Scores(first - start, tokens, seq.params.prompt_logprobs or 0) if len(tokens) else None
@@ -148,7 +150,7 @@ def draw_spec(seq: Sequence) -> DrawSpec:
         num_prompt_tokens=seq.num_prompt_tokens,
         allowed=None if has_form or p.allowed_token_ids is None else tuple(p.allowed_token_ids),
         has_form=has_form,
-        bad_words=seq.bad_words,
+        bad_words=seq.request.bad_words,
         bias=tuple((p.logit_bias or {}).items()),
-        history=seq.token_ids if p.has_penalties or seq.bad_words else seq.token_ids[:0],
+        history=seq.token_ids if p.has_penalties or seq.request.bad_words else seq.token_ids[:0],
     )

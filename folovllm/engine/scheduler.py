@@ -1,4 +1,4 @@
-"""Who is served in the next step, and by how many tokens."""
+"""Decides which sequences take part in the next step, and with how many tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SchedulerLike(Protocol):
         """Decide the next step."""
 
     def sequences(self, output: SchedulerOutput) -> list[Sequence]:
-        """Whose the shares of the step are that was decided last, in their order."""
+        """The sequences of the shares of the step that was decided last, in their order."""
 
     def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
         """Take in the tokens that a step drew for each of its sequences; returns those that got any."""
@@ -80,7 +80,7 @@ class SerialScheduler:
         return plan.output()
 
     def sequences(self, output: SchedulerOutput) -> list[Sequence]:
-        """Whose the shares are of the step that was decided last."""
+        """The sequences of the shares of the step that was decided last."""
         return self._rows.owners(output)
 
     def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
@@ -97,7 +97,7 @@ class SerialScheduler:
 
 
 TokensOfStep = Callable[[Sequence, int], int]  # (sequence, budget) -> tokens to compute in this step
-MakeRoom = Callable[["Scheduler", list[Sequence]], Sequence | None]  # (scheduler, running) -> who gave way, if any
+MakeRoom = Callable[["Scheduler", list[Sequence]], Sequence | None]  # (scheduler, running) -> the victim, if any
 
 
 class Scheduler:
@@ -137,7 +137,7 @@ class Scheduler:
 
     def rank(self, seq: Sequence) -> tuple[int, int]:
         """Who goes first: smaller is earlier."""
-        return (seq.priority if self._by_priority else 0, seq.seq_id)
+        return (seq.request.priority if self._by_priority else 0, seq.seq_id)
 
     def abort(self, *seqs: Sequence) -> None:
         """End sequences at once and give back what they hold."""
@@ -182,7 +182,7 @@ class Scheduler:
         return plan.output()
 
     def sequences(self, output: SchedulerOutput) -> list[Sequence]:
-        """Whose the shares are of the step that was decided last, in their order."""
+        """The sequences of the shares of the step that was decided last, in their order."""
         return self._rows.owners(output)
 
     def _grow(self, seq: Sequence, num_new_tokens: int, plan: Plan) -> bool:
@@ -207,7 +207,7 @@ class Scheduler:
     def _admit(self, seq: Sequence, plan: Plan) -> int:
         """Find cache for the first tokens of the sequence that waits in front; returns how many, or 0: it must wait.
 
-        Nobody comes in after a preemption: the room that a victim left is for those who run.
+        No sequence is admitted after a preemption: the victim's room is for the running sequences.
         """
         if plan.preempted:
             return self._refuse(seq, "preemption")
@@ -222,7 +222,7 @@ class Scheduler:
         return n
 
     def _refuse(self, seq: Sequence, budget: Budget) -> int:
-        """Say why nobody more comes in; returns the tokens that `seq` gets, none."""
+        """Report why no more sequences are admitted; returns the tokens that `seq` gets: 0."""
         if self.events.on:
             self.events.emit(Refused(seq.seq_id, budget))
         return 0
@@ -270,7 +270,7 @@ def chunk(seq: Sequence, budget: int, threshold: int = 0) -> int:
 
 
 def wait(scheduler: Scheduler, candidates: list[Sequence]) -> Sequence | None:
-    """No room: nobody gives way. A block, once given, has room for all of a sequence, so this stays a formality."""
+    """No room: no sequence gives way. A block, once given, has room for a whole sequence, so this case does not occur."""
     return None
 
 
@@ -278,8 +278,8 @@ def preempt(scheduler: Scheduler, candidates: list[Sequence]) -> Sequence | None
     """No room: the candidate that ranks last goes back to `waiting` and gives up its cache.
 
     Its tokens are kept and computed again when it resumes (recomputation), so its text does not change. The first
-    candidate in rank is never the victim unless it is alone, so somebody always advances; and nobody loses cache to
-    somebody who ranks behind.
+    candidate in rank is never the victim unless it is alone, so one sequence always advances; and no sequence loses
+    cache to one that ranks behind it.
 
     Args:
         candidates: all running sequences, in any order; one of them needs room.

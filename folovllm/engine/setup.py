@@ -1,4 +1,4 @@
-"""What is decided before a weight is loaded: files, device, dtype, context, attention backend."""
+"""Decides what must be known before a weight is loaded: files, device, dtype, context, attention backend."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _choose_attention(config: EngineConfig, attention: AttentionConfig, max_mode
     """The backend's name, and the tokens of a block, or of a cache that grows."""
     if config.kv_cache == "growing":
         if config.attention_backend != "auto" and (config.attention_backend, config.model_impl) != NAIVE:
-            get_backend(str(config.attention_backend))  # a name that nobody knows has an error of its own
+            get_backend(str(config.attention_backend))  # an unknown name has an error of its own
             raise ValueError(
                 'kv_cache="growing" attends naively with our layers, and in its own way with those of transformers: '
                 'leave attention_backend out, take "torch_naive" and model_impl="native", or use "m2"'

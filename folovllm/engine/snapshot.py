@@ -1,11 +1,13 @@
-"""How an engine stands, for who begins to listen."""
+"""The state of an engine: for a new listener, and as numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from folovllm.cache.manager import KVCacheManager
+from folovllm.engine.metrics import EngineStats
 from folovllm.engine.output_processor import RequestState
+from folovllm.engine.scheduler import SchedulerLike
 from folovllm.events import RequestAdded, SequenceState, Snapshot
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.setup import EngineSetup
@@ -14,7 +16,7 @@ from folovllm.setup import EngineSetup
 def snapshot(
     setup: EngineSetup, kv: KVCacheManager | None, num_steps: int, requests: Iterable[RequestState]
 ) -> Snapshot:
-    """All that later events change; without a `kv` the cache is no pool of blocks."""
+    """All that later events change. Without a `kv` the cache is not a pool of blocks."""
     return Snapshot(
         num_blocks=0 if kv is None else kv.num_blocks,
         block_size=setup.block_size,
@@ -40,4 +42,31 @@ def snapshot(
 
 def added(seq: Sequence, time: float) -> RequestAdded:
     """The arrival of a sequence."""
-    return RequestAdded(seq.seq_id, seq.request_id, seq.index, seq.prompt_token_ids, seq.max_tokens, seq.priority, time)
+    asked = seq.request
+    return RequestAdded(
+        seq.seq_id, asked.request_id, seq.index, asked.prompt_token_ids, asked.max_tokens, asked.priority, time
+    )
+
+
+def engine_stats(
+    setup: EngineSetup, scheduler: SchedulerLike, kv: KVCacheManager | None, num_steps: int, num_preemptions: int
+) -> EngineStats:
+    """Requests and KV cache as they are now. Without a `kv` the cache is not counted."""
+    num_blocks, num_used = (0, 0) if kv is None else (kv.num_blocks, kv.num_used)
+    bytes_per_token = setup.kv_bytes_per_token
+    bytes_per_block = setup.block_size * bytes_per_token
+    running = scheduler.running
+    num_shared = sum(len(seq.block_table) for seq in running) - num_used  # blocks are full before they are shared
+    stored = sum(seq.num_computed_tokens for seq in running) - num_shared * setup.block_size
+    return EngineStats(
+        waiting=len(scheduler.waiting),
+        running=len(running),
+        steps=num_steps,
+        preemptions=num_preemptions,
+        kv_blocks_total=num_blocks,
+        kv_blocks_used=num_used,
+        kv_tokens_stored=stored,
+        kv_bytes_total=num_blocks * bytes_per_block,
+        kv_bytes_reserved=num_used * bytes_per_block,
+        kv_bytes_used=stored * bytes_per_token,
+    )

@@ -1,4 +1,4 @@
-"""What an engine asks of the devices, however many there are."""
+"""What an engine asks of its devices, one or several."""
 
 from __future__ import annotations
 
@@ -39,4 +39,4 @@ class AsyncExecutor(Executor, Protocol):
         """Start one step up to its logits, and return at once; `draw` must be what is called next."""
 
     def draw(self, masks: Masks) -> Pending:
-        """Let the step draw that was started by `forward`, where rows of `masks` may draw only what these allow."""
+        """Let the step that `forward` started draw. Rows in `masks` may draw only what their mask allows."""

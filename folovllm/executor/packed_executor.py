@@ -40,7 +40,7 @@ class PackedExecutor(ABC):
         self._send_ahead(step)
 
     def draw(self, masks: Masks) -> Pending:
-        """Let the step draw that was started by `forward`, where rows of `masks` may draw only what these allow."""
+        """Let the step that `forward` started draw. Rows in `masks` may draw only what their mask allows."""
         self.check()
         return self._send(masks)
 

@@ -30,7 +30,7 @@ MakeRank = Callable[[EngineSetup, ProcessGroup], tuple[GPUWorker[PackedStep | Ma
 
 @dataclass(slots=True, frozen=True)
 class Assignment:
-    """What a rank is told when it starts."""
+    """What the parent tells a rank when it starts."""
 
     setup: EngineSetup
     rank: int
@@ -65,9 +65,9 @@ class Failure:
 
 
 def main(fd: int) -> None:
-    """Run the rank that is described by what comes from the parent through `fd`, until it says stop or is gone.
+    """Run the rank that the parent describes through `fd`, until the parent says stop or has ended.
 
-    That it is gone is noticed by `folovllm.executor.start`, which calls this.
+    `folovllm.executor.start`, which calls this, notices when the parent has ended.
     """
     parent = Connection(fd)
     assignment: Assignment = parent.recv()

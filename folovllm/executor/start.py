@@ -8,11 +8,11 @@ import signal
 import sys
 import threading
 
-PAUSE = 1000  # milliseconds between two looks at who the parent is
+PAUSE = 1000  # milliseconds between two checks of the parent's number
 
 
 def main() -> None:
-    """Run the rank that is described by what comes from the parent through the descriptor named on the command line."""
+    """Run the rank that the parent describes, through the descriptor that the command line names."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to answer
     fd = int(sys.argv[1])
     threading.Thread(target=end_with_parent, args=[fd], daemon=True).start()
@@ -24,8 +24,8 @@ def main() -> None:
 def end_with_parent(fd: int) -> None:
     """End this process as soon as its parent is gone, whatever it is doing.
 
-    The parent's end of the connection `fd` is closed then, unless a fork of it has a copy: hence the look at the parent's
-    number. Nothing is read here: what the parent says is for the rank.
+    The parent's end of the connection `fd` is closed then, unless a fork of the parent has a copy. So this checks the
+    parent's process number, too. It reads nothing: what the parent says is for the rank.
     """
     parent, connection = os.getppid(), select.poll()
     connection.register(fd, 0)  # of no event but the end

@@ -22,8 +22,8 @@ from starlette.routing import Route
 
 from folovllm.inspector.playground import Playground
 from folovllm.inspector.web import FILES, PAGE, SAFE, HostCheck, file_response, page_response
-from folovllm.server.app import CLIENT_GONE, error_response, json_response, read_body
 from folovllm.server.errors import ApiError, as_api_error
+from folovllm.server.http import CLIENT_GONE, error_response, json_response, read_body
 from folovllm.server.serve import Server, listen
 from folovllm.server.sse import EventStream
 

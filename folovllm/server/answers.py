@@ -13,7 +13,8 @@ import msgspec
 
 from folovllm.engine.output_processor import Piece, RequestState
 from folovllm.outputs import TokenLogprob
-from folovllm.server.protocol import (
+from folovllm.server.reader import AnswerReader
+from folovllm.server.replies import (
     Answer,
     ChatChoice,
     ChatDelta,
@@ -27,7 +28,6 @@ from folovllm.server.protocol import (
     TopLogprob,
     Usage,
 )
-from folovllm.server.reader import AnswerReader
 
 Row = dict[int, TokenLogprob]
 DONE = b"data: [DONE]\n\n"

@@ -7,8 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,8 +21,7 @@ from starlette.routing import Route
 import folovllm
 from folovllm.engine.input_processor import encode_within
 from folovllm.inputs import Prompt
-from folovllm.inspector.live import Audience
-from folovllm.inspector.web import FILES, PAGE, HostCheck, file_response, page_response
+from folovllm.inspector.web import FILES, PAGE
 from folovllm.models.files import generation_defaults
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.admission import Admission
@@ -32,34 +30,30 @@ from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
 from folovllm.server.echo import EchoWriter
 from folovllm.server.errors import ApiError, as_api_error
+from folovllm.server.http import CLIENT_GONE, error_response, json_response, read_body
+from folovllm.server.look import Look
 from folovllm.server.metrics import Metrics
 from folovllm.server.openapi import document
 from folovllm.server.page import chat_page
 from folovllm.server.protocol import (
     ChatRequest,
     CompletionRequest,
-    Detokenized,
     DetokenizeRequest,
-    ModelCard,
-    ModelList,
     Sampling,
     StreamOptions,
     TokenizeRequest,
-    Tokens,
-    Version,
     parse,
 )
 from folovllm.server.reader import TAGS, reading_of
+from folovllm.server.replies import Detokenized, ModelCard, ModelList, Tokens, Version
 from folovllm.server.requests import chat_params, chat_prompt, completion_params, prompts_of, wants_prompt_alone
 from folovllm.server.respond import Job
-from folovllm.server.sse import EventStream
 from folovllm.server.tokenizer_info import tokenizer_info
 
 logger = logging.getLogger("folovllm")
 Handler = Callable[[Request], Awaitable[Response]]
 R = TypeVar("R", bound=msgspec.Struct)
 BODY_SECONDS = 60.0  # that a request may take to arrive
-CLIENT_GONE = 499  # nobody reads it
 
 
 def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
@@ -225,7 +219,7 @@ class Api:
             salt = asked.cache_salt
             prepared.append(await engine.prepare(prompt, params, priority=asked.priority, cache_salt=salt))
             await asyncio.sleep(0)  # others have their turn between two of many prompts
-        admission.check(len(prepared), sum(each.num_prompt_tokens for each in prepared))
+        admission.check(len(prepared), sum(seqs[0].num_prompt_tokens for seqs in prepared))
         job = Job(engine, prepared, writer, params.n)
         if asked.stream:
             return job.events(asked.stream_options or StreamOptions())
@@ -276,64 +270,3 @@ class Api:
         asked = parse(body, kind, self._config.ignore_unknown_fields)
         self._check_model(getattr(asked, "model", None))
         return asked
-
-
-class Look:
-    """The inspector's addresses."""
-
-    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
-        self._engine = engine
-        self._audience = Audience(engine.watch)
-        engine.on_seen = self._audience.take_in
-        self._hosts = HostCheck([config.host, *config.inspector_host], "--inspector-host")
-        self._needs_key = bool(config.api_key)
-        self._ending: asyncio.Task[None] | None = None
-
-    async def page(self, request: Request) -> Response:
-        """The page."""
-        self._hosts.check(request)
-        return page_response({"kind": "live", "events": "inspector/events", "needs_key": self._needs_key})
-
-    async def file(self, request: Request) -> Response:
-        """One of its files."""
-        self._hosts.check(request)
-        return file_response(request.path_params["name"])
-
-    async def events(self, request: Request) -> Response:
-        """What the engine does, from now on."""
-        self._hosts.check(request)
-        self._engine.require_open()
-        self._ending = self._ending or asyncio.create_task(self._end())
-        reader = self._audience.join()
-        return EventStream(self._audience.events(reader), partial(self._audience.leave, reader))
-
-    async def _end(self) -> None:
-        """Streams end with the engine, and do not hold up the server's end."""
-        await self._engine.is_over.wait()
-        self._audience.close()
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body. Raises ApiError (413) as soon as it is known to be too long."""
-    body = bytearray()
-    announced = request.headers.get("content-length", "0")
-    too_long = int(announced) > limit if announced.isdecimal() else False
-    if not too_long:
-        async for piece in request.stream():
-            body += piece
-            if too_long := len(body) > limit:
-                break
-    if too_long:
-        message = f"the body is longer than {limit} bytes: send less, or start the server with --max-body-size"
-        raise ApiError(413, message, headers={"Connection": "close"})
-    return bytes(body)
-
-
-def json_response(said: Any) -> Response:
-    """A success."""
-    return Response(msgspec.json.encode(said), media_type="application/json")
-
-
-def error_response(error: ApiError) -> Response:
-    """A failure."""
-    return Response(error.body(), error.status, error.headers, media_type="application/json")

@@ -17,10 +17,11 @@ from folovllm.engine.input_processor import InputProcessor
 from folovllm.inputs import Prompt
 from folovllm.models.files import generation_defaults, load_tokenizer
 from folovllm.outputs import RequestOutput
+from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.counters import Counters
 from folovllm.server.messages import Abort, Failure, Load, News, Pace, Ready, Seen, Step, Watch
-from folovllm.server.stream import Mailbox, Prepared, Stream
+from folovllm.server.stream import Mailbox, Stream, add_message
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.setup import EngineSetup
 from folovllm.structured.guidance import check_form
@@ -114,8 +115,8 @@ class AsyncEngine:
             ValueError: the id is in use, or the request can never be served.
             EngineDead, Unavailable: nobody is there to answer.
         """
-        request = await self.prepare(prompt, params, priority=priority, cache_salt=cache_salt)
-        stream = self.submit(request, request_id)
+        seqs = await self.prepare(prompt, params, priority=priority, cache_salt=cache_salt)
+        stream = self.submit(seqs, request_id)
         try:
             async for output in stream:
                 yield output
@@ -124,8 +125,11 @@ class AsyncEngine:
 
     async def prepare(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, cache_salt: str | None = None
-    ) -> Prepared:
-        """Tokenize and check a request; texts in a thread, since a long one takes a while. Errors are those of `generate`."""
+    ) -> list[Sequence]:
+        """Tokenize and check a request; returns its sequences, and sends nothing yet. Errors are those of `generate`.
+
+        A text is tokenized in a thread, since a long one takes a while.
+        """
         self.require_open()
         params = self.default_params() if params is None else params
         if params.structured_outputs is not None:
@@ -133,29 +137,27 @@ class AsyncEngine:
         arguments = ("", prompt, params, priority, cache_salt)
         is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
         if is_text:
-            text, seqs = await self.in_thread(self._processor.process, *arguments)
-        else:
-            text, seqs = self._processor.process(*arguments)
-        return Prepared(params, text, seqs, priority, seqs[0].cache_salt)
+            return await self.in_thread(self._processor.process, *arguments)
+        return self._processor.process(*arguments)
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that reads long texts, beside the event loop; one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
 
-    def submit(self, request: Prepared, request_id: str | None = None, mailbox: Mailbox | None = None) -> Stream:
-        """Hand a request to the engine. Whoever takes the stream closes it; one `mailbox` may serve several of them."""
+    def submit(self, seqs: list[Sequence], request_id: str | None = None, mailbox: Mailbox | None = None) -> Stream:
+        """Hand a prepared request to the engine. The caller must close the stream. Several streams may share a `mailbox`."""
         self.require_open()
         number = next(self._numbers)
         request_id = f"request-{number}" if request_id is None else request_id
         if request_id in self._number_of:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         now = time.monotonic()
-        stream = Stream(number, request_id, request, now, self.tokenizer, mailbox or Mailbox(), self._abort)
+        stream = Stream(number, request_id, seqs, now, self.tokenizer, mailbox or Mailbox(), self._abort)
         self._streams[number], self._number_of[request_id] = stream, number
         self._idle.clear()
         self.num_queued += 1
-        self.num_queued_tokens += request.num_prompt_tokens
-        self._transport.send(request.message(number))
+        self.num_queued_tokens += seqs[0].num_prompt_tokens
+        self._transport.send(add_message(number, seqs[0].request))
         return stream
 
     def abort(self, request_id: str) -> None:

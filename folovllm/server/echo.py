@@ -8,7 +8,7 @@ import msgspec
 
 from folovllm.engine.output_processor import Piece
 from folovllm.server.answers import CompletionWriter
-from folovllm.server.protocol import CompletionChoice, CompletionLogprobs, Usage
+from folovllm.server.replies import CompletionChoice, CompletionLogprobs, Usage
 
 
 class EchoWriter(CompletionWriter):

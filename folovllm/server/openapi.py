@@ -1,4 +1,4 @@
-"""`/openapi.json`: every address, what it takes and what it says. The types of `protocol.py` say themselves what they are."""
+"""`/openapi.json`: every address, what it takes and what it says. The types of `protocol.py` and `replies.py` describe themselves."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ import folovllm
 from folovllm.flags import described_fields
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.errors import ErrorBody
-from folovllm.server.protocol import (
+from folovllm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from folovllm.server.replies import (
     Answer,
     ChatChoice,
     ChatDelta,
-    ChatRequest,
     CompletionChoice,
-    CompletionRequest,
     Detokenized,
-    DetokenizeRequest,
     ModelCard,
     ModelList,
-    TokenizeRequest,
     TokenizerInfo,
     Tokens,
     Version,

@@ -8,8 +8,9 @@ from dataclasses import replace
 from folovllm.engine.output_processor import Piece
 from folovllm.sampling_params import SamplingParams
 from folovllm.server import reasoning, tool_calls
-from folovllm.server.protocol import ChatMessage, ChatRequest
+from folovllm.server.protocol import ChatRequest
 from folovllm.server.reasoning import ReasoningSplitter, thinks_first
+from folovllm.server.replies import ChatMessage
 from folovllm.server.tool_calls import ToolCall, ToolCallParser
 from folovllm.server.tools import offered
 

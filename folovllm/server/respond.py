@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 from starlette.responses import Response
 from starlette.types import Receive
 
 from folovllm.engine.output_processor import Piece
+from folovllm.request import Sequence
 from folovllm.server.answers import DONE, CompletionWriter, event
 from folovllm.server.async_engine import AsyncEngine, EngineDead
 from folovllm.server.errors import as_api_error
-from folovllm.server.protocol import StreamOptions, Usage
+from folovllm.server.protocol import StreamOptions
+from folovllm.server.replies import Usage
 from folovllm.server.sse import EventStream, unless_gone
-from folovllm.server.stream import Mailbox, Prepared
+from folovllm.server.stream import Mailbox
 
 
 class Job:
-    """One HTTP request: a stream for each of its prompts, each with `n` answers. Whoever makes one closes it."""
+    """One HTTP request: a stream for each of its prompts, each with `n` answers. Its maker must close it."""
 
-    def __init__(self, engine: AsyncEngine, requests: Sequence[Prepared], writer: CompletionWriter, n: int) -> None:
+    def __init__(self, engine: AsyncEngine, requests: list[list[Sequence]], writer: CompletionWriter, n: int) -> None:
         self._mailbox = Mailbox()
-        self._streams = [engine.submit(request, mailbox=self._mailbox) for request in requests]
+        self._streams = [engine.submit(seqs, mailbox=self._mailbox) for seqs in requests]
         self._first_index = {stream.number: i * n for i, stream in enumerate(self._streams)}
         self._num_open = len(self._streams)
         self._writer = writer

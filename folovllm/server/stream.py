@@ -8,40 +8,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from folovllm.cache.prefix_cache import CachedPrefix
-from folovllm.engine.output_processor import Piece, RequestState
+from folovllm.engine.output_processor import Piece, RequestState, with_text
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.outputs import RequestOutput, TokenLogprob
-from folovllm.request import Sequence, SequenceStatus
-from folovllm.sampling_params import RequestOutputKind, SamplingParams
+from folovllm.request import Request, Sequence, SequenceStatus
+from folovllm.sampling_params import RequestOutputKind
 from folovllm.server.messages import Add, Delta, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Prepared:
-    """A request that was found good: tokenized, and within what the engine allows. Nothing was sent yet."""
-
-    def __init__(
-        self, params: SamplingParams, text: str | None, seqs: list[Sequence], priority: int, cache_salt: str | None
-    ) -> None:
-        self.params, self.text, self.seqs = params, text, seqs
-        self.priority, self.cache_salt = priority, cache_salt
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return self.seqs[0].num_prompt_tokens
-
-    def message(self, number: int) -> Add:
-        """What the engine is told. It makes no text but where it must look for stop strings."""
-        params = replace(
-            self.params,
-            detokenize=bool(self.params.stop),
-            truncate_prompt_tokens=None,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        return Add(number, self.seqs[0].prompt_token_ids, params, int(self.priority), self.cache_salt)
+def add_message(number: int, request: Request) -> Add:
+    """What the engine is told of a new request. It makes text only to look for stop strings."""
+    asked = request.params
+    params = replace(
+        asked, detokenize=bool(asked.stop), truncate_prompt_tokens=None, output_kind=RequestOutputKind.DELTA
+    )
+    return Add(number, request.prompt_token_ids, params, int(request.priority), request.cache_salt)
 
 
 class Mailbox:
@@ -83,18 +67,18 @@ class Stream:
         self,
         number: int,
         request_id: str,
-        request: Prepared,
+        seqs: list[Sequence],
         arrival: float,
         tokenizer: PreTrainedTokenizerBase,
         mailbox: Mailbox,
         on_close: Callable[[Stream], None],
     ) -> None:
         self.number, self.request_id = number, request_id
-        self.params = request.params
-        self.state = RequestState(request_id, request.text, request.seqs, request.params.output_kind, arrival)
-        self.newest: list[float | None] = [None] * len(request.seqs)  # when each answer got its newest tokens
-        self._seqs = request.seqs
-        self._decode = tokenizer.decode if request.params.detokenize else None
+        self.params = seqs[0].params
+        self.state = RequestState(request_id, seqs, self.params.output_kind, arrival)
+        self.newest: list[float | None] = [None] * len(seqs)  # when each answer got its newest tokens
+        self._seqs = seqs
+        self._decode = tokenizer.decode if self.params.detokenize else None
         self._mailbox, self._has_mail = mailbox, False
         self._on_close = on_close
         self.is_finished = False  # all is drawn, whether somebody took it or not
@@ -149,8 +133,7 @@ class Stream:
             self.state.metrics.finish_time = now
 
     def _with_text(self, row: Row) -> dict[int, TokenLogprob]:
-        decode = self._decode or (lambda _: None)
-        return {id_: TokenLogprob(id_, value, rank, decode([id_])) for id_, value, rank in row}
+        return with_text(row, self._decode)
 
     def abort(self, now: float) -> None:
         """End it here; its reader gets what there is, with finish_reason "abort"."""

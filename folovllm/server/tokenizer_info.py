@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from folovllm.server.protocol import TokenizerInfo
+from folovllm.server.replies import TokenizerInfo
 
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")

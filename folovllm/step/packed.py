@@ -1,4 +1,4 @@
-"""A whole step in one int32 buffer: packed where it is decided, unpacked where it runs, one copy in between.
+"""A whole step in one int32 buffer: the host packs it, one copy moves it, the device unpacks it.
 
 The device keeps what does not change from step to step: the block table of each row, the last token drawn for it and how
 its tokens are drawn. A step brings only what is new. Floats and seeds travel as the bits of int32 numbers.

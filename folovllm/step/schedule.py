@@ -1,4 +1,4 @@
-"""A step as a value: down goes what is to be computed, up comes what was drawn. No device ever sees a `Sequence`."""
+"""A step as values: the scheduler sends down what to compute, the device sends up what it drew. It sees no `Sequence`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from folovllm.step.masks import Masks
 
 
 class NothingScheduled(RuntimeError):
-    """Requests wait and nothing runs. An engine steps because somebody waits: it would go on like this for ever."""
+    """A step has no shares although requests wait. The engine would step like this for ever."""
 
     def __init__(self) -> None:
         super().__init__("requests wait and nothing was scheduled: the scheduler or the cache lets none of them in")
 
 
 class Scores(NamedTuple):
-    """Tokens of a prompt whose log-probabilities a request wants, as far as the tokens of a share tell."""
+    """Tokens of a prompt whose log-probabilities a request wants and a share computes."""
 
-    first: int  # the index in the share of the token that the first of them comes after; the others follow
+    first: int  # index, in the share, of the token before the first of them
     token_ids: TokenIds  # [n] int32, a view
     num_top: int  # most likely tokens to report beside each
 
@@ -28,12 +28,12 @@ class Scores(NamedTuple):
 class Share(NamedTuple):
     """One sequence's part of a step: its tokens `start` to `start + num_new_tokens`."""
 
-    seq_id: int  # whose it is: a number that no other sequence ever has
+    seq_id: int  # the sequence's number; no other sequence ever has it
     row: int  # the sequence's place among those that run; its own for as long as it runs
     start: int
     num_new_tokens: int
     token_ids: TokenIds  # [num_new_tokens] int32, a view; empty if the one token is on the device and not here yet
-    new_blocks: tuple[int, ...]  # the end of its block table, as far as no share has told it yet
+    new_blocks: tuple[int, ...]  # the end of its block table: the part that no share has brought yet
     first_new_block: int  # their place in the table: how many entries came before
     num_draws: int  # tokens to draw after it: 0 where it does not reach the last token
     draw: DrawSpec | None  # with the first share of a row, whatever the row held before
@@ -49,7 +49,7 @@ class Share(NamedTuple):
 
 
 def tokens_to_score(shares: Sequence[Share]) -> list[tuple[int, int, int, int]]:
-    """For each token of a prompt that is scored: whose share, after which token of the step, its id, how many beside it."""
+    """Four numbers for each prompt token to score: index of its share, token of the step before it, its id, `num_top`."""
     wanted, start = [], 0
     for i, share in enumerate(shares):
         if (scores := share.scores) is not None:

@@ -1,4 +1,4 @@
-"""What a device keeps from step to step, and how it unpacks a step that brings only what is new."""
+"""The tables that a device keeps from step to step, and the unpacking of steps, which bring only what is new."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class OwnDraw:
         keep(self._sampler.sample(logits, batch), fields, tokens, last)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """They are that already."""
+        """The logits, which are whole already."""
         return logits
 
 
@@ -76,7 +76,7 @@ class RanksDraw:
         keep(best.long(), fields, tokens, last)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """From all ranks: [n, V / size] -> [n, V]."""
+        """Gather the parts of all ranks: [n, V / size] -> [n, V]."""
         parts = self._group.all_gather(logits)  # [size, n, V / size]
         return parts.transpose(0, 1).flatten(1)[:, : self.vocab_size]
 
@@ -102,7 +102,7 @@ def seeds_of(fields: torch.Tensor) -> torch.Tensor:
 
 
 def keep(drawn: torch.Tensor, fields: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor) -> None:
-    """The drawn tokens [S] go to `tokens`, and to their rows' entries of `last`."""
+    """Write the drawn tokens [S] to `tokens`, and to their rows' entries of `last`."""
     tokens[: len(drawn)] = drawn
     last[fields[Field.ROW].long()] = drawn
 

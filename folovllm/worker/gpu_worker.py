@@ -15,7 +15,7 @@ ResultOut = TypeVar("ResultOut", covariant=True)
 
 
 class Runner(Protocol[StepIn, ResultOut]):
-    """What turns a step, as it comes or packed, into tokens, or into something that will have them."""
+    """Turns a step, packed or not, into tokens, or into a step under way that will have them."""
 
     def load_model(self) -> None:
         """Load the weights."""

@@ -1,4 +1,4 @@
-"""The runner that keeps the CPU off the critical path: packed steps, recorded decodes, tokens that stay on the device."""
+"""Keeps the CPU off the critical path: packed steps, recorded decodes, tokens that stay on the device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Computed:
 
 
 class PendingStep:
-    """A step that was started. What it drew is on the device, and on its way to the host."""
+    """A step that was started. Its tokens are on the device, and on their way to the host."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class PendingStep:
         return self._arrived is None or self._arrived.query()
 
     def wait(self) -> StepResult:
-        """The tokens, as soon as they are here."""
+        """Wait for the tokens and return them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens = [[token] * drawn for token, drawn in zip(self._tokens.tolist(), self._num_draws, strict=True)]
@@ -77,7 +77,7 @@ class PendingStep:
 
 
 class GraphRunner:
-    """Around a `ModelRunner`: packed steps, which are started and not waited for.
+    """Wraps a `ModelRunner`: it starts packed steps and does not wait for them.
 
     The whole decode step, from unpacking its buffer to the draw, is recorded twice for each width in `buckets`: with the
     draw in one pass, and with the draw of any row. Other steps run the same operations one by one. All device work is
@@ -127,7 +127,7 @@ class GraphRunner:
         return num_blocks
 
     def compile_kernels(self) -> None:
-        """Run what no later step will find uncompiled, one operation after the other."""
+        """Run one operation after the other, so that all of their kernels are compiled before the first request."""
         packer = StepPacker(self._setup.max_num_seqs, [])
         with torch.inference_mode():
             for output in small_steps(self._setup):
@@ -151,7 +151,7 @@ class GraphRunner:
         return self._recorded(width, "special" if is_special else "plain", partial(self._decode, is_special=is_special))
 
     def _recorded(self, width: int, name: str, work: Callable[[torch.Tensor], None]) -> StepGraph:
-        """`work` on the fields of a decode step; recorded now, with nothing but padding, if it is not yet."""
+        """The graph of `work` on the fields of a decode step. Records it now, with nothing but padding, if there is none."""
         if (width, name) not in self._graphs:
             padding = StepPacker(self._setup.max_num_seqs, []).pack_decode([], width)
             fields = torch.from_numpy(padding.fields).to(self._setup.device)
@@ -177,7 +177,7 @@ class GraphRunner:
         return None
 
     def _start(self, step: PackedStep) -> PendingStep:
-        """A step in one go."""
+        """Start a step that computes and draws at once."""
         if step.is_decode:
             name = "special" if step.is_special else "plain"
             computed = self._replay(step, name, partial(self._decode, is_special=step.is_special))
@@ -187,7 +187,7 @@ class GraphRunner:
         return self._pending(computed)
 
     def _draw_late(self, masks: Masks) -> PendingStep:
-        """Go on with the step that has its logits."""
+        """Draw for the step that has its logits."""
         assert self._late is not None, "no step waits for masks"
         computed, self._late = self._late, None
         numbers = self._steps_in.to_device(np.concatenate([masks.rows, masks.bits.ravel()]))
@@ -209,32 +209,32 @@ class GraphRunner:
         return Computed(step, self._logits[:width], graph.static_input)
 
     def _pending(self, computed: Computed) -> PendingStep:
-        """A step that has drawn: its tokens and log-probabilities set out for the host."""
+        """Send the tokens and log-probabilities of a step that has drawn on their way to the host."""
         step, logits = computed.step, computed.logits
         logprobs = self._gather_logprobs(logits, step) if step.logprobs.size else None
         tokens, arrived = self._tokens_out.to_host(self._tokens[: step.num_seqs])
         return PendingStep(step, tokens, arrived, logprobs, computed.scores)
 
     def _decode(self, fields: torch.Tensor, is_special: bool) -> None:
-        """The work of a decode step, from its buffer [len(Field), width] to its tokens: what a graph records."""
+        """Do the whole work of a decode step, from its buffer [len(Field), width] to its tokens. A graph records this."""
         assert self._logits is not None
         batch = self._tables.unpack_decode(fields, self._setup.max_model_len)
         logits = self._runner.forward(batch, out=self._logits[: batch.num_seqs])
         self._draw_tokens(logits, fields, is_special)
 
     def _compute_recorded(self, fields: torch.Tensor) -> None:
-        """The first part of it, for a step that draws late: as far as the logits."""
+        """Do the first part of it, up to the logits, for a step that draws late."""
         assert self._logits is not None
         batch = self._tables.unpack_decode(fields, self._setup.max_model_len)
         self._runner.forward(batch, out=self._logits[: batch.num_seqs])
 
     def _draw_recorded(self, fields: torch.Tensor) -> None:
-        """The second part of it, for a step that draws late."""
+        """Do the second part of it, for a step that draws late."""
         assert self._logits is not None
         self._draw_tokens(self._logits[: fields.shape[1]], fields, is_special=True)
 
     def _compute(self, step: PackedStep) -> Computed:
-        """The work of any step as far as its logits; what it finds of prompts that are scored is on its way to the host."""
+        """Do the work of any step up to its logits. The scores of prompts are sent to the host on the way."""
         flat = self._steps_in.to_device(step.flatten())
         draws, fields = step.draws, flat[: step.fields.size].view(step.fields.shape)
         if draws.num_rows:
@@ -247,7 +247,7 @@ class GraphRunner:
         return Computed(step, logits, fields, found.to_host(non_blocking=True))
 
     def _draw_tokens(self, logits: torch.Tensor, fields: torch.Tensor, is_special: bool) -> None:
-        """A token for each row [S] of `logits`, to `self._tokens` and to where the next step finds it. Device work only."""
+        """Draw a token for each row of `logits`, into `self._tokens` and to where the next step finds it. Device work only."""
         if not is_special:
             self._draw.one_pass(logits, fields, self._tokens, self._tables.last_token)
             return
@@ -256,7 +256,7 @@ class GraphRunner:
         self._rows_draw.note(tokens, rows, positions, fields[Field.NUM_DRAWS])
 
     def _gather_logprobs(self, logits: torch.Tensor, step: PackedStep) -> DrawnLogprobs:
-        """Log-probabilities for the sequences that want any, on their way to the host ahead of the tokens."""
+        """Send log-probabilities to the host, ahead of the tokens, for the sequences that want them."""
         index, count = step.logprobs
         at = self._steps_in.to_device(index).long()
         return gather_logprobs(self._draw.whole(logits[at]), self._tokens[at], int(count.max())).to_host(

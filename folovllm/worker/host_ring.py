@@ -10,7 +10,7 @@ SLOTS = 4
 
 
 class HostRing:
-    """Pinned buffers for copies that nobody waits for; on CPU plain copies.
+    """Pinned buffers for copies that the host does not wait for; on CPU plain copies.
 
     A copy to or from pinned memory runs later, on the current stream. So a buffer may be used again only after the event
     behind its last copy; with one step in flight and four slots, that event has long passed.

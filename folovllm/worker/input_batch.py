@@ -99,7 +99,7 @@ class InputBatch:
 
 
 def padded_tables(tables: list[list[int]]) -> npt.NDArray[np.int32]:
-    """Block tables as one matrix [S, longest], short ones filled up with 0, which nobody reads."""
+    """Block tables as one matrix [S, longest], short ones filled up with 0, which is never read."""
     width = max(map(len, tables))
     matrix = np.zeros((len(tables), width), np.int32)
     for row, table in zip(matrix, tables, strict=True):

@@ -15,7 +15,7 @@ MOST_CACHED = 65_536  # blocks: each is an object on the host, and another engin
 
 
 def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None]) -> int:
-    """Blocks to allocate: as asked for, else as many as the memory holds and there is a use for.
+    """How many blocks to allocate: as many as asked for, else as many as the memory holds and the engine can use.
 
     `max_num_seqs` sequences of the greatest length are of use; where prefixes are cached, more blocks are, for they
     remember: up to `MOST_CACHED`.
@@ -50,7 +50,7 @@ def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None]) -> int:
 
 
 def _free_gpu_memory(setup: EngineSetup, profile: Callable[[], None]) -> int:
-    """Bytes for the cache: the share of the card that may be used, less what is used, less the peak of a step."""
+    """Bytes for the cache: the usable share of the card, less what is used, less the peak of a step."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(setup.device)
     before = torch.cuda.memory_allocated(setup.device)

@@ -58,7 +58,7 @@ class ModelRunner:
         return num_blocks
 
     def compile_kernels(self) -> None:
-        """Run what no later step will find uncompiled."""
+        """Run small steps of every kind, so that no later step has to compile a kernel."""
         with torch.inference_mode():
             for output in small_steps(self._setup):
                 self.execute_model(output)
@@ -110,7 +110,7 @@ class ModelRunner:
     def forward_and_score(
         self, batch: ForwardBatch, after: torch.Tensor, tokens: torch.Tensor, k: int
     ) -> tuple[torch.Tensor, DrawnLogprobs]:
-        """As `forward`; and of the `tokens` [n] of prompts the log-probabilities `after` [n] tokens of the step."""
+        """As `forward`; also the log-probabilities of the `tokens` [n] of prompts, each `after` [n] a token of the step."""
         self._backend.plan(batch)
         hidden = self.model(batch)
 

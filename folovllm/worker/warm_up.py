@@ -18,10 +18,10 @@ FILTERED = DrawSpec(top_p=0.9)
 def small_steps(setup: EngineSetup) -> Iterator[SchedulerOutput]:
     """Small steps of every kind: after them no kernel is compiled while requests wait.
 
-    Which variant a kernel is launched as may depend on the number of tokens or of decodes, by limits and by powers
-    of two; how the blocks lie never matters. So: prompts of 1, 2, 4, ... tokens and a long one, then as many decodes,
-    and some decodes beside a prompt; the latter draw plainly, all others with a filter. What they leave in the cache
-    belongs to nobody.
+    The variant of a kernel may depend on the number of tokens or of decodes, by limits and by powers of two; the places
+    of the blocks never matter. So there are prompts of 1, 2, 4, ... tokens and a long one, then as many decodes, and
+    some decodes beside a prompt. The last draw plainly, all others with a filter. No request uses what they leave in
+    the cache.
     """
     longest = min(setup.max_model_len, setup.max_num_batched_tokens, WARM_UP_TOKENS)
     most = min(setup.max_num_seqs, WARM_UP_TOKENS)

@@ -109,7 +109,7 @@ def test_a_recording_replays_to_the_same_states(engines: dict[str, LLMEngine], m
         for _ in range(60):
             taped.turn()
     finally:
-        taped.engine.abort_request(list(taped.engine._requests))
+        taped.engine.abort_request(list(taped.engine._output.requests))
         taped.engine.step()  # takes in what is in flight
         for listener in [one for one in taped.engine.events._listeners if one is not taped.recorder]:
             taped.engine.unsubscribe(listener)

@@ -11,7 +11,7 @@ from transformers.utils import logging as hf_logging
 
 from folovllm import LLM, EngineConfig, SamplingParams
 from folovllm.engine.scheduler import SerialScheduler
-from folovllm.request import Sequence
+from folovllm.request import Request, Sequence
 from tests.helpers import tiny_checkpoint
 
 PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -218,7 +218,7 @@ def test_m1_with_the_naive_backend_is_our_own_layers() -> None:
 
 class TestSequence:
     def sequence(self) -> Sequence:
-        return Sequence("r", [1, 2, 3], SamplingParams(), 4, 0, None)  # type: ignore[arg-type]
+        return Sequence(Request("r", [1, 2, 3], SamplingParams(), 4, 0), None)  # type: ignore[arg-type]
 
     def test_counts(self) -> None:
         seq = self.sequence()

@@ -11,7 +11,19 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "folovllm"
 # Who uses the engine stands above it, and only `build` knows everybody. All other files of the package's own folder are
 # the ground floor, with `step` and `distributed`: records and small tools that every floor may know.
-ABOVE = ("__init__", "__main__", "beam_search", "build", "chat", "chat_template", "cli", "compat", "llm", "show")
+ABOVE = (
+    "__init__",
+    "__main__",
+    "beam_search",
+    "build",
+    "chat",
+    "chat_template",
+    "cli",
+    "compat",
+    "llm",
+    "show",
+    "terminal",
+)
 GROUND = (
     *sorted(file.stem for file in PACKAGE.glob("*.py") if file.stem not in ABOVE),
     "distributed",

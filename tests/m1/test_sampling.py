@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.plan import draw_spec
-from folovllm.request import Sequence
+from folovllm.request import Request, Sequence
 from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering, apply_top_p_filtering
 from folovllm.sample.noise import gumbel, philox_4x32_10, uniform
 from folovllm.sample.penalties import TokenCounts, apply_penalties, forbid_stop_tokens
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 def sequence(params: SamplingParams, prompt: list[int], answer: list[int] = [], seed: int = 0) -> Sequence:  # noqa: B006
     detokenizer = IncrementalDetokenizer(lambda ids: "".join(map(chr, ids)))
-    seq = Sequence("r", prompt, params, len(answer) + 8, seed, detokenizer, frozenset({1}))
+    seq = Sequence(Request("r", prompt, params, len(answer) + 8, seed, frozenset({1})), detokenizer)
     for token in answer:
         seq.append_token(token)
     return seq

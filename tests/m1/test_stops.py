@@ -10,7 +10,7 @@ import pytest
 from folovllm import LLM, SamplingParams
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.outputs import RequestOutput
-from folovllm.request import Sequence, SequenceStatus
+from folovllm.request import Request, Sequence, SequenceStatus
 from tests.helpers import tiny_checkpoint
 from tests.tiny import worked_case
 
@@ -33,7 +33,8 @@ class Text:
 
 
 def sequence(answer: list[int], max_tokens: int = 9, found: str | None = None, **params: object) -> Sequence:
-    seq = Sequence("r", [5, 6, 1], SamplingParams(**params), max_tokens, 0, Text(found), EOS)  # type: ignore[arg-type]
+    request = Request("r", [5, 6, 1], SamplingParams(**params), max_tokens, 0, EOS)  # type: ignore[arg-type]
+    seq = Sequence(request, Text(found))  # type: ignore[arg-type]
     for token in answer:
         seq.append_token(token)
     return seq

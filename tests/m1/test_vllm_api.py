@@ -75,7 +75,7 @@ class TestPrompts:
 
     def test_a_salt_in_the_prompt(self, llm: LLM) -> None:
         llm.engine.add_request("r", {"prompt": "Hello", "cache_salt": "mine"}, GREEDY)
-        assert llm.engine._requests["r"].seqs[0].cache_salt == "mine"
+        assert llm.engine._output.requests["r"].seqs[0].request.cache_salt == "mine"
         llm.engine.abort_request("r")
 
     @pytest.mark.m2

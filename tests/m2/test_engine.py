@@ -14,9 +14,10 @@ import pytest
 
 from folovllm import LLM, EngineConfig, SamplingParams
 from folovllm.build import make_engine as make_any_engine
-from folovllm.engine.input_processor import child_seed, encode_within
+from folovllm.engine.input_processor import encode_within
 from folovllm.interrupts import Interrupted
 from folovllm.outputs import RequestOutput
+from folovllm.request import child_seed
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput
 from tests.helpers import prompts, tiny_checkpoint
 from tests.workloads import MAX_MODEL_LEN, assert_nothing_left, make_engine

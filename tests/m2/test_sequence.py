@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from folovllm.request import SequenceStatus
+from folovllm.request import Sequence, SequenceStatus
 from tests.sequences import make_seq
 from tests.tiny import worked_case
 
@@ -124,3 +124,28 @@ def test_an_answer_grows_in_place() -> None:
     assert seq.token_ids.tolist() == [10, 11, 5, 6, 7] and before.tolist() == [10, 11]
     assert before.base is seq.token_ids.base  # a view of the same array, no copy
     assert seq.output_token_ids.tolist() == [5, 6, 7]
+
+
+def test_a_token_in_flight_is_the_next_to_compute() -> None:
+    """With overlap a step is scheduled before the token that it begins with is known: there is always one to compute."""
+    seq = make_seq(3)
+    seq.num_computed_tokens = 2
+    assert seq.num_uncomputed_tokens == 1, "the last token of the prompt"
+    for computed in (3, 4):
+        seq.num_computed_tokens = computed
+        assert seq.num_uncomputed_tokens == 1, "a drawn token that the host does not know yet"
+    seq.append_token(7)
+    assert seq.num_uncomputed_tokens == 1, "of 4 known tokens 4 are computed: the next one is in flight"
+
+
+def test_answers_share_their_request() -> None:
+    """What all have in common is one record; each has a seed of its own, and the first alone scores the prompt."""
+    first = make_seq(4, n=2, prompt_logprobs=0)
+    second = Sequence(first.request, first.detokenizer, index=1)
+    assert first.seed == first.request.seed != second.seed and first.params is second.params
+    assert (first.num_unscored_tokens, second.num_unscored_tokens) == (3, 0), "nothing comes before the first token"
+    first.prompt_logprobs += [{}, {}]
+    assert first.num_unscored_tokens == 1
+    assert make_seq(4).num_unscored_tokens == 0, "nobody asked for any"
+    with pytest.raises(AttributeError):
+        first.request.seed = 1  # type: ignore[misc]

@@ -6,13 +6,13 @@ import pytest
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.scheduler import chunk
-from folovllm.request import Sequence
+from folovllm.request import Request, Sequence
 from folovllm.sampling_params import SamplingParams
 from tests.tiny import worked_case
 
 
 def sequence(num_tokens: int, computed: int = 0) -> Sequence:
-    seq = Sequence("r", [1] * num_tokens, SamplingParams(), 4, 0, IncrementalDetokenizer(str))
+    seq = Sequence(Request("r", [1] * num_tokens, SamplingParams(), 4, 0), IncrementalDetokenizer(str))
     seq.num_computed_tokens = computed
     return seq
 

@@ -74,7 +74,7 @@ class World:
 
     def turn(self) -> None:
         """Perhaps a request comes, perhaps one is aborted, perhaps the prefixes are forgotten; then a step."""
-        alive = list(self.engine._requests)
+        alive = list(self.engine._output.requests)
         if self.die.random() < 0.5 or not alive:
             self.add()
         if alive and self.die.random() < 0.08:
@@ -135,7 +135,7 @@ def test_the_watcher_says_what_the_parts_say(engines: dict[str, LLMEngine], mile
         for _ in range(40):
             world.turn()
     finally:
-        world.engine.abort_request(list(world.engine._requests))
+        world.engine.abort_request(list(world.engine._output.requests))
         world.engine.step()  # takes in what is in flight
         world.compare()
         world.engine.unsubscribe(world.watcher)
@@ -297,7 +297,7 @@ def test_the_log_of_steps_knows_whose_a_share_is_and_forgets_who_has_gone(milest
         world.turn()
     ended = [event for event in world.seen if isinstance(event, ev.StepEnded)]
     assert [len(step.shares) for step in log.steps] == [len(event.output.shares) for event in ended]
-    world.engine.abort_request(list(world.engine._requests))
+    world.engine.abort_request(list(world.engine._output.requests))
     world.engine.step()
     world.add()
     world.engine.step()

@@ -12,7 +12,7 @@ from folovllm.cache import prefix_cache
 from folovllm.cache.free_list import Block
 from folovllm.cache.prefix_cache import ROOT, PrefixCache, PrefixCachingBlockManager, compute_hash
 from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.request import Sequence
+from folovllm.request import Request, Sequence
 from folovllm.sampling_params import SamplingParams
 from tests.tiny import worked_case
 
@@ -20,7 +20,7 @@ B = 4
 
 
 def sequence(prompt: list[int], salt: str | None = None) -> Sequence:
-    return Sequence("r", prompt, SamplingParams(), 20, 0, IncrementalDetokenizer(str), cache_salt=salt)
+    return Sequence(Request("r", prompt, SamplingParams(), 20, 0, cache_salt=salt), IncrementalDetokenizer(str))
 
 
 def admit(manager: PrefixCachingBlockManager, seq: Sequence, count: int | None = None) -> int:

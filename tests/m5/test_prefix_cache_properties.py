@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from folovllm.cache import prefix_cache
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager, compute_hash
 from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.request import Sequence, SequenceStatus
+from folovllm.request import Request, Sequence, SequenceStatus
 from folovllm.sampling_params import SamplingParams
 
 B, N = 2, 12
@@ -31,7 +31,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=9), salt=st.sampled_from([None, "a"]))
     def arrive(self, tokens: list[int], salt: str | None) -> None:
-        seq = Sequence("r", tokens, SamplingParams(), 12, 0, IncrementalDetokenizer(str), cache_salt=salt)
+        request = Request("r", tokens, SamplingParams(), 12, 0, cache_salt=salt)
+        seq = Sequence(request, IncrementalDetokenizer(str))
         self.waiting.append(seq)
 
     @precondition(lambda self: self.waiting)
@@ -52,7 +53,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), token=st.integers(0, 2))
     def advance(self, data: st.DataObject, token: int) -> None:
         seq = data.draw(st.sampled_from(self.running))
-        if seq.num_uncomputed_tokens == 0:
+        if seq.num_computed_tokens == seq.num_tokens:
             if seq.num_output_tokens == seq.max_tokens:
                 return
             seq.append_token(token)

@@ -71,13 +71,11 @@ def test_what_is_in_flight_is_never_published() -> None:
     seq = make_seq(7, name="seq")
     scheduler.add(seq)
     scheduler.schedule()
-    seq.num_in_flight = 1
     scheduler.add(make_seq(1, name="one that is admitted, and might begin with what seq computes"))
     scheduler.schedule()
     assert (seq.num_tokens, seq.num_computed_tokens, names_of(scheduler)) == (7, 8, 1)
     scheduler.kv.publish(seq)
     assert names_of(scheduler) == 1
-    seq.num_in_flight = 0
     seq.append_token(60)
     scheduler.kv.publish(seq)
     assert names_of(scheduler) == 2
@@ -106,5 +104,5 @@ def test_a_share_that_was_taken_back_is_never_found() -> None:
 
 def other_tokens(seq: Sequence) -> Sequence:
     """The same, with another first token: no block is in common."""
-    seq.prompt_token_ids[0] = seq.token_ids[0] = 9
+    seq.request.prompt_token_ids[0] = seq.token_ids[0] = 9
     return seq

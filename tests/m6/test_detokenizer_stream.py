@@ -15,7 +15,7 @@ from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.detokenizer_stream import NoText, StreamDetokenizer, make_detokenizer
 from folovllm.engine.output_processor import RequestState
 from folovllm.outputs import TokenLogprob
-from folovllm.request import Sequence, SequenceStatus
+from folovllm.request import Request, Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
 from tests.helpers import tiny_checkpoint, tiny_tokenizer
 
@@ -134,8 +134,8 @@ def test_a_report_costs_what_is_new() -> None:
     backend = BACKENDS["bytes"]
     detokenizer = CountingDetokenizer(backend.decode, backend, True)
     params = SamplingParams(max_tokens=None, logprobs=0)
-    seq = Sequence("r", [1], params, 500, 0, detokenizer)
-    state = RequestState("r", None, [seq], RequestOutputKind.CUMULATIVE, 0.0)
+    seq = Sequence(Request("r", [1], params, 500, 0), detokenizer)
+    state = RequestState("r", [seq], RequestOutputKind.CUMULATIVE, 0.0)
     outputs = []
     for count in range(1, 501):
         token = count % 90
@@ -176,7 +176,7 @@ class TestWhichOne:
         for milestone, kind in (("m5", IncrementalDetokenizer), ("m6", StreamDetokenizer)):
             with LLM(str(tiny_checkpoint()), milestone=milestone, **fields) as llm:
                 llm.engine.add_request("r", "Hello", params)
-                assert type(llm.engine._requests["r"].seqs[0].detokenizer) is kind
+                assert type(llm.engine._output.requests["r"].seqs[0].detokenizer) is kind
                 llm.engine.abort_request("r")
                 texts.append(llm.generate("Hello", params, use_tqdm=False)[0]["text"])
         assert texts[0] == texts[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ EVERY_RULE = [
 def make_ruled(bad_words: Iterable[list[int]] = (), **rule: Any) -> Sequence:
     """With `bad_words` as tokens, which the engine makes of texts."""
     seq = make_seq(max_tokens=12, **rule)
-    seq.bad_words = tuple(map(tuple, bad_words))
+    seq.request = replace(seq.request, bad_words=tuple(map(tuple, bad_words)))
     return seq
 
 

@@ -127,7 +127,7 @@ def run(served: LLMEngine, aborts: dict[int, list[str]], seed: int = 0) -> dict[
         while waiting and (rng.random() < 0.5 or not served.has_unfinished_requests()):
             served.add_request(*waiting.pop(0))
         for request_id in aborts.get(step, []):
-            if request_id in served._requests:
+            if request_id in served._output.requests:
                 finished[request_id] = served.abort_request(request_id)
         for output in served.step():
             finished[output.request_id] = output
@@ -244,7 +244,7 @@ def test_a_long_random_run_leaks_nothing() -> None:
             alive.append(request_id)
         if alive and rng.random() < 0.1:
             victim = rng.choice(alive)
-            if victim in served._requests:
+            if victim in served._output.requests:
                 served.abort_request(victim)
         served.step()
     while served.has_unfinished_requests():

@@ -14,7 +14,7 @@ from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.plan import Rows
 from folovllm.forward_batch import ForwardBatch
-from folovllm.request import Sequence
+from folovllm.request import Request, Sequence
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.draw import DrawSpec
 from folovllm.step.packed import IN_FLIGHT, NOTHING, Field, PackedStep, StepPacker, choose_bucket, is_plain_decode
@@ -28,7 +28,8 @@ ROWS, BLOCK_SIZE, MAX_BLOCKS = 6, 4, 16
 
 
 def sequence(prompt: list[int], temperature: float = 0.0, seed: int = 0) -> Sequence:
-    return Sequence("r", prompt, SamplingParams(temperature=temperature), 30, seed, IncrementalDetokenizer(str))
+    params = SamplingParams(temperature=temperature)
+    return Sequence(Request("r", prompt, params, 30, seed), IncrementalDetokenizer(str))
 
 
 def share(rows: Rows, seq: Sequence, num_new_tokens: int) -> Share:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from folovllm.outputs import CompletionOutput
 from folovllm.server.errors import ApiError
 from folovllm.server.messages_in import checked
-from folovllm.server.protocol import ChatMessage
 from folovllm.server.reader import AnswerReader
 from folovllm.server.reasoning import ReasoningSplitter
+from folovllm.server.replies import ChatMessage
 from folovllm.server.tool_calls import ToolCallParser
 from folovllm.server.tools import call_grammar, offered
 

@@ -18,7 +18,7 @@ from folovllm.engine.setup import set_up
 from folovllm.models.files import load_tokenizer
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.server.messages import Delta
-from folovllm.server.stream import Mailbox, Prepared, Stream
+from folovllm.server.stream import Mailbox, Stream
 from tests.helpers import tiny_checkpoint
 from tests.tiny import worked_case
 
@@ -42,9 +42,8 @@ def ids_of(text: str) -> list[int]:
 def stream_of(params: SamplingParams = DELTAS, mailbox: Mailbox | None = None, number: int = 0) -> Stream:
     """A stream whose request came at second 0."""
     tokenizer, processor = parts()
-    text, seqs = processor.process("", [1, 2, 3], params, 0, None)
-    request = Prepared(params, text, seqs, 0, None)
-    return Stream(number, str(number), request, 0.0, tokenizer, mailbox or Mailbox(), lambda stream: None)
+    seqs = processor.process("", [1, 2, 3], params, 0, None)
+    return Stream(number, str(number), seqs, 0.0, tokenizer, mailbox or Mailbox(), lambda stream: None)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:

@@ -7,6 +7,7 @@ import random
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -221,7 +222,7 @@ class TestOthers:
                 if step < 120 and rng.random() < 0.3:
                     params = rng.choice(MIXED)
                     llm.engine.add_request(f"r{step}", INPUTS[rng.randrange(len(INPUTS))], params, stream=False)
-                if rng.random() < 0.04 and llm.engine._requests:
+                if rng.random() < 0.04 and llm.engine._output.requests:
                     gone = [f"r{n}" for n in rng.sample(range(120), 40)]
                     llm.engine.abort_request(gone)
                 done |= {output.request_id: output for output in llm.engine.step()}
@@ -386,7 +387,7 @@ class TestErrors:
         guides.prepare({1})
         assert "cannot be had with this tokenizer" in caplog.text
         seq = make_seq(structured_outputs={"regex": "a"})
-        seq.eos_token_ids = frozenset({1})
+        seq.request = replace(seq.request, eos_token_ids=frozenset({1}))
         with pytest.raises(ValueError, match="cannot be had with this tokenizer"):
             guides.add([seq])
         seq = make_seq(structured_outputs={"choice": ["a"]}, stop_token_ids=[3])

@@ -1,0 +1,104 @@
+"""What `folovllm generate` prints: answers on stdout, times and steps on stderr."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from folovllm.engine.metrics import StepStats
+    from folovllm.inputs import Prompt
+    from folovllm.llm import LLM
+    from folovllm.outputs import RequestMetrics, RequestOutput
+    from folovllm.sampling_params import SamplingParams
+    from folovllm.watcher import Watcher
+
+
+def print_next(llm: LLM, untold: deque[str], as_json: bool, between: str, output: RequestOutput | None) -> None:
+    """Print the answer to the first prompt of `untold`, if there is one, and take the prompt out."""
+    text = untold.popleft()
+    if output is not None:
+        output.prompt = text
+        print(json.dumps(as_dict(output), ensure_ascii=False), flush=True) if as_json else show(output, llm, between)
+
+
+def run_steps(
+    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, take: Callable[[RequestOutput], None]
+) -> None:
+    """What `llm.generate` does, with a line on stderr for each step of the engine, and its pool of KV cache under it."""
+    from folovllm.engine.metrics import StepLog
+    from folovllm.interrupts import Answers, Interrupted, interrupts
+    from folovllm.watcher import Watcher
+
+    answers, log, watcher = Answers([str(index) for index in range(len(prompts))], take), StepLog(), Watcher()
+    llm.engine.subscribe(log)
+    llm.engine.subscribe(watcher)
+    for index, prompt in enumerate(prompts):
+        llm.engine.add_request(str(index), prompt, params, stream=False)
+    with interrupts() as ctrl_c:
+        while llm.engine.has_unfinished_requests():
+            if ctrl_c.is_set():
+                raise Interrupted(answers.in_order())
+            finished = llm.engine.step()
+            show_steps_taken(log.take(), watcher)
+            answers.add(finished)
+
+
+def show_steps_taken(steps: Iterable[StepStats], watcher: Watcher) -> None:
+    """A line for each step that was taken in: with overlap none, one or two. Then the pool."""
+    from folovllm.show import draw_pool
+
+    for stats in steps:
+        stderr().print(step_line(stats), style="dim", soft_wrap=True)
+    if pool := draw_pool(watcher):
+        stderr().print(pool, soft_wrap=True)
+
+
+def step_line(stats: StepStats) -> str:
+    """`step 3     waiting 2   running 4   tokens 4      12.3 ms   KV blocks 40`."""
+    queues = f"waiting {stats.waiting:<4} running {stats.running:<4}"
+    return f"step {stats.index:<5} {queues} tokens {stats.num_tokens:<6} {stats.seconds * 1e3:8.2f} ms   KV blocks {stats.kv_blocks_used}"
+
+
+def show(output: RequestOutput, llm: LLM, between: str) -> None:
+    """Prompt and answers on stdout, the times on stderr, and on a CPU the threads that they are of."""
+    for answer in output.outputs:
+        prompt = Text(f"{output.prompt}{between}", style="bold")
+        Console(highlight=False).print(prompt + Text(answer.text), soft_wrap=True)
+    threads = f" · {count} thread{'s' * (count > 1)}" if (count := llm.engine.num_threads) else ""
+    stderr().print(times(output.metrics) + threads, style="dim")
+
+
+def times(metrics: RequestMetrics) -> str:
+    """`37 tokens · TTFT 12.0 ms · TPOT 3.1 ms · 290.1 tokens/s`; a time that there is not, is left out."""
+    parts = [f"{metrics.num_generated_tokens} tokens"]
+    latencies = {"TTFT": metrics.ttft, "TPOT": metrics.tpot}
+    parts += [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in latencies.items() if seconds is not None]
+    if metrics.tokens_per_second:
+        parts.append(f"{metrics.tokens_per_second:.1f} tokens/s")
+    return " · ".join(parts)
+
+
+def as_dict(output: RequestOutput) -> dict[str, Any]:
+    """An output as JSON knows it; times are in seconds."""
+    answers = [asdict(answer) for answer in output.outputs]
+    for answer in answers:
+        del answer["delta_text"], answer["delta_token_ids"]  # of the last step: no one streams here
+    measured = ("ttft", "tpot", "latency", "tokens_per_second", "num_prompt_tokens", "num_generated_tokens")
+    return {
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "outputs": answers,
+        "num_cached_tokens": output.num_cached_tokens,
+        "metrics": {name: getattr(output.metrics, name) for name in measured},
+    }
+
+
+def stderr() -> Console:
+    return Console(stderr=True, highlight=False)  # made when needed: tests and shells replace sys.stderr
