@@ -33,8 +33,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model_impl": ("hf", "native"),
     "kv_cache": ("growing", "slots", "paged"),
     "scheduling": ("fcfs", "priority"),
+    "kv_cache_dtype": ("auto", "fp8_e4m3"),
 }
-OTHER_NAMES = {"half": "float16", "float": "float32"}  # of dtypes
+OTHER_NAMES = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}  # of dtypes
 KINDS = {"str": (str, "a text"), "bool": (bool, "True or False"), "float": (Real, "a number")}  # by annotation
 # None: the engine decides
 MAY_BE_OPEN = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "num_threads")
@@ -70,6 +71,9 @@ class EngineConfig:
         num_kv_blocks: blocks of the KV cache, instead of measuring how many fit; enough for one `max_model_len`.
         gpu_memory_utilization: share of the card's memory that the engine may fill.
         kv_cache_memory: bytes of KV cache on CPU.
+        kv_cache_dtype: "auto" is the model's own; "fp8_e4m3" (or "fp8") keeps K/V in 8 bits, half of what 16 bits take.
+        calculate_kv_scales: find out what K/V in 8 bits are multiples of by running made-up tokens, instead of taking the
+            checkpoint's scales, or 1.
         attention_backend: a name, "auto", or "prefill,decode".
         scheduling: "fcfs" (first come, first served) or "priority" (smaller first).
         enable_prefix_caching: find the K/V of prefixes that were computed before.
@@ -106,6 +110,8 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_memory: int = 1 << 30
+    kv_cache_dtype: str = "auto"
+    calculate_kv_scales: bool = False
     attention_backend: str | None = None
     scheduling: str = "fcfs"
     enable_prefix_caching: bool | None = None
@@ -125,6 +131,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         name = str(self.dtype).removeprefix("torch.")  # a torch.dtype is taken too
         self.dtype = OTHER_NAMES.get(name, name)
+        self.kv_cache_dtype = OTHER_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype)
         self._validate_kinds()
         preset = PRESETS.get(self.milestone or LATEST)
         if preset is None:
@@ -183,6 +190,12 @@ class EngineConfig:
             )
         if self.kv_cache == "growing" and self.max_num_seqs != 1:
             raise ValueError('kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, or use "m2"')
+        if self.kv_cache == "growing" and self.kv_cache_dtype != "auto":
+            raise ValueError(
+                'kv_cache="growing" keeps K/V in the dtype of the model: leave kv_cache_dtype out, or use "m2"'
+            )
+        if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
+            raise ValueError('calculate_kv_scales is of use with kv_cache_dtype="fp8_e4m3" only')
         if self.enable_prefix_caching and self.kv_cache != "paged":
             raise ValueError('enable_prefix_caching needs blocks: kv_cache="paged", as from milestone m3 on')
         if self.enable_chunked_prefill and self.kv_cache == "growing":

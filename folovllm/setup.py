@@ -44,7 +44,7 @@ class EngineSetup:
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V that one token takes over all layers, on one rank."""
         a = self.attention
-        return 2 * self.num_layers * a.num_kv_heads * a.head_dim * self.dtype.itemsize
+        return 2 * self.num_layers * a.num_kv_heads * a.head_dim * (a.kv_dtype or self.dtype).itemsize
 
     def with_hf_config(self, hf_config: Any) -> EngineSetup:
         """The same for another model, a rank's part say."""

@@ -36,7 +36,6 @@ SAMPLING: Neutral = {
 ENGINE: Neutral = {
     "quantization": (None,),
     "quantization_config": (None,),
-    "kv_cache_dtype": ("auto",),
     "load_format": ("auto", "safetensors"),
     "download_dir": (None,),
     "revision": (None, "main"),

@@ -48,7 +48,8 @@ def lanes(*runs: Run | tuple[str, Run]) -> Picture:
     """
     titled = [each if isinstance(each, tuple) else (each.milestone.upper(), each) for each in runs]
     wide = min(WIDEST, (WIDTH - 46) // max(len(run.turns) for _, run in titled))
-    parts, top = [], 0
+    parts: list[str] = []
+    top = 0
     for title, run in titled:
         parts += _lanes(run, f"{title}: {len(run.turns)} steps", top, wide)
         top += 3 * LINE + 64

@@ -66,11 +66,11 @@ class Example:
 def example() -> Example:
     """What the file says."""
     stored = json.loads(FILE.read_text("utf-8"))
-    requests = tuple(
-        Request(**{key: tuple(value) if isinstance(value, list) else value for key, value in request.items()})
-        for request in stored["requests"]
-    )
-    return Example(stored["model"], requests, {int(i): text for i, text in stored["texts"].items()}, stored["engine"])
+    requests: list[dict[str, Any]] = stored["requests"]
+    for request in requests:
+        request |= {key: tuple(value) for key, value in request.items() if isinstance(value, list)}
+    texts = {int(token): text for token, text in stored["texts"].items()}
+    return Example(stored["model"], tuple(Request(**request) for request in requests), texts, stored["engine"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,9 @@ def engine_for(milestone: str, **overrides: Any) -> LLMEngine:
     from folovllm.build import make_engine
     from folovllm.config import EngineConfig
 
-    options = {"device": "cpu", "num_threads": 1, "use_tqdm": False} | example().engine[milestone] | overrides
+    options: dict[str, Any] = (
+        {"device": "cpu", "num_threads": 1, "use_tqdm": False} | example().engine[milestone] | overrides
+    )
     return make_engine(EngineConfig(model=example().model, milestone=milestone, **options))
 
 
@@ -166,7 +168,9 @@ def _play(engine: LLMEngine, milestone: str, static: bool) -> Run:
 
     observer = Observer(engine)
     engine.subscribe(observer)
-    todo, late, turns = list(example().requests), [], []
+    todo = list(example().requests)
+    late: list[Request] = []
+    turns: list[Turn] = []
     answers: dict[str, tuple[int, ...]] = {}
     while todo or late or engine.has_unfinished_requests():
         late += [request for request in todo if request.turn == len(turns)]
@@ -216,7 +220,10 @@ class Observer:
         self._watcher([event for event in events if isinstance(event, coming)])
         self._names |= {event.seq_id: event.request_id for event in events if isinstance(event, ev.RequestAdded)}
         self._memory = self._memory or [None] * (len(self._watcher.cells) * self.block_size)
-        before, said, shares, drawn = self._state(), [], (), {}
+        before = self._state()
+        said: list[Event] = []
+        shares: tuple[Share, ...] = ()
+        drawn: dict[str, int] = {}
         for event in events:
             if not isinstance(event, coming):
                 self._watcher([event])
@@ -225,8 +232,6 @@ class Observer:
                 shares = self._shares(event)
             if isinstance(event, ev.StepEnded):
                 drawn = self._drawn(event)
-        of = lambda kind: [event for event in said if isinstance(event, kind)]  # noqa: E731
-        name = lambda event: self._names[event.seq_id]  # noqa: E731
         return Turn(
             number=number,
             arrived=tuple(event.request_id for event in events if isinstance(event, ev.RequestAdded)),
@@ -234,13 +239,18 @@ class Observer:
             after=self._state(),
             shares=shares,
             drawn=drawn,
-            refused={name(event): event.budget for event in of(ev.Refused)},
-            preempted={name(event): self._names[event.for_seq_id] for event in of(ev.Preempted)},
-            lost={name(event): event.num_tokens for event in of(ev.Preempted)},
-            hits={name(event): event.num_tokens for event in of(ev.PrefixHit)},
-            finished=tuple(name(event) for event in of(ev.Finished)),
+            refused={name: event.budget for name, event in self._named(said, ev.Refused)},
+            preempted={name: self._names[event.for_seq_id] for name, event in self._named(said, ev.Preempted)},
+            lost={name: event.num_tokens for name, event in self._named(said, ev.Preempted)},
+            hits={name: event.num_tokens for name, event in self._named(said, ev.PrefixHit)},
+            finished=tuple(name for name, _ in self._named(said, ev.Finished)),
             outside=outside,
         )
+
+    def _named(self, events: list[Event], kind: type) -> list[tuple[str, Any]]:
+        """The events of one kind, each with the name of the request."""
+        found: list[Any] = [event for event in events if isinstance(event, kind)]
+        return [(self._names[event.seq_id], event) for event in found]
 
     def _shares(self, event: Any) -> tuple[Share, ...]:
         """The shares of a step that begins, and their tokens in memory."""

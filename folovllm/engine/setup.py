@@ -14,6 +14,7 @@ from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.select import choose_backend
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config
+from folovllm.kv_scales import FP8
 from folovllm.model_config import context_limit, head_dim_of, num_kv_heads_of, num_positions
 from folovllm.models.registry import who_runs_it
 from folovllm.setup import EngineSetup
@@ -46,6 +47,7 @@ def set_up(config: EngineConfig) -> EngineSetup:
         block_size=wanted_block_size,
         max_num_seqs=config.max_num_seqs,
         long_prompts=config.packed_steps,
+        kv_dtype=None if config.kv_cache_dtype == "auto" else FP8,
     )
     backend, block_size = _choose_attention(config, attention, max_model_len)
     attention = replace(attention, block_size=block_size)

@@ -20,10 +20,12 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.decode_plan import ITEM, plan_kernel
+from folovllm.kernels.fp8 import decode_split_fp8
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import take_in_token
+from folovllm.kv_scales import UNSCALED, KVScales
 
 
 @triton.jit
@@ -85,7 +87,7 @@ def merge_partials(
 
 @triton.jit
 def hand_in(
-    row_max, row_sum, acc, max_ptr, sum_ptr, acc_ptr, done_ptr, out_ptr, first_row, c, num_chunks, stride,
+    row_max, row_sum, acc, max_ptr, sum_ptr, acc_ptr, done_ptr, out_ptr, first_row, c, num_chunks, stride, v_scale,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Leave chunk c's state as a partial result. Whoever brings a sequence's last merges all, and stores the output [G, D].
@@ -101,14 +103,15 @@ def hand_in(
     if tl.atomic_add(done_ptr, 1, sem="acq_rel") == num_chunks - 1:
         tl.store(done_ptr, 0)
         total, merged = merge_partials(max_ptr, sum_ptr, acc_ptr, first_row, num_chunks, stride, GROUP, D, STEP)
-        merged = normalize(total, merged).to(out_ptr.dtype.element_ty)
+        merged = (normalize(total, merged) * v_scale).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + gg[:, None] * D + dims[None, :], merged, mask=(gg < G)[:, None])
 
 
 @triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["table_ptr"])
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, item_ptr, header_ptr, queue_ptr, done_ptr, max_ptr, sum_ptr, acc_ptr,
-    q_weight_ptr, k_weight_ptr, cos_sin_ptr, stride_q, stride_table, scale, eps,
+    q_weight_ptr, k_weight_ptr, cos_sin_ptr, stride_q, stride_table, scale, eps, v_scale,
+    k_factor, v_factor,
     STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
     B: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     TILE: tl.constexpr, M: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr, RAW: tl.constexpr, NORM: tl.constexpr,
@@ -118,6 +121,7 @@ def decode_kernel(
     queue = [items taken, programs gone] and done [S * Hkv] are zero before and after every launch. RAW: `q_ptr` is the
     projection [S, (Hq + 2 Hkv) D], and new keys and values are not in the cache yet (`take_in_token`).
     """
+    split: tl.constexpr = decode_split_fp8 if k_ptr.dtype.element_ty == tl.float8e4nv else decode_split
     let_next_start(PDL)
     wait_for_inputs(PDL)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -137,21 +141,21 @@ def decode_kernel(
         if RAW:
             q = take_in_token(
                 token_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, k_ptr, v_ptr, table, head, tl.maximum(seq_len - 1, 0),
-                c == num_chunks - 1, eps, STRIDE_BLOCK, STRIDE_TOKEN, STRIDE_HEAD, B, HKV, G, M, D, NORM)  # fmt: skip
+                c == num_chunks - 1, eps, k_factor, v_factor, STRIDE_BLOCK, STRIDE_TOKEN, STRIDE_HEAD, B, HKV, G, M, D, NORM)  # fmt: skip
         else:
             rows = (head * G + g)[:, None] * D
             q = tl.load(token_ptr + rows + dims[None, :], mask=real[:, None], other=0.0)  # [M, D]
-        row_max, row_sum, acc = decode_split(
+        row_max, row_sum, acc = split(
             q, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table, c * chunk,
             tl.minimum(seq_len, (c + 1) * chunk), scale, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, M, D)  # fmt: skip
         out_row = (seq * HKV + head) * G
         if num_chunks <= 1:
-            out = normalize(row_sum, acc).to(out_ptr.dtype.element_ty)
+            out = (normalize(row_sum, acc) * v_scale).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + (out_row + g)[:, None] * D + dims[None, :], out, mask=real[:, None])
         else:
             hand_in(
                 row_max, row_sum, acc, max_ptr, sum_ptr, acc_ptr, done_ptr + seq * HKV + head, out_ptr + out_row * D,
-                (first_partial * HKV + head) * GROUP, c, num_chunks, HKV * GROUP, G, GROUP, D, M, STEP)  # fmt: skip
+                (first_partial * HKV + head) * GROUP, c, num_chunks, HKV * GROUP, v_scale, G, GROUP, D, M, STEP)  # fmt: skip
         work = following
     if num_items > num_programs:  # noqa: SIM102 -- Triton's `and` would evaluate both sides
         if tl.atomic_add(queue_ptr + 1, 1, sem="acq_rel") == num_programs - 1:
@@ -237,12 +241,13 @@ class SplitKVDecode:
 
     def __call__(
         self, query: torch.Tensor, kv_cache: torch.Tensor, block_tables: torch.Tensor, num_seqs: int, scale: float,
-        out: torch.Tensor, preparation: Preparation | None = None,
+        out: torch.Tensor, preparation: Preparation | None = None, scales: KVScales = UNSCALED,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of the `num_seqs` planned sequences: the first rows of `query` [T, Hq, D] into those of `out`.
 
         `kv_cache` [2, N, B, Hkv, D] may be strided, D contiguous; `out` is contiguous. A row of length 0 gets zeros.
         With `preparation`, `query` is the projection [S, (Hq + 2 Hkv) D], and the new tokens are stored on the way.
+        `scales` are those of K and V in the cache.
         """
         (k_cache, v_cache), (stride_block, stride_token, stride_head, _) = kv_cache.unbind(0), kv_cache.stride()[1:]
         raw = preparation or Preparation(query)  # else nothing of it is read
@@ -251,7 +256,8 @@ class SplitKVDecode:
             query, k_cache, v_cache, out, block_tables, self.items, self.header, self.queue, self.done,
             self.part_max, self.part_sum, self.part_acc, query if raw.q_weight is None else raw.q_weight,
             query if raw.k_weight is None else raw.k_weight, raw.cos_sin_cache, query.stride(0), block_tables.stride(0),
-            scale * LOG2_E, raw.eps, STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head,
+            scale * scales.key * LOG2_E, raw.eps, scales.value, scales.key_factor, scales.value_factor,
+            STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head,
             B=self.block_size, HKV=self.num_kv_heads, G=self.num_heads // self.num_kv_heads, GROUP=self.group,
             D=self.head_dim, TILE=self.config.tile, M=max(16, self.group), STEP=self.config.merge_step,
             RAW=preparation is not None, NORM=raw.q_weight is not None, num_warps=num_warps,

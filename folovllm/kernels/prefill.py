@@ -13,7 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
+from folovllm.kernels.fp8 import fold_tile
+from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, tile_offsets
+from folovllm.kv_scales import UNSCALED, KVScales
 
 
 @triton.jit
@@ -28,7 +30,7 @@ def prefill_loop(
     contiguous. `first` is a multiple of TILE. With MASKED a query sees the keys up to its own position, and `last` may
     fall inside a tile, past which nothing is read; without, the caller promises that all queries see all these keys,
     and that they fill their tiles. A tile's ids are loaded while the one before it is folded. Returns (row_max, row_sum,
-    acc), as `online_softmax_tile` does.
+    acc), as `fold_tile` does.
     """
     dims = tl.arange(0, D)
     blocks = block_ids(table_ptr, first, last, B, TILE)
@@ -45,7 +47,7 @@ def prefill_loop(
             k = tl.load(k_ptr + offsets)
             v = tl.load(v_ptr + offsets)
             visible = True
-        row_max, row_sum, acc = online_softmax_tile(q, k, v, visible, row_max, row_sum, acc, scale)
+        row_max, row_sum, acc = fold_tile(q, k, v, visible, row_max, row_sum, acc, scale)
     return row_max, row_sum, acc
 
 
@@ -54,7 +56,7 @@ def prefill_loop(
     do_not_specialize_on_alignment=["table_ptr", "start_ptr", "len_ptr"],
 )
 def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, start_ptr, len_ptr, stride_q, stride_out, stride_table, first_seq, scale,
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, start_ptr, len_ptr, stride_q, stride_out, stride_table, first_seq, scale, v_scale,
     STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
     B: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +88,7 @@ def prefill_kernel(
                                          False, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
     row_max, row_sum, acc = prefill_loop(q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, full, last,
                                          scale, True, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
-    out = normalize(row_sum, acc).to(out_ptr.dtype.element_ty)
+    out = (normalize(row_sum, acc) * v_scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * stride_out + head * D + dims[None, :], out, mask=inside)
 
 
@@ -126,6 +128,7 @@ def prefill(
     out: torch.Tensor | None = None,
     first_seq: int = 0,
     config: PrefillConfig | None = None,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """Causal attention of a ragged batch of queries over their sequences' blocks, GQA included.
 
@@ -138,6 +141,7 @@ def prefill(
         max_query_len: at least the longest query; a larger value costs empty programs only.
         out: [T, Hq, D] to write to; rows of sequences before `first_seq` stay as they are.
         first_seq: the first sequence to compute (those before it are decodes).
+        scales: of K and V in the cache.
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     num_seqs = seq_lens.shape[0] - first_seq
@@ -151,7 +155,7 @@ def prefill(
     stride_block, stride_token, stride_head, _ = k_cache.stride()
     prefill_kernel[(num_heads, triton.cdiv(max_query_len, config.tile_m), num_seqs)](
         query, k_cache, v_cache, out, block_tables, query_start_loc, seq_lens,
-        query.stride(0), out.stride(0), block_tables.stride(0), first_seq, scale * LOG2_E,
+        query.stride(0), out.stride(0), block_tables.stride(0), first_seq, scale * scales.key * LOG2_E, scales.value,
         STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head,
         B=block_size, G=num_heads // num_kv_heads, D=head_dim, TILE_M=config.tile_m, TILE_N=config.tile_n,
         num_warps=config.num_warps, num_stages=config.num_stages,

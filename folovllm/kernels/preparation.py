@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from folovllm.kv_scales import UNSCALED, KVScales
+
 
 @dataclass(slots=True, frozen=True)
 class Preparation:
@@ -15,3 +17,4 @@ class Preparation:
     q_weight: torch.Tensor | None = None  # [D], as `k_weight`: those of the QK-norm, where there is one
     k_weight: torch.Tensor | None = None
     eps: float = 0.0
+    scales: KVScales = UNSCALED  # of the cache that K and V go to

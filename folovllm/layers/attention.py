@@ -7,6 +7,7 @@ from torch import nn
 
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.forward_batch import ForwardBatch
+from folovllm.kv_scales import UNSCALED, KVScales
 
 
 class Attention(nn.Module):
@@ -14,6 +15,7 @@ class Attention(nn.Module):
 
     backend: AttentionBackend
     kv_cache: torch.Tensor  # [2, N, B, Hkv, D], or what the backend keeps instead
+    scales: KVScales = UNSCALED  # of a cache in 8 bits
 
     def store(self, key: torch.Tensor, value: torch.Tensor, batch: ForwardBatch) -> None:
         """Cache the K/V of the new tokens, two [T, Hkv, D]."""

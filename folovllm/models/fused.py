@@ -33,7 +33,7 @@ class FusedLlamaAttention(LlamaAttention):
 
     def preparation(self) -> Preparation:
         """Return what the kernel needs besides `qkv`."""
-        return Preparation(self.rope.cos_sin_cache)
+        return Preparation(self.rope.cos_sin_cache, scales=self.attn.backend.scales)
 
 
 class FusedQwen3Attention(FusedLlamaAttention, Qwen3Attention):
@@ -41,7 +41,8 @@ class FusedQwen3Attention(FusedLlamaAttention, Qwen3Attention):
 
     def preparation(self) -> Preparation:
         """As `FusedLlamaAttention`."""
-        return Preparation(self.rope.cos_sin_cache, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        weights = self.q_norm.weight, self.k_norm.weight
+        return Preparation(self.rope.cos_sin_cache, *weights, self.q_norm.eps, self.attn.backend.scales)
 
 
 class FusedQwen2Attention(FusedLlamaAttention, Qwen2Attention):

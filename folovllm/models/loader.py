@@ -16,6 +16,7 @@ from tqdm import tqdm
 from folovllm.layers.formats.abstract import WeightFormat
 from folovllm.layers.linear import PLAIN, LinearBase
 from folovllm.models.json_files import read_json
+from folovllm.models.kv_scales import is_kv_scale, take_kv_scale
 from folovllm.models.llama import LlamaForCausalLM
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -55,6 +56,8 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard
         for name, tensor in read_tensors(checkpoint_files(path), part):
             if tied and name == "lm_head.weight":
                 copied_head = tensor
+            elif is_kv_scale(name):
+                take_kv_scale(model, name, tensor)
             elif not name.endswith(IGNORED_SUFFIX):
                 copy_weight(name, tensor, places)
                 progress.update()
@@ -189,7 +192,7 @@ def read_tensors(files: list[Path], shard: Shard | None = None) -> Iterator[tupl
             for name in handle.keys():  # noqa: SIM118  # a handle is no dict
                 stored = handle.get_slice(name)
                 require_float(name, stored.get_dtype())
-                if shard is None or name.endswith(IGNORED_SUFFIX):
+                if shard is None or name.endswith(IGNORED_SUFFIX) or is_kv_scale(name):
                     yield name, handle.get_tensor(name)
                 else:
                     yield name, shard(name, StoredTensor(stored))

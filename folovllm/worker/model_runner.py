@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from folovllm.attention.backends.registry import get_backend
+from folovllm.attention.backends.registry import make_backend
 from folovllm.forward_batch import ForwardBatch
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.logprobs import DrawnLogprobs, by_share, score
@@ -16,6 +16,7 @@ from folovllm.sample.rows import DrawRows
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput, StepResult, one_each, tokens_to_score
+from folovllm.worker.calibrate import calibration_shares, scales_of
 from folovllm.worker.input_batch import InputBatch, SlotsOf
 from folovllm.worker.kv_memory import num_blocks_that_fit
 from folovllm.worker.native_model import attention_layers
@@ -42,13 +43,16 @@ class ModelRunner:
         self._whole = whole
         self._input_batch = InputBatch(slots, setup.block_size, setup.device)
         self._draws = DrawRows(setup.vocab_size, setup.device)
-        self._backend = get_backend(setup.backend)(setup.attention)
+        self._backend = make_backend(setup.backend, setup.attention)
 
     def load_model(self) -> None:
         """Build the model and load its weights."""
         self.model = self._load()
+        self._bind_backends()
+
+    def _bind_backends(self) -> None:
         for attention in attention_layers(self.model):
-            attention.backend = self._backend
+            attention.backend = self._backend.of_layer(attention.scales)
 
     def initialize_kv_cache(self) -> int:
         """Find out how many blocks fit, and allocate them; returns their number. On a GPU, compile what steps need."""
@@ -65,20 +69,41 @@ class ModelRunner:
 
     def fit_kv_cache(self) -> int:
         """Find out how many blocks fit, and allocate them; returns their number."""
+        if self._setup.config.calculate_kv_scales:
+            self.calculate_kv_scales()
         num_blocks = num_blocks_that_fit(self._setup, self.warmup_model)
         self.allocate_kv_cache(num_blocks)
         return num_blocks
 
-    def allocate_kv_cache(self, num_blocks: int) -> None:
+    def calculate_kv_scales(self) -> None:
+        """Compute some tokens over a cache that keeps them whole, and choose the scales of one that does not."""
+        setup, layers = self._setup, attention_layers(self.model)
+        whole = make_backend(setup.backend, replace(setup.attention, kv_dtype=None))
+        shares = calibration_shares(setup)
+        self.allocate_kv_cache(len(shares[0].new_blocks), setup.dtype)
+        self.kv_cache.zero_()
+        for attention in layers:
+            attention.backend = whole
+        with torch.inference_mode():
+            batch = self._input_batch.build(shares)
+            whole.plan(batch)
+            self.model(batch)
+            found = scales_of([attention.kv_cache for attention in layers])
+        for attention, scales in zip(layers, found, strict=True):
+            attention.scales = scales
+        self._bind_backends()
+        self.allocate_kv_cache(0)
+
+    def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype | None = None) -> None:
         """One tensor [L, 2, N, Hkv, B, D] for all layers; a layer sees its part as [2, N, B, Hkv, D].
 
-        K and V of one block and head are contiguous, which is what a kernel reads in one go.
+        K and V of one block and head are contiguous, which is what a kernel reads in one go. `dtype` is its own unless given.
         """
         setup = self._setup
         a, layers = setup.attention, attention_layers(self.model)
         shape = (len(layers), 2, num_blocks, a.num_kv_heads, setup.block_size, a.head_dim)
         try:
-            self.kv_cache = torch.empty(shape, dtype=setup.dtype, device=setup.device)
+            self.kv_cache = torch.empty(shape, dtype=dtype or a.kv_dtype or setup.dtype, device=setup.device)
         except RuntimeError as error:
             raise ValueError(f"there is no memory for {num_blocks:,} blocks of KV cache: take fewer") from error
         for attention, part in zip(layers, self.kv_cache.permute(0, 1, 2, 4, 3, 5), strict=True):

@@ -27,9 +27,12 @@ import torch
 import transformers
 
 from folovllm import LLM, SamplingParams
+from milestones.pictures import lanes
+from milestones.running_example import example, play
 
 MODEL = "stories-5m"  # comes with the package: 5.8 million parameters, and it tells stories
-PROMPT = "Once upon a time, there was a"
+A, B, C = example().requests  # the book follows these three
+PROMPT = A.prompt
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 
 transformers.utils.logging.disable_progress_bar()
@@ -53,6 +56,7 @@ print(llm.generate(PROMPT, SamplingParams(temperature=0.8, seed=3, max_tokens=60
 # 2. A prompt of 256 tokens against one of 8: how many times longer does the first token take? 32 times?
 # 3. Of the time of one step, what share goes to the model, and what to the rest of the engine?
 # 4. Remove RoPE from a trained model. Does the text become nonsense at once, or slightly worse?
+# 5. A, B and C below want 10, 6 and 7 tokens, and this engine serves one after the other. In which step does C draw its first token?
 
 # %% [markdown]
 # ## Feel the problem
@@ -109,6 +113,32 @@ assert late > 1.5 * early
 # Without the cache the n-th token costs as much as a prompt of n tokens, so an answer of n tokens costs on the order of n² (and the
 # attention inside it n³). With the cache a step is one token through the weights. What remains is one pass over the cached keys and
 # values, which at this length hardly shows.
+#
+# ## See it: A, B and C, one at a time
+#
+# The book follows three requests through all milestones. A and B are there at the start, C comes before step 2. The picture is drawn from
+# what the engine did: a number is the tokens that a step computes, dark a prompt, light one token; dashed: the request waits.
+
+# %%
+for request in (A, B, C):
+    print(f"{request.name} comes before step {request.turn}: {request.prompt!r} -> {request.max_tokens} tokens")
+run = play("m1")
+assert run.answers == {request.name: request.answer_token_ids for request in (A, B, C)}
+lanes(run)
+
+# %%
+print("step  who  positions  tokens that go in, and the token that is drawn")
+for turn in run.turns[:3] + run.turns[10:12]:
+    (share,) = turn.shares
+    texts = [example().texts[token] for token in share.token_ids]
+    print(f"{turn.number:4}   {share.name}   {f'{share.start} to {share.end - 1}':9}  {''.join(texts)!r} -> {example().texts[turn.drawn[share.name]]!r}")
+first = {name: next(turn.number for turn in run.turns if name in turn.drawn) for name in "ABC"}
+print("first token in step", first)
+assert first == {"A": 0, "B": 10, "C": 16}
+
+# %% [markdown]
+# Twice the engine computes a whole prompt, and else one token a step. While A decodes, B and C wait, though the weights that A's token needs
+# would serve theirs as well: that is the subject of [M2](../notebooks/m2_continuous_batching.ipynb).
 #
 # ## The mini: the whole thing in one cell
 #
@@ -188,6 +218,8 @@ def mini_generate(folder, ids, count):
 mini_tokens = mini_generate(FOLDER, prompt_ids, 48)
 preset_tokens = llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 assert mini_tokens == preset_tokens
+for request in (A, B, C):  # one at a time, as the engine does it
+    assert mini_generate(FOLDER, request.prompt_token_ids, request.max_tokens) == list(request.answer_token_ids)
 lines = len(In[-2].splitlines())  # the cell above
 assert lines <= 80
 print(f"{lines} lines, {len(mini_tokens)} tokens, all equal")

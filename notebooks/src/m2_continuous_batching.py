@@ -2,7 +2,7 @@
 # # M2: continuous batching
 #
 # M1 serves one request at a time. The weights of the model go through the processor once per token, and all they do there is help one
-# user. Here they help everybody who is waiting: a *scheduler* decides before every step who takes part in it.
+# user. Here they help all who wait: a *scheduler* decides before every step which requests take part in it.
 #
 # The [chapter](../docs/2_continuous_batching.md) explains at leisure. Here you predict, measure, and break things.
 
@@ -29,6 +29,8 @@ import torch.nn.functional as F
 import transformers
 
 from folovllm import LLM, SamplingParams
+from milestones import pictures
+from milestones.running_example import example, play
 
 MODEL = "stories-5m"  # comes with the package
 transformers.utils.logging.disable_progress_bar()
@@ -59,11 +61,39 @@ LENGTHS = [8, 48, 12, 36, 8, 16, 56, 10, 24, 8, 44, 14, 32, 8, 20, 24]  # tokens
 #    the four rows stands empty?
 # 3. And if a row is filled again at once?
 # 4. Each sequence gets room for the longest context there can be. What share of that room holds a token, on average?
+# 5. Chapter 1 left A, B and C in a queue: 23 steps, and C's first token in step 16. With room for two, when does C draw its first token?
+
+# %% [markdown]
+# ## A, B and C share a step
+#
+# The three requests of chapter 1, with a cache of two blocks of 20 tokens. Above, C must wait until the group of A and B is done; below, C
+# takes B's place. Both pictures are drawn from what the engine did.
+
+# %%
+static_run, continuous_run = play("m2", static=True), play("m2")
+assert static_run.answers == continuous_run.answers == {request.name: request.answer_token_ids for request in example().requests}
+pictures.lanes(("static batching", static_run), ("continuous batching", continuous_run))
+
+# %% [markdown]
+# Step 7, as C comes in: the tokens that are computed, the block of each request, the slots of the new tokens, and the memory before and
+# after. B's numbers are still there when C overwrites them, slot by slot.
+
+# %%
+assert continuous_run.turns[6].finished == ("B",) and continuous_run.turns[7].shares[1].name == "C"
+pictures.step(continuous_run, 7)
+
+# %% [markdown]
+# Why did B wait in step 0, and C in step 2? The engine says which budget refused them:
+
+# %%
+for turn in continuous_run.turns[:4]:
+    print(f"step {turn.number}: {[f'{share.name} {share.end - share.start}' for share in turn.shares]}, refused: {turn.refused}")
+assert continuous_run.turns[0].refused == {"B": "tokens"} and continuous_run.turns[2].refused == {"C": "blocks"}
 
 # %% [markdown]
 # ## Feel the problem
 #
-# Sixteen users press Enter in the same second. M1 takes them one after the other:
+# Three are a toy. Sixteen users press Enter in the same second. M1 takes them one after the other:
 
 # %%
 def serve(llm, static_groups_of=None):
@@ -226,10 +256,13 @@ for continuous in (False, True):
     answers, log = mini_serve(mini, requests, 4, continuous)
     idle = 1 - sum(map(len, log)) / (4 * len(log))
     print(f"{'continuous' if continuous else 'static':10} {len(log):4} steps, {idle:4.0%} of the rows idle")
-    assert answers == EXPECTED, "whoever shares the batch, the tokens are the same"
+    assert answers == EXPECTED, "the tokens are the same, whatever else is in the batch"
 
 outputs, *_ = serve(llm)
 assert tokens(outputs) == EXPECTED
+three = [(request.prompt_token_ids, request.max_tokens) for request in example().requests]
+answers, _ = mini_serve(mini, three, 2, continuous=True)
+assert answers == [list(request.answer_token_ids) for request in example().requests], "A, B and C, too"
 print("mini, M1 and M2 say the same:", repr(outputs[1].outputs[0].text[:60]))
 
 # %% [markdown]
@@ -262,10 +295,10 @@ task("m2.5", InputBatch.flatten)
 # ## See it
 #
 # Both kinds of batching, on the real engine: a snapshot per step says who took part. Static batching is the same engine, given
-# one group of four at a time. A row of the picture is a row of the batch; dark is a prompt, light is a token; white is nobody.
+# one group of four at a time. A row of the picture is a row of the batch; dark is a prompt, light is a token; white: the row is empty.
 
 # %%
-def lanes(history):
+def rows_of(history):
     """(row, request, start, seconds, tokens) of every share; a request keeps the lowest row that was free when it came."""
     row, shares = {}, []
     for step in history:
@@ -279,7 +312,7 @@ def lanes(history):
 
 
 def gantt(axes, history, title):
-    shares = lanes(history)
+    shares = rows_of(history)
     colours = plt.get_cmap("tab20")
     for p, request, start, seconds, count in shares:
         axes.barh(p, seconds, left=start, height=0.85, color=colours(request % 20), alpha=1.0 if count > 1 else 0.55, linewidth=0)
@@ -318,10 +351,10 @@ with film(llm, "Continuously") as continuously:
 show(in_groups, continuously, height=480)
 
 # %% [markdown]
-# In the upper picture every group waits for its longest answer. In the lower one the only idle area is at the end, where nobody is left
+# In the upper picture every group waits for its longest answer. In the lower one the only idle area is at the end, where no request is left
 # to come in: with a steady stream of users there is no end, and it goes to zero.
 #
-# What does a newcomer cost the others? A step with a prompt in it is longer than a step of single tokens, and everybody in it waits.
+# What does a newcomer cost the others? A step with a prompt in it is longer than a step of single tokens, and all that take part in it wait.
 
 # %%
 figure, (top, middle) = plt.subplots(2, 1, figsize=(9, 4), sharex=True)
@@ -343,7 +376,7 @@ print(f"a step with a prompt in it: {with_prompt:.1f} ms, without: {without:.1f}
 # %% [markdown]
 # ## The memory that whole blocks waste
 #
-# A block holds `max_model_len` tokens, because nobody knows how long an answer gets. `engine.stats()` says what is reserved and what of
+# A block holds `max_model_len` tokens, because the engine does not know how long an answer gets. `engine.stats()` says what is reserved and what of
 # it is used:
 
 # %%
@@ -453,6 +486,26 @@ assert wrong.token_ids[0] == right.token_ids[0], "the first token comes from the
 assert wrong.token_ids != right.token_ids
 
 # %% [markdown]
+# A, B and C show the second classic. What if slots are counted from the share's own start? The picture says where A's numbers go.
+
+# %%
+from folovllm.cache.slot_manager import SlotManager
+
+
+def from_the_beginning(block_table, block_size, start, end):
+    return np.arange(block_table[0] * block_size, block_table[0] * block_size + end - start)
+
+
+with patch.object(SlotManager, "slots", staticmethod(from_the_beginning)):
+    overwritten = play("m2")
+for request in example().requests:
+    print(request.name, repr(request.answer), "->", repr(llm.tokenizer.decode(overwritten.answers[request.name])))
+assert overwritten.answers["A"] != continuous_run.answers["A"]
+pictures.step(overwritten, 3)
+
+# %% [markdown]
+# Every new token of A lands in slot 0, on top of its first word; the slots behind its prompt are never written, and attention reads them.
+#
 # Then: a finished sequence leaves the batch and keeps its block. Nothing goes wrong for a while, which is the nasty kind of bug.
 
 # %%

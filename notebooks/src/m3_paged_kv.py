@@ -30,6 +30,8 @@ from folovllm.bench.memory import measure
 from folovllm.bench.workload import mixed_workload
 from folovllm.show import draw_pool
 from folovllm.watcher import Watcher
+from milestones import pictures
+from milestones.running_example import example, play
 
 MODEL = "stories-5m"  # comes with the package
 CONTEXT = 256  # the longest text that the engines here serve
@@ -68,15 +70,61 @@ def serve(engine, requests, look=lambda: None):
 # 1. The memory holds four texts of 256 tokens. Requests are of mixed lengths, most of them short. How many run at once if the memory
 #    comes in blocks of 16 tokens?
 # 2. What share of the memory that sequences hold is empty, with M2's long blocks and with short ones of 16 tokens? And with blocks of 64?
-# 3. Blocks of one token waste nothing. Why does nobody use them?
+# 3. Blocks of one token waste nothing. Why does no engine use them?
 # 4. A sequence of 100 tokens is thrown out for lack of memory and comes back later. How many steps does it take to be where it was?
 #    And does its text change?
+# 5. A, B and C in ten blocks of 4 tokens: A holds 10 tokens and B 12 when C comes with 9. Does C fit? And one step later? And two?
 
 # %% [markdown]
+# ## A, B and C in short blocks
+#
+# The same memory as in M2, 40 slots, in ten blocks of 4. C need not wait for a slot any more; but in step 4 there is no block left.
+
+# %%
+long, short = play("m2"), play("m3")
+assert long.answers == short.answers == {request.name: request.answer_token_ids for request in example().requests}
+pictures.lanes(("two long blocks (M2)", long), ("ten short blocks (M3)", short))
+
+# %% [markdown]
+# From the tokens to the memory, in step 2: the positions of each request in groups of four, the block under each group, the slots of the new
+# tokens, and the ten blocks before and after.
+
+# %%
+pictures.step(short, 2)
+
+# %% [markdown]
+# Step 4: A needs a block for its token 12. C came last, so C gives its three blocks back. One of them goes to A; the others keep C's old
+# numbers until they are taken.
+
+# %%
+assert short.turns[4].preempted == {"C": "A"} and short.turns[4].after.tables["A"][-1] == 9
+pictures.step(short, 4)
+
+# %% [markdown]
+# Step 7: B is done, and C comes back. One step computes its 11 tokens again, nine of the prompt and two of the answer.
+
+# %%
+assert [share.end - share.start for share in short.turns[7].shares] == [1, 11]
+pictures.step(short, 7)
+
+# %% [markdown]
+# How much more memory would have spared C the way out? The engine can be asked:
+
+# %%
+for blocks in range(8, 14):
+    tried = play("m3", num_kv_blocks=blocks)
+    print(f"{blocks} blocks: {len(tried.turns)} steps, {sum(len(turn.preempted) for turn in tried.turns)} preemptions, C's first token in step",
+          next(turn.number for turn in tried.turns if "C" in turn.drawn))
+    assert tried.answers == short.answers
+
+# %% [markdown]
+# From 11 blocks on the three need 10 steps, as many as A alone: more memory would bring nothing. With nine there is no preemption either,
+# because C does not get in at all. Overbooking, and now and then a preemption, is the better use of the same memory.
+#
 # ## Feel the problem
 #
-# M2, four blocks, fourteen requests. The picture is the memory itself after some steps: a line is a block, and each of its 256 slots can
-# keep one token. Colour is a token of somebody, grey is a slot that is reserved and empty.
+# Three are a toy; here are fourteen. M2, four blocks, fourteen requests. The picture is the memory itself after some steps: a line is a block, and each of its 256 slots can
+# keep one token. A colour is a token of a request, grey is a slot that is reserved and empty.
 
 # %%
 rng = np.random.default_rng(0)
@@ -121,7 +169,7 @@ assert m2_stats.running == WHOLE and m2_stats.kv_waste > 0.5
 
 # %% [markdown]
 # Ten requests wait for memory while most of the memory holds nothing. It cannot be lent out: a sequence's memory must be in one piece, because the
-# K/V of position p is in slot `block * 256 + p`, and nobody knows yet how long a text will get.
+# K/V of position p is in slot `block * 256 + p`, and the engine does not know yet how long a text will get.
 #
 # ## The mini: short blocks in one cell
 #
@@ -376,7 +424,7 @@ with film(tight, "Sixteen blocks for six requests") as run:
 show(run, height=480)
 
 # %% [markdown]
-# The first to arrive never gives way, and nobody gives way to somebody who came later. Those who do wait with their tokens, not with their cache; when there is room again, one step
+# The first to arrive never gives way, and no request gives way to one that came later. Those that do wait with their tokens, not with their cache; when there is room again, one step
 # computes all of them together, like a prompt. That is cheap: a step of 50 tokens costs far less than 50 steps (M1's roofline).
 #
 # ## Measure: long blocks against short ones, and how long a block should be
@@ -473,7 +521,7 @@ for name, broken in breaks.items():
         tokens = serve(fresh.engine, hungry) if name != "one block never comes back" else None
         if tokens is None:  # an endless wait would be the end: count what is left after three short requests
             serve(fresh.engine, [(prompt, 2) for prompt, _ in hungry[:3]])
-            said[name] = f"{fresh.engine.stats().kv_blocks_used} of 16 blocks in use, and nobody runs"
+            said[name] = f"{fresh.engine.stats().kv_blocks_used} of 16 blocks in use, and no request runs"
         else:
             right_answers = sum(a == b for a, b in zip(tokens, short_of_memory, strict=True))
             stats = fresh.engine.stats()
@@ -488,6 +536,18 @@ assert said["as it is"].startswith("6 of 6")
 assert not said["blocks taken for neighbours"].startswith("6 of 6")
 assert said["one block never comes back"].startswith("3 of 16")
 assert serve(load(block_size=8, num_kv_blocks=16, max_model_len=80).engine, hungry) == short_of_memory, "nothing stayed broken"
+
+# %% [markdown]
+# With A, B and C one sees why "blocks taken for neighbours" goes wrong (15 blocks, so that C stays). A's token 12
+# belongs into A's fourth block, block 10. It lands in slot 12, on top of B's first word, and A reads a block that nothing was written into:
+
+# %%
+with patch.object(BlockManager, "slots", staticmethod(contiguous)):
+    neighbours = play("m3", num_kv_blocks=15)
+for request in example().requests:
+    print(request.name, repr(request.answer), "->", repr(llm.tokenizer.decode(neighbours.answers[request.name])))
+assert neighbours.answers["A"] != short.answers["A"] and neighbours.turns[4].after.memory[12] == ("A", 12)
+pictures.step(neighbours, 4)
 
 # %% [markdown]
 # A leak is the nastiest: every answer is right, until one day nothing is admitted any more. Hence the tests that play random requests

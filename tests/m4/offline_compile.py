@@ -81,7 +81,9 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
             own = OWN_TYPES.get((kernel.__name__, name))
             signature[name] = own or pointer_type(name, dtype)
         else:
-            signature[name] = "fp32" if name in ("scale", "eps", "stream_eps") else "i32"
+            signature[name] = (
+                "fp32" if name in ("scale", "eps", "stream_eps", "v_scale", "k_factor", "v_factor") else "i32"
+            )
         aligned = (
             signature[name].startswith("*")
             or name == "vocab_size"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from folovllm.forward_batch import ForwardBatch
+from folovllm.kv_scales import FP8, UNSCALED, KVScales, encode
 
 if TYPE_CHECKING:
     from folovllm.kernels.preparation import Preparation
@@ -30,11 +32,17 @@ class AttentionConfig:
     block_size: int | None  # B; None: not chosen yet, any that the backend supports will do
     max_num_seqs: int
     long_prompts: bool = False  # M6: whether long prompts may go to a kernel of their own, where the device has one
+    kv_dtype: torch.dtype | None = None  # of the cache; None: `dtype`
 
     @property
     def scale(self) -> float:
         """The factor on the scores, 1 / sqrt(D)."""
         return float(self.head_dim**-0.5)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the cache keeps numbers of 8 bits."""
+        return self.kv_dtype == FP8
 
 
 class AttentionBackend(ABC):
@@ -47,6 +55,8 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     supported_block_sizes: ClassVar[tuple[int, ...] | None] = None  # None: any; else multiples of one of these
     supports_cuda_graph: ClassVar[bool] = False
+    reads_fp8: ClassVar[bool] = False  # whether `forward` takes a cache in 8 bits as it is
+    scales: KVScales = UNSCALED  # of such a cache
 
     def __init__(self, config: AttentionConfig) -> None:
         self.config = config
@@ -65,6 +75,19 @@ class AttentionBackend(ABC):
     def supports_graph(cls, device: torch.device) -> bool:
         """Whether a step can be recorded on `device`. On CPU any can: there it is called again, not replayed."""
         return cls.supports_cuda_graph or device.type == "cpu"
+
+    def of_layer(self, scales: KVScales) -> AttentionBackend:
+        """The same for a layer whose cache has `scales`; all else is shared, and what is planned for one is for all."""
+        backend = copy(self)
+        backend.scales = scales
+        return backend
+
+    def as_bytes(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """New K/V as a cache in 8 bits keeps them, and that cache: all as bytes, which can be copied by any means."""
+        cached = encode(key, self.scales.key_factor), encode(value, self.scales.value_factor)
+        return cached[0].view(torch.uint8), cached[1].view(torch.uint8), kv_cache.view(torch.uint8)
 
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare once a step what all layers share. Device work only, so that it can be captured."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from folovllm.attention.backends.abstract import AttentionBackend, BackendUnavailable
+from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.attention.backends.composite import compose
+from folovllm.attention.backends.decoded import DecodedCache
 
 BACKENDS: dict[str, str] = {
     "torch_cat": "folovllm.attention.backends.torch_cat:TorchCatBackend",
@@ -36,3 +37,9 @@ def get_backend(name: str) -> type[AttentionBackend]:
             f"attention_backend {name!r} needs the package {error.name!r}: install it, or choose another backend"
         ) from error
     return backend
+
+
+def make_backend(name: str, config: AttentionConfig) -> AttentionBackend:
+    """The backend, with what it needs around it to read the cache that `config` asks for."""
+    backend = get_backend(name)(config)
+    return DecodedCache(backend) if config.is_fp8 and not backend.reads_fp8 else backend

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import torch
+
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.attention.backends.registry import get_backend
 
 logger = logging.getLogger("folovllm")
 
+FP8_CAPABILITY = (8, 9)  # from which on a GPU converts them
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # to choose from
 # The faster first, as docs/performance_log.md measured them. Triton's interpreter is for those who ask for it.
 AUTO_ORDER = {"cuda": ("triton", "flash_attn", "torch_paged"), "cpu": ("torch_paged",)}
@@ -39,8 +42,24 @@ def _checked(backend: type[AttentionBackend], config: AttentionConfig) -> int:
     """The block size to use, if the backend can run with it."""
     size = config.block_size or next(size for size in BLOCK_SIZES if backend.supports_block_size(size))
     backend.check_available(replace(config, block_size=size))
+    if config.is_fp8:
+        _check_fp8(backend, config)
     if not backend.supports_block_size(size):
         raise BackendUnavailable(
             f"{backend.name} cannot use blocks of {size} tokens: leave block_size open, or choose another backend"
         )
     return size
+
+
+def _check_fp8(backend: type[AttentionBackend], config: AttentionConfig) -> None:
+    """Raise `BackendUnavailable` where no kernel can read a cache in 8 bits, nor plain torch stand in for one."""
+    if not backend.reads_fp8 and backend.name not in ("torch_naive", "torch_paged"):
+        raise BackendUnavailable(
+            f'{backend.name} cannot read a cache in 8 bits: choose "triton" or "torch_paged", or leave kv_cache_dtype out'
+        )
+    capability = torch.cuda.get_device_capability(config.device) if config.device.type == "cuda" else FP8_CAPABILITY
+    if backend.reads_fp8 and capability < FP8_CAPABILITY:
+        raise BackendUnavailable(
+            f"this GPU (compute capability {capability[0]}.{capability[1]}) has no numbers of 8 bits, which come with 8.9: "
+            "leave kv_cache_dtype out"
+        )

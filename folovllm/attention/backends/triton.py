@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -10,7 +11,7 @@ import triton
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.forward_batch import ForwardBatch
-from folovllm.kernels.decode import SplitKVDecode
+from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
 from folovllm.kernels.prefill import prefill
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.store import store_kvcache
@@ -26,13 +27,15 @@ class TritonBackend(AttentionBackend):
 
     name = "triton"
     supports_cuda_graph = True
+    reads_fp8 = True
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
         if config.block_size is None:
             raise ValueError("the triton backend is built for one block size: resolve it first")
         self._decode = SplitKVDecode(
-            config.max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim, config.block_size, config.device
+            config.max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim, config.block_size, config.device,
+            DecodeConfig(tile=64) if config.is_fp8 else DecodeConfig(),
         )  # fmt: skip
         self._hopper = _hopper(config)
 
@@ -52,6 +55,10 @@ class TritonBackend(AttentionBackend):
                 'choose "torch_paged"'
             )
 
+        if config.is_fp8 and config.head_dim < 32:
+            raise BackendUnavailable(
+                f'attention_backend "triton" reads 8 bits from a head_dim of 32 up, not {config.head_dim}: choose "torch_paged"'
+            )
         if config.device.type == "cuda" and config.head_dim * config.dtype.itemsize > 512:
             raise BackendUnavailable(
                 f'attention_backend "triton" has tiles for a head_dim of up to 256 in half precision and 128 in float32, '
@@ -65,6 +72,8 @@ class TritonBackend(AttentionBackend):
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write `key` and `value` [T, Hkv, D] to their slots; slot -1 is skipped."""
+        if self.config.is_fp8:
+            key, value, kv_cache = self.as_bytes(key, value, kv_cache)
         store_kvcache(key, value, kv_cache, slot_mapping)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -72,7 +81,7 @@ class TritonBackend(AttentionBackend):
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         scale = self.config.scale
         if batch.num_decodes:
-            self._decode(query, kv_cache, batch.block_tables, batch.num_decodes, scale, out)
+            self._decode(query, kv_cache, batch.block_tables, batch.num_decodes, scale, out, scales=self.scales)
         if batch.num_seqs > batch.num_decodes:
             self._prefill_kernel(len(query), batch.max_query_len)(
                 query, kv_cache, batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.max_query_len, scale,
@@ -86,7 +95,7 @@ class TritonBackend(AttentionBackend):
         if hopper is not None and hopper.is_ahead(self.config.head_dim, num_tokens, max_query_len):
             kernel: Callable[..., torch.Tensor] = hopper.prefill_hopper
             return kernel
-        return prefill
+        return partial(prefill, scales=self.scales)
 
     def forward_raw(
         self, qkv: torch.Tensor, preparation: Preparation, kv_cache: torch.Tensor, batch: ForwardBatch
@@ -94,12 +103,12 @@ class TritonBackend(AttentionBackend):
         """The decode kernel takes in the new tokens itself."""
         c = self.config
         out = qkv.new_empty(batch.num_seqs, c.num_heads, c.head_dim)
-        return self._decode(qkv, kv_cache, batch.block_tables, batch.num_seqs, c.scale, out, preparation)
+        return self._decode(qkv, kv_cache, batch.block_tables, batch.num_seqs, c.scale, out, preparation, self.scales)
 
 
 def _hopper(config: AttentionConfig) -> ModuleType | None:
     """The kernel for long prompts, where it is asked for and can run: Gluon has no interpreter."""
-    if not config.long_prompts or config.device.type != "cuda":
+    if not config.long_prompts or config.is_fp8 or config.device.type != "cuda":
         return None
     from folovllm.kernels import prefill_hopper
 

@@ -1,0 +1,47 @@
+"""A cache in 8 bits for backends that read none: each step decodes the blocks that it reads, and they see a small cache."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+
+import torch
+
+from folovllm.attention.backends.abstract import AttentionBackend
+from folovllm.forward_batch import ForwardBatch
+from folovllm.kv_scales import FP8, KVScales, decode
+
+
+class DecodedCache(AttentionBackend):
+    """Stands around a backend in plain torch. The copy costs more than 8 bits save; Triton's kernels make none."""
+
+    reads_fp8 = True
+
+    def __init__(self, inner: AttentionBackend) -> None:
+        super().__init__(inner.config)
+        self._inner = inner
+
+    def of_layer(self, scales: KVScales) -> AttentionBackend:
+        """As `AttentionBackend`."""
+        backend = copy(self)
+        backend.scales, backend._inner = scales, self._inner.of_layer(scales)
+        return backend
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """As the other backend."""
+        self._inner.plan(batch)
+
+    def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Encode `key` and `value` [T, Hkv, D]; the other backend stores bytes like any numbers."""
+        self._inner.store(*self.as_bytes(key, value, kv_cache), slot_mapping)
+
+    def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, Hq, D] -> [T, Hq, D], over copies of the sequences' blocks that lie one behind the other."""
+        counts = [-(-seq_len // kv_cache.shape[2]) for seq_len in batch.seq_lens_host]
+        used = torch.cat([table[:count] for table, count in zip(batch.block_tables, counts, strict=True)])
+        blocks = kv_cache.view(torch.uint8)[:, used.long()].view(FP8)  # [2, used, B, Hkv, D]
+        parts = [decode(blocks[i], scale, query.dtype) for i, scale in enumerate((self.scales.key, self.scales.value))]
+        tables = torch.zeros_like(batch.block_tables)
+        here = torch.arange(tables.shape[1], device=tables.device) < torch.tensor(counts, device=tables.device)[:, None]
+        tables[here] = torch.arange(len(used), dtype=tables.dtype, device=tables.device)
+        return self._inner.forward(query, torch.stack(parts), replace(batch, block_tables=tables))

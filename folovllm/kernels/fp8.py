@@ -1,0 +1,106 @@
+"""Numbers of 8 bits in a KV cache: how a kernel writes them, and how it takes them into its products.
+
+E4M3 has a sign, four bits of exponent and three of mantissa: two to eight sixteenths of a number's own size lie between
+neighbours, and the largest is 448 (Micikevicius et al., 2022, "FP8 Formats for Deep Learning").
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from folovllm.kernels.online_softmax import LOWEST, block_ids, online_softmax_tile, tile_offsets
+
+LARGEST = tl.constexpr(448.0)
+SMALLEST_NORMAL = tl.constexpr(2.0**-6)  # below, the distance between neighbours no longer shrinks
+
+
+@triton.jit
+def to_cache(x, factor, cache_ptr):
+    """`x` as the cache behind `cache_ptr` keeps it: times `factor` and in 8 bits, or unchanged in a cache of its own dtype.
+
+    It is rounded to E4M3 by arithmetic, half to even, before the cast, which has nothing left to round: what Triton's
+    interpreter casts comes out wrong where a mantissa overflows. What is too large becomes the largest number.
+    """
+    if cache_ptr.dtype.element_ty == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x.to(tl.float32) * factor, -LARGEST), LARGEST)
+        power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # of two, at or below |x|
+        magic = tl.maximum(power, SMALLEST_NORMAL) * (
+            0.125 * 12582912.0
+        )  # 1.5 * 2**23 steps: no bit below a step is kept
+        x = (x + magic) - magic
+    return x.to(cache_ptr.dtype.element_ty)
+
+
+@triton.jit
+def fold_tile(q, k, v, visible, row_max, row_sum, acc, scale):
+    """`online_softmax_tile` of K/V as the cache keeps them. Of 8 bits, products are taken in float16, which holds all of
+    them, and to which the hardware turns two with one instruction; in float32 where `q` is.
+    """
+    if k.dtype == tl.float8e4nv:
+        if q.dtype != tl.float32:
+            q = q.to(tl.float16)
+        k, v = k.to(q.dtype), v.to(q.dtype)
+    return online_softmax_tile(q, k, v, visible, row_max, row_sum, acc, scale)
+
+
+# Both bytes of an int16 become float16 in one instruction; two more gather what was lower, and what was higher.
+TWO_OF_8 = tl.constexpr("""{ .reg .b16 a, b; .reg .b32 c, d;
+    mov.b32 {a, b}, $2;
+    cvt.rn.f16x2.e4m3x2 c, a;
+    cvt.rn.f16x2.e4m3x2 d, b;
+    prmt.b32 $0, c, d, 0x5410;
+    prmt.b32 $1, c, d, 0x7632; }""")
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def two_of_8(pair):
+    """The two numbers of 8 bits in an int16 as float16: the lower byte's and the higher byte's."""
+    if INTERPRETED:
+        low = (pair & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        high = ((pair >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        low, high = tl.inline_asm_elementwise(TWO_OF_8, "=r,=r,r", [pair], (tl.float16, tl.float16), True, 2)
+    return low, high
+
+
+@triton.jit
+def decode_split_fp8(
+    q, k_ptr, v_ptr, table_ptr, first, last, scale, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr,
+    B: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """`decode_split` of a cache in 8 bits, which arrives in pairs.
+
+    A single byte is the wrong size for every path from the memory to a product: as bytes, values alone took a load each
+    (`docs/performance_log.md`). Two neighbouring dimensions are one int16, and travel as numbers of 16 bits do. A product
+    over all dimensions is then the sum of two, over those with even and with odd numbers; and so are the answers.
+    """
+    KIND: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16  # of the products
+    even_q, odd_q = tl.split(tl.reshape(tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(KIND), [M, D // 2, 2]))
+    k_ptr = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    row_max = tl.full([M], LOWEST, tl.float32)
+    row_sum = tl.zeros([M], tl.float32)
+    even_acc = tl.zeros([M, D // 2], tl.float32)
+    odd_acc = tl.zeros([M, D // 2], tl.float32)
+    pairs = tl.arange(0, D // 2)[None, :]
+    blocks = block_ids(table_ptr, first, last, B, TILE)
+    for token in range(first, last, TILE):
+        offsets = tile_offsets(blocks, token, B, TILE, STRIDE_BLOCK // 2, STRIDE_TOKEN // 2)[:, None] + pairs
+        blocks = block_ids(table_ptr, token + TILE, last, B, TILE)
+        inside = token + tl.arange(0, TILE) < last
+        k = tl.load(k_ptr + offsets, mask=inside[:, None], other=0)
+        v = tl.load(v_ptr + offsets, mask=inside[:, None], other=0)
+        even, odd = two_of_8(k)
+        scores = tl.dot(even_q, tl.trans(even.to(KIND)), input_precision="ieee")
+        scores = tl.dot(odd_q, tl.trans(odd.to(KIND)), scores, input_precision="ieee") * scale
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        weights, shrink = tl.exp2(scores - new_max[:, None]), tl.exp2(row_max - new_max)
+        row_sum = row_sum * shrink + tl.sum(weights, 1)
+        row_max, weights = new_max, weights.to(KIND)
+        even, odd = two_of_8(v)
+        even_acc = tl.dot(weights, even.to(KIND), even_acc * shrink[:, None], input_precision="ieee")
+        odd_acc = tl.dot(weights, odd.to(KIND), odd_acc * shrink[:, None], input_precision="ieee")
+    return row_max, row_sum, tl.reshape(tl.join(even_acc, odd_acc), [M, D])

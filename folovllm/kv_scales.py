@@ -1,0 +1,41 @@
+"""A KV cache in 8 bits: what its numbers are multiples of, and both ways between them and those that were meant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # in FP8
+
+
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """One layer's: a cached number times its scale is the number that was meant."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+    @property
+    def key_factor(self) -> float:
+        """What a key is multiplied by before it is cached."""
+        return 1 / self.key
+
+    @property
+    def value_factor(self) -> float:
+        """The same of a value."""
+        return 1 / self.value
+
+
+UNSCALED = KVScales()
+
+
+def encode(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """`x` times `factor` in FP8; what is too large becomes the largest number, as in the kernels (`kernels/fp8.py`)."""
+    return (x.float() * factor).clamp(-LARGEST, LARGEST).to(FP8)
+
+
+def decode(cached: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """What `encode` was given, as far as 8 bits hold it."""
+    return (cached.float() * scale).to(dtype)

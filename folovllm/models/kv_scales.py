@@ -1,0 +1,37 @@
+"""The scales of a KV cache in 8 bits that a checkpoint may bring along."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import cast
+
+import torch
+
+from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+
+# As compressed-tensors, vLLM, ModelOpt and older quantisers name them.
+NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?([kv])_scale|([kv])_proj\.output_scale)")
+
+
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor of this name is the scale of a layer's cached keys or values."""
+    return NAME.fullmatch(name) is not None
+
+
+def take_kv_scale(model: LlamaForCausalLM, name: str, tensor: torch.Tensor) -> None:
+    """Give a scale to its layer.
+
+    Raises:
+        ValueError: it is not one positive number, or there is no such layer.
+    """
+    match = NAME.fullmatch(name)
+    assert match is not None
+    layer, is_key = int(match[1]), (match[2] or match[3]) == "k"
+    if layer >= len(model.model.layers):
+        raise ValueError(f"the checkpoint holds {name!r}, for which the model has no place")
+    if tensor.numel() != 1 or not 0 < tensor.item() < float("inf"):
+        raise ValueError(f"{name!r} must be one positive number: scales of single heads are not supported")
+    attention = cast(LlamaDecoderLayer, model.model.layers[layer]).self_attn.attn
+    name = "key" if is_key else "value"
+    attention.scales = replace(attention.scales, **{name: tensor.item()})

@@ -1,0 +1,34 @@
+"""What K/V in 8 bits should be multiples of: found out by looking at some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from folovllm.kv_scales import LARGEST, KVScales
+from folovllm.setup import EngineSetup
+from folovllm.step.schedule import Share
+from folovllm.worker.warm_up import dummy_shares
+
+TOKENS = 512  # to look at
+HEADROOM = 2.0  # a prompt may bring larger numbers than these
+
+
+def calibration_shares(setup: EngineSetup) -> tuple[Share, ...]:
+    """One sequence of tokens from all over the vocabulary, the same at every start."""
+    length = min(TOKENS, setup.max_model_len, setup.max_num_batched_tokens)
+    (share,) = dummy_shares([length], setup.block_size)
+    tokens = np.random.default_rng(0).integers(0, setup.vocab_size, length, dtype=np.int32)
+    return (share._replace(token_ids=tokens),)
+
+
+def scales_of(kv_caches: Sequence[torch.Tensor]) -> list[KVScales]:
+    """For each layer's cache [2, N, B, Hkv, D] in 16 or 32 bits, scales that bring its largest K and V to half the range.
+
+    Powers of two: they move exponents and leave mantissas alone, so a number loses nothing but its last bits.
+    """
+    largest = torch.stack([cache.abs().amax(dim=(1, 2, 3, 4)) for cache in kv_caches]).float()  # [L, 2]
+    scales = torch.exp2((largest * HEADROOM / LARGEST).clamp(min=2.0**-40).log2().ceil())
+    return [KVScales(key, value) for key, value in scales.tolist()]

@@ -1,0 +1,259 @@
+"""A KV cache in 8 bits: what is written, what is read, and engines on top of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from folovllm import EngineConfig
+from folovllm.attention.backends.abstract import AttentionBackend, BackendUnavailable
+from folovllm.attention.backends.registry import make_backend
+from folovllm.attention.backends.select import choose_backend
+from folovllm.attention.backends.torch_naive import TorchNaiveBackend
+from folovllm.engine.setup import set_up
+from folovllm.kv_scales import FP8, UNSCALED, KVScales, decode, encode
+from folovllm.worker.calibrate import scales_of
+from tests import contract
+from tests.contract import CASES, Case, make_problem
+from tests.helpers import tiny_checkpoint
+from tests.workloads import make_engine, mixed_requests, serve
+
+SCALES = KVScales(0.25, 0.03)  # one that moves exponents alone, and one that does not
+BACKENDS = ("torch_naive", "torch_paged", "triton")
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+ON = contract.DEVICE
+
+
+def numbers() -> torch.Tensor:
+    """Every number of 8 bits, what lies half-way between neighbours and beside that, random ones, and some too large."""
+    own = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    own = own[own.isfinite()].sort().values
+    middles = (own[1:] + own[:-1]) / 2
+    spread = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(-4, 3, 2000)
+    return torch.cat([own, middles, middles * 1.001, middles * 0.999, spread, torch.tensor([464.0, 500.0, -1e9, 0.0])])
+
+
+def backend_for(name: str, case: Case, dtype: torch.dtype, scales: KVScales) -> AttentionBackend:
+    """The backend over 8 bits; skips where it cannot run."""
+    plain = contract.make_backend(name, case, dtype)
+    config = replace(plain.config, kv_dtype=FP8)
+    try:
+        choose_backend(name, config)
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    return make_backend(name, config).of_layer(scales)
+
+
+def in_8_bits(cache: torch.Tensor, scales: KVScales) -> torch.Tensor:
+    """A cache in whole numbers, encoded; NaN stays NaN, as what nobody owns is."""
+    whole = cache.transpose(2, 3)
+    factors = scales.key_factor, scales.value_factor
+    return torch.stack([encode(part, factor) for part, factor in zip(whole, factors, strict=True)]).transpose(2, 3)
+
+
+def read_back(cache: torch.Tensor, scales: KVScales, dtype: torch.dtype) -> torch.Tensor:
+    return torch.stack([decode(cache[0], scales.key, dtype), decode(cache[1], scales.value, dtype)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("factor", [1.0, 4.0, 1 / 0.03])
+def test_kernels_round_as_torch_does(dtype: torch.dtype, factor: float) -> None:
+    """Half to even, below the smallest normal number too; what is too large becomes the largest."""
+    triton = pytest.importorskip("triton", reason="Triton is for Linux only")
+    tl = triton.language
+    from folovllm.kernels.fp8 import to_cache
+
+    @triton.jit
+    def cast(x_ptr, out_ptr, n, factor, BLOCK: tl.constexpr, to: tl.constexpr):
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(out_ptr + i, to(tl.load(x_ptr + i, mask=i < n), factor, out_ptr), mask=i < n)
+
+    x = (numbers() / factor).clamp(-6e4, 6e4).to(dtype).to(ON)
+    out = torch.zeros(len(x), device=ON).to(FP8)
+    cast[(triton.cdiv(len(x), 1024),)](x, out, len(x), factor, 1024, to_cache)
+    assert (out.float() == encode(x, factor).float()).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scales", [UNSCALED, SCALES], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("case", CASES[:8], ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_stores_8_bits_and_attends_over_them(
+    name: str, case: Case, scales: KVScales, dtype: torch.dtype
+) -> None:
+    """New K/V land encoded in their slots and nowhere else; attention is that over what they decode to."""
+    backend = backend_for(name, case, dtype, scales)
+    p = make_problem(backend.config, case)
+    cache, after = in_8_bits(p.kv_cache, scales), in_8_bits(p.cache_after, scales)
+    backend.plan(p.batch)
+    backend.store(p.key, p.value, cache, p.batch.slot_mapping)
+    assert torch.equal(cache.view(torch.uint8), after.view(torch.uint8))
+    out = backend.forward(p.query, cache, p.batch)
+    oracle = TorchNaiveBackend(replace(backend.config, kv_dtype=None))
+    expected = oracle.forward(p.query.float(), read_back(after, scales, torch.float32), p.batch)
+    assert not out.isnan().any(), "a slot that holds no token of the sequence was read"
+    assert (out - expected).abs().max() <= contract.TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [32, 64])
+def test_the_kernels_that_prepare_and_store_at_once_agree(dtype: torch.dtype, dim: int) -> None:
+    """Rotating and storing in one pass, and a decode that takes in the raw projection: the bytes that torch's way stores."""
+    pytest.importorskip("triton", reason="Triton is for Linux only")
+    from folovllm.kernels.decode import SplitKVDecode
+    from folovllm.kernels.preparation import Preparation
+    from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
+    from folovllm.layers.rotary_embedding import RotaryEmbedding
+
+    torch.manual_seed(0)
+    lens, (hq, hkv), block_size = torch.tensor([1, 5, 16, 17, 40], device=ON), (4, 2), 16
+    tables = torch.arange(15, device=ON).view(5, 3).int()
+    cache = torch.randn(2, 15, hkv, block_size, dim, device=ON).to(FP8).transpose(2, 3)
+    other = cache.clone().transpose(2, 3).contiguous().transpose(2, 3)
+    last = lens - 1
+    slots = tables.gather(1, (last // block_size)[:, None])[:, 0] * block_size + last % block_size
+    rope = RotaryEmbedding(10000.0 ** -(torch.arange(0, dim, 2) / dim), 64).to(ON)
+    qkv = torch.randn(5, (hq + 2 * hkv) * dim, device=ON, dtype=dtype)
+    query, key, value = torch.split(qkv.view(5, -1, dim), [hq, hkv, hkv], dim=1)
+    preparation = Preparation(rope.cos_sin_cache, scales=SCALES)
+
+    rotated = qk_norm_rope_store(query, key, value, last, cache, slots, preparation)
+    expected_query, expected_key = rope(last, query, key)
+    written = cache[:, slots.long() // block_size, slots.long() % block_size]
+    if dtype == torch.float32:  # else the two rotations may differ in the last bit
+        assert torch.equal(written[0].float(), encode(expected_key, SCALES.key_factor).float())
+        torch.testing.assert_close(rotated, expected_query)
+    assert torch.equal(written[1].float(), encode(value, SCALES.value_factor).float())
+
+    kernel = SplitKVDecode(8, hq, hkv, dim, block_size, torch.device(ON))
+    kernel.plan(lens.int(), 5)
+    out, raw = torch.empty_like(rotated), torch.empty_like(rotated)
+    kernel(rotated, cache, tables, 5, dim**-0.5, out, scales=SCALES)
+    kernel(qkv, other, tables, 5, dim**-0.5, raw, preparation, SCALES)
+    differing = (cache.float() != other.float()).float().mean()
+    assert differing == 0 if dtype == torch.float32 else differing < 1e-3
+    torch.testing.assert_close(
+        raw, out, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-4 if dtype == torch.float32 else 2e-2
+    )
+
+
+@pytest.mark.parametrize("milestone", ["m2", "m3", "m4", "m5", "m6"])
+def test_all_milestones_answer_alike_from_8_bits(milestone: str) -> None:
+    """Whatever the batch, the blocks, preemptions and prefixes: the bytes are the same, and so are the tokens."""
+    model, requests = tiny_checkpoint(), mixed_requests(count=8)
+    alone = make_engine(model, milestone="m2", max_num_seqs=1, kv_cache_dtype="fp8_e4m3", calculate_kv_scales=True)
+    little = {} if milestone == "m2" else {"num_kv_blocks": 36, "block_size": 8}
+    together = make_engine(model, milestone=milestone, kv_cache_dtype="fp8", calculate_kv_scales=True, **little)
+    expected = [list(o.outputs[0].token_ids) for o in serve(alone, requests)]
+    got = [list(o.outputs[0].token_ids) for o in serve(together, requests, "random")]
+    assert got == expected
+
+
+def test_half_the_bytes_are_twice_the_blocks() -> None:
+    """The same memory holds twice the tokens of float16, four times those of float32."""
+    model = str(tiny_checkpoint())
+    sizes = {
+        (dtype, kv): set_up(EngineConfig(model=model, dtype=dtype, kv_cache_dtype=kv)).kv_bytes_per_token
+        for dtype in ("float16", "float32")
+        for kv in ("auto", "fp8")
+    }
+    assert (
+        sizes["float16", "auto"] == 2 * sizes["float16", "fp8"]
+        and sizes["float32", "auto"] == 4 * sizes["float32", "fp8"]
+    )
+
+
+@given(st.lists(st.floats(1e-6, 1e4), min_size=2, max_size=2))
+@settings(max_examples=50)
+def test_calibrated_scales_leave_headroom_and_are_powers_of_two(largest: list[float]) -> None:
+    cache = torch.zeros(2, 3, 4, 1, 2)
+    cache[0, 1, 2], cache[1, 0, 3] = -largest[0], largest[1]
+    (scales,) = scales_of([cache])
+    for scale, most in zip((scales.key, scales.value), largest, strict=True):
+        assert 112 * scale < most * 1.0001 and most <= 224.01 * scale
+        assert torch.tensor(scale).log2().frac() == 0
+
+
+def with_tensors(tensors: dict[str, torch.Tensor], to: Path) -> str:
+    """The tiny model's checkpoint with some tensors more."""
+    shutil.copytree(tiny_checkpoint(), to)
+    file = to / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+    return str(to)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("self_attn.k_scale", "self_attn.v_scale"),
+        ("self_attn.attn.k_scale", "self_attn.attn.v_scale"),
+        ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+        ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoints_scales_are_used(names: tuple[str, str], ranks: int, tmp_path: Path) -> None:
+    """Scales that lose all but the coarsest numbers change the answer; without 8 bits nobody looks at them."""
+    if ranks == 2 and names[0] != "self_attn.k_scale":
+        pytest.skip("ranks read all names alike")
+    scales = {f"model.layers.{i}.{name}": torch.tensor(300.0) for i in range(3) for name in names}
+    model, requests = with_tensors(scales, tmp_path / "scaled"), mixed_requests(count=3)
+    kinds: dict[str, list[list[int]]] = {}
+    for path, kv in ((model, "auto"), (tiny_checkpoint(), "auto"), (model, "fp8")):
+        engine = make_engine(Path(path), milestone="m5", kv_cache_dtype=kv, tensor_parallel_size=ranks)
+        kinds[f"{path} {kv}"] = [list(o.outputs[0].token_ids) for o in serve(engine, requests)]
+        engine.close()
+    plain_scaled, plain, coarse = kinds.values()
+    assert plain_scaled == plain and coarse != plain
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.0), torch.tensor(float("nan")), torch.ones(2), torch.tensor(-1.0)])
+def test_a_scale_that_cannot_be_is_refused(scale: torch.Tensor, tmp_path: Path) -> None:
+    model = with_tensors({"model.layers.0.self_attn.k_scale": scale}, tmp_path / "bad")
+    with pytest.raises(ValueError, match=r"self_attn\.k_scale.* one positive number"):
+        make_engine(Path(model), kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("choices", "says"),
+    [
+        ({"milestone": "m1", "kv_cache_dtype": "fp8"}, 'leave kv_cache_dtype out, or use "m2"'),
+        ({"calculate_kv_scales": True}, 'with kv_cache_dtype="fp8_e4m3" only'),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "choose one of auto, fp8_e4m3"),
+        ({"kv_cache_dtype": "int8"}, "unknown kv_cache_dtype 'int8'"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(choices: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        EngineConfig(**choices)  # type: ignore[arg-type]
+
+
+def test_heads_that_are_too_small_for_pairs_are_refused() -> None:
+    pytest.importorskip("triton", reason="Triton is for Linux only")
+    with pytest.raises(BackendUnavailable, match="head_dim of 32 up, not 16"):
+        make_engine(tiny_checkpoint(head_dim=16), milestone="m4", attention_backend="triton", kv_cache_dtype="fp8")
+
+
+def test_two_backends_at_once_are_refused() -> None:
+    with pytest.raises(BackendUnavailable, match="torch_paged,torch_naive cannot read a cache in 8 bits"):
+        make_engine(
+            tiny_checkpoint(), milestone="m5", attention_backend="torch_paged,torch_naive", kv_cache_dtype="fp8"
+        )
+
+
+@pytest.mark.gpu
+def test_flash_attn_is_refused() -> None:
+    config = json.loads((tiny_checkpoint() / "config.json").read_text())
+    assert config["head_dim"] == 32
+    with pytest.raises(BackendUnavailable, match="flash_attn"):
+        make_engine(
+            tiny_checkpoint(), milestone="m4", device="cuda", kv_cache_dtype="fp8", attention_backend="flash_attn"
+        )
