@@ -44,6 +44,7 @@ from folovllm.bench.roofline import measure_rates
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels import decode, online_softmax, prefill, rms_norm, store
 from folovllm.kernels.online_softmax import LOG2_E
+from milestones.pictures import DARK
 from milestones.running_example import engine_for, example, play
 
 MODEL, CPU = "stories-5m", torch.device("cpu")  # the model comes with the package
@@ -489,7 +490,7 @@ figure, axes = plt.subplots(figsize=(7, 2.8))
 names = [f"{name} {grid[0]}" for name, grid in read]
 for row, blocks in enumerate(read.values()):
     owner = next(name for name, table in tables.items() if blocks <= set(table))
-    axes.barh([row] * len(blocks), 0.9, left=sorted(blocks), height=0.8, color={"A": "#0072b2", "B": "#d55e00", "C": "#007a5a"}[owner])
+    axes.barh([row] * len(blocks), 0.9, left=sorted(blocks), height=0.8, color=DARK[owner])
     axes.text(max(blocks) + 1.1, row, owner, va="center", fontsize=9)
 axes.set(yticks=range(len(read)), yticklabels=names, xticks=np.arange(10) + 0.45, xticklabels=range(10), xlim=(0, 10.6), xlabel="block", title="step 2: a program and the blocks it reads")
 axes.invert_yaxis()
