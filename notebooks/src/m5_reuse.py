@@ -72,10 +72,10 @@ def serve(engine, requests, look=lambda: None):
 #
 # <details><summary>Answers, roughly</summary>
 #
-# 1. Some twenty times: 32 tokens in place of 1,632, but they attend to all.
+# 1. Fifteen to twenty-five times: 32 tokens in place of 1,632, but they attend to all.
 # 2. Nothing of it. K/V of a word are made from all words before it.
 # 3. Well below one percent.
-# 4. Some hundred times. In chunks of 128 the newcomer waits a little longer for its first token, and the other request ten times less.
+# 4. Fifty to a hundred times. In chunks of 128 the newcomer waits a little longer for its first token, and the other request ten times less.
 #
 # </details>
 #
