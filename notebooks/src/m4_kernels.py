@@ -475,7 +475,7 @@ def reads(engine, step):
             with (
                 patch.object(InterpreterBuilder, "create_masked_load", noted_load),
                 patch.object(triton_backend, "prefill", noted("prefill", prefill.prefill)),
-                patch.object(decode.SplitKVDecode, "__call__", lambda *args: noted("decode", call)(*args)),
+                patch.object(decode.SplitKVDecode, "__call__", lambda *args, **options: noted("decode", call)(*args, **options)),
             ):
                 engine.step()
         else:
