@@ -2,9 +2,10 @@
 
 They are drawn from what the engine did (`milestones.running_example.play`), in the book as in a notebook's cell:
 
-    from milestones.pictures import lanes, step
+    from milestones.pictures import blocks, lanes, step
     run = play("m3")
     lanes(run)          # a row a request, a column a step
+    blocks(run)         # a row a block
     step(run, 4)        # tokens -> block table -> slot mapping -> memory, before and after
 """
 
@@ -21,6 +22,7 @@ LIGHT = {"A": "#fae3bd", "B": "#d6ebf8", "C": "#d2ece3"}
 INK, GREY, RED = "#222", "#767676", "#b00020"
 WIDTH = 830  # pixels, of every picture
 LINE, WIDEST = 24, 48  # of a row in `lanes`, and of a step
+SLOT = 4.6  # how high a slot is in `blocks`
 CELL, HIGH, ACROSS = 51, 19, 4  # of a slot in `memory`, and how many stand side by side
 WANT = {
     "sequences": "the only place is taken",
@@ -95,12 +97,52 @@ def _stretch(doing: str, name: str, turns: list[Turn], y: float, wide: int) -> I
         yield _text(x + width / 2, y + 16, label, size=11, fill="white" if is_dark else INK, middle=True)
 
 
+def blocks(*runs: Run | tuple[str, Run]) -> Picture:
+    """Who holds which block: a row a block, as high as it is long, a column a step. What is not filled is reserved and empty."""
+    titled = [each if isinstance(each, tuple) else (each.milestone.upper(), each) for each in runs]
+    wide = min(WIDEST, (WIDTH - 46) // max(len(run.turns) for _, run in titled))
+    parts: list[str] = []
+    top = 0.0
+    for title, run in titled:
+        parts += [_text(8, top + 18, title, size=14, bold=True), *_holders(run, top + 26, wide)]
+        top += 46 + SLOT * len(run.turns[0].after.memory)
+    return _svg(parts, top - 8)
+
+
+def _holders(run: Run, top: float, wide: int) -> Iterable[str]:
+    high = SLOT * run.block_size
+    for turn in run.turns:
+        x = 40 + wide * turn.number
+        yield _text(x + wide / 2, top + 10, str(turn.number), size=10, fill=GREY, middle=True)
+        for block, _ in enumerate(turn.after.held):
+            yield _box(x + 1, top + 14 + high * block, wide - 2, high - 1, "white", "#ddd")
+        held = _filled(run, turn)
+        for (block, name), tokens in held.items():
+            sharers = [other for taken, other in held if taken == block]
+            part = high / len(sharers)
+            y = top + 14 + high * block + part * sharers.index(name)
+            yield _box(x + 1, y, (wide - 2) * tokens / run.block_size, part - 1, LIGHT[name], "none")
+            yield _box(x + 1, y, wide - 2, part - 1, "none", DARK[name])
+            yield _text(x + wide / 2, y + part / 2 + 4, name, size=10, fill=DARK[name], middle=True, bold=True)
+    for block in range(len(run.turns[0].after.held)):
+        yield _text(34, top + 18 + high * (block + 0.5), str(block), size=10, fill=GREY, end=True)
+
+
+def _filled(run: Run, turn: Turn) -> dict[tuple[int, str], int]:
+    """Of each block and each request that holds it in a step, how many of its tokens lie there."""
+    found: dict[tuple[int, str], int] = {}
+    for share in turn.shares:
+        for i, block in enumerate(_table(turn, share.name, share, run.block_size)):
+            found[block, share.name] = min(run.block_size, share.end - i * run.block_size)
+    return found
+
+
 def step(run: Run, number: int) -> Picture:
     """One step: the tokens of each request, its block table, the slots of the new tokens, and the memory before and after."""
     turn, height = run.turns[number], _memory_height(run)
     parts = [_text(8, 20, f"{run.milestone.upper()}, step {number}", size=14, bold=True)]
-    parts += [_text(8, 38 + 15 * i, line, size=11) for i, line in enumerate(_story(turn))]
-    top = 52 + 15 * len(_story(turn))
+    parts += [_text(8, 38 + 15 * i, line, size=11) for i, line in enumerate(_story(run, turn))]
+    top = 52 + 15 * len(_story(run, turn))
     for name in sorted(
         {*turn.after.tables, *turn.before.tables, *(share.name for share in turn.shares), *turn.refused}
     ):
@@ -114,7 +156,7 @@ def step(run: Run, number: int) -> Picture:
     return _svg(parts, max(top, height))
 
 
-def _story(turn: Turn) -> list[str]:
+def _story(run: Run, turn: Turn) -> list[str]:
     """What else happened, in sentences."""
     said = [f"{name} arrives." for name in turn.arrived]
     said += [f"{name} begins with {hit} tokens that are in the cache." for name, hit in turn.hits.items()]
@@ -125,7 +167,7 @@ def _story(turn: Turn) -> list[str]:
     said += [f"{name} waits: {WANT[why]}." for name, why in turn.refused.items() if name not in turn.preempted]
     if turn.drawn:
         drawn = (
-            f"{name} \N{LEFT DOUBLE QUOTATION MARK}{_word(token)}\N{RIGHT DOUBLE QUOTATION MARK}"
+            f"{name} \N{LEFT DOUBLE QUOTATION MARK}{run.texts[token].strip()}\N{RIGHT DOUBLE QUOTATION MARK}"
             for name, token in turn.drawn.items()
         )
         said.append(f"Drawn: {', '.join(drawn)}.")
@@ -163,13 +205,6 @@ def _table(turn: Turn, name: str, share: Share | None, size: int) -> tuple[int, 
     return known + tuple(block for block in named if block not in known)
 
 
-def memory(run: Run, number: int) -> Picture:
-    """The memory alone, after a step."""
-    return _svg(
-        list(_memory(run, run.turns[number].after, 0, f"after step {number}", frozenset())), _memory_height(run)
-    )
-
-
 def _memory_height(run: Run) -> int:
     slots, size = len(run.turns[0].after.memory), max(run.block_size, 1)
     return 34 + HIGH * (slots // ACROSS) + 4 * (slots // size)
@@ -186,7 +221,9 @@ def _memory(run: Run, state: State, left: float, title: str, new: Iterable[int])
         if offset == 0:
             name = f"{block}{'*' if state.named[block] else ''}"
             yield _text(left + 30, y + 13, name, size=10, fill=INK if state.held[block] else GREY, end=True)
-        yield from _slot(x, y, place, bool(state.held[block]) and _is_live(state, slot, run.block_size), slot in fresh)
+        yield from _slot(
+            run, x, y, place, bool(state.held[block]) and _is_live(state, slot, run.block_size), slot in fresh
+        )
 
 
 def _is_live(state: State, slot: int, size: int) -> bool:
@@ -200,7 +237,7 @@ def _is_live(state: State, slot: int, size: int) -> bool:
     )
 
 
-def _slot(x: float, y: float, place: Place | None, is_live: bool, is_new: bool) -> Iterable[str]:
+def _slot(run: Run, x: float, y: float, place: Place | None, is_live: bool, is_new: bool) -> Iterable[str]:
     if place is None:
         yield _box(x, y, CELL - 2, HIGH - 2, "white", "#ccc")
         return
@@ -208,12 +245,7 @@ def _slot(x: float, y: float, place: Place | None, is_live: bool, is_new: bool) 
     fill = DARK[name] if is_new else LIGHT[name] if is_live else "#f6f6f6"
     ink = "white" if is_new else INK if is_live else "#999"
     yield _box(x, y, CELL - 2, HIGH - 2, fill, DARK[name] if is_live or is_new else "#ccc")
-    request = example().request(name)
-    yield _text(x + 3, y + 13, f"{name}{position} {_word(request.token_ids[position])}"[:11], size=8.5, fill=ink)
-
-
-def _word(token: int) -> str:
-    return example().texts[token].strip()
+    yield _text(x + 3, y + 13, f"{name}{position} {run.text(name, position).strip()}"[:11], size=8.5, fill=ink)
 
 
 def _ranges(slots: list[int]) -> str:

@@ -123,6 +123,11 @@ class Run:
     block_size: int
     turns: tuple[Turn, ...]
     answers: dict[str, tuple[int, ...]]
+    texts: dict[int, str]  # of every token id that occurs, also where wrong code drew it
+
+    def text(self, name: str, position: int) -> str:
+        """A token of a request, prompt or answer, as text."""
+        return self.texts[(example().request(name).prompt_token_ids + self.answers[name])[position]]
 
     def first(self, what: Callable[[Turn], object]) -> Turn | None:
         """The first turn of which something is true."""
@@ -183,7 +188,10 @@ def _play(engine: LLMEngine, milestone: str, static: bool) -> Run:
         answers |= {output.request_id: tuple(output.outputs[0].token_ids) for output in engine.step()}
         turns.append(observer.turn(len(turns), tuple(request.name for request in late)))
     engine.unsubscribe(observer)
-    return Run(milestone, observer.block_size, tuple(turns), answers)
+    seen = {token for request in example().requests for token in request.prompt_token_ids + answers[request.name]}
+    seen |= {token for turn in turns for token in turn.drawn.values()}
+    texts = {token: engine.tokenizer.decode([token]) for token in seen}
+    return Run(milestone, observer.block_size, tuple(turns), answers, texts)
 
 
 @dataclass

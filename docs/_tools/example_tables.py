@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -65,17 +65,16 @@ def loop_table(count: int) -> str:
     return table("step | positions | token ids that go in | K/V in the cache after it | drawn", *rows)
 
 
-def _names(names: object) -> str:
-    return " and ".join(names)  # type: ignore[arg-type]
+def _names(names: Iterable[str]) -> str:
+    return " and ".join(names)
 
 
 def _several(turn: Turn) -> bool:
     return len(turn.shares) > 1
 
 
-FIRSTS: dict[
-    str, tuple[Callable[[Turn, Run], object], Callable[[Turn], str]]
-] = {  # what: when it is there, and how it looks
+Looks = tuple[Callable[[Turn, Run], object], Callable[[Turn], str]]  # when it is there, and how it looks
+FIRSTS: dict[str, Looks] = {
     "a wait": (lambda turn, run: turn.refused, lambda turn: f"{_names(turn.refused)}: one request at a time"),
     "a wait for tokens": (
         lambda turn, run: "tokens" in turn.refused.values(),
@@ -87,7 +86,7 @@ FIRSTS: dict[
     ),
     "a wait for memory": (
         lambda turn, run: "blocks" in turn.refused.values(),
-        lambda turn: f"{_names(turn.refused)}: both slots are taken",
+        lambda turn: f"{_names(turn.refused)}: both blocks are taken",
     ),
     "a block table": (
         lambda turn, run: any(len(held) > 1 for held in turn.after.tables.values()),

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from milestones.pictures import Picture, lanes, step  # noqa: E402
+from milestones.pictures import Picture, blocks, lanes, step  # noqa: E402
 from milestones.running_example import Run, play  # noqa: E402
 
 FOLDER = ROOT / "docs" / "img"
@@ -36,6 +36,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "abc_m2": lambda: lanes(("Static batching", run("m2", static=True)), ("Continuous batching (M2)", run("m2"))),
     "abc_m2_step_7": partial(one_step, "m2", 7),
     "abc_m3": lambda: lanes(("Two long blocks (M2)", run("m2")), ("Ten short blocks (M3)", run("m3"))),
+    "abc_m3_blocks": lambda: blocks(("Two long blocks (M2)", run("m2")), ("Ten short blocks (M3)", run("m3"))),
     "abc_m3_step_2": partial(one_step, "m3", 2),
     "abc_m3_step_4": partial(one_step, "m3", 4),
     "abc_m3_step_7": partial(one_step, "m3", 7),

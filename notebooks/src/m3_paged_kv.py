@@ -78,7 +78,7 @@ def serve(engine, requests, look=lambda: None):
 # %% [markdown]
 # ## A, B and C in short blocks
 #
-# The same memory as in M2, 40 slots, in ten blocks of 4. C need not wait for a slot any more; but in step 4 there is no block left.
+# The same memory as in M2, 40 slots, in ten blocks of 4. C need not wait for a long block any more; but in step 4 there is no block left.
 
 # %%
 long, short = play("m2"), play("m3")

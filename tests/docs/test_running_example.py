@@ -8,9 +8,12 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from folovllm.cache.slot_manager import SlotManager
+from milestones.pictures import step
 from milestones.running_example import Run, Share, example, play
 from tests.docs.blocks import ROOT
 
@@ -71,6 +74,15 @@ def test_static_batching_keeps_c_outside(tools: dict[str, ModuleType]) -> None:
 def test_an_engine_may_be_changed() -> None:
     run = play("m3", num_kv_blocks=15)
     assert not any(turn.preempted for turn in run.turns), "with half as much memory again C stays"
+
+
+def test_wrong_code_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner sees what the mistake does: here slots are counted from the share's own start."""
+    wrong = lambda table, size, start, end: np.arange(table[0] * size, table[0] * size + end - start)  # noqa: E731
+    monkeypatch.setattr(SlotManager, "slots", staticmethod(wrong))
+    run = play("m2")
+    assert run.answers["A"] != example().request("A").answer_token_ids
+    assert run.turns[3].after.memory[0] == ("A", 11) and ">A11 " in step(run, 3)
 
 
 def test_the_pictures_are_the_engines(tools: dict[str, ModuleType]) -> None:
