@@ -118,6 +118,7 @@ SCENES = [
         {"milestone": "m3", "num_kv_blocks": 18, "block_size": 16, **MEMORY},
         NINE,
     ),
+    abc("6_abc", "A, B and C: everything on one clock", "m6"),
 ]  # fmt: skip
 
 

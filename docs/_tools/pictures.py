@@ -40,6 +40,8 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "abc_m3_step_2": partial(one_step, "m3", 2),
     "abc_m3_step_4": partial(one_step, "m3", 4),
     "abc_m3_step_7": partial(one_step, "m3", 7),
+    "abc_m5": lambda: lanes(("Whole prompts, nothing kept (M4)", run("m4")), ("Chunks and prefixes (M5)", run("m5"))),
+    "abc_m5_step_2": partial(one_step, "m5", 2),
 }  # the files are docs/img/NAME.svg
 
 

@@ -44,7 +44,10 @@ class Ring:
         return int(self._written[0] - self._taken.min()) < SLOTS
 
     def write(self, message: Int32) -> int:
-        """Publish a message and return its number. Call it only when `has_room`."""
+        """Publish a message and return its number. Call it only when `has_room`.
+
+        First the message and its length, then `_order()`, then the count: a reader that sees the count sees the rest.
+        """
         number = int(self._written[0])
         self._slots[number % SLOTS, : len(message)] = message
         self._lengths[number % SLOTS] = len(message)
@@ -53,7 +56,11 @@ class Ring:
         return number
 
     def read(self, reader: int, number: int | None = None) -> Int32 | None:
-        """Return a copy of the next message, or of a later one by its `number`; None if it is not there yet."""
+        """Return a copy of the next message, or of a later one by its `number`; None if it is not there yet.
+
+        `_order()` stands between a look at the count and a look into the slot, and again before the reader says that
+        it has taken the message: from then on the writer may write over the slot.
+        """
         number = int(self._taken[reader]) if number is None else number
         if self._written[0] <= number:
             return None

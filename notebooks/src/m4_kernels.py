@@ -17,8 +17,10 @@ running("m4")
 import inspect
 import json
 import os
+import sys
 import time
 import warnings
+from types import SimpleNamespace
 from unittest.mock import patch
 
 warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm, about widgets that nothing here uses
@@ -33,13 +35,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpreterBuilder
 
 from folovllm import LLM, SamplingParams
+from folovllm.attention.backends import triton as triton_backend
 from folovllm.attention.backends.abstract import AttentionConfig, BackendUnavailable
+from folovllm.attention.backends.flash_attn import FlashAttentionBackend
 from folovllm.attention.backends.registry import BACKENDS, get_backend
 from folovllm.attention.backends.torch_paged import TorchPagedBackend, attend, gather_blocks
 from folovllm.bench.roofline import measure_rates
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels import decode, online_softmax, prefill, rms_norm, store
 from folovllm.kernels.online_softmax import LOG2_E
+from milestones.pictures import DARK
+from milestones.running_example import engine_for, example, play
 
 MODEL, CPU = "stories-5m", torch.device("cpu")  # the model comes with the package
 HQ, HKV, D, B = 4, 2, 64, 16  # its heads; tokens a block
@@ -104,8 +110,18 @@ def run(name, problem):
 #    in one pass over the keys nevertheless?
 # 4. Two query heads share a KV head; everything is bfloat16. How many floating-point operations does a decode do for each byte it reads?
 #    A large GPU can do some 200 in the time of one byte.
-# 5. A sequence is cut into chunks that different programs work on. Somebody adds their results up and divides by the total
+# 5. A sequence is cut into chunks that different programs work on. Their results are added up and divided by the total
 #    weight. What is missing?
+#
+# <details><summary>Answers</summary>
+#
+# 1. 32 GiB, where Q, K, V and the result take 0.4.
+# 2. Three: the copy reads and writes, attention reads once more.
+# 3. It keeps the largest score so far, the sum of weights and the weighted sum of values, and scales both sums when the maximum rises.
+# 4. Two: a multiplication and an addition for each of two heads, for two bytes. So the memory decides.
+# 5. Each chunk has weighed by its own maximum. Before they are added, all must be brought to the same.
+#
+# </details>
 
 # %% [markdown]
 # ## Feel the problem
@@ -417,8 +433,127 @@ assert plans["one long text"][1] < plans["many"][1]
 assert plans["one long text"][0] <= 264
 
 # %% [markdown]
-# 264 programs, two a multiprocessor, 8 KV heads. One text of 4,096 tokens is cut fine, so that everybody has something to read; many
+# 264 programs, two a multiprocessor, 8 KV heads. One text of 4,096 tokens is cut fine, so that each has something to read; many
 # texts need no fine cut, and each cut costs a merge.
+
+# %% [markdown]
+# ## See it: which program reads which block
+#
+# A, B and C, whom the chapters follow, in the engine with our kernels. In step 2 A and B decode while C's prompt comes in. Below: the addresses of
+# each `tl.load` in the interpreter, as blocks of the cache; a row is a program of a grid.
+
+# %%
+def reads(engine, step):
+    """Serve A, B and C; in `step`, which program of which kernel loads keys of which blocks."""
+    found, at_work = {}, []
+    load, call = InterpreterBuilder.create_masked_load, decode.SplitKVDecode.__call__
+
+    def noted_load(builder, ptrs, mask, *rest):
+        for name, keys in at_work:
+            places = ptrs.data[mask.data].astype(np.int64) - keys.data_ptr()  # in bytes, from the layer's first key on
+            block_bytes = keys.stride(0) * keys.element_size()
+            blocks = places[(places >= 0) & (places < len(keys) * block_bytes)] // block_bytes
+            if len(blocks):
+                found.setdefault((name, builder.grid_idx), set()).update(blocks.tolist())
+        return load(builder, ptrs, mask, *rest)
+
+    def noted(name, kernel):
+        def run(*args, **options):
+            at_work.append((name, next(a for a in args if isinstance(a, torch.Tensor) and a.ndim == 5)[0]))
+            result = kernel(*args, **options)
+            at_work.clear()
+            return result
+
+        return run
+
+    for turn in range(step + 1):
+        for request in example().requests:
+            if request.turn == turn:
+                params = SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
+                engine.add_request(request.name, list(request.prompt_token_ids), params, stream=False)
+        if turn == step:
+            with (
+                patch.object(InterpreterBuilder, "create_masked_load", noted_load),
+                patch.object(triton_backend, "prefill", noted("prefill", prefill.prefill)),
+                patch.object(decode.SplitKVDecode, "__call__", lambda *args, **options: noted("decode", call)(*args, **options)),
+            ):
+                engine.step()
+        else:
+            engine.step()
+    return found
+
+
+abc = engine_for("m4", attention_backend="triton")
+read = reads(abc, 2)
+tables = {seq.request_id: seq.block_table for seq in abc.scheduler.running}
+figure, axes = plt.subplots(figsize=(7, 2.8))
+names = [f"{name} {grid[0]}" for name, grid in read]
+for row, blocks in enumerate(read.values()):
+    owner = next(name for name, table in tables.items() if blocks <= set(table))
+    axes.barh([row] * len(blocks), 0.9, left=sorted(blocks), height=0.8, color=DARK[owner])
+    axes.text(max(blocks) + 1.1, row, owner, va="center", fontsize=9)
+axes.set(yticks=range(len(read)), yticklabels=names, xticks=np.arange(10) + 0.45, xticklabels=range(10), xlim=(0, 10.6), xlabel="block", title="step 2: a program and the blocks it reads")
+axes.invert_yaxis()
+plt.show()
+print("block tables:", tables)
+assert sorted(map(sorted, read.values())) == sorted([[0, 1, 2]] * 2 + [[3, 4, 5, 6]] * 2 + [[7, 8, 9]] * 4)
+
+# %% [markdown]
+# Two programs for each decode, one a KV head; four for the prompt, one a query head. The decode kernel takes B first, for it has more keys.
+#
+# ## FlashAttention's two functions
+#
+# The package runs on a GPU only. What its functions *promise* fits into a few lines of torch. So our backend's own code can run here, over stand-ins, in the
+# engine, and its results can be compared with `torch_paged`'s. A, B and C once more, in M5, where a step may have a chunk beside decodes.
+
+# %%
+calls = []
+
+
+def flash_attn_varlen_func(q, k_cache, v_cache, *, cu_seqlens_q, cu_seqlens_k, block_table, softmax_scale, causal, **bounds):
+    """[total_q, Hq, D]: the queries of each sequence over the blocks that its row of the table names."""
+    calls.append({"cu_seqlens_q": cu_seqlens_q.tolist(), "cu_seqlens_k": cu_seqlens_k.tolist(), "block_table": block_table.tolist(), **bounds})
+    results = []
+    for i, table in enumerate(block_table):
+        n = int(cu_seqlens_k[i + 1] - cu_seqlens_k[i])
+        keys, values = (cache[table[: -(-n // cache.shape[1])].long()].flatten(0, 1)[:n] for cache in (k_cache, v_cache))
+        results.append(attend(q[cu_seqlens_q[i] : cu_seqlens_q[i + 1]], keys, values, softmax_scale))
+    return torch.cat(results)
+
+
+def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal):
+    """[S, 1, Hq, D]: one query of each sequence."""
+    calls.append({"cache_seqlens": cache_seqlens.tolist(), "block_table": block_table.tolist()})
+    ends = torch.nn.functional.pad(cache_seqlens.cumsum(0), (1, 0))
+    results = [
+        attend(q[i], *(cache[table.long()].flatten(0, 1)[: ends[i + 1] - ends[i]] for cache in (k_cache, v_cache)), softmax_scale)
+        for i, table in enumerate(block_table)
+    ]
+    return torch.stack(results)
+
+
+stand_in = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func, flash_attn_with_kvcache=flash_attn_with_kvcache)
+with patch.dict(sys.modules, flash_attn=stand_in):
+    flash = FlashAttentionBackend(AttentionConfig(HQ, HKV, D, torch.float32, CPU, 4, 8))
+differences, paged_forward = [], TorchPagedBackend.forward
+
+
+def compared(self, query, kv_cache, batch):
+    flash.plan(batch)
+    result = paged_forward(self, query, kv_cache, batch)
+    differences.append(float((flash.forward(query, kv_cache, batch) - result).abs().max()))
+    return result
+
+
+with patch.object(TorchPagedBackend, "forward", compared):
+    play("m5")
+print(f"{len(differences)} layers' attention, {len(calls)} calls; largest difference {max(differences):.1e}")
+chunk = next(i for i, call in enumerate(calls) if call.get("cu_seqlens_q") == [0, 9] and call["cu_seqlens_k"] == [0, 12])
+print("step 1:", calls[chunk - 1], calls[chunk], sep="\n  ")
+assert max(differences) < 1e-5
+
+# %% [markdown]
+# B's second chunk: nine queries, twelve keys. `cu_seqlens_q` and `cu_seqlens_k` say it, and nothing else in the call knows of chunks.
 #
 # ## Count the bytes
 #
@@ -684,7 +819,7 @@ assert errors["always the first block"][0] < 1e-5 < 0.01 < errors["always the fi
 # ## What the next milestone is for
 #
 # A prompt is computed at the speed of arithmetic, and a decode at the speed of memory. What is left is not to do the work at all: two
-# prompts that begin alike compute the same K/V twice, and a long prompt keeps everyone else waiting for a whole step. That is
+# prompts that begin alike compute the same K/V twice, and a long prompt keeps all others waiting for a whole step. That is
 # [M5](../notebooks/m5_reuse.ipynb).
 
 # %% [markdown]

@@ -16,7 +16,6 @@ from folovllm.config import EngineConfig
 from folovllm.draw_row import pack_updates, row_update
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.executor.messages import decode_result, decode_step, encode_result, encode_step
-from folovllm.executor.ring import SLOTS, Ring
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.draw import DrawSpec
 from folovllm.step.packed import Field, PackedStep
@@ -154,21 +153,6 @@ def test_a_result_crosses(rows: list[tuple[list[int], list[list[float]]]]) -> No
     }
     result = StepResult([tokens for tokens, _ in rows], logprobs)
     assert decode_result(encode_result(result)) == result
-
-
-def test_a_ring_waits_for_its_slowest_reader() -> None:
-    ring = Ring(2, 10)
-    other = Ring(2, 10, ring.fd)
-    for i in range(SLOTS):
-        assert ring.write(np.arange(i, dtype=np.int32)) == i
-    assert not ring.has_room()
-    assert [len(other.read(0)) for _ in range(SLOTS)] == [0, 1, 2, 3]  # type: ignore[arg-type]
-    assert other.read(0) is None and not ring.has_room()
-    assert other.read(1).tolist() == [] and ring.has_room()  # type: ignore[union-attr]
-    ring.write(np.full(10, 7, np.int32))
-    assert other.read(0).tolist() == [7] * 10  # type: ignore[union-attr]
-    assert other.read(1, 4).tolist() == [7] * 10  # type: ignore[union-attr]
-    ring.close()
 
 
 # --- on GPUs --------------------------------------------------------------------------------------------------------

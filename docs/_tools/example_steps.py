@@ -1,0 +1,94 @@
+"""Tables about A, B and C in M4 to M6, from the live engine. `excerpts.py` writes them into the pages."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+from anatomy import table
+from pictures import run
+
+from folovllm.engine.overlap_scheduler import OverlapScheduler
+from folovllm.step.packed import IN_FLIGHT, Field, PackedStep, StepPacker
+from folovllm.step.schedule import SchedulerOutput
+from milestones.running_example import Turn, play
+
+
+def reads_table(number: int) -> str:
+    """Which program of M4's kernels reads which blocks in a step."""
+    turn, size, rows = run("m4").turns[number], run("m4").block_size, []
+    for share in turn.shares:
+        blocks, rest = turn.after.tables[share.name], share.end - (-(-share.end // size) - 1) * size
+        is_decode = share.end == share.start + 1
+        rows.append(
+            (
+                f"decode, {share.name}, a KV head (2 programs)"
+                if is_decode
+                else f"prefill, {share.name}, a head (4 programs)",
+                f"position {share.start}, for the head's two query heads"
+                if is_decode
+                else f"positions {share.start} to {share.end - 1}",
+                f"{', '.join(map(str, blocks))}; of the last one {rest} slot{'s' * (rest > 1)}",
+            )
+        )
+    return table("program | its queries | blocks it reads, in this order", *rows)
+
+
+def packed_steps(**overrides: int) -> list[tuple[bool, PackedStep]]:
+    """M6's steps as they are sent, and whether tokens were awaited before."""
+    found: list[tuple[bool, PackedStep]] = []
+    pack, must_wait, waits = StepPacker.pack, OverlapScheduler.must_wait, [False]
+
+    def noted_wait(self: OverlapScheduler) -> bool:
+        waits.append(must_wait(self))
+        return waits[-1]
+
+    def noted(self: StepPacker, output: SchedulerOutput) -> PackedStep:
+        found.append((waits[-1], pack(self, output)))
+        return found[-1][1]
+
+    with patch.object(StepPacker, "pack", noted), patch.object(OverlapScheduler, "must_wait", noted_wait):
+        play("m6", **overrides)
+    return found
+
+
+def sent_table() -> str:
+    """How each of M6's steps is sent and started."""
+    rows, turns = [], [turn for turn in run("m6").turns if turn.shares]
+    for turn, (waited, step) in zip(turns, packed_steps(), strict=True):
+        newest = []
+        for i, share in enumerate(turn.shares):
+            if share.end - share.start > 1:
+                newest.append(f"{share.end - share.start} of {share.name}'s prompt")
+            else:
+                token = step.fields[Field.TOKEN, i] if step.is_decode else step.tokens[place(turn, i)]
+                newest.append(f"{share.name} {'`?`' if token == IN_FLIGHT else token}")
+        width = step.fields.shape[1]
+        rows.append(
+            (
+                turn.number,
+                ", ".join(newest),
+                f"decodes, {width} columns" if step.is_decode else "with a prompt",
+                "yes" if waited else "no",
+            )
+        )
+    return table("step | newest tokens | sent as | tokens awaited before", *rows)
+
+
+def place(turn: Turn, index: int) -> int:
+    """Where the tokens of a share begin, end to end."""
+    return sum(share.end - share.start for share in turn.shares[:index])
+
+
+def fields_table(number: int) -> str:
+    """A packed decode step, a column a sequence."""
+    step, names = packed_steps()[number][1], [share.name for share in run("m6").turns[number].shares]
+    columns = [*names, *["padding"] * (step.fields.shape[1] - len(names))]
+    means = {
+        Field.TOKEN: "−1 if it is in flight",
+        Field.ROW: "where the device keeps this sequence's table, last token and draw",
+        Field.SEQ_LEN: "tokens in the cache after the step; the position follows from it",
+        Field.NEW_BLOCK: "the block that begins with this token, if one does",
+    }
+    left_out = (Field.TEMPERATURE, Field.SEED_LOW, Field.SEED_HIGH)
+    rows = [(f"`{f.name}`", *step.fields[f].tolist(), means.get(f, "")) for f in Field if f not in left_out]
+    return table(" | ".join(["`Field`", *columns, ""]), *rows)

@@ -1,0 +1,13 @@
+"""Reads a message as soon as the one before it is there. What it copies is four messages old."""
+
+
+class Ring:
+    def read(self, reader, number=None):
+        number = int(self._taken[reader]) if number is None else number
+        if self._written[0] < number:
+            return None
+        self._order()
+        message = self._slots[number % SLOTS, : self._lengths[number % SLOTS]].copy()
+        self._order()
+        self._taken[reader] = number + 1
+        return message

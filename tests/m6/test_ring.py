@@ -1,0 +1,145 @@
+"""The ring: what a writer and its readers do, and in which order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.executor.ring import SLOTS, Ring
+from folovllm.step.packed import Int32
+from tests.tiny import worked_case
+
+
+def message(*numbers: int) -> Int32:
+    return np.array(numbers, np.int32)
+
+
+class Watched:
+    """An array of the ring's memory that notes by name when it is written to."""
+
+    def __init__(self, array: Any, name: str, log: list[str]) -> None:
+        self.array, self.name, self.log = array, name, log
+
+    def __getitem__(self, key: Any) -> Any:
+        if self.name == "slot":
+            self.log.append("look into the slot")
+        return self.array[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.log.append(f"set {self.name}")
+        self.array[key] = value
+
+
+def watched(ring: Ring) -> list[str]:
+    """From now on a list of what is done to the ring, in order; `fence` is a call of `_order`."""
+    log: list[str] = []
+    for field, name in (("_written", "written"), ("_taken", "taken"), ("_lengths", "length"), ("_slots", "slot")):
+        setattr(ring, field, Watched(getattr(ring, field), name, log))
+    order = ring._order
+    ring._order = lambda: log.append("fence") or order()  # type: ignore[method-assign]
+    return log
+
+
+class TestRing:
+    def test_a_worked_case(self) -> None:
+        ring = Ring(num_readers=1, capacity=4)
+        numbers = [ring.write(message(*range(n))) for n in (3, 2, 0, 1)]
+        first = ring.read(0)
+        assert first is not None, "four messages were written, and none was read"
+        read = [first, ring.read(0)]
+        numbers.append(ring.write(message(7, 8, 9)))
+        got = {
+            "the messages' numbers": numbers,
+            "the first two, after a fifth took the first one's slot": read,
+            "written, then taken": [int(ring._written[0]), int(ring._taken[0])],
+            "slot 0 and its length": [ring._slots[0, :3], int(ring._lengths[0])],
+        }
+        expected = [[0, 1, 2, 3, 4], [[0, 1, 2], [0, 1]], [5, 2], [[7, 8, 9], 3]]
+        says = "four slots: message 4 lies where message 0 was, and who read message 0 has a copy of it"
+        worked_case("m6.10", got, dict(zip(got, expected, strict=True)), says)
+        ring.close()
+
+    def test_a_message_is_there_before_it_is_announced(self) -> None:
+        ring = Ring(1, 4)
+        log = watched(ring)
+        ring.write(message(1, 2))
+        before = log[: log.index("fence")] if "fence" in log else log
+        assert {"set slot", "set length"} == set(before), f"first the message and its length, then a fence: {log}"
+        assert log[-1] == "set written", f"the count comes last, behind the fence: {log}"
+        ring.close()
+
+    def test_a_slot_is_given_back_after_it_was_copied(self) -> None:
+        ring = Ring(1, 4)
+        ring.write(message(1, 2))
+        log = watched(ring)
+        ring.read(0)
+        said = f"a fence, the copy, a fence, and only then is the slot free: {log}"
+        assert log == ["fence", "look into the slot", "fence", "set taken"], said
+        ring.close()
+
+    def test_nothing_there_is_none_and_touches_nothing(self) -> None:
+        ring = Ring(2, 4)
+        assert ring.read(1) is None, "nothing was written"
+        ring.write(message(5))
+        assert ring.read(0, 1) is None, "message 1 is not there yet, although message 0 is"
+        assert ring._taken.tolist() == [0, 0], "a reader that got nothing has taken nothing"
+        ring.close()
+
+    def test_readers_go_at_their_own_pace(self) -> None:
+        ring = Ring(2, 4)
+        ring.write(message(1))
+        ring.write(message(2))
+        later = ring.read(0, 1)
+        assert later is not None and later.tolist() == [2], "a reader may ask for message 1 without message 0"
+        assert ring._taken.tolist() == [2, 0], "reader 0 is past message 1, and reader 1 has taken nothing"
+        ring.close()
+
+    @given(st.lists(st.integers(0, 2), max_size=60))
+    def test_every_reader_gets_every_message_in_order(self, turns: list[int]) -> None:
+        """0 writes if there is room; 1 and 2 are readers."""
+        ring = Ring(2, 8)
+        other, written, seen = Ring(2, 8, ring.fd), 0, [0, 0]
+        for turn in turns:
+            if turn == 0 and ring.has_room():
+                assert ring.write(message(*[written] * (written % 9))) == written, "a message's number counts from 0"
+                written += 1
+            elif turn:
+                got = other.read(turn - 1)
+                if seen[turn - 1] == written:
+                    assert got is None, "this reader has had all there is"
+                else:
+                    n = seen[turn - 1]
+                    assert got is not None and got.tolist() == [n] * (n % 9), f"reader {turn - 1} is at message {n}"
+                    seen[turn - 1] += 1
+            assert written - min(seen) <= SLOTS, "a message that somebody has not read was written over"
+        ring.close()
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_memory_is_one_file_that_children_inherit(readers: int) -> None:
+    ring = Ring(readers, 16)
+    ring.write(message(*range(16)))
+    again = Ring(readers, 16, ring.fd)
+    for reader in range(readers):
+        assert again.read(reader).tolist() == list(range(16))  # type: ignore[union-attr]
+    assert ring.has_room()
+    ring.close()
+
+
+def test_a_ring_waits_for_its_slowest_reader() -> None:
+    ring = Ring(2, 10)
+    other = Ring(2, 10, ring.fd)
+    for i in range(SLOTS):
+        assert ring.write(np.arange(i, dtype=np.int32)) == i
+    assert not ring.has_room()
+    assert [len(other.read(0)) for _ in range(SLOTS)] == [0, 1, 2, 3]  # type: ignore[arg-type]
+    assert other.read(0) is None and not ring.has_room()
+    assert other.read(1).tolist() == [] and ring.has_room()  # type: ignore[union-attr]
+    ring.write(np.full(10, 7, np.int32))
+    assert other.read(0).tolist() == [7] * 10  # type: ignore[union-attr]
+    assert other.read(1, 4).tolist() == [7] * 10  # type: ignore[union-attr]
+    ring.close()
