@@ -33,15 +33,27 @@ def to_cache(x, factor, cache_ptr):
 
 
 @triton.jit
-def fold_tile(q, k, v, visible, row_max, row_sum, acc, scale):
-    """`online_softmax_tile` of K/V as the cache keeps them. Of 8 bits, products are taken in float16, which holds all of
-    them, and to which the hardware turns two with one instruction; in float32 where `q` is.
+def prefill_loop_fp8(
+    q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, first, last, scale,
+    MASKED: tl.constexpr, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr,
+    B: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """`prefill_loop` of a cache in 8 bits. A tile is used by many queries, so a plain cast is cheap enough here.
+
+    Products are taken in float16, which holds all numbers of 8 bits, and to which the hardware turns two with one
+    instruction; in float32 where `q` is.
     """
-    if k.dtype == tl.float8e4nv:
-        if q.dtype != tl.float32:
-            q = q.to(tl.float16)
-        k, v = k.to(q.dtype), v.to(q.dtype)
-    return online_softmax_tile(q, k, v, visible, row_max, row_sum, acc, scale)
+    q = q if q.dtype == tl.float32 else tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    dims = tl.arange(0, D)
+    for token in range(first, last, TILE):
+        keys = token + tl.arange(0, TILE)
+        blocks = block_ids(table_ptr, token, last, B, TILE)
+        offsets = tile_offsets(blocks, token, B, TILE, STRIDE_BLOCK, STRIDE_TOKEN)[:, None] + dims[None, :]
+        k = tl.load(k_ptr + offsets, mask=(keys < last)[:, None], other=0.0).to(q.dtype)
+        v = tl.load(v_ptr + offsets, mask=(keys < last)[:, None], other=0.0).to(q.dtype)
+        visible = (keys[None, :] <= positions[:, None]) & (keys < last)[None, :] if MASKED else True
+        row_max, row_sum, acc = online_softmax_tile(q, k, v, visible, row_max, row_sum, acc, scale)
+    return row_max, row_sum, acc
 
 
 # Both bytes of an int16 become float16 in one instruction; two more gather what was lower, and what was higher.

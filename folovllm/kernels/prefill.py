@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.kernels.fp8 import fold_tile
-from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, tile_offsets
+from folovllm.kernels.fp8 import prefill_loop_fp8
+from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
 from folovllm.kv_scales import UNSCALED, KVScales
 
 
@@ -31,7 +31,7 @@ def prefill_loop(
     contiguous. `first` is a multiple of TILE. With MASKED a query sees the keys up to its own position, and `last` may
     fall inside a tile, past which nothing is read; without, the caller promises that all queries see all these keys,
     and that they fill their tiles. A tile's ids are loaded while the one before it is folded. Returns (row_max, row_sum,
-    acc), as `fold_tile` does.
+    acc), as `online_softmax_tile` does.
     """
     dims = tl.arange(0, D)
     blocks = block_ids(table_ptr, first, last, B, TILE)
@@ -48,7 +48,7 @@ def prefill_loop(
             k = tl.load(k_ptr + offsets)
             v = tl.load(v_ptr + offsets)
             visible = True
-        row_max, row_sum, acc = fold_tile(q, k, v, visible, row_max, row_sum, acc, scale)
+        row_max, row_sum, acc = online_softmax_tile(q, k, v, visible, row_max, row_sum, acc, scale)
     return row_max, row_sum, acc
 
 
@@ -66,6 +66,7 @@ def prefill_kernel(
 
     LISTED: `tile_ptr` [n, 2] says which sequence and first query; grid (Hq, n).
     """
+    loop: tl.constexpr = prefill_loop_fp8 if k_ptr.dtype.element_ty == tl.float8e4nv else prefill_loop
     head = tl.program_id(0)
     if LISTED:
         seq, row0 = tl.load(tile_ptr + 2 * tl.program_id(1)), tl.load(tile_ptr + 2 * tl.program_id(1) + 1)
@@ -91,10 +92,10 @@ def prefill_kernel(
     acc = tl.zeros([TILE_M, D], tl.float32)
     full = (seq_len - query_len + row0 + 1) // TILE_N * TILE_N  # keys in whole tiles that the first query sees too
     last = tl.minimum(seq_len, seq_len - query_len + row0 + TILE_M)  # no query of this tile sees further
-    row_max, row_sum, acc = prefill_loop(q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, 0, full, scale,
-                                         False, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
-    row_max, row_sum, acc = prefill_loop(q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, full, last,
-                                         scale, True, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
+    row_max, row_sum, acc = loop(q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, 0, full, scale,
+                                 False, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
+    row_max, row_sum, acc = loop(q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, full, last, scale,
+                                 True, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
     out = (normalize(row_sum, acc) * v_scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * stride_out + head * D + dims[None, :], out, mask=inside)
 
