@@ -54,6 +54,10 @@ OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"
              ("small_linear_kernel", "x_ptr"): "*i32", ("small_linear_kernel", "weight_ptr"): "*i32"}  # fmt: skip
 
 
+CACHES = {("decode_kernel", "k_ptr"), ("decode_kernel", "v_ptr"), ("prefill_kernel", "k_ptr"), ("prefill_kernel", "v_ptr"),
+          ("qk_norm_rope_store_kernel", "k_cache_ptr"), ("qk_norm_rope_store_kernel", "v_cache_ptr")}  # fmt: skip
+
+
 def pointer_type(name: str, dtype: str) -> str:
     """The element type behind a kernel's pointer argument."""
     if name in ("slot_ptr", "position_ptr", "token_ptr", "last_token_ptr", "input_ptr"):
@@ -69,8 +73,11 @@ def pointer_type(name: str, dtype: str) -> str:
 
 
 def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_warps=4, num_stages=2) -> dict[str, int]:
-    """What `kernel` takes of sm_`capability`, its pointers and strides 16-byte aligned."""
-    signature, attributes = {}, {}
+    """What `kernel` takes of sm_`capability`, its pointers and strides 16-byte aligned. `cache` among the constants is the
+    dtype of K/V, if it has one of its own.
+    """
+    constants, signature, attributes = dict(constants), {}, {}
+    cache = constants.pop("cache", dtype)
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
         if name in constants:
@@ -79,7 +86,8 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
             box = f"{dtype}[{min(constants['B'], 128)}, 64]"
             signature[name] = f"tensordesc<{box},{NVMMASharedLayout(128, 16, 2)!r}>"
         elif name.endswith("_ptr"):
-            own = OWN_TYPES.get((kernel.__name__, name))
+            place = kernel.__name__, name
+            own = f"*{cache}" if place in CACHES else OWN_TYPES.get(place)
             signature[name] = own or pointer_type(name, dtype)
         else:
             signature[name] = (
@@ -130,6 +138,13 @@ def kernels(capability: int, head_dim: int, block_size: int):
     heads = {"HQ": HQ, "HKV": HKV, "D": d, "QS": HQ, "KVS": HKV, "NORM": True, "H": 1024, "WIDTH": 1024, "SCALE": True,
              "PDL": capability >= 90}  # fmt: skip
     yield qk_norm_rope_store_kernel, {**strides, **heads}, 4, 3
+    if capability >= 89 and (d, b) == (128, 16):
+        fp8, tiles = {**strides, "cache": "fp8e4nv"}, {"TILE_M": prefill.tile_m, "TILE_N": prefill.tile_n}
+        yield (prefill_kernel, {**fp8, **tiles, "G": HQ // HKV, "D": d, "LISTED": True}, prefill.num_warps,
+               prefill.num_stages)  # fmt: skip
+        for raw in (False, True):
+            yield decode_kernel, {**fp8, **shape, "TILE": 64, "RAW": raw}, 4, decode.num_stages
+        yield qk_norm_rope_store_kernel, {**fp8, **heads}, 4, 3
     if (d, b) == (128, 16):  # those below depend on neither
         chunks = {"MIN_CHUNK": decode.min_chunk, "MAX_CHUNK": decode.max_chunk, "QUEUE_CHUNK": decode.queue_chunk,
                   "MAX_PARTS": MAX_PARTS}  # fmt: skip
