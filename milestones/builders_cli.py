@@ -44,7 +44,8 @@ def build(
     console.print(f"  test    python -m milestones test {builder.id}")
     console.print(f"  stuck   python -m milestones hint {builder.id}")
     console.print(f"  score   python -m milestones score {builder.milestone}")
-    console.print(f"  use it  FOLOVLLM_MINE=mine folovllm generate Hello --{builder.field} {builder.name} ...")
+    use = f"folovllm generate Hello --milestone {builder.milestone} --{builder.field} {builder.name} ..."
+    console.print(f"  use it  FOLOVLLM_MINE=mine {use}")
 
 
 @app.command()

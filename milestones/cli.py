@@ -95,7 +95,9 @@ def where(context: typer.Context) -> None:
         _say(f"  test    python -m milestones test {todo.id}")
         _say(f"  stuck   python -m milestones hint {todo.id}")
     elif state.started:
-        _say(f"All that you started is written. Does it hold?  python -m milestones test {_newest(mine)}")
+        newest_id = _newest(mine)
+        said = f"{newest_id} has passed. After a change:" if newest_id in state.passed else "Does it hold?"
+        _say(f"All that you started is written. {said}  python -m milestones test {newest_id}")
     if ahead and not todo:
         _say(f"Next: python -m milestones start {ahead.id}  ({ahead.summary})")
     own = next((b for b in mine.course.builders if b.milestone == _newest(mine)), None)
@@ -144,6 +146,8 @@ def test(
     if exercise and status == 0 and not context.args:
         _say(_explained(exercise))
         status = _whole_milestone(mine, exercise)
+    elif status == 0 and not context.args:
+        _passes(mine, id)
     raise typer.Exit(status)
 
 
@@ -156,6 +160,10 @@ def _test_builder(mine: Mine, builder: Builder, arguments: list[str]) -> int:
     if not (mine.folder / builder.path).is_file():
         raise ValueError(f"{builder.path} is not in {mine.folder}: python -m milestones build {builder.milestone}")
     status, _ = run_tests(mine, [*FIRST_FAILURE[:1], *builder.tests, *arguments])
+    if status == 0 and not arguments:
+        _say(
+            f"[green]{builder.title}: yours passes.[/] What is it worth?  python -m milestones score {builder.milestone}"
+        )
     return status
 
 
@@ -164,13 +172,19 @@ def _whole_milestone(mine: Mine, exercise: Exercise) -> int:
     state, id = mine.state, exercise.id.partition(".")[0]
     if id in state.passed or not all(map(mine.written, mine.course.milestone(id).exercises)):
         return 0
-    _say(f"\nThat was the last exercise of {id}. Now all tests of {id}, in which your code works together:")
+    _say(f"\nThat was the last exercise of {id}. Now all tests of {id}, in which your code works together (minutes):")
     status, _ = run_tests(mine, mine.course.tests(id))
     if status == 0:
-        state.passed = sorted({*state.passed, id})
-        mine.save(state)
-        _say(f"[green]{id} passes, all of it.[/] Next: python -m milestones")
+        _passes(mine, id)
     return status
+
+
+def _passes(mine: Mine, id: str) -> None:
+    """Keep in mind that all tests of a milestone have passed, and say so."""
+    state = mine.state
+    state.passed = sorted({*state.passed, id})
+    mine.save(state)
+    _say(f"[green]{id} passes, all of it.[/] Next: python -m milestones")
 
 
 @app.command()

@@ -36,4 +36,7 @@ def component(request: pytest.FixtureRequest, folder: Path) -> Any:
     name = request.path.stem.removeprefix("test_")
     if not (folder / "folovllm" / "builders" / f"{name}.py").is_file():
         pytest.skip(f"{name} is not begun here: `python -m milestones build` says how")
-    return builders.load(name)
+    try:
+        return builders.load(name)
+    except ValueError as error:  # what it lacks is said in a sentence; where that is found out is no help
+        pytest.fail(str(error), pytrace=False)

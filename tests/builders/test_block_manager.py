@@ -65,7 +65,10 @@ def test_the_table_that_is_there_is_extended(component: Any) -> None:
     assert seq is not None
     table, before = seq.block_table, list(seq.block_table)
     grown(kv, seq, 8)
-    assert seq.block_table is table and table[:2] == before, "new blocks go behind those that are there"
+    assert seq.block_table is table, (
+        "the list that is there is extended: a new list is one that the scheduler does not see"
+    )
+    assert table[:2] == before, "new blocks go behind those that are there"
 
 
 def test_slots(component: Any) -> None:
@@ -82,7 +85,8 @@ def test_a_refusal_changes_nothing(component: Any) -> None:
     table = list(seq.block_table)
     assert admitted(kv, 100) is None, "100 tokens do not fit into two blocks of 4"
     assert kv.num_free == 2, "an admission that does not fit takes nothing"
-    assert not grown(kv, seq, 100) and seq.block_table == table and kv.num_free == 2, "nor does a growth"
+    assert not grown(kv, seq, 100), "a running sequence cannot grow by 100 tokens either"
+    assert seq.block_table == table and kv.num_free == 2, "a growth that does not fit takes nothing"
 
 
 def test_who_runs_may_have_the_last_block(component: Any) -> None:
@@ -93,7 +97,8 @@ def test_who_runs_may_have_the_last_block(component: Any) -> None:
     free = kv.num_free
     for _ in range(4 * free):
         assert grown(kv, seqs[0]), "a running sequence grows down to the last free block"
-    assert kv.num_free == 0 and not grown(kv, seqs[0], 4), "and no further"
+    assert kv.num_free == 0, "a running sequence has taken the last free block"
+    assert not grown(kv, seqs[0], 4), "no block is left, so it cannot grow any further"
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 8, 100, 1000])
@@ -123,7 +128,9 @@ def test_a_crowd_is_admitted(component: Any) -> None:
     for _ in range(100):
         admitted(kv, 40)
     used = kv.num_blocks - kv.num_free
-    assert used >= 128, f"admissions stop with {used} of 256 blocks in use"
+    assert used >= 128, (
+        f"prompts of 3 blocks wait with {used} of 256 blocks in use; half should be: the watermark is too high"
+    )
 
 
 class Machine(RuleBasedStateMachine):

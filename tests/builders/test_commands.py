@@ -41,7 +41,8 @@ class TestCommands:
         assert all(builder.title in said and str(builder.minutes) in said for builder in COURSE.builders)
 
     def test_a_file_is_written_once(self, mine: Path) -> None:
-        assert "new, yours to write" in self.run("build", "m3")
+        said = self.run("build", "m3")
+        assert "new, yours to write" in said and "--milestone m3 --builders block_manager" in said
         file = mine / "folovllm/builders/block_manager.py"
         assert file.read_text("utf-8") == template(COURSE.builder("m3"), COURSE)
         file.write_text("mine")

@@ -69,6 +69,17 @@ def test_the_last_exercise_brings_the_whole_milestone(sample: Course) -> None:
     assert "m1 passes, all of it" in course(sample, "test", "m1.1")
 
 
+def test_a_milestone_that_passed_is_not_tested_again_unasked(sample: Course) -> None:
+    course(sample, "start", "m1")
+    for exercise in ("m1.1", "m1.2"):
+        course(sample, "show", exercise, "--yes", "--paste")
+    assert "All that you started is written. Does it hold?" in course(sample)
+    assert "m1 passes, all of it" not in course(sample, "test", "m1", "-q")
+    assert "m1 passes, all of it" in course(sample, "test", "m1")
+    assert "m1 has passed" in course(sample)
+    assert "last exercise" not in course(sample, "test", "m1.2")
+
+
 def test_hints_come_one_by_one(sample: Course) -> None:
     for shown in (1, 2, 3, 3):
         assert f"{shown} of 3 hints" in course(sample, "hint", "m2.1")

@@ -37,7 +37,11 @@ class TestSlots:
 
     def test_a_worked_case(self) -> None:
         says = "tokens 2 to 5 of the table [5, 1], four places a block: 5 * 4 + 2, 5 * 4 + 3, then 1 * 4 + 0, 1 * 4 + 1"
-        worked_case("m3.1", BlockManager.slots([5, 1], 4, 2, 6).tolist(), [22, 23, 4, 5], says)
+        slots = BlockManager.slots([5, 1], 4, 2, 6)
+        worked_case("m3.1", slots, [22, 23, 4, 5], f"from 2 up to 6, which is not one of them: {says}")
+        assert isinstance(slots, np.ndarray), (
+            f"the slots are right, and a numpy array is asked for, not a {type(slots).__name__}"
+        )
 
     def test_blocks_in_order(self) -> None:
         assert BlockManager.slots([0, 1, 2], 4, 0, 10).tolist() == list(range(10)), (

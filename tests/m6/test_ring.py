@@ -13,34 +13,42 @@ from folovllm.executor.ring import SLOTS, Ring
 from folovllm.step.packed import Int32
 from tests.tiny import worked_case
 
+FENCE = "_order()"
+
 
 def message(*numbers: int) -> Int32:
     return np.array(numbers, np.int32)
 
 
-class Watched:
-    """An array of the ring's memory that notes by name when it is written to."""
+class Watched(np.ndarray[Any, Any]):
+    """An array of the ring's memory that notes by name when it, or a part of it, is written to; of two equal notes one."""
 
-    def __init__(self, array: Any, name: str, log: list[str]) -> None:
-        self.array, self.name, self.log = array, name, log
+    def __array_finalize__(self, array: Any) -> None:
+        self.name, self.log = getattr(array, "name", ""), getattr(array, "log", [])
+
+    def note(self, what: str) -> None:
+        if self.log[-1:] != [what]:
+            self.log.append(what)
 
     def __getitem__(self, key: Any) -> Any:
         if self.name == "slot":
-            self.log.append("look into the slot")
-        return self.array[key]
+            self.note("look into the slot")
+        return super().__getitem__(key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.log.append(f"set {self.name}")
-        self.array[key] = value
+        self.note(f"set {self.name}")
+        self.view(np.ndarray)[key] = value  # numpy's own would look into it first, and be noted
 
 
 def watched(ring: Ring) -> list[str]:
-    """From now on a list of what is done to the ring, in order; `fence` is a call of `_order`."""
+    """From now on a list of what is done to the ring, in order."""
     log: list[str] = []
     for field, name in (("_written", "written"), ("_taken", "taken"), ("_lengths", "length"), ("_slots", "slot")):
-        setattr(ring, field, Watched(getattr(ring, field), name, log))
+        array = getattr(ring, field).view(Watched)
+        array.name, array.log = name, log
+        setattr(ring, field, array)
     order = ring._order
-    ring._order = lambda: log.append("fence") or order()  # type: ignore[method-assign]
+    ring._order = lambda: log.append(FENCE) or order()  # type: ignore[method-assign]
     return log
 
 
@@ -67,9 +75,10 @@ class TestRing:
         ring = Ring(1, 4)
         log = watched(ring)
         ring.write(message(1, 2))
-        before = log[: log.index("fence")] if "fence" in log else log
-        assert {"set slot", "set length"} == set(before), f"first the message and its length, then a fence: {log}"
-        assert log[-1] == "set written", f"the count comes last, behind the fence: {log}"
+        assert FENCE in log, f"nothing keeps the count behind the message, no {FENCE}: {log}"
+        before = set(log[: log.index(FENCE)]) - {"look into the slot"}  # which `slots[i][:n] = ...` does
+        assert before == {"set slot", "set length"}, f"first the message and its length, then {FENCE}: {log}"
+        assert log[-1] == "set written", f"the count comes last, behind {FENCE}: {log}"
         ring.close()
 
     def test_a_slot_is_given_back_after_it_was_copied(self) -> None:
@@ -77,8 +86,8 @@ class TestRing:
         ring.write(message(1, 2))
         log = watched(ring)
         ring.read(0)
-        said = f"a fence, the copy, a fence, and only then is the slot free: {log}"
-        assert log == ["fence", "look into the slot", "fence", "set taken"], said
+        said = f"{FENCE}, the copy, {FENCE}, and only then is the slot free: {log}"
+        assert log == [FENCE, "look into the slot", FENCE, "set taken"], said
         ring.close()
 
     def test_nothing_there_is_none_and_touches_nothing(self) -> None:
@@ -95,7 +104,9 @@ class TestRing:
         ring.write(message(2))
         later = ring.read(0, 1)
         assert later is not None and later.tolist() == [2], "a reader may ask for message 1 without message 0"
-        assert ring._taken.tolist() == [2, 0], "reader 0 is past message 1, and reader 1 has taken nothing"
+        assert ring._taken.tolist() == [2, 0], (
+            "reader 0 asked for message 1 and is past it now, message 0 too, and reader 1 has taken nothing"
+        )
         ring.close()
 
     @given(st.lists(st.integers(0, 2), max_size=60))
