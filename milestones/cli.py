@@ -83,9 +83,12 @@ def where(context: typer.Context) -> None:
             f"[bold]{milestone.id}[/] {milestone.title:32} {bar}  {'' if milestone.id in state.started else 'not started'}"
         )
     todo = next((e for e in _started(mine) if not mine.written(e)), None)
+    failed = [e.id for e in _started(mine) if e.id in state.failed and mine.written(e)]
     newest = max((i for i, m in enumerate(milestones) if m.id in state.started), default=-1)
     ahead = next((m for m in (*milestones[newest + 1 :], *milestones) if m.id not in state.started), None)
     console.print()
+    for id in failed:
+        _say(f"[red]{id}[/] is written, and failed when its tests last ran: python -m milestones test {id}")
     if todo:
         _say(f"Next: [bold]{todo.id}[/] {todo.title}, about {todo.lines} line{'s' * (todo.lines > 1)}")
         if gone := mine.missing(todo):
@@ -94,7 +97,7 @@ def where(context: typer.Context) -> None:
             _say(f"  write   {symbol.name}  {mine.line(symbol)}")
         _say(f"  test    python -m milestones test {todo.id}")
         _say(f"  stuck   python -m milestones hint {todo.id}")
-    elif state.started:
+    elif state.started and not failed:
         newest_id = _newest(mine)
         said = f"{newest_id} has passed. After a change:" if newest_id in state.passed else "Does it hold?"
         _say(f"All that you started is written. {said}  python -m milestones test {newest_id}")
@@ -143,12 +146,23 @@ def test(
     tests = [*FIRST_FAILURE, *exercise.tests] if exercise else mine.course.tests(id)
     _refuse_unstarted(mine, id)
     status, _ = run_tests(mine, [*tests, *context.args])
+    if exercise and not context.args:
+        _remember(mine, exercise, status)
     if exercise and status == 0 and not context.args:
         _say(_explained(exercise))
         status = _whole_milestone(mine, exercise)
     elif status == 0 and not context.args:
         _passes(mine, id)
     raise typer.Exit(status)
+
+
+def _remember(mine: Mine, exercise: Exercise, status: int) -> None:
+    """Note whether what was written for an exercise failed, for those who only ask where they are."""
+    if status not in (0, 1):  # pytest did not get as far as the tests
+        return
+    state, others = mine.state, {*mine.state.failed} - {exercise.id}
+    state.failed = sorted({*others, exercise.id} if status and mine.written(exercise) else others)
+    mine.save(state)
 
 
 def _explained(exercise: Exercise) -> str:
@@ -168,10 +182,22 @@ def _test_builder(mine: Mine, builder: Builder, arguments: list[str]) -> int:
 
 
 def _whole_milestone(mine: Mine, exercise: Exercise) -> int:
-    """Run all tests of a milestone when its last exercise has passed, until they have passed once; pytest's status."""
+    """Run all tests of a milestone when its last exercise has passed, until they have passed once; pytest's status.
+
+    They take minutes, so the other exercises' own tests, which take seconds, are asked first.
+    """
     state, id = mine.state, exercise.id.partition(".")[0]
-    if id in state.passed or not all(map(mine.written, mine.course.milestone(id).exercises)):
+    exercises = mine.course.milestone(id).exercises
+    if id in state.passed or not all(map(mine.written, exercises)):
         return 0
+    others = [e for e in exercises if e != exercise]
+    nodes = list(dict.fromkeys(test for e in others for test in e.tests))
+    outcomes = run_tests(mine, ["-q", *FIRST_FAILURE[1:], *nodes], quiet=True)[1] if nodes else {}
+    failing = [e.id for e in others if verdict(mine, e, outcomes) == "failing"]
+    for other in failing:
+        _say(f"All of {id} is written, but [red]{other}[/] fails: python -m milestones test {other}")
+    if failing:
+        return 1
     _say(f"\nThat was the last exercise of {id}. Now all tests of {id}, in which your code works together (minutes):")
     status, _ = run_tests(mine, mine.course.tests(id))
     if status == 0:
@@ -205,6 +231,7 @@ def watch(
             seen, exercise = newest, queue[0]
             console.rule(f"{exercise} · {mine.line(exercise.symbols[0])}")
             status, _ = run_tests(mine, [*FIRST_FAILURE, "-q", "--no-header", *exercise.tests])
+            _remember(mine, exercise, status)
             if status == 0 and mine.written(exercise):
                 _say(f"[green]{exercise} passes.[/] {_explained(exercise)}")
                 _whole_milestone(mine, exercise)
@@ -281,11 +308,14 @@ def status(
     nodes = list(dict.fromkeys(test for e in started if mine.written(e) for test in e.tests))
     outcomes = run_tests(mine, ["-q", *nodes], quiet=True)[1] if nodes and not no_tests else {}
     for milestone in mine.course.milestones:
+        if milestone.id not in mine.state.started:
+            _say(f"{milestone.id} {milestone.title}: not started")
+            continue
         table = Table(title=f"{milestone.id} {milestone.title}", title_justify="left", expand=False)
         for column in ("exercise", "", "difficulty", "hints", "state"):
             table.add_column(column)
         for exercise in milestone.exercises:
-            state = verdict(mine, exercise, outcomes) if exercise in started else "not started"
+            state = verdict(mine, exercise, outcomes)
             state = "written" if no_tests and state == "not run" else state
             used = str(hints.get(exercise.id, "")) or "-"
             colour = COLOURS.get(state, "dim")

@@ -21,6 +21,7 @@ class State:
     blanked: list[str] = field(default_factory=list)  # symbols that were cut out once: never again by `start`
     hints: dict[str, int] = field(default_factory=dict)  # exercise: rungs shown
     passed: list[str] = field(default_factory=list)  # milestones whose tests have all passed; `reset` strikes one off
+    failed: list[str] = field(default_factory=list)  # exercises that failed when `test` or `watch` last ran their tests
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,7 @@ class Mine:
             self.state,
         )
         state.passed = [id for id in state.passed if id != exercise.id.partition(".")[0]]
+        state.failed = [id for id in state.failed if id != exercise.id]
         self.save(state)
         return folder
 

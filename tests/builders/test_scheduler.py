@@ -10,12 +10,17 @@ import pytest
 from hypothesis import given, settings
 
 from folovllm.cache.slot_manager import SlotManager
-from folovllm.engine.scheduler import chunk, whole_prompt
+from folovllm.engine.scheduler import whole_prompt
 from folovllm.request import Sequence, SequenceStatus
 from tests.builders.engines import assert_same_tokens
 from tests.sequences import EOS, make_seq
 
 LATE = 100  # so many that came later may come in before a request, and no more
+
+
+def chunk(seq: Sequence, budget: int) -> int:
+    """As M5's, which is an exercise of a later milestone: in mine/ it is a stub."""
+    return min(seq.num_uncomputed_tokens, budget)
 
 
 class Bench:
@@ -78,8 +83,8 @@ class Bench:
             "who waits holds nothing"
         )
         held = sum(bool(seq.block_table) for seq in self.seqs)
-        assert held == self.kv.num_blocks - self.kv.num_free, "a slot is given back when its sequence ends"
-        assert held == sum(bool(seq.block_table) for seq in running), "only running sequences hold a slot"
+        assert held == self.kv.num_blocks - self.kv.num_free, "a block is given back when its sequence ends"
+        assert held == sum(bool(seq.block_table) for seq in running), "only running sequences hold a block"
 
     def run(self, limit: int = 2000) -> None:
         for _ in range(limit):
@@ -105,7 +110,7 @@ def test_a_worked_case(component: Any) -> None:
     seqs = bench.scheduler.sequences(output)
     bench.scheduler.postprocess([(seq, [50]) for seq in seqs])
     assert second.status is SequenceStatus.FINISHED_LENGTH, "the second has its one token, and is over at once"
-    assert list(bench.scheduler.running) == [first] and bench.kv.num_free == 3, "it has left, and its slot is free"
+    assert list(bench.scheduler.running) == [first] and bench.kv.num_free == 3, "it has left, and its block is free"
     output = bench.scheduler.schedule()
     assert [(s.start, s.num_new_tokens) for s in output.shares] == [(3, 1)], "the first decodes its new token"
     bench.scheduler.postprocess([(first, [51])])
@@ -125,7 +130,7 @@ def test_who_ends_makes_room_in_the_next_step(component: Any) -> None:
     bench.add(3, 1)
     second = bench.add(3, 1)
     bench.step()
-    assert second in bench.step(), "the seat and the slot are free in the very next step"
+    assert second in bench.step(), "the row and the block are free in the very next step"
 
 
 def test_fewer_slots_than_seats(component: Any) -> None:
@@ -162,7 +167,7 @@ def test_abort(component: Any, when: str) -> None:
     seqs = [bench.add(4, 6) for _ in range(4)]
     bench.step()
     victims = [seq for seq in seqs if (seq in bench.scheduler.running) is (when == "running")]
-    assert len(victims) == 2, "two seats, four requests"
+    assert len(victims) == 2, "two rows, four requests"
     bench.scheduler.abort(*victims)
     assert all(seq.status is SequenceStatus.FINISHED_ABORTED for seq in victims), "who is aborted has that status"
     bench.check()
@@ -181,8 +186,10 @@ def test_nobody_is_overtaken_for_ever(component: Any) -> None:
             bench.step()
             if victim in bench.started:
                 break
-        later = [seq for seq in bench.started if seq.seq_id > victim.seq_id]
-        assert victim in bench.started and len(later) <= LATE, f"{LATE} later ones at most may come in before a request"
+        assert victim in bench.started, "it comes in at some time"
+        before = bench.started[: bench.started.index(victim)]  # without those that came in behind it, in the same step
+        later = sum(seq.seq_id > victim.seq_id for seq in before)
+        assert later <= LATE, f"{later} later ones came in before a request; {LATE} at most may"
 
 
 requests = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=20)

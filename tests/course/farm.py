@@ -96,6 +96,16 @@ def builder_jobs(course: Course) -> list[Job]:
     ]
 
 
+def later_jobs(course: Course) -> list[Job]:
+    """Per builder: the course's reference of it, while all exercises of later milestones are blank."""
+    found = []
+    for builder in course.builders:
+        own = course.milestone(builder.milestone)
+        later = _ids(e for m in course.milestones if m.is_after(own) for e in m.exercises)
+        found.append(Job("later", builder.id, course.root, builder.tests, later))
+    return found
+
+
 def complaint(job: Job, result: Result) -> str:
     """What is wrong with the exercise that a job was about; empty if nothing is."""
     failed = [(test, id) for test, outcome, id in result.outcomes if outcome == "failed"]
@@ -215,7 +225,11 @@ def _variant(job: Job, folder: Path) -> Path:
     if job.kind == "builder":
         return builders.put_wrong(course.builder(job.name.partition("-")[0]), job.wrong, course, folder)
     answers = [w for e in course.exercises for w in course.wrong_answers(e) if w.id == job.wrong]
-    return write_variant(course, folder, [course.exercise(id) for id in job.blanked], answers)
+    write_variant(course, folder, [course.exercise(id) for id in job.blanked], answers)
+    if job.name.endswith(".builder"):
+        builder = course.builder(job.name)
+        builders.put(builder.reference.read_text("utf-8"), builder, folder)
+    return folder
 
 
 def _parts(course: Course, id: str) -> list[tuple[str, ...]]:

@@ -8,7 +8,7 @@ import pytest
 
 from milestones.builders import template
 from milestones.manifest import Builder, Course
-from tests.course.farm import Farm, Job, builder_jobs
+from tests.course.farm import Farm, Job, builder_jobs, complaint, later_jobs
 
 COURSE = Course(Path(__file__).resolve().parents[2])
 each_builder = pytest.mark.parametrize("builder", COURSE.builders, ids=lambda b: b.id)
@@ -22,6 +22,14 @@ def test_it_is_rejected(job: Job, farm: Farm) -> None:
     assert result.status == 1 and failed, f"{', '.join(job.tests)} do not notice {job.name}:\n{result.output[-2000:]}"
     broken = [error for error in ("ImportError", "NameError", "SyntaxError") if error in result.output]
     assert not broken, f"{job.name} is not wrong, it does not run: {broken}\n{result.output[-2000:]}"
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("job", later_jobs(COURSE), ids=str)
+def test_it_needs_no_later_exercise(job: Job, farm: Farm) -> None:
+    """A learner's files have stubs of what comes after the milestone, too."""
+    if said := complaint(job, farm.result(job)):
+        pytest.fail(said, pytrace=False)
 
 
 @each_builder

@@ -60,9 +60,12 @@ def test_the_last_exercise_brings_the_whole_milestone(sample: Course) -> None:
     file.write_text(file.read_text().replace(STUB, "        return self.free.popleft()"))  # wrong: never Empty
     assert "last exercise" not in course(sample, "test", "m1.2", "-q")  # who says what is to run gets that
     said = course(sample, "test", "m1.2", status=1)
-    assert "That was the last exercise of m1" in said and "m1.1 Pool.take  failing" in said
+    assert "All of m1 is written, but m1.1 fails: python -m milestones test m1.1" in said
+    assert "That was the last" not in said, "while an exercise fails, its own tests say more, and sooner"
     course(sample, "show", "m1.1", "--yes", "--paste")
-    assert "m1 passes, all of it" in course(sample, "test", "m1.2")
+    said = course(sample, "test", "m1.2")
+    assert "That was the last exercise of m1" in said and "m1 passes, all of it" in said
+    assert "All that you started is written, and its tests have passed." in course(sample)
     assert "last exercise" not in course(sample, "test", "m1.2")
     course(sample, "reset", "m1.1", "--yes")
     solve(sample)
@@ -78,6 +81,20 @@ def test_a_milestone_that_passed_is_not_tested_again_unasked(sample: Course) -> 
     assert "m1 passes, all of it" in course(sample, "test", "m1")
     assert "m1 has passed" in course(sample)
     assert "last exercise" not in course(sample, "test", "m1.2")
+
+
+def test_what_failed_is_not_forgotten(sample: Course) -> None:
+    course(sample, "start", "m1")
+    file = sample.root / "mine/folovllm/pool.py"
+    file.write_text(file.read_text().replace(STUB, "        return self.free.popleft()"))  # wrong: never Empty
+    course(sample, "test", "m1.1", status=1)
+    said = course(sample)
+    assert said.index("m1.1 is written, and failed") < said.index("Next: m1.2"), "the next is not all there is to do"
+    course(sample, "reset", "m1.1", "--yes")
+    assert "and failed when" not in course(sample), "who begins again has not failed"
+    solve(sample)
+    course(sample, "test", "m1.1")
+    assert "and failed when" not in course(sample)
 
 
 def test_hints_come_one_by_one(sample: Course) -> None:
