@@ -9,6 +9,9 @@ BIN     := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
+# Minutes of a browser, a compiler and of commands: `make ci` has them.
+LATER   := tests/inspector tests/docs tests/builders tests/m4/test_offline_compile.py tests/x1/test_chat_page.py
+
 # Ranks, learners' code and commands are tested in hundreds of processes: each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -36,14 +39,14 @@ test: .venv/.serve .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) --ignore tests/course --ignore tests/docs --ignore tests/inspector --ignore tests/ray
+	$(PYTEST) --ignore tests/course --ignore tests/ray $(addprefix --ignore ,$(LATER))
 
 # The course's tests start processes of their own, so not under xdist; Ray's start a cluster, and have 15 minutes.
 ci: test docs .venv/.notebooks .venv/.ray .venv/.eval
 	$(BIN)/python -m pytest -q tests/x1/test_lm_eval.py
 	$(BIN)/python -m pytest -q tests/course
 	timeout -k 30 900 $(BIN)/python -m pytest -q tests/ray
-	$(PYTEST) tests/inspector tests/docs
+	$(PYTEST) $(LATER)
 	$(if $(wildcard notebooks/src/*.py),$(BIN)/python -m milestones.notebooks --check)
 
 notebooks: .venv/.notebooks
