@@ -81,7 +81,7 @@ def jobs(course: Course) -> list[Job]:
             rest = [other for other in course.onwards(milestone.id) if other not in course.needed(e)]
             found.append(Job("alone", e.id, **common, blanked=_ids(rest)))
         if later := _ids(e for m in course.milestones if m.is_after(milestone) for e in m.exercises):
-            parts = _parts(course, milestone.id)
+            parts = _parts(course, milestone.id, later)
             names = [f"{milestone.id}-{n + 1}" for n in range(len(parts))] if len(parts) > 1 else [milestone.id]
             found += [Job("later", name, course.root, part, later) for name, part in zip(names, parts, strict=True)]
     return sorted(found, key=lambda job: job.kind != "later")
@@ -232,10 +232,19 @@ def _variant(job: Job, folder: Path) -> Path:
     return folder
 
 
-def _parts(course: Course, id: str) -> list[tuple[str, ...]]:
-    """A milestone's tests in parts of at most `FILES` files each; what earlier folders have of them goes with the first."""
+def _parts(course: Course, id: str, later: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """A milestone's tests in parts of at most `FILES` files each; what earlier folders have of them goes with the first.
+
+    Where all that comes `later` are electives, only the files that name one of their packages, or the first of all: the
+    others ask for nothing that an elective serves. They took as long as those of all other milestones together.
+    """
     *earlier, own = course.tests(id)
-    files = sorted(str(file.relative_to(course.root)) for file in (course.root / own).glob("test_*.py"))
+    found = sorted((course.root / own).glob("test_*.py"))
+    if all(exercise.startswith("x") for exercise in later):
+        paths = [symbol.path for exercise in later for symbol in course.exercise(exercise).symbols]
+        packages = {str(Path(path).with_suffix("").parent).replace("/", ".") for path in paths}
+        found = [file for file in found if any(package in file.read_text("utf-8") for package in packages)] or found[:1]
+    files = [str(file.relative_to(course.root)) for file in found]
     count = -(-len(files) // FILES)
     first, *rest = (files[i::count] for i in range(count))  # long ones stand side by side in the alphabet
     return [(*earlier, *first), *((*earlier[:2], *part) for part in rest)]
