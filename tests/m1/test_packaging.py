@@ -76,6 +76,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMPUTED = {
     "shapes.md": pytest.mark.m3,
     "builders.md": pytest.mark.m6,
+    "1_offline_inference.md": pytest.mark.m6,
+    "2_continuous_batching.md": pytest.mark.m6,
+    "4_kernels.md": pytest.mark.m6,
+    "6_speed_and_scale.md": pytest.mark.m6,
 }  # pages whose numbers come from a run of later milestones' functions
 
 
