@@ -1,7 +1,7 @@
 """Numbers of 8 bits in a KV cache: how a kernel writes them, and how it takes them into its products.
 
-E4M3 has a sign, four bits of exponent and three of mantissa: two to eight sixteenths of a number's own size lie between
-neighbours, and the largest is 448 (Micikevicius et al., 2022, "FP8 Formats for Deep Learning").
+E4M3 has a sign, four bits of exponent and three of mantissa: neighbours are a sixteenth to an eighth of a number's own size
+apart, and the largest is 448 (Micikevicius et al., 2022, "FP8 Formats for Deep Learning").
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import triton.language as tl
 from folovllm.kernels.online_softmax import LOWEST, block_ids, online_softmax_tile, tile_offsets
 
 LARGEST = tl.constexpr(448.0)
+# Neighbours are an eighth of a power of two apart. 1.5 * 2**23 times that, added in float32, leaves no bit below it.
+ROUNDING = tl.constexpr(1.5 * 2.0**20)
 SMALLEST_NORMAL = tl.constexpr(2.0**-6)  # below, the distance between neighbours no longer shrinks
 
 
@@ -25,9 +27,7 @@ def to_cache(x, factor, cache_ptr):
     if cache_ptr.dtype.element_ty == tl.float8e4nv:
         x = tl.minimum(tl.maximum(x.to(tl.float32) * factor, -LARGEST), LARGEST)
         power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # of two, at or below |x|
-        magic = tl.maximum(power, SMALLEST_NORMAL) * (
-            0.125 * 12582912.0
-        )  # 1.5 * 2**23 steps: no bit below a step is kept
+        magic = tl.maximum(power, SMALLEST_NORMAL) * ROUNDING
         x = (x + magic) - magic
     return x.to(cache_ptr.dtype.element_ty)
 

@@ -48,10 +48,7 @@ class TritonBackend(AttentionBackend):
             DecodeConfig(tile=64) if config.is_fp8 else DecodeConfig(),
         )  # fmt: skip
         self._own_prefill = own_prefill
-        if own_prefill:
-            self.supports_prompt_graph = False  # nothing is asked of it but what its contract says
-            if config.is_fp8:
-                raise ValueError("a prefill of your own reads no cache in 8 bits: leave kv_cache_dtype out")
+        self.supports_prompt_graph = own_prefill is None  # of one's own nothing is asked but what its contract says
         self._hopper = None if own_prefill else _hopper(config)
         self._tile_m = config_on(config.device, config.head_dim, config.dtype.itemsize).tile_m
         self._planned = Planned()
