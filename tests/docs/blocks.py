@@ -63,9 +63,9 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every Markdown file of the repository with something for a reader to type: not the hints of exercises."""
+    """Every Markdown file of the repository with something for a reader to type: hints, of exercises and builders, are nothing to run."""
     found = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
-    return sorted(page for page in found if "hints" not in page.parts)
+    return sorted(page for page in found if "hints" not in (*page.parts, page.stem))
 
 
 def blocks(page: Path, text: str | None = None) -> list[Block]:
