@@ -32,7 +32,7 @@ PRELOAD = [
     "hypothesis",
     "numpy",
 ]
-PLUGINS = ["_hypothesis_pytestplugin", "pytest_timeout"]  # by name: to look for them in all that is installed takes longer
+PLUGINS = ["_hypothesis_pytestplugin", "pytest_timeout"]  # looking for them in all that is installed takes longer
 PRELOAD += [*PLUGINS, "_pytest.junitxml", "_pytest.doctest", "_pytest.unittest", "_pytest.debugging"]
 PRELOAD += ["safetensors.torch", "transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama"]
 LIMIT = {"later": 280}  # seconds; others have 120
