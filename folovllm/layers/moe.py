@@ -130,7 +130,9 @@ class SharedExpert(nn.Module):
         super().__init__()
         hidden, inner = config.hidden_size, config.shared_expert_intermediate_size
         self.gate_up_proj = layers.make(MergedColumnParallelLinear, hidden, [inner] * 2, False, layers.format)
-        self.down_proj = RowParallelLinear(inner, hidden, format=layers.format)  # the sum over ranks comes with the others'
+        self.down_proj = RowParallelLinear(
+            inner, hidden, format=layers.format
+        )  # the sum over ranks comes with the others'
         self.act_fn = layers.make(SiluAndMul)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

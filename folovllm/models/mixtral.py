@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from folovllm.models.moe import MoeForCausalLM
 
 
 class MixtralForCausalLM(MoeForCausalLM):
     """The frame with Llama's attention."""
 
-    renamed = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+    renamed: ClassVar[dict[str, str]] = {
+        ".block_sparse_moe.": ".mlp.",
+        ".w1.": ".gate_proj.",
+        ".w3.": ".up_proj.",
+        ".w2.": ".down_proj.",
+    }
