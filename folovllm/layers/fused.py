@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 
 from folovllm.kernels.activation import silu_and_mul
-from folovllm.kernels.grouped_linear import grouped_linear
 from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.layernorm import RMSNorm
-from folovllm.layers.moe import Experts
 
 
 class FusedRMSNorm(RMSNorm):
@@ -30,13 +28,3 @@ class FusedSiluAndMul(SiluAndMul):
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         """As `SiluAndMul`."""
         return silu_and_mul(gate_up)
-
-
-class GroupedExperts(Experts):
-    """All experts in two kernels, which find out on the device who has how many tokens."""
-
-    def forward(self, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """As `Experts`."""
-        hidden = grouped_linear(x.contiguous(), self.gate_up, order, starts, gated=True)
-        answers = x.new_zeros(len(order), x.shape[1]) if self.is_part else None
-        return grouped_linear(hidden, self.down, order, starts, out=answers)

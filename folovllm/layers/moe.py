@@ -160,10 +160,17 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
-        weights, experts = route(self.gate(x), self.top_k, self.normalise)
-        order, starts = sort_by_expert(experts - self.held.start, len(self.held))
-        answers = self.experts(x, order, starts).view(len(x), self.top_k, -1)
-        result = combine(answers, weights)
+        weights, order, starts = self.choose(x)
+        result = self.combine(self.experts(x, order, starts).view(len(x), self.top_k, -1), weights)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             result = result + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return self.ranks(result)
+
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, H] -> the weights of each token's experts [T, k], and the pairs' `order` and `starts` (`sort_by_expert`)."""
+        weights, experts = route(self.gate(x), self.top_k, self.normalise)
+        return weights, *sort_by_expert(experts - self.held.start, len(self.held))
+
+    def combine(self, answers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Answers [T, k, H] and weights [T, k] -> [T, H]."""
+        return combine(answers, weights)

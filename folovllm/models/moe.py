@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+def choose_moe(config: PretrainedConfig, layers: LayerSet) -> MoE:
+    """The mixture of experts that stands in the place of the MLP, of the set's own kind."""
+    return layers.make(MoE, config, layers)
+
+
 class MoeForCausalLM(LlamaForCausalLM):
     """`LlamaForCausalLM`, and in the place of each MLP a mixture of experts."""
 
@@ -21,7 +26,11 @@ class MoeForCausalLM(LlamaForCausalLM):
         if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
             raise UnsupportedModel("layers with experts among layers without are not supported: all must have them")
         # The router and the experts read one normed stream, so the norm's weights cannot move into a projection.
-        super().__init__(config, layers.having({LlamaMLP: MoE, LlamaDecoderLayer: LlamaDecoderLayer}), max_model_len)
+        super().__init__(
+            config,
+            layers.having({LlamaMLP: choose_moe, LlamaDecoderLayer: LlamaDecoderLayer}),
+            max_model_len,
+        )
 
     def own_name(self, name: str) -> str | None:
         """As `LlamaForCausalLM`: an expert that another rank holds is None."""

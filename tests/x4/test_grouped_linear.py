@@ -108,3 +108,30 @@ def test_combine_adds_by_weight() -> None:
     answers = torch.tensor([[[1.0, 2.0], [10.0, 20.0]], [[3.0, 4.0], [0.0, 1.0]]])  # [T=2, k=2, H=2]
     weights = torch.tensor([[0.5, 0.1], [1.0, 2.0]])
     assert combine(answers, weights).tolist() == [[1.5, 3.0], [3.0, 6.0]]
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 2), (5, 6, 3), (16, 128, 8), (17, 60, 8), (3, 1, 1)])  # T, E, k
+@pytest.mark.parametrize("normalise", [True, False])
+def test_the_kernel_chooses_as_torch(shape: tuple[int, int, int], normalise: bool) -> None:
+    """Also of the experts of one rank; the kernel leaves many pairs to torch."""
+    from folovllm.kernels.route import choose
+
+    num_tokens, num_experts, top_k = shape
+    logits = torch.randn(num_tokens, num_experts, generator=torch.Generator().manual_seed(3)).to(ON)
+    for held in (range(num_experts), range(num_experts // 2, num_experts)):
+        weights, experts = route(logits, top_k, normalise)
+        own_weights, own_experts, placed = choose(logits, top_k, normalise, held)
+        torch.testing.assert_close(own_weights, weights)
+        assert torch.equal(own_experts, experts)
+        assert (placed is not None) == (num_tokens * top_k <= 128)
+        for actual, wanted in zip(placed or (), sort_by_expert(experts - held.start, len(held)), strict=bool(placed)):
+            assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 72), (3, 2, 1500), (0, 2, 8)])  # T, k, H
+def test_the_kernel_adds_up_as_torch(shape: tuple[int, int, int]) -> None:
+    from folovllm.kernels.route import combine as combined
+
+    generator = torch.Generator().manual_seed(4)
+    answers, weights = torch.randn(shape, generator=generator).to(ON), torch.rand(shape[:2], generator=generator).to(ON)
+    torch.testing.assert_close(combined(answers, weights), combine(answers, weights))

@@ -13,8 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folovllm import LLM, SamplingParams
+from folovllm.bench.contenders import write_geometry
+from folovllm.bench.roofline import MatrixSizes, experts_read
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
+from folovllm.engine.setup import set_up
 from folovllm.layers.moe import MoE, route
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, answered, mixed_requests, serve
@@ -131,3 +134,17 @@ def test_random_weights_of_a_geometry(tmp_path: Path) -> None:
     )
     (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 4
+
+
+def test_what_a_step_reads_of_qwen3_30b(tmp_path: Path) -> None:
+    """Alone a token reads 8 of 128 experts; 256 tokens read all of them, and that is most of what the step reads."""
+    path = write_geometry("qwen3-30b-a3b", tmp_path)
+    setup = set_up(EngineConfig(model=str(path), tokenizer=str(tiny_checkpoint()), random_weights=True, device="cpu"))
+    sizes = MatrixSizes.of(setup)
+    assert (sizes.num_experts, sizes.asked, sizes.expert) == (128, 8, 3 * 2048 * 768)
+    assert experts_read(sizes, 1) == pytest.approx(8)
+    assert 127.9 < experts_read(sizes, 256) < 128
+    whole = 48 * (sizes.always + 128 * sizes.expert) + 2 * sizes.head
+    assert whole == pytest.approx(30.5e9, rel=0.01)  # as it is called; with the embedding
+    active = 48 * (sizes.always + 8 * sizes.expert) + sizes.head
+    assert active == pytest.approx(3.0e9, rel=0.02)
