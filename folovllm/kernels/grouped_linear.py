@@ -6,6 +6,8 @@ each program finds out whose tile it is: tiles of one expert after those of anot
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -40,23 +42,23 @@ def grouped_linear_kernel(
     """
     expert, begin, end = find_tile(starts_ptr, tl.program_id(1), E, WIDTH, TILE_M)
     if expert < E:
-        place = begin + tl.arange(0, TILE_M)
-        inside = place < end
-        pair = tl.load(order_ptr + place, mask=inside, other=0)
+        place = begin.to(tl.int32) + tl.arange(0, TILE_M)
+        inside = place < end.to(tl.int32)
+        pair = tl.load(order_ptr + place, mask=inside, other=0).to(tl.int32)
         n, k = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
         kept = n < N
         rows = tl.where(kept, n, 0)  # what is past the last output reads the first again, and is not stored
-        x_ptr += (pair // ASKED)[:, None] * K + k[None, :]
-        weight_ptr += expert.to(tl.int64) * (2 * N if GATED else N) * K + rows[None, :] * K + k[:, None]
+        inputs = x_ptr + (pair // ASKED)[:, None] * K + k[None, :]  # [TILE_M, TILE_K]
+        weights = weight_ptr + expert.to(tl.int64) * (2 * N if GATED else N) * K + rows[None, :] * K + k[:, None]
         total = tl.zeros((TILE_M, TILE_N), tl.float32)
         total_up = tl.zeros((TILE_M, TILE_N), tl.float32)
         for start in range(0, K, TILE_K):
             there = k < K - start
-            x = tl.load(x_ptr + start, mask=inside[:, None] & there[None, :], other=0.0)
-            w = tl.load(weight_ptr + start, mask=there[:, None], other=0.0)
+            x = tl.load(inputs + start, mask=inside[:, None] & there[None, :], other=0.0)
+            w = tl.load(weights + start, mask=there[:, None], other=0.0)
             total = tl.dot(x, w, total, input_precision=PRECISION)
             if GATED:
-                up = tl.load(weight_ptr + N * K + start, mask=there[:, None], other=0.0)
+                up = tl.load(weights + N * K + start, mask=there[:, None], other=0.0)
                 total_up = tl.dot(x, up, total_up, input_precision=PRECISION)
         DTYPE: tl.constexpr = out_ptr.dtype.element_ty
         result = total.to(DTYPE)
@@ -91,7 +93,11 @@ def grouped_linear(
     out = x.new_empty(num_pairs, n) if out is None else out
     if num_pairs == 0:
         return out
-    tile_m, tile_n, tile_k, warps, stages = tiles_for(num_pairs, num_experts, x.dtype)
+    if num_pairs * max(n, k) >= 2**31:
+        raise ValueError(
+            f"{num_pairs} pairs of {max(n, k)} numbers are too many for a kernel: lower max_num_batched_tokens"
+        )
+    tile_m, tile_n, tile_k, warps, stages = tiles_for(num_pairs, num_experts, x.dtype, gated, capability_of(x.device))
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (tile_m - 1)) // tile_m
     grouped_linear_kernel[(triton.cdiv(n, tile_n), num_tiles)](
         x, weight, order, starts, out, num_pairs, n, K=k, E=num_experts, WIDTH=triton.next_power_of_2(num_experts),
@@ -101,16 +107,26 @@ def grouped_linear(
     return out
 
 
-def tiles_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+@cache
+def capability_of(device: torch.device) -> int:
+    """10 times the compute capability of a card, 80 for Ampere's first; where there is none, as the interpreter needs it."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+    return 10 * major + minor
+
+
+def tiles_for(
+    num_pairs: int, num_experts: int, dtype: torch.dtype, gated: bool, capability: int
+) -> tuple[int, int, int, int, int]:
     """Tile of pairs, of outputs and along K, warps, stages. By the pairs that an expert has when all have the same number.
 
-    With few, the weights are read once, and small tiles of outputs make programs enough to read them.
+    With few, the weights are read once, and small tiles of outputs make programs enough to read them. A gated product
+    keeps two sums, so its tiles are half as wide where registers are short.
     """
     each = num_pairs // num_experts
-    if dtype == torch.float32:
+    if dtype == torch.float32 or capability < 80:
         return 16, 32, 32, 4, 2
     if each <= 16:
         return 16, 32, 128, 4, 4
     if each <= 64:
-        return 64, 64, 64, 4, 4
-    return 128, 128, 64, 8, 3
+        return 64, 64, 64, 4, 3
+    return 128, 64 if gated or capability < 90 else 128, 32 if capability < 90 else 64, 8, 3

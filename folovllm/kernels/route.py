@@ -55,9 +55,9 @@ def choose_kernel(
         )
         place = tl.sum(before.to(tl.int32), 1)  # [PAIRS]
         tl.store(order_ptr + place, pair.to(tl.int64), mask=real)
-        border = tl.arange(0, 2 * WIDTH)
-        start = tl.sum((expert[None, :] < border[:, None]).to(tl.int32), 1)
-        tl.store(starts_ptr + border, start.to(tl.int64), mask=border <= held)
+        start = tl.sum((expert[None, :] < e[:, None]).to(tl.int32), 1)  # [WIDTH]
+        tl.store(starts_ptr + e, start.to(tl.int64), mask=e < held)
+        tl.store(starts_ptr + held, tl.sum((expert < held).to(tl.int64), 0))
 
 
 def choose(
@@ -84,7 +84,7 @@ def choose(
             logits, weights, experts, order, starts, num_tokens, held.start, len(held), E=num_experts,
             WIDTH=triton.next_power_of_2(num_experts), TOP_K=top_k,
             TOKENS=triton.next_power_of_2(num_tokens) if few else 1, NORMALISE=normalise, SORT=few,
-            PAIRS=triton.next_power_of_2(pairs) if few else 1,
+            PAIRS=triton.next_power_of_2(pairs) if few else 1, num_warps=8 if few else 4,
         )  # fmt: skip
     return weights, experts, (order, starts) if few else None
 
