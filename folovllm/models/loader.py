@@ -53,7 +53,7 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard
     embedding = model.model.embed_tokens.weight
     tied, copied_head = model.lm_head.weight is embedding, None
     with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
-        for name, tensor in read_tensors(checkpoint_files(path), part):
+        for name, tensor in read_tensors(checkpoint_files(path), part, model.own_name):
             if tied and name == "lm_head.weight":
                 copied_head = tensor
             elif is_kv_scale(name):
@@ -185,15 +185,22 @@ def opened(file: Path) -> Iterator[Any]:
         raise ValueError(f"{file} is damaged or incomplete ({error}): download it again") from error
 
 
-def read_tensors(files: list[Path], shard: Shard | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied."""
+def read_tensors(
+    files: list[Path], shard: Shard | None = None, own_name: Callable[[str], str | None] = str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied.
+
+    `own_name` says what the model calls a tensor; where that is None it is not read.
+    """
     for file in files:
         with opened(file) as handle:
-            for name in handle.keys():  # noqa: SIM118  # a handle is no dict
-                stored = handle.get_slice(name)
-                require_float(name, stored.get_dtype())
+            for stored_name in handle.keys():  # noqa: SIM118  # a handle is no dict
+                if (name := own_name(stored_name)) is None:
+                    continue
+                stored = handle.get_slice(stored_name)
+                require_float(stored_name, stored.get_dtype())
                 if shard is None or name.endswith(IGNORED_SUFFIX) or is_kv_scale(name):
-                    yield name, handle.get_tensor(name)
+                    yield name, handle.get_tensor(stored_name)
                 else:
                     yield name, shard(name, StoredTensor(stored))
 
@@ -207,12 +214,13 @@ def init_random_weights(
     """
     places = checkpoint_places(model)
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
+    some = model.lm_head.weight
     for name, full in checkpoint_places(model if whole is None else whole).items():
-        place = places[name]
-        tensor = torch.ones(full.view.shape, dtype=place.view.dtype, device=place.view.device)
+        tensor = torch.ones(full.view.shape, dtype=some.dtype, device=some.device)
         if not name.endswith("norm.weight"):
             tensor.normal_(0.0, 0.02, generator=generator)
-        place.view.copy_(tensor if shard is None else part_of(places, shard, name, tensor))
+        if name in places:  # else another rank's
+            places[name].view.copy_(tensor if shard is None else part_of(places, shard, name, tensor))
     model.weights_loaded()
 
 
