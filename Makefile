@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo       a text from a real model, with its speed"
 	@echo "make learn      what the course needs: pytest, JupyterLab; then: source .venv/bin/activate"
-	@echo "make test       ruff, mypy --strict, pytest"
+	@echo "make test       ruff, mypy --strict (make lint), pytest (make suite)"
 	@echo "make ci         test, lm-eval, the course's own tests, Ray, notebooks, docs and every command in them"
 	@echo "make notebooks  run the notebooks' sources and write the notebooks"
 	@echo "make recordings record the engine for the book's inspector, its pictures and their tests"
