@@ -24,7 +24,7 @@ from folovllm.models.quantization import formats_of
 from folovllm.setup import EngineSetup
 from folovllm.worker.native_model import load_native_model, load_sharded_model
 from tests.contract import DEVICE
-from tests.helpers import Driver, assert_logits_equal, prompts, tiny_checkpoint
+from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint, tolerance
 from tests.m6.ranks import ThreadGroup, on_ranks
 from tests.workloads import Workload, answered, make_engine, mixed_requests, serve
 from tests.x2.quantized import compressed, packed, quantize_8, write_quantized
@@ -297,3 +297,14 @@ def test_an_engine_of_two_processes(served: tuple[Path, Workload], tmp_path: Pat
     expected, got = ([list(o.outputs[0].token_ids) for o in serve(e, load.requests[:3])] for e in (one, two))
     two.close()
     assert got == expected
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 channel", "int8 packed"])
+def test_transformers_reads_the_same_checkpoint_alike(kind: str, tmp_path: Path) -> None:
+    """In its own way, through the packages that it needs for it."""
+    for package in ("compressed_tensors", "accelerate"):
+        pytest.importorskip(package, reason=f"transformers needs {package} for this (pip install -e '.[dev]')")
+    quantize, config = FP8_WIDE if kind == "fp8 blocks" else KINDS[kind]  # it has whole blocks alone
+    coded, _ = write_quantized(tiny_checkpoint("llama", tied=False, **ALIGNED), tmp_path, quantize, config)
+    tokens = prompts([12])[0]
+    assert_logits_equal(Driver(coded).step({0: tokens})[0], hf_logits(coded, tokens))
