@@ -84,6 +84,11 @@ class Scaled(WeightFormat):
         else:
             super().fill(kind, tensor, generator)
 
+    def num_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+        """As `WeightFormat`: a byte for each, and four for each scale."""
+        rows, columns = self.block_of(inputs)
+        return outputs * inputs + 4 * -(-outputs // rows) * -(-inputs // columns)
+
     def loaded(self, layer: LinearBase) -> None:
         """Forget what was folded into earlier weights."""
         layer.columns = None
