@@ -16,6 +16,7 @@ import torch
 
 from folovllm.bench.workload import Workload
 from folovllm.model_config import expert_size_of, num_experts_of
+from folovllm.models.quantization import linear_bytes
 from folovllm.setup import EngineSetup
 
 
@@ -73,10 +74,19 @@ def roofline_seconds(workload: Workload, setup: EngineSetup, rates: Rates) -> fl
         (request.output_len - 1) * len(request.prompt) + request.output_len * (request.output_len - 1) // 2
         for request in requests
     )
-    decode = weights * setup.dtype.itemsize + kv_tokens * setup.kv_bytes_per_token
+    decode = weights * setup.dtype.itemsize - steps * saved_bytes(setup) + kv_tokens * setup.kv_bytes_per_token
     causal = sum(2 * len(request.prompt) ** 2 for request in requests) * a.num_heads * a.head_dim * setup.num_layers
     products = 2 * setup.num_layers * (sizes.always + sizes.asked * sizes.expert) * workload.prompt_tokens
     return decode / rates.copy + (products + causal) / rates.matmul
+
+
+def saved_bytes(setup: EngineSetup) -> int:
+    """How much less a step reads of quantized layers than it would in the model's dtype."""
+    if getattr(setup.hf_config, "quantization_config", None) is None:
+        return 0
+    return setup.num_layers * MatrixSizes.of(setup).always * setup.dtype.itemsize - linear_bytes(
+        setup.hf_config, setup.dtype
+    )
 
 
 @dataclass(frozen=True, slots=True)
