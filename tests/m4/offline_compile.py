@@ -227,7 +227,7 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
         ]
         some += [(32, "int8"), (64, fp8), (256, fp8), (256, "int8")]
     for tokens, rows, width, gated, kind in few:
-        num_warps, per_program, units = tile_of(tokens, rows, width, gated)
+        num_warps, per_program, units = tile_of(tokens, width, gated)
         group = {"GROUP_ROWS": 1, "GROUP": width} if kind == "int8" else {"GROUP_ROWS": 128, "GROUP": 128}
         yield quant_linear_kernel, {"K": width, **group, "KIND": kind, "NORM": gated, "COLUMNS": gated, "GATED": gated,
                                     "RESIDUAL": not gated, "M": tokens, "ROWS": per_program, "CHUNK": units, **pdl}, num_warps, 3  # fmt: skip
