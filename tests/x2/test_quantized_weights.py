@@ -151,7 +151,9 @@ class TestRefusals:
 
     def test_codes_that_nothing_speaks_of(self, coded: Path) -> None:
         altered(coded, quantization_config=None)
-        with pytest.raises(ValueError, match=r"stored as F8_E4M3: quantized weights that config.json does not speak of"):
+        with pytest.raises(
+            ValueError, match=r"stored as F8_E4M3: quantized weights that config.json does not speak of"
+        ):
             Driver(coded)
 
     def test_codes_that_are_no_number(self, coded: Path) -> None:

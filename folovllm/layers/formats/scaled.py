@@ -35,7 +35,11 @@ class Scaled(WeightFormat):
     codes: ClassVar[torch.dtype]
     code_names: ClassVar[tuple[str, ...]]  # the dtype as safetensors call it
     spread: ClassVar[float]  # standard deviation of made-up codes
-    ignores: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale", "weight_zero_point")  # activations stay; symmetric codes have no zero
+    ignores: ClassVar[tuple[str, ...]] = (
+        "input_scale",
+        "activation_scale",
+        "weight_zero_point",
+    )  # activations stay; symmetric codes have no zero
 
     def create(self, layer: LinearBase) -> None:
         """Make the codes, and the scales: [outputs, 1], or a row for each row of blocks. A part begins a new row."""
