@@ -75,7 +75,7 @@ def add_parts_kernel(part_ptr, residual_ptr, out_ptr, num, PARTS: tl.constexpr, 
 
 
 @triton.jit
-def unpack_kernel(
+def int4_unpack_kernel(
     word_ptr, scale_ptr, zero_ptr, out_ptr, exponent, K: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
     """Program (p, q): of output p the words q * WORDS to q * WORDS + WORDS."""
@@ -137,7 +137,7 @@ def unpacked(words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | No
     rows, width = len(words), 8 * words.shape[1]
     out = torch.empty(rows, width, dtype=dtype, device=words.device)
     block = min(512, triton.next_power_of_2(width // 8))
-    unpack_kernel[(rows, triton.cdiv(width // 8, block))](
+    int4_unpack_kernel[(rows, triton.cdiv(width // 8, block))](
         words, scales, zeros, out, EXPONENT, K=width, GROUP=width // scales.shape[1], WORDS=block, num_warps=4
     )
     return out

@@ -64,8 +64,9 @@ def test_few_tokens(dtype: torch.dtype, tokens: int, outputs: int, inputs: int, 
     normed = F.rms_norm(x.double().cpu(), (inputs,), eps=1e-5) @ weight.t()
     close(int4_linear(x, *kept, norm_eps=1e-5, residual=residual), normed + residual.double().cpu())
     if outputs % 2 == 0:
-        gate, up = normed.chunk(2, 1)
-        close(int4_linear(x, *kept, norm_eps=1e-5, gated=True), F.silu(gate) * up)
+        columns = torch.rand(inputs, generator=torch.Generator().manual_seed(2)).to(dtype)
+        gate, up = (F.rms_norm(x.double().cpu(), (inputs,), eps=1e-5) * columns @ weight.t()).chunk(2, 1)
+        close(int4_linear(x, *kept, norm_eps=1e-5, gated=True, columns=columns.to(DEVICE)), F.silu(gate) * up)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
