@@ -135,7 +135,7 @@ def test_the_fused_layers_of_m6_over_kernels(tmp_path: Path, monkeypatch: pytest
     ours = Driver(coded, "torch_paged", device=DEVICE, layers=few_token_layers(16))
     plain = Driver(floats, "torch_paged", device=DEVICE)
     assert all(layer.folded for layer in ours.model.model.layers)  # type: ignore[union-attr]
-    for pieces in ({0: [7]}, {0: [4], 1: [2]}, {1: [5, 9, 3]}, {2: prompts([13])[0]}):
+    for pieces in ({0: [7]}, {0: [4], 1: [5, 9]}, {2: prompts([13])[0]}):
         used.clear()
         expected = plain.step(pieces)
         for seq, logits in ours.step(pieces).items():
