@@ -17,7 +17,7 @@ MANY = 512  # tokens, from which on codes are unpacked before they are multiplie
 PROGRAMS = 256  # that there should be
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def int4_matmul_kernel(
     x_ptr, word_ptr, scale_ptr, zero_ptr, residual_ptr, out_ptr, stride_x, num_tokens, num_rows, exponent,
     K: tl.constexpr, GROUP: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
@@ -62,7 +62,7 @@ def int4_matmul_kernel(
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def add_parts_kernel(
     part_ptr, residual_ptr, out_ptr, num, PARTS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -9,6 +9,8 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, dequantize, quantize
 
+from folovllm import EngineConfig
+from folovllm.engine.setup import set_up
 from folovllm.layers.formats.grouped import Grouped
 from folovllm.layers.linear import LinearBase
 from folovllm.models import smollm2
@@ -87,6 +89,8 @@ def test_a_file_in_codes_answers_as_unpacked(tmp_path: Path, monkeypatch: pytest
     )
     folder = resolve_model(str(tmp_path / "tiny.gguf"))
     assert resolve_model(str(tmp_path / "tiny.gguf")) == folder, "made once"
+    with pytest.raises(ValueError, match="which M1 runs, cannot keep a GGUF file's codes"):
+        set_up(EngineConfig(model=str(tmp_path / "tiny.gguf"), milestone="m1", device="cpu"))
     smollm2.convert(tmp_path / "tiny.gguf", tmp_path / "unpacked")
     coded, plain = Driver(folder), Driver(tmp_path / "unpacked")
     tokens = prompts([12])[0]
