@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import torch
@@ -66,6 +67,40 @@ def best_tiles(run: Callable[[int], object], few: bool) -> tuple[float, tuple[in
     return min(found)
 
 
+class Work:
+    """What a layer does for some tokens; each method takes the number of the layer."""
+
+    def __init__(self, tokens: int, asked: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        self.gate_up, self.down, self.asked = gate_up, down, asked
+        _, num_experts, hidden, inner = down.shape
+        draw = partial(torch.randn, dtype=down.dtype, device="cuda")
+        self.x, self.logits = draw(tokens, hidden), draw(tokens, num_experts)
+        self.weights, self.order, self.starts = self.choose(0)
+        self.inner, self.answers = self.up(0), self.back_of(draw(tokens * asked, inner), 0).view(tokens, asked, hidden)
+        self.rows = draw(tokens * asked, hidden)
+
+    def choose(self, _: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        held = range(self.logits.shape[1])
+        weights, experts, placed = choose(self.logits, self.asked, True, held)
+        return weights, *(placed or sort_by_expert(experts, len(held)))
+
+    def up(self, i: int) -> torch.Tensor:
+        return grouped_linear(self.x, self.gate_up[i], self.order, self.starts, gated=True)
+
+    def back_of(self, inner: torch.Tensor, i: int) -> torch.Tensor:
+        return grouped_linear(inner, self.down[i], self.order, self.starts)
+
+    def back(self, i: int) -> torch.Tensor:
+        return self.back_of(self.inner, i)
+
+    def add(self, _: int) -> torch.Tensor:
+        return combine(self.answers, self.weights)
+
+    def dense(self, i: int) -> object:
+        """All pairs as if they asked one expert."""
+        return F.linear(self.rows, self.gate_up[i, 0]), F.linear(self.inner, self.down[i, 0])
+
+
 def main() -> None:
     """A row for each number of tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -76,51 +111,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--tiles", action="store_true", help="search for better tiles")
     args = parser.parse_args()
-    dtype, rate = torch.bfloat16, copy_rate()
-    gate_up = torch.randn(LAYERS, args.experts, 2 * args.inner, args.hidden, dtype=dtype, device="cuda") / 50
-    down = torch.randn(LAYERS, args.experts, args.hidden, args.inner, dtype=dtype, device="cuda") / 50
+    rate = copy_rate()
+    shape = (LAYERS, args.experts, args.hidden, args.inner)
+    down = torch.randn(shape, dtype=torch.bfloat16, device="cuda") / 50
+    gate_up = torch.randn(LAYERS, args.experts, 2 * args.inner, args.hidden, dtype=down.dtype, device="cuda") / 50
     print(f"copy {rate / 1e6:.2f} TB/s")
-    print("tokens  choose  gate_up    down  combine     sum   floor (experts read)   dense  share")
+    print("tokens  choose  gate_up    down  combine     sum  experts read  floor   dense  share")
     for tokens in args.tokens:
-        x = torch.randn(tokens, args.hidden, dtype=dtype, device="cuda")
-        logits = torch.randn(tokens, args.experts, dtype=dtype, device="cuda")
-        held = range(args.experts)
-        weights, experts, placed = choose(logits, args.asked, True, held)
-        order, starts = placed or sort_by_expert(experts, args.experts)
-        hidden = grouped_linear(x, gate_up[0], order, starts, gated=True)
-        answers = grouped_linear(hidden, down[0], order, starts).view(tokens, args.asked, args.hidden)
-
-        def chosen(_: int, logits: torch.Tensor = logits) -> None:
-            _, experts, placed = choose(logits, args.asked, True, held)
-            if placed is None:
-                sort_by_expert(experts, args.experts)
-
-        def up(i: int, x: torch.Tensor = x, order: torch.Tensor = order, starts: torch.Tensor = starts) -> object:
-            return grouped_linear(x, gate_up[i], order, starts, gated=True)
-
-        def back(
-            i: int, h: torch.Tensor = hidden, order: torch.Tensor = order, starts: torch.Tensor = starts
-        ) -> object:
-            return grouped_linear(h, down[i], order, starts)
-
-        def added(_: int, answers: torch.Tensor = answers, weights: torch.Tensor = weights) -> object:
-            return combine(answers, weights)
-
-        times = [microseconds(work) for work in (chosen, up, back, added)]
-        asked = int((starts.diff() > 0).sum())
-        floor = asked * 3 * args.hidden * args.inner * 2 / rate
-        rows = torch.randn(tokens * args.asked, args.hidden, dtype=dtype, device="cuda")
-        narrow = torch.randn(tokens * args.asked, args.inner, dtype=dtype, device="cuda")
-        dense = microseconds(lambda i: (F.linear(rows, gate_up[i, 0]), F.linear(narrow, down[i, 0])))  # noqa: B023
-        products = times[1] + times[2]
-        bound = max(floor, dense)
+        work = Work(tokens, args.asked, gate_up, down)
+        times = [microseconds(part) for part in (work.choose, work.up, work.back, work.add)]
+        read = int((work.starts.diff() > 0).sum())
+        floor, dense = read * 3 * args.hidden * args.inner * 2 / rate, microseconds(work.dense)
         print(
-            f"{tokens:6d} {times[0]:7.1f} {times[1]:8.1f} {times[2]:7.1f} {times[3]:8.1f} {sum(times):7.1f} {floor:7.1f} ({asked:3d})"
-            f"{dense:18.1f} {bound / products:6.0%}", flush=True,
+            f"{tokens:6d} {times[0]:7.1f} {times[1]:8.1f} {times[2]:7.1f} {times[3]:8.1f} {sum(times):7.1f} {read:13d} "
+            f"{floor:6.1f} {dense:7.1f} {max(floor, dense) / (times[1] + times[2]):6.0%}", flush=True,
         )  # fmt: skip
         if args.tiles:
-            for name, work in (("gate_up", up), ("down", back)):
-                best, tiles = best_tiles(work, tokens * args.asked // args.experts <= 16)
+            for name, part in (("gate_up", work.up), ("down", work.back)):
+                best, tiles = best_tiles(part, tokens * args.asked // args.experts <= 16)
                 print(f"       {name}: {best:.1f} us with tiles {tiles}", flush=True)
 
 
