@@ -222,18 +222,18 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
     if (head_dim, block_size) != (128, 16):
         return
     fp8, pdl = "fp8" if capability >= 89 else "fp8_bits", {"PDL": capability >= 90}
-    few: list[tuple[int, int, int, bool, str]] = [(1, 2560, 9728, False, fp8)]  # tokens, rows, width, gated, kind
+    few = [(1, 9728, False, fp8)]  # tokens, width, gated, kind
     some = [(16, fp8)]  # tokens and kind
     if capability in (80, 90):
         few += [
-            (1, 9728, 2560, True, fp8),
-            (4, 9728, 2560, True, fp8),
-            (4, 9728, 2560, True, "int8"),
-            (4, 2560, 9728, False, fp8),
+            (1, 2560, True, fp8),
+            (4, 2560, True, fp8),
+            (4, 2560, True, "int8"),
+            (4, 9728, False, fp8),
         ]
         some += [(32, "int8"), (64, fp8), (256, fp8), (256, "int8")]
-    for tokens, rows, width, gated, kind in few:
-        num_warps, per_program, units = tile_of(tokens, rows, width, gated)
+    for tokens, width, gated, kind in few:
+        num_warps, per_program, units = tile_of(tokens, width, gated)
         group = {"GROUP_ROWS": 1, "GROUP": width} if kind == "int8" else {"GROUP_ROWS": 128, "GROUP": 128}
         yield quant_linear_kernel, {"K": width, **group, "KIND": kind, "NORM": gated, "COLUMNS": gated, "GATED": gated,
                                     "RESIDUAL": not gated, "M": tokens, "ROWS": per_program, "CHUNK": units, **pdl}, num_warps, 3  # fmt: skip
