@@ -62,7 +62,7 @@ class Gptq(Int4):
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
         """As `WeightFormat`. Inputs that are in no particular order are in everybody's."""
         if kind in self.names:
-            return cut(Laid(tensor, 1, packing.PER_WORD if kind == "qzeros" else 1))
+            return cut(Laid(tensor, 1, packing.PER_WORD if kind == "qzeros" else 1)).t()
         return tensor[:] if kind == "g_idx" else cut(tensor)
 
 
@@ -97,13 +97,16 @@ class Awq(Int4):
 
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
         """As `WeightFormat`."""
-        return cut(Laid(tensor, 1, 1 if kind == "scales" else packing.PER_WORD)) if kind in self.names else cut(tensor)
+        if kind in self.names:
+            return cut(Laid(tensor, 1, 1 if kind == "scales" else packing.PER_WORD)).t()
+        return cut(tensor)
 
 
 class Laid:
     """A tensor whose dimension `dim` is outputs, `packed` of them in a word; the other one is words of inputs, or groups.
 
-    It is seen as [outputs, the other one]. If that is a single group, all ranks have it.
+    It is seen as [outputs, the other one], and so is what an index gives, but that words stay words. If the other one is
+    a single group, all ranks have it.
     """
 
     def __init__(self, stored: Weight, dim: int, packed: int) -> None:
@@ -113,4 +116,4 @@ class Laid:
     def __getitem__(self, index: Any) -> torch.Tensor:
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         slices = shrunk(rows, self.packed), (slice(None) if self.shape[1] == 1 else columns)
-        return self.stored[slices if self.dim == 0 else slices[::-1]]
+        return self.stored[slices] if self.dim == 0 else self.stored[slices[::-1]].t()
