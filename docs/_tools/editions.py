@@ -1,0 +1,233 @@
+"""The two editions of the book: which Chinese file stands for what, what is stale in it, and what differs.
+
+The Chinese of `X.md` is `X.zh.md` beside it. A file that is no Markdown has one, too: that of a notebook's source `m4.py` is `m4.zh.md`, with the
+Markdown cells; and the docstrings of exercise m2.1, which state it, are translated in `statements/m2.1.zh.md`.
+
+Before each section stands a comment that no reader sees, with the section's name in the source and a hash of its text there:
+
+    <!-- source: what-m3-costs 5f0c2a9d41be -->
+    ## M3 的代价
+
+The name is the anchor of the English heading, and a hook of the site gives the Chinese heading the same one: so links are alike in both
+editions. Where the source has changed since, the hash is no longer its own: the section is stale. `tools/translation.py` writes the hashes.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+import sys
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)] * (str(ROOT) not in sys.path)
+
+from milestones.manifest import Course  # noqa: E402
+
+COURSE = Course(ROOT)
+MARK = re.compile(r"^<!-- source: (\S+)(?: ([0-9a-f]{12}))? -->\n", re.MULTILINE)
+FILLED_IN = re.compile(r"^(<!-- (?:code|signature|flags|symbols|milestones|computed)\b.*? -->)$.*?^<!-- end -->$", re.M | re.S)
+BOOK = ("index", "reading_order", "troubleshooting", "reference/glossary")
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A section of a Chinese file; `hash` is empty as long as nobody has said that it is translated."""
+
+    name: str
+    hash: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A Chinese file, and what it translates. Neither need exist."""
+
+    target: Path
+    source: Path  # a page, a notebook's source, or a milestone's manifest: its exercises' docstrings
+
+    def __str__(self) -> str:
+        return self.target.relative_to(ROOT).as_posix()
+
+    def sources(self) -> dict[str, str]:
+        """{name: text} of the sections of the source, in order."""
+        if self.source.suffix == ".toml":
+            return statements(self.target.name.removesuffix(".zh.md"))
+        text = self.source.read_text("utf-8")
+        return cells(text) if self.source.suffix == ".py" else sections(text)
+
+    def translated(self) -> dict[str, Translated]:
+        """{name: section} of the Chinese file; empty if there is none. ValueError for what stands above the first mark."""
+        if not self.target.is_file():
+            return {}
+        above, *parts = MARK.split(self.target.read_text("utf-8"))
+        if above.strip():
+            raise ValueError(f"{self}: {above.strip().splitlines()[0]!r} is above the first <!-- source: ... -->")
+        found = [Translated(n, h or "", t) for n, h, t in zip(parts[::3], parts[1::3], parts[2::3], strict=True)]
+        return {section.name: section for section in found}
+
+    def states(self) -> dict[str, str]:
+        """{name: "current", "stale", "missing" or "left over"}. A section without a hash is missing."""
+        sources, translated = self.sources(), self.translated()
+        states = {name: _state(text, translated.get(name)) for name, text in sources.items()}
+        return states | dict.fromkeys(translated.keys() - sources.keys(), "left over")
+
+    def differences(self) -> list[str]:
+        """What the current sections say otherwise than their sources: code, links, numbers. Stale ones are not compared."""
+        sources, translated = self.sources(), self.translated()
+        return [
+            f"{self}, {name}: {said}"
+            for name, state in self.states().items()
+            if state == "current"
+            for said in differences(sources[name], translated[name].text)
+        ]
+
+
+def _state(source: str, section: Translated | None) -> str:
+    if section is None or not section.hash:
+        return "missing"
+    return "current" if section.hash == hash_of(source) else "stale"
+
+
+def pairs() -> list[Pair]:
+    """All that the Chinese edition has, or is to have."""
+    chapters = [ROOT / m.chapter for m in COURSE.milestones if m.chapter]
+    pages = [ROOT / "README.md", ROOT / "docs/0_what_happens.md", *chapters, *(ROOT / f"docs/{name}.md" for name in BOOK)]
+    pages += [page for m in COURSE.milestones for page in sorted(m.folder.glob("hints/*.md")) if not is_chinese(page)]
+    pages += [b.folder / name for b in COURSE.builders for name in ("task.md", "hints.md")]
+    pages += [ROOT / m.notebook.replace("notebooks/", "notebooks/src/").replace(".ipynb", ".py") for m in COURSE.milestones]
+    stated = [
+        Pair(m.folder / "statements" / f"{exercise.id}.zh.md", m.folder / "milestone.toml")
+        for m in COURSE.milestones
+        for exercise in m.exercises
+    ]
+    return [*(Pair(chinese(page), page) for page in pages), *stated]
+
+
+def is_chinese(page: Path) -> bool:
+    return page.name.endswith(".zh.md")
+
+
+def chinese(page: Path) -> Path:
+    return page.with_name(f"{page.stem}.zh.md")
+
+
+def hash_of(text: str) -> str:
+    """Of a section. Where its lines break does not matter, nor what a tool fills in."""
+    return hashlib.sha256(" ".join(FILLED_IN.sub(r"\1", text).split()).encode()).hexdigest()[:12]
+
+
+def slug(title: str) -> str:
+    """The anchor of a heading, as Markdown's table of contents makes it."""
+    plain = unicodedata.normalize("NFKD", re.sub(r"\]\([^)]*\)|[\[`*]", "", title)).encode("ascii", "ignore").decode()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+
+
+def sections(page: str) -> dict[str, str]:
+    """{anchor of the heading: text from the heading on}; "top" is what stands above the first."""
+    lines, tokens = page.splitlines(keepends=True), MarkdownIt().parse(page)
+    starts = [
+        (token.map[0], slug(tokens[i + 1].content))
+        for i, token in enumerate(tokens)
+        if token.type == "heading_open" and token.map and token.level == 0
+    ]
+    if "".join(lines[: starts[0][0] if starts else None]).strip():
+        starts.insert(0, (0, "top"))
+    ends = [*(line for line, _ in starts[1:]), len(lines)]
+    return _named((name, "".join(lines[start:end])) for (start, name), end in zip(starts, ends, strict=True))
+
+
+def cells(source: str) -> dict[str, str]:
+    """{slug of the first line: text} of the Markdown cells of a notebook in the percent format."""
+    found = re.findall(r"^# %% \[markdown\]\n(.*?)(?=^# %%|\Z)", source, re.M | re.S)
+    texts = [re.sub(r"^# ?", "", cell, flags=re.M).strip() + "\n" for cell in found]
+    return _named((slug(text.splitlines()[0])[:40].strip("-"), text) for text in texts)
+
+
+def statements(exercise: str) -> dict[str, str]:
+    """{name of the symbol: its docstring}."""
+    from excerpts import definition
+
+    nodes = {symbol.name: definition(str(symbol)) for symbol in COURSE.exercise(exercise).symbols}
+    return {name: f"{ast.get_docstring(node)}\n" for name, node in nodes.items()}  # type: ignore[arg-type]
+
+
+def _named(parts: Iterator[tuple[str, str]]) -> dict[str, str]:
+    """The second of a name gets `_1`, as anchors do."""
+    found: dict[str, str] = {}
+    for name, text in parts:
+        times = sum(re.fullmatch(rf"{re.escape(name)}(_\d+)?", other) is not None for other in found)
+        found[f"{name}_{times}" if times else name] = text
+    return found
+
+
+# What both editions have alike.
+
+CODE = re.compile(r"`+([^`]+)`+")
+FORMULA = re.compile(r"\$\$.*?\$\$|(?<![\w$])\$[^$\n]+\$", re.S)
+EXERCISE = re.compile(r"(?<![A-Za-z0-9_.])[mx]\d\.\d+(?![A-Za-z0-9_])")
+UNITS = r"%|[KMGT]i?B(?:/s)?|[mµn]?s|T?FLOPs?(?:/s)?|[KMG]?Hz|W"
+QUANTITY = re.compile(rf"(?<![A-Za-z0-9_.,-])(\d[\d,]*(?:\.\d+)*)(?: ?({UNITS})(?![A-Za-z0-9]))?(?![A-Za-z0-9_])")
+MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]  # fmt: skip
+MONTH = re.compile(rf"(\d+) ({'|'.join(MONTHS)}) (\d{{4}})")
+
+
+def differences(source: str, translation: str) -> list[str]:
+    """A sentence for each kind of thing that the two have and that is not the same."""
+    ours, theirs = facts(source), facts(translation)
+    return [
+        f"{kind}: the source has {_less(ours[kind], theirs[kind])}, the translation {_less(theirs[kind], ours[kind])}"
+        for kind in ours
+        if sorted(ours[kind]) != sorted(theirs[kind])
+    ]
+
+
+def _less(these: list[str], others: list[str]) -> str:
+    """Those of `these` that are not in `others`, and the first few are enough."""
+    rest = list(these)
+    for other in others:
+        if other in rest:
+            rest.remove(other)
+    return ", ".join(map(repr, rest[:4])) or "nothing else"
+
+
+@cache
+def facts(text: str) -> dict[str, list[str]]:
+    """What a translation keeps. Comments in code may be translated, a diagram's words as well."""
+    text = FILLED_IN.sub(r"\1", text)
+    tokens = MarkdownIt().enable("table").disable("code").parse(text)
+    prose = "\n".join(_prose(token.content, token.type) for token in tokens if token.type in ("inline", "html_block"))
+    inline = [child for token in tokens for child in token.children or ()]
+    links = [str(child.attrs.get("href") or child.attrs.get("src") or "") for child in inline]
+    plain = MONTH.sub(lambda m: f"{m[1]} {MONTHS.index(m[2]) + 1} {m[3]}", CODE.sub(" ", FORMULA.sub(" ", prose)))
+    return {
+        "code": [_code(token.info, token.content) for token in tokens if token.type == "fence"],
+        "marks": re.findall(r"^<!-- (?!source:).*?-->", text, re.M | re.S),
+        "links": [link.replace(".zh.md", ".md") for link in links if link],
+        "exercises": list({*EXERCISE.findall(prose)}),
+        "names in code": list({*(child.content for child in inline if child.type == "code_inline")}),
+        "formulas": [re.sub(r"\\text\{[^}]*\}|\s|[.,;。，；]?\$", "", found) for found in FORMULA.findall(prose)],
+        "quantities": list({f"{n.replace(',', '')} {unit}".strip() for n, unit in QUANTITY.findall(plain)}),
+    }
+
+
+def _prose(content: str, kind: str) -> str:
+    """A paragraph without the addresses in it; of HTML, the text."""
+    if kind == "html_block":
+        return re.sub(r"<code>.*?</code>|<!--.*?-->|<[^>]*>", " ", content, flags=re.S)
+    return re.sub(r"\]\([^)]*\)", "]", content)
+
+
+def _code(language: str, code: str) -> str:
+    """Of a diagram the number of its lines; else the code without comments."""
+    lines = code.splitlines()
+    if language == "mermaid":
+        return f"a diagram of {len(lines)} lines"
+    return "\n".join([language, *(re.sub(r"(^|\s)\s*# .*", "", line).rstrip() for line in lines)])
