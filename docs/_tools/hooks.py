@@ -20,7 +20,7 @@ from typing import Any
 from mkdocs.utils import get_relative_url
 
 sys.path[:0] = [str(Path(__file__).parent)]
-from editions import COURSE, MARK, ROOT, Pair  # noqa: E402
+from editions import COURSE, MARK, Pair  # noqa: E402
 
 from folovllm.inspector.page import one_file  # noqa: E402
 from milestones.language import messages  # noqa: E402
