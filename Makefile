@@ -55,6 +55,7 @@ release: .venv/.engine
 
 notebooks: .venv/.notebooks
 	$(BIN)/python -m milestones.notebooks
+	$(BIN)/python tools/translation.py notebooks
 
 recordings: .venv/.serve
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tools/recordings.py
