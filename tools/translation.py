@@ -104,7 +104,7 @@ def stamp(pair: Pair, names: list[str]) -> None:
 
     def link(match: re.Match[str]) -> str:
         there = chinese((folder / f"{match[2]}.md").resolve())
-        return f"{match[1]}{match[2]}.zh.md" if there.is_file() else match[0]
+        return f"{match[1]}{match[2]}.zh.md" if there.is_file() and there != pair.target else match[0]
 
     pair.target.write_text(LINK.sub(link, MARK.sub(mark, text)), "utf-8")
 
