@@ -171,7 +171,7 @@ def _named(parts: Iterator[tuple[str, str]]) -> dict[str, str]:
 # What both editions have alike.
 
 CODE = re.compile(r"`+([^`]+)`+")
-FORMULA = re.compile(r"\$\$.*?\$\$|(?<![\w$])\$[^$\n]+\$", re.S)
+FORMULA = re.compile(r"\$\$.*?\$\$|(?<![\w$])\$[^$]+\$", re.S)
 EXERCISE = re.compile(r"(?<![A-Za-z0-9_.])[mx]\d\.\d+(?![A-Za-z0-9_])")
 UNITS = r"%|[KMGT]i?B(?:/s)?|[mµn]?s|T?FLOPs?(?:/s)?|[KMG]?Hz|W"
 QUANTITY = re.compile(rf"(?<![A-Za-z0-9_.,-])(\d[\d,]*(?:\.\d+)*)(?: ?({UNITS})(?![A-Za-z0-9]))?(?![A-Za-z0-9_])")
