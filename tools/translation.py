@@ -20,10 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs/_tools")]
 
-from editions import MARK, Pair, chinese, hash_of, pairs  # noqa: E402
+from editions import LINK, MARK, Pair, chinese, hash_of, pairs  # noqa: E402
 
 WRONG = ("missing", "stale", "left over")
-LINK = re.compile(r"(\]\()([^)#:\s]+?)(?<!\.zh)\.md(?=[)#])")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,7 +73,9 @@ def new(pair: Pair) -> None:
     if pair.target.exists():
         raise ValueError(f"{pair} is there already")
     pair.target.parent.mkdir(exist_ok=True)
-    pair.target.write_text("".join(f"<!-- source: {name} -->\n{text}" for name, text in pair.sources().items()), "utf-8")
+    pair.target.write_text(
+        "".join(f"<!-- source: {name} -->\n{text}" for name, text in pair.sources().items()), "utf-8"
+    )
     print(f"{pair}: begun")
 
 
@@ -86,9 +87,15 @@ def stamp(pair: Pair, names: list[str]) -> None:
 
     def mark(match: re.Match[str]) -> str:
         name, old = match.groups()
-        return f"<!-- source: {name} {hash_of(sources[name])} -->\n" if name in sources and (not old or name in names) else match[0]
+        return (
+            f"<!-- source: {name} {hash_of(sources[name])} -->\n"
+            if name in sources and (not old or name in names)
+            else match[0]
+        )
 
-    folder = pair.target.parent if pair.target.parent.name != "src" else pair.target.parents[1]  # a notebook's, not its source's
+    folder = (
+        pair.target.parent if pair.target.parent.name != "src" else pair.target.parents[1]
+    )  # a notebook's, not its source's
 
     def link(match: re.Match[str]) -> str:
         there = chinese((folder / f"{match[2]}.md").resolve())
@@ -101,7 +108,9 @@ def check(chosen: list[Pair], release: bool) -> int:
     """1 if current sections differ; with `release`, also if any is not current."""
     found = [said for pair in chosen for said in pair.differences()]
     if release:
-        found += [f"{pair}, {name}: {state}" for pair in chosen for name, state in pair.states().items() if state in WRONG]
+        found += [
+            f"{pair}, {name}: {state}" for pair in chosen for name, state in pair.states().items() if state in WRONG
+        ]
     print(*found, sep="\n", end="\n" * bool(found), file=sys.stderr)
     return bool(found)
 

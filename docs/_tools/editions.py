@@ -18,6 +18,7 @@ import ast
 import hashlib
 import re
 import sys
+import tomllib
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,11 +30,15 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)] * (str(ROOT) not in sys.path)
 
+from milestones.language import messages  # noqa: E402
 from milestones.manifest import Course  # noqa: E402
 
 COURSE = Course(ROOT)
 MARK = re.compile(r"^<!-- source: (\S+)(?: ([0-9a-f]{12}))? -->\n", re.MULTILINE)
-FILLED_IN = re.compile(r"^(<!-- (?:code|signature|flags|symbols|milestones|computed)\b.*? -->)$.*?^<!-- end -->$", re.M | re.S)
+FILLED_IN = re.compile(
+    r"^(<!-- (?:code|signature|flags|symbols|milestones|computed)\b.*? -->)$.*?^<!-- end -->$", re.M | re.S
+)
+LINK = re.compile(r"(\]\()([^)#:\s]+?)(?<!\.zh)\.md(?=[)#])")
 BOOK = ("index", "reading_order", "troubleshooting", "reference/glossary")
 
 
@@ -99,10 +104,17 @@ def _state(source: str, section: Translated | None) -> str:
 def pairs() -> list[Pair]:
     """All that the Chinese edition has, or is to have."""
     chapters = [ROOT / m.chapter for m in COURSE.milestones if m.chapter]
-    pages = [ROOT / "README.md", ROOT / "docs/0_what_happens.md", *chapters, *(ROOT / f"docs/{name}.md" for name in BOOK)]
+    pages = [
+        ROOT / "README.md",
+        ROOT / "docs/0_what_happens.md",
+        *chapters,
+        *(ROOT / f"docs/{name}.md" for name in BOOK),
+    ]
     pages += [page for m in COURSE.milestones for page in sorted(m.folder.glob("hints/*.md")) if not is_chinese(page)]
     pages += [b.folder / name for b in COURSE.builders for name in ("task.md", "hints.md")]
-    pages += [ROOT / m.notebook.replace("notebooks/", "notebooks/src/").replace(".ipynb", ".py") for m in COURSE.milestones]
+    pages += [
+        ROOT / m.notebook.replace("notebooks/", "notebooks/src/").replace(".ipynb", ".py") for m in COURSE.milestones
+    ]
     stated = [
         Pair(m.folder / "statements" / f"{exercise.id}.zh.md", m.folder / "milestone.toml")
         for m in COURSE.milestones
@@ -122,6 +134,36 @@ def chinese(page: Path) -> Path:
 def hash_of(text: str) -> str:
     """Of a section. Where its lines break does not matter, nor what a tool fills in."""
     return hashlib.sha256(" ".join(FILLED_IN.sub(r"\1", text).split()).encode()).hexdigest()[:12]
+
+
+def filled_from(source: str, translation: str) -> str:
+    """The translation with all that a tool filled into the source; the words of its tables are translated.
+
+    ValueError for a mark that the source does not have.
+    """
+    parts = {match[1]: match[0] for match in FILLED_IN.finditer(source)}
+    if strangers := [m[1] for m in FILLED_IN.finditer(translation) if m[1] not in parts]:
+        raise ValueError(f"the source has no {strangers[0]}")
+    return FILLED_IN.sub(lambda match: chinese_tables(parts[match[1]]), translation)
+
+
+def chinese_tables(text: str) -> str:
+    """Cells of tables that `tables.zh.toml` or the course's messages translate, translated; all else as it is."""
+    cells = re.compile(r"(?<=\| )([^|\n]+?)(?= +\|)")
+    said = chinese_cells()
+    rows = (cells.sub(lambda m: said.get(m[1], m[1]), row) if row[:1] == "|" else row for row in text.split("\n"))
+    return LINK.sub(r"\1\2.zh.md", "\n".join(rows)) if text.startswith("<!-- milestones") else "\n".join(rows)
+
+
+@cache
+def chinese_cells() -> dict[str, str]:
+    said = messages("zh")
+    linked = {
+        f"[{m.title}]({Path(m.chapter).name})": f"[{said.get(m.title, m.title)}]({Path(m.chapter).name})"
+        for m in COURSE.milestones
+    }
+    found: dict[str, str] = tomllib.loads(Path(__file__).with_name("tables.zh.toml").read_text("utf-8"))
+    return found | said | linked
 
 
 def slug(title: str) -> str:

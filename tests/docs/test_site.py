@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from tests.docs import browser
 from tests.docs.blocks import ROOT
 
+NOT_TRANSLATED = "本页还没有中文版"  # the English page, looked at once
 COLUMNS = 120  # of code, that a page shows at a width of 1,440 pixels
 FETCHED = {
     "script": "src",
@@ -28,7 +30,8 @@ FETCHED = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("mkdocs", reason="needs what builds the book: pip install -e '.[docs]'")
+    for module in ("mkdocs", "mkdocs_static_i18n", "jieba"):
+        pytest.importorskip(module, reason="needs what builds the book: pip install -e '.[docs]'")
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
@@ -87,17 +90,32 @@ def test_a_recording_is_one_file_and_has_a_picture_for_paper(site: Path) -> None
         for frame in re.findall(r'<div class="recording">(.*?)</div>', file.read_text("utf-8"), re.DOTALL):
             page, picture = (file.parent / address.split("#")[0] for address in Fetched(frame).addresses if address)
             assert picture.is_file(), "make screenshots"
-            shown[file.parent.name] = page.read_text("utf-8").count('"format\\":\\"folovllm recording')
-    first_page = site.name
-    assert shown == {first_page: 1, "2_continuous_batching": 2, "3_paged_kv": 2, "6_speed_and_scale": 1}
+            shown[str(file.parent.relative_to(site))] = page.read_text("utf-8").count(
+                '"format\\":\\"folovllm recording'
+            )
+    english = {".": 1, "2_continuous_batching": 2, "3_paged_kv": 2, "6_speed_and_scale": 1}
+    assert shown == {**english, **{str(Path("zh", page)): count for page, count in english.items()}}
+
+
+def test_the_chinese_edition(site: Path) -> None:
+    """Its pages know their language and the English page, and its headings have the English anchors."""
+    page = (site / "zh/troubleshooting/index.html").read_text("utf-8")
+    assert '<html lang="zh"' in page and '<h1 id="troubleshooting">常见问题' in page and "<!-- source" not in page
+    assert 'href="../../troubleshooting/" hreflang="en"' in page and NOT_TRANSLATED not in page
+    assert NOT_TRANSLATED in (site / "zh/reference/api/index.html").read_text("utf-8")
+    found = json.loads((site / "search/search_index.json").read_text("utf-8"))
+    places = [entry["location"] for entry in found["docs"] if "\u200b" in entry["text"]]
+    assert found["config"]["lang"] == ["en", "zh"] and any(place.startswith("zh/troubleshooting/") for place in places)
+    assert not [entry for entry in found["docs"] if entry["location"].startswith("zh/reference/api/")]
 
 
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 def test_in_a_browser(site: Path) -> None:
-    said = browser.visit(site)
+    pages = [file for file in sorted(site.rglob("*.html")) if NOT_TRANSLATED not in file.read_text("utf-8")]
+    said = browser.visit(site, pages)
     assert said.outside == [], "a page asks somebody else"
     diagrams = {page["path"]: page["diagrams"] for page in said.seen}
-    assert diagrams == {f"/{file.relative_to(site)}": browser.num_diagrams(file) for file in site.rglob("*.html")}
+    assert diagrams == {f"/{file.relative_to(site)}": browser.num_diagrams(file) for file in pages}
     for page in said.seen:
         for code in page["cut"]:
             longest = max(code.splitlines(), key=len)
