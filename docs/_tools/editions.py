@@ -218,7 +218,7 @@ EXERCISE = re.compile(r"(?<![A-Za-z0-9_.])[mx]\d\.\d+(?![A-Za-z0-9_])")
 UNITS = r"%|[KMGT]i?B(?:/s)?|[mµn]?s|T?FLOPs?(?:/s)?|[KMG]?Hz|W"
 QUANTITY = re.compile(rf"(?<![A-Za-z0-9_.,-])(\d[\d,]*(?:\.\d+)*)(?: ?({UNITS})(?![A-Za-z0-9]))?(?![A-Za-z0-9_])")
 MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]  # fmt: skip
-MONTH = re.compile(rf"(\d+) ({'|'.join(MONTHS)}) (\d{{4}})")
+MONTH = re.compile(rf"(?:(\d+) )?({'|'.join(MONTHS)}) (\d{{4}})")
 
 
 def differences(source: str, translation: str) -> list[str]:
@@ -248,7 +248,7 @@ def facts(text: str) -> dict[str, list[str]]:
     prose = "\n".join(_prose(token.content, token.type) for token in tokens if token.type in ("inline", "html_block"))
     inline = [child for token in tokens for child in token.children or ()]
     links = [str(child.attrs.get("href") or child.attrs.get("src") or "") for child in inline]
-    plain = MONTH.sub(lambda m: f"{m[1]} {MONTHS.index(m[2]) + 1} {m[3]}", CODE.sub(" ", FORMULA.sub(" ", prose)))
+    plain = MONTH.sub(lambda m: f"{m[1] or ''} {MONTHS.index(m[2]) + 1} {m[3]}", CODE.sub(" ", FORMULA.sub(" ", prose)))
     return {
         "code": [_code(token.info, token.content) for token in tokens if token.type == "fence"],
         "marks": re.findall(r"^<!-- (?!source:).*?-->", text, re.M | re.S),
