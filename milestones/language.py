@@ -7,8 +7,10 @@ has its translation beside it: `m2.1.zh.md`.
 import os
 import re
 import tomllib
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 MARK = re.compile(r"^<!-- source: \S+.*?-->\n", re.M)  # see docs/_tools/editions.py
 
@@ -42,3 +44,16 @@ def translated(file: Path) -> Path:
 def read_text(file: Path) -> str:
     """A file's text in the reader's language."""
     return MARK.sub("", translated(file).read_text("utf-8"))
+
+
+def in_language(app: Any) -> Callable[[], None]:
+    """A typer application whose help is in the reader's language."""
+    from typer import main, rich_utils
+
+    command: Any = main.get_command(app)
+    for part in (command, *command.commands.values()):
+        for described in (part, *part.params):
+            described.help = t(described.help) if described.help else described.help
+    for title in ("ARGUMENTS_PANEL_TITLE", "OPTIONS_PANEL_TITLE", "COMMANDS_PANEL_TITLE", "ERRORS_PANEL_TITLE"):
+        setattr(rich_utils, title, t(getattr(rich_utils, title)))
+    return command  # type: ignore[no-any-return]

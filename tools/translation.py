@@ -3,6 +3,7 @@
     status [FILE ...]           what is missing, stale or left over
     new FILE ...                begin translations: the source, with a mark above each section, at FILE with .zh.md
     stamp FILE ... [--section NAME]  say that sections are translated: write the hashes of their sources as they are now
+    notebooks          write notebooks/zh/: the committed notebooks, code and outputs as they are, with the translated cells
     check [--release]           compare code, links, exercises and numbers of all that is current; with --release, all must be current
 
 FILE is a source or its translation. `stamp` marks what has no hash yet; a stale section needs its `--section`, for somebody has to read it.
@@ -20,14 +21,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs/_tools")]
 
-from editions import LINK, MARK, Pair, chinese, hash_of, pairs  # noqa: E402
+from editions import LINK, MARK, Pair, chinese, chinese_notebook, hash_of, pairs  # noqa: E402
 
 WRONG = ("missing", "stale", "left over")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["status", "new", "stamp", "check"])
+    parser.add_argument("command", choices=["status", "new", "stamp", "notebooks", "check"])
     parser.add_argument("files", nargs="*", metavar="FILE")
     parser.add_argument("--section", action="append", default=[], metavar="NAME")
     parser.add_argument("--release", action="store_true")
@@ -37,6 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{options.command} which files?")
     if options.command == "status":
         return status(chosen)
+    if options.command == "notebooks":
+        for pair in chosen:
+            notebook(pair)
+        return 0
     if options.command == "check":
         return check(chosen, options.release)
     for pair in chosen:
@@ -99,9 +104,18 @@ def stamp(pair: Pair, names: list[str]) -> None:
 
     def link(match: re.Match[str]) -> str:
         there = chinese((folder / f"{match[2]}.md").resolve())
-        return f"{match[1]}{match[2]}.zh.md" if there.is_file() else match[0]
+        return f"{match[1]}{match[2]}.zh.md" if there.is_file() and there != pair.target else match[0]
 
     pair.target.write_text(LINK.sub(link, MARK.sub(mark, text)), "utf-8")
+
+
+def notebook(pair: Pair) -> None:
+    """Write the Chinese notebook of a source, if its cells are begun."""
+    if pair.source.suffix == ".py" and pair.target.is_file():
+        source = ROOT / "notebooks" / f"{pair.source.stem}.ipynb"
+        target = source.parent / "zh" / source.name
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(chinese_notebook(pair, source.read_text("utf-8")), "utf-8")
 
 
 def check(chosen: list[Pair], release: bool) -> int:

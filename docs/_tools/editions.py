@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import re
 import sys
 import tomllib
@@ -191,6 +192,17 @@ def cells(source: str) -> dict[str, str]:
     found = re.findall(r"^# %% \[markdown\]\n(.*?)(?=^# %%|\Z)", source, re.M | re.S)
     texts = [re.sub(r"^# ?", "", cell, flags=re.M).strip() + "\n" for cell in found]
     return _named((slug(text.splitlines()[0])[:40].strip("-"), text) for text in texts)
+
+
+def chinese_notebook(pair: Pair, notebook: str) -> str:
+    """A notebook with its Markdown cells translated, where they are; it lies a folder deeper than its source."""
+    book, translated = json.loads(notebook), pair.translated()
+    written = [cell for cell in book["cells"] if cell["cell_type"] == "markdown"]
+    for cell, (name, text) in zip(written, pair.sources().items(), strict=True):
+        badge = "".join(cell["source"]).removeprefix(text.strip())  # Colab's, below the first
+        said = translated[name].text.strip() if name in translated else text.strip()
+        cell["source"] = (said + badge).replace("](../", "](../../").splitlines(keepends=True)
+    return json.dumps(book, indent=1, ensure_ascii=False) + "\n"
 
 
 def statements(exercise: str) -> dict[str, str]:

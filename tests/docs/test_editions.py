@@ -41,6 +41,14 @@ def test_what_a_tool_fills_in_is_the_same(editions: ModuleType) -> None:
                 pytest.fail(f"{pair}: run `python docs/_tools/excerpts.py`", pytrace=False)
 
 
+def test_notebooks_are_those_of_their_cells(editions: ModuleType) -> None:
+    begun = [pair for pair in editions.pairs() if pair.source.suffix == ".py" and pair.target.is_file()]
+    for pair in begun:
+        english, ours = (ROOT / "notebooks" / folder / f"{pair.source.stem}.ipynb" for folder in ("", "zh"))
+        if editions.chinese_notebook(pair, english.read_text("utf-8")) != ours.read_text("utf-8"):
+            pytest.fail(f"{pair}: run `python tools/translation.py notebooks`", pytrace=False)
+
+
 def test_links_lead_somewhere_and_no_command_runs_twice(editions: ModuleType) -> None:
     begun = [pair.target for pair in editions.pairs() if pair.target.is_file()]
     assert begun and not {*begun} & {*pages()}
