@@ -276,7 +276,7 @@ def _prose(content: str, kind: str) -> str:
     """A paragraph without the addresses in it; of HTML, the text."""
     if kind == "html_block":
         return re.sub(r"<code>.*?</code>|<!--.*?-->|<[^>]*>", " ", content, flags=re.S)
-    return re.sub(r"\]\([^)]*\)", "]", content)
+    return re.sub(r"\]\([^)]*\)", "]", content).replace("\n", " ")
 
 
 def _code(language: str, code: str) -> str:
