@@ -260,7 +260,10 @@ def facts(text: str) -> dict[str, list[str]]:
     prose = "\n".join(_prose(token.content, token.type) for token in tokens if token.type in ("inline", "html_block"))
     inline = [child for token in tokens for child in token.children or ()]
     links = [str(child.attrs.get("href") or child.attrs.get("src") or "") for child in inline]
-    plain = MONTH.sub(lambda m: f"{m[1] or ''} {MONTHS.index(m[2]) + 1} {m[3]}", CODE.sub(" ", FORMULA.sub(" ", prose)))
+    plain = MONTH.sub(
+        lambda m: f"{m[1] or ''} {MONTHS.index(m[2]) + 1} {m[3]}",
+        CODE.sub(" ", FORMULA.sub(" ", prose)).replace(" percent", "%"),
+    )
     return {
         "code": [_code(token.info, token.content) for token in tokens if token.type == "fence"],
         "marks": re.findall(r"^<!-- (?!source:).*?-->", text, re.M | re.S),
