@@ -275,6 +275,13 @@ def facts(text: str) -> dict[str, list[str]]:
     }
 
 
+def stray_stars(text: str) -> list[str]:
+    """Pieces of text with a star that was meant as emphasis and is none."""
+    parsed = MarkdownIt().enable("table").parse(FORMULA.sub("", text).replace("\\*", ""))
+    found = (child.content for token in parsed for child in token.children or () if child.type == "text")
+    return [content for content in found if "*" in content]
+
+
 def _prose(content: str, kind: str) -> str:
     """A paragraph without the addresses in it; of HTML, the text."""
     if kind == "html_block":

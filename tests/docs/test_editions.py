@@ -57,6 +57,19 @@ def test_links_lead_somewhere_and_no_command_runs_twice(editions: ModuleType) ->
         assert [target for target in links(page) if not (folder / target).exists()] == [], page
 
 
+def test_emphasis_is_shown_by_every_reader(editions: ModuleType) -> None:
+    """`**如此。**然后` keeps its stars on a code host: between full stop and word there has to be a space."""
+    assert editions.stray_stars("**如此。**然后") and not editions.stray_stars(
+        "**如此。** 然后 $a*b$ `*` A\\* **这样**就"
+    )
+    found = {
+        str(pair): editions.stray_stars(pair.target.read_text("utf-8"))
+        for pair in editions.pairs()
+        if pair.target.is_file()
+    }
+    assert {page: stars for page, stars in found.items() if stars} == {}
+
+
 def test_every_chinese_file_translates_something(editions: ModuleType) -> None:
     known = {pair.target for pair in editions.pairs()}
     folders = [ROOT / name for name in ("docs", "milestones", "notebooks")]
