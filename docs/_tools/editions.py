@@ -277,7 +277,8 @@ def facts(text: str) -> dict[str, list[str]]:
 
 def stray_stars(text: str) -> list[str]:
     """Pieces of text with a star that was meant as emphasis and is none."""
-    parsed = MarkdownIt().enable("table").parse(FORMULA.sub("", text).replace("\\*", ""))
+    plain = re.sub(r"\\\*| \* |_\*", " ", FORMULA.sub("", text))  # escaped, a product, FINISHED_*
+    parsed = MarkdownIt().enable("table").parse(plain)
     found = (child.content for token in parsed for child in token.children or () if child.type == "text")
     return [content for content in found if "*" in content]
 
