@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs/_tools")]
 
-from editions import LINK, MARK, Pair, chinese, chinese_notebook, hash_of, pairs  # noqa: E402
+from editions import MARK, Pair, chinese_links, chinese_notebook, hash_of, pairs  # noqa: E402
 
 WRONG = ("missing", "stale", "left over")
 
@@ -101,12 +101,7 @@ def stamp(pair: Pair, names: list[str]) -> None:
     folder = (
         pair.target.parent if pair.target.parent.name != "src" else pair.target.parents[1]
     )  # a notebook's, not its source's
-
-    def link(match: re.Match[str]) -> str:
-        there = chinese((folder / f"{match[2]}.md").resolve())
-        return f"{match[1]}{match[2]}.zh.md" if there.is_file() and there != pair.target else match[0]
-
-    pair.target.write_text(LINK.sub(link, MARK.sub(mark, text)), "utf-8")
+    pair.target.write_text(chinese_links(MARK.sub(mark, text), folder, but=pair.target), "utf-8")
 
 
 def notebook(pair: Pair) -> None:

@@ -153,15 +153,26 @@ def chinese_tables(text: str) -> str:
     cells = re.compile(r"(?<=\| )([^|\n]+?)(?= +\|)")
     said = chinese_cells()
     rows = (cells.sub(lambda m: said.get(m[1], m[1]), row) if row[:1] == "|" else row for row in text.split("\n"))
-    return LINK.sub(r"\1\2.zh.md", "\n".join(rows)) if text.startswith("<!-- milestones") else "\n".join(rows)
+    return chinese_links("\n".join(rows), ROOT / "docs")
+
+
+def chinese_links(text: str, folder: Path, but: Path | None = None) -> str:
+    """Links from a page in this folder lead to Chinese pages where there are some; not to `but`, the page itself."""
+
+    def link(match: re.Match[str]) -> str:
+        there = chinese((folder / f"{match[2]}.md").resolve())
+        return f"{match[1]}{match[2]}.zh.md" if there.is_file() and there != but else match[0]
+
+    return LINK.sub(link, text)
 
 
 @cache
 def chinese_cells() -> dict[str, str]:
     said = messages("zh")
     linked = {
-        f"[{m.title}]({Path(m.chapter).name})": f"[{said.get(m.title, m.title)}]({Path(m.chapter).name})"
+        f"[{m.title}]({page})": f"[{said.get(m.title, m.title)}]({page})"
         for m in COURSE.milestones
+        for page in [Path(m.chapter).name]
     }
     found: dict[str, str] = tomllib.loads(Path(__file__).with_name("tables.zh.toml").read_text("utf-8"))
     return found | said | linked
@@ -264,6 +275,7 @@ def facts(text: str) -> dict[str, list[str]]:
         lambda m: f"{m[1] or ''} {MONTHS.index(m[2]) + 1} {m[3]}",
         CODE.sub(" ", FORMULA.sub(" ", prose)).replace(" percent", "%"),
     )
+    plain = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", plain)
     return {
         "code": [_code(token.info, token.content) for token in tokens if token.type == "fence"],
         "marks": re.findall(r"^<!-- (?!source:).*?-->", text, re.M | re.S),
