@@ -37,7 +37,8 @@ from milestones.manifest import Course  # noqa: E402
 COURSE = Course(ROOT)
 MARK = re.compile(r"^<!-- source: (\S+)(?: ([0-9a-f]{12}))? -->\n", re.MULTILINE)
 FILLED_IN = re.compile(
-    r"^(<!-- (?:code|signature|flags|symbols|milestones|computed)\b.*? -->)$.*?^<!-- end -->$", re.M | re.S
+    r"^(<!-- (?:code|signature|flags|symbols|milestones|computed|files)\b.*? -->)$.*?^<!-- end(?: of files)? -->$",
+    re.MULTILINE | re.DOTALL,
 )
 LINK = re.compile(r"(\]\()([^)#:\s]+?)(?<!\.zh)\.md(?=[)#])")
 BOOK = ("index", "reading_order", "troubleshooting", "reference/glossary")
@@ -272,7 +273,11 @@ def facts(text: str) -> dict[str, list[str]]:
     inline = [child for token in tokens for child in token.children or ()]
     links = [str(child.attrs.get("href") or child.attrs.get("src") or "") for child in inline]
     plain = MONTH.sub(
+<<<<<<< HEAD
         lambda m: f"{m[1] or ''} {MONTHS.index(m[2]) + 1} {m[3]}",
+=======
+        lambda m: f"{m[1]} {MONTHS.index(m[2]) + 1} {m[3]}",
+>>>>>>> zh1
         CODE.sub(" ", FORMULA.sub(" ", prose)).replace(" percent", "%"),
     )
     plain = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", plain)
