@@ -273,11 +273,7 @@ def facts(text: str) -> dict[str, list[str]]:
     inline = [child for token in tokens for child in token.children or ()]
     links = [str(child.attrs.get("href") or child.attrs.get("src") or "") for child in inline]
     plain = MONTH.sub(
-<<<<<<< HEAD
         lambda m: f"{m[1] or ''} {MONTHS.index(m[2]) + 1} {m[3]}",
-=======
-        lambda m: f"{m[1]} {MONTHS.index(m[2]) + 1} {m[3]}",
->>>>>>> zh1
         CODE.sub(" ", FORMULA.sub(" ", prose)).replace(" percent", "%"),
     )
     plain = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", plain)
