@@ -237,12 +237,12 @@ def _named(parts: Iterator[tuple[str, str]]) -> dict[str, str]:
 # What both editions have alike.
 
 CODE = re.compile(r"`+([^`]+)`+")
-FORMULA = re.compile(r"\$\$.*?\$\$|(?<![\w$])\$[^$\n]+\$", re.S)
+FORMULA = re.compile(r"\$\$.*?\$\$|(?<![\w$])\$[^$]+\$", re.S)
 EXERCISE = re.compile(r"(?<![A-Za-z0-9_.])[mx]\d\.\d+(?![A-Za-z0-9_])")
 UNITS = r"%|[KMGT]i?B(?:/s)?|[mµn]?s|T?FLOPs?(?:/s)?|[KMG]?Hz|W"
 QUANTITY = re.compile(rf"(?<![A-Za-z0-9_.,-])(\d[\d,]*(?:\.\d+)*)(?: ?({UNITS})(?![A-Za-z0-9]))?(?![A-Za-z0-9_])")
 MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]  # fmt: skip
-MONTH = re.compile(rf"(\d+) ({'|'.join(MONTHS)}) (\d{{4}})")
+MONTH = re.compile(rf"(?:(\d+) )?({'|'.join(MONTHS)}) (\d{{4}})")
 
 
 def differences(source: str, translation: str) -> list[str]:
@@ -273,7 +273,7 @@ def facts(text: str) -> dict[str, list[str]]:
     inline = [child for token in tokens for child in token.children or ()]
     links = [str(child.attrs.get("href") or child.attrs.get("src") or "") for child in inline]
     plain = MONTH.sub(
-        lambda m: f"{m[1]} {MONTHS.index(m[2]) + 1} {m[3]}",
+        lambda m: f"{m[1] or ''} {MONTHS.index(m[2]) + 1} {m[3]}",
         CODE.sub(" ", FORMULA.sub(" ", prose)).replace(" percent", "%"),
     )
     plain = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", plain)
@@ -290,7 +290,8 @@ def facts(text: str) -> dict[str, list[str]]:
 
 def stray_stars(text: str) -> list[str]:
     """Pieces of text with a star that was meant as emphasis and is none."""
-    parsed = MarkdownIt().enable("table").parse(FORMULA.sub("", text).replace("\\*", ""))
+    plain = re.sub(r"\\\*| \* |_\*", " ", FORMULA.sub("", text))  # escaped, a product, FINISHED_*
+    parsed = MarkdownIt().enable("table").parse(plain)
     found = (child.content for token in parsed for child in token.children or () if child.type == "text")
     return [content for content in found if re.search(r"\*\S|\S\*", content)]
 
@@ -299,7 +300,7 @@ def _prose(content: str, kind: str) -> str:
     """A paragraph without the addresses in it; of HTML, the text."""
     if kind == "html_block":
         return re.sub(r"<code>.*?</code>|<!--.*?-->|<[^>]*>", " ", content, flags=re.S)
-    return re.sub(r"\]\([^)]*\)", "]", content)
+    return re.sub(r"\]\([^)]*\)", "]", content).replace("\n", " ")
 
 
 def _code(language: str, code: str) -> str:
