@@ -293,7 +293,7 @@ def stray_stars(text: str) -> list[str]:
     plain = re.sub(r"\\\*| \* |_\*", " ", FORMULA.sub("", text))  # escaped, a product, FINISHED_*
     parsed = MarkdownIt().enable("table").parse(plain)
     found = (child.content for token in parsed for child in token.children or () if child.type == "text")
-    return [content for content in found if "*" in content]
+    return [content for content in found if re.search(r"\*\S|\S\*", content)]
 
 
 def _prose(content: str, kind: str) -> str:

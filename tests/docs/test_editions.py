@@ -62,11 +62,8 @@ def test_emphasis_is_shown_by_every_reader(editions: ModuleType) -> None:
     assert editions.stray_stars("**如此。**然后") and not editions.stray_stars(
         "**如此。** 然后 $a*b$ `*` A\\* **这样**就"
     )
-    found = {
-        str(pair): editions.stray_stars(pair.target.read_text("utf-8"))
-        for pair in editions.pairs()
-        if pair.target.is_file()
-    }
+    begun = [pair for pair in editions.pairs() if pair.target.is_file() and pair.source.suffix != ".toml"]
+    found = {str(pair): editions.stray_stars(pair.target.read_text("utf-8")) for pair in begun}
     assert {page: stars for page, stars in found.items() if stars} == {}
 
 
