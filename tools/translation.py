@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs/_tools")]
 
-from editions import MARK, Pair, chinese_links, chinese_notebook, hash_of, pairs  # noqa: E402
+from editions import MARK, TO_RUN, Pair, chinese_links, chinese_notebook, hash_of, pairs  # noqa: E402
 
 WRONG = ("missing", "stale", "left over")
 
@@ -79,7 +79,7 @@ def new(pair: Pair) -> None:
         raise ValueError(f"{pair} is there already")
     pair.target.parent.mkdir(exist_ok=True)
     pair.target.write_text(
-        "".join(f"<!-- source: {name} -->\n{text}" for name, text in pair.sources().items()), "utf-8"
+        TO_RUN.sub("", "".join(f"<!-- source: {name} -->\n{text}" for name, text in pair.sources().items())), "utf-8"
     )
     print(f"{pair}: begun")
 

@@ -40,6 +40,9 @@ FILLED_IN = re.compile(
     r"^(<!-- (?:code|signature|flags|symbols|milestones|computed|files)\b.*? -->)$.*?^<!-- end(?: of files)? -->$",
     re.MULTILINE | re.DOTALL,
 )
+TO_RUN = re.compile(
+    r"^<!-- *(?:no-run|before):.*?-->\n", re.MULTILINE | re.DOTALL
+)  # tests/docs/blocks.py; not in a translation
 LINK = re.compile(r"(\]\()([^)#:\s]+?)(?<!\.zh)\.md(?=[)#])")
 BOOK = ("index", "reading_order", "troubleshooting", "reference/glossary")
 
@@ -134,8 +137,12 @@ def chinese(page: Path) -> Path:
 
 
 def hash_of(text: str) -> str:
-    """Of a section. Where its lines break does not matter, nor what a tool fills in."""
-    return hashlib.sha256(" ".join(FILLED_IN.sub(r"\1", text).split()).encode()).hexdigest()[:12]
+    """Of a section. Where its lines break does not matter, nor what a tool fills in, nor how a test runs its commands."""
+    return hashlib.sha256(" ".join(_plain(text).split()).encode()).hexdigest()[:12]
+
+
+def _plain(text: str) -> str:
+    return TO_RUN.sub("", FILLED_IN.sub(r"\1", text))
 
 
 def filled_from(source: str, translation: str) -> str:
@@ -267,7 +274,7 @@ def _less(these: list[str], others: list[str]) -> str:
 @cache
 def facts(text: str) -> dict[str, list[str]]:
     """What a translation keeps. Comments in code may be translated, a diagram's words as well."""
-    text = FILLED_IN.sub(r"\1", text)
+    text = _plain(text)
     tokens = MarkdownIt().enable("table").disable("code").parse(text)
     prose = "\n".join(_prose(token.content, token.type) for token in tokens if token.type in ("inline", "html_block"))
     inline = [child for token in tokens for child in token.children or ()]
