@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -108,6 +111,30 @@ def test_the_chinese_edition(site: Path) -> None:
     places = [entry["location"] for entry in found["docs"] if "\u200b" in entry["text"]]
     assert found["config"]["lang"] == ["en", "zh"] and any(place.startswith("zh/troubleshooting/") for place in places)
     assert not [entry for entry in found["docs"] if entry["location"].startswith("zh/reference/api/")]
+
+
+def test_a_stale_section_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mkdocs", reason="needs what builds the book: pip install -e '.[docs]'")
+    monkeypatch.syspath_prepend(str(ROOT / "docs/_tools"))
+    hooks = importlib.import_module("hooks")
+    (tmp_path / "a.md").write_text("# Waste\n\nNew.\n\n## More\n\nText.\n", "utf-8")
+    more = hashlib.sha256(b"## More Text.").hexdigest()[:12]
+    chinese = (
+        f"<!-- source: waste 0123456789ab -->\n# 浪费\n\n旧。\n\n<!-- source: more {more} -->\n## 更多\n\n文本。\n"
+    )
+    (tmp_path / "a.zh.md").write_text(chinese, "utf-8")
+    file = SimpleNamespace(
+        name="a",
+        abs_src_path=str(tmp_path / "a.zh.md"),
+        dest_uri="zh/a/index.html",
+        localization="zh",
+        locale_alternate_of="zh",
+    )
+    shown = hooks.on_page_markdown(chinese, SimpleNamespace(file=file, url="zh/a/"))
+    assert shown.startswith('# 浪费 { #waste }\n\n<div class="banner">本节的英文原文已有改动')
+    assert (
+        '<a href="../../a/#waste">' in shown and shown.count("banner") == 1 and "## 更多 { #more }\n\n文本。" in shown
+    )
 
 
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a browser: apt-get install chromium")
