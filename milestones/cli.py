@@ -385,7 +385,7 @@ def update() -> None:
 
     An exercise that has moved to another file or has another name takes along what you wrote.
     """
-    for line in update_mine(_mine()) or ["mine/ is up to date"]:
+    for line in update_mine(_mine()) or [t("mine/ is up to date")]:
         _say(line)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from milestones import splice
-from milestones.language import MARK, language, read_text
+from milestones.language import MARK, language, read_text, t
 
 PACKAGE = "folovllm"
 EXERCISE_ID = r"[mx]\d+\.\d+"  # of a milestone, or of an elective
@@ -176,7 +176,8 @@ class Course:
         for builder in self.builders:
             if id in (builder.milestone, builder.id):
                 return builder
-        raise ValueError(f"no builder {id!r}: there are {', '.join(b.milestone for b in self.builders) or 'none'}")
+        known = ", ".join(builder.milestone for builder in self.builders) or t("none")
+        raise ValueError(t("no builder '{id}': there are {known}", id=id, known=known))
 
     @property
     def package(self) -> Path:
@@ -191,13 +192,14 @@ class Course:
         for milestone in self.milestones:
             if milestone.id == id:
                 return milestone
-        raise ValueError(f"no milestone {id!r}: there are {', '.join(m.id for m in self.milestones) or 'none'}")
+        known = ", ".join(milestone.id for milestone in self.milestones) or t("none")
+        raise ValueError(t("no milestone '{id}': there are {known}", id=id, known=known))
 
     def exercise(self, id: str) -> Exercise:
         for exercise in self.exercises:
             if exercise.id == id:
                 return exercise
-        raise ValueError(f"no exercise {id!r}: `python -m milestones status` lists them")
+        raise ValueError(t("no exercise '{id}': `python -m milestones status` lists them", id=id))
 
     def onwards(self, *ids: str) -> tuple[Exercise, ...]:
         """The exercises of these, and of all that comes after one of them; after an elective comes nothing."""

@@ -159,8 +159,7 @@ def filled_from(source: str, translation: str) -> str:
 def chinese_tables(text: str) -> str:
     """Cells of tables that `tables.zh.toml` or the course's messages translate, translated; all else as it is."""
     cells = re.compile(r"(?<=\| )([^|\n]+?)(?= +\|)")
-    said = chinese_cells()
-    rows = (cells.sub(lambda m: said.get(m[1], m[1]), row) if row[:1] == "|" else row for row in text.split("\n"))
+    rows = (cells.sub(lambda m: _chinese_cell(m[1]), row) if row[:1] == "|" else row for row in text.split("\n"))
     return chinese_links("\n".join(rows), ROOT / "docs")
 
 
@@ -172,6 +171,18 @@ def chinese_links(text: str, folder: Path, but: Path | None = None) -> str:
         return f"{match[1]}{match[2]}.zh.md" if there.is_file() and there != but else match[0]
 
     return LINK.sub(link, text)
+
+
+@cache
+def _chinese_cell(cell: str) -> str:
+    """The translation of a cell; a key with `{}` stands for all cells that have something there."""
+    said = chinese_cells()
+    if cell in said:
+        return said[cell]
+    for key in (key for key in said if "{}" in key):
+        if found := re.fullmatch(re.escape(key).replace(r"\{\}", "(.+)"), cell):
+            return said[key].format(*found.groups())
+    return cell
 
 
 @cache

@@ -19,7 +19,14 @@ from milestones.manifest import Course
 ROOT = Path(__file__).resolve().parents[2]
 COURSE = Course(ROOT)
 CHINESE = language.messages("zh")
-SPEAKING = ("cli", "builders_cli", "mine", "check")  # the modules of milestones/ that speak to a learner
+SPEAKING = (
+    "cli",
+    "builders_cli",
+    "mine",
+    "check",
+    "manifest",
+    "update",
+)  # the modules of milestones/ that speak to a learner
 
 
 def said() -> set[str]:
@@ -34,7 +41,7 @@ def said() -> set[str]:
             else:
                 continue
             choices = (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,)
-            found |= {c.value for c in choices if isinstance(c, ast.Constant) and isinstance(c.value, str)}
+            found |= {c.value for c in choices if isinstance(c, ast.Constant) and isinstance(c.value, str) and c.value}
     return found
 
 
@@ -58,6 +65,7 @@ def test_translations_have_the_same_braces_and_marks() -> None:
     for english, chinese in CHINESE.items():
         for pattern in (r"\{\w+\}", r"\[/?\w*\]", r"python -m milestones \w+|mine/"):
             assert {*re.findall(pattern, english)} == {*re.findall(pattern, chinese)}, english
+        assert english.startswith("not updated") <= chinese.startswith(CHINESE["not updated"]), "`update` asks for that"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +98,7 @@ def test_hints_and_statements_have_the_form_of_the_english(monkeypatch: pytest.M
 
 def test_a_session_in_chinese(tmp_path: Path) -> None:
     environment = {**os.environ, "FOLOVLLM_LANG": "zh", "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", "COLUMNS": "100"}
-    for arguments, expected in ((["--help"], "进度"), (["hint", "m9.1"], "错误：no exercise 'm9.1'")):
+    for arguments, expected in ((["--help"], "进度"), (["hint", "m9.1"], "错误：没有练习 'm9.1'")):
         command = [sys.executable, "-m", "milestones", *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, encoding="utf-8")
         assert expected in done.stdout + done.stderr
