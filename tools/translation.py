@@ -21,7 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs/_tools")]
 
-from editions import MARK, TO_RUN, Pair, chinese_links, chinese_notebook, hash_of, pairs  # noqa: E402
+from alike import TO_RUN  # noqa: E402
+from editions import MARK, Pair, chinese_links, chinese_notebook, hash_of, pairs  # noqa: E402
 
 WRONG = ("missing", "stale", "left over")
 
