@@ -30,7 +30,7 @@ def messages(language: str) -> dict[str, str]:
 
 
 def t(text: str, **values: object) -> str:
-    """A sentence in the reader's language, with these values in its braces. English where nobody has translated it."""
+    """A sentence in the reader's language, with these values in its braces. English where there is no translation."""
     said = messages(language()).get(text, text)
     return said.format(**values) if values else said
 

@@ -6,7 +6,7 @@
     notebooks          write notebooks/zh/: the committed notebooks, code and outputs as they are, with the translated cells
     check [--release]           compare code, links, exercises and numbers of all that is current; with --release, all must be current
 
-FILE is a source or its translation. `stamp` marks what has no hash yet; a stale section needs its `--section`, for somebody has to read it.
+FILE is a source or its translation. `stamp` marks what has no hash yet; a stale section needs its `--section`: read it first.
 It also turns links to pages into links to their Chinese editions.
 """
 

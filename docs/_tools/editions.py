@@ -44,7 +44,7 @@ BOOK = ("index", "reading_order", "troubleshooting", "reference/glossary")
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """A section of a Chinese file; `hash` is empty as long as nobody has said that it is translated."""
+    """A section of a Chinese file; `hash` is empty until it is stamped."""
 
     name: str
     hash: str

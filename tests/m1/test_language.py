@@ -15,6 +15,7 @@ import typer
 from milestones import language
 from milestones.cli import app
 from milestones.manifest import Course
+from milestones.mine import Mine
 
 ROOT = Path(__file__).resolve().parents[2]
 COURSE = Course(ROOT)
@@ -94,6 +95,15 @@ def test_hints_and_statements_have_the_form_of_the_english(monkeypatch: pytest.M
         assert len(statements := COURSE.statements(exercise)) == len(exercise.symbols) and all(statements), exercise
     for builder in COURSE.builders:
         assert len(COURSE.hints(builder)) == 3 and "<!--" not in builder.statement
+
+
+def test_start_copies_the_chinese_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOLOVLLM_LANG", "zh")
+    assert Mine(COURSE, tmp_path)._copy_notebook(COURSE.milestone("m3").notebook) == [
+        "m3_paged_kv.ipynb：已复制，不含输出"
+    ]
+    text = (tmp_path / "m3_paged_kv.ipynb").read_text("utf-8")
+    assert "](../docs/3_paged_kv.zh.md)" in text and '"outputs": []' in text
 
 
 def test_a_session_in_chinese(tmp_path: Path) -> None:
