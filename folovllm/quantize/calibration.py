@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-KEPT = 10  # one text in so many is for the perplexity alone
+KEPT = 5  # one text in so many is for the perplexity alone
 
 
 def read_texts(file: Path) -> list[str]:
@@ -44,7 +44,7 @@ def split_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of tokens to calibrate with [n, length], at most `samples`; and others [m, length] that only measure.
 
-    The last tenth of the texts measures. Each part is joined, with `end_id` behind each text, and cut into rows.
+    The last fifth of the texts measures. Each part is joined, with `end_id` behind each text, and cut into rows.
 
     Raises:
         ValueError: one of the parts does not fill a row.
@@ -54,7 +54,7 @@ def split_rows(
     if min(map(len, parts)) < length:
         raise ValueError(
             f"the calibration text is too short for rows of {length} tokens: it has {len(parts[0])} to calibrate with and "
-            f"{len(parts[1])} in its last tenth, which measures the perplexity; add text, or lower --length"
+            f"{len(parts[1])} in its last fifth, which measures the perplexity; add text, or lower --length"
         )
     calibration, measuring = (part[: len(part) // length * length].view(-1, length) for part in parts)
     return calibration[:samples], measuring[:samples]

@@ -12,6 +12,8 @@ import torch
 
 from folovllm.quantize.groups import check_group_size, dequantize_groups, find_scales, round_to_codes
 
+LOWEST_ZERO = 1  # GPTQ's checkpoints store one less in 4 bits, and 0 would come back as 16
+
 
 def gptq(
     w: torch.Tensor, gram: torch.Tensor, bits: int, group_size: int, symmetric: bool, damping: float = 0.01
@@ -36,6 +38,7 @@ def gptq(
     for start in range(0, w.shape[1], group_size):
         end = start + group_size
         scale, zero = find_scales(rest[:, start:end].to(w.dtype), bits, group_size, symmetric)
+        zero.clamp_(min=LOWEST_ZERO)
         code, errors = round_columns(rest[:, start:end], factor[start:end, start:end], scale, zero, bits)
         rest[:, end:] -= errors @ factor[start:end, end:]
         for found, all_found in ((code, codes), (scale, scales), (zero, zeros)):

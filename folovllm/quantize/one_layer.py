@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from folovllm.layers.linear import LinearBase
+from folovllm.models.kv_scales import is_kv_scale
 from folovllm.models.llama import LlamaDecoderLayer
 from folovllm.models.loader import IGNORED_SUFFIX, checkpoint_files, checkpoint_places, copy_weight, opened
 from folovllm.models.registry import build_model
@@ -26,9 +26,11 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self._file_of: dict[str, Path] = {}
-        for file in checkpoint_files(path):
+        files = checkpoint_files(path)
+        for file in files:
             with opened(file) as handle:
                 self._file_of |= dict.fromkeys(handle.keys(), file)
+        self.num_bytes = sum(file.stat().st_size for file in files)
 
     def layer(self, index: int) -> Tensors:
         """The tensors of a decoder layer, named from the layer on: "self_attn.q_proj.weight"."""
@@ -43,7 +45,7 @@ class Checkpoint:
     def _read(self, names: list[str]) -> Tensors:
         with ExitStack() as stack:
             files = {self._file_of[name] for name in names}
-            handles = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
+            handles = {file: stack.enter_context(opened(file)) for file in files}
             return {name: handles[self._file_of[name]].get_tensor(name) for name in names}
 
 
@@ -75,7 +77,8 @@ class OneLayer:
         """Fill the layer. Raises ValueError if a tensor is missing, left over or of another shape."""
         places = dict(self._places)
         for name, tensor in tensors.items():
-            copy_weight(name, tensor, places)
+            if not is_kv_scale(name):  # is copied from folder to folder
+                copy_weight(name, tensor, places)
         if places:
             raise ValueError(f"the checkpoint lacks {', '.join(sorted(places))} in one of its layers")
 
@@ -83,12 +86,12 @@ class OneLayer:
         """What the layer holds now, by the checkpoint's names: views."""
         return {name: place.view for name, place in self._places.items()}
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Hidden states before the layer, [n, length, H], to those after it; some sequences at a time."""
         return torch.cat([self._forward(some) for some in x.split(max(1, TOKENS_AT_ONCE // x.shape[1]))])
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def inputs(self, x: torch.Tensor) -> dict[str, Inputs]:
         """What each of `linears` reads when the layer is given `x` [n, length, H]."""
         found = {name: Inputs(linear.input_size, x.device) for name, linear in self.linears.items()}
