@@ -90,6 +90,8 @@ class EngineConfig:
         tensor_parallel_size: GPUs (or, on CPU, processes) that share each layer.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
+        quantization: how the weights are kept, which a checkpoint says by itself: "fp8", "compressed-tensors". With
+            `random_weights` the kind to make up: "fp8" (in blocks of 128 x 128) or "int8" (a scale for each output).
         use_tqdm: show progress while loading (and, on the command line, while answering).
         builders: components of your own instead of the engine's, by name and separated by commas: "block_manager" is
             `BlockManager` in mine/folovllm/builders/block_manager.py.
@@ -129,6 +131,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     trust_remote_code: bool = False
     random_weights: bool = False
+    quantization: str | None = None
     use_tqdm: bool = True
     builders: str | None = None
 

@@ -34,7 +34,6 @@ SAMPLING: Neutral = {
     "skip_clone": ANY,
 }
 ENGINE: Neutral = {
-    "quantization": (None,),
     "quantization_config": (None,),
     "load_format": ("auto", "safetensors"),
     "download_dir": (None,),

@@ -21,6 +21,7 @@ class LinearBase(nn.Module):
     """
 
     weight: torch.Tensor  # what a format's parameter is mostly called
+    scale: torch.Tensor  # and what its codes are multiples of
 
     def __init__(
         self, input_size: int, output_sizes: Sequence[int], bias: bool = False, format: WeightFormat = PLAIN

@@ -19,17 +19,16 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # code i of AWQ's word is that of output A
 def pack_words(codes: torch.Tensor) -> torch.Tensor:
     """[..., n] codes -> [..., n / 8] int32, neighbours in one word, the first in its lowest bits.
 
-    A sum of codes that do not overlap is their union; the eighth code reaches the sign bit, so sums are int64 first.
+    Two codes are a byte, and four bytes are a word, whose lowest comes first on every machine that runs this.
     """
-    shifts = 4 * torch.arange(PER_WORD, device=codes.device)
-    words = (codes.unflatten(-1, (-1, PER_WORD)).long() << shifts).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    return (low | high << 4).view(torch.int32)
 
 
 def unpack_words(words: torch.Tensor) -> torch.Tensor:
-    """[..., n] int32 -> [..., 8 n] codes: the inverse of `pack_words`. A shift brings the sign along; the mask drops it."""
-    shifts = 4 * torch.arange(PER_WORD, device=words.device, dtype=torch.int32)
-    return ((words[..., None] >> shifts) & 15).flatten(-2).to(torch.uint8)
+    """[..., n] int32 -> [..., 8 n] codes: the inverse of `pack_words`."""
+    pairs = words.contiguous().view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
 
 
 def pack_planes(codes: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -59,9 +58,9 @@ def pack_gptq_zeros(zeros: torch.Tensor) -> torch.Tensor:
     return pack_words((zeros.t() - 1) & 15)
 
 
-def unpack_gptq_zeros(qzeros: torch.Tensor) -> torch.Tensor:
-    """[groups, outputs / 8] -> zeros [outputs, groups], 1 to 16."""
-    return unpack_words(qzeros).t() + 1
+def unpack_gptq_zeros(qzeros: torch.Tensor, one_less: bool = True) -> torch.Tensor:
+    """[groups, outputs / 8] -> zeros [outputs, groups]: 1 to 16, or 0 to 15 where they are stored as they are."""
+    return unpack_words(qzeros).t() + int(one_less)
 
 
 def pack_awq(codes: torch.Tensor) -> torch.Tensor:
