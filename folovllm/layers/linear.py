@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ class LinearBase(nn.Module):
 
     weight: torch.Tensor  # what a format's parameter is mostly called
     scale: torch.Tensor  # and what its codes are multiples of
+    grouped: Any  # codes of 4 bits, with all that belongs to them (`formats.int4.Grouped`)
 
     def __init__(
         self, input_size: int, output_sizes: Sequence[int], bias: bool = False, format: WeightFormat = PLAIN

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from folovllm.layers.formats import packing
 from folovllm.layers.formats.abstract import FLOATS, WeightFormat
-from folovllm.quantize.groups import spread
+from folovllm.layers.formats.grouped import Grouped, narrowest
 
 if TYPE_CHECKING:
     from folovllm.layers.linear import LinearBase
@@ -26,16 +24,12 @@ STEPS = 4.6  # standard deviation of random codes
 
 @dataclass(frozen=True)
 class Int4(WeightFormat):
-    """W is (code - zero) * scale. It keeps `words` [outputs, inputs / 8] int32, in the order of `packing.pack_planes`, and
-
-    - `scales` [outputs, groups], in the shortest floats that hold them;
-    - `zeros` [outputs, groups]: uint8 codes, or None where all are 8; floats (`with_minimum`) are what code 0 stands for;
-    - `order` [inputs], or None: which of the inputs comes first, second, ... where GPTQ has sorted them (`desc_act`).
+    """W is (code - zero) * scale, or code * scale + minimum; a layer keeps a `Grouped`.
 
     Attributes:
         group_size: inputs that share a scale, a multiple of 32; None: all of them.
-        with_zeros: whether the checkpoint has zeros.
-        with_minimum: those are no codes, but what is added to code * scale.
+        with_zeros: whether the checkpoint has zeros, or minimums.
+        with_minimum: it has those: floats, not codes.
     """
 
     group_size: int | None = None
@@ -47,42 +41,42 @@ class Int4(WeightFormat):
 
     def create(self, layer: LinearBase) -> None:
         """Make words, float32 scales, and zeros."""
-        group_size = self.group_size_of(layer.input_size)
-        outputs, groups = sum(layer.output_sizes), layer.input_size // group_size
-        layer.words = parameter(outputs, layer.input_size // packing.PER_WORD, dtype=torch.int32)
-        layer.scales = parameter(outputs, groups, dtype=torch.float32)
-        zeros = parameter(outputs, groups, dtype=torch.float32 if self.with_minimum else torch.uint8)
-        layer.zeros = zeros if self.with_zeros else None
-        layer.order = layer.in_library = None
+        outputs, groups = sum(layer.output_sizes), layer.input_size // self.group_size_of(layer.input_size)
+        words = torch.empty(outputs, layer.input_size // packing.PER_WORD, dtype=torch.int32)
+        layer.grouped = Grouped(words, torch.empty(outputs, groups, dtype=torch.float32))
+        if self.with_zeros:
+            layer.grouped.zeros = torch.empty(
+                outputs, groups, dtype=torch.float32 if self.with_minimum else torch.uint8
+            )
         if self.order_name:
-            layer.order = parameter(len(layer.output_sizes), layer.input_size, dtype=torch.int32)
+            layer.grouped.order = torch.empty(len(layer.output_sizes), layer.input_size, dtype=torch.int32)
 
     def group_size_of(self, inputs: int) -> int:
         """Inputs that share a scale. Raises ValueError where they do not fill a row, or the kernel's reads."""
         size = self.group_size or inputs
-        if inputs % size or size % MULTIPLE:
+        if size % MULTIPLE or inputs % size:
             raise ValueError(
-                f"weights of 4 bits need groups of a multiple of {MULTIPLE} inputs that divides the layer's: "
-                f"{inputs} inputs in groups of {size} are not supported"
+                f"weights of 4 bits in groups of {size} of {inputs} inputs are not supported: a group must be a multiple "
+                f"of {MULTIPLE}, and divide the inputs"
             )
         return size
 
     def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         """The rows of each part."""
-        kept = (layer.words, layer.scales, layer.zeros)
-        sizes = layer.output_sizes
-        places = {name: torch.split(p.data, sizes) for name, p in zip(self.names, kept, strict=True) if p is not None}
-        return places | ({self.order_name: tuple(layer.order.data)} if self.order_name else {})
+        kept: Grouped = layer.grouped
+        sizes, tensors = layer.output_sizes, zip(self.names, (kept.words, kept.scales, kept.zeros), strict=True)
+        places = {name: torch.split(tensor, sizes) for name, tensor in tensors if tensor is not None}
+        return places | ({} if self.order_name is None or kept.order is None else {self.order_name: tuple(kept.order)})
 
     def stored(self, kind: str) -> tuple[str, ...]:
-        """Words are int32, zeros as well unless they are floats."""
+        """Words and zeros are int32, all else floats."""
         words, _, zeros = self.names
         return ("I32",) if kind == words or (kind == zeros and not self.with_minimum) else FLOATS
 
     def check_part(self, outputs: int, inputs: int) -> None:
         """As `WeightFormat`: a border between ranks must be one between groups, and no word may lie across it."""
         if self.order_name:
-            raise ValueError("its inputs are sorted (desc_act), and what a rank needs lies on all of them")
+            raise ValueError("its inputs are sorted (desc_act), so those of a group lie on all ranks")
         if outputs % packing.PER_WORD or inputs % (self.group_size or MULTIPLE):
             raise ValueError(
                 f"a rank's part [{outputs}, {inputs}] would not hold whole groups of {self.group_size or MULTIPLE} inputs, "
@@ -99,98 +93,20 @@ class Int4(WeightFormat):
             super().fill(kind, tensor, generator)
 
     def loaded(self, layer: LinearBase) -> None:
-        """Sort the inputs, if that is asked for, and keep no more of scales and zeros than there is in them."""
+        """Sort the inputs, if that is asked for; keep no more of scales and zeros than there is in them."""
+        kept: Grouped = layer.grouped
         if self.order_name:
-            self.sort(layer)
-        layer.scales = frozen(narrowest(layer.scales.data))
-        if layer.zeros is not None:
-            if self.with_minimum:
-                layer.zeros = frozen(narrowest(layer.zeros.data))
-            elif (layer.zeros == 8).all():
-                layer.zeros = None
-        group_size = layer.input_size // layer.scales.shape[1]
-        if layer.words.device.type == "cpu" and LibraryWeight.serves(len(layer.words), group_size):
-            codes = packing.unpack_planes(layer.words.data, group_size)
-            layer.in_library, layer.words = LibraryWeight(codes, *scales_and_minimums(layer)), None
-
-    def sort(self, layer: LinearBase) -> None:
-        """Bring the inputs of a group together, where `order` says which group each is in.
-
-        Raises:
-            ValueError: parts of a merged layer differ, or groups have different sizes.
-        """
-        group_size = self.group_size_of(layer.input_size)
-        order = layer.order[0].argsort(stable=True)
-        expected = torch.arange(layer.input_size, device=order.device) // group_size
-        if (layer.order[:, order] != expected).any():
-            raise ValueError(
-                f"{self.order_name} does not put {group_size} inputs into each group, or not the same for all parts of a "
-                "merged layer: this is not supported"
-            )
-        codes = packing.unpack_planes(layer.words.data, group_size)[:, order]
-        layer.words = frozen(packing.pack_planes(codes, group_size))
-        layer.order = None if torch.equal(order, torch.arange(len(order), device=order.device)) else frozen(order)
+            kept.sort(self.order_name)
+        kept.scales = narrowest(kept.scales)
+        if kept.zeros is not None and self.with_minimum:
+            kept.zeros = narrowest(kept.zeros)
+        elif kept.zeros is not None and (kept.zeros == 8).all():
+            kept.zeros = None
+        kept.settle()
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As `WeightFormat`, on CPU by a kernel of torch's if there is one for these sizes."""
-        if layer.order is not None:
-            x = x[:, layer.order]
-        y = F.linear(x, dequantized(layer, x.dtype)) if layer.in_library is None else layer.in_library.product(x)
+        """As `WeightFormat`."""
+        y: torch.Tensor = layer.grouped.product(x)
         if layer.bias is not None:
             y += layer.bias
         return y if residual is None else residual.add_(y)
-
-
-def dequantized(layer: LinearBase, dtype: torch.dtype) -> torch.Tensor:
-    """W [outputs, inputs] in `dtype`, computed in float32 and rounded once; inputs are in the order of `layer.order`."""
-    group_size = layer.input_size // layer.scales.shape[1]
-    scales, minimums = scales_and_minimums(layer)
-    codes = packing.unpack_planes(layer.words, group_size).float()
-    return torch.addcmul(spread(minimums, group_size), codes, spread(scales, group_size)).to(dtype)
-
-
-def scales_and_minimums(layer: LinearBase) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two [outputs, groups] float32: W is code * scale + minimum."""
-    scales = layer.scales.float()
-    if layer.zeros is None:
-        return scales, -8 * scales
-    return scales, layer.zeros.float() if layer.zeros.is_floating_point() else -layer.zeros * scales
-
-
-class LibraryWeight:
-    """The same weight as torch's kernel for 4 bits on CPU takes it. In 16 bits it rounds scales to those of `x`."""
-
-    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor) -> None:
-        """As `scales_and_minimums` has them. The kernel adds its minimum to (code - 8) * scale."""
-        self.group_size = codes.shape[1] // scales.shape[1]
-        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-        self.scales = torch.stack((scales, minimums + 8 * scales), -1).transpose(0, 1).contiguous()  # [groups, outputs, 2]
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x W^T."""
-        self.scales = self.scales.to(x.dtype)
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.packed, self.group_size, self.scales)
-
-    @staticmethod
-    def serves(outputs: int, group_size: int) -> bool:
-        """Whether the kernel takes such weights."""
-        has_kernel = hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
-        return has_kernel and outputs % 16 == 0 and group_size in (32, 64, 128, 256)
-
-
-def narrowest(numbers: torch.Tensor) -> torch.Tensor:
-    """The same float32 numbers in 16 bits, if these hold them exactly."""
-    for dtype in (torch.float16, torch.bfloat16):
-        if torch.equal(numbers.to(dtype).float(), numbers):
-            return numbers.to(dtype)
-    return numbers
-
-
-def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """An uninitialised one that is not trained."""
-    return frozen(torch.empty(shape, dtype=dtype))
-
-
-def frozen(tensor: torch.Tensor) -> nn.Parameter:
-    """As a parameter that is not trained, which whole numbers cannot be."""
-    return nn.Parameter(tensor, requires_grad=False)
