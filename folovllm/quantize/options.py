@@ -10,7 +10,7 @@ CALIBRATED = ("gptq", "awq")  # these look at inputs
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class QuantizeOptions:
-    """What decides the codes; each field but `format` is a flag of `folovllm quantize`.
+    """What decides the codes; each field is a flag of `folovllm quantize`.
 
     Attributes:
         format: gptq, awq, fp8 or int8.

@@ -22,7 +22,7 @@ def pack_words(codes: torch.Tensor) -> torch.Tensor:
     Two codes are a byte, and four bytes are a word, whose lowest comes first on every machine that runs this.
     """
     low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
-    return (low | high << 4).view(torch.int32)
+    return (low | high << 4).contiguous().view(torch.int32)
 
 
 def unpack_words(words: torch.Tensor) -> torch.Tensor:
