@@ -19,18 +19,18 @@ INVERSE = {
 
 
 def test_a_word_has_its_first_code_in_the_lowest_bits() -> None:
-    assert packing.pack_words(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])).tolist() == [[0x87654321 - 2**32]]
+    assert packing.pack_words(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]]).byte()).tolist() == [[0x87654321 - 2**32]]
 
 
 def test_the_orders_by_hand() -> None:
     """Codes that are their own places, modulo 16."""
-    codes = torch.arange(16)
+    codes = torch.arange(16).byte()
     row = packing.pack_planes(codes[None], 16)  # one output: words 0, 2, 4, ... and 1, 3, 5, ...
     assert [f"{word & 0xFFFFFFFF:08x}" for word in row[0].tolist()] == ["eca86420", "fdb97531"]
     gptq, awq = packing.pack_gptq(codes[None]), packing.pack_awq(codes[:8, None])
     assert [f"{word & 0xFFFFFFFF:08x}" for word in gptq[:, 0].tolist()] == ["76543210", "fedcba98"]
     assert f"{awq.item():08x}" == "75316420"
-    assert packing.unpack_gptq_zeros(packing.pack_gptq_zeros(torch.full((8, 1), 16))).tolist() == [[16]] * 8
+    assert packing.unpack_gptq_zeros(packing.pack_gptq_zeros(torch.full((8, 1), 16).byte())).tolist() == [[16]] * 8
 
 
 @settings(max_examples=10)

@@ -68,7 +68,8 @@ class Grouped:
         scales = self.scales.float()
         if self.zeros is None:
             return scales, -8 * scales
-        return scales, self.zeros.float() if self.zeros.is_floating_point() else -self.zeros * scales
+        zeros = self.zeros.float()
+        return scales, zeros if self.zeros.is_floating_point() else -zeros * scales
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """W in `dtype`, computed in float32 and rounded once."""
