@@ -34,16 +34,18 @@ def gptq(
         What `quantize_groups` returns: codes, scales, zeros.
     """
     check_group_size(w.shape[1], group_size)
-    rest, factor, codes, scales, zeros = w.float().clone(), inverse_factor(gram, damping), [], [], []
-    for start in range(0, w.shape[1], group_size):
+    rest, factor = w.float().clone(), inverse_factor(gram, damping)
+    codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
+    scales = torch.empty(len(w), w.shape[1] // group_size, dtype=w.dtype, device=w.device)
+    zeros = torch.empty(scales.shape, dtype=torch.uint8, device=w.device)
+    for group, start in enumerate(range(0, w.shape[1], group_size)):
         end = start + group_size
         scale, zero = find_scales(rest[:, start:end].to(w.dtype), bits, group_size, symmetric)
         zero.clamp_(min=LOWEST_ZERO)
-        code, errors = round_columns(rest[:, start:end], factor[start:end, start:end], scale, zero, bits)
+        codes[:, start:end], errors = round_columns(rest[:, start:end], factor[start:end, start:end], scale, zero, bits)
+        scales[:, group], zeros[:, group] = scale[:, 0], zero[:, 0]
         rest[:, end:] -= errors @ factor[start:end, end:]
-        for found, all_found in ((code, codes), (scale, scales), (zero, zeros)):
-            all_found.append(found)
-    return torch.cat(codes, dim=1), torch.cat(scales, dim=1), torch.cat(zeros, dim=1)
+    return codes, scales, zeros
 
 
 def inverse_factor(gram: torch.Tensor, damping: float) -> torch.Tensor:
@@ -59,12 +61,12 @@ def inverse_factor(gram: torch.Tensor, damping: float) -> torch.Tensor:
     Raises:
         ValueError: the matrix is not positive definite even so.
     """
-    diagonal = gram.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny) * damping
-    damped = gram + diagonal * torch.eye(len(gram), device=gram.device)
+    added = damping * (float(gram.diagonal().mean()) or 1.0)
+    damped = gram + added * torch.eye(len(gram), device=gram.device)
     try:
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
         return torch.linalg.cholesky(inverse, upper=True)
-    except torch.linalg.LinAlgError as error:
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise ValueError(f"the calibration's inputs are too alike for a damping of {damping}: try 0.1") from error
 
 

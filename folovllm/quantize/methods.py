@@ -80,7 +80,13 @@ class Gptq(Method):
         """As GPTQModel writes it."""
         o = self.options
         said = {"bits": BITS, "group_size": o.group_size, "desc_act": o.act_order, "sym": not o.asymmetric}
-        return {"quant_method": "gptq", **said, "lm_head": False, "checkpoint_format": "gptq", "damp_percent": o.damping}
+        return {
+            "quant_method": "gptq",
+            **said,
+            "lm_head": False,
+            "checkpoint_format": "gptq",
+            "damp_percent": o.damping,
+        }
 
 
 class Awq(Method):

@@ -15,7 +15,8 @@ class QuantizeOptions:
     Attributes:
         format: gptq, awq, fp8 or int8.
         group_size: how many neighbouring weights share a scale (gptq, awq): 32, 64 or 128.
-        asymmetric: give each group a zero of its own (gptq). Often better, but the fast kernels want none; awq always has it.
+        asymmetric: give each group a zero of its own (gptq). Often better, but vLLM's fastest kernel wants none; awq always
+            has them.
         act_order: round the columns with the largest inputs first (gptq). Often better; the engine then refuses to split
             the model over several GPUs.
         nearest: round to the nearest code, without GPTQ's corrections (gptq); to compare.

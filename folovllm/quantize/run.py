@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import choose_device, choose_dtype
+from folovllm.engine.setup import choose_device
 from folovllm.model_config import head_dim_of
 from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
 from folovllm.quantize.calibration import read_texts, split_rows
@@ -28,6 +28,7 @@ from folovllm.quantize.options import QuantizeOptions
 from folovllm.quantize.perplexity import Quality, compare
 
 OWN_TEXT = "calibration.jsonl"  # in the embedded model's folder
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 @dataclass(slots=True)
@@ -44,7 +45,12 @@ class Streams:
 
 
 def walk(
-    checkpoint: Checkpoint, layer: OneLayer, method: Method, folder: OutputFolder, streams: Streams | None, use_tqdm: bool
+    checkpoint: Checkpoint,
+    layer: OneLayer,
+    method: Method,
+    folder: OutputFolder,
+    streams: Streams | None,
+    use_tqdm: bool,
 ) -> None:
     """Quantise all layers that `folder` does not hold yet, and carry the hidden states through all of them.
 
@@ -97,9 +103,7 @@ def decoded(method: Method, layer: OneLayer, tensors: Tensors) -> Tensors:
 def measure(rest: Tensors, hf_config: Any, streams: Streams, ids: torch.Tensor) -> Quality:
     """Compare both models at the end of the stack: last norm, head, and the loss on `ids` [n, length]."""
     like = streams.before
-    norm = rest["model.norm.weight"].to(like)
-    tied = hf_config.tie_word_embeddings or "lm_head.weight" not in rest
-    head = rest["model.embed_tokens.weight" if tied else "lm_head.weight"].to(like)
+    norm, head = rest[NORM].to(like), rest[EMBEDDING if hf_config.tie_word_embeddings else HEAD].to(like)
 
     def logits(x: torch.Tensor) -> torch.Tensor:
         return F.linear(F.rms_norm(x, x.shape[-1:], norm, hf_config.rms_norm_eps), head)
@@ -111,10 +115,10 @@ def measure(rest: Tensors, hf_config: Any, streams: Streams, ids: torch.Tensor) 
     return compare(pieces())
 
 
-def start_streams(rest: Tensors, calibration: torch.Tensor, measuring: torch.Tensor, dtype: torch.dtype) -> Streams:
+def start_streams(rest: Tensors, calibration: torch.Tensor, measuring: torch.Tensor) -> Streams:
     """What the first layer is given: rows of the embedding for the ids [n, length]."""
-    embedding = rest["model.embed_tokens.weight"]
-    first, second = (embedding[ids.to(embedding.device)].to(dtype).to(ids.device) for ids in (calibration, measuring))
+    embedding = rest[EMBEDDING]
+    first, second = (embedding[ids.cpu()].float().to(ids.device) for ids in (calibration, measuring))
     return Streams(first, second, second)
 
 
@@ -149,19 +153,20 @@ def quantize(
     path = resolve_model(model)
     hf_config = load_hf_config(path, EngineConfig(model=model))
     check_model(hf_config, options)
-    on, checkpoint = choose_device(device), Checkpoint(path)
-    rest = checkpoint.rest()
-    stored = rest["model.norm.weight"].dtype
-    rows = rows_of(path, hf_config, options, calibration)
+    rows, on, checkpoint = rows_of(path, hf_config, options, calibration), choose_device(device), Checkpoint(path)
     folder = OutputFolder(out, hf_config.num_hidden_layers, made_from(path, options, rows))
     if (done := folder.finished()) is not None:
         return Report(out, checkpoint.num_bytes, folder.num_bytes(), Quality(**done) if done else None)
-    dtype = choose_dtype("auto", on, hf_config)
-    method, layer = method_for(options, stored), OneLayer(hf_config, dtype, on, options.length)
-    streams = None if rows is None else start_streams(rest, *(ids.to(on) for ids in rows), dtype=dtype)
+    streams = None if rows is None else start_streams(checkpoint.rest(), *(ids.to(on) for ids in rows))
+    method = method_for(options, checkpoint.rest()[EMBEDDING].dtype)
+    layer = OneLayer(
+        hf_config, torch.float32, on, options.length
+    )  # 16 bits would hide small errors, and it is one layer
     walk(checkpoint, layer, method, folder, streams, use_tqdm)
-    quality = None if rows is None or streams is None else measure(rest, hf_config, streams, rows[1].to(on))
-    folder.finish(path, rest, method.config(), {} if quality is None else asdict(quality))
+    quality = None
+    if rows is not None and streams is not None:
+        quality = measure(checkpoint.rest(), hf_config, streams, rows[1].to(on))
+    folder.finish(path, checkpoint.rest(), method.config(), {} if quality is None else asdict(quality))
     return Report(out, checkpoint.num_bytes, folder.num_bytes(), quality)
 
 
@@ -172,7 +177,9 @@ def check_model(hf_config: Any, options: QuantizeOptions) -> None:
     heads = hf_config.num_attention_heads * head_dim_of(hf_config)
     for size in (hf_config.hidden_size, hf_config.intermediate_size, heads):
         if options.format in ("gptq", "awq") and size % options.group_size:
-            raise ValueError(f"groups of {options.group_size} do not divide {size} inputs: choose --group-size 64 or 32")
+            raise ValueError(
+                f"groups of {options.group_size} do not divide {size} inputs: choose --group-size 64 or 32"
+            )
 
 
 def rows_of(
@@ -194,4 +201,4 @@ def made_from(path: Path, options: QuantizeOptions, rows: tuple[torch.Tensor, to
     """What decides the output, in words that a file can hold: a folder made from something else is not gone on with."""
     text = None if rows is None else sha256(b"".join(ids.numpy().tobytes() for ids in rows)).hexdigest()[:16]
     config = sha256((path / "config.json").read_bytes()).hexdigest()[:16]
-    return {"model": path.name, "config": config, "text": text, **asdict(options)}
+    return {"model": path.name, **asdict(options), "config.json": config, "calibration text": text}
