@@ -36,7 +36,7 @@ FLOORS = {  # each may import itself, the ground floor, and these
     "kernels": (),
     "sample": ("kernels",),
     "attention": ("kernels",),
-    "layers": ("attention", "kernels"),
+    "layers": ("attention", "kernels", "quantize.groups"),  # groups: numbers as codes, for formats and quantiser alike
     "models": ("layers", "attention", "kernels"),
     "worker": ("sample", "models", "layers", "attention", "kernels"),
     "executor": ("worker",),  # `make_rank` comes to a rank by its name
@@ -86,7 +86,7 @@ def test_the_ground_floor_knows_itself_alone(place: str) -> None:
 
 def test_every_folder_has_its_floor() -> None:
     folders = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
-    assert folders - {"bench", "inspector", "server"} == {
+    assert folders - {"bench", "inspector", "quantize", "server"} == {
         *FLOORS,
         "builders",
         "distributed",
