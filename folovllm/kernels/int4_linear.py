@@ -20,7 +20,7 @@ import triton.language as tl
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.small_linear import add_products, add_squares, append, total_rows
 
-MAX_TOKENS = 4
+FEW = (1, 2, 4)  # tokens; above, the tensor cores are better (`int4_matmul`)
 IN_QUAD = 32  # codes
 
 
@@ -92,6 +92,15 @@ def add_all(sums, xs):
 
 
 @triton.jit
+def times(xs, factor):
+    """Of each token: `x` times factors that are the same for all."""
+    result = ()
+    for m in tl.static_range(len(xs)):
+        result = append(result, xs[m] * factor)
+    return result
+
+
+@triton.jit
 def add_scaled(totals, sums, scale):
     """Of each token: the total so far, and these quads, [rows, quads]."""
     result = ()
@@ -102,13 +111,14 @@ def add_scaled(totals, sums, scale):
 
 @triton.jit
 def int4_linear_kernel(
-    x_ptr, word_ptr, scale_ptr, zero_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, exponent,
+    x_ptr, word_ptr, scale_ptr, zero_ptr, columns_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, exponent,
     K: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr,
     ROWS: tl.constexpr, QUADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program p: outputs p * ROWS to p * ROWS + ROWS of all M tokens, QUADS quads of each row at a time.
 
     NORM, GATED and RESIDUAL as in `small_linear_kernel`. GATED: the program's lines are its rows of gate, then those of up.
+    With `columns_ptr`, `x` is multiplied by these [K]; a norm's mean is that of `x` before it.
     """
     let_next_start(PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -130,11 +140,14 @@ def int4_linear_kernel(
         sums, x_sums = zeros(M, LINES, QUADS, 4), zeros(M, 1, QUADS, 4)
         for i in tl.static_range(8):
             xs = load_tokens(x_ptr + inputs + i * (GROUP // 8), stride_x, inside[:, :, None], M)
+            if NORM:
+                squares = add_squares(squares, xs, tl.float32)
+            if columns_ptr is not None:
+                factor = tl.load(columns_ptr + inputs + i * (GROUP // 8), mask=inside[:, :, None], other=0)
+                xs = times(xs, factor.to(tl.float32))
             sums = add_products(sums, code(words[c], i, exponent), xs, tl.float32)
             if zero_ptr is not None:
                 x_sums = add_all(x_sums, xs)
-            if NORM:
-                squares = add_squares(squares, xs, tl.float32)
         at = rows[:, None] * (K // GROUP) + group
         scale, offset = load_scales(scale_ptr, zero_ptr, at, inside)
         totals = add_scaled(totals, sums, scale)
@@ -179,21 +192,23 @@ def int4_linear(
     norm_eps: float | None = None,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`x` [T, K] times the transpose of W [rows, K], for T of 1, 2 or 4; accumulated in float32.
+    """`x` [T, K] times the transpose of W [rows, K], for T in FEW; accumulated in float32.
 
     Args:
         words: [rows, K / 8] int32, in the order of `pack_planes`; of 32 inputs or a multiple of that is each group.
         scales: [rows, groups], floats.
         zeros: [rows, groups]: uint8 codes that mean zero, or floats that code 0 stands for; without, code 8 means zero.
         norm_eps, gated, residual: as in `small_linear`. Rows of `x` may be apart; nothing else is.
+        columns: [K], factors of the (normed) `x`.
     """
     num_tokens, width = x.shape
     rows = len(words) // 2 if gated else len(words)
     out = x.new_empty(num_tokens, rows)
     num_warps, per_program, quads = tiling(num_tokens, rows, width, gated)
     int4_linear_kernel[(triton.cdiv(rows, per_program),)](
-        x, words, scales, zeros, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
+        x, words, scales, zeros, columns, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
         EXPONENT, K=width, GROUP=width // scales.shape[1], NORM=norm_eps is not None, GATED=gated, RESIDUAL=residual is not None,
         M=num_tokens, ROWS=per_program, QUADS=min(quads, triton.next_power_of_2(width // IN_QUAD)), num_warps=num_warps,
         **launch_options(x.device, num_tokens),

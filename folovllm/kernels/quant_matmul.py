@@ -83,7 +83,7 @@ def tiles(num_tokens: int, columns: int) -> dict[str, int]:
     elif num_tokens <= 64:
         shape = {"BM": 64, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4}
     else:
-        shape = {"BM": 128, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 4}
+        shape = {"BM": 128, "BN": 64, "BK": 64, "num_warps": 8, "num_stages": 4}
     within = min(shape["BK"], columns & -columns)  # the largest power of two that divides a group
     return shape | {"BK": within}
 

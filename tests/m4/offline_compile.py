@@ -9,6 +9,7 @@ A program of its own, because Triton decides when it is first imported whether k
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -36,6 +37,8 @@ from folovllm.kernels.prefill import prefill_config, prefill_kernel
 from folovllm.kernels.prefill_hopper import NUM_STAGES, prefill_hopper_kernel
 from folovllm.kernels.prefill_tiles import list_tiles_kernel
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
+from folovllm.kernels.quant_linear import UNIT, quant_linear_kernel
+from folovllm.kernels.quant_matmul import quant_matmul_kernel, tiles, unpack_kernel
 from folovllm.kernels.rms_norm import add_rms_norm_kernel
 from folovllm.kernels.small_linear import serves, small_linear_kernel, tiling
 from folovllm.kernels.store import store_kvcache_kernel
@@ -51,7 +54,11 @@ HQ, HKV = 16, 8
 
 OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
              ("finish_kernel", "weight_ptr"): "*fp32", ("finish_kernel", "token_ptr"): "*i32",
-             ("small_linear_kernel", "x_ptr"): "*i32", ("small_linear_kernel", "weight_ptr"): "*i32"}  # fmt: skip
+             ("small_linear_kernel", "x_ptr"): "*i32", ("small_linear_kernel", "weight_ptr"): "*i32",
+             ("quant_linear_kernel", "x_ptr"): "*i32", ("quant_linear_kernel", "weight_ptr"): "*i16",
+             ("quant_linear_kernel", "columns_ptr"): "*i32", ("quant_linear_kernel", "scale_ptr"): "*fp32",
+             ("quant_matmul_kernel", "weight_ptr"): "*i8", ("quant_matmul_kernel", "scale_ptr"): "*fp32",
+             ("unpack_kernel", "weight_ptr"): "*i8", ("unpack_kernel", "scale_ptr"): "*fp32"}  # fmt: skip
 
 
 CACHES = {("decode_kernel", "k_ptr"), ("decode_kernel", "v_ptr"), ("prefill_kernel", "k_ptr"), ("prefill_kernel", "v_ptr"),
@@ -194,9 +201,31 @@ def small_linears(capability: int):
                                             "ROWS": per_program, "CHUNK": chunk, "PDL": capability >= 90}, num_warps, 3  # fmt: skip
 
 
+def kernels_of_x2(capability: int, head_dim: int, block_size: int):
+    """Products with weights of 8 bits: for few tokens in two geometries, for more in all tiles."""
+    if capability not in (80, 90) or (head_dim, block_size) != (128, 16):
+        return
+    fp8 = "fp8" if capability >= 89 else "fp8_bits"
+    for hidden, heads, kv_heads, mlp in GEOMETRIES[1:3] if capability == 90 else GEOMETRIES[1:2]:
+        for rows, width, norm, gated in (((heads + 2 * kv_heads) * 128, hidden, True, False), (mlp, hidden, True, True),
+                                         (hidden, mlp, False, False)):  # fmt: skip
+            for tokens, (kind, group) in itertools.product((1, 4), ((fp8, (128, 128)), ("int8", (1, width)))):
+                num_warps, per_program, chunk = tiling(tokens, rows, width * (1 + gated))
+                chunk = min(chunk // 4, triton.next_power_of_2(width // UNIT))
+                yield quant_linear_kernel, {"K": width, "GROUP_ROWS": group[0], "GROUP": group[1], "KIND": kind, "NORM": norm,
+                                            "COLUMNS": norm, "GATED": gated, "RESIDUAL": not norm, "M": tokens,
+                                            "ROWS": per_program, "CHUNK": chunk, "PDL": capability >= 90}, num_warps, 3  # fmt: skip
+    for tokens, (kind, group) in itertools.product((16, 32, 64, 256), ((fp8, (128, 128)), ("int8", (1, 9728)))):
+        shape = tiles(tokens, group[1] if group[1] < 9728 else 1 << 30)
+        num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
+        constants = {"K": 9728, "GROUP_ROWS": group[0], "GROUP": group[1], "KIND": kind, "RESIDUAL": True, **shape}
+        yield quant_matmul_kernel, constants, num_warps, num_stages
+    yield unpack_kernel, {"K": 2560, "GROUP_ROWS": 128, "GROUP": 128, "KIND": fp8, "BLOCK": 2048}, 4, 3
+
+
 def variants(capability: int, milestone: str) -> list[dict]:
     """Compile in the dtype that is usual on the card: bf16 where it has that."""
-    kernels_of = {"m4": kernels, "m6": kernels_of_m6}[milestone]
+    kernels_of = {"m4": kernels, "m6": kernels_of_m6, "x2": kernels_of_x2}[milestone]
     dtype = "bf16" if capability >= 80 else "fp16"
     rows = []
     for head_dim, block_size in SHAPES[capability]:

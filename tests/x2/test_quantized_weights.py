@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,19 @@ from transformers import AutoConfig
 
 from folovllm import EngineConfig
 from folovllm.engine.setup import set_up
+from folovllm.layers.formats import scaled
 from folovllm.layers.formats.fp8 import Fp8
 from folovllm.layers.formats.int8 import Int8
 from folovllm.layers.formats.scaled import Scaled
 from folovllm.layers.linear import LinearBase
+from folovllm.models.loader import load_model
 from folovllm.models.quantization import formats_of
 from folovllm.setup import EngineSetup
-from folovllm.worker.native_model import load_native_model
-from tests.helpers import Driver, assert_logits_equal, prompts, tiny_checkpoint
+from folovllm.worker.native_model import load_native_model, load_sharded_model
+from tests.contract import DEVICE
+from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint, tolerance
+from tests.m6.ranks import ThreadGroup, on_ranks
+from tests.workloads import Workload, answered, make_engine, mixed_requests, serve
 from tests.x2.quantized import compressed, packed, quantize_8, write_quantized
 
 E4M3 = torch.float8_e4m3fn
@@ -198,3 +204,107 @@ class TestAsked:
             if isinstance(module, LinearBase):
                 assert isinstance(module.format, Scaled) and module.weight.dtype.itemsize == 1
                 assert 0.015 < module.format.dequantized(module, torch.float32).std() < 0.025
+
+
+ALIGNED = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "hidden_size": 32, "intermediate_size": 48}
+FP8_WIDE = (
+    quantize_8(E4M3, "weight_scale_inv", (16, 16)),
+    {"quant_method": "fp8", "weight_block_size": [16, 16]},
+)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "channel"])
+def test_the_fused_layers_of_m6_over_kernels(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms fold, for products take their weights along; few tokens, some and many have a kernel each."""
+    pytest.importorskip("triton", reason="Triton is for Linux only")
+    from folovllm.kernels import quant_linear, quant_matmul
+    from folovllm.models.fused_layer import few_token_layers
+
+    monkeypatch.setattr(scaled, "on_gpu", lambda x: True)
+    monkeypatch.setattr(quant_matmul, "MANY", 12)
+    used: list[str] = []
+    for module, name in ((quant_linear, "quant_linear"), (quant_matmul, "quant_matmul"), (quant_matmul, "unpacked")):
+        kernel = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, k=kernel, n=name, **more: used.append(n) or k(*given, **more))
+    source = tiny_checkpoint("qwen3", num_hidden_layers=1, **ALIGNED)
+    coded, floats = write_quantized(source, tmp_path, *(FP8_WIDE if kind == "blocks" else KINDS["int8 channel"]))
+    ours = Driver(coded, "torch_paged", device=DEVICE, layers=few_token_layers(16))
+    plain = Driver(floats, "torch_paged", device=DEVICE)
+    assert all(layer.folded for layer in ours.model.model.layers)  # type: ignore[union-attr]
+    batches: list[dict[int, list[int]]] = [{0: [7]}, {0: [4], 1: [2]}, {1: prompts([7])[0]}, {2: prompts([13])[0]}]
+    for pieces in batches if kind == "blocks" else batches[1:3]:
+        used.clear()
+        expected = plain.step(pieces)
+        for seq, logits in ours.step(pieces).items():
+            assert_logits_equal(logits, expected[seq])
+        tokens = sum(map(len, pieces.values()))
+        assert set(used) == {"quant_linear" if tokens <= 4 else "quant_matmul" if tokens < 12 else "unpacked"}
+
+
+def test_what_was_folded_into_earlier_weights_is_forgotten(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is for Linux only")
+    from folovllm.models.fused_layer import few_token_layers
+
+    source = tiny_checkpoint("qwen3", num_hidden_layers=1, **ALIGNED)
+    driver = Driver(write_quantized(source, tmp_path, *FP8_WIDE)[0], layers=few_token_layers(16))
+    before = driver.model.model.layers[0].self_attn.qkv_proj.columns.clone()  # type: ignore[union-attr]
+    assert before.std() > 0 or (before == 1).all()
+    load_model(driver.model, tmp_path / "coded", use_tqdm=False)
+    assert torch.equal(driver.model.model.layers[0].self_attn.qkv_proj.columns, before)  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Workload]:
+    """A quantized model, and what M1 (transformers' model) answers with the numbers that its codes stand for."""
+    coded, floats = write_quantized(tiny_checkpoint("qwen3"), tmp_path_factory.mktemp("served"), *KINDS["fp8 blocks"])
+    return coded, answered(floats, mixed_requests(count=6))
+
+
+@pytest.mark.parametrize("milestone", ["m2", "m3", "m4", "m5", "m6"])
+def test_all_milestones_answer_alike(milestone: str, served: tuple[Path, Workload]) -> None:
+    model, load = served
+    load.check(serve(make_engine(model, milestone=milestone), load.requests, "random"))
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 tensor", "int8 channel", "int8 packed"])
+def test_ranks_hold_their_parts_of_codes_and_scales(kind: str, tmp_path: Path) -> None:
+    quantize, config = KINDS[kind]
+    if kind == "fp8 blocks":
+        quantize, config = quantize_8(E4M3, "weight_scale_inv", (8, 8)), FP8_BLOCKS | {"weight_block_size": [8, 8]}
+    coded, _ = write_quantized(tiny_checkpoint("qwen3"), tmp_path, quantize, config)
+    fields = EngineConfig(model=str(coded), device="cpu", use_tqdm=False)
+    setup = set_up(replace(fields, tensor_parallel_size=2))
+    whole: Any = load_native_model(set_up(fields)).model.layers[1]
+    x = torch.randn(3, 72, generator=torch.Generator().manual_seed(0))
+
+    def work(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        layer: Any = load_sharded_model(setup, group).model.layers[1]
+        return layer.self_attn.split_heads(layer.self_attn.qkv_proj(x))[0], layer.mlp(x)
+
+    with torch.inference_mode():
+        ranks = on_ranks(2, work)
+        query = whole.self_attn.split_heads(whole.self_attn.qkv_proj(x))[0]
+        torch.testing.assert_close(torch.cat([own for own, _ in ranks], dim=1), query)
+        for _, summed in ranks:
+            torch.testing.assert_close(summed, whole.mlp(x))
+
+
+def test_an_engine_of_two_processes(served: tuple[Path, Workload], tmp_path: Path) -> None:
+    load = served[1]
+    model, _ = write_quantized(tiny_checkpoint("qwen3"), tmp_path, *KINDS["fp8 tensor"])
+    fields: dict[str, Any] = {"milestone": "m6", "max_num_seqs": 8}
+    one, two = (make_engine(model, tensor_parallel_size=size, **fields) for size in (1, 2))
+    expected, got = ([list(o.outputs[0].token_ids) for o in serve(e, load.requests[:3])] for e in (one, two))
+    two.close()
+    assert got == expected
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 channel", "int8 packed"])
+def test_transformers_reads_the_same_checkpoint_alike(kind: str, tmp_path: Path) -> None:
+    """In its own way, through the packages that it needs for it."""
+    for package in ("compressed_tensors", "accelerate"):
+        pytest.importorskip(package, reason=f"transformers needs {package} for this (pip install -e '.[dev]')")
+    quantize, config = FP8_WIDE if kind == "fp8 blocks" else KINDS[kind]  # it has whole blocks alone
+    coded, _ = write_quantized(tiny_checkpoint("llama", tied=False, **ALIGNED), tmp_path, quantize, config)
+    tokens = prompts([12])[0]
+    assert_logits_equal(Driver(coded).step({0: tokens})[0], hf_logits(coded, tokens))

@@ -19,13 +19,17 @@ class Grouped:
         words: [outputs, inputs / 8] int32, in the order of `packing.pack_planes`. None where `library` has them.
         scales: [outputs, groups], in the shortest floats that hold them.
         zeros: [outputs, groups]: codes, uint8; or minimums, floats. None: all are 8.
+        dtype: of activations.
         order: [inputs], or None: the input that W's first column is for, its second, ...
+        columns: [inputs], or None: factors of `x` for which there was no room in the codes.
         library: the weight as torch's kernel on CPU takes it.
     """
 
     words: torch.Tensor | None
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
+    dtype: torch.dtype = torch.float32
+    columns: torch.Tensor | None = None
     order: torch.Tensor | None = None
     library: LibraryWeight | None = None
 
@@ -76,13 +80,47 @@ class Grouped:
         scales, minimums = (spread(each, self.group_size) for each in self.scales_and_minimums())
         return torch.addcmul(minimums, self.codes().float(), scales).to(dtype)
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x W^T: [T, inputs] -> [T, outputs]."""
+    def product(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T: [T, inputs] -> [T, outputs]; added to `residual`, which may be written over, where there is one.
+
+        On a GPU by a kernel that unpacks codes where it needs them; with so many tokens that the tensor cores are busy for
+        longer than unpacking takes, by the library.
+        """
+        if self.columns is not None:
+            x = x * self.columns
         if self.order is not None:
             x = x[:, self.order]
-        if self.library is not None:
-            return self.library.product(x)
-        return F.linear(x, self.dequantized(x.dtype))
+        if on_gpu(x):
+            return self.product_on_gpu(x, residual)
+        y = F.linear(x, self.dequantized(x.dtype)) if self.library is None else self.library.product(x)
+        return y if residual is None else residual.add_(y)
+
+    def product_on_gpu(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """As `product`, of an `x` that is as W's columns are."""
+        from folovllm.kernels.int4_matmul import MANY, int4_matmul, unpacked
+
+        assert self.words is not None
+        if len(x) < MANY:
+            return int4_matmul(x, self.words, self.scales, self.zeros, residual)
+        weight = unpacked(self.words, self.scales, self.zeros, x.dtype)
+        return F.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
+
+    def fused(
+        self, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The product of few tokens, with all that comes before and after it."""
+        from folovllm.kernels.int4_linear import int4_linear
+
+        assert self.words is not None
+        return int4_linear(x, self.words, self.scales, self.zeros, norm_eps, gated, residual, self.columns)
+
+    def fuses(self, x: torch.Tensor) -> bool:
+        """Whether `fused` can multiply these: few tokens, and inputs as they come."""
+        if self.order is not None or not on_gpu(x):
+            return False
+        from folovllm.kernels.int4_linear import FEW
+
+        return len(x) in FEW
 
 
 class LibraryWeight:
@@ -107,6 +145,11 @@ class LibraryWeight:
         """Whether the kernel takes such weights."""
         has_kernel = hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
         return has_kernel and outputs % 16 == 0 and group_size in (32, 64, 128, 256)
+
+
+def on_gpu(x: torch.Tensor) -> bool:
+    """Whether kernels should multiply these. In the interpreter their many programs would take minutes."""
+    return x.is_cuda
 
 
 def narrowest(numbers: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,7 @@ class Int4(WeightFormat):
         outputs, groups = sum(layer.output_sizes), layer.input_size // self.group_size_of(layer.input_size)
         words = torch.empty(outputs, layer.input_size // packing.PER_WORD, dtype=torch.int32)
         layer.grouped = Grouped(words, torch.empty(outputs, groups, dtype=torch.float32))
+        layer.grouped.dtype = torch.get_default_dtype()
         if self.with_zeros:
             layer.grouped.zeros = torch.empty(
                 outputs, groups, dtype=torch.float32 if self.with_minimum else torch.uint8
@@ -95,6 +96,7 @@ class Int4(WeightFormat):
     def loaded(self, layer: LinearBase) -> None:
         """Sort the inputs, if that is asked for; keep no more of scales and zeros than there is in them."""
         kept: Grouped = layer.grouped
+        kept.columns = None
         if self.order_name:
             kept.sort(self.order_name)
         kept.scales = narrowest(kept.scales)
@@ -106,7 +108,32 @@ class Int4(WeightFormat):
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """As `WeightFormat`."""
-        y: torch.Tensor = layer.grouped.product(x)
-        if layer.bias is not None:
-            y += layer.bias
-        return y if residual is None else residual.add_(y)
+        y: torch.Tensor = layer.grouped.product(x, residual)
+        return y if layer.bias is None else y.add_(layer.bias)
+
+    def apply(
+        self,
+        layer: LinearBase,
+        x: torch.Tensor,
+        norm_eps: float | None = None,
+        gated: bool = False,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `WeightFormat`."""
+        if not self.fuses(layer, x):
+            return super().apply(layer, x, norm_eps, gated, residual)
+        y: torch.Tensor = layer.grouped.fused(x, norm_eps, gated, residual)
+        return y
+
+    def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
+        """True for few tokens and no bias."""
+        return layer.bias is None and bool(layer.grouped.fuses(x))
+
+    def can_fold(self, layer: LinearBase) -> bool:
+        """As for plain weights: False with a bias, and in float16."""
+        return layer.bias is None and layer.grouped.dtype != torch.float16
+
+    def fold(self, layer: LinearBase, scale: torch.Tensor) -> None:
+        """Keep the factors: in codes there is no room for them. Every product multiplies its `x` by them."""
+        kept: Grouped = layer.grouped
+        kept.columns = scale.clone() if kept.columns is None else kept.columns * scale

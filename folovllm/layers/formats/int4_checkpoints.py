@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class PackedInt4(Int4):
     """compressed-tensors' pack-quantized: words have eight neighbouring inputs, those of zeros eight neighbouring outputs."""
 
-    names = ("weight_packed", "weight_scale", "weight_zero_point")
-    ignores = ("weight_shape",)
+    names: ClassVar[tuple[str, str, str]] = ("weight_packed", "weight_scale", "weight_zero_point")
+    ignores: ClassVar[tuple[str, ...]] = ("weight_shape",)
 
     def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """As `WeightFormat`."""
@@ -47,8 +47,8 @@ class Gptq(Int4):
     with_zeros: bool = True
     one_less: bool = True
 
-    names = ("qweight", "scales", "qzeros")
-    ignores = ("g_idx",)
+    names: ClassVar[tuple[str, str, str]] = ("qweight", "scales", "qzeros")
+    ignores: ClassVar[tuple[str, ...]] = ("g_idx",)
 
     def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """As `WeightFormat`."""
@@ -70,8 +70,8 @@ class Gptq(Int4):
 class SortedGptq(Gptq):
     """GPTQ's with `desc_act`: it quantized the inputs that matter most first, so a group's inputs lie anywhere."""
 
-    order_name = "g_idx"
-    ignores = ()
+    order_name: ClassVar[str | None] = "g_idx"
+    ignores: ClassVar[tuple[str, ...]] = ()
 
     def stored(self, kind: str) -> tuple[str, ...]:
         """As `Int4`."""
@@ -84,7 +84,7 @@ class Awq(Int4):
 
     with_zeros: bool = True
 
-    names = ("qweight", "scales", "qzeros")
+    names: ClassVar[tuple[str, str, str]] = ("qweight", "scales", "qzeros")
 
     def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """As `WeightFormat`."""

@@ -14,6 +14,7 @@ from folovllm.layers.formats.abstract import FLOATS, WeightFormat
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
+    from folovllm.kernels.quant_linear import Codes
     from folovllm.layers.formats.abstract import Cut
     from folovllm.layers.linear import LinearBase
 
@@ -35,14 +36,12 @@ class Scaled(WeightFormat):
     codes: ClassVar[torch.dtype]
     code_names: ClassVar[tuple[str, ...]]  # the dtype as safetensors call it
     spread: ClassVar[float]  # standard deviation of made-up codes
-    ignores: ClassVar[tuple[str, ...]] = (
-        "input_scale",
-        "activation_scale",
-        "weight_zero_point",
-    )  # activations stay; symmetric codes have no zero
+    # Activations stay as they are, and codes of which zero is zero need none to be named.
+    ignores: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale", "weight_zero_point")
 
     def create(self, layer: LinearBase) -> None:
         """Make the codes, and the scales: [outputs, 1], or a row for each row of blocks. A part begins a new row."""
+        layer.columns, layer.dtype = None, torch.get_default_dtype()  # of activations
         codes = torch.empty(sum(layer.output_sizes), layer.input_size, dtype=self.codes)
         layer.weight = nn.Parameter(codes, requires_grad=False)
         _, columns = self.block_of(layer.input_size)
@@ -85,6 +84,10 @@ class Scaled(WeightFormat):
         else:
             super().fill(kind, tensor, generator)
 
+    def loaded(self, layer: LinearBase) -> None:
+        """Forget what was folded into earlier weights."""
+        layer.columns = None
+
     def check_part(self, outputs: int, inputs: int) -> None:
         """As `WeightFormat`: a border between ranks must be one between blocks."""
         rows, columns = self.block_of(inputs)
@@ -102,9 +105,67 @@ class Scaled(WeightFormat):
         return cut(PerOutput(tensor) if self.block is None else PerBlock(tensor, self.block))
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As `WeightFormat`, with the weights in the dtype of `x` for as long as it takes."""
-        y = F.linear(x, self.dequantized(layer, x.dtype), layer.bias)
-        return y if residual is None else residual.add_(y)
+        """As `WeightFormat`: by a kernel that unpacks codes where it needs them, or by the library.
+
+        The library has the weights in the dtype of `x` for as long as it takes. With so many tokens that tensor cores are
+        busy for longer than it takes to unpack, that is the faster way.
+        """
+        x = x if layer.columns is None else x * layer.columns
+        if not self.has_kernels(layer, x):
+            y = F.linear(x, self.dequantized(layer, x.dtype), layer.bias)
+            return y if residual is None else residual.add_(y)
+        from folovllm.kernels.quant_matmul import MANY, quant_matmul, unpacked
+
+        if len(x) < MANY:
+            y = quant_matmul(x, self.codes_of(layer), residual)
+        elif residual is None:
+            y = F.linear(x, unpacked(self.codes_of(layer), x.dtype))
+        else:
+            y = residual.addmm_(x, unpacked(self.codes_of(layer), x.dtype).t())
+        return y if layer.bias is None else y.add_(layer.bias)
+
+    def apply(
+        self,
+        layer: LinearBase,
+        x: torch.Tensor,
+        norm_eps: float | None = None,
+        gated: bool = False,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `WeightFormat`."""
+        if not self.fuses(layer, x):
+            return super().apply(layer, x, norm_eps, gated, residual)
+        from folovllm.kernels.quant_linear import quant_linear
+
+        return quant_linear(x, self.codes_of(layer), norm_eps, gated, residual, layer.columns)
+
+    def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
+        """True for few tokens and no bias."""
+        if layer.bias is not None or not self.has_kernels(layer, x):
+            return False
+        from folovllm.kernels.quant_linear import FEW
+
+        return len(x) in FEW and x.stride(0) % 2 == x.storage_offset() % 2 == 0
+
+    def can_fold(self, layer: LinearBase) -> bool:
+        """As for plain weights: False with a bias, and in float16."""
+        return layer.bias is None and layer.dtype != torch.float16
+
+    def fold(self, layer: LinearBase, scale: torch.Tensor) -> None:
+        """Keep the factors: in codes there is no room for them. Every product multiplies its `x` by them."""
+        layer.columns = scale.clone() if layer.columns is None else layer.columns * scale
+
+    def has_kernels(self, layer: LinearBase, x: torch.Tensor) -> bool:
+        """Whether a kernel can multiply: on a GPU, and where scales are for whole units and rows of blocks do not overlap."""
+        rows, columns = self.block_of(layer.input_size)
+        aligned = layer.input_size % 16 == columns % 16 == 0 and not any(size % rows for size in layer.output_sizes[:-1])
+        return aligned and on_gpu(x)
+
+    def codes_of(self, layer: LinearBase) -> Codes:
+        """What a kernel is told of the weights."""
+        from folovllm.kernels.quant_linear import Codes
+
+        return Codes(layer.weight, layer.scale, *self.block_of(layer.input_size))
 
     def dequantized(self, layer: LinearBase, dtype: torch.dtype) -> torch.Tensor:
         """W [outputs, inputs] in `dtype`. With a scale for each output, a second copy is never made."""
@@ -117,6 +178,11 @@ class Scaled(WeightFormat):
             wide = scale.repeat_interleave(columns, 1)[:, : codes.shape[1]]  # [row of blocks, inputs]
             parts.append(codes.to(dtype).mul_(wide.repeat_interleave(rows, 0)[: len(codes)]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def on_gpu(x: torch.Tensor) -> bool:
+    """Whether kernels should multiply these. In the interpreter their many programs would take minutes."""
+    return x.is_cuda
 
 
 class PerOutput:
