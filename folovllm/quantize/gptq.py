@@ -20,9 +20,10 @@ def gptq(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose codes for `w` a group of columns at a time, so that the layer's outputs change little.
 
-    A group's scales and zeros are found when its turn comes: from weights that have taken in the errors of all groups
-    before it. When it is done, what is left of its error goes to all columns behind it in one matrix product
-    (the paper's section 3.3, "lazy batch updates").
+    A group's scale and zero are found (`find_scales`) when its turn comes: from weights that have taken in the errors of all
+    groups before it, in w's dtype. Zeros are at least LOWEST_ZERO. Then `round_columns` rounds the group, and all columns
+    behind it are reduced by its errors times the factor's block [group, behind]: one matrix product in place of one for each
+    column (the paper's section 3.3, "lazy batch updates").
 
     Args:
         w: [outputs, inputs]. Scales come in its dtype; all else is computed in float32.
@@ -75,14 +76,16 @@ def round_columns(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round the columns of one group from left to right. Each column's error is made up for by those behind it.
 
+    With U for `factor`: column i, as it is when its turn comes, misses what it is rounded to by U[i, i] times an error
+    e[outputs]; each column j behind it then becomes w[:, j] - e U[i, j].
+
     Args:
         w: [outputs, group], float32; not changed.
         factor: [group, group], the group's part of `inverse_factor`.
         scale, zero: [outputs, 1].
 
     Returns:
-        codes [outputs, group] uint8; errors [outputs, group] float32: column i's error divided by factor[i, i]. The
-        columns behind the group have yet to be reduced by errors @ (the factor's rows of this group).
+        codes [outputs, group] uint8; the errors e of all columns, [outputs, group] float32.
     """
     w, codes, errors = w.clone(), torch.empty(w.shape, dtype=torch.uint8, device=w.device), torch.empty_like(w)
     for i in range(w.shape[1]):

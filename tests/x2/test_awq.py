@@ -67,9 +67,7 @@ def test_clipping_gives_up_one_weight_for_all_others() -> None:
     clipped = search_clip(w, torch.eye(64), 4, 32)
     assert clipped[0, 5] < 0.6 and torch.equal(clipped[0, 32:] == w[0, 32:], clipped[0, 32:] == w[0, 32:])
     for group in (slice(0, 32), slice(32, 64)):
-        before, after = (
-            (round_groups(x, 4, 32) - w)[:, group].square().sum(1) for x in (w, clipped)
-        )
+        before, after = ((round_groups(x, 4, 32) - w)[:, group].square().sum(1) for x in (w, clipped))
         assert (after <= before).all()
     heavy = torch.eye(64)
     heavy[5, 5] = 1e4
@@ -81,7 +79,10 @@ def test_folding_changes_weights_and_no_outputs(family: str) -> None:
     """Norms, biases and the layer before make up for it; also where K and V belong to each query head alone."""
     for kv_heads in (2, 4):
         path = tiny_checkpoint(family, hidden_size=64, intermediate_size=96, num_kv_heads=kv_heads, head_dim=16)
-        layer, checkpoint = OneLayer(AutoConfig.from_pretrained(path), torch.float32, torch.device("cpu"), 12), Checkpoint(path)
+        layer, checkpoint = (
+            OneLayer(AutoConfig.from_pretrained(path), torch.float32, torch.device("cpu"), 12),
+            Checkpoint(path),
+        )
         layer.load(checkpoint.layer(0))
         x = torch.randn(3, 12, 64, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 4, 64)
         before, inputs = layer.run(x), layer.inputs(x)
@@ -91,7 +92,9 @@ def test_folding_changes_weights_and_no_outputs(family: str) -> None:
         assert unchanged == ({"self_attn.o_proj"} if kv_heads == 2 else set())
         assert torch.allclose(layer.run(x), before, atol=1e-4 * float(before.abs().max()))
         for name, now in layer.inputs(x).items():
-            assert torch.allclose(now.gram, inputs[name].gram, rtol=1e-3, atol=1e-4), f"{name}: inputs were not divided along"
+            assert torch.allclose(now.gram, inputs[name].gram, rtol=1e-3, atol=1e-4), (
+                f"{name}: inputs were not divided along"
+            )
 
 
 def test_a_rounded_norm_is_made_up_for() -> None:

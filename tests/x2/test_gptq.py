@@ -7,7 +7,7 @@ import torch
 
 from folovllm.quantize.awq import output_error
 from folovllm.quantize.gptq import act_order, gptq, inverse_factor, round_columns
-from folovllm.quantize.groups import dequantize_groups, quantize_groups
+from folovllm.quantize.groups import dequantize_groups, find_scales, quantize_groups
 from tests.tiny import worked_case
 
 ONE, EIGHT = torch.ones(1, 1), torch.full((1, 1), 8, dtype=torch.uint8)
@@ -68,6 +68,11 @@ class TestGptq:
         damped = (gram + 0.05 * gram.diagonal().mean() * torch.eye(64)).double()
         rest = w.double()
         for i in range(64):
+            if i % 16 == 0:
+                fitting, _ = find_scales(rest[:, i : i + 16], 4, 16, symmetric=False)
+                assert torch.allclose(scales[:, i // 16].double(), fitting[:, 0], rtol=1e-3), (
+                    f"the scale of group {i // 16} must fit weights that have taken in the errors before it"
+                )
             scale, zero = scales[:, i // 16].double(), zeros[:, i // 16].double()
             code = (rest[:, i] / scale).round().add(zero).clamp(0, 15)
             same = (code == codes[:, i]).double().mean()

@@ -70,7 +70,9 @@ def plain_copy(kind: str, report: Report, to: Path) -> Path:
     del config["quantization_config"]
     to.mkdir()
     (to / "config.json").write_text(json.dumps(config))
-    save_file({name: t.contiguous() for name, t in tensors.items()}, to / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: t.contiguous() for name, t in tensors.items()}, to / "model.safetensors", metadata={"format": "pt"}
+    )
     return to
 
 
@@ -189,7 +191,9 @@ def test_another_option_or_text_or_folder_is_refused(text: Path, tmp_path: Path)
     out, other = tmp_path / "out", tmp_path / "other.jsonl"
     quantize(str(tiny()), options("int8"), out, text, use_tqdm=False)
     other.write_text("\n".join(text.read_text().splitlines()[::-1]))
-    with pytest.raises(ValueError, match=r"was begun with format int8, and now it is fp8: take the old value, or another"):
+    with pytest.raises(
+        ValueError, match=r"was begun with format int8, and now it is fp8: take the old value, or another"
+    ):
         quantize(str(tiny()), options("fp8"), out, text, use_tqdm=False)
     with pytest.raises(ValueError, match="was begun with calibration text"):
         quantize(str(tiny()), options("int8"), out, other, use_tqdm=False)
