@@ -114,6 +114,6 @@ class TestInverseFactor:
         assert torch.allclose(factor.t() @ factor @ damped, torch.eye(64), atol=1e-3)
 
     def test_what_cannot_be_inverted_is_said(self) -> None:
-        with pytest.raises(ValueError, match="too alike for a damping of 1e-09: try 0.1"):
+        with pytest.raises(ValueError, match=r"too alike for a damping of 1e-09: try 0\.1"):
             inverse_factor(torch.ones(64, 64), 1e-9)
         assert inverse_factor(torch.zeros(4, 4), 0.01).isfinite().all(), "inputs that never occur are no error"
