@@ -59,8 +59,12 @@ def test_no_number_moves_by_more_than_half_a_step(bits: int, symmetric: bool, dt
     w[0, :5] = 0
     codes, scales, zeros = quantize_groups(w, bits, 16, symmetric)
     assert int(codes.max()) < 2**bits and scales.dtype == dtype
-    moved = (dequantize_groups(codes, scales.float(), zeros) - w.float()).abs() / scales.repeat_interleave(16, 1).float()
-    slack = {torch.float32: 1e-4, torch.float16: 0.13, torch.bfloat16: 1.01}[dtype]  # up to 2 ** 8 steps of a rounded scale
+    moved = (dequantize_groups(codes, scales.float(), zeros) - w.float()).abs() / scales.repeat_interleave(
+        16, 1
+    ).float()
+    slack = {torch.float32: 1e-4, torch.float16: 0.13, torch.bfloat16: 1.01}[
+        dtype
+    ]  # up to 2 ** 8 steps of a rounded scale
     assert (moved <= 0.5 + slack).all() and (moved[0, :5] == 0).all()
 
 
