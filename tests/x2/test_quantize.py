@@ -16,7 +16,7 @@ from folovllm.quantize.one_layer import PREFIX, Checkpoint, OneLayer
 from folovllm.quantize.options import QuantizeOptions
 from folovllm.quantize.perplexity import compare, perplexity, token_losses
 from folovllm.quantize.run import Report, decoded, quantize, rows_of
-from folovllm.quantize.whole import logits_of
+from folovllm.quantize.whole import logits_of, perplexity_of
 from tests.helpers import Driver, assert_logits_equal, hf_model, prompts, tiny_checkpoint
 from tests.workloads import make_engine, mixed_requests, serve
 
@@ -84,9 +84,8 @@ def test_the_engine_runs_what_was_measured(written: tuple[str, Report], text: Pa
     assert_logits_equal(coded.step({0: ids})[0], plain.step({0: ids})[0])
     rows = rows_of(report.folder, coded.config, options(kind), text)
     assert report.quality is not None
-    losses = token_losses(logits_of(coded.model, rows[1]), rows[1])
-    assert perplexity(losses) == pytest.approx(report.quality.after, rel=1e-3)
-    assert report.quality.tokens == losses.numel()
+    assert perplexity_of(coded.model, rows[1]) == pytest.approx(report.quality.after, rel=1e-3)
+    assert report.quality.tokens == rows[1][:, 1:].numel()
 
 
 def test_the_engine_answers(written: tuple[str, Report]) -> None:
@@ -272,6 +271,17 @@ def test_gptq_is_better_than_rounding_on_a_real_model(tmp_path: Path) -> None:
     assert abs(gptq.after / gptq.before - 1) < 0.03
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["gptq asymmetric, act-order", "awq", "fp8"])
+def test_a_gpu_finds_as_good_codes(kind: str, text: Path, tmp_path: Path) -> None:
+    here, there = (
+        quantize(str(tiny("llama")), options(kind), tmp_path / device, text, device, use_tqdm=False).quality
+        for device in ("cpu", "cuda")
+    )
+    assert here is not None and there is not None
+    assert there.before == pytest.approx(here.before, rel=1e-3) and there.after == pytest.approx(here.after, rel=0.05)
+
+
 def test_the_loss_is_that_of_transformers() -> None:
     path = tiny_checkpoint()
     rows = torch.tensor(prompts([24, 24]))
@@ -279,7 +289,7 @@ def test_the_loss_is_that_of_transformers() -> None:
         expected = hf_model(path)(rows, labels=rows).loss
     losses = token_losses(logits_of(Driver(path).model, rows), rows)
     assert losses.shape == (2, 23) and float(losses.mean()) == pytest.approx(float(expected), rel=1e-5)
-    assert perplexity(losses) == pytest.approx(float(expected.exp()), rel=1e-5)
+    assert perplexity_of(Driver(path).model, rows) == pytest.approx(float(expected.exp()), rel=1e-5)
 
 
 def test_a_comparison_by_hand() -> None:
