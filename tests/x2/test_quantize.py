@@ -139,6 +139,34 @@ def test_names_shapes_and_dtypes_are_those_of_the_formats(written: tuple[str, Re
     assert files == set(index.values()), "the index must name all files, and no others"
 
 
+SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)
+
+
+def as_gptqmodel_reads(t: dict[str, torch.Tensor]) -> torch.Tensor:
+    """It adds 1 to all eight zeros of a word at once, so none may be 15 as it is stored."""
+    codes = ((t["qweight"][:, None] >> SHIFTS[None, :, None]) & 15).flatten(0, 1)  # [inputs, outputs]
+    zeros = (((t["qzeros"] + 0x11111111)[..., None] >> SHIFTS) & 15).flatten(1)  # [groups, outputs]
+    group = t["g_idx"].long()
+    return (t["scales"].float()[group] * (codes - zeros[group])).t()
+
+
+def as_autoawq_reads(t: dict[str, torch.Tensor]) -> torch.Tensor:
+    places = [0, 4, 1, 5, 2, 6, 3, 7]  # in a word, of the codes of eight neighbouring outputs
+    codes, zeros = (((t[name][..., None] >> SHIFTS) & 15)[..., places].flatten(1) for name in ("qweight", "qzeros"))
+    return ((codes - zeros.repeat_interleave(32, 0)) * t["scales"].float().repeat_interleave(32, 0)).t()
+
+
+def test_other_readers_of_4_bits_find_the_same_numbers(written: tuple[str, Report]) -> None:
+    kind, report = written
+    if kind.split()[0] not in ("gptq", "awq"):
+        pytest.skip("transformers itself reads it")
+    reads = as_autoawq_reads if kind == "awq" else as_gptqmodel_reads
+    method, layer = method_for(options(kind), torch.float32), Checkpoint(report.folder).layer(1)
+    for part in ("self_attn.q_proj", "mlp.down_proj"):
+        tensors = {name.rpartition(".")[2]: t for name, t in layer.items() if name.startswith(part)}
+        assert torch.equal(reads(tensors), method.decode(tensors))
+
+
 @pytest.mark.parametrize("kind", ["fp8", "fp8 per channel", "int8"])
 def test_transformers_reads_it(kind: str, text: Path, tmp_path: Path) -> None:
     """GPTQ and AWQ need GPTQModel there, which is a compiler's work: they are compared by their layout alone."""
