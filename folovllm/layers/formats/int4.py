@@ -66,6 +66,7 @@ class Int4(WeightFormat):
         """The rows of each part."""
         kept: Grouped = layer.grouped
         sizes, tensors = layer.output_sizes, zip(self.names, (kept.words, kept.scales, kept.zeros), strict=True)
+        places: dict[str, Sequence[torch.Tensor]]
         places = {name: torch.split(tensor, sizes) for name, tensor in tensors if tensor is not None}
         if self.order_name is not None and kept.order is not None:
             places[self.order_name] = tuple(kept.order[: len(sizes)])

@@ -107,11 +107,9 @@ class Awq(Int4):
         """As `WeightFormat`."""
         if kind == "scales":
             return cut(Laid(tensor, 1, 1, torch.t)).t()
-        return (
-            packing.pack_awq(cut(Laid(tensor, 1, packing.PER_WORD, packing.unpack_awq)))
-            if kind in self.names
-            else cut(tensor)
-        )
+        if kind not in self.names:
+            return cut(tensor)
+        return packing.pack_awq(cut(Laid(tensor, 1, packing.PER_WORD, packing.unpack_awq)))
 
 
 class Laid:
