@@ -94,10 +94,11 @@ def int4_unpack_kernel(
         tl.store(out_ptr + at, weights.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def tiling(num_tokens: int, num_rows: int, width: int, group_size: int) -> dict[str, int]:
+def tiling(num_tokens: int, num_rows: int, width: int, group_size: int, itemsize: int) -> dict[str, int]:
     """Tokens, outputs and words of a program's tile, its warps, tiles on their way, and parts (not measured yet).
 
-    A tile of words lies within a group where that has at least the 16 that the tensor cores take at a time.
+    A tile of words lies within a group where that has at least the 16 that the tensor cores take at a time. `itemsize` is
+    that of `x`, as in `quant_matmul.tiles`.
     """
     bm = min(128, max(16, triton.next_power_of_2(num_tokens)))
     bn, num_warps = 64, 4 if bm <= 64 else 8
@@ -105,7 +106,7 @@ def tiling(num_tokens: int, num_rows: int, width: int, group_size: int) -> dict[
     programs = triton.cdiv(num_tokens, bm) * triton.cdiv(num_rows, bn)
     most = triton.cdiv(width // 8, 4 * words)  # four tiles are worth a program
     parts = max(1, min(16, most, PROGRAMS // programs)) if bm <= 64 else 1
-    return {"BM": bm, "BN": bn, "WORDS": words, "PARTS": parts, "num_warps": num_warps, "num_stages": 3}
+    return {"BM": bm, "BN": bn, "WORDS": words, "PARTS": parts, "num_warps": num_warps, "num_stages": 1 if itemsize == 4 else 3}
 
 
 def int4_matmul(
@@ -118,7 +119,7 @@ def int4_matmul(
     """`x` [T, K] times the transpose of W, as `int4_linear`, for any T; plus `residual` [T, rows]."""
     num_tokens, width = x.shape
     rows, group_size = len(words), width // scales.shape[1]
-    out, shape = x.new_empty(num_tokens, rows), tiling(num_tokens, rows, width, group_size)
+    out, shape = x.new_empty(num_tokens, rows), tiling(num_tokens, rows, width, group_size, x.itemsize)
     parts = shape["PARTS"]
     sums = out if parts == 1 else x.new_empty(parts, num_tokens, rows, dtype=torch.float32)
     added = out if residual is None else residual

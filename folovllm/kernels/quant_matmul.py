@@ -70,11 +70,12 @@ def quant_matmul_kernel(
     tl.store(out_ptr + at, acc.to(DTYPE), mask=kept)
 
 
-def tiles(num_tokens: int, columns: int) -> dict[str, int]:
+def tiles(num_tokens: int, columns: int, itemsize: int) -> dict[str, int]:
     """Tokens, outputs and inputs of a program's tile, its warps, and how many tiles are on their way (not measured yet).
 
     With few tokens a program has few outputs, so that there are enough programs to keep the memory busy, and each asks for
-    many inputs at a time. A tile lies within a group of `columns` inputs.
+    many inputs at a time. A tile lies within a group of `columns` inputs. Of float32, of which an item has 4 bytes, there
+    is one at a time: small cards have no shared memory for more.
     """
     if num_tokens <= 16:
         shape = {"BM": 16, "BN": 32, "BK": 256, "num_warps": 2, "num_stages": 4}
@@ -85,7 +86,7 @@ def tiles(num_tokens: int, columns: int) -> dict[str, int]:
     else:
         shape = {"BM": 128, "BN": 64, "BK": 64, "num_warps": 8, "num_stages": 4}
     within = min(shape["BK"], columns & -columns)  # the largest power of two that divides a group
-    return shape | {"BK": within}
+    return shape | {"BK": within} | ({"num_stages": 1} if itemsize == 4 else {})
 
 
 def quant_matmul(x: torch.Tensor, codes: Codes, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -94,7 +95,7 @@ def quant_matmul(x: torch.Tensor, codes: Codes, residual: torch.Tensor | None = 
     rows = len(codes.weight)
     out = x.new_empty(num_tokens, rows)
     per_output = codes.columns >= width
-    shape = tiles(num_tokens, 1 << 30 if per_output else codes.columns)
+    shape = tiles(num_tokens, 1 << 30 if per_output else codes.columns, x.itemsize)
     shape["BK"] = min(shape["BK"], triton.next_power_of_2(width))
     grid = (triton.cdiv(rows, shape["BN"]), triton.cdiv(num_tokens, shape["BM"]))
     quant_matmul_kernel[grid](

@@ -97,9 +97,10 @@ def pointer_type(name: str, dtype: str) -> str:
 
 def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_warps=4, num_stages=2) -> dict[str, int]:
     """What `kernel` takes of sm_`capability`, its pointers and strides 16-byte aligned. `cache` among the constants is the
-    dtype of K/V, if it has one of its own.
+    dtype of K/V, if it has one of its own, and `dtype` another than is usual.
     """
     constants, signature, attributes = dict(constants), {}, {}
+    dtype = constants.pop("dtype", dtype)
     cache = constants.pop("cache", dtype)
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -239,9 +240,15 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
                                     "RESIDUAL": not gated, "M": tokens, "ROWS": per_program, "CHUNK": units, **pdl}, num_warps, 3  # fmt: skip
     for tokens, kind in some:
         group = {"GROUP_ROWS": 1, "GROUP": 9728} if kind == "int8" else {"GROUP_ROWS": 128, "GROUP": 128}
-        shape = tiles(tokens, 1 << 30 if kind == "int8" else 128)
+        shape = tiles(tokens, 1 << 30 if kind == "int8" else 128, 2)
         num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
         yield quant_matmul_kernel, {"K": 9728, **group, "KIND": kind, "RESIDUAL": True, **shape}, num_warps, num_stages
+    if capability == 86:  # little shared memory, and floats of 32 bits, which one may ask for
+        for tokens in (16, 64):
+            shape = tiles(tokens, 1 << 30, 4)
+            num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
+            group = {"GROUP_ROWS": 1, "GROUP": 9728, "KIND": "int8", "dtype": "fp32"}
+            yield quant_matmul_kernel, {"K": 9728, **group, "RESIDUAL": True, **shape}, num_warps, num_stages
     yield unpack_kernel, {"K": 2560, "GROUP_ROWS": 128, "GROUP": 128, "KIND": fp8, "BLOCK": 2048}, 4, 3
     yield from kernels_of_int4(capability)
 
@@ -259,21 +266,23 @@ def kernels_of_int4(capability: int):
         none |= {} if gated else {"columns_ptr": None}
         yield int4_linear_kernel, {"K": width, "GROUP": group, "NORM": gated, "GATED": gated, "RESIDUAL": not gated, "M": tokens,
                                    "ROWS": per_program, "QUADS": quads, "PDL": capability >= 90, **none}, num_warps, 3  # fmt: skip
-    for tokens, group in some:
-        shape = tiling_4_many(tokens, 9728, 2560, group)
+    some = [(*one, 2) for one in some] + [(256, 128, 4)] * (capability == 86)
+    for tokens, group, itemsize in some:
+        shape = tiling_4_many(tokens, 9728, 2560, group, itemsize)
         num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
         none = {} if group == 32 else {"zero_ptr": None}
+        none |= {"dtype": "fp32"} if itemsize == 4 else {}
         yield int4_matmul_kernel, {"K": 2560, "GROUP": group, "RESIDUAL": True, **shape, **none}, num_warps, num_stages
     yield int4_unpack_kernel, {"K": 2560, "GROUP": 128, "WORDS": 512}, 4, 3
     yield add_parts_kernel, {"PARTS": 6, "RESIDUAL": True, "BLOCK": 1024}, 4, 3
 
 
 def kernels_of_x4(capability: int, head_dim: int, block_size: int):
-    """Those of a mixture of experts, in the shapes of Qwen3-30B-A3B: alone, some, many tokens."""
+    """Those of a mixture of experts, in the shapes of Qwen3-30B-A3B: a tile for few, some, and many pairs of each expert."""
     if (head_dim, block_size) != (128, 16):
         return
     hidden, inner, experts, asked = 2048, 768, 128, 8
-    for pairs in (8, 2048, 32768):
+    for pairs in (8, 4096, 32768):
         for k, gated in ((hidden, True), (inner, False)):
             tile_m, tile_n, tile_k, num_warps, num_stages = tiles_for(pairs, experts, torch.bfloat16, gated, capability)
             tiles = {"TILE_M": tile_m, "TILE_N": tile_n, "TILE_K": tile_k, "PRECISION": "tf32"}
