@@ -187,7 +187,11 @@ def layer_set(setup: EngineSetup) -> LayerSet:
     if setup.config.compile:
         from folovllm.layers.compiled import compiled_layers
 
-        return compiled_layers()
+        if setup.device.type != "cuda":
+            return compiled_layers()
+        from folovllm.layers.fused_moe import EXPERT_KERNELS
+
+        return compiled_layers().having(EXPERT_KERNELS)
     if "triton" not in setup.backend and "flash_attn" not in setup.backend:
         return LayerSet()
     from folovllm.models.fused import fused_layers

@@ -30,3 +30,6 @@ class GroupedExperts(Experts):
         hidden = grouped_linear(x.contiguous(), self.gate_up, order, starts, gated=True)
         answers = x.new_zeros(len(order), x.shape[1]) if self.is_part else None
         return grouped_linear(hidden, self.down, order, starts, out=answers)
+
+
+EXPERT_KERNELS = {Experts: GroupedExperts, MoE: FusedMoE}  # where steps are recorded, no layer may read what the device computed

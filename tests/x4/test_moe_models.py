@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from folovllm import LLM, SamplingParams
 from folovllm.bench.contenders import write_geometry
 from folovllm.bench.roofline import MatrixSizes, experts_read
-from folovllm.build import make_engine
+from folovllm.build import layer_set, make_engine
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
-from folovllm.layers.moe import MoE, route
+from folovllm.layers.moe import Experts, MoE, route
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, answered, mixed_requests, serve
 from tests.x4.checkpoints import FAMILIES, moe_checkpoint
@@ -164,3 +165,25 @@ def test_experts_that_are_one_tensor_are_named(tmp_path: Path) -> None:
 def test_no_tokens(backend: str) -> None:
     moe = cast(MoE, Driver(moe_checkpoint("qwen2_moe"), backend).model.model.layers[0].mlp)
     assert moe(torch.empty(0, moe.experts.down.shape[1], device=moe.experts.down.device)).shape == (0, 72)
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cpu", None), ("cuda", "GroupedExperts")])
+def test_compiled_layers_can_be_recorded_with_experts(device: str, kind: str | None) -> None:
+    """On a GPU: there torch's path of experts would wait for the device in the middle of a recording."""
+    pytest.importorskip("triton")
+    setup: Any = SimpleNamespace(config=SimpleNamespace(compile=True), device=torch.device(device))
+    assert getattr(layer_set(setup).places.get(Experts), "__name__", None) == kind
+
+
+@pytest.mark.parametrize("backend", ["torch_naive", "triton"])
+def test_a_token_that_is_nan_is_so_alone(backend: str) -> None:
+    """Its router chooses nothing of use, perhaps no expert at all; nobody else notices."""
+    moe = cast(MoE, Driver(moe_checkpoint("qwen2_moe"), backend).model.model.layers[0].mlp)
+    x = torch.randn(5, 72, generator=torch.Generator().manual_seed(0)).to(moe.experts.down.device)
+    with torch.inference_mode():
+        expected = moe(x)
+        x[2] = torch.nan
+        actual = moe(x)
+    assert actual[2].isnan().all()
+    others = [0, 1, 3, 4]
+    torch.testing.assert_close(actual[others], expected[others])
