@@ -21,7 +21,7 @@ def choose_kernel(
 ):  # fmt: skip
     """Program p: tokens p * TOKENS to p * TOKENS + TOKENS. SORT, where there is one program: order and starts as well.
 
-    The largest logit is taken out TOP_K times; of equal ones the lowest expert, as top-k on a CPU has it.
+    The largest logit is taken out TOP_K times; of equal ones the lowest expert, as `layers.moe.route` has it.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     e, inside = tl.arange(0, WIDTH), token < num_tokens

@@ -32,10 +32,11 @@ def route(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tens
         normalise: whether the weights of a token's k experts are divided by their sum.
 
     Returns:
-        Weights [T, k] in the dtype of `logits`, which are softmax's (over all E, in float32), the largest first; and the
-        experts' numbers [T, k], int64.
+        Weights [T, k] in the dtype of `logits`, which are softmax's (over all E, in float32), the largest first, and of
+        equal ones that of the lowest expert (`topk` promises no order); and the experts' numbers [T, k], int64.
     """
-    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(top_k)
+    weights, experts = logits.softmax(-1, dtype=torch.float32).sort(dim=-1, descending=True, stable=True)
+    weights, experts = weights[:, :top_k], experts[:, :top_k]
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.to(logits.dtype), experts

@@ -47,6 +47,14 @@ class TestRoute:
         exact = logits.double().softmax(-1).topk(8).values
         torch.testing.assert_close(weights.double(), exact / exact.sum(-1, keepdim=True), atol=0, rtol=2**-8)
 
+    def test_of_equal_ones_the_lowest(self) -> None:
+        """In 16 bits logits are often equal, and every way to route must ask the same experts."""
+        from folovllm.kernels.route import choose
+
+        assert route(torch.zeros(2, 6), 4, normalise=True)[1].tolist() == [[0, 1, 2, 3]] * 2
+        logits = torch.randint(0, 3, (9, 60), generator=torch.Generator().manual_seed(0)).float().to(ON)
+        assert torch.equal(route(logits, 4, normalise=True)[1], choose(logits, 4, True, range(60))[1])
+
 
 def by_loop(x: torch.Tensor, weight: torch.Tensor, asked: torch.Tensor, gated: bool) -> torch.Tensor:
     """Each pair by itself, in float32: [T * k, N]."""
