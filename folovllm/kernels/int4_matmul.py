@@ -106,7 +106,14 @@ def tiling(num_tokens: int, num_rows: int, width: int, group_size: int, itemsize
     programs = triton.cdiv(num_tokens, bm) * triton.cdiv(num_rows, bn)
     most = triton.cdiv(width // 8, 4 * words)  # four tiles are worth a program
     parts = max(1, min(16, most, PROGRAMS // programs)) if bm <= 64 else 1
-    return {"BM": bm, "BN": bn, "WORDS": words, "PARTS": parts, "num_warps": num_warps, "num_stages": 1 if itemsize == 4 else 3}
+    return {
+        "BM": bm,
+        "BN": bn,
+        "WORDS": words,
+        "PARTS": parts,
+        "num_warps": num_warps,
+        "num_stages": 1 if itemsize == 4 else 3,
+    }
 
 
 def int4_matmul(

@@ -32,4 +32,7 @@ class GroupedExperts(Experts):
         return grouped_linear(hidden, self.down, order, starts, out=answers)
 
 
-EXPERT_KERNELS = {Experts: GroupedExperts, MoE: FusedMoE}  # where steps are recorded, no layer may read what the device computed
+EXPERT_KERNELS = {
+    Experts: GroupedExperts,
+    MoE: FusedMoE,
+}  # where steps are recorded, no layer may read what the device computed
