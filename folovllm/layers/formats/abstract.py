@@ -102,3 +102,8 @@ class WeightFormat(ABC):
     def fold(self, layer: LinearBase, scale: torch.Tensor) -> None:
         """Multiply the columns of W by `scale` [inputs], for good: (x * scale) W^T is x (W * scale)^T."""
         raise NotImplementedError(f"{type(self).__name__} cannot fold")
+
+
+def on_gpu(x: torch.Tensor) -> bool:
+    """Whether kernels should multiply these. In the interpreter their many programs would take minutes."""
+    return x.is_cuda

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from folovllm.layers.formats import packing
+from folovllm.layers.formats.abstract import on_gpu
 
 
 @dataclass(slots=True)
@@ -148,11 +149,6 @@ class LibraryWeight:
         """Whether the kernel takes such weights, and is fast."""
         has_kernel = dtype == torch.bfloat16 and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
         return has_kernel and outputs % 16 == 0 and group_size in (32, 64, 128, 256)
-
-
-def on_gpu(x: torch.Tensor) -> bool:
-    """Whether kernels should multiply these. In the interpreter their many programs would take minutes."""
-    return x.is_cuda
 
 
 def narrowest(numbers: torch.Tensor) -> torch.Tensor:

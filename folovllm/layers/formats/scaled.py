@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from folovllm.layers.formats.abstract import FLOATS, WeightFormat
+from folovllm.layers.formats.abstract import FLOATS, WeightFormat, on_gpu
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
@@ -186,11 +186,6 @@ class Scaled(WeightFormat):
             for block, factors in zip(part.split(rows), wide, strict=True):
                 block *= factors
         return weight
-
-
-def on_gpu(x: torch.Tensor) -> bool:
-    """Whether kernels should multiply these. In the interpreter their many programs would take minutes."""
-    return x.is_cuda
 
 
 class PerOutput:
