@@ -26,8 +26,9 @@ class Oracle(Proposer):
         prompt, n = state.token_ids[: state.num_prompt_tokens], len(state.token_ids)
         answer = self._texts.get(tuple(prompt.tolist()), ())
         start = n - state.num_prompt_tokens
-        return [self._guess(token, state.seq_id, n + i) for i, token in enumerate(answer[start : start + k])]
+        seed = xxhash.xxh64_intdigest(prompt.tobytes())
+        return [self._guess(token, seed, n + i) for i, token in enumerate(answer[start : start + k])]
 
-    def _guess(self, token: int, seq_id: int, position: int) -> int:
-        chance = xxhash.xxh64_intdigest(f"{seq_id}/{position}") / 2**64
+    def _guess(self, token: int, seed: int, position: int) -> int:
+        chance = xxhash.xxh64_intdigest(f"{seed}/{position}".encode()) / 2**64
         return token if chance < self._probability else (token + 1) % self._vocab_size
