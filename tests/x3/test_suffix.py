@@ -98,7 +98,9 @@ class TestFollow:
         assert followed(other, [1, 9, 2]).length == 1, "behind a token that is not there, begin anew"
 
     @given(Texts, Texts, Texts)
-    def test_equals_a_search_although_the_other_text_grows(self, other: list[int], text: list[int], more: list[int]) -> None:
+    def test_equals_a_search_although_the_other_text_grows(
+        self, other: list[int], text: list[int], more: list[int]
+    ) -> None:
         grown = automaton_of(other)
         place = followed(grown, text)
         longest = max((n for n in range(1, len(text) + 1) if places(other, text[-n:])), default=0)
@@ -108,7 +110,9 @@ class TestFollow:
         run, whole = text[len(text) - longest :], other + more
         after = [whole[i] for i in places(whole, run) if i < len(whole)] if run else None
         if after is not None:
-            assert grown.following(place) == {token: after.count(token) for token in after}, "a state was split meanwhile"
+            assert grown.following(place) == {token: after.count(token) for token in after}, (
+                "a state was split meanwhile"
+            )
 
 
 def guess(text: list[int], k: int = 8, least: float = 0.2) -> list[int]:

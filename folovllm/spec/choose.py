@@ -1,0 +1,161 @@
+"""How many tokens to guess, so that speculation never loses: by what was accepted and by what a step costs.
+
+A step over one sequence and k guesses gives 1 + a + a^2 + ... + a^k tokens, if each guess is right with probability a where
+all before it were (Leviathan et al., arXiv 2211.17192, section 3.1). It costs more than a step without guesses. What
+counts is the ratio, over the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from folovllm.spec.proposer import Depth
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a step, from a table that was measured at start: `seconds[i]` for `widths[i]` tokens, both ascending."""
+
+    widths: tuple[float, ...]
+    seconds: tuple[float, ...]
+    wait: float = 0.0  # what a step with guesses takes longer whatever their number: the host waits for the last tokens
+    guess: float = 0.0  # what the proposer takes for each further guess, of all sequences together
+
+    def of(self, num_tokens: Floats) -> Floats:
+        """A step of so many tokens without guesses; between two measured widths on the line, behind the last on its slope."""
+        found = np.interp(num_tokens, self.widths, self.seconds)
+        if len(self.widths) > 1:
+            slope = (self.seconds[-1] - self.seconds[-2]) / (self.widths[-1] - self.widths[-2])
+            found += np.maximum(0.0, num_tokens - self.widths[-1]) * max(0.0, slope)
+        return found
+
+
+@dataclass
+class Estimate:
+    """What is known of the guesses for a sequence. Old observations fade, so that it follows the text."""
+
+    offered: float  # steps in which there was a guess
+    silent: float  # steps in which there was none
+    right: float  # guesses that were right
+    wrong: float  # guesses that were the first wrong one of a step
+
+    @property
+    def hit(self) -> float:
+        """The chance that there is a guess."""
+        return self.offered / (self.offered + self.silent)
+
+    @property
+    def acceptance(self) -> float:
+        """The chance that a guess is right if those before it were."""
+        return self.right / (self.right + self.wrong)
+
+    def note(self, num_guessed: int, num_accepted: int, keep: float) -> None:
+        """A step more; what was known before counts `keep` times as much as until now."""
+        for name in ("offered", "silent", "right", "wrong"):
+            setattr(self, name, getattr(self, name) * keep)
+        self.offered += num_guessed > 0
+        self.silent += num_guessed == 0
+        self.right += num_accepted
+        self.wrong += num_accepted < num_guessed
+
+    def start(self, weight: float) -> Estimate:
+        """The same opinion with the weight of `weight` steps: what to think of a sequence that nothing is known of."""
+        return Estimate(
+            weight * self.hit, weight * (1 - self.hit), weight * self.acceptance, weight * (1 - self.acceptance)
+        )
+
+
+def best_depths(hits: Floats, acceptances: Floats, cost: StepCost, most: int, margin: float = 1.0) -> list[int]:
+    """The number of guesses for each sequence [S], 0 to `most`, that gives the most tokens a second.
+
+    The j-th guess for a sequence comes with the chance `hit`, takes one token of the step's width, and is worth
+    acceptance ** j. So sort all guesses of all sequences by worth, and take as many from the front as give the best ratio
+    of tokens to time: for any width no other choice has more tokens. All zero unless that is `margin` times as good as
+    to guess nothing.
+    """
+    num_seqs = len(hits)
+    worth = acceptances[:, None] ** np.arange(1, most + 1)  # [S, most]
+    order = np.argsort(-worth, axis=None, kind="stable")
+    seq, depth = order // most, order % most + 1
+    tokens = num_seqs + np.cumsum(hits[seq] * worth.ravel()[order])
+    width = num_seqs + np.cumsum(hits[seq])
+    seconds = cost.of(width) + cost.wait + cost.guess * np.maximum.accumulate(depth)
+    speed = tokens / seconds
+    best = int(np.argmax(speed))
+    if speed[best] <= margin * num_seqs / cost.of(np.array([float(num_seqs)]))[0]:
+        return [0] * num_seqs
+    return np.bincount(seq[: best + 1], minlength=num_seqs).tolist()
+
+
+class AdaptiveDepth(Depth):
+    """Guesses as many tokens as pays, for each sequence; none where it does not pay.
+
+    While it guesses nothing it learns from guesses that are compared with what was drawn and never checked by the model
+    (`Shadow`), or, where a proposer is too dear for that, from a step with guesses now and then (`probe`).
+    """
+
+    KEEP, KEEP_COMMON = 0.9, 0.99  # what an observation counts a step later: for its sequence, and for those to come
+    WEIGHT = 2.0  # steps that the opinion of all sequences counts at the start of one
+    MARGIN = 1.02
+    PAUSE = 8  # steps between two decisions while nothing is guessed
+    PROBE_SHARE = 0.01  # of the time, for probes
+
+    def __init__(self, cost: StepCost, most: int, probe: bool = False) -> None:
+        """`most`: guesses for a sequence in a step. `probe`: whether nobody scores guesses while there are none."""
+        self._cost, self._most, self._probe = cost, most, probe
+        self._common = Estimate(1.0, 0.0, 0.5, 0.5)
+        self._own: dict[int, Estimate] = {}
+        self._off = 0  # steps since guesses were last asked for
+        self._until_probe = 0.0  # seconds to save up
+        self._num_probes = 0
+
+    def choose(self, seq_ids: Sequence[int]) -> list[int]:
+        """As `Depth`."""
+        none = [0] * len(seq_ids)
+        if not seq_ids:
+            return none
+        if self._off % self.PAUSE:
+            depths = none
+        else:
+            known = [self.estimate(seq_id) for seq_id in seq_ids]
+            hits, acceptances = np.array([(e.hit, e.acceptance) for e in known]).T
+            depths = best_depths(hits, acceptances, self._cost, self._most, self.MARGIN)
+        if any(depths):
+            self._off = 0
+            return depths
+        self._off += 1
+        return self._probed(none)
+
+    def _probed(self, depths: list[int]) -> list[int]:
+        """`depths`, all 0, or a few guesses for one sequence, as rarely as `PROBE_SHARE` demands."""
+        if not self._probe:
+            return depths
+        few, turn = min(2, self._most), self._num_probes % len(depths)
+        plain, probe = self._cost.of(np.array([len(depths), len(depths) + few], float))
+        self._until_probe -= self.PROBE_SHARE * plain
+        if self._until_probe > 0 or self._off < self.PAUSE:
+            return depths
+        self._until_probe = probe - plain + self._cost.wait + self._cost.guess * few
+        self._num_probes += 1
+        return [few if i == turn else 0 for i in range(len(depths))]
+
+    def estimate(self, seq_id: int) -> Estimate:
+        """What is known of a sequence; of a new one, what is known of all."""
+        return self._own.get(seq_id) or self._common
+
+    def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
+        """As `Depth`. No guess where one was asked for counts, too."""
+        if seq_id not in self._own:
+            self._own[seq_id] = self._common.start(self.WEIGHT)
+        self._own[seq_id].note(num_guessed, num_accepted, self.KEEP)
+        self._common.note(num_guessed, num_accepted, self.KEEP_COMMON)
+
+    def finish(self, seq_id: int) -> None:
+        """As `Depth`."""
+        self._own.pop(seq_id, None)
