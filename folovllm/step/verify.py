@@ -49,7 +49,8 @@ class Draws:
     def of_shares(cls, shares: Sequence[Share]) -> Draws:
         """Of shares that bring all their tokens."""
         counts = [(share.num_new_tokens, share.num_draws, share.end) for share in shares]
-        return cls.of(*np.array(counts, np.int64).T, np.concatenate([share.token_ids for share in shares]))
+        num_new_tokens, num_draws, ends = np.array(counts, np.int64).T
+        return cls.of(num_new_tokens, num_draws, ends, np.concatenate([share.token_ids for share in shares]))
 
     @classmethod
     def of(cls, num_new_tokens: Ints, num_draws: Ints, ends: Ints, token_ids: npt.NDArray[np.int32]) -> Draws:
