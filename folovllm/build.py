@@ -75,14 +75,13 @@ def put_together(config: EngineConfig) -> Parts:
     num_threads = use_threads(setup)
     tokenizer = load_tokenizer(setup.path, config)
     processor = InputProcessor(setup, tokenizer)  # reads small files, which may be damaged: so before the weights
-    executor, events = make_executor(setup), Events()
-    scheduler = make_scheduler(setup, executor.num_kv_blocks, events)
-    guides = Guides(tokenizer, setup.vocab_size)
+    executor, events, guides = make_executor(setup), Events(), Guides(tokenizer, setup.vocab_size)
+    scheduler = make_scheduler(setup, executor.num_kv_blocks, events, guides)
     return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events, guides)
 
 
-def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events) -> SchedulerLike:
-    """Who is served: one request after the other (M1), or a batch that changes at every step (M2)."""
+def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events, guides: Guides) -> SchedulerLike:
+    """Who is served: one request after the other (M1), or a batch that changes at every step (M2), with guesses (X3)."""
     config = setup.config
     if config.kv_cache == "growing":
         return SerialScheduler(events)
@@ -90,6 +89,8 @@ def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events) -> Sc
     if own := builders.own(config, "scheduler"):
         return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens_of_step(config))
     kind: Callable[..., Scheduler] = OverlapScheduler if config.async_scheduling else Scheduler  # M6; M2
+    if config.speculation is not None:
+        kind = speculative_scheduler(setup, guides)
     return kind(
         kv=kv,
         max_num_seqs=setup.max_num_seqs,
@@ -98,6 +99,19 @@ def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events) -> Sc
         make_room=wait if config.kv_cache == "slots" else preempt,  # M2; M3
         by_priority=config.scheduling == "priority",
     )
+
+
+def speculative_scheduler(setup: EngineSetup, guides: Guides) -> Callable[..., Scheduler]:
+    """The same with guesses (X3)."""
+    from folovllm.engine.speculation import Speculation
+    from folovllm.engine.speculative_scheduler import SpeculativeOverlapScheduler, SpeculativeScheduler
+    from folovllm.spec.registry import make_depth, make_proposer
+
+    config = setup.config.speculation
+    assert config is not None
+    kind = SpeculativeOverlapScheduler if setup.config.async_scheduling else SpeculativeScheduler
+    speculation = Speculation(make_proposer(config, setup), make_depth(config, setup), guides.trim)
+    return partial(kind, speculation=speculation)
 
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:
@@ -146,7 +160,10 @@ def make_runner(setup: EngineSetup) -> Runner[SchedulerOutput, StepResult]:
         from folovllm.worker.serial_model_runner import SerialModelRunner
 
         return SerialModelRunner(setup, load, sampler)
-    return ModelRunner(setup, load, sampler, cache_manager(setup.config).slots, attention_backend(setup))
+    kind = ModelRunner
+    if setup.config.speculation is not None:
+        from folovllm.worker.verify_runner import VerifyingModelRunner as kind  # X3
+    return kind(setup, load, sampler, cache_manager(setup.config).slots, attention_backend(setup))
 
 
 def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[PackedWorker, GraphRunner]:

@@ -59,7 +59,6 @@ ENGINE: Neutral = {
     "data_parallel_size": (1,),
     "enable_expert_parallel": (False,),
     "distributed_executor_backend": (None, "mp", "uni"),
-    "speculative_config": (None,),
     "structured_outputs_config": (None, {}),
     "compilation_config": (None, {}),
     "scheduling_policy": ("fcfs",),

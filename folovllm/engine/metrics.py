@@ -68,7 +68,8 @@ class StepLog:
         decodes, shares = 0, []
         for share in event.output.shares:
             if (added := self._added.get(share.seq_id)) is not None:  # else it had ended before anybody listened
-                decodes += share.num_new_tokens == 1 and share.start >= len(added.prompt_token_ids)
+                if share.num_new_tokens == max(1, share.num_draws) and share.start >= len(added.prompt_token_ids):
+                    decodes += share.num_new_tokens
                 shares.append((added.request_id, added.answer, share.start, share.num_new_tokens))
         return StepStats(
             index=event.step,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from folovllm.step.draw import DrawSpec, TokenIds
 
@@ -17,16 +18,17 @@ class RowState(NamedTuple):
     draw: DrawSpec  # how its tokens are drawn; with the seed and a position a draft draws with the same noise
 
 
-class Proposer(Protocol):
+class Proposer(ABC):
     """Guesses tokens. A wrong guess costs time and never changes a text.
 
     The engine calls, for each sequence: `admit` once, before its first guess; then `propose_all` and `observe`, in turn or
     not; `finish` once, however it ended. A sequence that gives way to others is still the same when it comes back: a
     proposer that holds memory for it may drop that at any time, since a `RowState` has all tokens.
 
-    Subclass it: all but `propose` have a body that will do for a proposer without state.
+    All but `propose` have a body that will do for a proposer without state.
     """
 
+    @abstractmethod
     def propose(self, state: RowState, k: int) -> Sequence[int]:
         """At most `k` tokens, k >= 1, that may come next in `state`, best guess first to come. Empty: no idea."""
 
@@ -44,12 +46,13 @@ class Proposer(Protocol):
         """A sequence that was admitted has ended; what is kept for it alone can go."""
 
 
-class Depth(Protocol):
+class Depth(ABC):
     """Says how many tokens to guess, and learns whether it paid.
 
-    Subclass it: all but `choose` have a body that does nothing.
+    All but `choose` have a body that does nothing.
     """
 
+    @abstractmethod
     def choose(self, seq_ids: Sequence[int]) -> list[int]:
         """How many tokens to guess for each sequence of the coming step; 0 for all: the engine steps as if it knew no guesses.
 
