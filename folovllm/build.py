@@ -184,7 +184,12 @@ def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[
             part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, draw.whole
         )
     rows_draw = DrawState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler)
-    runner = GraphRunner(setup, inner, draw, rows_draw, graphs(setup.max_num_seqs))
+    kind: Callable[..., GraphRunner] = GraphRunner
+    if setup.config.speculation is not None:
+        from folovllm.worker.verify_graph_runner import VerifyingGraphRunner
+
+        kind = partial(VerifyingGraphRunner, most_guesses=setup.config.speculation.num_speculative_tokens)  # X3
+    runner = kind(setup, inner, draw, rows_draw, graphs(setup.max_num_seqs))
     return GPUWorker(setup.device, runner), runner
 
 

@@ -41,7 +41,7 @@ class SpeculativeConfig:
             ("prompt_lookup_min", 1 << 20),
         ):
             value = getattr(self, name)
-            if not isinstance(value, Integral) or isinstance(value, bool) or not 1 <= value <= most:
+            if not (_is_whole(value) and 1 <= value <= most):
                 raise ValueError(f"{name} must be a whole number from 1 to {most}, not {value!r}")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
@@ -79,3 +79,7 @@ class SpeculativeConfig:
         if unknown := sorted(given.keys() - set(known)):
             raise ValueError(f"speculative_config knows {', '.join(known)}, not {', '.join(unknown)}: leave it out")
         return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

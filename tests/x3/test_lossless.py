@@ -14,7 +14,7 @@ from folovllm.spec.proposer import Proposer, RowState
 from tests.helpers import VOCAB_SIZE
 from tests.workloads import Workload, make_engine, serve, workload
 
-PRESETS = ("m2", "m3", "m5")
+PRESETS = ("m2", "m5", "m6")
 
 
 class Noise(Proposer):
