@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,24 +17,49 @@ import numpy.typing as npt
 from folovllm.spec.proposer import Depth
 
 Floats = npt.NDArray[np.float64]
+NEWS = 0.1  # what one measurement counts against all before it
+SETTLED = 2  # steps without guesses after which they overlap again
 
 
-@dataclass(frozen=True)
-class StepCost:
-    """Seconds of a step, from a table that was measured at start: `seconds[i]` for `widths[i]` tokens, both ascending."""
+class Curve(NamedTuple):
+    """Seconds of a step by its tokens, as measured: `seconds[i]` for `widths[i]` tokens, both ascending."""
 
     widths: tuple[float, ...]
     seconds: tuple[float, ...]
-    wait: float = 0.0  # what a step with guesses takes longer whatever their number: the host waits for the last tokens
-    guess: float = 0.0  # what the proposer takes for each further guess, of all sequences together
 
     def of(self, num_tokens: Floats) -> Floats:
-        """A step of so many tokens without guesses; between two measured widths on the line, behind the last on its slope."""
+        """[n] tokens -> [n] seconds: between two measured widths on the line, behind the last on its slope."""
         found = np.interp(num_tokens, self.widths, self.seconds)
         if len(self.widths) > 1:
             slope = (self.seconds[-1] - self.seconds[-2]) / (self.widths[-1] - self.widths[-2])
             found += np.maximum(0.0, num_tokens - self.widths[-1]) * max(0.0, slope)
         return found
+
+
+@dataclass
+class StepCost:
+    """What steps take: a table from the start of the engine, and what steps have taken since."""
+
+    plain: Curve  # steps without guesses
+    checked: Curve  # steps with guesses. The host waits for the last tokens before them
+    guess: float = 0.0  # seconds that the proposer takes for each further guess, of all sequences together
+    plain_factor: float = 1.0  # what steps take in truth, as a multiple of the table
+    checked_factor: float = 1.0
+
+    def of_plain(self, num_tokens: float) -> float:
+        """Seconds of a step without guesses."""
+        return float(self.plain_factor * self.plain.of(np.array([num_tokens]))[0])
+
+    def of_checked(self, num_tokens: Floats, depths: npt.NDArray[np.integer]) -> Floats:
+        """Seconds [n] of steps with guesses, as many as `depths` for the sequence with most, and of guessing."""
+        return self.checked_factor * self.checked.of(num_tokens) + self.guess * depths
+
+    def note(self, num_tokens: int, is_checked: bool, seconds: float) -> None:
+        """A step took so long. One that took far too long, or that was interrupted, counts no more than twice its time."""
+        name = "checked" if is_checked else "plain"
+        factor, curve = getattr(self, f"{name}_factor"), getattr(self, name)
+        ratio = seconds / (factor * float(curve.of(np.array([float(num_tokens)]))[0]))
+        setattr(self, f"{name}_factor", factor * min(2.0, max(0.5, ratio)) ** NEWS)
 
 
 @dataclass
@@ -85,10 +111,9 @@ def best_depths(hits: Floats, acceptances: Floats, cost: StepCost, most: int, ma
     seq, depth = order // most, order % most + 1
     tokens = num_seqs + np.cumsum(hits[seq] * worth.ravel()[order])
     width = num_seqs + np.cumsum(hits[seq])
-    seconds = cost.of(width) + cost.wait + cost.guess * np.maximum.accumulate(depth)
-    speed = tokens / seconds
+    speed = tokens / cost.of_checked(width, np.maximum.accumulate(depth))
     best = int(np.argmax(speed))
-    if speed[best] <= margin * num_seqs / cost.of(np.array([float(num_seqs)]))[0]:
+    if speed[best] <= margin * num_seqs / cost.of_plain(num_seqs):
         return [0] * num_seqs
     return np.bincount(seq[: best + 1], minlength=num_seqs).tolist()
 
@@ -114,6 +139,7 @@ class AdaptiveDepth(Depth):
         self._off = 0  # steps since guesses were last asked for
         self._until_probe = 0.0  # seconds to save up
         self._num_probes = 0
+        self._guessing = 0.0  # seconds, since the last step
 
     def choose(self, seq_ids: Sequence[int]) -> list[int]:
         """As `Depth`."""
@@ -137,11 +163,12 @@ class AdaptiveDepth(Depth):
         if not self._probe:
             return depths
         few, turn = min(2, self._most), self._num_probes % len(depths)
-        plain, probe = self._cost.of(np.array([len(depths), len(depths) + few], float))
+        plain = self._cost.of_plain(len(depths))
         self._until_probe -= self.PROBE_SHARE * plain
         if self._until_probe > 0 or self._off < self.PAUSE:
             return depths
-        self._until_probe = probe - plain + self._cost.wait + self._cost.guess * few
+        probe = self._cost.of_checked(np.array([float(len(depths) + few)]), np.array([few]))[0]
+        self._until_probe = max(0.0, float(probe) - plain)
         self._num_probes += 1
         return [few if i == turn else 0 for i in range(len(depths))]
 
@@ -155,6 +182,17 @@ class AdaptiveDepth(Depth):
             self._own[seq_id] = self._common.start(self.WEIGHT)
         self._own[seq_id].note(num_guessed, num_accepted, self.KEEP)
         self._common.note(num_guessed, num_accepted, self.KEEP_COMMON)
+
+    def observe_guessing(self, num_guesses: int, seconds: float) -> None:
+        """The proposer took so long for as many guesses in turn, of all sequences together."""
+        self._guessing += seconds
+        self._cost.guess += NEWS * (seconds / num_guesses - self._cost.guess)
+
+    def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float) -> None:
+        """As `Depth`. The time for guessing is not the step's. Steps with parts of prompts say nothing here."""
+        seconds, self._guessing = seconds - self._guessing, 0.0
+        if num_tokens == num_seqs + num_guessed and seconds > 0 and (num_guessed or self._off > SETTLED):
+            self._cost.note(num_tokens, num_guessed > 0, seconds)
 
     def finish(self, seq_id: int) -> None:
         """As `Depth`."""

@@ -8,14 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.spec.choose import AdaptiveDepth, Estimate, StepCost, best_depths
+from folovllm.spec.choose import AdaptiveDepth, Curve, Estimate, StepCost, best_depths
 from folovllm.spec.ngram import NgramProposer
 from folovllm.spec.proposer import Depth, FixedDepth, Proposer, RowState
 from folovllm.spec.shadow import Shadow
 from folovllm.step.draw import DrawSpec
 
-FLAT = StepCost((1.0, 64.0), (1.0, 1.063), wait=0.05)  # a GPU at small batch: a token more is nearly free
-STEEP = StepCost((1.0, 2.0), (1.0, 1.8))  # a token more is nearly a step more
+
+
+def costs(widths: tuple[float, ...], seconds: tuple[float, ...], wait: float = 0.0, guess: float = 0.0) -> StepCost:
+    return StepCost(Curve(widths, seconds), Curve(widths, tuple(s + wait for s in seconds)), guess)
+
+
+FLAT = costs((1.0, 64.0), (1.0, 1.063), wait=0.05)  # a GPU at small batch: a token more is nearly free
+STEEP = costs((1.0, 2.0), (1.0, 1.8))  # a token more is nearly a step more
 
 
 def depths(*acceptances: float, cost: StepCost = FLAT, most: int = 8) -> list[int]:
@@ -25,7 +31,7 @@ def depths(*acceptances: float, cost: StepCost = FLAT, most: int = 8) -> list[in
 class TestBestDepths:
     def test_by_hand(self) -> None:
         """a = 1/2: 1, 1.5, 1.75 tokens; a step costs 1, 1.25, 1.5: ratios 1, 1.2, 1.167."""
-        found = depths(0.5, cost=StepCost((1.0, 2.0), (1.0, 1.25)), most=2)
+        found = depths(0.5, cost=costs((1.0, 2.0), (1.0, 1.25)), most=2)
         assert found != [2], "two guesses give the most tokens, one gives the most tokens a second"
         assert found == [1]
 
@@ -40,7 +46,7 @@ class TestBestDepths:
         assert depths(0.7, cost=STEEP) == [0], "0.7 tokens more for 0.8 steps more"
 
     def test_who_is_right_more_often_guesses_more(self) -> None:
-        found = depths(0.9, 0.1, cost=StepCost((1.0, 2.0, 9.0), (1.0, 1.2, 3.0)))
+        found = depths(0.9, 0.1, cost=costs((1.0, 2.0, 9.0), (1.0, 1.2, 3.0)))
         assert found[0] > found[1], "the step's width belongs to the sequence whose guesses are right"
 
     def test_a_guess_that_never_comes_costs_the_wait(self) -> None:
@@ -52,13 +58,13 @@ class TestBestDepths:
         st.floats(0, 0.5),
     )
     def test_no_other_choice_is_better(self, rows: list[tuple[float, float]], slope: float, wait: float) -> None:
-        cost = StepCost((1.0, 2.0), (1.0, 1.0 + slope), wait)
+        cost = costs((1.0, 2.0), (1.0, 1.0 + slope), wait)
         hits, acceptances = np.array(rows).T
 
         def speed(chosen: tuple[int, ...]) -> float:
             tokens = sum(1 + h * sum(a**j for j in range(1, k + 1)) for (h, a), k in zip(rows, chosen, strict=True))
             width = sum(1 + h * k for (h, _), k in zip(rows, chosen, strict=True))
-            return tokens / (float(cost.of(np.array([width]))[0]) + (wait if any(chosen) else 0))
+            return tokens / (float(cost.of_checked(np.array([width]), np.array([0]))[0]) if any(chosen) else cost.of_plain(width))
 
         found = best_depths(hits, acceptances, cost, 3)
         assert speed(tuple(found)) >= max(map(speed, product(range(4), repeat=len(rows)))) - 1e-9
@@ -66,8 +72,24 @@ class TestBestDepths:
 
 class TestStepCost:
     def test_between_and_behind_the_table(self) -> None:
-        cost = StepCost((1.0, 3.0, 5.0), (1.0, 2.0, 6.0))
-        assert cost.of(np.array([2.0, 7.0])).tolist() == [1.5, 10.0]
+        assert Curve((1.0, 3.0, 5.0), (1.0, 2.0, 6.0)).of(np.array([2.0, 7.0])).tolist() == [1.5, 10.0]
+
+    def test_what_steps_take_corrects_the_table(self) -> None:
+        cost = costs((1.0, 2.0), (1.0, 1.0))
+        depth = AdaptiveDepth(cost, 4)
+        for _ in range(60):
+            depth.observe_guessing(2, 0.1)
+            depth.observe_step(1, 3, 2, 1.6)
+        assert cost.checked_factor == pytest.approx(1.5, rel=0.01), "the tenth that guessing took is no part of it"
+        assert cost.guess == pytest.approx(0.05, rel=0.01)
+        assert cost.plain_factor == 1.0
+        depth.observe_step(1, 30, 0, 9.0)
+        assert cost.plain_factor == 1.0, "a prompt says nothing of decodes"
+
+    def test_an_interrupted_step_changes_little(self) -> None:
+        cost = costs((1.0, 2.0), (1.0, 1.0))
+        cost.note(1, True, 1000.0)
+        assert cost.checked_factor < 1.08
 
 
 def test_an_estimate_follows_the_text() -> None:
@@ -111,7 +133,8 @@ def virtual_seconds(
         ks = depth.choose(ids)
         guesses = proposer.propose_all([state(i) for i in ids], ks) if any(ks) else [[] for _ in ids]
         width = len(ids) + sum(map(len, guesses))
-        seconds += float(cost.of(np.array([float(width)]))[0]) + (cost.wait + cost.guess * max(ks) if any(ks) else 0)
+        deepest = np.array([max(ks)])
+        seconds += float(cost.of_checked(np.array([float(width)]), deepest)[0]) if any(ks) else cost.of_plain(width)
         asked.append(sum(ks))
         for seq_id, k, guess in zip(ids, ks, guesses, strict=True):
             rest = texts[seq_id][written[seq_id] :]
@@ -169,7 +192,7 @@ def test_one_sequence_repeats_and_the_other_does_not() -> None:
 
 @pytest.mark.parametrize("chance", [0.0, 0.1, 0.8])
 def test_a_dear_proposer_is_probed_now_and_then(chance: float) -> None:
-    cost = StepCost((1.0, 64.0), (1.0, 1.063), wait=0.1, guess=0.2)
+    cost = costs((1.0, 64.0), (1.0, 1.063), wait=0.1, guess=0.2)
     texts = {0: noise(800)}
     plain, _ = virtual_seconds(texts, Guesser(texts, 0), FixedDepth(0), cost)
     seconds, asked = virtual_seconds(texts, Guesser(texts, chance), AdaptiveDepth(cost, 8, probe=True), cost)
@@ -181,7 +204,7 @@ def test_a_dear_proposer_is_probed_now_and_then(chance: float) -> None:
 
 
 def test_a_probe_finds_out_that_guesses_have_become_better() -> None:
-    cost = StepCost((1.0, 64.0), (1.0, 1.063), wait=0.1, guess=0.1)
+    cost = costs((1.0, 64.0), (1.0, 1.063), wait=0.1, guess=0.1)
     texts = {0: noise(3000)}
     guesser = Guesser(texts, 0.0)
     depth = AdaptiveDepth(cost, 4, probe=True)
