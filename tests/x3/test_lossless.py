@@ -1,52 +1,71 @@
-"""Whatever is guessed, the text is the one that plain decoding gives."""
+"""Whatever is guessed, an answer is the one that plain decoding gives."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import pytest
-import xxhash
 
-from folovllm.engine.llm_engine import LLMEngine
-from folovllm.spec.oracle import Oracle
-from folovllm.spec.proposer import Proposer, RowState
-from tests.helpers import VOCAB_SIZE
-from tests.workloads import Workload, make_engine, serve, workload
+from folovllm.sampling_params import SamplingParams
+from folovllm.structured_outputs import StructuredOutputsParams
+from tests.helpers import prompts, tiny_tokenizer
+from tests.workloads import Request, make_engine, serve, workload
+from tests.x3.engines import Pair, guessing, make_proposer, speculation_of
 
-PRESETS = ("m2", "m5", "m6")
-
-
-class Noise(Proposer):
-    """Guesses at random."""
-
-    def propose(self, state: RowState, k: int) -> Sequence[int]:
-        n = len(state.token_ids)
-        return [xxhash.xxh32_intdigest(f"{state.seq_id} {n + i}".encode()) % VOCAB_SIZE for i in range(k)]
+BLOCKS: dict[str, dict[str, Any]] = {  # small ones, so that guesses cross their borders
+    "m2": {"milestone": "m2"},
+    "m5": {"milestone": "m5", "block_size": 4},
+    "m6": {"milestone": "m6", "block_size": 4},
+}
+LETTERS = [int(id_) for id_ in tiny_tokenizer().encode("abcdefghijklmnop")]
+DRAWN = SamplingParams(temperature=0.9, seed=3, max_tokens=14, ignore_eos=True, allowed_token_ids=LETTERS)
 
 
-def proposer(load: Workload, kind: str) -> Proposer:
-    """One that guesses `load`'s answers right, wrong, or each token with a chance of 0.7; or one that guesses anything."""
-    texts = {tuple(r.prompt): answer for r, answer in zip(load.requests, load.answers, strict=True)}
-    chances = {"right": 1.0, "wrong": 0.0, "often": 0.7}
-    return Noise() if kind == "random" else Oracle(texts, chances[kind], VOCAB_SIZE)
-
-
-def speculative(load: Workload, kind: str, k: int = 3, **overrides: Any) -> LLMEngine:
-    config = {"method": proposer(load, kind), "num_speculative_tokens": k}
-    return make_engine(load.model, **({"speculative_config": config} | overrides))
-
-
-@pytest.mark.parametrize("guesses", ["right", "wrong", "often", "random"])
-@pytest.mark.parametrize("kind", ["greedy", "seeded"])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_text_is_that_of_plain_decoding(preset: str, kind: str, guesses: str) -> None:
-    load = workload(kind, count=8)
-    engine = speculative(load, guesses, milestone=preset, max_num_seqs=4, block_size=4 if preset != "m2" else None)
+@pytest.mark.parametrize(("kind", "guesses"), [("greedy", "right"), ("seeded", "often"), ("seeded", "wrong"), ("greedy", "random")])
+@pytest.mark.parametrize("preset", BLOCKS)
+def test_the_text_is_that_of_transformers(preset: str, kind: str, guesses: str) -> None:
+    load = workload(kind, count=6)
+    proposer = make_proposer(guesses, [request.prompt for request in load.requests], load.answers)
+    engine = make_engine(load.model, max_num_seqs=4, **BLOCKS[preset], **guessing(proposer))
     load.check(serve(engine, load.requests))
-    made = engine.scheduler.speculation
-    assert made.num_guessed > 0
+    made = speculation_of(engine)
+    assert made.num_guessed > 20
     if guesses == "right":
         assert made.num_accepted == made.num_guessed
     elif guesses == "wrong":
         assert made.num_accepted == 0
+
+
+def demanding() -> list[Request]:
+    """Requests with all that a draw may depend on."""
+    form = StructuredOutputsParams
+    every = [
+        replace(DRAWN, repetition_penalty=1.6, presence_penalty=0.5, frequency_penalty=0.4, logprobs=2),
+        replace(DRAWN, temperature=0, repetition_penalty=1.3, stop=["d"], include_stop_str_in_output=True),
+        replace(DRAWN, ignore_eos=False, stop_token_ids=LETTERS[:6], min_tokens=7),
+        replace(DRAWN, bad_words=["ab", "c", "dg", "hhp", "n"], logit_bias={LETTERS[4]: 2.0}, logprobs=0),
+        replace(DRAWN, top_k=7, top_p=0.8, min_p=0.02, n=3),
+        replace(DRAWN, prompt_logprobs=1, logprobs=1, stop=["b", "o"]),
+        replace(DRAWN, allowed_token_ids=None, structured_outputs=form(regex="[a-f]{3}(g|hi)*[jk]{2}")),
+        replace(DRAWN, allowed_token_ids=None, structured_outputs=form(choice=["abcabc", "abdeee"]), min_tokens=9),
+    ]
+    lengths = [5, 9, 16, 3, 8, 11, 4, 7]
+    return [Request(prompt, params) for prompt, params in zip(prompts(lengths, seed=5), every, strict=True)]
+
+
+@lru_cache
+def demanding_pair(preset: str) -> Pair:
+    return Pair.of(demanding(), max_num_seqs=6, **BLOCKS[preset])
+
+
+@pytest.mark.parametrize("guesses", ["right", "often", "random"])
+@pytest.mark.parametrize("preset", BLOCKS)
+def test_all_that_a_draw_depends_on_is_kept_token_by_token(preset: str, guesses: str) -> None:
+    pair = demanding_pair(preset)
+    engine = pair.engine(guesses)
+    pair.check(serve(engine, pair.requests))
+    made = speculation_of(engine)
+    assert made.num_guessed > 20 and (made.num_accepted > 20 or guesses == "random")
