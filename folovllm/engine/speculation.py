@@ -64,7 +64,10 @@ class Speculation:
     def began(self, output: SchedulerOutput) -> None:
         """Hear of a step that will run."""
         num_guessed = sum(share.num_draws - 1 for share in output.shares if share.num_draws > 1)
-        self._begun.append(Begun(time.monotonic(), len(output.shares), output.num_tokens, num_guessed))
+        start = (
+            self._last_end if self._specs else time.monotonic()
+        )  # behind another step: what the host does counts, too
+        self._begun.append(Begun(start, len(output.shares), output.num_tokens, num_guessed))
 
     def ended(self) -> None:
         """Hear that the tokens of the oldest such step are here. Its time counts from the end of the one before, at the earliest."""

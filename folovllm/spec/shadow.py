@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -49,7 +50,7 @@ class Shadow(Proposer):
     """
 
     def __init__(self, inner: Proposer, depth: Depth, k: int = 4, most: int = 8) -> None:
-        """`k`: tokens of a guess. `most`: sequences that are watched at a time, those that came first."""
+        """`k`: tokens of a guess. `most`: sequences that are watched at a time, those that came first; 0 for a dear proposer."""
         self._inner, self._depth, self._k, self._most = inner, depth, k, most
         self._watched: dict[int, Text] = {}
         self._checked: set[int] = set()  # whose next tokens the model judges
@@ -65,9 +66,17 @@ class Shadow(Proposer):
         return self.propose_all([state], [k])[0]
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
-        """As `Proposer`."""
-        self._checked.update(state.seq_id for state, k in zip(states, ks, strict=True) if k)
-        return self._inner.propose_all(states, ks)
+        """As `Proposer`; says how long it took, and for which sequences there is no idea."""
+        start = time.perf_counter()
+        found = self._inner.propose_all(states, ks)
+        if deepest := max(ks, default=0):
+            self._depth.observe_guessing(deepest, time.perf_counter() - start)
+        for state, k, guess in zip(states, ks, found, strict=True):
+            if k:
+                self._checked.add(state.seq_id)
+                if not guess:
+                    self._depth.observe(state.seq_id, 0, 0)
+        return found
 
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
         """As `Proposer`; judges a guess of its own, and makes the next one."""

@@ -15,7 +15,6 @@ from folovllm.spec.shadow import Shadow
 from folovllm.step.draw import DrawSpec
 
 
-
 def costs(widths: tuple[float, ...], seconds: tuple[float, ...], wait: float = 0.0, guess: float = 0.0) -> StepCost:
     return StepCost(Curve(widths, seconds), Curve(widths, tuple(s + wait for s in seconds)), guess)
 
@@ -64,7 +63,9 @@ class TestBestDepths:
         def speed(chosen: tuple[int, ...]) -> float:
             tokens = sum(1 + h * sum(a**j for j in range(1, k + 1)) for (h, a), k in zip(rows, chosen, strict=True))
             width = sum(1 + h * k for (h, _), k in zip(rows, chosen, strict=True))
-            return tokens / (float(cost.of_checked(np.array([width]), np.array([0]))[0]) if any(chosen) else cost.of_plain(width))
+            return tokens / (
+                float(cost.of_checked(np.array([width]), np.array([0]))[0]) if any(chosen) else cost.of_plain(width)
+            )
 
         found = best_depths(hits, acceptances, cost, 3)
         assert speed(tuple(found)) >= max(map(speed, product(range(4), repeat=len(rows)))) - 1e-9
@@ -121,7 +122,7 @@ def virtual_seconds(
     texts: dict[int, list[int]], proposer: Proposer, depth: Depth, cost: StepCost
 ) -> tuple[float, list[int]]:
     """The time to write all texts, and the sum of guesses asked for in each step, as an engine would go about it."""
-    written, seconds, asked = {seq_id: 1 for seq_id in texts}, 0.0, []
+    written, seconds, asked = dict.fromkeys(texts, 1), 0.0, []
 
     def state(seq_id: int) -> RowState:
         return RowState(seq_id, np.array(texts[seq_id][: written[seq_id]], np.int32), 1, DrawSpec())
@@ -139,7 +140,7 @@ def virtual_seconds(
         for seq_id, k, guess in zip(ids, ks, guesses, strict=True):
             rest = texts[seq_id][written[seq_id] :]
             right = next((i for i, (g, t) in enumerate(zip(guess, rest, strict=False)) if g != t), len(guess))
-            if k:
+            if guess or (k and not isinstance(proposer, Shadow)):  # which says itself that it has no idea
                 depth.observe(seq_id, len(guess), right)
             proposer.observe(seq_id, rest[: right + 1])
             written[seq_id] += right + 1
