@@ -40,6 +40,7 @@ class Run:
     """The settings of a run. The defaults are those of the shipped draft."""
 
     out: Path
+    start: Path | None = None  # a draft to go on from
     seed: int = 5  # other documents than the teacher saw
     steps: int = 2300
     rows: int = 2
@@ -79,7 +80,7 @@ def distil(run: Run) -> Qwen3ForCausalLM:
     torch.manual_seed(run.seed)
     tokenizer = Tokenizer.from_file(str(TEACHER / "tokenizer.json"))
     teacher = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-    student = student_of(teacher)
+    student = Qwen3ForCausalLM.from_pretrained(run.start, dtype=torch.float32) if run.start else student_of(teacher)
     print(f"{sum(p.numel() for p in student.parameters()):,} parameters", flush=True)
     matrices = [p for name, p in student.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in student.named_parameters() if p.ndim == 1 or "embed" in name]
@@ -125,6 +126,8 @@ def save(student: Qwen3ForCausalLM, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--start", type=Path, default=None, help="a draft to go on from")
+    parser.add_argument("--seed", type=int, default=Run.seed)
     parser.add_argument("--steps", type=int, default=Run.steps)
     parser.add_argument("--matrices", type=float, default=Run.matrices)
     parser.add_argument("--others", type=float, default=Run.others)
