@@ -38,7 +38,8 @@ def make_proposer(kind: str, prompts: Sequence[Sequence[int]], answers: Sequence
 
 def make_engine(**overrides: Any) -> LLMEngine:
     """An engine over a tiny model, with the loop that its configuration asks for."""
-    fields = {"model": str(tiny_checkpoint()), "max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False}
+    fields: dict[str, Any] = {"model": str(tiny_checkpoint()), "max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False}
+    fields["num_kv_blocks"] = 400
     return build.make_engine(EngineConfig(**{**fields, **overrides}))
 
 
