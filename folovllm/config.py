@@ -179,7 +179,10 @@ class EngineConfig:
 
     def _gather_speculation(self) -> None:
         """Make one `SpeculativeConfig` of what was said about guesses; None: there are none."""
-        said: dict[str, Any] = {"method": self.speculative_method, "num_speculative_tokens": self.num_speculative_tokens}
+        said: dict[str, Any] = {
+            "method": self.speculative_method,
+            "num_speculative_tokens": self.num_speculative_tokens,
+        }
         said = {name: value for name, value in said.items() if value is not None}
         if self.speculative_config is not None:
             whole = SpeculativeConfig.parse(self.speculative_config)

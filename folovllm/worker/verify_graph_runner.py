@@ -97,7 +97,9 @@ class VerifyingGraphRunner(GraphRunner):
     def _draw_levels(self, checked: CheckedStep, masks: Masks | None) -> None:
         """Draw one level after the other, with all that each row asks for. Nothing waits for the device."""
         draws, whole = checked.draws, self._draw.whole(checked.logits)
-        share, guess = self._steps_in.to_device(np.stack([draws.share, draws.guess]).astype(np.int32).ravel()).view(2, -1)
+        share, guess = self._steps_in.to_device(np.stack([draws.share, draws.guess]).astype(np.int32).ravel()).view(
+            2, -1
+        )
         right = torch.ones(checked.whole.num_seqs, dtype=torch.int32, device=whole.device)
         for level, at in enumerate(draws.levels()):
             if masks is not None and len((own := masks.of_level(level)).rows):

@@ -38,7 +38,12 @@ def make_proposer(kind: str, prompts: Sequence[Sequence[int]], answers: Sequence
 
 def make_engine(**overrides: Any) -> LLMEngine:
     """An engine over a tiny model, with the loop that its configuration asks for."""
-    fields: dict[str, Any] = {"model": str(tiny_checkpoint()), "max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False}
+    fields: dict[str, Any] = {
+        "model": str(tiny_checkpoint()),
+        "max_model_len": MAX_MODEL_LEN,
+        "device": "cpu",
+        "use_tqdm": False,
+    }
     fields["num_kv_blocks"] = 400
     return build.make_engine(EngineConfig(**{**fields, **overrides}))
 
@@ -79,7 +84,11 @@ class Pair:
             assert len(output.outputs) == len(plain.outputs)
             for one, other in zip(output.outputs, plain.outputs, strict=True):
                 assert [*one.token_ids] == [*other.token_ids]
-                assert (one.text, one.finish_reason, one.stop_reason) == (other.text, other.finish_reason, other.stop_reason)
+                assert (one.text, one.finish_reason, one.stop_reason) == (
+                    other.text,
+                    other.finish_reason,
+                    other.stop_reason,
+                )
                 assert_close(one.logprobs, other.logprobs)
             assert_close(output.prompt_logprobs, plain.prompt_logprobs)
 

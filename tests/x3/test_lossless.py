@@ -24,7 +24,9 @@ LETTERS = [int(id_) for id_ in tiny_tokenizer().encode("abcdefghijklmnop")]
 DRAWN = SamplingParams(temperature=0.9, seed=3, max_tokens=14, ignore_eos=True, allowed_token_ids=LETTERS)
 
 
-@pytest.mark.parametrize(("kind", "guesses"), [("greedy", "right"), ("seeded", "often"), ("seeded", "wrong"), ("greedy", "random")])
+@pytest.mark.parametrize(
+    ("kind", "guesses"), [("greedy", "right"), ("seeded", "often"), ("seeded", "wrong"), ("greedy", "random")]
+)
 @pytest.mark.parametrize("preset", BLOCKS)
 def test_the_text_is_that_of_transformers(preset: str, kind: str, guesses: str) -> None:
     load = workload(kind, count=6)
