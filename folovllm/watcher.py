@@ -66,6 +66,7 @@ class Watcher:
             ev.BlockEvicted: self._evicted,
             ev.TableFreed: self._table_freed,
             ev.TableCut: self._table_cut,
+            ev.GuessesChecked: self._checked,
         }
 
     def __call__(self, events: SequenceOf[ev.Event]) -> None:
@@ -125,7 +126,6 @@ class Watcher:
         for share, token_ids in zip(event.output.shares, event.result.token_ids, strict=True):
             if (seq := self.sequences.get(share.seq_id)) is not None:  # else it ended while the step was under way
                 seq.num_tokens += len(token_ids)
-                seq.num_computed_tokens -= share.num_draws - len(token_ids)  # wrong guesses
 
     def _claimed(self, event: ev.BlockClaimed) -> None:
         self.cells[event.block_id].is_free = False
@@ -157,3 +157,7 @@ class Watcher:
         self.cells[event.block_id].ref_count = 0
         if (seq := self.sequences.get(event.seq_id)) is not None:
             seq.block_table.pop()
+
+    def _checked(self, event: ev.GuessesChecked) -> None:
+        if (seq := self.sequences.get(event.seq_id)) is not None:
+            seq.num_computed_tokens -= event.num_guessed - event.num_accepted

@@ -42,7 +42,7 @@ class Speculation:
     def wants(self, running: SequenceOf[Sequence]) -> bool:
         """Whether the coming step is to have guesses. `depth` is asked once for each step."""
         if self._ks is None:
-            ids = [seq.seq_id for seq in running if seq.seq_id in self._specs]
+            ids = [seq.seq_id for seq in running if seq.num_tokens - seq.num_computed_tokens < 2]  # some are in flight
             self._ks = {id_: k for id_, k in zip(ids, self.depth.choose(ids), strict=True) if k > 0} if ids else {}
         return bool(self._ks)
 
@@ -55,6 +55,7 @@ class Speculation:
             self._ks = None
             return {}
         wanted, self._ks = self._ks or {}, None
+        wanted = {id_: k for id_, k in wanted.items() if id_ in self._specs}
         ready = [seq for seq in running if seq.seq_id in wanted and seq.num_tokens - seq.num_computed_tokens == 1]
         ks = [min(wanted[seq.seq_id], seq.max_tokens - seq.num_output_tokens - 1) for seq in ready]
         found = self.proposer.propose_all([self._state(seq) for seq in ready], ks)

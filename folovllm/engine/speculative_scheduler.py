@@ -92,10 +92,11 @@ class SpeculativeScheduler(Scheduler):
         if self.events.on:
             self.events.emit(GuessesChecked(seq.seq_id, num_guessed, len(token_ids) - 1))
         seq.num_computed_tokens -= num_guessed + 1
-        for token_id in token_ids:
+        for i, token_id in enumerate(token_ids, 1):
             seq.num_computed_tokens += 1
             super().postprocess([(seq, [token_id])])
             if seq.status.is_finished:
+                del token_ids[i:]  # nobody hears of what was drawn behind the end
                 return [seq]
         self.kv.truncate(seq)
         self._rows.cut(seq)

@@ -8,13 +8,15 @@ from typing import Any
 
 import xxhash
 
+from folovllm import build
+from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.speculation import Speculation
 from folovllm.outputs import RequestOutput
 from folovllm.spec.oracle import Oracle
 from folovllm.spec.proposer import Proposer, RowState
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint
-from tests.workloads import Request, make_engine, serve
+from tests.workloads import MAX_MODEL_LEN, Request, serve
 
 CHANCES = {"right": 1.0, "wrong": 0.0, "often": 0.7}
 
@@ -32,6 +34,18 @@ def make_proposer(kind: str, prompts: Sequence[Sequence[int]], answers: Sequence
     """One that guesses the answers right, wrong, or each token with a chance of 0.7; or "random", which guesses anything."""
     texts = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
     return Anything() if kind == "random" else Oracle(texts, CHANCES[kind], VOCAB_SIZE)
+
+
+def make_engine(**overrides: Any) -> LLMEngine:
+    """An engine over a tiny model, with the loop that its configuration asks for."""
+    fields: dict[str, Any] = {
+        "model": str(tiny_checkpoint()),
+        "max_model_len": MAX_MODEL_LEN,
+        "device": "cpu",
+        "use_tqdm": False,
+    }
+    fields["num_kv_blocks"] = 400
+    return build.make_engine(EngineConfig(**{**fields, **overrides}))
 
 
 def guessing(proposer: Proposer, k: int = 3) -> dict[str, Any]:
@@ -56,13 +70,13 @@ class Pair:
     @classmethod
     def of(cls, requests: list[Request], **fields: Any) -> Pair:
         """Serve the requests without guesses."""
-        return cls(requests, serve(make_engine(tiny_checkpoint(), **fields), requests), fields)
+        return cls(requests, serve(make_engine(**fields), requests), fields)
 
     def engine(self, kind: str, k: int = 3, **more: Any) -> LLMEngine:
         """The same engine with guesses at the first answer to each prompt."""
         answers = [output.outputs[0].token_ids for output in self.plain]
         proposer = make_proposer(kind, [request.prompt for request in self.requests], answers)
-        return make_engine(tiny_checkpoint(), **{**self.fields, **more, **guessing(proposer, k)})
+        return make_engine(**{**self.fields, **more, **guessing(proposer, k)})
 
     def check(self, outputs: Sequence[RequestOutput]) -> None:
         """All that a user sees is the same."""
@@ -70,7 +84,11 @@ class Pair:
             assert len(output.outputs) == len(plain.outputs)
             for one, other in zip(output.outputs, plain.outputs, strict=True):
                 assert [*one.token_ids] == [*other.token_ids]
-                assert (one.text, one.finish_reason, one.stop_reason) == (other.text, other.finish_reason, other.stop_reason)
+                assert (one.text, one.finish_reason, one.stop_reason) == (
+                    other.text,
+                    other.finish_reason,
+                    other.stop_reason,
+                )
                 assert_close(one.logprobs, other.logprobs)
             assert_close(output.prompt_logprobs, plain.prompt_logprobs)
 

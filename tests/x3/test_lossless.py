@@ -12,8 +12,8 @@ import pytest
 from folovllm.sampling_params import SamplingParams
 from folovllm.structured_outputs import StructuredOutputsParams
 from tests.helpers import prompts, tiny_tokenizer
-from tests.workloads import Request, make_engine, serve, workload
-from tests.x3.engines import Pair, guessing, make_proposer, speculation_of
+from tests.workloads import Request, serve, workload
+from tests.x3.engines import Pair, guessing, make_engine, make_proposer, speculation_of
 
 BLOCKS: dict[str, dict[str, Any]] = {  # small ones, so that guesses cross their borders
     "m2": {"milestone": "m2"},
@@ -24,12 +24,14 @@ LETTERS = [int(id_) for id_ in tiny_tokenizer().encode("abcdefghijklmnop")]
 DRAWN = SamplingParams(temperature=0.9, seed=3, max_tokens=14, ignore_eos=True, allowed_token_ids=LETTERS)
 
 
-@pytest.mark.parametrize(("kind", "guesses"), [("greedy", "right"), ("seeded", "often"), ("seeded", "wrong"), ("greedy", "random")])
+@pytest.mark.parametrize(
+    ("kind", "guesses"), [("greedy", "right"), ("seeded", "often"), ("seeded", "wrong"), ("greedy", "random")]
+)
 @pytest.mark.parametrize("preset", BLOCKS)
 def test_the_text_is_that_of_transformers(preset: str, kind: str, guesses: str) -> None:
     load = workload(kind, count=6)
     proposer = make_proposer(guesses, [request.prompt for request in load.requests], load.answers)
-    engine = make_engine(load.model, max_num_seqs=4, **BLOCKS[preset], **guessing(proposer))
+    engine = make_engine(max_num_seqs=4, **BLOCKS[preset], **guessing(proposer))
     load.check(serve(engine, load.requests))
     made = speculation_of(engine)
     assert made.num_guessed > 20
