@@ -13,6 +13,7 @@ from folovllm.spec.ngram import NgramProposer
 from folovllm.spec.proposer import Depth, FixedDepth, Proposer, RowState
 from folovllm.spec.shadow import Shadow
 from folovllm.step.draw import DrawSpec
+from tests.tiny import worked_case
 
 
 def costs(widths: tuple[float, ...], seconds: tuple[float, ...], wait: float = 0.0, guess: float = 0.0) -> StepCost:
@@ -28,11 +29,22 @@ def depths(*acceptances: float, cost: StepCost = FLAT, most: int = 8) -> list[in
 
 
 class TestBestDepths:
-    def test_by_hand(self) -> None:
-        """a = 1/2: 1, 1.5, 1.75 tokens; a step costs 1, 1.25, 1.5: ratios 1, 1.2, 1.167."""
-        found = depths(0.5, cost=costs((1.0, 2.0), (1.0, 1.25)), most=2)
-        assert found != [2], "two guesses give the most tokens, one gives the most tokens a second"
-        assert found == [1]
+    def test_a_worked_case(self) -> None:
+        """Seconds by tokens: 1 for one, 1.25 for two, 1.5 for three, and so on; with hits of 1 but where said otherwise."""
+        line, jump = costs((1.0, 2.0), (1.0, 1.25)), costs((1.0, 2.0, 8.0), (1.0, 2.5, 2.5))
+        got = {
+            "right half the time": depths(0.5, cost=line, most=2),
+            "never right": depths(0.0, cost=line, most=2),
+            "one of two is right": depths(0.9, 0.1, cost=line, most=2),
+            "a first guess is dear, all others are free": depths(0.9, cost=jump, most=7),
+            "an idea once in a thousand steps": best_depths(np.array([0.001]), np.array([0.9]), FLAT, 8),
+        }
+        says = (
+            "1, 1.5 and 1.75 tokens for 1, 1.25 and 1.5 seconds are 1, 1.2 and 1.17 a second; nothing for nothing; all width "
+            "to the first, its guesses are worth 0.9 and 0.81; 1.9 tokens in 2.5 seconds are too few, 5.7 are enough; and "
+            "waiting for an idea that does not come is no gain"
+        )
+        worked_case("x3.4", got, dict(zip(got, [[1], [0], [2, 0], [7], [0]], strict=True)), says)
 
     def test_nothing_is_accepted(self) -> None:
         assert depths(0.0) == [0], "guesses that are never right cost time"
@@ -47,9 +59,6 @@ class TestBestDepths:
     def test_who_is_right_more_often_guesses_more(self) -> None:
         found = depths(0.9, 0.1, cost=costs((1.0, 2.0, 9.0), (1.0, 1.2, 3.0)))
         assert found[0] > found[1], "the step's width belongs to the sequence whose guesses are right"
-
-    def test_a_guess_that_never_comes_costs_the_wait(self) -> None:
-        assert best_depths(np.array([0.001]), np.array([0.9]), FLAT, 8) == [0]
 
     @given(
         st.lists(st.tuples(st.floats(0.1, 1), st.floats(0, 0.95)), min_size=1, max_size=3),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from folovllm.spec.ngram import Lookup, NgramProposer
 from folovllm.spec.proposer import RowState
 from folovllm.step.draw import DrawSpec
+from tests.tiny import worked_case
 
 Texts = st.lists(st.integers(0, 3), max_size=40)
 
@@ -32,6 +33,15 @@ def looked_up(text: list[int], k: int, shortest: int = 1, longest: int = 3) -> l
 
 
 class TestLookup:
+    def test_a_worked_case(self) -> None:
+        got = {
+            "4 1 2 7 1 2 8 4 1 2": looked_up([4, 1, 2, 7, 1, 2, 8, 4, 1, 2], k=4, shortest=2),
+            "4 5 4 6 4": looked_up([4, 5, 4, 6, 4], k=2),
+            "1 2 1 2": looked_up([1, 2, 1, 2], k=5, shortest=2),
+        }
+        says = "4 1 2 was followed by 7 1 2 8; the last 4 by 6 4; 1 2 by 1 2, and so on with what was copied"
+        worked_case("x3.1", got, dict(zip(got, [[7, 1, 2, 8], [6, 4], [1, 2, 1, 2, 1]], strict=True)), says)
+
     def test_what_followed_comes_again(self) -> None:
         assert looked_up([7, 8, 9, 1, 2, 7, 8], k=3) == [9, 1, 2], '"7 8" was followed by 9, 1, 2'
 

@@ -9,6 +9,7 @@ from folovllm.spec.automaton import NOWHERE, Place, SuffixAutomaton
 from folovllm.spec.proposer import RowState
 from folovllm.spec.suffix import ANSWER_ENDS, PastAnswers, SuffixProposer, most_frequent
 from folovllm.step.draw import DrawSpec
+from tests.tiny import worked_case
 
 Texts = st.lists(st.integers(0, 2), max_size=30)
 
@@ -82,7 +83,15 @@ class Watched(list[int]):
 
 
 class TestFollow:
-    """Where a text stands in another one."""
+    """x3.5: where a text stands in another one."""
+
+    def test_a_worked_case(self) -> None:
+        other, place, got = automaton_of([1, 2, 3, 7, 2, 4]), NOWHERE, {}
+        for token in (9, 1, 2, 4, 5, 7):
+            place = other.follow(place, token)
+            got[f"after {token}"] = place.length
+        says = "1 2 3 7 2 4 holds no 9; 1; 1 2; of 1 2 4 only 2 4; no 5; 7"
+        worked_case("x3.5", got, dict(zip(got, [0, 1, 2, 2, 0, 1], strict=True)), says)
 
     def test_a_run_goes_on(self) -> None:
         other = automaton_of([1, 2, 3, 4])
