@@ -190,10 +190,17 @@ def make_runner(setup: EngineSetup) -> Runner[SchedulerOutput, StepResult]:
         from folovllm.worker.serial_model_runner import SerialModelRunner
 
         return SerialModelRunner(setup, load, sampler)
-    kind = ModelRunner
-    if setup.config.speculation is not None:
-        from folovllm.worker.verify_runner import VerifyingModelRunner as kind  # X3
-    return kind(setup, load, sampler, cache_manager(setup.config).slots, attention_backend(setup))
+    return runner_kinds(setup)[0](setup, load, sampler, cache_manager(setup.config).slots, attention_backend(setup))
+
+
+def runner_kinds(setup: EngineSetup) -> tuple[type[ModelRunner], type[GraphRunner]]:
+    """Runners of steps (M2) and of packed steps (M6): those of shares that draw one token, or several (X3)."""
+    if setup.config.speculation is None:
+        return ModelRunner, GraphRunner
+    from folovllm.worker.verify_graph_runner import VerifyingGraphRunner
+    from folovllm.worker.verify_runner import VerifyingModelRunner
+
+    return VerifyingModelRunner, VerifyingGraphRunner
 
 
 def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[PackedWorker, GraphRunner]:
@@ -201,25 +208,19 @@ def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[
 
     `setup` describes the whole model, but for the device, which is the rank's own.
     """
+    plain, graphed = runner_kinds(setup)
     sampler, slots, layers = make_sampler(setup), cache_manager(setup.config).slots, layer_set(setup)
     backend, graphs = attention_backend(setup), (builders.own(setup.config, "graph_cache") or AllGraphs)
     draw: StepDraw
     if group is None:
         draw = OwnDraw(setup.vocab_size, sampler, use_kernel=setup.device.type == "cuda" and not setup.config.compile)
-        inner = ModelRunner(setup, partial(load_native_model, setup, layers), sampler, slots, backend)
+        inner = plain(setup, partial(load_native_model, setup, layers), sampler, slots, backend)
     else:
         draw = RanksDraw(setup.vocab_size, group)
         part = setup.with_hf_config(local_config(setup.hf_config, group.size))
-        inner = ModelRunner(
-            part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, draw.whole
-        )
+        inner = plain(part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, draw.whole)
     rows_draw = DrawState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler)
-    kind: Callable[..., GraphRunner] = GraphRunner
-    if setup.config.speculation is not None:
-        from folovllm.worker.verify_graph_runner import VerifyingGraphRunner
-
-        kind = partial(VerifyingGraphRunner, most_guesses=setup.config.speculation.num_speculative_tokens)  # X3
-    runner = kind(setup, inner, draw, rows_draw, graphs(setup.max_num_seqs))
+    runner = graphed(setup, inner, draw, rows_draw, graphs(setup.max_num_seqs))
     return GPUWorker(setup.device, runner), runner
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.cache.free_list import Block, FreeList
+from folovllm.cache.free_list import Block, FreeList, prepend
 from folovllm.cache.manager import KVCacheManager
 from folovllm.events import BlockState, BlockTaken, Events, TableCut, TableFreed
 from folovllm.request import Sequence, SequenceStatus
@@ -95,7 +95,7 @@ class BlockManager(KVCacheManager):
         """Cut the table of `seq` back to the blocks that hold a computed token, `seq.num_computed_tokens` of them.
 
         Blocks that were reserved for guesses, which turned out wrong, go back to the front of the free list
-        (`self._free.prepend(block)`), for they hold nothing that could be found again, the first of them to the very front.
+        (`prepend(self._free, block)`), for they hold nothing that could be found again, the first of them to the very front.
         None of them is shared or has a name: only blocks of tokens that were drawn have. Whoever listens hears of each:
         `TableCut(seq.seq_id, block_id)`.
         """
@@ -103,7 +103,7 @@ class BlockManager(KVCacheManager):
         while len(seq.block_table) > needed:
             block = self.blocks[seq.block_table.pop()]
             block.ref_count -= 1
-            self._free.prepend(block)
+            prepend(self._free, block)
             if self.events.on:
                 self.events.emit(TableCut(seq.seq_id, block.block_id))
 

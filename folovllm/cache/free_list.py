@@ -46,19 +46,11 @@ class FreeList:
         if self._events.on:
             self._events.emit(BlockFreed(block.block_id))
 
-    def prepend(self, block: Block) -> None:
-        """Add a block that holds nothing of use: the next one to be taken."""
-        self._link(block, self._ends._next)
-        if self._events.on:
-            self._events.emit(BlockFreed(block.block_id))
-
-    def _link(self, block: Block, after: Block | None = None) -> None:
-        """Link a block in, before `after`, or at the end."""
-        after = after or self._ends
-        before = after._previous
-        assert before is not None
-        block._previous, block._next = before, after
-        before._next = after._previous = block
+    def _link(self, block: Block) -> None:
+        last = self._ends._previous
+        assert last is not None
+        block._previous, block._next = last, self._ends
+        last._next = self._ends._previous = block
         self._length += 1
 
     def remove(self, block: Block) -> None:
@@ -78,3 +70,15 @@ class FreeList:
             raise IndexError("no free block")
         self.remove(block)
         return block
+
+
+def prepend(free: FreeList, block: Block) -> None:
+    """Add a block that holds nothing of use: the next one to be taken."""
+    free.append(block)
+    ends, first, last = free._ends, free._ends._next, block._previous
+    if first is block:
+        return
+    assert first is not None and last is not None
+    last._next, ends._previous = ends, last
+    block._previous, block._next = ends, first
+    ends._next = first._previous = block

@@ -14,6 +14,7 @@ from folovllm.engine.speculation import Speculation
 from folovllm.events import GuessesChecked
 from folovllm.request import Sequence
 from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.step.verify import most_draws
 
 
 class GuessingRows(Rows):
@@ -112,7 +113,8 @@ class SpeculativeScheduler(Scheduler):
         if not guesses:
             return guesses
         budget = self._max_num_batched_tokens
-        tokens, blocks, fitting = budget - len(self.running), self.kv.num_free, {}
+        tokens = min(budget, most_draws(self._max_num_seqs)) - len(self.running)
+        blocks, fitting = self.kv.num_free, {}
         for seq in self.running:
             blocks -= self._missing(seq, min(seq.num_uncomputed_tokens, budget))
         for seq in self.running:

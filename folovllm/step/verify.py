@@ -17,6 +17,12 @@ from folovllm.step.schedule import Share
 
 Ints = npt.NDArray[np.int64]
 NO_GUESS = -1
+FEW = 256
+
+
+def most_draws(max_num_seqs: int) -> int:
+    """The most tokens that a step with guesses draws: what there is memory for. Where so many run, guesses do not pay."""
+    return max(max_num_seqs, FEW)
 
 
 def accept(drawn: Sequence[int], guesses: Sequence[int]) -> list[int]:

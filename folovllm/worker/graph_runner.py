@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from folovllm.setup import EngineSetup
 from folovllm.step.draw import Logprobs
 from folovllm.step.masks import Masks
 from folovllm.step.packed import Field, Int32, PackedStep, StepPacker
-from folovllm.step.schedule import StepResult
+from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.draw import StepDraw
 from folovllm.worker.graph_cache import GraphStore
@@ -136,9 +136,13 @@ class GraphRunner:
 
     def compile_kernels(self) -> None:
         """Run one operation after the other, so that all of their kernels are compiled before the first request."""
+        self._warm_up(small_steps(self._setup))
+
+    def _warm_up(self, steps: Iterable[SchedulerOutput]) -> None:
+        """Run steps, and wait for each."""
         packer = StepPacker(self._setup.max_num_seqs, [])
         with torch.inference_mode():
-            for output in small_steps(self._setup):
+            for output in steps:
                 self._start(packer.pack(output)).wait()
 
     def capture_cudagraph(self) -> None:

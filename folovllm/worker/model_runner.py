@@ -173,13 +173,17 @@ class ModelRunner:
         """Whether a step with prompts can be recorded, too, with room for more than come."""
         return self._backend.supports_prompt_graph and not self._setup.config.compile
 
+    def _most_draws(self) -> int:
+        """The most tokens that a step draws."""
+        return self._setup.max_num_seqs
+
     def warmup_model(self) -> None:
         """Run the largest step there can be, so that the memory it takes is known.
 
         As many sequences of the greatest length as the token budget holds, all over one small cache, and logits of
         `max_num_seqs` rows with a draw that takes the full path.
         """
-        setup = self._setup
+        setup, num_draws = self._setup, self._most_draws()
         length = min(setup.max_model_len, setup.max_num_batched_tokens)
         self.allocate_kv_cache(-(-length // setup.block_size))
         count = max(1, min(setup.max_num_seqs, setup.max_num_batched_tokens // length))
@@ -187,9 +191,9 @@ class ModelRunner:
             batch = self._input_batch.build(dummy_shares([length] * count, setup.block_size))
             self._backend.plan(batch)
             hidden = self.model(batch)
-            batch.logits_indices = torch.arange(setup.max_num_seqs, device=setup.device) % len(hidden)
+            batch.logits_indices = torch.arange(num_draws, device=setup.device) % len(hidden)
             logits = self._whole(self.model.compute_logits(hidden, batch))
-            rows = dummy_shares([1] * setup.max_num_seqs, setup.block_size)
+            rows = dummy_shares([1] * num_draws, setup.block_size)
             specs = [share.draw for share in rows if share.draw is not None]
             self._sampler(logits, SamplingBatch.from_specs(specs, [1] * len(specs), setup.device))
         self.allocate_kv_cache(0)  # the layers hold on to their parts of it

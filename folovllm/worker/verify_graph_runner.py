@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from folovllm.sample.logprobs import DrawnLogprobs, by_share
+from folovllm.sample.logprobs import by_share
+from folovllm.setup import EngineSetup
 from folovllm.step.draw import Logprobs
 from folovllm.step.masks import Masks
 from folovllm.step.packed import NO_SCORES, Field, Int32, PackedStep
 from folovllm.step.schedule import StepResult
-from folovllm.step.verify import NO_GUESS, Draws, accept
+from folovllm.step.verify import NO_GUESS, Draws, accept, most_draws
+from folovllm.worker.check_graphs import CheckGraphs
 from folovllm.worker.graph_runner import Computed, GraphRunner, PendingStep
+from folovllm.worker.model_runner import ModelRunner
+from folovllm.worker.warm_up import steps_with_guesses
 
 
 @dataclass(slots=True, frozen=True, eq=False, kw_only=True)
@@ -62,23 +65,38 @@ class VerifyingGraphRunner(GraphRunner):
     after the first, and so on; what is drawn behind a wrong guess leaves no trace in the rows' words.
     """
 
-    def __init__(self, *args: Any, most_guesses: int) -> None:
-        """`most_guesses`: of one share."""
-        super().__init__(*args)
-        self._tokens = self._tokens.new_zeros(len(self._tokens) * (1 + most_guesses))  # what the step drew
+    def __init__(self, setup: EngineSetup, runner: ModelRunner, *others: Any) -> None:
+        """As `GraphRunner`."""
+        super().__init__(setup, runner, *others)
+        self._tokens = self._tokens.new_zeros(most_draws(setup.max_num_seqs))  # what the step drew
+        self._checks = CheckGraphs(setup, runner, self._tables, self._recorder)
+
+    def compile_kernels(self) -> None:
+        """As `GraphRunner`, with guesses too."""
+        super().compile_kernels()
+        self._warm_up(steps_with_guesses(self._setup))
+
+    def capture_cudagraph(self) -> None:
+        """As `GraphRunner`, with guesses too."""
+        super().capture_cudagraph()
+        self._checks.open()
 
     def _compute(self, step: PackedStep) -> Computed:
         if step.is_decode or step.fields[Field.NUM_DRAWS].max() < 2:
             return super()._compute(step)
         query_lens, num_draws, ends = step.fields[[Field.QUERY_LEN, Field.NUM_DRAWS, Field.SEQ_LEN]].astype(np.int64)
         draws = Draws.of(query_lens, num_draws, ends, step.tokens)
-        by_draw = spread(step, draws)
-        numbers = np.concatenate([by_draw.fields.ravel(), draws.token.astype(np.int32)])
-        flat, more = self._upload(step, numbers)
-        fields = more[: by_draw.fields.size].view(by_draw.fields.shape)
-        batch = self._tables.unpack_mixed(step, flat)
-        batch.logits_indices, batch.only_last = more[by_draw.fields.size :].long(), False
-        logits, scores = self._logits_and_scores(step, batch)
+        by_draw, (room, numbers) = spread(step, draws), self._checks.pad_draws(step, draws)
+        places = draws.token.astype(np.int32)
+        flat, more = self._upload(step, np.concatenate([numbers, by_draw.fields.ravel(), places]))
+        padded, fields, at = more.split([len(numbers), by_draw.fields.size, len(places)])
+        fields, scores = fields.view(by_draw.fields.shape), None
+        if room is not None:
+            logits = self._checks.logits_of_draws(step, flat, room, padded, len(places))
+        else:
+            batch = self._tables.unpack_mixed(step, flat)
+            batch.logits_indices, batch.only_last = at.long(), False
+            logits, scores = self._logits_and_scores(step, batch)
         return CheckedStep(step=by_draw, logits=logits, fields=fields, scores=scores, whole=step, draws=draws)
 
     def _draw_late(self, masks: Masks) -> PendingStep:

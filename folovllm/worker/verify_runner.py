@@ -9,7 +9,7 @@ import torch
 from folovllm.forward_batch import ForwardBatch
 from folovllm.step.draw import Logprobs
 from folovllm.step.schedule import SchedulerOutput, Share, StepResult
-from folovllm.step.verify import Draws
+from folovllm.step.verify import Draws, most_draws
 from folovllm.worker.model_runner import ModelRunner
 
 
@@ -24,6 +24,9 @@ class VerifyingModelRunner(ModelRunner):
         batch = super()._build(shares)
         batch.logits_indices = torch.from_numpy(Draws.of_shares(shares).token).to(batch.input_ids.device)
         return batch
+
+    def _most_draws(self) -> int:
+        return most_draws(self._setup.max_num_seqs)
 
     def _draw(self, output: SchedulerOutput, logits: torch.Tensor, scores: dict[int, list[Logprobs]]) -> StepResult:
         """As many tokens for each share as its guesses allow, from `logits` [R, V] of all draws."""

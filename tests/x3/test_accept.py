@@ -26,7 +26,7 @@ def test_none_is_right() -> None:
 
 
 def test_without_guesses() -> None:
-    assert accept([4], []) == [4]
+    assert accept([4], []) == [4], "plain decoding"
 
 
 @given(Tokens, st.integers(0, 6), st.integers(0, 6))
@@ -43,4 +43,4 @@ def test_it_is_the_text_of_plain_decoding(guesses: list[int], at: int, seed: int
         plain.append(model(plain))
         if plain[-1] != guess:
             break
-    assert accept(drawn, guesses) == plain
+    assert accept(drawn, guesses) == plain, f"drawn {drawn} with the guesses {guesses}"

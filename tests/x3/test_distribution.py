@@ -26,7 +26,7 @@ class Stubborn(Proposer):
 def test_drawn_tokens_are_those_of_plain_sampling() -> None:
     """Pearson's test over the second and third token together: of four letters each, against exact chances."""
     prompt = prompts([6], seed=2)[0]
-    engine = make_engine(milestone="m6", max_num_seqs=256, num_kv_blocks=800, **guessing(Stubborn(), k=2))
+    engine = make_engine(milestone="m6", max_num_seqs=80, num_kv_blocks=800, **guessing(Stubborn(), k=2))
     for i in range(REQUESTS):
         params = SamplingParams(n=ANSWERS, seed=i, temperature=4.0, max_tokens=3, allowed_token_ids=LETTERS)
         engine.add_request(f"{i}", prompt, params, stream=False)

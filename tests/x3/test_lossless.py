@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -11,6 +10,9 @@ import pytest
 
 from folovllm.sampling_params import SamplingParams
 from folovllm.structured_outputs import StructuredOutputsParams
+from folovllm.worker import check_graphs
+from folovllm.worker.check_graphs import CheckGraphs, CheckRoom
+from folovllm.worker.prompt_graphs import Room
 from tests.helpers import prompts, tiny_tokenizer
 from tests.workloads import Request, serve, workload
 from tests.x3.engines import Pair, guessing, make_engine, make_proposer, speculation_of
@@ -71,3 +73,17 @@ def test_all_that_a_draw_depends_on_is_kept_token_by_token(preset: str, guesses:
     pair.check(serve(engine, pair.requests))
     made = speculation_of(engine)
     assert made.num_guessed > 20 and (made.num_accepted > 20 or guesses == "random")
+
+
+@pytest.mark.parametrize("guesses", ["right", "often"])
+def test_recorded_steps_with_guesses(guesses: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU too, with rooms of few sizes: those that no room holds, and those with prompts, run as before."""
+    used: list[Room] = []
+    run = CheckGraphs.graph
+    monkeypatch.setattr(check_graphs, "check_rooms", lambda setup: check_graphs.rooms(24))
+    monkeypatch.setattr(CheckGraphs, "graph", lambda self, room: (used.append(room), run(self, room))[1])
+    pair = demanding_pair("m6")
+    pair.check(serve(pair.engine(guesses), pair.requests))
+    assert len(set(used)) > 3 and max(used).tokens <= 24
+    assert check_graphs.rooms(64)[-2:] == [CheckRoom(48, 0), CheckRoom(64, 0)]
+    assert check_graphs.rooms(2000)[-1] == CheckRoom(512, 0)

@@ -52,12 +52,12 @@ class TestLookup:
     def test_the_longest_run_decides(self) -> None:
         found = looked_up([1, 2, 3, 5, 2, 3, 6, 1, 2, 3], k=1)
         assert found != [6], "6 is what followed the shorter run 2 3 the last time; the run 1 2 3 was there, too"
-        assert found == [5]
+        assert found == [5], "what followed 1 2 3"
 
     def test_the_latest_place_decides(self) -> None:
         found = looked_up([4, 5, 4, 6, 4], k=1)
         assert found != [5], "5 followed the first 4: the last one is nearer to what is being written"
-        assert found == [6]
+        assert found == [6], "what followed the last 4 that something follows"
 
     def test_a_guess_goes_on_with_itself(self) -> None:
         assert looked_up([1, 2, 1, 2], k=5) == [1, 2, 1, 2, 1], "behind the end of the text, copy what was copied"
@@ -72,7 +72,8 @@ class TestLookup:
         lookup.extend(text[:cut])
         lookup.guess(k)
         lookup.extend(text[cut:])
-        assert lookup.guess(k) == searched(text, shortest, shortest + more, k)
+        expected = searched(text, shortest, shortest + more, k)
+        assert lookup.guess(k) == expected, f"a search through {text} finds something else"
 
 
 class Counted(dict[tuple[int, ...], int]):

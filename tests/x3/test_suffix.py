@@ -106,6 +106,16 @@ class TestFollow:
         assert followed(other, [1, 9]) == NOWHERE, "no token of the end is in the other text"
         assert followed(other, [1, 9, 2]).length == 1, "behind a token that is not there, begin anew"
 
+    def test_the_other_text_grows(self) -> None:
+        """In 1 2 3 the runs 3 and 2 3 share a state. Behind 4 2 3 they have parted from 1 2 3, and 5 follows only them."""
+        other = automaton_of([1, 2, 3])
+        place = followed(other, [3])
+        for token in (4, 2, 3, 5):
+            other.append(token)
+        found = other.follow(place, 5).length
+        assert found != 3, "the place was a run of one token, 3: with 5 it has two; its state has been split since"
+        assert found == 2, "3 5 is there"
+
     @given(Texts, Texts, Texts)
     def test_equals_a_search_although_the_other_text_grows(
         self, other: list[int], text: list[int], more: list[int]
@@ -113,7 +123,7 @@ class TestFollow:
         grown = automaton_of(other)
         place = followed(grown, text)
         longest = max((n for n in range(1, len(text) + 1) if places(other, text[-n:])), default=0)
-        assert place.length == longest
+        assert place.length == longest, "the longest end of the text that the other one holds"
         for token in more:
             grown.append(token)
         run, whole = text[len(text) - longest :], other + more

@@ -7,5 +7,5 @@ class BlockManager:
         for block_id in seq.block_table[needed:]:
             block = self.blocks[block_id]
             block.ref_count -= 1
-            self._free.prepend(block)
+            prepend(self._free, block)
         del seq.block_table[needed:]

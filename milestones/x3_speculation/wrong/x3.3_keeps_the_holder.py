@@ -5,4 +5,4 @@ class BlockManager:
     def truncate(self, seq):
         needed = -(-seq.num_computed_tokens // self.block_size)
         while len(seq.block_table) > needed:
-            self._free.prepend(self.blocks[seq.block_table.pop()])
+            prepend(self._free, self.blocks[seq.block_table.pop()])

@@ -7,4 +7,4 @@ class BlockManager:
         while len(seq.block_table) > needed:
             block = self.blocks[seq.block_table.pop()]
             block.ref_count -= 1
-            self._free.prepend(block)
+            prepend(self._free, block)
