@@ -21,18 +21,19 @@ from folovllm.structured_outputs import StructuredOutputsParams
 FOLDER = Path(__file__).parent / "speculation"
 
 
-def requests(llm: LLM, name: str) -> tuple[list[str], list[SamplingParams]]:
-    """The prompts of a set, and how they are answered: greedily."""
+def requests(llm: LLM, name: str, temperature: float) -> tuple[list[str], list[SamplingParams]]:
+    """The prompts of a set, and how they are answered."""
     tasks = json.loads((FOLDER / f"{name}.json").read_text())
     render = llm.get_tokenizer().apply_chat_template
     prompts = [render(task["messages"], tokenize=False, add_generation_prompt=True) for task in tasks]
     params = [
         SamplingParams(
-            temperature=0,
+            temperature=temperature,
+            seed=i,
             max_tokens=task["max_tokens"],
             structured_outputs=StructuredOutputsParams(**task["form"]) if task["form"] else None,
         )
-        for task in tasks
+        for i, task in enumerate(tasks)
     ]
     return prompts, params
 
@@ -56,28 +57,33 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8, help="guesses for a sequence in a step, at most")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--fixed", action="store_true", help="always guess as many tokens")
     parser.add_argument("--sets", nargs="*", default=["repetitive", "plain"])
     arguments = parser.parse_args()
     config: dict[str, Any] = {"method": arguments.method, "num_speculative_tokens": arguments.tokens}
+    config["adaptive"] = not arguments.fixed
     if arguments.draft:
         config["model"] = arguments.draft
     common: dict[str, Any] = {"model": arguments.model, "use_tqdm": False, "max_num_seqs": max(8, arguments.batch)}
     plain, guessing = LLM(**common), LLM(**common, speculative_config=config)
     counts = guessing.engine.scheduler.speculation
     for name in arguments.sets:
-        work = (*requests(plain, name), arguments.batch)
-        before = counts.num_guessed, counts.num_accepted
+        work = (*requests(plain, name, arguments.temperature), arguments.batch)
+        before = counts.num_guessed, counts.num_accepted, counts.num_drafts
         seconds: dict[bool, list[float]] = {False: [], True: []}
         texts = {}
         for is_guessing in [False, True] * arguments.rounds:
             took, texts[is_guessing] = answer(guessing if is_guessing else plain, *work)
             seconds[is_guessing].append(took)
         slow, fast = (statistics.median(seconds[key]) for key in (False, True))
-        guessed, accepted = counts.num_guessed - before[0], counts.num_accepted - before[1]
+        now = counts.num_guessed, counts.num_accepted, counts.num_drafts
+        guessed, accepted, steps = (one - other for one, other in zip(now, before, strict=True))
         same = sum(one == other for one, other in zip(*texts.values(), strict=True))
         print(
             f"{name}, batch {arguments.batch}, {arguments.method}: plain {1e3 * slow:.2f} ms a token, guessing "
-            f"{1e3 * fast:.2f} ms, {slow / fast:.2f} x; {accepted} of {guessed} guesses right; "
+            f"{1e3 * fast:.2f} ms, {slow / fast:.2f} x; {accepted} of {guessed} guesses right, in steps with guesses "
+            f"{1 + accepted / max(1, steps):.2f} tokens; "
             f"{same} of {len(work[0])} texts equal"
         )
 

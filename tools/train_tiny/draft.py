@@ -1,15 +1,15 @@
 """Distil the draft of the embedded model, on one core. `python -m tools.train_tiny.draft OUT`.
 
 The draft is a student of the shipped model: it learns the whole distribution that the teacher has after each token, not
-the one token that the text goes on with. What counts is how often the two agree, so `evaluate_draft` measures that.
+the one token that the text goes on with. How often the two agree is measured by `python -m tools.measure_speculation`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import time
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from .data import IGNORE, make_batch
 from .train import model_config
 
 TEACHER = Path(__file__).parents[2] / "folovllm" / "assets" / "stories-5m"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 SIZES = {
     "hidden_size": 128,
     "num_hidden_layers": 2,  # the fewest with which attention can copy: one finds the token before, one what followed it
@@ -76,7 +75,7 @@ def rate(step: int, run: Run) -> float:
 
 
 def distil(run: Run) -> Qwen3ForCausalLM:
-    """Train, and write the model with the teacher's tokenizer to `run.out`."""
+    """Train, and write the model and its loss to `run.out`."""
     torch.manual_seed(run.seed)
     tokenizer = Tokenizer.from_file(str(TEACHER / "tokenizer.json"))
     teacher = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
@@ -114,13 +113,9 @@ def distil(run: Run) -> Qwen3ForCausalLM:
 
 
 def save(student: Qwen3ForCausalLM, folder: Path) -> None:
-    """The draft in bf16, and the tokenizer that it shares."""
+    """The draft in bf16. It needs no tokenizer: a draft is given tokens, its teacher's."""
     student.generation_config = GenerationConfig(eos_token_id=[2, 0], pad_token_id=0)
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in student.state_dict().items()}
-    student.config.dtype = torch.bfloat16
-    student.save_pretrained(folder, state_dict=weights)
-    for name in TOKENIZER_FILES:
-        shutil.copy(TEACHER / name, folder / name)
+    deepcopy(student).to(torch.bfloat16).save_pretrained(folder)
 
 
 def main() -> None:
