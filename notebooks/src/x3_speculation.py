@@ -319,7 +319,7 @@ for kind in ("a story", "a JSON list"):
 # | | guesses from | accepts | turns itself off |
 # |---|---|---|---|
 # | this engine | prompt lookup, suffix automaton, a draft model | by equality, noise shared | yes: tokens a second, for each sequence |
-# | vLLM | the same, and heads that are trained (Medusa, EAGLE, MTP) | rejection sampling | above a batch size that is set |
+# | vLLM | the same, and heads that are trained (Medusa, EAGLE, MTP) | rejection sampling | no: a number of guesses is set |
 # | nano-vllm | - | - | - |
 #
 # ## Break it
