@@ -95,7 +95,7 @@ class EngineConfig:
         quantization: how the weights are kept, which a checkpoint says by itself: "fp8", "compressed-tensors". With
             `random_weights` the kind to make up: "fp8" (in blocks of 128 x 128) or "int8" (a scale for each output).
         use_tqdm: show progress while loading (and, on the command line, while answering).
-        speculative_config: how the next tokens are guessed, as a dict with vLLM's keys; see `SpeculativeConfig`.
+        speculative_config: how the next tokens are guessed, as a dict with vLLM's keys, or one in JSON; see `SpeculativeConfig`.
         speculative_method: the method alone: "ngram", "suffix" or "draft_model".
         num_speculative_tokens: the most guesses that a step checks for one sequence.
         builders: components of your own instead of the engine's, by name and separated by commas: "block_manager" is
@@ -139,7 +139,7 @@ class EngineConfig:
     random_weights: bool = False
     quantization: str | None = None
     use_tqdm: bool = True
-    speculative_config: SpeculativeConfig | dict[str, Any] | str | None = field(default=None, metadata={"flag": False})
+    speculative_config: SpeculativeConfig | dict[str, Any] | str | None = field(default=None, metadata={"flag_type": str})
     speculative_method: str | None = None
     num_speculative_tokens: int | None = None
     builders: str | None = None
