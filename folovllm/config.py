@@ -89,10 +89,13 @@ class EngineConfig:
         max_n: most answers to one prompt that a request may ask for.
         max_logprobs: most likely tokens, beside the chosen one, whose log-probabilities a request may ask for.
         tensor_parallel_size: GPUs (or, on CPU, processes) that share each layer.
+        enable_expert_parallel: in a mixture of experts, each of them holds some experts whole, not a part of each.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
+        quantization: how the weights are kept, which a checkpoint says by itself: "fp8", "compressed-tensors". With
+            `random_weights` the kind to make up: "fp8" (in blocks of 128 x 128) or "int8" (a scale for each output).
         use_tqdm: show progress while loading (and, on the command line, while answering).
-        speculative_config: how the next tokens are guessed, as a dict with vLLM's keys; see `SpeculativeConfig`.
+        speculative_config: how the next tokens are guessed, as a dict with vLLM's keys, or one in JSON; see `SpeculativeConfig`.
         speculative_method: the method alone: "ngram", "suffix" or "draft_model".
         num_speculative_tokens: the most guesses that a step checks for one sequence.
         builders: components of your own instead of the engine's, by name and separated by commas: "block_manager" is
@@ -131,10 +134,12 @@ class EngineConfig:
     max_n: int = 128
     max_logprobs: int = 20
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     trust_remote_code: bool = False
     random_weights: bool = False
+    quantization: str | None = None
     use_tqdm: bool = True
-    speculative_config: SpeculativeConfig | dict[str, Any] | str | None = field(default=None, metadata={"flag": False})
+    speculative_config: SpeculativeConfig | dict[str, Any] | str | None = field(default=None, metadata={"flag_type": str})
     speculative_method: str | None = None
     num_speculative_tokens: int | None = None
     builders: str | None = None

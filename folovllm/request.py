@@ -169,7 +169,7 @@ class Sequence:
         self.num_computed_tokens = 0
 
     def finish(self, status: SequenceStatus) -> None:
-        """WAITING or RUNNING -> `status`, one of FINISHED_*; a finished sequence keeps the end that it has.
+        """WAITING or RUNNING -> `status`, one of FINISHED_*; a finished sequence keeps the end that it has, and that is no error.
 
         ValueError if `status` is no end ("... does not end a sequence"), whatever the sequence's own is.
         """

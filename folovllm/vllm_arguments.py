@@ -34,7 +34,6 @@ SAMPLING: Neutral = {
     "skip_clone": ANY,
 }
 ENGINE: Neutral = {
-    "quantization": (None,),
     "quantization_config": (None,),
     "load_format": ("auto", "safetensors"),
     "download_dir": (None,),
@@ -57,7 +56,6 @@ ENGINE: Neutral = {
     "num_gpu_blocks_override": (None,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
-    "enable_expert_parallel": (False,),
     "distributed_executor_backend": (None, "mp", "uni"),
     "structured_outputs_config": (None, {}),
     "compilation_config": (None, {}),

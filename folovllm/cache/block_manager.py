@@ -135,7 +135,7 @@ class BlockManager(KVCacheManager):
 
     @staticmethod
     def slots(block_table: list[int], block_size: int, start: int, end: int) -> npt.NDArray[np.int64]:
-        """Where tokens `start` to `end` of a sequence go in the paged cache.
+        """Where tokens `start` to `end - 1` of a sequence go in the paged cache, [end - start].
 
         Token `p` lies in the sequence's block number `p // block_size`, whose place in the cache is
         `block_table[p // block_size]`, at offset `p % block_size`: the virtual address and its translation.

@@ -89,4 +89,4 @@ class KVCacheManager(ABC):
     @staticmethod
     @abstractmethod
     def slots(block_table: list[int], block_size: int, start: int, end: int) -> npt.NDArray[np.int64]:
-        """Where the K/V of tokens `start` to `end` goes: block * block_size + offset, [end - start]."""
+        """Where the K/V of tokens `start` to `end - 1` goes: block * block_size + offset, [end - start]."""

@@ -76,6 +76,6 @@ class SlotManager(KVCacheManager):
 
     @staticmethod
     def slots(block_table: list[int], block_size: int, start: int, end: int) -> npt.NDArray[np.int64]:
-        """A run of consecutive slots in the sequence's one block."""
+        """Where tokens `start` to `end - 1` go: a run of consecutive slots in the sequence's one block, [end - start]."""
         first = block_table[0] * block_size
         return np.arange(first + start, first + end)

@@ -15,7 +15,8 @@ from folovllm.attention.backends.select import choose_backend
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config
 from folovllm.kv_scales import FP8
-from folovllm.model_config import context_limit, head_dim_of, num_kv_heads_of, num_positions
+from folovllm.model_config import context_limit, head_dim_of, num_experts_of, num_kv_heads_of, num_positions
+from folovllm.models.quantization import check_quantization, quantized_as_asked
 from folovllm.models.registry import who_runs_it
 from folovllm.setup import EngineSetup
 
@@ -29,14 +30,18 @@ def set_up(config: EngineConfig) -> EngineSetup:
     from folovllm.models.files import load_hf_config, resolve_model  # here, for ranks do without transformers
 
     path = resolve_model(config.model)
-    hf_config = load_hf_config(path, config)
+    hf_config = quantized_as_asked(load_hf_config(path, config), config)
     device = choose_device(config.device)
     max_model_len = choose_max_model_len(config, hf_config)
     budget = config.resolve_max_num_batched_tokens(max_model_len)
     dtype = choose_dtype(config.dtype, device, hf_config)
     assert config.max_num_seqs is not None
     wanted_block_size = max_model_len if config.kv_cache == "slots" else config.block_size
-    share = local_config(hf_config, config.tensor_parallel_size)  # what one rank has of the model
+    if config.enable_expert_parallel and not num_experts_of(hf_config):
+        raise ValueError("enable_expert_parallel shares out experts, and this model has none: leave it out")
+    share = local_config(hf_config, config.tensor_parallel_size, config.enable_expert_parallel)  # one rank's part
+    if config.model_impl == "native":
+        check_quantization(hf_config, share)
     check_gpus(device, config.tensor_parallel_size)
     attention = AttentionConfig(
         num_heads=share.num_attention_heads,

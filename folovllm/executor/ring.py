@@ -56,7 +56,8 @@ class Ring:
         return number
 
     def read(self, reader: int, number: int | None = None) -> Int32 | None:
-        """Return a copy of the next message, or of a later one by its `number`; None if it is not there yet.
+        """Return a copy of the message that this reader has not taken yet, or of a later one by its `number`; None if nobody
+        has written it yet.
 
         `_order()` stands between a look at the count and a look into the slot, and again before the reader says that
         it has taken the message: from then on the writer may write over the slot.

@@ -13,6 +13,7 @@ from folovllm.layers.linear import PLAIN
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
+FormatOf = Callable[[str], WeightFormat | None]  # the name of a linear layer -> its format; None: not quantized
 Stand = Mapping[Any, Callable[..., nn.Module]]  # a class of layers -> what makes the layer that stands in its place
 
 
@@ -20,16 +21,28 @@ Stand = Mapping[Any, Callable[..., nn.Module]]  # a class of layers -> what make
 class LayerSet:
     """A model asks this set for each of its layers, and for the format of its weights. Layers never change their kind.
 
-    The plain set makes every layer of the class that the model names: torch, and weights as checkpoints have them.
+    The plain set makes every layer of the class that the model names: torch, and weights as checkpoints have them. Of a
+    quantized checkpoint `quantized` knows each layer's format by its name; what is within `prefix` is being built.
     """
 
     places: Stand = field(default_factory=dict)
     format: WeightFormat = PLAIN
+    quantized: FormatOf | None = None
+    prefix: str = ""
 
     def make(self, kind: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
         """Make a layer of this kind, or of the subclass that stands in its place; both take the same arguments."""
         layer: M = self.places.get(kind, kind)(*args, **kwargs)  # type: ignore[assignment]  # the mapping is by kind
         return layer
+
+    def within(self, name: str) -> LayerSet:
+        """Return this set for the parts of a module: `name` is where it is in the model."""
+        return replace(self, prefix=f"{name}.")
+
+    def format_of(self, name: str) -> WeightFormat:
+        """Return the format of a linear layer by its name within the module that is being built."""
+        own = None if self.quantized is None else self.quantized(self.prefix + name)
+        return own or self.format
 
     def having(self, places: Stand, format: WeightFormat | None = None) -> LayerSet:
         """Return this set with other layers in these places."""

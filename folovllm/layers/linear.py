@@ -21,6 +21,9 @@ class LinearBase(nn.Module):
     """
 
     weight: torch.Tensor  # what a format's parameter is mostly called
+    scale: torch.Tensor  # and what its codes are multiples of
+    columns: torch.Tensor | None  # factors [inputs] of `x` that a format could not fold into its codes
+    dtype: torch.dtype  # of `x`, where the weight has another
 
     def __init__(
         self, input_size: int, output_sizes: Sequence[int], bias: bool = False, format: WeightFormat = PLAIN

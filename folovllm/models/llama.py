@@ -16,7 +16,7 @@ from folovllm.layers.attention import Attention
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
-from folovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_amplitude, rope_frequencies
 from folovllm.layers.unsupported import UnsupportedModel
 from folovllm.model_config import context_limit, head_dim_of, num_kv_heads_of
@@ -35,10 +35,13 @@ class LlamaAttention(nn.Module):
         self.head_dim = head_dim_of(config)
         qkv_bias, output_bias = self.biases(config)
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
-        self.qkv_proj = layers.make(QKVParallelLinear, config.hidden_size, *heads, qkv_bias, layers.format)
-        self.o_proj = layers.make(
-            RowParallelLinear, self.num_heads * self.head_dim, config.hidden_size, output_bias, layers.format
+        self.qkv_proj = layers.make(
+            QKVParallelLinear, config.hidden_size, *heads, qkv_bias, layers.format_of("self_attn.qkv_proj")
         )
+        self.o_proj = layers.make(
+            RowParallelLinear, self.num_heads * self.head_dim, config.hidden_size, output_bias,
+            layers.format_of("self_attn.o_proj"),
+        )  # fmt: skip
         self.rope = rope
         self.attn = Attention()
 
@@ -77,8 +80,10 @@ class LlamaMLP(nn.Module):
         if config.hidden_act != "silu":
             raise UnsupportedModel(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' is")
         hidden, inner, bias = config.hidden_size, config.intermediate_size, getattr(config, "mlp_bias", False)
-        self.gate_up_proj = layers.make(MergedColumnParallelLinear, hidden, [inner] * 2, bias, layers.format)
-        self.down_proj = layers.make(RowParallelLinear, inner, hidden, bias, layers.format)
+        self.gate_up_proj = layers.make(
+            MergedColumnParallelLinear, hidden, [inner] * 2, bias, layers.format_of("mlp.gate_up_proj")
+        )
+        self.down_proj = layers.make(RowParallelLinear, inner, hidden, bias, layers.format_of("mlp.down_proj"))
         self.act_fn = layers.make(SiluAndMul)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -126,8 +131,8 @@ class LlamaModel(nn.Module):
         rope = layers.make(RotaryEmbedding, frequencies, max_model_len, rope_amplitude(config))
         self.embed_tokens = layers.make(VocabParallelEmbedding, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            layers.make(LlamaDecoderLayer, config, layers.make(attention_class, config, rope, layers), layers)
-            for _ in range(config.num_hidden_layers)
+            layers.make(LlamaDecoderLayer, config, layers.make(attention_class, config, rope, own), own)
+            for own in (layers.within(f"model.layers.{i}") for i in range(config.num_hidden_layers))
         )
         self.norm = layers.make(RMSNorm, config.hidden_size, config.rms_norm_eps)
 
@@ -147,6 +152,7 @@ class LlamaForCausalLM(nn.Module):
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
+    renamed: ClassVar[dict[str, str]] = {}  # parts of names in the checkpoint: what they are called here
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         super().__init__()
@@ -167,7 +173,16 @@ class LlamaForCausalLM(nn.Module):
         only_decodes = len(batch.logits_indices) == len(hidden)  # then every token is its sequence's last
         return self.lm_head(hidden if only_decodes else hidden[batch.logits_indices], out)
 
+    def own_name(self, name: str) -> str | None:
+        """What a tensor of the checkpoint is called here; None if it is another rank's."""
+        for theirs, ours in self.renamed.items():
+            name = name.replace(theirs, ours)
+        return name
+
     def weights_loaded(self) -> None:
-        """Call this when the weights have changed: some layers keep them in another form."""
+        """Call this when the weights have changed: some formats and layers keep them in another form."""
+        for module in self.modules():
+            if isinstance(module, LinearBase):
+                module.format.loaded(module)
         for layer in self.model.layers:
             cast(LlamaDecoderLayer, layer).weights_loaded()

@@ -13,16 +13,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from folovllm.layers.formats.abstract import WeightFormat
+from folovllm.layers.formats.abstract import FLOATS, WeightFormat
 from folovllm.layers.linear import PLAIN, LinearBase
 from folovllm.models.json_files import read_json
 from folovllm.models.kv_scales import is_kv_scale, take_kv_scale
 from folovllm.models.llama import LlamaForCausalLM
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the format says otherwise
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
-FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the dtypes whose numbers are the weights themselves
 
+Formats = dict[str, WeightFormat]  # by the name of a module
 Shard = Callable[[str, Any], torch.Tensor]  # a tensor's name, and the tensor (or a `StoredTensor`) -> the part to keep
 
 
@@ -46,20 +47,21 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard
 
     Raises:
         ValueError: no safetensors here, a damaged file, or a weight that is missing, left over, of another shape, coded
-            in 8 bits, or not finite (the message names it).
+            otherwise than its format has it, or not finite (the message names it).
     """
     places = checkpoint_places(model)
+    formats = {name.rpartition(".")[0]: place.format for name, place in places.items()}  # of each module
     part = None if shard is None else partial(part_of, places, shard)
     embedding = model.model.embed_tokens.weight
     tied, copied_head = model.lm_head.weight is embedding, None
     with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
-        for name, tensor in read_tensors(checkpoint_files(path), part):
+        for name, tensor in read_tensors(checkpoint_files(path), formats, part, model.own_name):
             if tied and name == "lm_head.weight":
                 copied_head = tensor
             elif is_kv_scale(name):
                 take_kv_scale(model, name, tensor)
-            elif not name.endswith(IGNORED_SUFFIX):
-                copy_weight(name, tensor, places)
+            elif not is_ignored(name, formats):
+                copy_weight(name, arranged(name, tensor, places), places)
                 progress.update()
     if places:
         raise ValueError(f"the checkpoint in {path} lacks {_some(places)}")
@@ -123,13 +125,28 @@ def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> No
     require_finite(name, place.view)
 
 
+def arranged(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> torch.Tensor:
+    """Return a tensor of the checkpoint as its place takes it; its format knows how."""
+    place = places.get(name)
+    return tensor if place is None else place.format.arrange(name.rpartition(".")[2], tensor, place.view.shape)
+
+
+def is_ignored(name: str, formats: Formats) -> bool:
+    """Whether a checkpoint may hold a tensor that no model here needs."""
+    module, _, kind = name.rpartition(".")
+    return name.endswith(IGNORED_SUFFIX) or (module in formats and kind in formats[module].ignores)
+
+
 def require_finite(name: str, weight: torch.Tensor) -> None:
     """Raise ValueError if a weight holds NaN or infinity: every answer would be the first token, again and again.
 
     Asked when a model is loaded, so that no step pays for it; extremes take one pass, as the copy did, and no memory.
     """
-    extremes = torch.stack(weight.aminmax())
-    if not extremes.isfinite().all():
+    if weight.dtype == torch.float8_e4m3fn:  # it has no infinity, and two bytes that are NaN
+        finite = (weight.view(torch.uint8) & 0x7F).amax() != 0x7F
+    else:
+        finite = torch.stack(weight.aminmax()).isfinite().all()
+    if not finite:
         dtype = str(weight.dtype).removeprefix("torch.")
         raise ValueError(f"{name!r} holds NaN or infinity as {dtype}: the file is damaged, or needs another dtype")
 
@@ -139,13 +156,17 @@ def require_float_weights(files: list[Path]) -> None:
     for file in files:
         with opened(file) as handle:
             for name in handle.keys():  # noqa: SIM118  # a handle is no dict
-                require_float(name, handle.get_slice(name).get_dtype())
+                require_stored(name, handle.get_slice(name).get_dtype(), {})
 
 
-def require_float(name: str, dtype: str) -> None:
-    """Raise ValueError if a weight's numbers are codes that need a scale. Masks are allowed."""
-    if name.endswith((".weight", "proj.bias")) and dtype not in FLOATS:
-        raise ValueError(f"{name!r} is stored as {dtype}: quantized checkpoints are not supported, only plain floats")
+def require_stored(name: str, dtype: str, formats: Formats) -> None:
+    """Raise ValueError if a weight's numbers are other codes than its format, or none, has. Masks are allowed."""
+    module, _, kind = name.rpartition(".")
+    wanted = formats.get(module, PLAIN).stored(kind)
+    if name.endswith(IN_FLOATS) and wanted == FLOATS and dtype not in FLOATS:
+        raise ValueError(f"{name!r} is stored as {dtype}: quantized weights that config.json does not speak of")
+    if wanted != FLOATS and dtype not in wanted:
+        raise ValueError(f"{name!r} is stored as {dtype}, and config.json makes it {' or '.join(wanted)}")
 
 
 def checkpoint_files(path: Path) -> list[Path]:
@@ -185,15 +206,22 @@ def opened(file: Path) -> Iterator[Any]:
         raise ValueError(f"{file} is damaged or incomplete ({error}): download it again") from error
 
 
-def read_tensors(files: list[Path], shard: Shard | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied."""
+def read_tensors(
+    files: list[Path], formats: Formats, shard: Shard | None = None, own_name: Callable[[str], str | None] = str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied.
+
+    `own_name` says what the model calls a tensor; where that is None it is not read.
+    """
     for file in files:
         with opened(file) as handle:
-            for name in handle.keys():  # noqa: SIM118  # a handle is no dict
-                stored = handle.get_slice(name)
-                require_float(name, stored.get_dtype())
-                if shard is None or name.endswith(IGNORED_SUFFIX) or is_kv_scale(name):
-                    yield name, handle.get_tensor(name)
+            for stored_name in handle.keys():  # noqa: SIM118  # a handle is no dict
+                if (name := own_name(stored_name)) is None:
+                    continue
+                stored = handle.get_slice(stored_name)
+                require_stored(name, stored.get_dtype(), formats)
+                if shard is None or is_ignored(name, formats) or is_kv_scale(name):
+                    yield name, handle.get_tensor(stored_name)
                 else:
                     yield name, shard(name, StoredTensor(stored))
 
@@ -207,12 +235,15 @@ def init_random_weights(
     """
     places = checkpoint_places(model)
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
+    some = model.lm_head.weight
     for name, full in checkpoint_places(model if whole is None else whole).items():
-        place = places[name]
-        tensor = torch.ones(full.view.shape, dtype=place.view.dtype, device=place.view.device)
-        if not name.endswith("norm.weight"):
-            tensor.normal_(0.0, 0.02, generator=generator)
-        place.view.copy_(tensor if shard is None else part_of(places, shard, name, tensor))
+        tensor = torch.empty(full.view.shape, dtype=full.view.dtype, device=some.device)
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+        else:
+            full.format.fill(name.rpartition(".")[2], tensor, generator)
+        if name in places:  # else another rank's
+            places[name].view.copy_(tensor if shard is None else part_of(places, shard, name, tensor))
     model.weights_loaded()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.unsupported import UnsupportedModel
+from folovllm.models.quantization import formats_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,8 +22,11 @@ if TYPE_CHECKING:
 ARCHITECTURES: dict[str, str] = {
     "LlamaForCausalLM": "folovllm.models.llama",
     "MistralForCausalLM": "folovllm.models.mistral",
+    "MixtralForCausalLM": "folovllm.models.mixtral",
     "Qwen2ForCausalLM": "folovllm.models.qwen2",
+    "Qwen2MoeForCausalLM": "folovllm.models.qwen2_moe",
     "Qwen3ForCausalLM": "folovllm.models.qwen3",
+    "Qwen3MoeForCausalLM": "folovllm.models.qwen3_moe",
 }
 NEEDED = ("intermediate_size", "rms_norm_eps", "hidden_act", "tie_word_embeddings")  # beside what any model has
 
@@ -34,7 +39,6 @@ def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
 
     Raises:
         UnsupportedModel: none of them is known.
-        ValueError: the weights are quantized.
     """
     names: list[str] = getattr(hf_config, "architectures", None) or []
     name = next((name for name in names if name in ARCHITECTURES), None)
@@ -43,8 +47,6 @@ def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
             f"no model for architecture {', '.join(names) or '(none named)'}: "
             f"the known ones are {', '.join(ARCHITECTURES)}"
         )
-    if getattr(hf_config, "quantization_config", None) is not None:
-        raise ValueError("quantized checkpoints are not supported: use one with plain float weights")
     return getattr(import_module(ARCHITECTURES[name]), name)
 
 
@@ -59,14 +61,15 @@ def build_model(
 
     Args:
         max_model_len: positions that it must know; by default all that the config allows, which may be millions.
-        layers: what it is built from.
+        layers: what it is built from. The format of quantized layers is what `hf_config.quantization_config` says.
 
     Raises:
         UnsupportedModel: an unknown architecture, or a feature of the config that no layer here has.
-        ValueError: the config is another model's, or the weights are quantized.
+        ValueError: the config is another model's, or the weights are quantized in a way that is not supported.
     """
     try:
         model_class = get_model_class(hf_config)
+        layers = replace(layers, quantized=formats_of(hf_config, model_class.packed_modules_mapping))
         if absent := [field for field in NEEDED if getattr(hf_config, field, None) is None]:
             raise ValueError(f"config.json lacks {', '.join(absent)}, without which there is no {model_class.__name__}")
         with torch.device(device), _default_dtype(dtype):

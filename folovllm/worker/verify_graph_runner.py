@@ -29,8 +29,8 @@ class CheckedStep(Computed):
     draws: Draws
 
 
-class PendingGuesses:
-    """A started step with guesses. Which of its tokens count is decided on the host."""
+class PendingGuesses(PendingStep):
+    """A started step with guesses, of whose draws another one knows. Which of them count is decided on the host."""
 
     def __init__(self, drawn: PendingStep, checked: CheckedStep) -> None:
         self._drawn, self._whole, self._draws, self._scores = drawn, checked.whole, checked.draws, checked.scores

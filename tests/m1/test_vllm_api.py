@@ -235,7 +235,12 @@ class TestEngineArguments:
 
     @pytest.mark.parametrize(
         "fields",
-        [{"quantization": "awq"}, {"load_format": "dummy"}, {"hf_overrides": {"a": 1}}, {"pipeline_parallel_size": 2}],
+        [
+            {"quantization_config": {"a": 1}},
+            {"load_format": "dummy"},
+            {"hf_overrides": {"a": 1}},
+            {"pipeline_parallel_size": 2},
+        ],
     )
     def test_what_would_change_something_is_refused(self, fields: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=f"{next(iter(fields))}=.* is not supported here"):

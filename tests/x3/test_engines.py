@@ -13,7 +13,6 @@ from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts
 from tests.workloads import Request, assert_nothing_left, serve
 from tests.x3.engines import Pair, guessing, make_engine, make_proposer, speculation_of
-from tests.x3.test_lossless import demanding_pair
 
 PLAIN = SamplingParams(temperature=0.8, seed=1, max_tokens=20, ignore_eos=True)
 SMALL = {"block_size": 4, "num_kv_blocks": 34, "max_num_batched_tokens": 18, "max_num_seqs": 6}
@@ -67,16 +66,6 @@ def test_what_is_aborted_disturbs_nobody(preset: str) -> None:
     replace(pair, plain=[pair.plain[i] for i in rest]).check([done[f"{i}"] for i in rest])
     for i, tokens in zip((1, 4), part, strict=True):
         assert tokens == pair.plain[i].outputs[0].token_ids[: len(tokens)]
-
-
-def test_two_ranks() -> None:
-    pair = demanding_pair("m6")
-    engine = pair.engine("often", tensor_parallel_size=2)
-    try:
-        pair.check(serve(engine, pair.requests))
-        assert speculation_of(engine).num_accepted > 20
-    finally:
-        engine.close()
 
 
 class Told(list[Event]):

@@ -40,8 +40,9 @@ def gather_blocks(
     The sequence's first ceil(seq_len / B) blocks, in the order of its block table, one behind the other; the places of
     the last block that hold no token of it are cut off. Entries of the table beyond those blocks mean nothing.
 
-    One copy and no more: `kv_cache[:, blocks]` would keep the order of memory, heads before places, and blocks and places
-    could only be merged by copying once again.
+    K and V are each copied once: an index that gathers blocks copies already, so what it gives must have its blocks and
+    places side by side. `kv_cache[:, blocks]` keeps the order of memory, heads before places, and merging blocks and
+    places would copy again.
     """
     block_size = kv_cache.shape[2]
     blocks = block_table[: -(-seq_len // block_size)]

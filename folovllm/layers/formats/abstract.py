@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,17 @@ if TYPE_CHECKING:
 
     Cut = Callable[[Weight], torch.Tensor]  # a whole tensor [outputs, inputs] or [outputs] -> one rank's part of it
 
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the dtypes whose numbers are the weights themselves
+
 
 class WeightFormat(ABC):
     """How W [outputs, inputs] is stored, loaded, cut and used; one object serves all layers and holds no weight.
 
-    A new format is a subclass with `create`, `places` and `product`. The bias is the layer's own business.
+    A new format is a subclass with `create`, `places` and `product`. The bias is the layer's own business. `kind` is the last
+    part of a tensor's name in the checkpoint: "weight", "bias", "weight_scale".
     """
+
+    ignores: ClassVar[tuple[str, ...]] = ()  # kinds of tensors that a checkpoint may hold and the product does not need
 
     @abstractmethod
     def create(self, layer: LinearBase) -> None:
@@ -32,8 +37,30 @@ class WeightFormat(ABC):
     def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         """Where a checkpoint's tensors go: the last part of a name -> for each of `output_sizes` a view to copy to."""
 
+    def stored(self, kind: str) -> tuple[str, ...]:
+        """The dtypes, by safetensors' names, that a checkpoint may have such a tensor in."""
+        return FLOATS
+
+    def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """The tensor that was read (and cut) as its place, a view of this `shape`, takes it."""
+        return tensor
+
+    def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        """Make up a whole tensor as a checkpoint would have it, so that weights are about N(0, 0.02)."""
+        tensor.normal_(0.0, 0.02, generator=generator)
+
+    def num_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+        """What W takes of a card's memory; `dtype` is the model's."""
+        return outputs * inputs * dtype.itemsize
+
+    def loaded(self, layer: LinearBase) -> None:  # most formats have nothing to do
+        """Bring the weights into another form, now that all are there. `places` is asked for no more afterwards."""
+
+    def check_part(self, outputs: int, inputs: int) -> None:
+        """Raise ValueError unless ranks can have parts of [outputs, inputs] each: the end of a sentence about the layer."""
+
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
-        """Return one rank's part of a checkpoint's tensor. `kind` is the last part of its name.
+        """Return one rank's part of a checkpoint's tensor.
 
         `cut` reads `shape` and takes a slice of outputs, or of inputs. A tensor that lies otherwise is given to it in a
         wrapper (`distributed.sharding.Weight`) that does.

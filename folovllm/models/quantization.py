@@ -1,0 +1,162 @@
+"""Which format each linear layer of a quantized checkpoint has: what `quantization_config` in its `config.json` says.
+
+Each way of quantizing (`quant_method`) has a reader, which turns that object into a function from the name of a layer, as
+the checkpoint has it, to its `WeightFormat`, or to None where the layer is not quantized. Embedding and head never are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from folovllm.config import EngineConfig
+from folovllm.layers.formats.abstract import WeightFormat
+from folovllm.layers.formats.fp8 import Fp8
+from folovllm.layers.layer_set import FormatOf
+from folovllm.layers.linear import PLAIN
+from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of
+from folovllm.models.compressed_tensors import read_compressed_tensors
+from folovllm.models.json_files import reading
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Said = Mapping[str, Any]  # a `quantization_config`
+
+
+def read_fp8(said: Said) -> FormatOf:
+    """Transformers' FP8 (Qwen, DeepSeek: blocks, or one scale for all), and AutoFP8's, which has another name for it."""
+    if block := said.get("weight_block_size"):
+        format = Fp8("weight_scale_inv", (block[0], block[1]))
+    else:
+        by_transformers = "weight_block_size" in said or "modules_to_not_convert" in said
+        format = Fp8("weight_scale_inv" if by_transformers else "weight_scale")
+    plain = [*(said.get("modules_to_not_convert") or []), *(said.get("ignored_layers") or [])]
+    return lambda name: None if is_named(name, plain) else format
+
+
+READERS: dict[str, Callable[[Said], FormatOf]] = {  # by `quant_method`
+    "fp8": read_fp8,
+    "compressed-tensors": read_compressed_tensors,
+}
+MADE_UP: dict[str, dict[str, Any]] = {  # by what random weights may be asked to be
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "int8": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {
+            "0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
+        },
+    },
+}
+
+
+def is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a layer is one of these, or lies within one: its name, an end of it, or a regular expression behind "re:"."""
+    return any(
+        re.match(pattern[3:], name) if pattern.startswith("re:") else f".{pattern}." in f".{name}."
+        for pattern in patterns
+    )
+
+
+def formats_of(hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]]) -> FormatOf | None:
+    """How the layers of a model are quantized, by their names; None if they are not.
+
+    Args:
+        packed: the checkpoint's layers in each of ours that merges some (`packed_modules_mapping`).
+
+    Raises:
+        ValueError: in a way that is not supported; the function that is returned, for layers that cannot be merged.
+    """
+    said = getattr(hf_config, "quantization_config", None)
+    if said is None:
+        return None
+    said = said if isinstance(said, Mapping) else said.to_dict()
+    method = said.get("quant_method")
+    if method not in READERS:
+        raise ValueError(
+            f"this checkpoint is quantized by {method!r} (quant_method in its config.json), which is not supported: the "
+            f"known ones are {', '.join(READERS)}"
+        )
+    if num_experts_of(hf_config):
+        raise ValueError(
+            "a mixture of experts with quantized weights is not supported: use one with plain float weights"
+        )
+    with reading("the quantization_config in config.json"):
+        format_of = READERS[method](said)
+
+    def of_merged(name: str) -> WeightFormat | None:
+        parent, _, leaf = name.rpartition(".")
+        parts = packed.get(leaf, [leaf])
+        first, *others = (format_of(f"{parent}.{part}") for part in parts)
+        if any(other != first for other in others):
+            raise ValueError(
+                f"{', '.join(parts)} of {parent} are one layer here, so all must be quantized in one way, or none of them"
+            )
+        return first
+
+    return of_merged
+
+
+def quantized_as_asked(hf_config: Any, config: EngineConfig) -> Any:
+    """The model's configuration, which says how random weights are to be made up. That of a checkpoint must agree.
+
+    Raises:
+        ValueError: `config.quantization` is unknown, or not what the checkpoint is.
+    """
+    asked, said = config.quantization, getattr(hf_config, "quantization_config", None)
+    if asked is None:
+        return hf_config
+    if config.random_weights and said is None:
+        if asked not in MADE_UP:
+            raise ValueError(f"quantization={asked!r} cannot be made up: choose one of {', '.join(MADE_UP)}")
+        hf_config.quantization_config = MADE_UP[asked]
+        return hf_config
+    is_a = None if said is None else dict(said).get("quant_method")
+    if asked != is_a:
+        what = "is not quantized" if is_a is None else f"is quantized by {is_a!r}"
+        raise ValueError(f"quantization={asked!r} was asked for, and this checkpoint {what}: leave it out")
+    return hf_config
+
+
+def check_quantization(hf_config: PretrainedConfig, part: PretrainedConfig) -> None:
+    """Raise ValueError, before a weight is read, if the quantization is unknown or ranks cannot share the layers.
+
+    Args:
+        part: the configuration of one rank's part (`local_config`), the same object where there is one rank.
+    """
+    format_of = formats_of(hf_config, {})
+    if format_of is None:
+        return
+    for i in range(part.num_hidden_layers):
+        for name, (outputs, inputs) in linear_shapes(part).items():
+            format = format_of(f"model.layers.{i}.{name}")
+            if format is not None and part is not hf_config:
+                try:
+                    format.check_part(outputs, inputs)
+                except ValueError as error:
+                    raise ValueError(
+                        f"so many ranks cannot share {name}: {error}; lower tensor_parallel_size"
+                    ) from error
+
+
+def linear_bytes(hf_config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of all decoder layers' matrices, which a step reads, with their scales."""
+    format_of, total = formats_of(hf_config, {}) or (lambda name: None), 0
+    for i in range(hf_config.num_hidden_layers):
+        for name, (outputs, inputs) in linear_shapes(hf_config).items():
+            format = format_of(f"model.layers.{i}.{name}") or PLAIN
+            total += format.num_bytes(outputs, inputs, dtype)
+    return total
+
+
+def linear_shapes(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
+    """[outputs, inputs] of the linear layers of a decoder layer, by their names in the checkpoint."""
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, head_dim_of(config)
+    query, kv = config.num_attention_heads * head_dim, num_kv_heads_of(config) * head_dim
+    shapes = {"q_proj": (query, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, query)}
+    mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    return {f"self_attn.{name}": shape for name, shape in shapes.items()} | {f"mlp.{n}": s for n, s in mlp.items()}

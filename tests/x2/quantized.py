@@ -1,0 +1,95 @@
+"""Tiny quantized checkpoints, each with the same model in plain floats: what its codes stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+Quantize = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]  # W -> tensors by kind, and the W that they stand for
+
+
+def write_quantized(
+    source: Path, folder: Path, quantize: Quantize, config: dict[str, Any], plain: tuple[str, ...] = ()
+) -> tuple[Path, Path]:
+    """Write `source` twice to `folder`: with all projections quantized but for those whose name has one of `plain`, and as
+    plain floats."""
+    coded, floats = Tensors(), Tensors()
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if name.endswith("proj.weight") and not any(part in name for part in plain):
+            parts, floats[name] = quantize(tensor.float())
+            coded |= {name.removesuffix("weight") + kind: part.contiguous() for kind, part in parts.items()}
+        else:
+            coded[name] = floats[name] = tensor
+    for kind, tensors in (("coded", coded), ("floats", floats)):
+        (folder / kind).mkdir(parents=True)
+        for file in source.iterdir():
+            (folder / kind / file.name).write_bytes(file.read_bytes())
+        save_file(tensors, folder / kind / "model.safetensors", metadata={"format": "pt"})
+    said = json.loads((source / "config.json").read_text()) | {"quantization_config": config}
+    (folder / "coded" / "config.json").write_text(json.dumps(said))
+    return folder / "coded", folder / "floats"
+
+
+def blocks_of(weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The largest magnitude of each block, [ceil(outputs / rows), ceil(inputs / columns)]."""
+    pads = (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows)
+    whole = torch.nn.functional.pad(weight.abs(), pads)
+    return whole.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).amax((1, 3))
+
+
+def in_codes(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, and what they stand for; `scale` has the shape of `weight` or spreads to it."""
+    scaled = weight / scale
+    codes = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+    return codes, codes.float() * scale
+
+
+def quantize_8(
+    dtype: torch.dtype, scale_name: str, block: tuple[int, int] | None, per_tensor: bool = False
+) -> Quantize:
+    """Codes of 8 bits with a scale for each output, block, or for everything."""
+
+    def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        largest = 448.0 if dtype == torch.float8_e4m3fn else 127.0
+        if per_tensor:
+            scale = wide = weight.abs().max() / largest
+        elif block is None:
+            scale = wide = weight.abs().amax(1, keepdim=True) / largest
+        else:
+            scale = blocks_of(weight, *block) / largest
+            wide = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+            wide = wide[: weight.shape[0], : weight.shape[1]]
+        codes, floats = in_codes(weight, wide, dtype)
+        return {"weight": codes, scale_name: scale.clone()}, floats
+
+    return quantize
+
+
+def packed(quantize: Quantize) -> Quantize:
+    """The same with four int8 in an int32, as compressed-tensors' pack-quantized has them."""
+
+    def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        parts, floats = quantize(weight)
+        unsigned = (parts.pop("weight").int() + 128).to(torch.uint8)
+        parts |= {"weight_packed": unsigned.view(torch.int32), "weight_shape": torch.tensor(weight.shape)}
+        return parts, floats
+
+    return pack
+
+
+def compressed(
+    bits: int, kind: str, packing: str, strategy: str, ignore: tuple[str, ...] = ("lm_head",), **more: Any
+) -> dict[str, Any]:
+    """A `quantization_config` as llm-compressor writes it."""
+    weights = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False, **more}
+    return {
+        "quant_method": "compressed-tensors", "format": packing, "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "ignore": list(ignore),
+    }  # fmt: skip

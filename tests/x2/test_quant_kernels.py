@@ -1,0 +1,88 @@
+"""Products with codes of 8 bits, by kernels, against torch in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.contract import DEVICE
+
+pytest.importorskip("triton", reason="Triton is for Linux only")
+
+from folovllm.kernels import quant_linear as few
+from folovllm.kernels import quant_matmul as many
+from folovllm.kernels.quant_linear import Codes
+
+E4M3 = torch.float8_e4m3fn
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+KINDS = ["int8", "fp8", "fp8_bits"]
+
+
+def made_up(kind: str, outputs: int, inputs: int, block: tuple[int, int] | None) -> tuple[Codes, torch.Tensor]:
+    """Codes, all of them somewhere, and W in double precision."""
+    generator = torch.Generator().manual_seed(inputs)
+    codes = torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8, generator=generator)
+    codes = torch.where(codes & 0x7F == 0x7F, 5, codes).view(torch.int8 if kind == "int8" else E4M3)
+    rows, columns = block or (1, inputs)
+    shape = -(-outputs // rows), -(-inputs // columns)
+    scale = (torch.rand(shape, generator=generator) + 0.1) / (100 if kind == "int8" else 200)
+    wide = scale.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
+    return Codes(codes.to(DEVICE), scale.to(DEVICE), rows, columns), codes.double() * wide.double()
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "fp8" and not few.has_fp8(torch.device(DEVICE)):
+        pytest.skip("this card has no numbers of FP8")
+    monkeypatch.setattr(few, "kind_of", lambda weight: request.param)
+    monkeypatch.setattr(many, "kind_of", lambda weight: request.param)
+    return request.param
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    allowed = ROUNDING[actual.dtype] * float(expected.abs().max())
+    assert (actual.double().cpu() - expected).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs", "block"),
+    [(1, 5, 48, None), (2, 6, 1072, (2, 16)), (4, 4, 96, (2, 32))],
+)
+def test_few_tokens(kind: str, dtype: torch.dtype, tokens: int, outputs: int, inputs: int, block: object) -> None:
+    """Alone, and with all that comes before and after it; some rows and units are past the end."""
+    codes, weight = made_up(kind, outputs, inputs, block)
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(tokens, inputs + 16, generator=generator).to(dtype)
+    x, columns = wide[:, :inputs], torch.rand(inputs, generator=generator).to(dtype)
+    on = x.to(DEVICE) if DEVICE != "cpu" else x
+    close(few.quant_linear(on, codes), x.double() @ weight.T)
+    residual = torch.randn(tokens, outputs, generator=generator).to(dtype)
+    normed = F.rms_norm(x.double(), (inputs,), eps=1e-5) * columns.double()
+    actual = few.quant_linear(on, codes, 1e-5, residual=residual.to(DEVICE), columns=columns.to(DEVICE))
+    close(actual, normed @ weight.T + residual.double())
+    if outputs % 2 == 0:
+        gate, up = (normed @ weight.T).chunk(2, 1)
+        close(few.quant_linear(on, codes, 1e-5, gated=True, columns=columns.to(DEVICE)), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs", "block"),
+    [(3, 40, 80, None), (20, 33, 256, (16, 128)), (70, 64, 96, (1, 32))],
+)
+def test_some_tokens(kind: str, dtype: torch.dtype, tokens: int, outputs: int, inputs: int, block: object) -> None:
+    codes, weight = made_up(kind, outputs, inputs, block)
+    x, residual = torch.randn(tokens, inputs).to(dtype), torch.randn(tokens, outputs).to(dtype)
+    close(many.quant_matmul(x.to(DEVICE), codes), x.double() @ weight.T)
+    actual = many.quant_matmul(x.to(DEVICE), codes, residual.to(DEVICE))
+    close(actual, x.double() @ weight.T + residual.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [None, (4, 16)])
+def test_unpacked(kind: str, dtype: torch.dtype, block: object) -> None:
+    codes, weight = made_up(kind, 6, 48, block)
+    close(many.unpacked(codes, dtype), weight)
