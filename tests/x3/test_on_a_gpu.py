@@ -16,7 +16,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("guesses", ["right", "often", "random"])
 @pytest.mark.parametrize("backend", ["torch_paged", "triton"])
-@pytest.mark.parametrize("fields", [{"milestone": "m5"}, {"milestone": "m6"}, {"milestone": "m6", "enforce_eager": True}])
+@pytest.mark.parametrize(
+    "fields", [{"milestone": "m5"}, {"milestone": "m6"}, {"milestone": "m6", "enforce_eager": True}]
+)
 def test_texts_agree_until_rounding_decides(fields: dict[str, object], backend: str, guesses: str) -> None:
     requests = [replace(r, params=replace(r.params, logprobs=None, prompt_logprobs=None)) for r in demanding() * 3]
     fields = {"device": "cuda", "dtype": "float32", "attention_backend": backend, "max_num_seqs": 8, **fields}
