@@ -139,9 +139,11 @@ def make_speculation(
     if proposer is None or setup.config.speculation is None:
         return None
     from folovllm.engine.speculation import Speculation
+    from folovllm.spec.measure import clock_for
     from folovllm.spec.registry import make_depth
 
-    return Speculation(*make_depth(setup.config.speculation, setup, executor, proposer), guides.trim)
+    proposer, depth = make_depth(setup.config.speculation, setup, executor, proposer)
+    return Speculation(proposer, depth, guides.trim, clock_for(setup))
 
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from folovllm.step.schedule import SchedulerOutput, Share
 
 CONTEXT = 128  # tokens that each sequence has already, if the context allows it
 ROUNDS = 3
-PATIENCE = 1.0  # seconds for a curve: a slow machine gets fewer points of it
+PATIENCE = 0.4  # seconds for a curve: a slow machine gets fewer points of it
 MOST = 512  # tokens of a step: beyond, both curves are taken for straight
 
 
@@ -34,13 +34,18 @@ def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost
     )
 
 
+def clock_for(setup: EngineSetup) -> Callable[[], float]:
+    """The seconds that count for steps. On a CPU those of this process: other programs may keep the cores busy."""
+    is_here = setup.device.type == "cpu" and setup.config.tensor_parallel_size == 1
+    return time.process_time if is_here else time.perf_counter
+
+
 class Timer:
     """Times made-up steps."""
 
     def __init__(self, executor: Executor, setup: EngineSetup, most: int) -> None:
         self._executor = executor
-        # Other programs may keep a CPU busy. They do not for long, and not one kind of step more than the other.
-        self._clock = time.process_time if setup.device.type == "cpu" else time.perf_counter
+        self._clock = clock_for(setup)
         self._start = max(0, min(CONTEXT, setup.max_model_len - most - 2))
         self._blocks = tuple(range(-(-(self._start + most + 1) // setup.block_size)))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from folovllm.executor.abstract import Executor
 from folovllm.setup import EngineSetup
 from folovllm.spec.choose import AdaptiveDepth
-from folovllm.spec.measure import measure_steps
+from folovllm.spec.measure import clock_for, measure_steps
 from folovllm.spec.ngram import NgramProposer
 from folovllm.spec.proposer import Depth, FixedDepth, Proposer, RowState
 from folovllm.spec.shadow import Shadow
@@ -79,4 +79,4 @@ def make_depth(
         return proposer, FixedDepth(most)
     is_dear = "draft_model" in config.methods
     depth = AdaptiveDepth(measure_steps(executor, setup, most), most, probe=is_dear)
-    return Shadow(proposer, depth, k=min(4, most), most=0 if is_dear else 8), depth
+    return Shadow(proposer, depth, k=min(4, most), most=0 if is_dear else 8, clock=clock_for(setup)), depth

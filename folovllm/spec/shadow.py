@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -49,9 +49,11 @@ class Shadow(Proposer):
     It watches a few sequences only, so that what it costs does not grow with the batch; `Depth` takes them for a sample.
     """
 
-    def __init__(self, inner: Proposer, depth: Depth, k: int = 4, most: int = 8) -> None:
+    def __init__(
+        self, inner: Proposer, depth: Depth, k: int = 4, most: int = 8, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         """`k`: tokens of a guess. `most`: sequences that are watched at a time, those that came first; 0 for a dear proposer."""
-        self._inner, self._depth, self._k, self._most = inner, depth, k, most
+        self._inner, self._depth, self._k, self._most, self._clock = inner, depth, k, most, clock
         self._watched: dict[int, Text] = {}
         self._checked: set[int] = set()  # whose next tokens the model judges
 
@@ -67,10 +69,10 @@ class Shadow(Proposer):
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
         """As `Proposer`; says how long it took, and for which sequences there is no idea."""
-        start = time.perf_counter()
+        start = self._clock()
         found = self._inner.propose_all(states, ks)
         if deepest := max(ks, default=0):
-            self._depth.observe_guessing(deepest, time.perf_counter() - start)
+            self._depth.observe_guessing(deepest, self._clock() - start)
         for state, k, guess in zip(states, ks, found, strict=True):
             if k:
                 self._checked.add(state.seq_id)

@@ -99,7 +99,11 @@ class Memory:
 
 
 class SuffixProposer(Proposer):
-    """Suffix decoding for each sequence: from its own text and from the answers that ended before."""
+    """Suffix decoding for each sequence: from its own text and from the answers that ended before.
+
+    Past answers serve all requests, whoever asked: how fast an answer comes can tell what others were told. Where that
+    matters, take prompt lookup.
+    """
 
     def __init__(self, capacity: int = 32_768, least: float = 0.2) -> None:
         """`capacity`: tokens of past answers that are always kept; twice as many may be, which take some 40 MB.
