@@ -62,11 +62,11 @@ class InputBatch:
         )
 
     def note_blocks(self, shares: Sequence[Share]) -> None:
-        """Bring the block tables up to date. The first share of a row begins a new one; a table may have been cut back."""
+        """Bring the block tables up to date. The first share of a row begins a new one."""
         for share in shares:
             if share.draw is not None:
                 self.block_tables[share.row] = []
-            self.block_tables[share.row][share.first_new_block :] = share.new_blocks
+            self.block_tables[share.row].extend(share.new_blocks)
 
     def flatten(self, shares: Sequence[Share]) -> RaggedArrays:
         """Lay the new tokens of all shares end to end, with no padding.

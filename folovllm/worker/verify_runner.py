@@ -21,6 +21,8 @@ class VerifyingModelRunner(ModelRunner):
     """
 
     def _build(self, shares: Sequence[Share]) -> ForwardBatch:
+        for share in shares:  # a table may have been cut back
+            del self._input_batch.block_tables.get(share.row, [])[share.first_new_block :]
         batch = super()._build(shares)
         batch.logits_indices = torch.from_numpy(Draws.of_shares(shares).token).to(batch.input_ids.device)
         return batch
