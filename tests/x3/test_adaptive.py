@@ -76,3 +76,20 @@ def test_several_are_asked_in_turn() -> None:
     states = [RowState(i, np.array([1], np.int32), 1, DrawSpec()) for i in (1, 2, 3)]
     assert InTurn([first, second]).propose_all(states, [2, 2, 0]) == [[5, 6], [7], []]
     assert (first.asked, second.asked) == ([1, 2], [2]), "who has a guess already is not asked about again"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_on_a_gpu(method: str) -> None:
+    """In float32, so that a step's width does not decide near ties; the draft's steps are recorded, too."""
+    common = {**COMMON, "device": "cuda", "dtype": "float32", "gpu_memory_utilization": 0.5}
+    config = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    if method == "draft_model":
+        config["model"] = "stories-draft"
+    plain = answers(LLM("stories-5m", **common))
+    llm = LLM("stories-5m", **common, speculative_config=config)
+    assert answers(llm) == plain
+    counts = llm.engine.scheduler.speculation  # type: ignore[attr-defined]
+    assert counts.num_guessed > 0
+    if method == "draft_model":
+        assert counts.num_accepted > 0.4 * counts.num_guessed
