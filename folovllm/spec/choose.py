@@ -7,6 +7,7 @@ counts is the ratio, over the whole batch.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,6 +36,14 @@ class Curve(NamedTuple):
             found += np.maximum(0.0, num_tokens - self.widths[-1]) * max(0.0, slope)
         return found
 
+    def at(self, num_tokens: float) -> float:
+        """`of` a single number, without arrays: it is asked at each step."""
+        i = max(1, min(bisect_left(self.widths, num_tokens), len(self.widths) - 1))
+        if len(self.widths) == 1 or num_tokens <= self.widths[0]:
+            return self.seconds[0]
+        slope = (self.seconds[i] - self.seconds[i - 1]) / (self.widths[i] - self.widths[i - 1])
+        return self.seconds[i] + max(slope, 0.0) * (num_tokens - self.widths[i])
+
 
 @dataclass
 class StepCost:
@@ -48,7 +57,7 @@ class StepCost:
 
     def of_plain(self, num_tokens: float) -> float:
         """Seconds of a step without guesses."""
-        return float(self.plain_factor * self.plain.of(np.array([num_tokens]))[0])
+        return self.plain_factor * self.plain.at(num_tokens)
 
     def of_checked(self, num_tokens: Floats, depths: npt.NDArray[np.integer]) -> Floats:
         """Seconds [n] of steps with guesses, as many as `depths` for the sequence with most, and of guessing."""
@@ -58,7 +67,7 @@ class StepCost:
         """A step took so long. One that took far too long, or that was interrupted, counts no more than twice its time."""
         name = "checked" if is_checked else "plain"
         factor, curve = getattr(self, f"{name}_factor"), getattr(self, name)
-        ratio = seconds / (factor * float(curve.of(np.array([float(num_tokens)]))[0]))
+        ratio = seconds / (factor * curve.at(num_tokens))
         setattr(self, f"{name}_factor", factor * min(2.0, max(0.5, ratio)) ** NEWS)
 
 
@@ -83,12 +92,11 @@ class Estimate:
 
     def note(self, num_guessed: int, num_accepted: int, keep: float) -> None:
         """A step more; what was known before counts `keep` times as much as until now."""
-        for name in ("offered", "silent", "right", "wrong"):
-            setattr(self, name, getattr(self, name) * keep)
-        self.offered += num_guessed > 0
-        self.silent += num_guessed == 0
-        self.right += num_accepted
-        self.wrong += num_accepted < num_guessed
+        self.offered = keep * self.offered + (num_guessed > 0)
+        self.silent = keep * self.silent + (num_guessed == 0)
+        if num_guessed:
+            self.right = keep * self.right + num_accepted
+            self.wrong = keep * self.wrong + (num_accepted < num_guessed)
 
     def start(self, weight: float) -> Estimate:
         """The same opinion with the weight of `weight` steps: what to think of a sequence that nothing is known of."""
@@ -128,7 +136,7 @@ class AdaptiveDepth(Depth):
     KEEP, KEEP_COMMON = 0.9, 0.99  # what an observation counts a step later: for its sequence, and for those to come
     WEIGHT = 2.0  # steps that the opinion of all sequences counts at the start of one
     MARGIN = 1.02
-    PAUSE = 8  # steps between two decisions while nothing is guessed
+    HOLD, PAUSE = 4, 8  # steps from one decision to the next: with guesses, and while nothing is guessed
     PROBE_SHARE = 0.01  # of the time, for probes
 
     def __init__(self, cost: StepCost, most: int, probe: bool = False) -> None:
@@ -136,6 +144,8 @@ class AdaptiveDepth(Depth):
         self._cost, self._most, self._probe = cost, most, probe
         self._common = Estimate(1.0, 0.0, 0.5, 0.5)
         self._own: dict[int, Estimate] = {}
+        self._decided: dict[int, int] = {}  # by seq_id
+        self._age = 0  # steps that it has served
         self._off = 0  # steps since guesses were last asked for
         self._until_probe = 0.0  # seconds to save up
         self._num_probes = 0
@@ -143,20 +153,21 @@ class AdaptiveDepth(Depth):
 
     def choose(self, seq_ids: Sequence[int]) -> list[int]:
         """As `Depth`."""
-        none = [0] * len(seq_ids)
         if not seq_ids:
-            return none
-        if self._off % self.PAUSE:
-            depths = none
-        else:
-            known = [self.estimate(seq_id) for seq_id in seq_ids]
-            hits, acceptances = np.array([(e.hit, e.acceptance) for e in known]).T
-            depths = best_depths(hits, acceptances, self._cost, self._most, self.MARGIN)
-        if any(depths):
-            self._off = 0
-            return depths
-        self._off += 1
-        return self._probed(none)
+            return []
+        self._age += 1
+        is_old = self._age >= (self.PAUSE if self._off else self.HOLD)
+        if is_old or any(seq_id not in self._decided for seq_id in seq_ids):
+            self._decide(seq_ids)
+        depths = [self._decided[seq_id] for seq_id in seq_ids]
+        self._off = 0 if any(depths) else self._off + 1
+        return self._probed(depths) if self._off else depths
+
+    def _decide(self, seq_ids: Sequence[int]) -> None:
+        known = [self.estimate(seq_id) for seq_id in seq_ids]
+        hits, acceptances = np.array([(e.hit, e.acceptance) for e in known]).T
+        depths = best_depths(hits, acceptances, self._cost, self._most, self.MARGIN)
+        self._decided, self._age = dict(zip(seq_ids, depths, strict=True)), 0
 
     def _probed(self, depths: list[int]) -> list[int]:
         """`depths`, all 0, or a few guesses for one sequence, as rarely as `PROBE_SHARE` demands."""

@@ -84,7 +84,10 @@ class TestBestDepths:
 
 class TestStepCost:
     def test_between_and_behind_the_table(self) -> None:
-        assert Curve((1.0, 3.0, 5.0), (1.0, 2.0, 6.0)).of(np.array([2.0, 7.0])).tolist() == [1.5, 10.0]
+        curve, at = Curve((1.0, 3.0, 5.0), (1.0, 2.0, 6.0)), np.array([0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0])
+        assert curve.of(at).tolist() == [1.0, 1.0, 1.5, 2.0, 4.0, 6.0, 10.0]
+        assert [curve.at(n) for n in at] == curve.of(at).tolist()
+        assert [Curve((2.0,), (3.0,)).at(n) for n in (1.0, 5.0)] == [3.0, 3.0], "one point: no slope"
 
     def test_what_steps_take_corrects_the_table(self) -> None:
         cost = costs((1.0, 2.0), (1.0, 1.0))
@@ -112,8 +115,9 @@ def test_an_estimate_follows_the_text() -> None:
     for _ in range(30):
         known.note(4, 0, 0.9)
     assert known.acceptance < 0.2
-    for _ in range(60):
+    for _ in range(20_000):
         known.note(0, 0, 0.9)
+    assert known.acceptance < 0.2, "silence says nothing of the guesses there were"
     assert known.hit < 0.01
 
 
@@ -163,7 +167,7 @@ def virtual_seconds(
 
 
 def noise(length: int, seed: int = 0) -> list[int]:
-    return [Random(seed * 10**6 + i).randrange(50) for i in range(length)]
+    return [Random(seed * 10**6 + i).randrange(200) for i in range(length)]
 
 
 def shadowed(cost: StepCost, most: int = 8) -> tuple[Proposer, AdaptiveDepth]:
