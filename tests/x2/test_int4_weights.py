@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
 from folovllm.engine.setup import set_up
@@ -224,6 +225,19 @@ class TestRefusals:
         coded, _ = write_quantized(tiny(), tmp_path, uneven, SORTED)
         with pytest.raises(ValueError, match="g_idx does not put 32 inputs into each group"):
             Driver(coded)
+
+
+def test_biases_of_zeros_are_passed_over(tmp_path: Path) -> None:
+    """Some GPTQ checkpoints have one for every layer. One that is not zero is a weight like others."""
+    coded, _ = write_quantized(tiny(), tmp_path, *KINDS["gptq"])
+    tensors, expected = load_file(coded / "model.safetensors"), Driver(coded).step({0: [5, 9]})[0]
+    tensors["model.layers.0.mlp.down_proj.bias"] = bias = torch.zeros(64)
+    save_file(tensors, coded / "model.safetensors")
+    assert torch.equal(Driver(coded).step({0: [5, 9]})[0], expected)
+    bias[3] = 1
+    save_file(tensors, coded / "model.safetensors")
+    with pytest.raises(ValueError, match=r"down_proj.bias', for which the model has no place"):
+        Driver(coded)
 
 
 @pytest.mark.parametrize("kind", ["gptq", "packed rows"])

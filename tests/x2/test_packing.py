@@ -30,7 +30,9 @@ def test_the_orders_by_hand() -> None:
     gptq, awq = packing.pack_gptq(codes[None]), packing.pack_awq(codes[:8, None])
     assert [f"{word & 0xFFFFFFFF:08x}" for word in gptq[:, 0].tolist()] == ["76543210", "fedcba98"]
     assert f"{awq.item():08x}" == "75316420"
-    assert packing.unpack_gptq_zeros(packing.pack_gptq_zeros(torch.full((8, 1), 16).byte())).tolist() == [[16]] * 8
+    zeros = torch.tensor([0, 1, 2, 8, 9, 14, 15, 0])[:, None].byte()
+    assert f"{packing.pack_gptq_zeros(zeros).item() & 0xFFFFFFFF:08x}" == "fed8710f"
+    assert torch.equal(packing.unpack_gptq_zeros(packing.pack_gptq_zeros(zeros)), zeros)
 
 
 @settings(max_examples=10)
