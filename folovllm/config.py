@@ -57,7 +57,8 @@ class EngineConfig:
     What vLLM's engine knows beside them is taken where it changes nothing, and refused with a sentence elsewhere.
 
     Attributes:
-        model: a local directory, a hub id, or one of the names "stories-5m" (embedded) and "smollm2" (downloaded).
+        model: a local directory or GGUF file, a hub id, or one of the names "stories-5m" (embedded), "smollm2" and
+            "smollm2-gguf" (downloaded).
         tokenizer: the same for the tokenizer; None takes the model's.
         milestone: the preset that fills what is left open; None takes the latest.
         model_impl: "hf" runs transformers' model, "native" ours.
@@ -92,8 +93,9 @@ class EngineConfig:
         enable_expert_parallel: in a mixture of experts, each of them holds some experts whole, not a part of each.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
-        quantization: how the weights are kept, which a checkpoint says by itself: "fp8", "compressed-tensors". With
-            `random_weights` the kind to make up: "fp8" (in blocks of 128 x 128) or "int8" (a scale for each output).
+        quantization: how the weights are kept, which a checkpoint says by itself: "fp8", "compressed-tensors", "gptq", "awq".
+            With `random_weights` the kind to make up: "fp8" (in blocks of 128 x 128), "int8" (a scale for each output) or
+            "int4" (one for each 128 inputs of an output).
         use_tqdm: show progress while loading (and, on the command line, while answering).
         speculative_config: how the next tokens are guessed, as a dict with vLLM's keys, or one in JSON; see `SpeculativeConfig`.
         speculative_method: the method alone: "ngram", "suffix" or "draft_model".

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ class LinearBase(nn.Module):
 
     weight: torch.Tensor  # what a format's parameter is mostly called
     scale: torch.Tensor  # and what its codes are multiples of
+    grouped: Any  # codes of 4 bits, with all that belongs to them (`formats.int4.Grouped`)
     columns: torch.Tensor | None  # factors [inputs] of `x` that a format could not fold into its codes
     dtype: torch.dtype  # of `x`, where the weight has another
 

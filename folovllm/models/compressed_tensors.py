@@ -8,6 +8,7 @@ from typing import Any
 
 from folovllm.layers.formats.abstract import WeightFormat
 from folovllm.layers.formats.fp8 import Fp8
+from folovllm.layers.formats.int4_checkpoints import PackedInt4
 from folovllm.layers.formats.int8 import Int8, PackedInt8
 from folovllm.layers.layer_set import FormatOf
 
@@ -43,7 +44,7 @@ def format_of_scheme(scheme: Scheme, packing: str | None) -> WeightFormat:
     """The format of weights of this scheme. `packing` is how they are written down."""
     kind = f"{scheme.get('type', 'int')}{scheme.get('num_bits', 8)}"
     if make := SCHEMES.get((kind, str(packing))):
-        if scheme.get("symmetric", True):
+        if scheme.get("symmetric", True) or kind in ASYMMETRIC:
             return make(scheme)
         kind = f"asymmetric {kind}"
     known = ", ".join(f"{kind} {packing}" for kind, packing in SCHEMES)
@@ -64,10 +65,24 @@ def block_of(scheme: Scheme) -> tuple[int, int] | None:
             raise ValueError(f"weights quantized by compressed-tensors with strategy {other!r} are not supported")
 
 
+def packed_int4(scheme: Scheme) -> WeightFormat:
+    """Groups, or all inputs of an output. With actorder "group" the inputs of a group lie anywhere."""
+    if scheme.get("actorder") in ("group", True):
+        raise ValueError("int4 weights with actorder 'group' are not supported: 'static' or 'weight' is")
+    block = block_of(scheme)
+    if scheme.get("strategy") not in ("group", "channel") or (block is not None and block[1] < 1):
+        raise ValueError(
+            f"int4 weights with strategy {scheme.get('strategy')!r} are not supported: 'group' and 'channel' are"
+        )
+    return PackedInt4(None if block is None else block[1], with_zeros=not scheme.get("symmetric", True))
+
+
+ASYMMETRIC = ("int4",)  # kinds whose zeros may be other codes than the middle one
 # By type and bits, and how they are written down.
 SCHEMES: dict[tuple[str, str], Callable[[Scheme], WeightFormat]] = {
     ("float8", "float-quantized"): lambda scheme: Fp8("weight_scale", block_of(scheme)),
     ("float8", "naive-quantized"): lambda scheme: Fp8("weight_scale", block_of(scheme)),
+    ("int4", "pack-quantized"): packed_int4,
     ("int8", "int-quantized"): lambda scheme: Int8("weight_scale", block_of(scheme)),
     ("int8", "naive-quantized"): lambda scheme: Int8("weight_scale", block_of(scheme)),
     ("int8", "pack-quantized"): lambda scheme: PackedInt8("weight_scale", block_of(scheme)),

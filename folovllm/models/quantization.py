@@ -15,10 +15,12 @@ import torch
 from folovllm.config import EngineConfig
 from folovllm.layers.formats.abstract import WeightFormat
 from folovllm.layers.formats.fp8 import Fp8
+from folovllm.layers.formats.int4_checkpoints import Awq, Gptq, SortedGptq
 from folovllm.layers.layer_set import FormatOf
 from folovllm.layers.linear import PLAIN
 from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of
 from folovllm.models.compressed_tensors import read_compressed_tensors
+from folovllm.models.gguf_codes import read_gguf_types
 from folovllm.models.json_files import reading
 
 if TYPE_CHECKING:
@@ -38,8 +40,41 @@ def read_fp8(said: Said) -> FormatOf:
     return lambda name: None if is_named(name, plain) else format
 
 
+def read_gptq(said: Said) -> FormatOf:
+    """GPTQ: AutoGPTQ's, GPTQModel's and transformers' words for it."""
+    layout = said.get("checkpoint_format", "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        raise ValueError(f"GPTQ's checkpoint_format {layout!r} is not supported: 'gptq' and 'gptq_v2' are")
+    if odd := [name for name in ("dynamic", "lm_head") if said.get(name)]:
+        raise ValueError(f"GPTQ checkpoints with {odd[0]} are not supported: all projections must be quantized alike")
+    kind = SortedGptq if said.get("desc_act") else Gptq
+    format = kind(group_size_4("gptq", said.get("bits"), said), one_less=layout == "gptq")
+    return lambda name: format
+
+
+def read_awq(said: Said) -> FormatOf:
+    """AWQ: AutoAWQ's words for it."""
+    version = str(said.get("version", "gemm")).lower()
+    if version != "gemm" or not said.get("zero_point", True):
+        raise ValueError(f"AWQ's version {version!r}, or without zero points, is not supported: 'gemm' with them is")
+    format = Awq(group_size_4("awq", said.get("bits", said.get("w_bit")), said))
+    plain = said.get("modules_to_not_convert") or []
+    return lambda name: None if is_named(name, plain) else format
+
+
+def group_size_4(method: str, bits: int | None, said: Said) -> int | None:
+    """The size of groups of 4-bit weights; None where a row is one. Raises ValueError for what the kernels do not have."""
+    if bits != 4:
+        raise ValueError(f"{method} with {bits} bits is not supported: with 4 it is")
+    size = said.get("group_size", said.get("q_group_size", 128))
+    return None if size == -1 else size
+
+
 READERS: dict[str, Callable[[Said], FormatOf]] = {  # by `quant_method`
     "fp8": read_fp8,
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "gguf": read_gguf_types,
     "compressed-tensors": read_compressed_tensors,
 }
 MADE_UP: dict[str, dict[str, Any]] = {  # by what random weights may be asked to be
@@ -49,6 +84,16 @@ MADE_UP: dict[str, dict[str, Any]] = {  # by what random weights may be asked to
         "format": "int-quantized",
         "config_groups": {
             "0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
+        },
+    },
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
+            }
         },
     },
 }
@@ -141,6 +186,16 @@ def check_quantization(hf_config: PretrainedConfig, part: PretrainedConfig) -> N
                     raise ValueError(
                         f"so many ranks cannot share {name}: {error}; lower tensor_parallel_size"
                     ) from error
+
+
+def check_known_to_transformers(hf_config: PretrainedConfig) -> None:
+    """Raise ValueError if the codes are of a kind that only our own models read."""
+    said = getattr(hf_config, "quantization_config", None)
+    if said is not None and dict(said).get("quant_method") == "gguf":
+        raise ValueError(
+            "transformers' model, which M1 runs, cannot keep a GGUF file's codes: take a later milestone or "
+            'model_impl="native", or smollm2, which is unpacked'
+        )
 
 
 def linear_bytes(hf_config: PretrainedConfig, dtype: torch.dtype) -> int:

@@ -1,0 +1,144 @@
+"""Weights as codes of 4 bits in groups of inputs, in one layout, whoever quantized them.
+
+Those who write checkpoints each have a layout of their own: `int4_checkpoints`. Loading brings all into this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from folovllm.layers.formats import packing
+from folovllm.layers.formats.abstract import FLOATS, WeightFormat
+from folovllm.layers.formats.grouped import Grouped, narrowest
+
+if TYPE_CHECKING:
+    from folovllm.layers.linear import LinearBase
+
+MULTIPLE = 32  # of inputs that a group has: what a thread of the kernel reads at once
+STEPS = 4.6  # standard deviation of random codes
+
+
+@dataclass(frozen=True)
+class Int4(WeightFormat):
+    """W is (code - zero) * scale, or code * scale + minimum; a layer keeps a `Grouped`.
+
+    Attributes:
+        group_size: inputs that share a scale, a multiple of 32; None: all of them.
+        with_zeros: whether the checkpoint has zeros, or minimums.
+        with_minimum: it has those: floats, not codes.
+    """
+
+    group_size: int | None = None
+    with_zeros: bool = False
+    with_minimum: bool = False
+
+    names: ClassVar[tuple[str, str, str]] = ("words", "scales", "zeros")  # as a checkpoint calls them
+    order_name: ClassVar[str | None] = None  # what says which group an input is in
+
+    def create(self, layer: LinearBase) -> None:
+        """Make words, float32 scales, and zeros."""
+        outputs, groups = sum(layer.output_sizes), layer.input_size // self.group_size_of(layer.input_size)
+        words = torch.empty(outputs, layer.input_size // packing.PER_WORD, dtype=torch.int32)
+        layer.grouped = Grouped(words, torch.empty(outputs, groups, dtype=torch.float32))
+        layer.grouped.dtype = torch.get_default_dtype()
+        if self.with_zeros:
+            layer.grouped.zeros = torch.empty(
+                outputs, groups, dtype=torch.float32 if self.with_minimum else torch.uint8
+            )
+        if self.order_name:
+            layer.grouped.order = torch.empty(len(layer.output_sizes), layer.input_size, dtype=torch.int32)
+
+    def group_size_of(self, inputs: int) -> int:
+        """Inputs that share a scale. Raises ValueError where they do not fill a row, or the kernel's reads."""
+        size = self.group_size or inputs
+        if size % MULTIPLE or inputs % size:
+            raise ValueError(
+                f"weights of 4 bits in groups of {size} of {inputs} inputs are not supported: a group must be a multiple "
+                f"of {MULTIPLE}, and divide the inputs"
+            )
+        return size
+
+    def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
+        """The rows of each part."""
+        kept: Grouped = layer.grouped
+        sizes, tensors = layer.output_sizes, zip(self.names, (kept.words, kept.scales, kept.zeros), strict=True)
+        places = {name: torch.split(tensor, sizes) for name, tensor in tensors if tensor is not None}
+        return places | ({} if self.order_name is None or kept.order is None else {self.order_name: tuple(kept.order)})
+
+    def stored(self, kind: str) -> tuple[str, ...]:
+        """Words and zeros are int32, all else floats."""
+        words, _, zeros = self.names
+        return ("I32",) if kind == words or (kind == zeros and not self.with_minimum) else FLOATS
+
+    def check_part(self, outputs: int, inputs: int) -> None:
+        """As `WeightFormat`: a border between ranks must be one between groups, and no word may lie across it."""
+        if self.order_name:
+            raise ValueError("its inputs are sorted (desc_act), so those of a group lie on all ranks")
+        if outputs % packing.PER_WORD or inputs % (self.group_size or MULTIPLE):
+            raise ValueError(
+                f"a rank's part [{outputs}, {inputs}] would not hold whole groups of {self.group_size or MULTIPLE} inputs, "
+                f"or not a multiple of {packing.PER_WORD} outputs"
+            )
+
+    def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        """As `WeightFormat`: random bits, and one scale."""
+        if kind == self.names[0]:
+            tensor.random_(-(2**31), 2**31 - 1, generator=generator)
+        elif kind == self.names[1]:
+            tensor.fill_(0.02 / STEPS)
+        else:
+            super().fill(kind, tensor, generator)
+
+    def num_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+        """As `WeightFormat`: half a byte for each; of each group a scale of two bytes, and a zero of one or two."""
+        per_group = 2 + self.with_zeros + self.with_minimum
+        return outputs * inputs // 2 + per_group * outputs * inputs // self.group_size_of(inputs)
+
+    def loaded(self, layer: LinearBase) -> None:
+        """Sort the inputs, if that is asked for; keep no more of scales and zeros than there is in them."""
+        kept: Grouped = layer.grouped
+        kept.columns = None
+        if self.order_name:
+            kept.sort(self.order_name)
+        kept.scales = narrowest(kept.scales)
+        if kept.zeros is not None and self.with_minimum:
+            kept.zeros = narrowest(kept.zeros)
+        elif kept.zeros is not None and (kept.zeros == 8).all():
+            kept.zeros = None
+        kept.settle()
+
+    def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """As `WeightFormat`."""
+        y: torch.Tensor = layer.grouped.product(x, residual)
+        return y if layer.bias is None else y.add_(layer.bias)
+
+    def apply(
+        self,
+        layer: LinearBase,
+        x: torch.Tensor,
+        norm_eps: float | None = None,
+        gated: bool = False,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `WeightFormat`."""
+        if not self.fuses(layer, x):
+            return super().apply(layer, x, norm_eps, gated, residual)
+        y: torch.Tensor = layer.grouped.fused(x, norm_eps, gated, residual)
+        return y
+
+    def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
+        """True for few tokens and no bias."""
+        return layer.bias is None and bool(layer.grouped.fuses(x))
+
+    def can_fold(self, layer: LinearBase) -> bool:
+        """As for plain weights: False with a bias, and in float16."""
+        return layer.bias is None and layer.grouped.dtype != torch.float16
+
+    def fold(self, layer: LinearBase, scale: torch.Tensor) -> None:
+        """Keep the factors: in codes there is no room for them. Every product multiplies its `x` by them."""
+        kept: Grouped = layer.grouped
+        kept.columns = scale.clone() if kept.columns is None else kept.columns * scale

@@ -1,0 +1,90 @@
+"""Products with codes of 4 bits, by kernels, against torch in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from folovllm.layers.formats.packing import pack_planes
+from tests.contract import DEVICE
+
+pytest.importorskip("triton", reason="Triton is for Linux only")
+
+from folovllm.kernels.int4_linear import int4_linear
+from folovllm.kernels.int4_matmul import int4_matmul, unpacked
+
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+Kept = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def made_up(outputs: int, inputs: int, group: int, zeros: str) -> tuple[Kept, torch.Tensor]:
+    """Words, scales and zeros, and W in double precision."""
+    generator = torch.Generator().manual_seed(inputs)
+    shape = outputs, inputs // group
+    codes = torch.randint(0, 16, (outputs, inputs), generator=generator).byte()
+    scales = (torch.rand(shape, generator=generator) + 0.1).half() / 50
+    kept = {
+        "none": None,
+        "codes": torch.randint(0, 16, shape, generator=generator).byte(),
+        "minimums": torch.randn(shape, generator=generator).half() / 10,
+    }[zeros]
+    numbers, scale = codes.double(), scales.double().repeat_interleave(group, 1)
+    zero = torch.tensor(8.0) if kept is None else kept.double().repeat_interleave(group, 1)
+    weight = numbers * scale + zero if zeros == "minimums" else (numbers - zero) * scale
+    on = tuple(None if t is None else t.to(DEVICE) for t in (pack_planes(codes, group), scales, kept))
+    return on, weight
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    allowed = ROUNDING[actual.dtype] * float(expected.abs().max())
+    assert actual.shape == expected.shape
+    assert (actual.double().cpu() - expected).abs().max() <= allowed
+
+
+def inputs_of(tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows that lie apart."""
+    wide = torch.randn(tokens, width + 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return wide.to(DEVICE)[:, :width]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs", "group", "zeros"),
+    [(1, 5, 96, 32, "none"), (2, 6, 384, 128, "codes"), (4, 3, 1088, 64, "minimums"), (1, 2, 1056, 1056, "codes")],
+)
+def test_few_tokens(dtype: torch.dtype, tokens: int, outputs: int, inputs: int, group: int, zeros: str) -> None:
+    """Alone, and with all that comes before and after it; some rows and quads are past the end."""
+    kept, weight = made_up(outputs, inputs, group, zeros)
+    x = inputs_of(tokens, inputs, dtype)
+    exact = x.double().cpu() @ weight.t()
+    close(int4_linear(x, *kept), exact)
+    residual = torch.randn(tokens, outputs, generator=torch.Generator().manual_seed(1)).to(dtype).to(DEVICE)
+    normed = F.rms_norm(x.double().cpu(), (inputs,), eps=1e-5) @ weight.t()
+    close(int4_linear(x, *kept, norm_eps=1e-5, residual=residual), normed + residual.double().cpu())
+    if outputs % 2 == 0:
+        columns = torch.rand(inputs, generator=torch.Generator().manual_seed(2)).to(dtype)
+        gate, up = (F.rms_norm(x.double().cpu(), (inputs,), eps=1e-5) * columns @ weight.t()).chunk(2, 1)
+        close(int4_linear(x, *kept, norm_eps=1e-5, gated=True, columns=columns.to(DEVICE)), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs", "group", "zeros"),
+    [(3, 9, 96, 32, "minimums"), (17, 70, 384, 128, "none"), (5, 5, 4096, 256, "codes")],
+)
+def test_some_tokens(dtype: torch.dtype, tokens: int, outputs: int, inputs: int, group: int, zeros: str) -> None:
+    """Within a group and across groups, in one part and in several."""
+    kept, weight = made_up(outputs, inputs, group, zeros)
+    x = inputs_of(tokens, inputs, dtype)
+    exact = x.double().cpu() @ weight.t()
+    close(int4_matmul(x, *kept), exact)
+    residual = torch.randn(tokens, outputs, generator=torch.Generator().manual_seed(1)).to(dtype).to(DEVICE)
+    close(int4_matmul(x, *kept, residual), exact + residual.double().cpu())
+
+
+@pytest.mark.parametrize("zeros", ["none", "codes", "minimums"])
+def test_unpacked(zeros: str) -> None:
+    kept, weight = made_up(3, 96, 32, zeros)
+    close(unpacked(*kept, torch.float32), weight)
