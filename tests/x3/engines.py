@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import xxhash
 
 from folovllm import build
@@ -89,6 +90,7 @@ class Pair:
                     other.finish_reason,
                     other.stop_reason,
                 )
+                assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
                 assert_close(one.logprobs, other.logprobs)
             assert_close(output.prompt_logprobs, plain.prompt_logprobs)
 

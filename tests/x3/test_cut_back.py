@@ -159,7 +159,9 @@ class Loop:
                 assert self.watcher.sequences[seq.seq_id].num_computed_tokens == seq.num_computed_tokens
 
     def check_price(self, output: SchedulerOutput) -> None:
-        """Nobody gives way to a guess, and no answer waits for one."""
+        """Nobody gives way to a guess, no answer waits for one, and none is beyond an answer's greatest length."""
+        for share, seq in zip(output.shares, self.scheduler.sequences(output), strict=True):
+            assert share.end < seq.num_prompt_tokens + seq.max_tokens
         size, guessed = self.kv.block_size, [share for share in output.shares if share.num_draws > 1]
         if output.preempted:
             assert all(-(-share.end // size) == -(-(share.start + 1) // size) for share in guessed)
