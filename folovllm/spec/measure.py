@@ -24,6 +24,7 @@ def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost
 
     The sequences are made up and share their blocks; no request uses what they leave in the cache.
     """
+    most = min(most, setup.max_model_len - 2)
     widest = min(setup.max_num_batched_tokens, setup.max_num_seqs * (most + 1), MOST)
     widths = [1 << i for i in range(widest.bit_length())]
     plain = [[1] * n for n in widths if n <= setup.max_num_seqs]

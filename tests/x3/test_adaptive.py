@@ -56,6 +56,15 @@ def test_the_cost_of_steps_is_measured() -> None:
             assert 0 < curve.seconds[0] <= curve.seconds[-1]
 
 
+def test_more_guesses_than_the_context_has_room_for() -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 16}
+    with LLM(str(tiny_checkpoint()), **{**COMMON, "max_model_len": 8}, speculative_config=config) as llm:
+        assert (
+            len(llm.generate([[5, 5, 5, 5]], SamplingParams(temperature=0, ignore_eos=True))[0].outputs[0].token_ids)
+            == 4
+        )
+
+
 def test_a_draft_has_the_vocabulary_of_its_model() -> None:
     config = {"method": "draft_model", "model": str(tiny_checkpoint())}
     with pytest.raises(ValueError, match="must have the vocabulary of its model"):
