@@ -12,6 +12,7 @@ import os
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from folovllm import builders
 from folovllm.attention.backends.abstract import AttentionBackend
@@ -57,6 +58,10 @@ from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.native_model import load_native_model, load_sharded_model
 
+if TYPE_CHECKING:
+    from folovllm.engine.speculation import Speculation
+    from folovllm.spec.proposer import Proposer
+
 
 def make_engine(config: EngineConfig) -> LLMEngine:
     """The engine with the loop that the configuration asks for: a step at a time (M1), or one ahead (M6)."""
@@ -75,12 +80,16 @@ def put_together(config: EngineConfig) -> Parts:
     num_threads = use_threads(setup)
     tokenizer = load_tokenizer(setup.path, config)
     processor = InputProcessor(setup, tokenizer)  # reads small files, which may be damaged: so before the weights
+    proposer = make_proposer(setup)  # which may have a model and a cache: so before the cache that takes all memory
     executor, events, guides = make_executor(setup), Events(), Guides(tokenizer, setup.vocab_size)
-    scheduler = make_scheduler(setup, executor.num_kv_blocks, events, guides)
+    speculation = make_speculation(setup, proposer, executor, guides)
+    scheduler = make_scheduler(setup, executor.num_kv_blocks, events, speculation)
     return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events, guides)
 
 
-def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events, guides: Guides) -> SchedulerLike:
+def make_scheduler(
+    setup: EngineSetup, num_kv_blocks: int, events: Events, speculation: Speculation | None = None
+) -> SchedulerLike:
     """Who is served: one request after the other (M1), or a batch that changes at every step (M2), with guesses (X3)."""
     config = setup.config
     if config.kv_cache == "growing":
@@ -89,8 +98,11 @@ def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events, guide
     if own := builders.own(config, "scheduler"):
         return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens_of_step(config))
     kind: Callable[..., Scheduler] = OverlapScheduler if config.async_scheduling else Scheduler  # M6; M2
-    if config.speculation is not None:
-        kind = speculative_scheduler(setup, guides)
+    if speculation is not None:
+        from folovllm.engine.speculative_scheduler import SpeculativeOverlapScheduler, SpeculativeScheduler
+
+        kind = SpeculativeOverlapScheduler if config.async_scheduling else SpeculativeScheduler
+        kind = partial(kind, speculation=speculation)
     return kind(
         kv=kv,
         max_num_seqs=setup.max_num_seqs,
@@ -101,17 +113,37 @@ def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events, guide
     )
 
 
-def speculative_scheduler(setup: EngineSetup, guides: Guides) -> Callable[..., Scheduler]:
-    """The same with guesses (X3)."""
-    from folovllm.engine.speculation import Speculation
-    from folovllm.engine.speculative_scheduler import SpeculativeOverlapScheduler, SpeculativeScheduler
-    from folovllm.spec.registry import make_depth, make_proposer
+def make_proposer(setup: EngineSetup) -> Proposer | None:
+    """Who guesses tokens, where anybody does (X3)."""
+    if setup.config.speculation is None:
+        return None
+    from folovllm.spec import registry
 
-    config = setup.config.speculation
-    assert config is not None
-    kind = SpeculativeOverlapScheduler if setup.config.async_scheduling else SpeculativeScheduler
-    speculation = Speculation(make_proposer(config, setup), make_depth(config, setup), guides.trim)
-    return partial(kind, speculation=speculation)
+    return registry.make_proposer(setup.config.speculation, partial(make_draft, setup))
+
+
+def make_draft(setup: EngineSetup, model: str) -> Proposer:
+    """The small model `model`, with rows and blocks of its own: as many sequences as the large one, in a part of its memory."""
+    from folovllm.engine.draft_setup import draft_setup
+    from folovllm.spec.draft_model import DraftModel
+
+    draft = draft_setup(setup, model)
+    executor = LocalExecutor(draft.max_num_seqs, *make_packed_worker(draft))
+    return DraftModel(executor, draft.max_num_seqs, draft.max_num_batched_tokens, draft.max_model_len, draft.block_size)
+
+
+def make_speculation(
+    setup: EngineSetup, proposer: Proposer | None, executor: Executor, guides: Guides
+) -> Speculation | None:
+    """What the scheduler asks for guesses (X3)."""
+    if proposer is None or setup.config.speculation is None:
+        return None
+    from folovllm.engine.speculation import Speculation
+    from folovllm.spec.measure import clock_for
+    from folovllm.spec.registry import make_depth
+
+    proposer, depth = make_depth(setup.config.speculation, setup, executor, proposer)
+    return Speculation(proposer, depth, guides.trim, clock_for(setup))
 
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:

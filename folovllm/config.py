@@ -141,7 +141,9 @@ class EngineConfig:
     random_weights: bool = False
     quantization: str | None = None
     use_tqdm: bool = True
-    speculative_config: SpeculativeConfig | dict[str, Any] | str | None = field(default=None, metadata={"flag_type": str})
+    speculative_config: SpeculativeConfig | dict[str, Any] | str | None = field(
+        default=None, metadata={"flag_type": str}
+    )
     speculative_method: str | None = None
     num_speculative_tokens: int | None = None
     builders: str | None = None

@@ -25,6 +25,8 @@ class SpeculativeConfig:
         num_speculative_tokens: the most guesses that a step checks for one sequence.
         prompt_lookup_max: "ngram" looks for the last so many tokens of a text in what comes before them,
         prompt_lookup_min: and for fewer, down to so many.
+        adaptive: guess as many tokens as pays, at most `num_speculative_tokens`, and none where none pay; else always so
+            many. A `Proposer` of your own is always asked.
         model: of "draft_model": a small model with the vocabulary of the large one.
     """
 
@@ -32,6 +34,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int = DEFAULT_TOKENS
     prompt_lookup_max: int = 5
     prompt_lookup_min: int = 2
+    adaptive: bool = True
     model: str | None = None
 
     def __post_init__(self) -> None:
@@ -43,6 +46,8 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if not (_is_whole(value) and 1 <= value <= most):
                 raise ValueError(f"{name} must be a whole number from 1 to {most}, not {value!r}")
+        if not isinstance(self.adaptive, bool):
+            raise ValueError(f"adaptive must be True or False, not {self.adaptive!r}")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max {self.prompt_lookup_max}: lower it"

@@ -96,7 +96,8 @@ class BlockManager(KVCacheManager):
 
         Blocks that were reserved for guesses, which turned out wrong, go back to the front of the free list
         (`prepend(self._free, block)`), for they hold nothing that could be found again, the first of them to the very front.
-        None of them is shared or has a name: only blocks of tokens that were drawn have.
+        None of them is shared or has a name: only blocks of tokens that were drawn have. Listeners hear of each:
+        `TableCut(seq.seq_id, block_id)`.
         """
         needed = -(-seq.num_computed_tokens // self.block_size)
         while len(seq.block_table) > needed:

@@ -29,11 +29,14 @@ class Begun(NamedTuple):
 class Speculation:
     """Asks the proposer and the depth, and tells them what they must know. It owns who of the sequences was admitted."""
 
-    def __init__(self, proposer: Proposer, depth: Depth, trim: Trim) -> None:
+    def __init__(
+        self, proposer: Proposer, depth: Depth, trim: Trim, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`trim` cuts guesses to what an answer's form allows; `clock` gives the seconds that steps take."""
         self.proposer = proposer
         self.depth = depth
         self.num_drafts = self.num_guessed = self.num_accepted = 0  # shares with guesses, guesses, right ones
-        self._trim = trim
+        self._trim, self._clock = trim, clock
         self._specs: dict[int, DrawSpec] = {}  # of admitted sequences, by seq_id
         self._ks: dict[int, int] | None = None  # what `depth` said for the coming step
         self._begun: deque[Begun] = deque()
@@ -65,11 +68,12 @@ class Speculation:
     def began(self, output: SchedulerOutput) -> None:
         """Hear of a step that will run."""
         num_guessed = sum(share.num_draws - 1 for share in output.shares if share.num_draws > 1)
-        self._begun.append(Begun(time.monotonic(), len(output.shares), output.num_tokens, num_guessed))
+        start = self._last_end if self._specs else self._clock()  # behind another step: what the host does counts, too
+        self._begun.append(Begun(start, len(output.shares), output.num_tokens, num_guessed))
 
     def ended(self) -> None:
         """Hear that the tokens of the oldest such step are here. Its time counts from the end of the one before, at the earliest."""
-        step, now = self._begun.popleft(), time.monotonic()
+        step, now = self._begun.popleft(), self._clock()
         self.depth.observe_step(step.num_seqs, step.num_tokens, step.num_guessed, now - max(step.time, self._last_end))
         self._last_end = now
 

@@ -63,6 +63,9 @@ class Depth(ABC):
     def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
         """So many guesses were checked in a step, and so many of them were right."""
 
+    def observe_guessing(self, num_guesses: int, seconds: float) -> None:
+        """The proposer took so long for so many guesses in turn, of all sequences of a step together."""
+
     def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float) -> None:
         """A step of so many sequences and tokens, guesses among them, took so long, from its schedule to its tokens."""
 

@@ -40,7 +40,7 @@ FLOORS = {  # each may import itself, the ground floor, and these
     "models": ("layers", "attention", "kernels"),
     "worker": ("sample", "models", "layers", "attention", "kernels"),
     "executor": ("worker",),  # `make_rank` comes to a rank by its name
-    "spec": ("cache", "worker", "sample", "models", "layers", "attention", "kernels"),
+    "spec": ("executor", "cache", "worker", "sample", "models", "layers", "attention", "kernels"),
     "engine": ("executor", "spec", "cache", "structured", "models", "attention"),
 }
 EXCEPTIONS = {
