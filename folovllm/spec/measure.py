@@ -12,6 +12,7 @@ from folovllm.setup import EngineSetup
 from folovllm.spec.choose import Curve, StepCost
 from folovllm.step.draw import DrawSpec, no_tokens
 from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.step.verify import most_draws
 
 CONTEXT = 128  # tokens that each sequence has already, if the context allows it
 ROUNDS = 3
@@ -25,7 +26,7 @@ def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost
     The sequences are made up and share their blocks; no request uses what they leave in the cache.
     """
     most = min(most, setup.max_model_len - 2)
-    widest = min(setup.max_num_batched_tokens, setup.max_num_seqs * (most + 1), MOST)
+    widest = min(setup.max_num_batched_tokens, setup.max_num_seqs * (most + 1), most_draws(setup.max_num_seqs), MOST)
     widths = [1 << i for i in range(widest.bit_length())]
     plain = [[1] * n for n in widths if n <= setup.max_num_seqs]
     checked = [[most + 1] * (n // (most + 1)) + [n % (most + 1)] * (n % (most + 1) > 0) for n in widths]

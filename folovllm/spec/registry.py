@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 from folovllm.executor.abstract import Executor
@@ -73,9 +74,12 @@ def make_proposer(config: SpeculativeConfig, make_draft: MakeDraft) -> Proposer:
 def make_depth(
     config: SpeculativeConfig, setup: EngineSetup, executor: Executor, proposer: Proposer
 ) -> tuple[Proposer, Depth]:
-    """Who says how many tokens to guess, and the proposer as that one needs it."""
+    """Who says how many tokens to guess, and the proposer as that one needs it.
+
+    Under torchrun each rank has a scheduler of its own, and all must decide the same: there time may have no say.
+    """
     most = config.num_speculative_tokens
-    if not config.adaptive or not isinstance(config.method, str):
+    if not config.adaptive or not isinstance(config.method, str) or "TORCHELASTIC_RUN_ID" in os.environ:
         return proposer, FixedDepth(most)
     is_dear = "draft_model" in config.methods
     depth = AdaptiveDepth(measure_steps(executor, setup, most), most, probe=is_dear)

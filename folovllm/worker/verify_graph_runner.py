@@ -86,6 +86,8 @@ class VerifyingGraphRunner(GraphRunner):
             return super()._compute(step)
         query_lens, num_draws, ends = step.fields[[Field.QUERY_LEN, Field.NUM_DRAWS, Field.SEQ_LEN]].astype(np.int64)
         draws = Draws.of(query_lens, num_draws, ends, step.tokens)
+        if len(draws.token) > len(self._tokens):
+            raise RuntimeError(f"a step draws {len(draws.token)} tokens, and there is room for {len(self._tokens)}")
         by_draw, (room, numbers) = spread(step, draws), self._checks.pad_draws(step, draws)
         places = draws.token.astype(np.int32)
         flat, more = self._upload(step, np.concatenate([numbers, by_draw.fields.ravel(), places]))

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from folovllm.engine import speculative_scheduler
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.events import Event, GuessesChecked, StepEnded
 from folovllm.sampling_params import SamplingParams
+from folovllm.step.schedule import SchedulerOutput
+from folovllm.worker import verify_graph_runner
+from folovllm.worker.warm_up import dummy_shares
 from tests.helpers import prompts
 from tests.workloads import Request, assert_nothing_left, serve
 from tests.x3.engines import Pair, guessing, make_engine, make_proposer, speculation_of
@@ -125,3 +129,18 @@ def in_flight_after_each_step(engine: LLMEngine, request: Request) -> list[int]:
         engine.step()
     engine.executor.submit = submit  # type: ignore[attr-defined]
     return counts
+
+
+def test_a_step_draws_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses are cut down to what a step may draw; a step that is made by hand and draws more is refused."""
+    for place in (speculative_scheduler, verify_graph_runner):
+        monkeypatch.setattr(place, "most_draws", lambda max_num_seqs: 9)
+    pair = Pair.of(crowd(), milestone="m6", max_num_seqs=6)
+    engine = pair.engine("right", k=5)
+    told = Told()
+    engine.subscribe(told)
+    pair.check(serve(engine, pair.requests))
+    assert max(sum(s.num_draws for s in e.output.shares) for e in told if isinstance(e, StepEnded)) == 9
+    (share,) = dummy_shares([10], 16)
+    with pytest.raises(RuntimeError, match="a step draws 10 tokens, and there is room for 9"):
+        engine.executor.execute_model(SchedulerOutput((share._replace(num_draws=10),)))

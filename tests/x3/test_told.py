@@ -10,6 +10,7 @@ import pytest
 from folovllm.config import EngineConfig
 from folovllm.inspector.replay import Recording
 from folovllm.server.digest import Digest
+from folovllm.spec.proposer import FixedDepth
 from folovllm.speculative_config import SpeculativeConfig
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.terminal import step_line
@@ -93,3 +94,10 @@ def test_a_configuration_says_the_same_in_several_ways(given: dict[str, Any], wh
 def test_what_cannot_be_is_refused_in_a_sentence(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         EngineConfig(**given)
+
+
+def test_ranks_with_schedulers_of_their_own_do_not_look_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun all must decide the same."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    served = engine("m5", speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    assert type(speculation_of(served).depth) is FixedDepth
