@@ -25,6 +25,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from folovllm import LLM, SamplingParams
 from folovllm.cache.block_manager import BlockManager
@@ -36,11 +37,11 @@ from folovllm.spec.oracle import Oracle
 from folovllm.spec.proposer import Proposer
 from folovllm.step.verify import accept
 
+disable_progress_bar()
 torch.set_num_threads(1)
 plt.rcParams.update({"figure.dpi": 72, "axes.spines.top": False, "axes.spines.right": False, "font.size": 10})
 FOLDER = resolve_model("stories-5m")
 MODEL = {"model": "stories-5m", "device": "cpu", "max_model_len": 512, "max_num_seqs": 4, "use_tqdm": False}
-SONG = "Lily has a red kite. Tom has a red kite. Anna has a red kite. Ben has a"
 STORY = "Tell me a story about Lily and a red kite."
 
 
@@ -92,6 +93,8 @@ assert took[3] < 8 * took[0], "eight tokens cost less than eight steps"
 # (It has the ideas of x3.1 and x3.2 in it. To find them yourself, read on from "Your turn" and come back.)
 #
 # No engine: transformers' model, no cache, greedy. All draws of a step come out of one forward pass; those behind the first wrong guess are thrown away.
+#
+# The text is a conversation in which the same story is asked for twice: what an edited program or a quoted text is for a larger model.
 
 # %%
 def look_up(tokens, k, n=2):
@@ -118,7 +121,14 @@ def write(prompt, count, guess):
     return tokens[len(prompt) :], steps
 
 
-prompt = tokenizer.encode(SONG, add_special_tokens=False)
+def chat(*turns):
+    messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+once, _ = write(chat(STORY), 130, lambda tokens: [])
+prompt = chat(STORY, tokenizer.decode(once[: once.index(2)]), STORY)  # 2 ends an answer
 plain, steps_plain = write(prompt, 40, lambda tokens: [])
 fast, steps_fast = write(prompt, 40, lambda tokens: look_up(tokens, k=6))
 assert fast == plain, "guesses change the speed and never the text"
@@ -247,7 +257,7 @@ def draw_steps(made, tokens):
 from folovllm.spec.ngram import NgramProposer
 
 shown = Shown(NgramProposer(1, 3))
-tokens, counts = answer(SONG, shown)
+tokens, counts = answer(prompt, shown)
 draw_steps(shown.made, tokens)
 print(f"{len(tokens)} tokens; {counts.num_accepted} of {counts.num_guessed} guesses were right")
 
@@ -258,8 +268,7 @@ print(f"{len(tokens)} tokens; {counts.num_accepted} of {counts.num_guessed} gues
 # it were, k guesses give 1 + a + ... + a^k tokens a step.
 
 # %%
-chat = tokenizer.apply_chat_template([{"role": "user", "content": STORY}], tokenize=False, add_generation_prompt=True)
-ids = tokenizer.encode(chat, add_special_tokens=False)
+ids = chat(STORY)
 with LLM(**MODEL) as plain_llm:
     text = list(plain_llm.generate([ids], greedy(80), use_tqdm=False)[0].outputs[0].token_ids)
 
@@ -279,7 +288,7 @@ axis.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# More guesses give more tokens, and cost more. With the costs of this computer, measured above, the best number is the one with the most tokens a second:
+# Eighty tokens are few, so chance shows; the curves are the expectation. More guesses give more tokens, and cost more. With the costs of this computer, measured above, the best number is the one with the most tokens a second:
 
 # %%
 from folovllm.spec.choose import Curve, StepCost
@@ -294,7 +303,7 @@ for a in (0.1, 0.3, 0.5, 0.7, 0.9):
 # %% [markdown]
 # ## The switch, off and on
 #
-# Three kinds of text with `speculative_config={"method": ...}`: what counts on a CPU are the processor's seconds. `adaptive` is on: where guesses do not pay, the engine stops asking for them.
+# Two kinds of text with `speculative_config={"method": ...}`: what counts on a CPU are the processor's seconds. `adaptive` is on: where guesses do not pay, the engine stops asking for them.
 
 # %%
 JSON = {"type": "array", "minItems": 4, "maxItems": 4, "items": {"type": "object", "additionalProperties": False,
@@ -306,7 +315,7 @@ for name, config in {"off": None, "ngram": {"method": "ngram", "num_speculative_
     with LLM(**MODEL, **({"speculative_config": config} if config else {})) as llm:
         for kind, params in (("a story", greedy(80)), ("a JSON list", LIST)):
             start = time.process_time()
-            tokens = list(llm.generate([chat], params, use_tqdm=False)[0].outputs[0].token_ids)
+            tokens = list(llm.generate([ids], params, use_tqdm=False)[0].outputs[0].token_ids)
             results[kind, name] = (1e3 * (time.process_time() - start) / len(tokens), tokens)
 for kind in ("a story", "a JSON list"):
     (off, plain_text), (on, fast_text) = results[kind, "off"], results[kind, "ngram"]
@@ -338,7 +347,7 @@ def without_bonus(prompt, count, guess):
     return len(tokens) - len(prompt), steps
 
 
-written, steps = without_bonus(prompt, 40, lambda tokens: look_up(tokens, k=6))
+written, steps = without_bonus(ids, 40, lambda tokens: look_up(tokens, k=6))
 print(f"{written} tokens after {steps} steps")
 assert written < 40
 
