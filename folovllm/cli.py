@@ -1,4 +1,4 @@
-"""The command line: `folovllm generate`, `chat`, `download`; `serve`, `bench` and `inspect` are in `cli.py` of their folders.
+"""The command line: `folovllm generate`, `chat`, `download`; `serve`, `bench`, `inspect` and `quantize` are in `cli.py` of their folders.
 
 At the top this module imports nothing of the engine: `--mine` must act before that, and `--help` need not wait for torch.
 """
@@ -91,6 +91,8 @@ def build_app() -> typer.Typer:
     from folovllm.config import EngineConfig
     from folovllm.flags import with_flags
     from folovllm.inspector.cli import inspect
+    from folovllm.quantize.cli import quantize
+    from folovllm.quantize.options import QuantizeOptions
     from folovllm.sampling_params import SamplingParams
     from folovllm.server.cli import serve
     from folovllm.server.config import ServerConfig
@@ -101,6 +103,7 @@ def build_app() -> typer.Typer:
     app.command()(with_flags(chat, SamplingParams, EngineConfig))
     app.command()(with_flags(serve, ServerConfig, EngineConfig))
     app.command()(with_flags(inspect, EngineConfig))
+    app.command()(with_flags(quantize, QuantizeOptions))
     app.command()(download)
     app.add_typer(build_bench_app(), name="bench")
     return app

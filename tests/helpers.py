@@ -221,6 +221,7 @@ class Driver:
         dtype: torch.dtype = torch.float32, device: str = "cpu", layers: LayerSet = PLAIN_LAYERS,
     ) -> None:  # fmt: skip
         config = AutoConfig.from_pretrained(path)
+        self.config = config
         self.model = build_model(config, dtype, device, layers=layers)
         load_model(self.model, path, use_tqdm=False)
         heads, head_dim = config.num_key_value_heads, head_dim_of(config)

@@ -36,7 +36,7 @@ FLOORS = {  # each may import itself, the ground floor, and these
     "kernels": (),
     "sample": ("kernels",),
     "attention": ("kernels",),
-    "layers": ("attention", "kernels"),
+    "layers": ("attention", "kernels", "quantize.groups"),  # groups: numbers as codes, for formats and quantiser alike
     "models": ("layers", "attention", "kernels"),
     "worker": ("sample", "models", "layers", "attention", "kernels"),
     "executor": ("worker",),  # `make_rank` comes to a rank by its name

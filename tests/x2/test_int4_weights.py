@@ -184,6 +184,31 @@ def test_ranks_hold_their_parts(kind: str, tmp_path: Path) -> None:
             torch.testing.assert_close(summed, whole.mlp(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["gptq", "gptq sorted", "awq", "packed"])
+def test_a_checkpoint_that_has_merged_its_layers_already(kind: str, tmp_path: Path) -> None:
+    """Phi-3's, whole, and in parts where inputs are not sorted."""
+    source = tiny_checkpoint("phi3", hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    coded, floats = write_quantized(source, tmp_path, *KINDS[kind])
+    plain = Driver(floats)
+    assert_logits_equal(Driver(coded).step({0: [5, 9, 3]})[0], plain.step({0: [5, 9, 3]})[0])
+    if kind == "gptq sorted":
+        return
+    setup = set_up(EngineConfig(model=str(coded), device="cpu", use_tqdm=False, tensor_parallel_size=2))
+    whole: Any = plain.model.model.layers[1]
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+
+    def work(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        layer: Any = load_sharded_model(setup, group).model.layers[1]
+        return layer.self_attn.split_heads(layer.self_attn.qkv_proj(x))[0], layer.mlp(x)
+
+    with torch.inference_mode():
+        ranks = on_ranks(2, work)
+        query = whole.self_attn.split_heads(whole.self_attn.qkv_proj(x))[0]
+        torch.testing.assert_close(torch.cat([own for own, _ in ranks], dim=1), query, rtol=1e-4, atol=1e-4)
+        for _, summed in ranks:
+            torch.testing.assert_close(summed, whole.mlp(x), rtol=1e-4, atol=1e-4)
+
+
 class TestRefusals:
     def refused(self, tmp_path: Path, says: str, kind: str = "gptq", ranks: int = 1, **fields: Any) -> None:
         coded, _ = write_quantized(tiny(), tmp_path, *KINDS[kind])

@@ -1,0 +1,68 @@
+"""A text for the quantiser: most of it shows what inputs look like, the end of it is kept for the perplexity."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KEPT = 5  # one text in so many is for the perplexity alone
+
+
+def read_texts(file: Path) -> list[str]:
+    """The texts of a file of JSON lines, each an object with a "text" or a text itself; empty ones do not count.
+
+    Raises:
+        ValueError: the file cannot be read, or a line is something else (the sentence names it).
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the calibration text {file}: {error}") from error
+    texts = [text_of(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not any(texts):
+        raise ValueError(f'{file} holds no text: write a JSON object with a "text" on each line')
+    return [text for text in texts if text]
+
+
+def text_of(line: str, where: str) -> str:
+    """The text of one line. Raises ValueError, which begins with `where`, if there is none."""
+    try:
+        said = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is no JSON: {error}") from error
+    text = said.get("text") if isinstance(said, dict) else said
+    if not isinstance(text, str):
+        raise ValueError(f'{where}: expected {{"text": "..."}} or a text in quotes')
+    return text
+
+
+def split_rows(
+    texts: list[str], tokenizer: Any, samples: int, length: int, end_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of tokens to calibrate with [n, length], at most `samples`; and others [m, length] that only measure.
+
+    The last fifth of the texts measures. Each part is joined, with `end_id` behind each text, and cut into rows.
+
+    Raises:
+        ValueError: one of the parts does not fill a row.
+    """
+    kept = max(1, len(texts) // KEPT)
+    parts = [join(part, tokenizer, end_id) for part in (texts[:-kept], texts[-kept:])]
+    if min(map(len, parts)) < length:
+        raise ValueError(
+            f"the calibration text is too short for rows of {length} tokens: it has {len(parts[0])} to calibrate with and "
+            f"{len(parts[1])} in its last fifth, which measures the perplexity; add text, or lower --length"
+        )
+    calibration, measuring = (part[: len(part) // length * length].view(-1, length) for part in parts)
+    return calibration[:samples], measuring[:samples]
+
+
+def join(texts: list[str], tokenizer: Any, end_id: int) -> torch.Tensor:
+    """The tokens of all texts, [n] int64."""
+    ids: list[int] = []
+    for text in texts:
+        ids += [*tokenizer(text, add_special_tokens=False)["input_ids"], end_id]
+    return torch.tensor(ids, dtype=torch.int64)

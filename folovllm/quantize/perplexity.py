@@ -1,0 +1,52 @@
+"""How much worse a model has become: its perplexity on a text, and how often its likeliest token is another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+def token_losses(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """What each token but a sequence's first costs, -log p, by natural logarithm: [n, T - 1] float32.
+
+    Their mean is the loss that transformers' models return for `labels=ids`.
+
+    Args:
+        logits: [n, T, V]; those after the last token are not used.
+        ids: [n, T].
+    """
+    guesses = logits[:, :-1].float().flatten(0, 1)  # [n (T - 1), V]
+    return F.cross_entropy(guesses, ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
+
+
+def perplexity(losses: torch.Tensor) -> float:
+    """e to the mean of `losses`: among how many equally likely tokens the model chooses, on average. 1 is the best."""
+    return float(losses.mean().exp())
+
+
+@dataclass(slots=True, frozen=True)
+class Quality:
+    """A model before and after, on the same text.
+
+    `agreement` is the share of places at which both find the same token likeliest; `tokens` is how many were foretold.
+    """
+
+    before: float
+    after: float
+    agreement: float
+    tokens: int
+
+
+def compare(pieces: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Quality:
+    """Compare two models by their logits [n, T, V] for each piece (before, after, ids [n, T]) of a text."""
+    losses_before, losses_after, same = [], [], []
+    for before, after, ids in pieces:
+        losses_before.append(token_losses(before, ids).flatten())
+        losses_after.append(token_losses(after, ids).flatten())
+        same.append((before.argmax(-1) == after.argmax(-1))[:, :-1].flatten())
+    losses = torch.cat(losses_before)
+    agreement = float(torch.cat(same).float().mean())
+    return Quality(perplexity(losses), perplexity(torch.cat(losses_after)), agreement, len(losses))

@@ -1,0 +1,194 @@
+"""`quantize`: a model's folder in, a folder with fewer bits out, a decoder layer at a time.
+
+A finished layer is a file. It is read back before the next one begins, so what is measured in the end is what was
+written, and a second run goes on where the first one stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from folovllm.config import EngineConfig
+from folovllm.engine.setup import choose_device
+from folovllm.model_config import head_dim_of
+from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
+from folovllm.quantize.calibration import read_texts, split_rows
+from folovllm.quantize.folder import OutputFolder
+from folovllm.quantize.inputs import Inputs
+from folovllm.quantize.methods import Method, method_for
+from folovllm.quantize.one_layer import Checkpoint, OneLayer, Tensors
+from folovllm.quantize.options import QuantizeOptions
+from folovllm.quantize.perplexity import Quality, compare
+
+OWN_TEXT = "calibration.jsonl"  # in the embedded model's folder
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+@dataclass(slots=True)
+class Streams:
+    """Hidden states between two layers, [n, length, H] each.
+
+    `calibration` comes from layers that are quantised already, as the next layer will see it. The text that measures goes
+    through both models: `before` and `after`.
+    """
+
+    calibration: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
+
+
+def walk(
+    checkpoint: Checkpoint, layer: OneLayer, method: Method, folder: OutputFolder, streams: Streams, use_tqdm: bool
+) -> None:
+    """Quantise all layers that `folder` does not hold yet, and carry the hidden states through all of them."""
+    with tqdm(range(folder.num_layers), desc="Quantising", unit="layer", disable=not use_tqdm) as layers:
+        for index in layers:
+            source = checkpoint.layer(index)
+            layer.load(source)
+            streams.before = layer.run(streams.before)
+            if not folder.has_layer(index):
+                inputs = layer.inputs(streams.calibration) if method.options.is_calibrated else None
+                folder.write_layer(index, encoded(method, layer, source, inputs))
+            layer.load(decoded(method, layer, folder.read_layer(index)))
+            streams.after = layer.run(streams.after)
+            if method.options.is_calibrated:
+                streams.calibration = layer.run(streams.calibration)
+
+
+def encoded(method: Method, layer: OneLayer, source: Tensors, inputs: dict[str, Inputs] | None) -> Tensors:
+    """The tensors that stand for the layer: codes for its projections, all else as it is now, in the dtypes of `source`.
+
+    `inputs` are what the layer's linear layers read; None where codes come from rounding alone.
+    """
+    if inputs is not None:
+        method.prepare(layer, inputs)
+    now = layer.tensors()
+    tensors = {name: now.get(name, tensor).to(tensor.dtype) for name, tensor in source.items()}
+    for name, parts in layer.parts.items():
+        for part, w in parts.items():
+            del tensors[f"{part}.weight"]
+            found = method.encode(part, w.float(), inputs[name] if inputs else None)
+            tensors |= {f"{part}.{kind}": tensor for kind, tensor in found.items()}
+    return tensors
+
+
+def decoded(method: Method, layer: OneLayer, tensors: Tensors) -> Tensors:
+    """The layer's plain tensors again, from those that stand for them."""
+    tensors = dict(tensors)
+    for parts in layer.parts.values():
+        for part in parts:
+            kinds = {name: name.removeprefix(f"{part}.") for name in tensors if name.startswith(f"{part}.")}
+            codes = {kind: tensors.pop(name) for name, kind in kinds.items() if kind != "bias"}
+            tensors[f"{part}.weight"] = method.decode(codes)
+    return tensors
+
+
+def measure(rest: Tensors, hf_config: Any, streams: Streams, ids: torch.Tensor) -> Quality:
+    """Compare both models at the end of the stack: last norm, head, and the loss on `ids` [n, length]."""
+    like = streams.before
+    norm, head = rest[NORM].to(like), rest[EMBEDDING if hf_config.tie_word_embeddings else HEAD].to(like)
+
+    def logits(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.rms_norm(x, x.shape[-1:], norm, hf_config.rms_norm_eps), head)
+
+    def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        for before, after, some in zip(streams.before.split(1), streams.after.split(1), ids.split(1), strict=True):
+            yield logits(before), logits(after), some
+
+    return compare(pieces())
+
+
+def start_streams(rest: Tensors, calibration: torch.Tensor, measuring: torch.Tensor) -> Streams:
+    """What the first layer is given: rows of the embedding for the ids, [n, length] each."""
+    embedding = rest[EMBEDDING]
+    first, second = (embedding[ids.cpu()].float().to(ids.device) for ids in (calibration, measuring))
+    return Streams(first, second, second)
+
+
+@dataclass(slots=True, frozen=True)
+class Report:
+    """What came out. Bytes are those of all tensors; `quality` is None where no text was given."""
+
+    folder: Path
+    bytes_before: int
+    bytes_after: int
+    quality: Quality | None
+
+
+def quantize(
+    model: str,
+    options: QuantizeOptions,
+    out: Path,
+    calibration: Path | None = None,
+    device: str | None = None,
+    use_tqdm: bool = True,
+) -> Report:
+    """Quantise a model and write it to `out`, or go on with what is there.
+
+    Args:
+        model: as `LLM` takes it.
+        calibration: JSON lines with a text each; by default the model's own, which the embedded one has.
+        device: as `LLM` takes it.
+
+    Raises:
+        ValueError: something cannot be had (a sentence says what), or `out` was made with other options.
+    """
+    path = resolve_model(model)
+    hf_config = load_hf_config(path, EngineConfig(model=model))
+    check_model(hf_config, options)
+    rows, on, checkpoint = rows_of(path, hf_config, options, calibration), choose_device(device), Checkpoint(path)
+    folder = OutputFolder(out, hf_config.num_hidden_layers, made_from(path, options, rows))
+    if (done := folder.finished()) is not None:
+        return Report(out, checkpoint.num_bytes, folder.num_bytes(), Quality(**done) if done else None)
+    streams = start_streams(checkpoint.rest(), *(ids.to(on) for ids in rows))
+    method = method_for(options, checkpoint.rest()[EMBEDDING].dtype)
+    layer = OneLayer(
+        hf_config, torch.float32, on, options.length
+    )  # 16 bits would hide small errors, and it is one layer
+    walk(checkpoint, layer, method, folder, streams, use_tqdm)
+    quality = measure(checkpoint.rest(), hf_config, streams, rows[1].to(on)) if len(rows[1]) else None
+    folder.finish(path, checkpoint.rest(), method.config(), asdict(quality) if quality else {})
+    return Report(out, checkpoint.num_bytes, folder.num_bytes(), quality)
+
+
+def check_model(hf_config: Any, options: QuantizeOptions) -> None:
+    """Raise ValueError where the model is quantised already, or its sizes do not fit the format."""
+    if getattr(hf_config, "quantization_config", None) is not None:
+        raise ValueError("the model is quantized already: start from the one with plain weights")
+    heads = hf_config.num_attention_heads * head_dim_of(hf_config)
+    for size in (hf_config.hidden_size, hf_config.intermediate_size, heads):
+        if options.format in ("gptq", "awq") and size % options.group_size:
+            raise ValueError(
+                f"groups of {options.group_size} do not divide {size} inputs: choose --group-size 64 or 32"
+            )
+
+
+def rows_of(
+    path: Path, hf_config: Any, options: QuantizeOptions, calibration: Path | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens to calibrate with and tokens to measure with, [n, length] each; no rows where there is no text."""
+    own = path / OWN_TEXT
+    file = calibration or (own if own.is_file() else None)
+    if file is None and options.is_calibrated:
+        raise ValueError(f"--format {options.format} needs a text: --calibration text.jsonl")
+    if file is None:
+        none = torch.empty(0, options.length, dtype=torch.int64)
+        return none, none
+    tokenizer = load_tokenizer(path, EngineConfig(model=str(path)))
+    ends = eos_token_ids(path, hf_config, tokenizer)
+    return split_rows(read_texts(file), tokenizer, options.samples, options.length, min(ends, default=0))
+
+
+def made_from(path: Path, options: QuantizeOptions, rows: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
+    """What decides the output, in words that a file can hold: a folder made from something else is not gone on with."""
+    text, config = b"".join(ids.numpy().tobytes() for ids in rows), (path / "config.json").read_bytes()
+    marks = {"config.json": config, "calibration text": text}
+    return {"model": path.name, **asdict(options)} | {name: sha256(all).hexdigest()[:16] for name, all in marks.items()}

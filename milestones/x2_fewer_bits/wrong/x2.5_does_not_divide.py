@@ -1,0 +1,11 @@
+"""Takes what a column misses for the error, and does not divide by the diagonal: the columns behind make up for too much or too little."""
+
+
+def round_columns(w, factor, scale, zero, bits):
+    w, codes, errors = w.clone(), torch.empty(w.shape, dtype=torch.uint8, device=w.device), torch.empty_like(w)
+    for i in range(w.shape[1]):
+        codes[:, i : i + 1] = round_to_codes(w[:, i : i + 1], scale, zero, bits)
+        rounded = dequantize_groups(codes[:, i : i + 1], scale.float(), zero)[:, 0]
+        errors[:, i] = w[:, i] - rounded
+        w[:, i + 1 :] -= torch.outer(errors[:, i], factor[i, i + 1 :])
+    return codes, errors

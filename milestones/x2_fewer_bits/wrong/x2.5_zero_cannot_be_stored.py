@@ -1,0 +1,15 @@
+"""Lets a zero be 0. A checkpoint stores one less in 4 bits, and it comes back as 16."""
+
+
+def gptq(w, gram, bits, group_size, symmetric, damping=0.01):
+    check_group_size(w.shape[1], group_size)
+    rest, factor, codes, scales, zeros = w.float().clone(), inverse_factor(gram, damping), [], [], []
+    for start in range(0, w.shape[1], group_size):
+        end = start + group_size
+        scale, zero = find_scales(rest[:, start:end].to(w.dtype), bits, group_size, symmetric)
+        code, errors = round_columns(rest[:, start:end], factor[start:end, start:end], scale, zero, bits)
+        rest[:, end:] -= errors @ factor[start:end, end:]
+        codes.append(code)
+        scales.append(scale)
+        zeros.append(zero)
+    return torch.cat(codes, 1), torch.cat(scales, 1), torch.cat(zeros, 1)

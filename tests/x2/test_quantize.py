@@ -1,0 +1,331 @@
+"""`folovllm quantize`: what it writes runs in the engine and elsewhere, is as good as it says, and can be gone on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from folovllm.cli import main
+from folovllm.quantize.methods import Gptq, Method, method_for
+from folovllm.quantize.one_layer import PREFIX, Checkpoint, OneLayer
+from folovllm.quantize.options import QuantizeOptions
+from folovllm.quantize.perplexity import compare, perplexity, token_losses
+from folovllm.quantize.run import Report, decoded, quantize, rows_of
+from folovllm.quantize.whole import logits_of, perplexity_of
+from tests.helpers import Driver, assert_logits_equal, hf_model, prompts, tiny_checkpoint
+from tests.workloads import make_engine, mixed_requests, serve
+
+KINDS: dict[str, dict[str, Any]] = {
+    "fp8": {},
+    "fp8 per channel": {"per_channel": True},
+    "int8": {},
+    "gptq": {},
+    "gptq asymmetric, act-order": {"asymmetric": True, "act_order": True},
+    "gptq nearest": {"nearest": True},
+    "awq": {},
+}
+
+
+def options(kind: str, **more: Any) -> QuantizeOptions:
+    return QuantizeOptions(format=kind.split()[0], group_size=32, samples=6, length=24, **KINDS[kind], **more)
+
+
+def tiny(family: str = "qwen3") -> Path:
+    """64 to 128 inputs, in groups of 32, in several files; Llama has all biases and a head of its own."""
+    more = {} if family == "qwen3" else {"attention_bias": True, "mlp_bias": True, "tied": False}
+    return tiny_checkpoint(family, hidden_size=64, intermediate_size=96, max_shard_size="100KB", **more)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.jsonl"
+    generator = torch.Generator().manual_seed(0)
+    lines = ["".join(chr(97 + c) for c in torch.randint(0, 26, (40,), generator=generator)) for _ in range(20)]
+    file.write_text("\n".join(json.dumps({"text": line} if i % 2 else line) for i, line in enumerate(lines)))
+    return file
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def written(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Report]:
+    """Each kind once for all tests."""
+    kind: str = request.param
+    model = tiny("llama" if kind in ("awq", "gptq nearest") else "qwen3")
+    out = tmp_path_factory.mktemp("out") / "model"
+    return kind, quantize(str(model), options(kind), out, text, use_tqdm=False)
+
+
+def plain_copy(kind: str, report: Report, to: Path) -> Path:
+    """The folder once more, with the weights that its codes stand for."""
+    config = json.loads((report.folder / "config.json").read_text())
+    driver = Driver(tiny("llama" if kind in ("awq", "gptq nearest") else "qwen3"))
+    layer = OneLayer(driver.config, torch.float32, torch.device("cpu"), 8)
+    method, checkpoint = method_for(options(kind), torch.float32), Checkpoint(report.folder)
+    tensors = checkpoint.rest()
+    for index in range(config["num_hidden_layers"]):
+        tensors |= {f"{PREFIX}{index}.{n}": t for n, t in decoded(method, layer, checkpoint.layer(index)).items()}
+    del config["quantization_config"]
+    to.mkdir()
+    (to / "config.json").write_text(json.dumps(config))
+    save_file(
+        {name: t.contiguous() for name, t in tensors.items()}, to / "model.safetensors", metadata={"format": "pt"}
+    )
+    return to
+
+
+def test_the_engine_runs_what_was_measured(written: tuple[str, Report], text: Path, tmp_path: Path) -> None:
+    """Its logits are those of the numbers that the codes stand for, and its perplexity is the one that was printed."""
+    kind, report = written
+    coded, plain = Driver(report.folder), Driver(plain_copy(kind, report, tmp_path / "plain"))
+    (ids,) = prompts([20])
+    assert_logits_equal(coded.step({0: ids})[0], plain.step({0: ids})[0])
+    rows = rows_of(report.folder, coded.config, options(kind), text)
+    assert report.quality is not None
+    assert perplexity_of(coded.model, rows[1]) == pytest.approx(report.quality.after, rel=1e-3)
+    assert report.quality.tokens == rows[1][:, 1:].numel()
+
+
+def test_the_engine_answers(written: tuple[str, Report]) -> None:
+    """Alone and in a batch alike."""
+    _, report = written
+    requests = mixed_requests(count=3)
+    answers = [
+        [list(o.outputs[0].token_ids) for o in serve(make_engine(report.folder, milestone=name), requests)]
+        for name in ("m2", "m6")
+    ]
+    assert answers[0] == answers[1]
+
+
+SHAPES: dict[str, dict[str, tuple[torch.dtype, list[int]]]] = {  # of o_proj: 128 inputs, 64 outputs
+    "fp8": {"weight": (torch.float8_e4m3fn, [64, 128]), "weight_scale_inv": (torch.float32, [1, 1])},
+    "fp8 per channel": {"weight": (torch.float8_e4m3fn, [64, 128]), "weight_scale": (torch.float32, [64, 1])},
+    "int8": {
+        "weight_packed": (torch.int32, [64, 32]), "weight_scale": (torch.float32, [64, 1]),
+        "weight_shape": (torch.int64, [2]),
+    },
+    "gptq": {
+        "qweight": (torch.int32, [16, 64]), "qzeros": (torch.int32, [4, 8]), "scales": (torch.float16, [4, 64]),
+        "g_idx": (torch.int32, [128]),
+    },
+    "awq": {
+        "qweight": (torch.int32, [128, 8]), "qzeros": (torch.int32, [4, 8]), "scales": (torch.float16, [4, 64]),
+    },
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    "fp8 per channel": {"quant_method": "compressed-tensors", "format": "float-quantized"},
+    "int8": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+    "gptq asymmetric, act-order": {"quant_method": "gptq", "desc_act": True, "sym": False},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+}
+
+
+def test_names_shapes_and_dtypes_are_those_of_the_formats(written: tuple[str, Report]) -> None:
+    """As GPTQModel 7.7, AutoAWQ 0.2.9, compressed-tensors 0.20 and Qwen's FP8 checkpoints have them."""
+    kind, report = written
+    index = json.loads((report.folder / "model.safetensors.index.json").read_text())["weight_map"]
+    name = f"{PREFIX}1.self_attn.o_proj"
+    tensors = load_file(report.folder / index[next(n for n in index if n.startswith(name))])
+    found = {n.removeprefix(f"{name}."): (t.dtype, list(t.shape)) for n, t in tensors.items() if n.startswith(name)}
+    found.pop("bias", None)
+    assert found == SHAPES.get(kind, SHAPES["gptq"])
+    said = json.loads((report.folder / "config.json").read_text())["quantization_config"]
+    assert CONFIGS.get(kind, CONFIGS["gptq"]).items() <= said.items()
+    assert (report.folder / "tokenizer.json").is_file() and report.bytes_after < report.bytes_before
+    files = {file.name for file in report.folder.glob("*.safetensors")}
+    assert files == set(index.values()), "the index must name all files, and no others"
+
+
+SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)
+
+
+def as_gptqmodel_reads(t: dict[str, torch.Tensor]) -> torch.Tensor:
+    """It adds 1 to all eight zeros of a word at once, so none may be 15 as it is stored."""
+    codes = ((t["qweight"][:, None] >> SHIFTS[None, :, None]) & 15).flatten(0, 1)  # [inputs, outputs]
+    zeros = (((t["qzeros"] + 0x11111111)[..., None] >> SHIFTS) & 15).flatten(1)  # [groups, outputs]
+    group = t["g_idx"].long()
+    return (t["scales"].float()[group] * (codes - zeros[group])).t()
+
+
+def as_autoawq_reads(t: dict[str, torch.Tensor]) -> torch.Tensor:
+    places = [0, 4, 1, 5, 2, 6, 3, 7]  # in a word, of the codes of eight neighbouring outputs
+    codes, zeros = (((t[name][..., None] >> SHIFTS) & 15)[..., places].flatten(1) for name in ("qweight", "qzeros"))
+    return ((codes - zeros.repeat_interleave(32, 0)) * t["scales"].float().repeat_interleave(32, 0)).t()
+
+
+def test_other_readers_of_4_bits_find_the_same_numbers(written: tuple[str, Report]) -> None:
+    kind, report = written
+    if kind.split()[0] not in ("gptq", "awq"):
+        pytest.skip("transformers itself reads it")
+    reads = as_autoawq_reads if kind == "awq" else as_gptqmodel_reads
+    method, layer = method_for(options(kind), torch.float32), Checkpoint(report.folder).layer(1)
+    for part in ("self_attn.q_proj", "mlp.down_proj"):
+        tensors = {name.rpartition(".")[2]: t for name, t in layer.items() if name.startswith(part)}
+        assert torch.equal(reads(tensors), method.decode(tensors))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8 per channel", "int8"])
+def test_transformers_reads_it(kind: str, text: Path, tmp_path: Path) -> None:
+    """GPTQ and AWQ need GPTQModel there, which is a compiler's work: they are compared by their layout alone."""
+    pytest.importorskip("accelerate", reason="transformers reads FP8 with accelerate")
+    if kind != "fp8":
+        pytest.importorskip("compressed_tensors", reason="transformers reads this layout with compressed-tensors")
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "out"
+    quantize(str(tiny("llama")), options(kind), out, text, use_tqdm=False)
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    for scheme in (getattr(module, "quantization_scheme", None) for module in theirs.modules()):
+        if scheme is not None:
+            scheme.input_activations = None  # the engine leaves inputs as they are
+    (ids,) = prompts([20])
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([ids])).logits[0]
+    assert_logits_equal(Driver(out).step({0: ids})[0], expected)
+
+
+def test_it_goes_on_where_it_was_stopped(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the second layer loses no other; the files are in the end those of a run that was not stopped."""
+    whole = quantize(str(tiny()), options("gptq"), tmp_path / "whole", text, use_tqdm=False)
+    encode, calls = Gptq.encode, []
+
+    def stops(self: Method, name: str, *args: Any) -> Any:
+        calls.append(name)
+        if len(calls) == 10:
+            raise KeyboardInterrupt
+        return encode(self, name, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Gptq, "encode", stops)
+    stopped = tmp_path / "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        quantize(str(tiny()), options("gptq"), stopped, text, use_tqdm=False)
+    first = stopped / "model-00001-of-00004.safetensors"
+    assert list(stopped.glob("*.safetensors")) == [first] and not (stopped / "config.json").exists()
+    written_at = first.stat().st_mtime_ns
+    report = quantize(str(tiny()), options("gptq"), stopped, text, use_tqdm=False)
+    assert first.stat().st_mtime_ns == written_at and len(calls) == 10 + 2 * 7
+    for file in whole.folder.iterdir():
+        assert (stopped / file.name).read_bytes() == file.read_bytes(), f"{file.name} differs"
+    assert report.quality == whole.quality
+    again = quantize(str(tiny()), options("gptq"), stopped, text, use_tqdm=False)
+    assert again == report and len(calls) == 24, "a finished folder is left as it is"
+
+
+def test_another_option_or_text_or_folder_is_refused(text: Path, tmp_path: Path) -> None:
+    out, other = tmp_path / "out", tmp_path / "other.jsonl"
+    quantize(str(tiny()), options("int8"), out, text, use_tqdm=False)
+    other.write_text("\n".join(text.read_text().splitlines()[::-1]))
+    with pytest.raises(
+        ValueError, match=r"was begun with format int8, and now it is fp8: take the old value, or another"
+    ):
+        quantize(str(tiny()), options("fp8"), out, text, use_tqdm=False)
+    with pytest.raises(ValueError, match="was begun with calibration text"):
+        quantize(str(tiny()), options("int8"), out, other, use_tqdm=False)
+    with pytest.raises(ValueError, match="is not empty"):
+        quantize(str(tiny()), options("int8"), tmp_path, text, use_tqdm=False)
+    with pytest.raises(ValueError, match="quantized already"):
+        quantize(str(out), options("int8"), tmp_path / "twice", text, use_tqdm=False)
+
+
+def test_rounding_needs_no_text(tmp_path: Path) -> None:
+    report = quantize(str(tiny()), options("int8"), tmp_path / "out", use_tqdm=False)
+    assert report.quality is None and len(list(report.folder.glob("*.safetensors"))) == 4
+    with pytest.raises(ValueError, match="--format awq needs a text: --calibration"):
+        quantize(str(tiny()), options("awq"), tmp_path / "awq", use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "holds no text"),
+        ('{"text": "a"}\n{"txt": "b"}', r'line 2: expected \{"text": "..."\}'),
+        ("{", "line 1 is no JSON"),
+        ('"a few words"', "too short for rows of 24 tokens"),
+    ],
+)
+def test_a_bad_text_is_refused(content: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=says):
+        quantize(str(tiny()), options("gptq"), tmp_path / "out", file, use_tqdm=False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--format", "gptq"], "name the folder to write: -o DIR"),
+        (["-o", "OUT"], "choose a format: --format gptq, awq, fp8 or int8"),
+        (["-o", "OUT", "--format", "int4"], "unknown format 'int4'"),
+        (["-o", "OUT", "--format", "fp8", "--act-order"], "--act-order belongs to --format gptq"),
+        (["-o", "OUT", "--format", "gptq", "--group-size", "48"], "group_size must be 32, 64 or 128"),
+        (["-o", "OUT", "--format", "gptq", "--damping", "0"], "damping must be above 0"),
+        (["-o", "OUT", "--format", "gptq", "--calibration", "nowhere.jsonl"], "cannot read the calibration text"),
+        (["-o", "OUT", "--format", "gptq", "--length", "9999"], "too short for rows of 9999 tokens"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    given: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["quantize", *(str(tmp_path / "out") if word == "OUT" else word for word in given)])
+    assert ended.value.code == 2 and says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_tells_what_came_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The embedded model has a text of its own, and hardly notices 8 bits."""
+    with pytest.raises(SystemExit) as ended:
+        main(["quantize", "--format", "int8", "-o", str(tmp_path / "out"), "--samples", "4", "--length", "128"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and "from the last fifth of the text" in said and "│ perplexity │" in said
+    quality = json.loads((tmp_path / "out" / "quantize.json").read_text())["quality"]
+    assert quality["agreement"] > 0.98 and quality["after"] == pytest.approx(quality["before"], rel=0.005)
+
+
+def test_gptq_is_better_than_rounding_on_a_real_model(tmp_path: Path) -> None:
+    gptq, nearest = (
+        quantize(
+            "stories-5m", QuantizeOptions(format="gptq", nearest=nearest, samples=12, length=128), tmp_path / str(nearest),
+            use_tqdm=False,
+        ).quality
+        for nearest in (False, True)
+    )  # fmt: skip
+    assert gptq is not None and nearest is not None
+    assert gptq.agreement > nearest.agreement > 0.95
+    assert abs(gptq.after / gptq.before - 1) < 0.03
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["gptq asymmetric, act-order", "awq", "fp8"])
+def test_a_gpu_finds_as_good_codes(kind: str, text: Path, tmp_path: Path) -> None:
+    here, there = (
+        quantize(str(tiny("llama")), options(kind), tmp_path / device, text, device, use_tqdm=False).quality
+        for device in ("cpu", "cuda")
+    )
+    assert here is not None and there is not None
+    assert there.before == pytest.approx(here.before, rel=1e-3) and there.after == pytest.approx(here.after, rel=0.05)
+
+
+def test_the_loss_is_that_of_transformers() -> None:
+    path = tiny_checkpoint()
+    rows = torch.tensor(prompts([24, 24]))
+    with torch.inference_mode():
+        expected = hf_model(path)(rows, labels=rows).loss
+    losses = token_losses(logits_of(Driver(path).model, rows), rows)
+    assert losses.shape == (2, 23) and float(losses.mean()) == pytest.approx(float(expected), rel=1e-5)
+    assert perplexity_of(Driver(path).model, rows) == pytest.approx(float(expected.exp()), rel=1e-5)
+
+
+def test_a_comparison_by_hand() -> None:
+    """Two places; at the second the other model prefers another token."""
+    before = torch.tensor([[[0.0, 0.0, -99.0], [5.0, 0.0, 0.0], [0.0, 0.0, 0.0]]])
+    after = torch.tensor([[[0.0, 0.0, -99.0], [0.0, 5.0, 0.0], [9.0, 0.0, 0.0]]])
+    quality = compare([(before, after, torch.tensor([[2, 0, 0]]))])
+    assert quality.tokens == 2 and quality.agreement == 0.5 and quality.before < quality.after
+    assert perplexity(torch.full((3, 4), 2.0).log()) == pytest.approx(2.0)
