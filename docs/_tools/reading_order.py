@@ -161,6 +161,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("engine/speculation.py", "", ""),
         ("worker/verify_runner.py", "", "v1/worker/gpu_model_runner.py"),
         ("worker/verify_graph_runner.py", "", ""),
+        ("worker/check_graphs.py", "", ""),
         ("spec/choose.py", "", ""),
         ("spec/measure.py", "", ""),
         ("spec/shadow.py", "", ""),
