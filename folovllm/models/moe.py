@@ -37,5 +37,8 @@ class MoeForCausalLM(LlamaForCausalLM):
         named = super().own_name(name)
         if named is None or EXPERTS not in named:
             return named
-        moe, number = cast(MoE, cast(LlamaDecoderLayer, self.model.layers[0]).mlp), named.partition(EXPERTS)[2].split(".")[0]
+        moe, number = (
+            cast(MoE, cast(LlamaDecoderLayer, self.model.layers[0]).mlp),
+            named.partition(EXPERTS)[2].split(".")[0],
+        )
         return None if number.isdecimal() and int(number) not in moe.held else named
