@@ -162,7 +162,7 @@ def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[
         inner = ModelRunner(setup, partial(load_native_model, setup, layers), sampler, slots, backend)
     else:
         draw = RanksDraw(setup.vocab_size, group)
-        part = setup.with_hf_config(local_config(setup.hf_config, group.size))
+        part = setup.with_hf_config(local_config(setup.hf_config, group.size, setup.config.enable_expert_parallel))
         inner = ModelRunner(
             part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, draw.whole
         )

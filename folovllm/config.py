@@ -88,6 +88,7 @@ class EngineConfig:
         max_n: most answers to one prompt that a request may ask for.
         max_logprobs: most likely tokens, beside the chosen one, whose log-probabilities a request may ask for.
         tensor_parallel_size: GPUs (or, on CPU, processes) that share each layer.
+        enable_expert_parallel: in a mixture of experts, each of them holds some experts whole, not a part of each.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
         quantization: how the weights are kept, which a checkpoint says by itself: "fp8", "compressed-tensors". With
@@ -129,6 +130,7 @@ class EngineConfig:
     max_n: int = 128
     max_logprobs: int = 20
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     trust_remote_code: bool = False
     random_weights: bool = False
     quantization: str | None = None

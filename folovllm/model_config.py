@@ -18,6 +18,16 @@ def num_kv_heads_of(config: PretrainedConfig) -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
+def num_experts_of(config: PretrainedConfig) -> int:
+    """E: the experts of a layer; 0 in a model without."""
+    return int(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0)
+
+
+def expert_size_of(config: PretrainedConfig) -> int:
+    """I of one expert. Qwen's configs keep it beside that of a dense MLP, Mixtral's in its place."""
+    return int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+
+
 def sliding_window_of(config: PretrainedConfig) -> int | None:
     """How many tokens a layer with a sliding window sees; None if there is no such layer."""
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])

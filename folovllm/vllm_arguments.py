@@ -56,7 +56,6 @@ ENGINE: Neutral = {
     "num_gpu_blocks_override": (None,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
-    "enable_expert_parallel": (False,),
     "distributed_executor_backend": (None, "mp", "uni"),
     "speculative_config": (None,),
     "structured_outputs_config": (None, {}),

@@ -29,10 +29,10 @@ MODELS = (
     ("with linear RoPE scaling", "llama", "LlamaForCausalLM", {"rope_parameters": LINEAR | {"rope_theta": 1e4}}),
     ("with dynamic RoPE scaling", "llama", "LlamaForCausalLM", {"rope_parameters": DYNAMIC | {"rope_theta": 1e4}}),
     (
-        "quantized (GPTQ, AWQ, FP8)",
+        "quantized: FP8, INT8 (compressed-tensors)",
         "qwen3",
         "Qwen3ForCausalLM",
-        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
     ),
     ("Mixtral", "mixtral", "MixtralForCausalLM", {}),
     ("Qwen2-MoE", "qwen2_moe", "Qwen2MoeForCausalLM", {}),

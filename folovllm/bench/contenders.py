@@ -43,6 +43,20 @@ GEOMETRIES["qwen3-8b"] = GEOMETRIES["qwen3-0.6b"] | {
     "intermediate_size": 12288,
     "tie_word_embeddings": False,
 }
+GEOMETRIES["qwen3-30b-a3b"] = GEOMETRIES["qwen3-0.6b"] | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
 
 
 def write_geometry(name: str, folder: Path) -> Path:

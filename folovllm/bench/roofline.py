@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from folovllm.bench.workload import Workload
+from folovllm.model_config import expert_size_of, num_experts_of
+from folovllm.models.quantization import linear_bytes
 from folovllm.setup import EngineSetup
 
 
@@ -62,22 +64,65 @@ def _wait_for(device: torch.device) -> None:
 
 def roofline_seconds(workload: Workload, setup: EngineSetup, rates: Rates) -> float:
     """Return the seconds that the workload takes at least."""
-    layer, head = _matrix_parameters(setup)
+    sizes = MatrixSizes.of(setup)
     a, requests = setup.attention, workload.requests
-    weight_bytes = (layer + head) * setup.dtype.itemsize
     steps = max(request.output_len for request in requests) - 1  # the first token comes from the prefill
+    decodes = [sum(request.output_len > step + 1 for request in requests) for step in range(steps)]
+    weights: float = steps * (setup.num_layers * sizes.always + sizes.head)
+    weights += setup.num_layers * sizes.expert * sum(experts_read(sizes, decoding) for decoding in decodes)
     kv_tokens = sum(
         (request.output_len - 1) * len(request.prompt) + request.output_len * (request.output_len - 1) // 2
         for request in requests
     )
-    decode = weight_bytes * steps + kv_tokens * setup.kv_bytes_per_token
+    decode = weights * setup.dtype.itemsize - steps * saved_bytes(setup) + kv_tokens * setup.kv_bytes_per_token
     causal = sum(2 * len(request.prompt) ** 2 for request in requests) * a.num_heads * a.head_dim * setup.num_layers
-    return decode / rates.copy + (2 * layer * workload.prompt_tokens + causal) / rates.matmul
+    products = 2 * setup.num_layers * (sizes.always + sizes.asked * sizes.expert) * workload.prompt_tokens
+    return decode / rates.copy + (products + causal) / rates.matmul
 
 
-def _matrix_parameters(setup: EngineSetup) -> tuple[int, int]:
-    """Weights of all layers' matrices, and of the head (the embedding's rows that are looked up cost nothing)."""
-    a, config = setup.attention, setup.hf_config
-    hidden = config.hidden_size
-    attention = hidden * a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads)
-    return setup.num_layers * (attention + 3 * hidden * config.intermediate_size), setup.vocab_size * hidden
+def saved_bytes(setup: EngineSetup) -> int:
+    """How much less a step reads of quantized layers than it would in the model's dtype."""
+    if getattr(setup.hf_config, "quantization_config", None) is None:
+        return 0
+    return setup.num_layers * MatrixSizes.of(setup).always * setup.dtype.itemsize - linear_bytes(
+        setup.hf_config, setup.dtype
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixSizes:
+    """Numbers of weights in matrices; the embedding's rows that are looked up cost nothing.
+
+    Attributes:
+        always: of a layer, that each token is multiplied by. expert: of one expert in a layer, 0 without experts.
+        head: of the head. num_experts, asked: experts in a layer, and how many of them a token asks.
+    """
+
+    always: int
+    expert: int
+    head: int
+    num_experts: int
+    asked: int
+
+    @classmethod
+    def of(cls, setup: EngineSetup) -> MatrixSizes:
+        """Those of the whole model."""
+        a, config = setup.attention, setup.hf_config
+        hidden, num_experts = config.hidden_size, num_experts_of(config)
+        attention = hidden * a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads)
+        head = setup.vocab_size * hidden
+        if not num_experts:
+            return cls(attention + 3 * hidden * config.intermediate_size, 0, head, 0, 0)
+        shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+        always = attention + hidden * num_experts + 3 * hidden * shared
+        return cls(always, 3 * hidden * expert_size_of(config), head, num_experts, config.num_experts_per_tok)
+
+
+def experts_read(sizes: MatrixSizes, num_tokens: int) -> float:
+    """How many experts of a layer a step of that many tokens reads, on average, if each expert is as likely as another.
+
+    One token reads k of E; n tokens miss an expert with probability (1 - k / E)^n.
+    """
+    if not sizes.num_experts:
+        return 0.0
+    return sizes.num_experts * (1 - (1 - sizes.asked / sizes.num_experts) ** num_tokens)

@@ -7,16 +7,20 @@ row cut therefore needs nothing in between: one sum after attention and one afte
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from folovllm.model_config import head_dim_of, num_kv_heads_of
+from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+EXPERTS = ".mlp.experts."  # in the name of every tensor of an expert
 
 
 class Weight(Protocol):
@@ -111,34 +115,55 @@ def shard_named(name: str, weight: Weight, head_dim: int, rank: int, size: int) 
     return weight[:]
 
 
-def local_config(hf_config: PretrainedConfig, size: int) -> PretrainedConfig:
+def keep_experts_whole(name: str, weight: Weight, shard: Callable[[str, Weight], torch.Tensor]) -> torch.Tensor:
+    """Expert parallelism: an expert lives on one rank, with all its weights; everything else is cut by `shard`."""
+    return weight[:] if EXPERTS in name else shard(name, weight)
+
+
+def local_config(hf_config: PretrainedConfig, size: int, expert_parallel: bool = False) -> PretrainedConfig:
     """The configuration of one rank's part, so that the model's classes build it without knowing about ranks.
+
+    Args:
+        expert_parallel: each rank holds some experts whole, instead of a part of each.
 
     Raises:
         ValueError: the model cannot be split into `size`; the sentence says which sizes work.
     """
     if size == 1:
         return hf_config
-    check_size(hf_config, size)
+    check_size(hf_config, size, expert_parallel)
     local = deepcopy(hf_config)
     local.head_dim = head_dim_of(hf_config)  # before the number of heads changes
     local.num_attention_heads = hf_config.num_attention_heads // size
     local.num_key_value_heads = max(1, num_kv_heads_of(hf_config) // size)
-    local.intermediate_size = hf_config.intermediate_size // size
+    for name, inner in cut_sizes(hf_config, expert_parallel).items():
+        setattr(local, name, inner // size)
     local.vocab_size = vocab_shard_size(hf_config.vocab_size, size)
     return local
 
 
-def check_size(hf_config: PretrainedConfig, size: int) -> None:
-    """Raise ValueError unless every rank gets whole heads and the same number of them, and an equal part of the MLP."""
-    heads, kv_heads, inner = hf_config.num_attention_heads, num_kv_heads_of(hf_config), hf_config.intermediate_size
+def cut_sizes(hf_config: PretrainedConfig, expert_parallel: bool) -> dict[str, int]:
+    """The fields of the config that say how wide its MLPs are, of those that are cut among the ranks."""
+    inner = "moe_intermediate_size" if getattr(hf_config, "moe_intermediate_size", None) else "intermediate_size"
+    names = [] if num_experts_of(hf_config) and expert_parallel else [inner]
+    names += ["shared_expert_intermediate_size"] * bool(getattr(hf_config, "shared_expert_intermediate_size", None))
+    return {name: getattr(hf_config, name) for name in names}
+
+
+def check_size(hf_config: PretrainedConfig, size: int, expert_parallel: bool = False) -> None:
+    """Raise ValueError unless every rank gets whole heads and the same number of them, and an equal part of the MLPs."""
+    heads, kv_heads, experts = hf_config.num_attention_heads, num_kv_heads_of(hf_config), num_experts_of(hf_config)
+    widths = list(cut_sizes(hf_config, expert_parallel).values())
 
     def works(n: int) -> bool:
-        return heads % n == 0 and inner % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+        whole = all(inner % n == 0 for inner in widths) and not (expert_parallel and experts % n)
+        return heads % n == 0 and whole and (kv_heads % n == 0 or n % kv_heads == 0)
 
     if not works(size):
         sizes = ", ".join(str(n) for n in range(1, heads + 1) if works(n))
+        parts = [f"{heads} query heads", f"{kv_heads} KV heads"] + [f"{experts} experts"] * expert_parallel
+        mlps = " and ".join([f"an MLP of {inner}" for inner in widths])
         raise ValueError(
-            f"tensor_parallel_size {size} cannot split this model, which has {heads} query heads, {kv_heads} KV heads "
-            f"and an MLP of {inner}: sizes that work are {sizes}"
+            f"tensor_parallel_size {size} cannot split this model, which has {', '.join(parts)}"
+            f"{' and ' + mlps if mlps else ''}: sizes that work are {sizes}"
         )

@@ -15,7 +15,7 @@ from folovllm.attention.backends.select import choose_backend
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config
 from folovllm.kv_scales import FP8
-from folovllm.model_config import context_limit, head_dim_of, num_kv_heads_of, num_positions
+from folovllm.model_config import context_limit, head_dim_of, num_experts_of, num_kv_heads_of, num_positions
 from folovllm.models.quantization import check_quantization, quantized_as_asked
 from folovllm.models.registry import who_runs_it
 from folovllm.setup import EngineSetup
@@ -37,7 +37,9 @@ def set_up(config: EngineConfig) -> EngineSetup:
     dtype = choose_dtype(config.dtype, device, hf_config)
     assert config.max_num_seqs is not None
     wanted_block_size = max_model_len if config.kv_cache == "slots" else config.block_size
-    share = local_config(hf_config, config.tensor_parallel_size)  # what one rank has of the model
+    if config.enable_expert_parallel and not num_experts_of(hf_config):
+        raise ValueError("enable_expert_parallel shares out experts, and this model has none: leave it out")
+    share = local_config(hf_config, config.tensor_parallel_size, config.enable_expert_parallel)  # one rank's part
     if config.model_impl == "native":
         check_quantization(hf_config, share)
     check_gpus(device, config.tensor_parallel_size)

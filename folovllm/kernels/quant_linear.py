@@ -21,7 +21,7 @@ import triton.language as tl
 
 from folovllm.kernels.fp8 import two_of_8
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
-from folovllm.kernels.small_linear import append, halves, tiling, total_rows
+from folovllm.kernels.small_linear import MAX_WARPS, append, halves, tiling, total_rows
 
 UNIT = 16  # codes that a thread reads at once; a scale is for whole units
 FEW = (1, 2, 4)  # tokens; above, the tensor cores are better (`quant_matmul`)
@@ -66,7 +66,9 @@ def load_x(x_ptr, at, mask, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_codes(weight_ptr, scale_ptr, rows, units, eight, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr):
+def load_codes(
+    weight_ptr, scale_ptr, rows, units, eight, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr
+):
     """All codes of some rows, chunk by chunk; and the scales of their units, if an output has more than one."""
     codes, scales = (), ()
     for start in tl.static_range(0, K // 16, units.shape[1]):
@@ -164,6 +166,26 @@ def quant_linear_kernel(
         tl.store(out_ptr + m * num_rows + outputs, y.to(DTYPE), mask=kept)
 
 
+REGISTERS = 48  # of codes, in each thread, with more than two tokens
+
+
+def tile_of(num_tokens: int, num_rows: int, width: int, gated: bool) -> tuple[int, int, int]:
+    """(warps, rows, units of a row that are read at a time) of a program, as `tiling` has them of plain weights.
+
+    With four tokens there is eight times as much of `x` to read as of one row of codes, from a nearer cache: so each piece
+    of it serves four rows, of which gate and up are two, and more warps share them.
+    """
+    row_bytes = width * (1 + gated)
+    if num_tokens <= 2:
+        warps, rows, chunk = tiling(num_tokens, num_rows, row_bytes)
+        units = chunk // 4
+    else:
+        rows = 4 // (1 + gated)
+        warps = min(MAX_WARPS, triton.next_power_of_2(triton.cdiv(rows * row_bytes, 4 * REGISTERS * 32)))
+        units = 32 * warps
+    return warps, rows, min(units, triton.next_power_of_2(width // UNIT))
+
+
 def quant_linear(
     x: torch.Tensor,
     codes: Codes,
@@ -180,7 +202,7 @@ def quant_linear(
     num_tokens, width = x.shape
     rows = len(codes.weight) // 2 if gated else len(codes.weight)
     out = x.new_empty(num_tokens, rows)
-    num_warps, per_program, chunk = tiling(num_tokens, rows, width * (1 + gated))
+    num_warps, per_program, units = tile_of(num_tokens, rows, width, gated)
     factors = columns
     if x.itemsize == 2:
         x, factors = x.view(torch.int32), None if columns is None else columns.view(torch.int32)
@@ -189,7 +211,7 @@ def quant_linear(
         out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
         K=width, GROUP_ROWS=codes.rows, GROUP=codes.columns, KIND=kind_of(codes.weight), NORM=norm_eps is not None,
         COLUMNS=columns is not None, GATED=gated, RESIDUAL=residual is not None, M=num_tokens, ROWS=per_program,
-        CHUNK=min(chunk // 4, triton.next_power_of_2(width // UNIT)), num_warps=num_warps,
+        CHUNK=units, num_warps=num_warps,
         **launch_options(x.device, num_tokens),
     )  # fmt: skip
     return out

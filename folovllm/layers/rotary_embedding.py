@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, "RoFormer"), and two ways to stretch it to longer contexts: Llama 3's and YaRN."""
+"""Rotary position embedding (Su et al. 2021, "RoFormer"), and ways to stretch it to longer contexts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rope_frequencies(config: PretrainedConfig, head_dim: int) -> torch.Tensor:
     """The angle a position adds to each pair, theta^(-2i/D): [D/2], float32, falling from 1.
 
     Raises:
-        UnsupportedModel: the config asks for a kind of RoPE that is not built in. Plain, "llama3" and "yarn" are.
+        UnsupportedModel: the config asks for a kind of RoPE that is not built in (`SCALINGS` are, and plain).
     """
     parameters, kind = rope_parameters(config), rope_kind(config)
     if kind not in ("default", *SCALINGS):
@@ -101,7 +101,20 @@ def scale_yarn(frequencies: torch.Tensor, parameters: dict[str, Any], max_positi
     return (1 - slow) * frequencies + slow * frequencies / parameters["factor"]
 
 
-SCALINGS = {"llama3": scale_llama3, "yarn": scale_yarn}
+def scale_linear(frequencies: torch.Tensor, parameters: dict[str, Any], max_position: int) -> torch.Tensor:
+    """Slow all down by `factor`, as if tokens stood closer together (Chen et al. 2023, "Position Interpolation")."""
+    return frequencies / parameters["factor"]
+
+
+def scale_dynamic(frequencies: torch.Tensor, parameters: dict[str, Any], max_position: int) -> torch.Tensor:
+    """Leave all as they are, which is what "dynamic" does up to `max_position`, where this model ends here.
+
+    Beyond it, each longer context has other angles, and the keys of all earlier tokens would have to be computed anew.
+    """
+    return frequencies
+
+
+SCALINGS = {"llama3": scale_llama3, "yarn": scale_yarn, "linear": scale_linear, "dynamic": scale_dynamic}
 
 
 def rope_amplitude(config: PretrainedConfig) -> float:

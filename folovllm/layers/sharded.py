@@ -12,6 +12,7 @@ from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.formats.abstract import WeightFormat
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import PLAIN, RowParallelLinear
+from folovllm.layers.moe import ExpertRanks
 
 
 class ShardedRowLinear(RowParallelLinear):
@@ -65,10 +66,32 @@ class ShardedHead(ParallelLMHead):
         return logits
 
 
-def sharded(layers: LayerSet, group: Group, vocab_size: int) -> LayerSet:
+class ShardedExperts(ExpertRanks):
+    """Each rank holds a part of every expert, or, in expert parallelism, all of some experts; one sum joins both.
+
+    All tokens are on all ranks anyway, so no token travels to its experts and back.
+    """
+
+    def __init__(self, *, group: Group, expert_parallel: bool) -> None:
+        super().__init__()
+        self.group, self.expert_parallel = group, expert_parallel
+
+    def held(self, num_experts: int) -> range:
+        """As `ExpertRanks`: all, or an equal share in the order of ranks."""
+        count = num_experts // self.group.size if self.expert_parallel else num_experts
+        first = self.group.rank * count if self.expert_parallel else 0
+        return range(first, first + count)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H], whole on every rank."""
+        return self.group.all_reduce(x)
+
+
+def sharded(layers: LayerSet, group: Group, vocab_size: int, expert_parallel: bool = False) -> LayerSet:
     """Return `layers` for one rank's part of a model. `vocab_size` is the whole model's."""
     return layers.having(
         {
+            ExpertRanks: partial(ShardedExperts, group=group, expert_parallel=expert_parallel),
             RowParallelLinear: partial(ShardedRowLinear, group=group),
             VocabParallelEmbedding: partial(ShardedEmbedding, group=group),
             ParallelLMHead: partial(ShardedHead, group=group, num_ids=vocab_size),

@@ -12,8 +12,10 @@ from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.fused import FusedRMSNorm, FusedSiluAndMul
+from folovllm.layers.fused_moe import FusedMoE, GroupedExperts
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
+from folovllm.layers.moe import Experts, MoE
 from folovllm.models.llama import LlamaAttention
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
@@ -61,5 +63,7 @@ def fused_layers(head_dim: int) -> LayerSet:
 
     Attention stays plain where head_dim is no power of two, which a kernel's tile must be (flash-attn takes 80).
     """
-    places: dict[type[nn.Module], Callable[..., nn.Module]] = {RMSNorm: FusedRMSNorm, SiluAndMul: FusedSiluAndMul}
+    places: dict[type[nn.Module], Callable[..., nn.Module]] = {
+        RMSNorm: FusedRMSNorm, SiluAndMul: FusedSiluAndMul, Experts: GroupedExperts, MoE: FusedMoE,
+    }  # fmt: skip
     return LayerSet(places | (ATTENTION if head_dim & (head_dim - 1) == 0 else {}))

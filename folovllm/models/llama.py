@@ -152,6 +152,7 @@ class LlamaForCausalLM(nn.Module):
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
+    renamed: ClassVar[dict[str, str]] = {}  # parts of names in the checkpoint: what they are called here
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         super().__init__()
@@ -171,6 +172,12 @@ class LlamaForCausalLM(nn.Module):
         """[T, H] -> [S, V]: for each sequence's last new token alone, in the dtype of the model; in `out` if given."""
         only_decodes = len(batch.logits_indices) == len(hidden)  # then every token is its sequence's last
         return self.lm_head(hidden if only_decodes else hidden[batch.logits_indices], out)
+
+    def own_name(self, name: str) -> str | None:
+        """What a tensor of the checkpoint is called here; None if it is another rank's."""
+        for theirs, ours in self.renamed.items():
+            name = name.replace(theirs, ours)
+        return name
 
     def weights_loaded(self) -> None:
         """Call this when the weights have changed: some formats and layers keep them in another form."""

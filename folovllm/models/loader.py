@@ -55,7 +55,7 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard
     embedding = model.model.embed_tokens.weight
     tied, copied_head = model.lm_head.weight is embedding, None
     with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
-        for name, tensor in read_tensors(checkpoint_files(path), formats, part):
+        for name, tensor in read_tensors(checkpoint_files(path), formats, part, model.own_name):
             if tied and name == "lm_head.weight":
                 copied_head = tensor
             elif is_kv_scale(name):
@@ -206,15 +206,22 @@ def opened(file: Path) -> Iterator[Any]:
         raise ValueError(f"{file} is damaged or incomplete ({error}): download it again") from error
 
 
-def read_tensors(files: list[Path], formats: Formats, shard: Shard | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied."""
+def read_tensors(
+    files: list[Path], formats: Formats, shard: Shard | None = None, own_name: Callable[[str], str | None] = str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied.
+
+    `own_name` says what the model calls a tensor; where that is None it is not read.
+    """
     for file in files:
         with opened(file) as handle:
-            for name in handle.keys():  # noqa: SIM118  # a handle is no dict
-                stored = handle.get_slice(name)
+            for stored_name in handle.keys():  # noqa: SIM118  # a handle is no dict
+                if (name := own_name(stored_name)) is None:
+                    continue
+                stored = handle.get_slice(stored_name)
                 require_stored(name, stored.get_dtype(), formats)
                 if shard is None or is_ignored(name, formats) or is_kv_scale(name):
-                    yield name, handle.get_tensor(name)
+                    yield name, handle.get_tensor(stored_name)
                 else:
                     yield name, shard(name, StoredTensor(stored))
 
@@ -228,14 +235,15 @@ def init_random_weights(
     """
     places = checkpoint_places(model)
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
+    some = model.lm_head.weight
     for name, full in checkpoint_places(model if whole is None else whole).items():
-        place = places[name]
-        tensor = torch.empty(full.view.shape, dtype=place.view.dtype, device=place.view.device)
+        tensor = torch.empty(full.view.shape, dtype=full.view.dtype, device=some.device)
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         else:
-            place.format.fill(name.rpartition(".")[2], tensor, generator)
-        place.view.copy_(tensor if shard is None else part_of(places, shard, name, tensor))
+            full.format.fill(name.rpartition(".")[2], tensor, generator)
+        if name in places:  # else another rank's
+            places[name].view.copy_(tensor if shard is None else part_of(places, shard, name, tensor))
     model.weights_loaded()
 
 

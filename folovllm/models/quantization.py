@@ -10,12 +10,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from folovllm.config import EngineConfig
 from folovllm.layers.formats.abstract import WeightFormat
 from folovllm.layers.formats.fp8 import Fp8
 from folovllm.layers.formats.int4_checkpoints import Awq, Gptq, SortedGptq
 from folovllm.layers.layer_set import FormatOf
-from folovllm.model_config import head_dim_of, num_kv_heads_of
+from folovllm.layers.linear import PLAIN
+from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of
 from folovllm.models.compressed_tensors import read_compressed_tensors
 from folovllm.models.json_files import reading
 
@@ -121,6 +124,10 @@ def formats_of(hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]])
             f"this checkpoint is quantized by {method!r} (quant_method in its config.json), which is not supported: the "
             f"known ones are {', '.join(READERS)}"
         )
+    if num_experts_of(hf_config):
+        raise ValueError(
+            "a mixture of experts with quantized weights is not supported: use one with plain float weights"
+        )
     with reading("the quantization_config in config.json"):
         format_of = READERS[method](said)
 
@@ -177,6 +184,16 @@ def check_quantization(hf_config: PretrainedConfig, part: PretrainedConfig) -> N
                     raise ValueError(
                         f"so many ranks cannot share {name}: {error}; lower tensor_parallel_size"
                     ) from error
+
+
+def linear_bytes(hf_config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of all decoder layers' matrices, which a step reads, with their scales."""
+    format_of, total = formats_of(hf_config, {}) or (lambda name: None), 0
+    for i in range(hf_config.num_hidden_layers):
+        for name, (outputs, inputs) in linear_shapes(hf_config).items():
+            format = format_of(f"model.layers.{i}.{name}") or PLAIN
+            total += format.num_bytes(outputs, inputs, dtype)
+    return total
 
 
 def linear_shapes(config: PretrainedConfig) -> dict[str, tuple[int, int]]:

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 ARCHITECTURES: dict[str, str] = {
     "LlamaForCausalLM": "folovllm.models.llama",
     "MistralForCausalLM": "folovllm.models.mistral",
+    "MixtralForCausalLM": "folovllm.models.mixtral",
     "Qwen2ForCausalLM": "folovllm.models.qwen2",
+    "Qwen2MoeForCausalLM": "folovllm.models.qwen2_moe",
     "Qwen3ForCausalLM": "folovllm.models.qwen3",
+    "Qwen3MoeForCausalLM": "folovllm.models.qwen3_moe",
 }
 NEEDED = ("intermediate_size", "rms_norm_eps", "hidden_act", "tie_word_embeddings")  # beside what any model has
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from folovllm.distributed.group import Group
-from folovllm.distributed.sharding import local_config, shard_named
+from folovllm.distributed.sharding import keep_experts_whole, local_config, shard_named
 from folovllm.layers.attention import Attention
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.sharded import sharded
@@ -31,11 +31,13 @@ def load_sharded_model(setup: EngineSetup, group: Group, layers: LayerSet = PLAI
 
     `setup` and `layers` are those of the whole model; random weights are those of one rank, cut.
     """
-    config = local_config(setup.hf_config, group.size)
+    expert_parallel = setup.config.enable_expert_parallel
+    config = local_config(setup.hf_config, group.size, expert_parallel)
     shard = partial(shard_named, head_dim=head_dim_of(setup.hf_config), rank=group.rank, size=group.size)
-    model = build_model(
-        config, setup.dtype, setup.device, setup.max_model_len, sharded(layers, group, setup.vocab_size)
-    )
+    if expert_parallel:
+        shard = partial(keep_experts_whole, shard=shard)
+    part = sharded(layers, group, setup.vocab_size, expert_parallel)
+    model = build_model(config, setup.dtype, setup.device, setup.max_model_len, part)
     if setup.config.random_weights:
         whole = build_model(setup.hf_config, setup.dtype, "meta", setup.max_model_len, layers)
         init_random_weights(model, setup.config.seed, whole, shard)

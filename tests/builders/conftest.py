@@ -17,7 +17,7 @@ from milestones.manifest import Course
 COURSE = Course(Path(__file__).resolve().parents[2])
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The `mine/` in which components are looked for, here and in ranks."""
     if mine := os.environ.get("FOLOVLLM_MINE"):

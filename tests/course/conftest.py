@@ -1,5 +1,6 @@
 """Fixtures of the course's own tests. The engine is never imported in this process: mutants run in children."""
 
+import inspect
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,17 @@ from tests.course.farm import Farm, Job
 
 HERE = Path(__file__).resolve().parent
 collect_ignore = ["sample", "electives"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that wait for mutants come last, those of the real course before the sample's: the farm begins with them."""
+
+    def turn(item: pytest.Item) -> int:
+        if "farm" not in inspect.signature(getattr(item, "function", lambda: None)).parameters:
+            return 0
+        return 1 if _job(item) else 2
+
+    items.sort(key=turn)
 
 
 @pytest.fixture
@@ -37,7 +49,12 @@ def farm(request: pytest.FixtureRequest) -> Iterator[Farm]:
     """Mutants of all selected tests, begun before the first test of any kind, so that no core waits for one to ask."""
     with Farm() as farm:
         if "PYTEST_XDIST_WORKER" not in os.environ:  # where each process would begin them all
-            specs = (getattr(item, "callspec", None) for item in request.session.items)
-            jobs = (spec.params.get("job") for spec in specs if spec)
-            farm.submit(job for job in jobs if isinstance(job, Job))
+            farm.submit(filter(None, map(_job, request.session.items)))
         yield farm
+
+
+def _job(item: pytest.Item) -> Job | None:
+    """The mutant of the real course that a test asks for."""
+    callspec = getattr(item, "callspec", None)
+    job = callspec and callspec.params.get("job")
+    return job if isinstance(job, Job) else None

@@ -188,7 +188,7 @@ class TestRotary:
         )
         assert not torch.equal(rope_frequencies(scaled, 16), rope_frequencies(old, 16)), "the scaling is not overlooked"
 
-    @pytest.mark.parametrize("extra", [{"rope_type": "dynamic", "factor": 4.0}, {"partial_rotary_factor": 0.5}])
+    @pytest.mark.parametrize("extra", [{"rope_type": "longrope", "factor": 4.0}, {"partial_rotary_factor": 0.5}])
     def test_what_is_not_built_in_is_refused(self, extra: dict[str, Any]) -> None:
         config = SimpleNamespace(rope_parameters={"rope_theta": 1e4, **extra})
         with pytest.raises(ValueError, match="not supported"):

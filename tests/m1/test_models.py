@@ -31,6 +31,8 @@ from tests.helpers import (
     prompts,
     tiny_checkpoint,
 )
+from tests.x4.checkpoints import FAMILIES as WITH_EXPERTS
+from tests.x4.checkpoints import moe_checkpoint
 
 CASES = {  # name: family, Hq, Hkv, D, tied
     "qwen3": ("qwen3", 4, 2, 32, True),
@@ -84,6 +86,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         ("llama", {"rope_parameters": LLAMA3}),
         ("qwen3", {"rope_parameters": YARN}),
         ("qwen3", {"rope_scaling": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.6}}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("llama", {"head_dim": 64}),
         ("qwen3", {"attention_bias": True}),
@@ -94,6 +98,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         "llama3 rope",
         "yarn",
         "yarn in the old place",
+        "linear rope",
+        "dynamic rope, up to the context of its training",
         "llama biases",
         "llama head_dim",
         "qwen3 bias",
@@ -209,8 +215,9 @@ class TestRegistry:
 
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_every_known_architecture_builds(self, architecture: str) -> None:
-        family = architecture.removesuffix("ForCausalLM").lower()
-        model = build_model(AutoConfig.from_pretrained(tiny_checkpoint(family)), torch.float32, "meta")
+        family = architecture.removesuffix("ForCausalLM").lower().replace("moe", "_moe")
+        path = moe_checkpoint(family) if family in WITH_EXPERTS else tiny_checkpoint(family)
+        model = build_model(AutoConfig.from_pretrained(path), torch.float32, "meta")
         assert type(model).__name__ == architecture
 
     @pytest.mark.parametrize("field", ["intermediate_size", "rms_norm_eps", "hidden_act", "tie_word_embeddings"])
@@ -225,13 +232,22 @@ ONLY_M1 = [  # family, fields, and what the refusal names
     ("phi3", {"hidden_size": 128, "pad_token_id": None}, "no model for architecture Phi3ForCausalLM"),
     (
         "qwen3_moe",
-        {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
-        "no model for architecture Qwen3MoeForCausalLM",
+        {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+        "layers with experts among layers without",
     ),
     (
         "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
-        "RoPE of type 'dynamic'",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "factor": 1.0,
+                "short_factor": [1.0] * 16,
+                "long_factor": [2.0] * 16,
+                "original_max_position_embeddings": 256,
+            }
+        },
+        "RoPE of type 'longrope'",
     ),
     ("llama", {"partial_rotary_factor": 0.5}, "partial rotary embedding .of 50% of a head."),
     ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),

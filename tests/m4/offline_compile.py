@@ -9,7 +9,6 @@ A program of its own, because Triton decides when it is first imported whether k
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -31,15 +30,17 @@ from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel
 from folovllm.kernels.decode_plan import plan_kernel
 from folovllm.kernels.draw_tokens import plain_kernel, special_kernel
 from folovllm.kernels.filter_logits import CAPACITY, CHUNK, WARPS, WIDE_CHUNK, finish_kernel, scan_kernel
+from folovllm.kernels.grouped_linear import grouped_linear_kernel, tiles_for
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_kernel
 from folovllm.kernels.note_drawn import note_drawn_kernel
 from folovllm.kernels.prefill import prefill_config, prefill_kernel
 from folovllm.kernels.prefill_hopper import NUM_STAGES, prefill_hopper_kernel
 from folovllm.kernels.prefill_tiles import list_tiles_kernel
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
-from folovllm.kernels.quant_linear import UNIT, quant_linear_kernel
+from folovllm.kernels.quant_linear import quant_linear_kernel, tile_of
 from folovllm.kernels.quant_matmul import quant_matmul_kernel, tiles, unpack_kernel
 from folovllm.kernels.rms_norm import add_rms_norm_kernel
+from folovllm.kernels.route import choose_kernel, combine_kernel
 from folovllm.kernels.small_linear import serves, small_linear_kernel, tiling
 from folovllm.kernels.store import store_kvcache_kernel
 from folovllm.kernels.unpack_step import unpack_decode_kernel, unpack_ragged_kernel
@@ -67,7 +68,16 @@ CACHES = {("decode_kernel", "k_ptr"), ("decode_kernel", "v_ptr"), ("prefill_kern
 
 def pointer_type(name: str, dtype: str) -> str:
     """The element type behind a kernel's pointer argument."""
-    if name in ("slot_ptr", "position_ptr", "token_ptr", "last_token_ptr", "input_ptr"):
+    if name in (
+        "order_ptr",
+        "starts_ptr",
+        "experts_ptr",
+        "slot_ptr",
+        "position_ptr",
+        "token_ptr",
+        "last_token_ptr",
+        "input_ptr",
+    ):
         return "*i64"
     if name in ("table_ptr", "start_ptr", "len_ptr", "item_ptr", "header_ptr", "queue_ptr", "done_ptr", "at_ptr",
                 "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr", "row_ptr", "word_ptr", "draws_ptr",
@@ -202,30 +212,53 @@ def small_linears(capability: int):
 
 
 def kernels_of_x2(capability: int, head_dim: int, block_size: int):
-    """Products with weights of 8 bits: for few tokens in two geometries, for more in all tiles."""
-    if capability not in (80, 90) or (head_dim, block_size) != (128, 16):
+    """Products with weights of 8 bits: those that ask for most in Qwen3-4B, and a few on cards that are checked less."""
+    if (head_dim, block_size) != (128, 16):
         return
-    fp8 = "fp8" if capability >= 89 else "fp8_bits"
-    for hidden, heads, kv_heads, mlp in GEOMETRIES[1:3] if capability == 90 else GEOMETRIES[1:2]:
-        for rows, width, norm, gated in (((heads + 2 * kv_heads) * 128, hidden, True, False), (mlp, hidden, True, True),
-                                         (hidden, mlp, False, False)):  # fmt: skip
-            for tokens, (kind, group) in itertools.product((1, 4), ((fp8, (128, 128)), ("int8", (1, width)))):
-                num_warps, per_program, chunk = tiling(tokens, rows, width * (1 + gated))
-                chunk = min(chunk // 4, triton.next_power_of_2(width // UNIT))
-                yield quant_linear_kernel, {"K": width, "GROUP_ROWS": group[0], "GROUP": group[1], "KIND": kind, "NORM": norm,
-                                            "COLUMNS": norm, "GATED": gated, "RESIDUAL": not norm, "M": tokens,
-                                            "ROWS": per_program, "CHUNK": chunk, "PDL": capability >= 90}, num_warps, 3  # fmt: skip
-    for tokens, (kind, group) in itertools.product((16, 32, 64, 256), ((fp8, (128, 128)), ("int8", (1, 9728)))):
-        shape = tiles(tokens, group[1] if group[1] < 9728 else 1 << 30)
+    fp8, pdl = "fp8" if capability >= 89 else "fp8_bits", {"PDL": capability >= 90}
+    few: list[tuple[int, int, int, bool, str]] = [(1, 2560, 9728, False, fp8)]  # tokens, rows, width, gated, kind
+    some = [(16, fp8)]  # tokens and kind
+    if capability in (80, 90):
+        few += [
+            (1, 9728, 2560, True, fp8),
+            (4, 9728, 2560, True, fp8),
+            (4, 9728, 2560, True, "int8"),
+            (4, 2560, 9728, False, fp8),
+        ]
+        some += [(32, "int8"), (64, fp8), (256, fp8), (256, "int8")]
+    for tokens, rows, width, gated, kind in few:
+        num_warps, per_program, units = tile_of(tokens, rows, width, gated)
+        group = {"GROUP_ROWS": 1, "GROUP": width} if kind == "int8" else {"GROUP_ROWS": 128, "GROUP": 128}
+        yield quant_linear_kernel, {"K": width, **group, "KIND": kind, "NORM": gated, "COLUMNS": gated, "GATED": gated,
+                                    "RESIDUAL": not gated, "M": tokens, "ROWS": per_program, "CHUNK": units, **pdl}, num_warps, 3  # fmt: skip
+    for tokens, kind in some:
+        group = {"GROUP_ROWS": 1, "GROUP": 9728} if kind == "int8" else {"GROUP_ROWS": 128, "GROUP": 128}
+        shape = tiles(tokens, 1 << 30 if kind == "int8" else 128)
         num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
-        constants = {"K": 9728, "GROUP_ROWS": group[0], "GROUP": group[1], "KIND": kind, "RESIDUAL": True, **shape}
-        yield quant_matmul_kernel, constants, num_warps, num_stages
+        yield quant_matmul_kernel, {"K": 9728, **group, "KIND": kind, "RESIDUAL": True, **shape}, num_warps, num_stages
     yield unpack_kernel, {"K": 2560, "GROUP_ROWS": 128, "GROUP": 128, "KIND": fp8, "BLOCK": 2048}, 4, 3
+
+
+def kernels_of_x4(capability: int, head_dim: int, block_size: int):
+    """Those of a mixture of experts, in the shapes of Qwen3-30B-A3B: alone, some, many tokens."""
+    if (head_dim, block_size) != (128, 16):
+        return
+    hidden, inner, experts, asked = 2048, 768, 128, 8
+    for pairs in (8, 2048, 32768):
+        for k, gated in ((hidden, True), (inner, False)):
+            tile_m, tile_n, tile_k, num_warps, num_stages = tiles_for(pairs, experts, torch.bfloat16, gated, capability)
+            tiles = {"TILE_M": tile_m, "TILE_N": tile_n, "TILE_K": tile_k, "PRECISION": "tf32"}
+            shape = {"K": k, "E": experts, "WIDTH": experts, "ASKED": asked if gated else 1, "GATED": gated}
+            yield grouped_linear_kernel, {**shape, **tiles}, num_warps, num_stages
+    choice = {"E": experts, "WIDTH": experts, "TOP_K": asked, "NORMALISE": True}
+    yield choose_kernel, {**choice, "TOKENS": 16, "SORT": True, "PAIRS": 128}, 8, 3
+    yield choose_kernel, {**choice, "TOKENS": 1, "SORT": False, "PAIRS": 1}, 4, 3
+    yield combine_kernel, {"H": hidden, "TOP_K": asked, "WIDTH": 1024}, 4, 3
 
 
 def variants(capability: int, milestone: str) -> list[dict]:
     """Compile in the dtype that is usual on the card: bf16 where it has that."""
-    kernels_of = {"m4": kernels, "m6": kernels_of_m6, "x2": kernels_of_x2}[milestone]
+    kernels_of = {"m4": kernels, "m6": kernels_of_m6, "x2": kernels_of_x2, "x4": kernels_of_x4}[milestone]
     dtype = "bf16" if capability >= 80 else "fp16"
     rows = []
     for head_dim, block_size in SHAPES[capability]:

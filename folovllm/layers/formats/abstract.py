@@ -49,6 +49,10 @@ class WeightFormat(ABC):
         """Make up a whole tensor as a checkpoint would have it, so that weights are about N(0, 0.02)."""
         tensor.normal_(0.0, 0.02, generator=generator)
 
+    def num_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+        """What W takes of a card's memory; `dtype` is the model's."""
+        return outputs * inputs * dtype.itemsize
+
     def loaded(self, layer: LinearBase) -> None:  # most formats have nothing to do
         """Bring the weights into another form, now that all are there. `places` is asked for no more afterwards."""
 

@@ -84,6 +84,11 @@ class Scaled(WeightFormat):
         else:
             super().fill(kind, tensor, generator)
 
+    def num_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+        """As `WeightFormat`: a byte for each, and four for each scale."""
+        rows, columns = self.block_of(inputs)
+        return outputs * inputs + 4 * -(-outputs // rows) * -(-inputs // columns)
+
     def loaded(self, layer: LinearBase) -> None:
         """Forget what was folded into earlier weights."""
         layer.columns = None
@@ -158,7 +163,9 @@ class Scaled(WeightFormat):
     def has_kernels(self, layer: LinearBase, x: torch.Tensor) -> bool:
         """Whether a kernel can multiply: on a GPU, and where scales are for whole units and rows of blocks do not overlap."""
         rows, columns = self.block_of(layer.input_size)
-        aligned = layer.input_size % 16 == columns % 16 == 0 and not any(size % rows for size in layer.output_sizes[:-1])
+        aligned = layer.input_size % 16 == columns % 16 == 0 and not any(
+            size % rows for size in layer.output_sizes[:-1]
+        )
         return aligned and on_gpu(x)
 
     def codes_of(self, layer: LinearBase) -> Codes:

@@ -1,0 +1,41 @@
+"""Models whose MLPs are mixtures of experts: the frame of their dense families, with another layer in one place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from folovllm.distributed.sharding import EXPERTS
+from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.moe import MoE
+from folovllm.layers.unsupported import UnsupportedModel
+from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def choose_moe(config: PretrainedConfig, layers: LayerSet) -> MoE:
+    """The mixture of experts that stands in the place of the MLP, of the set's own kind."""
+    return layers.make(MoE, config, layers)
+
+
+class MoeForCausalLM(LlamaForCausalLM):
+    """`LlamaForCausalLM`, and in the place of each MLP a mixture of experts."""
+
+    def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
+        if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+            raise UnsupportedModel("layers with experts among layers without are not supported: all must have them")
+        # The router and the experts read one normed stream, so the norm's weights cannot move into a projection.
+        super().__init__(
+            config,
+            layers.having({LlamaMLP: choose_moe, LlamaDecoderLayer: LlamaDecoderLayer}),
+            max_model_len,
+        )
+
+    def own_name(self, name: str) -> str | None:
+        """As `LlamaForCausalLM`: an expert that another rank holds is None."""
+        named = super().own_name(name)
+        if named is None or EXPERTS not in named:
+            return named
+        moe = cast(MoE, cast(LlamaDecoderLayer, self.model.layers[0]).mlp)
+        return named if int(named.partition(EXPERTS)[2].partition(".")[0]) in moe.held else None

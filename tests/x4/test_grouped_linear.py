@@ -1,0 +1,137 @@
+"""Routing, sorting, and the product of all experts in one kernel."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from folovllm.layers.moe import combine, route, sort_by_expert
+from tests import contract
+
+ON = contract.DEVICE
+triton = pytest.importorskip("triton")
+
+
+@given(
+    st.integers(0, 9), st.integers(1, 6), st.integers(1, 3), st.integers(0, 2**31), st.integers(-3, 3)
+)  # fmt: skip
+def test_pairs_in_the_order_of_experts(num_tokens: int, num_experts: int, top_k: int, seed: int, first: int) -> None:
+    """As a plain loop has it; numbers of other ranks' experts come last."""
+    generator = torch.Generator().manual_seed(seed)
+    asked = torch.randint(0, num_experts, (num_tokens, top_k), generator=generator) - first
+    order, starts = sort_by_expert(asked, num_experts)
+    flat = asked.flatten().tolist()
+    expected = [[p for p, e in enumerate(flat) if e == expert] for expert in range(num_experts)]
+    borders = starts.tolist()
+    assert [order[a:b].tolist() for a, b in pairwise(borders)] == expected
+    assert sorted(order.tolist()) == list(range(len(flat))), "no pair is lost"
+
+
+class TestRoute:
+    def test_by_hand(self) -> None:
+        """exp 1, 3, 6 and their sum 10: the two best are 0.6 and 0.3; of each other 2/3 and 1/3."""
+        logits = torch.tensor([[1.0, 3.0, 6.0]]).log()
+        weights, experts = route(logits, 2, normalise=False)
+        assert experts.tolist() == [[2, 1]]
+        torch.testing.assert_close(weights, torch.tensor([[0.6, 0.3]]))
+        torch.testing.assert_close(route(logits, 2, normalise=True)[0], torch.tensor([[2 / 3, 1 / 3]]))
+
+    def test_in_half_precision_softmax_is_float32(self) -> None:
+        logits = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+        weights, _ = route(logits, 8, normalise=True)
+        exact = logits.double().softmax(-1).topk(8).values
+        torch.testing.assert_close(weights.double(), exact / exact.sum(-1, keepdim=True), atol=0, rtol=2**-8)
+
+
+def by_loop(x: torch.Tensor, weight: torch.Tensor, asked: torch.Tensor, gated: bool) -> torch.Tensor:
+    """Each pair by itself, in float32: [T * k, N]."""
+    rows = x.float().repeat_interleave(asked.shape[1], 0) if len(x) == len(asked) else x.float()
+    answers = torch.stack([weight[e].float() @ row for row, e in zip(rows, asked.flatten().tolist(), strict=True)])
+    if not gated:
+        return answers
+    gate, up = answers.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+SHAPES = [  # T, k, E, N, K
+    (1, 2, 4, 24, 40),
+    (5, 1, 3, 33, 64),
+    (9, 3, 8, 16, 20),
+    (7, 2, 5, 40, 129),
+    *(pytest.param(shape, marks=pytest.mark.gpu) for shape in [
+        (1, 8, 128, 768, 2048), (64, 8, 128, 768, 2048), (777, 8, 128, 96, 2048), (4096, 2, 8, 512, 1000),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_multiplies_as_a_loop(shape: tuple[int, ...], gated: bool) -> None:
+    from folovllm.kernels.grouped_linear import grouped_linear
+
+    num_tokens, top_k, num_experts, n, k = shape
+    dtype = torch.bfloat16 if k >= 1000 else torch.float32
+    generator = torch.Generator().manual_seed(num_tokens)
+    x = torch.randn(num_tokens, k, generator=generator).to(ON, dtype)
+    weight = (torch.randn(num_experts, n * (2 if gated else 1), k, generator=generator) / k**0.5).to(ON, dtype)
+    asked = torch.rand(num_tokens, num_experts, generator=generator).topk(top_k).indices.to(ON)
+    order, starts = sort_by_expert(asked, num_experts)
+    actual = grouped_linear(x, weight, order, starts, gated)
+    expected = by_loop(x, weight, asked, gated).to(dtype)
+    tol = {"atol": 3e-2, "rtol": 3e-2} if dtype == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
+    torch.testing.assert_close(actual, expected, **tol)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.integers(-1, 3), min_size=0, max_size=40))
+def test_any_crowd(asked: list[int]) -> None:
+    """All at one expert, none at another, none at all; pairs of other ranks' experts leave `out` as it was."""
+    from folovllm.kernels.grouped_linear import grouped_linear
+
+    experts = torch.tensor(asked, dtype=torch.int64, device=ON).view(-1, 1)
+    x = torch.randn(len(asked), 16, generator=torch.Generator().manual_seed(1)).to(ON)
+    weight = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(2)).to(ON)
+    order, starts = sort_by_expert(experts, 4)
+    out = torch.full((len(asked), 8), 7.0, device=ON)
+    actual = grouped_linear(x, weight, order, starts, out=out)
+    for row, answer, expert in zip(x, actual, asked, strict=True):
+        expected = torch.full((8,), 7.0, device=ON) if expert < 0 else weight[expert] @ row
+        torch.testing.assert_close(answer, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_combine_adds_by_weight() -> None:
+    answers = torch.tensor([[[1.0, 2.0], [10.0, 20.0]], [[3.0, 4.0], [0.0, 1.0]]])  # [T=2, k=2, H=2]
+    weights = torch.tensor([[0.5, 0.1], [1.0, 2.0]])
+    assert combine(answers, weights).tolist() == [[1.5, 3.0], [3.0, 6.0]]
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 2), (5, 6, 3), (16, 128, 8), (17, 60, 8), (3, 1, 1)])  # T, E, k
+@pytest.mark.parametrize("normalise", [True, False])
+def test_the_kernel_chooses_as_torch(shape: tuple[int, int, int], normalise: bool) -> None:
+    """Also of the experts of one rank; the kernel leaves many pairs to torch."""
+    from folovllm.kernels.route import choose
+
+    num_tokens, num_experts, top_k = shape
+    logits = torch.randn(num_tokens, num_experts, generator=torch.Generator().manual_seed(3)).to(ON)
+    for held in (range(num_experts), range(num_experts // 2, num_experts)):
+        weights, experts = route(logits, top_k, normalise)
+        own_weights, own_experts, placed = choose(logits, top_k, normalise, held)
+        torch.testing.assert_close(own_weights, weights)
+        assert torch.equal(own_experts, experts)
+        assert (placed is not None) == (num_tokens * top_k <= 128)
+        for actual, wanted in zip(placed or (), sort_by_expert(experts - held.start, len(held)), strict=bool(placed)):
+            assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 72), (3, 2, 1500), (0, 2, 8)])  # T, k, H
+def test_the_kernel_adds_up_as_torch(shape: tuple[int, int, int]) -> None:
+    from folovllm.kernels.route import combine as combined
+
+    generator = torch.Generator().manual_seed(4)
+    answers, weights = torch.randn(shape, generator=generator).to(ON), torch.rand(shape[:2], generator=generator).to(ON)
+    torch.testing.assert_close(combined(answers, weights), combine(answers, weights))

@@ -1,0 +1,150 @@
+"""Models with experts against their Hugging Face twins, on every preset, and on two ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from folovllm import LLM, SamplingParams
+from folovllm.bench.contenders import write_geometry
+from folovllm.bench.roofline import MatrixSizes, experts_read
+from folovllm.build import make_engine
+from folovllm.config import EngineConfig
+from folovllm.engine.setup import set_up
+from folovllm.layers.moe import MoE, route
+from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
+from tests.workloads import ARRIVALS, MAX_MODEL_LEN, answered, mixed_requests, serve
+from tests.x4.checkpoints import FAMILIES, moe_checkpoint
+
+SMALL = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}  # preemption, and prompts in chunks
+
+
+@pytest.mark.parametrize("backend", ["torch_naive", "triton"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_hugging_face(family: str, backend: str) -> None:
+    """A whole prompt, and one in pieces. With Triton's layers the experts run in the grouped kernel."""
+    path = moe_checkpoint(family)
+    (ids,) = prompts([21])
+    reference = hf_logits(path, ids)
+    for pieces in ([21], [13, 1, 7]):
+        driver, logits, start = Driver(path, backend, max_seqs=1), [], 0
+        for length in pieces:
+            logits.append(driver.step({0: ids[start : start + length]})[0])
+            start += length
+        assert_logits_equal(torch.cat(logits), reference)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_router_matters(family: str, tmp_path: Path) -> None:
+    """Tokens ask different experts, so a test would notice if they got the wrong ones: without two of them all is other."""
+    path = moe_checkpoint(family)
+    (ids,) = prompts([40])
+    driver = Driver(path, "torch_naive", max_seqs=1)
+    moe = cast(MoE, driver.model.model.layers[1].mlp)
+    asked: list[torch.Tensor] = []
+    moe.gate.register_forward_hook(lambda gate, x, y: asked.append(route(y, moe.top_k, moe.normalise)[1]))
+    before = driver.step({0: ids})[0]
+    counts = torch.bincount(asked[0].flatten(), minlength=len(moe.held))
+    assert (counts > 0).sum() > len(moe.held) // 2, f"most experts are never asked: {counts.tolist()}"
+    moe.experts.down[counts.argmax()] = 0
+    driver = Driver(path, "torch_naive", max_seqs=1)
+    cast(MoE, driver.model.model.layers[1].mlp).experts.down[counts.argmax()] = 0
+    assert (driver.step({0: ids})[0] - before).abs().max() > 0.01 * before.abs().max()
+
+
+@pytest.fixture(scope="module")
+def load() -> Any:
+    return answered(moe_checkpoint(), mixed_requests("seeded", 10))
+
+
+@pytest.mark.parametrize("milestone", ["m2", "m3", "m5", "m6"])
+def test_every_preset_answers_as_transformers(load: Any, milestone: str) -> None:
+    fields = {} if milestone == "m2" else SMALL if milestone in ("m5", "m6") else {"block_size": 4}
+    config = EngineConfig(
+        model=str(load.model), milestone=milestone, max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False, **fields
+    )
+    load.check(serve(make_engine(config), load.requests, ARRIVALS[2]))
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["each expert cut", "experts shared out"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_two_ranks_answer_as_one(family: str, expert_parallel: bool) -> None:
+    load = answered(moe_checkpoint(family), mixed_requests("greedy", 6))
+    config = EngineConfig(
+        model=str(load.model), max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False, tensor_parallel_size=2,
+        enable_expert_parallel=expert_parallel, **SMALL,
+    )  # fmt: skip
+    engine = make_engine(config)
+    try:
+        load.check(serve(engine, load.requests))
+    finally:
+        engine.close()
+
+
+class TestRefusals:
+    def test_layers_of_two_kinds(self) -> None:
+        path = tiny_checkpoint("qwen3_moe", **FAMILIES["qwen3_moe"], mlp_only_layers=[1])
+        with pytest.raises(ValueError, match="layers with experts among layers without are not supported"):
+            LLM(str(path), device="cpu", milestone="m3")
+
+    def test_expert_parallel_without_experts(self) -> None:
+        with pytest.raises(ValueError, match="enable_expert_parallel shares out experts, and this model has none"):
+            LLM(str(tiny_checkpoint()), device="cpu", enable_expert_parallel=True, tensor_parallel_size=2)
+
+    @pytest.mark.parametrize(("family", "size", "expert_parallel", "says"), [
+        ("qwen2_moe", 4, True, "has 4 query heads, 2 KV heads, 6 experts and an MLP of 40: sizes that work are 1, 2"),
+        ("mixtral", 3, False, "has 4 query heads, 2 KV heads and an MLP of 80: sizes that work are 1, 2, 4"),
+    ])  # fmt: skip
+    def test_a_size_that_cannot_be(self, family: str, size: int, expert_parallel: bool, says: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(says)):
+            LLM(
+                str(moe_checkpoint(family)),
+                device="cpu",
+                tensor_parallel_size=size,
+                enable_expert_parallel=expert_parallel,
+            )
+
+    def test_an_expert_that_is_missing(self, tmp_path: Path) -> None:
+        broken = shutil.copytree(moe_checkpoint(), tmp_path / "broken")
+        tensors = load_file(broken / "model.safetensors")
+        del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
+        save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=re.escape("lacks model.layers.1.mlp.experts.5.up_proj.weight")):
+            LLM(str(broken), device="cpu", milestone="m3")
+
+
+def test_random_weights_of_a_geometry(tmp_path: Path) -> None:
+    """As benchmarks run them."""
+    config = json.loads((moe_checkpoint() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    llm = LLM(
+        str(tmp_path),
+        tokenizer=str(moe_checkpoint()),
+        random_weights=True,
+        device="cpu",
+        milestone="m5",
+        use_tqdm=False,
+    )
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
+
+
+def test_what_a_step_reads_of_qwen3_30b(tmp_path: Path) -> None:
+    """Alone a token reads 8 of 128 experts; 256 tokens read all of them, and that is most of what the step reads."""
+    path = write_geometry("qwen3-30b-a3b", tmp_path)
+    setup = set_up(EngineConfig(model=str(path), tokenizer=str(tiny_checkpoint()), random_weights=True, device="cpu"))
+    sizes = MatrixSizes.of(setup)
+    assert (sizes.num_experts, sizes.asked, sizes.expert) == (128, 8, 3 * 2048 * 768)
+    assert experts_read(sizes, 1) == pytest.approx(8)
+    assert 127.9 < experts_read(sizes, 256) < 128
+    whole = 48 * (sizes.always + 128 * sizes.expert) + 2 * sizes.head
+    assert whole == pytest.approx(30.5e9, rel=0.01)  # as it is called; with the embedding
+    active = 48 * (sizes.always + 8 * sizes.expert) + sizes.head
+    assert active == pytest.approx(3.0e9, rel=0.02)
