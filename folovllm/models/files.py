@@ -16,18 +16,22 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def resolve_model(name: str) -> Path:
-    """Find the folder that holds a model: embedded, converted, local, or fetched from the Hugging Face hub.
+    """Find the folder that holds a model: embedded, converted (from a GGUF file too), local, or from the Hugging Face hub.
 
     Raises:
         ValueError: there is no such folder and the hub cannot give it.
     """
     if (ASSETS / name / "config.json").is_file():
         return ASSETS / name
-    if name == "smollm2":
+    if name in ("smollm2", "smollm2-gguf"):
         from folovllm.models.smollm2 import smollm2_dir
 
-        return smollm2_dir()
+        return smollm2_dir(name=name)
     path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        from folovllm.models.gguf_codes import gguf_dir
+
+        return gguf_dir(path)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"{path} has no config.json: it is not a model in Hugging Face format")

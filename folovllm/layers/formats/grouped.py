@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from folovllm.layers.formats import packing
-from folovllm.quantize.groups import spread
 
 
 @dataclass(slots=True)
@@ -63,7 +62,7 @@ class Grouped:
 
     def settle(self) -> None:
         """All is there: let the library have it, where that is faster."""
-        if self.scales.device.type == "cpu" and LibraryWeight.serves(len(self.scales), self.group_size):
+        if self.scales.device.type == "cpu" and LibraryWeight.serves(len(self.scales), self.group_size, self.dtype):
             self.library = LibraryWeight(self.codes(), *self.scales_and_minimums())
             self.words = None
 
@@ -77,8 +76,9 @@ class Grouped:
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """W in `dtype`, computed in float32 and rounded once."""
-        scales, minimums = (spread(each, self.group_size) for each in self.scales_and_minimums())
-        return torch.addcmul(minimums, self.codes().float(), scales).to(dtype)
+        scales, minimums = self.scales_and_minimums()
+        codes = self.codes().float().unflatten(1, (scales.shape[1], -1))  # [outputs, groups, group_size]
+        return codes.mul_(scales[..., None]).add_(minimums[..., None]).flatten(1).to(dtype)
 
     def product(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T: [T, inputs] -> [T, outputs]; added to `residual`, which may be written over, where there is one.
@@ -124,26 +124,29 @@ class Grouped:
 
 
 class LibraryWeight:
-    """The same as torch's kernel for 4 bits on CPU takes it. In 16 bits it rounds scales and minimums to those of `x`."""
+    """The same as torch's kernel for 4 bits on CPU takes it, which rounds scales and minimums to bfloat16.
+
+    In other dtypes that kernel is slower than unpacking the codes.
+    """
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor) -> None:
         """From codes [outputs, inputs] and what belongs to each group. The kernel's W is (code - 8) * scale + minimum."""
         self.group_size = codes.shape[1] // scales.shape[1]
         self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-        self.scales = torch.stack((scales, minimums + 8 * scales), -1).transpose(0, 1).contiguous()  # [groups, outputs, 2]
+        scales = torch.stack((scales, minimums + 8 * scales), -1).transpose(0, 1)  # [groups, outputs, 2]
+        self.scales = scales.to(torch.bfloat16).contiguous()
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x W^T."""
-        self.scales = self.scales.to(x.dtype)
         y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
             x.contiguous(), self.packed, self.group_size, self.scales
         )
         return y
 
     @staticmethod
-    def serves(outputs: int, group_size: int) -> bool:
-        """Whether the kernel takes such weights."""
-        has_kernel = hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
+    def serves(outputs: int, group_size: int, dtype: torch.dtype) -> bool:
+        """Whether the kernel takes such weights, and is fast."""
+        has_kernel = dtype == torch.bfloat16 and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
         return has_kernel and outputs % 16 == 0 and group_size in (32, 64, 128, 256)
 
 
