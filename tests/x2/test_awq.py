@@ -52,7 +52,7 @@ class TestSearchScale:
     def test_an_input_that_never_occurs(self) -> None:
         w = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
         scale = search_scale(w, torch.tensor([[4.0, 0.0], [0.0, 0.0]]), torch.tensor([2.0, 0.0]), coarse)
-        assert scale.isfinite().all() and (scale > 0).all()
+        assert scale.isfinite().all() and (scale > 0).all(), "nothing may be divided by 0"
 
 
 def test_an_error_of_outputs_needs_no_inputs() -> None:
