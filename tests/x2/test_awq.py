@@ -53,6 +53,9 @@ class TestSearchScale:
         w = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
         scale = search_scale(w, torch.tensor([[4.0, 0.0], [0.0, 0.0]]), torch.tensor([2.0, 0.0]), coarse)
         assert scale.isfinite().all() and (scale > 0).all(), "nothing may be divided by 0"
+        w, gram = torch.tensor([[0.5, 4.0, 1.0]]), torch.tensor([256.0, 1.0, 0.0]).diag()
+        scale = search_scale(w, gram, torch.tensor([16.0, 1.0, 0.0]), coarse)
+        assert scale[0] > scale[1], "it says nothing about the others: the search goes on for them"
 
 
 def test_an_error_of_outputs_needs_no_inputs() -> None:
