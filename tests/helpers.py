@@ -38,7 +38,7 @@ from folovllm.models.loader import load_model
 from folovllm.models.registry import PLAIN_LAYERS, build_model
 
 transformers.utils.logging.disable_progress_bar()
-FAMILIES = ("qwen3", "llama", "qwen2", "mistral")
+FAMILIES = ("qwen3", "llama", "qwen2", "mistral", "phi3")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # every byte, and these; odd, so that no kernel can count on a round number
 CHAT_TEMPLATE = (
@@ -128,7 +128,9 @@ def tiny_checkpoint(
         "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "max_position_embeddings": 512,
         "initializer_range": 0.3, "tie_word_embeddings": tied, "bos_token_id": None, "eos_token_id": 256,
     }  # fmt: skip
-    if family != "qwen2":
+    if family == "phi3":  # its hidden size is Hq * D, as Qwen2's
+        fields |= {"hidden_size": num_heads * head_dim, "pad_token_id": None}
+    if family not in ("qwen2", "phi3"):
         fields["head_dim"] = head_dim
     fields |= overrides
     key = json.dumps([family, fields, max_shard_size, transformers.__version__, 1], sort_keys=True)

@@ -16,6 +16,10 @@ SMALL = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 
 # what people call it, what its config.json says: model_type, architecture, and what is special about it
@@ -40,6 +44,7 @@ MODELS = (
     ("Llama 4", "llama4_text", "Llama4ForCausalLM", {}),
     ("Gemma 3", "gemma3_text", "Gemma3ForCausalLM", {}),
     ("Phi-3, Phi-4", "phi3", "Phi3ForCausalLM", {}),
+    ("with LongRoPE (Phi-3's 128k, Phi-4-mini)", "phi3", "Phi3ForCausalLM", {"rope_parameters": LONG}),
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -118,6 +119,28 @@ def shard_named(name: str, weight: Weight, head_dim: int, rank: int, size: int) 
 def keep_experts_whole(name: str, weight: Weight, shard: Callable[[str, Weight], torch.Tensor]) -> torch.Tensor:
     """Expert parallelism: an expert lives on one rank, with all its weights; everything else is cut by `shard`."""
     return weight[:] if EXPERTS in name else shard(name, weight)
+
+
+def shard_merged(
+    name: str, weight: Weight, hf_config: PretrainedConfig, shard: Callable[[str, Weight], torch.Tensor]
+) -> torch.Tensor:
+    """The rank's part of a tensor that holds several layers (Phi-3's), each of which `shard` cuts under its own name."""
+    query, kv = (n * head_dim_of(hf_config) for n in (hf_config.num_attention_heads, num_kv_heads_of(hf_config)))
+    leaf = name.split(".")[-2]
+    match leaf:
+        case "qkv_proj":
+            sizes = {"q_proj": query, "k_proj": kv, "v_proj": kv}
+        case "gate_up_proj":
+            sizes = dict.fromkeys(("gate_proj", "up_proj"), hf_config.intermediate_size)
+        case _:
+            return shard(name, weight)
+    ends = accumulate(sizes.values())
+    return torch.cat(
+        [
+            shard(name.replace(leaf, part), weight[end - sizes[part] : end])
+            for part, end in zip(sizes, ends, strict=True)
+        ]
+    )
 
 
 def local_config(hf_config: PretrainedConfig, size: int, expert_parallel: bool = False) -> PretrainedConfig:

@@ -16,7 +16,7 @@ from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config
 from folovllm.kv_scales import FP8
 from folovllm.model_config import context_limit, head_dim_of, num_experts_of, num_kv_heads_of, num_positions
-from folovllm.models.quantization import check_quantization, quantized_as_asked
+from folovllm.models.quantization import check_known_to_transformers, check_quantization, quantized_as_asked
 from folovllm.models.registry import who_runs_it
 from folovllm.setup import EngineSetup
 
@@ -42,6 +42,8 @@ def set_up(config: EngineConfig) -> EngineSetup:
     share = local_config(hf_config, config.tensor_parallel_size, config.enable_expert_parallel)  # one rank's part
     if config.model_impl == "native":
         check_quantization(hf_config, share)
+    else:
+        check_known_to_transformers(hf_config)
     check_gpus(device, config.tensor_parallel_size)
     attention = AttentionConfig(
         num_heads=share.num_attention_heads,

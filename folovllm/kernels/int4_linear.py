@@ -60,6 +60,12 @@ def load_words(row_ptr, quads, NUM: tl.constexpr):
 
 
 @triton.jit
+def first_inputs(quads, groups, GROUP: tl.constexpr):
+    """Which inputs codes 0 of these quads meet, [1, quads, 4]. Codes i meet those that are i * GROUP / 8 further on."""
+    return (groups * GROUP + 4 * (quads % (GROUP // 32)))[:, :, None] + tl.arange(0, 4)[None, None, :]
+
+
+@triton.jit
 def load_tokens(x_ptr, stride_x, inside, M: tl.constexpr):
     """Of each token the numbers at `x_ptr`, as float32; zeros where the row has ended."""
     tiles = ()
@@ -75,10 +81,8 @@ def load_scales(scale_ptr, zero_ptr, at, inside):
     offset = scale
     if zero_ptr is not None:
         zero = tl.load(zero_ptr + at, mask=inside, other=0).to(tl.float32)
-        if zero_ptr.dtype.element_ty == tl.uint8:
-            offset = (8 - zero) * scale
-        else:  # what code 0 stands for
-            offset = zero + 8 * scale
+        # Either the code that means zero, or what code 0 stands for.
+        offset = (8 - zero) * scale if zero_ptr.dtype.element_ty == tl.uint8 else zero + 8 * scale
     return scale, offset
 
 
@@ -123,7 +127,6 @@ def int4_linear_kernel(
     let_next_start(PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     NUM: tl.constexpr = K // 32  # quads of a row
-    QUADS_OF_GROUP: tl.constexpr = GROUP // 32
     LINES: tl.constexpr = 2 * ROWS if GATED else ROWS
     first, line = tl.program_id(0) * ROWS, tl.arange(0, LINES)
     rows = tl.minimum(first + line % ROWS, num_rows - 1) + line // ROWS * num_rows  # past the last one that again
@@ -135,21 +138,20 @@ def int4_linear_kernel(
         totals = append(totals, tl.zeros([LINES, QUADS], tl.float32))
     for c in tl.static_range(len(words)):
         quad = c * QUADS + quads
-        group, inside = quad // QUADS_OF_GROUP, quad < NUM
-        inputs = (group * GROUP + 4 * (quad % QUADS_OF_GROUP))[:, :, None] + tl.arange(0, 4)[None, None, :]  # of codes 0
+        group, inside = quad // (GROUP // 32), quad < NUM
+        inputs = first_inputs(quad, group, GROUP)
         sums, x_sums = zeros(M, LINES, QUADS, 4), zeros(M, 1, QUADS, 4)
         for i in tl.static_range(8):
-            xs = load_tokens(x_ptr + inputs + i * (GROUP // 8), stride_x, inside[:, :, None], M)
+            at = inputs + i * (GROUP // 8)
+            xs = load_tokens(x_ptr + at, stride_x, inside[:, :, None], M)
             if NORM:
                 squares = add_squares(squares, xs, tl.float32)
             if columns_ptr is not None:
-                factor = tl.load(columns_ptr + inputs + i * (GROUP // 8), mask=inside[:, :, None], other=0)
-                xs = times(xs, factor.to(tl.float32))
+                xs = times(xs, tl.load(columns_ptr + at, mask=inside[:, :, None], other=0).to(tl.float32))
             sums = add_products(sums, code(words[c], i, exponent), xs, tl.float32)
             if zero_ptr is not None:
                 x_sums = add_all(x_sums, xs)
-        at = rows[:, None] * (K // GROUP) + group
-        scale, offset = load_scales(scale_ptr, zero_ptr, at, inside)
+        scale, offset = load_scales(scale_ptr, zero_ptr, rows[:, None] * (K // GROUP) + group, inside)
         totals = add_scaled(totals, sums, scale)
         if zero_ptr is not None:
             totals = add_scaled(totals, x_sums, offset)

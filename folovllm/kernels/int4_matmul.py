@@ -17,7 +17,7 @@ MANY = 512  # tokens, from which on codes are unpacked before they are multiplie
 PROGRAMS = 256  # that there should be
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def int4_matmul_kernel(
     x_ptr, word_ptr, scale_ptr, zero_ptr, residual_ptr, out_ptr, stride_x, num_tokens, num_rows, exponent,
     K: tl.constexpr, GROUP: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
@@ -62,8 +62,10 @@ def int4_matmul_kernel(
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=kept)
 
 
-@triton.jit
-def add_parts_kernel(part_ptr, residual_ptr, out_ptr, num, PARTS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num"])
+def add_parts_kernel(
+    part_ptr, residual_ptr, out_ptr, num, PARTS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+):
     """The sums of all parts [PARTS, num], and the residual [num]."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -98,7 +100,7 @@ def tiling(num_tokens: int, num_rows: int, width: int, group_size: int) -> dict[
     A tile of words lies within a group where that has at least the 16 that the tensor cores take at a time.
     """
     bm = min(128, max(16, triton.next_power_of_2(num_tokens)))
-    bn, num_warps = (64, 4) if bm <= 64 else (128, 8)
+    bn, num_warps = 64, 4 if bm <= 64 else 8
     words = min(32, max(16, group_size // 8 & -(group_size // 8)))
     programs = triton.cdiv(num_tokens, bm) * triton.cdiv(num_rows, bn)
     most = triton.cdiv(width // 8, 4 * words)  # four tiles are worth a program

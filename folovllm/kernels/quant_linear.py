@@ -1,12 +1,14 @@
 """Weights that are codes of 8 bits times scales, and their product with very few rows.
 
 `small_linear` for codes: there are half as many bytes to read, and more to do for each of them. So the tile of a program is
-[rows, units, 8]. A thread holds whole units: 16 bytes of weights, which it reads at once. Codes travel in pairs, as int16,
-for the two inputs that belong to them are an int32 of `x`. A unit's products are added up within a thread, so a scale,
-which all of a unit share, costs one product for 16. What is the same for all rows, `x` unpacked, is made once: [1, units, 8].
+[rows, units, 4]. A thread holds whole units: 8 bytes of weights and 16 of `x`, each of which it reads at once. Codes travel
+in pairs, as int16, for the two inputs that belong to them are an int32 of `x`. So both tiles have four elements a thread, and
+what meets is in the same thread from the start: with units of 16 bytes of weights, Triton gave the two tiles different threads,
+and every code went through a shuffle. A unit's products are added up within a thread, so a scale, which all of a unit
+share, costs one product for 8. What is the same for all rows, `x` unpacked, is made once: [1, units, 4].
 
 To add another kind of codes: a branch of `unpack_pair` (whatever holds the codes of two neighbouring inputs, so a byte with
-4 bits each, in units of 8), one of `unpack` in `quant_matmul.py`, and a dtype in `kind_of`. Zero points would be subtracted
+4 bits each), one of `unpack` in `quant_matmul.py`, and a dtype in `kind_of`. Zero points would be subtracted
 where the scale is multiplied: by what `x` sums up to over a unit.
 """
 
@@ -19,11 +21,11 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.kernels.fp8 import two_of_8
+from folovllm.kernels.fp8 import INTERPRETED
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
-from folovllm.kernels.small_linear import MAX_WARPS, append, halves, tiling, total_rows
+from folovllm.kernels.small_linear import MAX_WARPS, append, halves, total_rows
 
-UNIT = 16  # codes that a thread reads at once; a scale is for whole units
+UNIT = 8  # codes that a thread reads at once; a scale is for whole units
 FEW = (1, 2, 4)  # tokens; above, the tensor cores are better (`quant_matmul`)
 
 
@@ -40,12 +42,22 @@ class Codes:
     columns: int
 
 
+# One instruction for both, to float16, which holds all of FP8; then one for each.
+PAIR_OF_FP8 = tl.constexpr("""{ .reg .b16 low, high; .reg .b32 both;
+    cvt.rn.f16x2.e4m3x2 both, $2;
+    mov.b32 {low, high}, both;
+    cvt.f32.f16 $0, low;
+    cvt.f32.f16 $1, high; }""")
+
+
 @triton.jit
 def unpack_pair(pair, KIND: tl.constexpr):
     """The codes of two neighbouring inputs, an int16, as float32."""
-    if KIND == "fp8":
-        low, high = two_of_8(pair)
-        low, high = low.to(tl.float32), high.to(tl.float32)
+    if KIND == "fp8" and INTERPRETED:
+        low = (pair & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        high = ((pair >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif KIND == "fp8":
+        low, high = tl.inline_asm_elementwise(PAIR_OF_FP8, "=f,=f,h", [pair], (tl.float32, tl.float32), True, 1)
     elif KIND == "fp8_bits":  # the bits of a float16 whose exponent counts from another number: 8 less
         low = (((pair & 0x80) << 8) | ((pair & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         high = ((pair & -0x8000) | ((pair >> 1) & 0x3F80)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -67,17 +79,20 @@ def load_x(x_ptr, at, mask, DTYPE: tl.constexpr):
 
 @triton.jit
 def load_codes(
-    weight_ptr, scale_ptr, rows, units, eight, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr
+    weight_ptr, scale_ptr, rows, units, four, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr
 ):
     """All codes of some rows, chunk by chunk; and the scales of their units, if an output has more than one."""
     codes, scales = (), ()
-    for start in tl.static_range(0, K // 16, units.shape[1]):
-        inside = units + start < K // 16
-        row_ptr = weight_ptr + rows[:, None, None].to(tl.int64) * (K // 2) + start * 8 + units * 8 + eight
+    for start in tl.static_range(0, K // 8, units.shape[1]):
+        inside = units + start < K // 8
+        row_ptr = weight_ptr + rows[:, None, None].to(tl.int64) * (K // 2) + (start + units) * 4 + four
         codes = append(codes, tl.load(row_ptr, mask=inside, other=0, eviction_policy="evict_first"))
         if GROUP < K:
             scale_rows = (rows // GROUP_ROWS)[:, None, None] * tl.cdiv(K, GROUP)
-            at = scale_rows + ((units + start) * 16) // GROUP
+            if start * 8 % GROUP == 0:  # the same addresses for each chunk, but for a constant
+                at = scale_rows + units * 8 // GROUP + start * 8 // GROUP
+            else:
+                at = scale_rows + (units + start) * 8 // GROUP
             scales = append(scales, tl.load(scale_ptr + at, mask=inside, other=0.0))
     return codes, scales
 
@@ -88,7 +103,7 @@ def add_units(sums, pair, xs, scales, c: tl.constexpr, KIND: tl.constexpr):
     low, high = unpack_pair(pair, KIND)
     result = ()
     for m in tl.static_range(len(sums)):
-        of_unit = tl.sum(low * xs[2 * m] + high * xs[2 * m + 1], 2, keep_dims=True)
+        of_unit = tl.sum(low * xs[2 * m], 2, keep_dims=True) + tl.sum(high * xs[2 * m + 1], 2, keep_dims=True)
         if len(scales) > 0:
             of_unit *= scales[c]
         result = append(result, sums[m] + of_unit)
@@ -121,10 +136,10 @@ def quant_linear_kernel(
     outputs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kept = outputs < num_rows
     rows = tl.minimum(outputs, num_rows - 1)  # what is past the last row reads that again, and is not stored
-    units, eight = tl.arange(0, CHUNK)[None, :, None], tl.arange(0, 8)[None, None, :]
-    codes, scales = load_codes(weight_ptr, scale_ptr, rows, units, eight, K, GROUP_ROWS, GROUP)
+    units, four = tl.arange(0, CHUNK)[None, :, None], tl.arange(0, 4)[None, None, :]
+    codes, scales = load_codes(weight_ptr, scale_ptr, rows, units, four, K, GROUP_ROWS, GROUP)
     if GATED:
-        up_codes, up_scales = load_codes(weight_ptr, scale_ptr, rows + num_rows, units, eight, K, GROUP_ROWS, GROUP)
+        up_codes, up_scales = load_codes(weight_ptr, scale_ptr, rows + num_rows, units, four, K, GROUP_ROWS, GROUP)
     wait_for_inputs(PDL)
     sums, squares = (), ()
     for _ in tl.static_range(M):
@@ -132,8 +147,8 @@ def quant_linear_kernel(
         squares = append(squares, tl.zeros([1, CHUNK, 1], tl.float32))
     up_sums = sums
     for c in tl.static_range(len(codes)):
-        at = (units + c * CHUNK) * 8 + eight  # of pairs
-        inside = units + c * CHUNK < K // 16
+        at = (units + c * CHUNK) * 4 + four  # of pairs
+        inside = units + c * CHUNK < K // 8
         if COLUMNS:
             low_factor, high_factor = load_x(columns_ptr, at, inside, DTYPE)
         xs, new_squares = (), ()
@@ -166,24 +181,18 @@ def quant_linear_kernel(
         tl.store(out_ptr + m * num_rows + outputs, y.to(DTYPE), mask=kept)
 
 
-REGISTERS = 48  # of codes, in each thread, with more than two tokens
+REGISTERS = {1: 80, 2: 80, 4: 48}  # of codes, in each thread, by the number of tokens, whose sums take some too
 
 
-def tile_of(num_tokens: int, num_rows: int, width: int, gated: bool) -> tuple[int, int, int]:
-    """(warps, rows, units of a row that are read at a time) of a program, as `tiling` has them of plain weights.
+def tile_of(num_tokens: int, width: int, gated: bool) -> tuple[int, int, int]:
+    """(warps, rows, units of a row that are read at a time) of a program.
 
-    With four tokens there is eight times as much of `x` to read as of one row of codes, from a nearer cache: so each piece
-    of it serves four rows, of which gate and up are two, and more warps share them.
+    There is as much to do for a piece of `x`, which must be unpacked and normed, as for a row of codes, and twice as much to
+    read, from a nearer cache. So it serves four rows, of which gate and up are two.
     """
-    row_bytes = width * (1 + gated)
-    if num_tokens <= 2:
-        warps, rows, chunk = tiling(num_tokens, num_rows, row_bytes)
-        units = chunk // 4
-    else:
-        rows = 4 // (1 + gated)
-        warps = min(MAX_WARPS, triton.next_power_of_2(triton.cdiv(rows * row_bytes, 4 * REGISTERS * 32)))
-        units = 32 * warps
-    return warps, rows, min(units, triton.next_power_of_2(width // UNIT))
+    rows = 4 // (1 + gated)
+    warps = min(MAX_WARPS, triton.next_power_of_2(triton.cdiv(4 * width, 4 * 32 * REGISTERS[num_tokens])))
+    return warps, rows, min(32 * warps, triton.next_power_of_2(width // UNIT))
 
 
 def quant_linear(
@@ -202,7 +211,7 @@ def quant_linear(
     num_tokens, width = x.shape
     rows = len(codes.weight) // 2 if gated else len(codes.weight)
     out = x.new_empty(num_tokens, rows)
-    num_warps, per_program, units = tile_of(num_tokens, rows, width, gated)
+    num_warps, per_program, units = tile_of(num_tokens, width, gated)
     factors = columns
     if x.itemsize == 2:
         x, factors = x.view(torch.int32), None if columns is None else columns.view(torch.int32)

@@ -29,7 +29,7 @@ def unpack(codes, KIND: tl.constexpr, DTYPE: tl.constexpr):
     return numbers
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def quant_matmul_kernel(
     x_ptr, weight_ptr, scale_ptr, residual_ptr, out_ptr, stride_x, num_tokens, num_rows, K: tl.constexpr,
     GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, BM: tl.constexpr,

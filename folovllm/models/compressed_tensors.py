@@ -8,8 +8,8 @@ from typing import Any
 
 from folovllm.layers.formats.abstract import WeightFormat
 from folovllm.layers.formats.fp8 import Fp8
-from folovllm.layers.formats.int8 import Int8, PackedInt8
 from folovllm.layers.formats.int4_checkpoints import PackedInt4
+from folovllm.layers.formats.int8 import Int8, PackedInt8
 from folovllm.layers.layer_set import FormatOf
 
 Scheme = Mapping[str, Any]  # of weights: num_bits, type, strategy, symmetric, group_size, block_structure, actorder
@@ -71,7 +71,9 @@ def packed_int4(scheme: Scheme) -> WeightFormat:
         raise ValueError("int4 weights with actorder 'group' are not supported: 'static' or 'weight' is")
     block = block_of(scheme)
     if scheme.get("strategy") not in ("group", "channel") or (block is not None and block[1] < 1):
-        raise ValueError(f"int4 weights with strategy {scheme.get('strategy')!r} are not supported: 'group' and 'channel' are")
+        raise ValueError(
+            f"int4 weights with strategy {scheme.get('strategy')!r} are not supported: 'group' and 'channel' are"
+        )
     return PackedInt4(None if block is None else block[1], with_zeros=not scheme.get("symmetric", True))
 
 

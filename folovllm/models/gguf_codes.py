@@ -60,7 +60,11 @@ def q8_0(blocks: torch.Tensor) -> Tensors:
 
 def q6_k(blocks: torch.Tensor) -> Tensors:
     """256 inputs: the lower 4 bits of all codes, the upper 2, 16 scales of 8 bits, the scale of these."""
-    low, high, scales = blocks[..., :128].unflatten(-1, (2, 64)), blocks[..., 128:192].unflatten(-1, (2, 32)), blocks[..., 192:208]
+    low, high, scales = (
+        blocks[..., :128].unflatten(-1, (2, 64)),
+        blocks[..., 128:192].unflatten(-1, (2, 32)),
+        blocks[..., 192:208],
+    )
     fours = torch.stack((low & 15, low >> 4), -2).unflatten(-1, (2, 32)).flatten(-3, -2)  # [..., 2, 4, 32]
     twos = torch.stack([high >> shift & 3 for shift in (0, 2, 4, 6)], -2)
     codes = (fours | twos << 4).to(torch.int8) - 32
@@ -95,7 +99,9 @@ def read_gguf_types(said: Mapping[str, Any]) -> FormatOf:
     return lambda name: TYPES[types[name]].format if name in types else None
 
 
-def coded_weights(tensors: Mapping[str, Any], rows: Callable[[str, torch.Tensor], torch.Tensor]) -> tuple[Tensors, dict[str, Any]]:
+def coded_weights(
+    tensors: Mapping[str, Any], rows: Callable[[str, torch.Tensor], torch.Tensor]
+) -> tuple[Tensors, dict[str, Any]]:
     """The projections of a file in codes, and the `quantization_config` that says so.
 
     Left out is what is in floats, of another type, or would be one layer with a projection of another type.
@@ -106,7 +112,9 @@ def coded_weights(tensors: Mapping[str, Any], rows: Callable[[str, torch.Tensor]
     """
     weights: Tensors = {}
     kinds = {name.removesuffix(".weight"): tensor.tensor_type.name for name, tensor in tensors.items()}
-    types = {name: kind for name, kind in kinds.items() if kind in TYPES and name.endswith("proj") and alike(name, kinds)}
+    types = {
+        name: kind for name, kind in kinds.items() if kind in TYPES and name.endswith("proj") and alike(name, kinds)
+    }
     for name, kind in types.items():
         tensor = tensors[f"{name}.weight"]
         blocks = torch.tensor(tensor.data).reshape(int(tensor.shape[1]), -1, block_bytes(tensor))

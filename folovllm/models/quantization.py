@@ -188,6 +188,16 @@ def check_quantization(hf_config: PretrainedConfig, part: PretrainedConfig) -> N
                     ) from error
 
 
+def check_known_to_transformers(hf_config: PretrainedConfig) -> None:
+    """Raise ValueError if the codes are of a kind that only our own models read."""
+    said = getattr(hf_config, "quantization_config", None)
+    if said is not None and dict(said).get("quant_method") == "gguf":
+        raise ValueError(
+            "transformers' model, which M1 runs, cannot keep a GGUF file's codes: take a later milestone or "
+            'model_impl="native", or smollm2, which is unpacked'
+        )
+
+
 def linear_bytes(hf_config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of all decoder layers' matrices, which a step reads, with their scales."""
     format_of, total = formats_of(hf_config, {}) or (lambda name: None), 0

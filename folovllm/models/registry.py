@@ -23,6 +23,7 @@ ARCHITECTURES: dict[str, str] = {
     "LlamaForCausalLM": "folovllm.models.llama",
     "MistralForCausalLM": "folovllm.models.mistral",
     "MixtralForCausalLM": "folovllm.models.mixtral",
+    "Phi3ForCausalLM": "folovllm.models.phi3",
     "Qwen2ForCausalLM": "folovllm.models.qwen2",
     "Qwen2MoeForCausalLM": "folovllm.models.qwen2_moe",
     "Qwen3ForCausalLM": "folovllm.models.qwen3",

@@ -147,7 +147,9 @@ def converted_once(gguf_file: Path, target: Path) -> Path:
             convert_in_codes(gguf_file, Path(work, "model"))
             _publish(Path(work, "model"), target)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot convert {gguf_file} into {target.parent}: {error}. FOLOVLLM_CACHE names another folder") from error
+        raise ValueError(
+            f"cannot convert {gguf_file} into {target.parent}: {error}. FOLOVLLM_CACHE names another folder"
+        ) from error
     return target
 
 

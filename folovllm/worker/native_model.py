@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from folovllm.distributed.group import Group
-from folovllm.distributed.sharding import keep_experts_whole, local_config, shard_named
+from folovllm.distributed.sharding import keep_experts_whole, local_config, shard_merged, shard_named
 from folovllm.layers.attention import Attention
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.sharded import sharded
@@ -34,6 +34,7 @@ def load_sharded_model(setup: EngineSetup, group: Group, layers: LayerSet = PLAI
     expert_parallel = setup.config.enable_expert_parallel
     config = local_config(setup.hf_config, group.size, expert_parallel)
     shard = partial(shard_named, head_dim=head_dim_of(setup.hf_config), rank=group.rank, size=group.size)
+    shard = partial(shard_merged, hf_config=setup.hf_config, shard=shard)
     if expert_parallel:
         shard = partial(keep_experts_whole, shard=shard)
     part = sharded(layers, group, setup.vocab_size, expert_parallel)

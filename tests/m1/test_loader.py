@@ -123,12 +123,12 @@ def test_every_weight_is_in_its_place(family: str) -> None:
     path = tiny_checkpoint(family, tied=False)
     model, theirs = load(path), hf_model(path)
     for ours, layer in zip(model.model.layers, theirs.model.layers, strict=True):
-        attention = layer.self_attn
-        qkv = torch.cat([p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
-        assert torch.equal(ours.self_attn.qkv_proj.weight, qkv)
-        assert torch.equal(
-            ours.mlp.gate_up_proj.weight, torch.cat((layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight))
-        )
+        attention, mlp = layer.self_attn, layer.mlp
+        merged = family == "phi3"  # in the checkpoint already
+        qkv = [attention.qkv_proj] if merged else [attention.q_proj, attention.k_proj, attention.v_proj]
+        gate_up = [mlp.gate_up_proj] if merged else [mlp.gate_proj, mlp.up_proj]
+        assert torch.equal(ours.self_attn.qkv_proj.weight, torch.cat([p.weight for p in qkv]))
+        assert torch.equal(ours.mlp.gate_up_proj.weight, torch.cat([p.weight for p in gate_up]))
     assert torch.equal(model.lm_head.weight, theirs.lm_head.weight)
     assert not any(parameter.isnan().any() for parameter in model.parameters())
 

@@ -44,6 +44,7 @@ CASES = {  # name: family, Hq, Hkv, D, tied
     "qwen2": ("qwen2", 14, 2, 32, True),
     "qwen2 untied, 4 to 1": ("qwen2", 4, 1, 64, False),
     "mistral": ("mistral", 6, 1, 32, False),
+    "phi3": ("phi3", 6, 2, 32, False),
     "mistral tied, wide heads": ("mistral", 3, 3, 128, True),
 }
 PIECES = {"whole": [37], "two pieces": [20, 17], "many pieces": [1, 13, 2, 1, 20], "token by token": [1] * 37}
@@ -229,7 +230,7 @@ class TestRegistry:
 
 
 ONLY_M1 = [  # family, fields, and what the refusal names
-    ("phi3", {"hidden_size": 128, "pad_token_id": None}, "no model for architecture Phi3ForCausalLM"),
+    ("gemma2", {"hidden_size": 128, "pad_token_id": None}, "no model for architecture Gemma2ForCausalLM"),
     (
         "qwen3_moe",
         {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},

@@ -32,6 +32,10 @@ from folovllm.kernels.draw_tokens import plain_kernel, special_kernel
 from folovllm.kernels.filter_logits import CAPACITY, CHUNK, WARPS, WIDE_CHUNK, finish_kernel, scan_kernel
 from folovllm.kernels.grouped_linear import grouped_linear_kernel, tiles_for
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_kernel
+from folovllm.kernels.int4_linear import int4_linear_kernel
+from folovllm.kernels.int4_linear import tiling as tiling_4
+from folovllm.kernels.int4_matmul import add_parts_kernel, int4_matmul_kernel, int4_unpack_kernel
+from folovllm.kernels.int4_matmul import tiling as tiling_4_many
 from folovllm.kernels.note_drawn import note_drawn_kernel
 from folovllm.kernels.prefill import prefill_config, prefill_kernel
 from folovllm.kernels.prefill_hopper import NUM_STAGES, prefill_hopper_kernel
@@ -59,7 +63,9 @@ OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"
              ("quant_linear_kernel", "x_ptr"): "*i32", ("quant_linear_kernel", "weight_ptr"): "*i16",
              ("quant_linear_kernel", "columns_ptr"): "*i32", ("quant_linear_kernel", "scale_ptr"): "*fp32",
              ("quant_matmul_kernel", "weight_ptr"): "*i8", ("quant_matmul_kernel", "scale_ptr"): "*fp32",
-             ("unpack_kernel", "weight_ptr"): "*i8", ("unpack_kernel", "scale_ptr"): "*fp32"}  # fmt: skip
+             ("unpack_kernel", "weight_ptr"): "*i8", ("unpack_kernel", "scale_ptr"): "*fp32",
+             ("int4_linear_kernel", "scale_ptr"): "*fp16", ("int4_matmul_kernel", "scale_ptr"): "*fp16",
+             ("int4_unpack_kernel", "scale_ptr"): "*fp16", ("add_parts_kernel", "part_ptr"): "*fp32"}  # fmt: skip
 
 
 CACHES = {("decode_kernel", "k_ptr"), ("decode_kernel", "v_ptr"), ("prefill_kernel", "k_ptr"), ("prefill_kernel", "v_ptr"),
@@ -216,18 +222,18 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
     if (head_dim, block_size) != (128, 16):
         return
     fp8, pdl = "fp8" if capability >= 89 else "fp8_bits", {"PDL": capability >= 90}
-    few: list[tuple[int, int, int, bool, str]] = [(1, 2560, 9728, False, fp8)]  # tokens, rows, width, gated, kind
+    few = [(1, 9728, False, fp8)]  # tokens, width, gated, kind
     some = [(16, fp8)]  # tokens and kind
     if capability in (80, 90):
         few += [
-            (1, 9728, 2560, True, fp8),
-            (4, 9728, 2560, True, fp8),
-            (4, 9728, 2560, True, "int8"),
-            (4, 2560, 9728, False, fp8),
+            (1, 2560, True, fp8),
+            (4, 2560, True, fp8),
+            (4, 2560, True, "int8"),
+            (4, 9728, False, fp8),
         ]
         some += [(32, "int8"), (64, fp8), (256, fp8), (256, "int8")]
-    for tokens, rows, width, gated, kind in few:
-        num_warps, per_program, units = tile_of(tokens, rows, width, gated)
+    for tokens, width, gated, kind in few:
+        num_warps, per_program, units = tile_of(tokens, width, gated)
         group = {"GROUP_ROWS": 1, "GROUP": width} if kind == "int8" else {"GROUP_ROWS": 128, "GROUP": 128}
         yield quant_linear_kernel, {"K": width, **group, "KIND": kind, "NORM": gated, "COLUMNS": gated, "GATED": gated,
                                     "RESIDUAL": not gated, "M": tokens, "ROWS": per_program, "CHUNK": units, **pdl}, num_warps, 3  # fmt: skip
@@ -237,6 +243,29 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
         num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
         yield quant_matmul_kernel, {"K": 9728, **group, "KIND": kind, "RESIDUAL": True, **shape}, num_warps, num_stages
     yield unpack_kernel, {"K": 2560, "GROUP_ROWS": 128, "GROUP": 128, "KIND": fp8, "BLOCK": 2048}, 4, 3
+    yield from kernels_of_int4(capability)
+
+
+def kernels_of_int4(capability: int):
+    """Products with weights of 4 bits, in Qwen3-4B's largest layers."""
+    few = [(1, 2560, 9728, False, 128)]  # tokens, rows, width, gated, group
+    some = [(16, 128)]  # tokens, group
+    if capability in (80, 90):
+        few += [(1, 9728, 2560, True, 128), (2, 9728, 2560, True, 128), (4, 9728, 2560, True, 32)]
+        some += [(64, 32), (256, 128)]
+    for tokens, rows, width, gated, group in few:
+        num_warps, per_program, quads = tiling_4(tokens, rows, width, gated)
+        none = {} if group == 32 else {"zero_ptr": None}
+        none |= {} if gated else {"columns_ptr": None}
+        yield int4_linear_kernel, {"K": width, "GROUP": group, "NORM": gated, "GATED": gated, "RESIDUAL": not gated, "M": tokens,
+                                   "ROWS": per_program, "QUADS": quads, "PDL": capability >= 90, **none}, num_warps, 3  # fmt: skip
+    for tokens, group in some:
+        shape = tiling_4_many(tokens, 9728, 2560, group)
+        num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
+        none = {} if group == 32 else {"zero_ptr": None}
+        yield int4_matmul_kernel, {"K": 2560, "GROUP": group, "RESIDUAL": True, **shape, **none}, num_warps, num_stages
+    yield int4_unpack_kernel, {"K": 2560, "GROUP": 128, "WORDS": 512}, 4, 3
+    yield add_parts_kernel, {"PARTS": 6, "RESIDUAL": True, "BLOCK": 1024}, 4, 3
 
 
 def kernels_of_x4(capability: int, head_dim: int, block_size: int):

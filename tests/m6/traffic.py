@@ -22,6 +22,8 @@ ENGINES: dict[str, dict[str, Any]] = {  # what changes the way to the first requ
     "three rows": {"max_num_seqs": 3},
     "one row": {"max_num_seqs": 1, "async_scheduling": False},
     "m5": {"milestone": "m5"},
+    "weights in 8 bits": {"random_weights": True, "quantization": "int8"},
+    "weights in 4 bits": {"random_weights": True, "quantization": "int4"},
 }
 
 

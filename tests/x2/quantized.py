@@ -18,9 +18,11 @@ def write_quantized(
     source: Path, folder: Path, quantize: Quantize, config: dict[str, Any], plain: tuple[str, ...] = ()
 ) -> tuple[Path, Path]:
     """Write `source` twice to `folder`: with all projections quantized but for those whose name has one of `plain`, and as
-    plain floats."""
-    coded, floats = Tensors(), Tensors()
+    plain floats. Its norms get weights that are not all the same."""
+    coded, floats, generator = Tensors(), Tensors(), torch.Generator().manual_seed(0)
     for name, tensor in load_file(source / "model.safetensors").items():
+        if name.endswith("norm.weight"):
+            tensor *= 0.75 + 0.75 * torch.rand(tensor.shape, generator=generator)
         if name.endswith("proj.weight") and not any(part in name for part in plain):
             parts, floats[name] = quantize(tensor.float())
             coded |= {name.removesuffix("weight") + kind: part.contiguous() for kind, part in parts.items()}

@@ -9,6 +9,8 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, dequantize, quantize
 
+from folovllm import EngineConfig
+from folovllm.engine.setup import set_up
 from folovllm.layers.formats.grouped import Grouped
 from folovllm.layers.linear import LinearBase
 from folovllm.models import smollm2
@@ -68,7 +70,9 @@ def write_gguf(path: Path, types: dict[str, str]) -> None:
         for name in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{layer}.{name}.weight", torch.rand(HIDDEN, generator=generator).numpy())
     embedding = (torch.randn(300, HIDDEN, generator=generator) * 0.3).numpy()
-    writer.add_tensor("token_embd.weight", quantize(embedding, GGMLQuantizationType.Q8_0), raw_dtype=GGMLQuantizationType.Q8_0)
+    writer.add_tensor(
+        "token_embd.weight", quantize(embedding, GGMLQuantizationType.Q8_0), raw_dtype=GGMLQuantizationType.Q8_0
+    )
     writer.add_tensor("output_norm.weight", torch.rand(HIDDEN, generator=generator).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -80,9 +84,13 @@ def test_a_file_in_codes_answers_as_unpacked(tmp_path: Path, monkeypatch: pytest
     """Named as a model, in codes of three types; unpacked, rounded to 16 bits, it is as near as these are."""
     monkeypatch.setenv("FOLOVLLM_CACHE", str(tmp_path / "cache"))
     same = dict.fromkeys(("attn_q", "attn_k", "attn_v"), "Q4_1")
-    write_gguf(tmp_path / "tiny.gguf", same | {"attn_output": "Q8_0", "ffn_gate": "Q4_0", "ffn_up": "Q8_0", "ffn_down": "Q4_0"})
+    write_gguf(
+        tmp_path / "tiny.gguf", same | {"attn_output": "Q8_0", "ffn_gate": "Q4_0", "ffn_up": "Q8_0", "ffn_down": "Q4_0"}
+    )
     folder = resolve_model(str(tmp_path / "tiny.gguf"))
     assert resolve_model(str(tmp_path / "tiny.gguf")) == folder, "made once"
+    with pytest.raises(ValueError, match="which M1 runs, cannot keep a GGUF file's codes"):
+        set_up(EngineConfig(model=str(tmp_path / "tiny.gguf"), milestone="m1", device="cpu"))
     smollm2.convert(tmp_path / "tiny.gguf", tmp_path / "unpacked")
     coded, plain = Driver(folder), Driver(tmp_path / "unpacked")
     tokens = prompts([12])[0]

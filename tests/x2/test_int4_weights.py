@@ -36,7 +36,12 @@ def tiny() -> Path:
 
 def to_gptq(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Tensors:
     groups = torch.arange(codes.shape[1], dtype=torch.int32) // (codes.shape[1] // scales.shape[1])
-    return {"qweight": packing.pack_gptq(codes), "scales": scales.t(), "qzeros": packing.pack_gptq_zeros(zeros), "g_idx": groups}
+    return {
+        "qweight": packing.pack_gptq(codes),
+        "scales": scales.t(),
+        "qzeros": packing.pack_gptq_zeros(zeros),
+        "g_idx": groups,
+    }
 
 
 def to_gptq_v2(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Tensors:
@@ -194,13 +199,17 @@ class TestRefusals:
 
     @pytest.mark.parametrize("size", [24, 48])
     def test_groups_that_do_not_fit(self, tmp_path: Path, size: int) -> None:
-        self.refused(tmp_path, f"groups of {size} of 64 inputs are not supported: a group must be a mult", group_size=size)
+        self.refused(
+            tmp_path, f"groups of {size} of 64 inputs are not supported: a group must be a mult", group_size=size
+        )
 
     def test_sorted_inputs_on_several_ranks(self, tmp_path: Path) -> None:
         self.refused(tmp_path, r"cannot share self_attn.q_proj: its inputs are sorted \(desc_act\)", "gptq sorted", 2)
 
     def test_a_border_within_a_group(self, tmp_path: Path) -> None:
-        self.refused(tmp_path, r"cannot share mlp.down_proj: a rank's part \[64, 48\] would not hold whole groups", ranks=2)
+        self.refused(
+            tmp_path, r"cannot share mlp.down_proj: a rank's part \[64, 48\] would not hold whole groups", ranks=2
+        )
 
     def test_other_layouts(self, tmp_path: Path) -> None:
         self.refused(tmp_path / "a", "AWQ's version 'gemv'", "awq", version="gemv")

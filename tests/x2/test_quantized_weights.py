@@ -248,7 +248,7 @@ def test_what_was_folded_into_earlier_weights_is_forgotten(tmp_path: Path) -> No
     source = tiny_checkpoint("qwen3", num_hidden_layers=1, **ALIGNED)
     driver = Driver(write_quantized(source, tmp_path, *FP8_WIDE)[0], layers=few_token_layers(16))
     before = driver.model.model.layers[0].self_attn.qkv_proj.columns.clone()  # type: ignore[union-attr]
-    assert before.std() > 0 or (before == 1).all()
+    assert before.std() > 0.1
     load_model(driver.model, tmp_path / "coded", use_tqdm=False)
     assert torch.equal(driver.model.model.layers[0].self_attn.qkv_proj.columns, before)  # type: ignore[union-attr]
 

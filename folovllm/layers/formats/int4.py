@@ -93,6 +93,11 @@ class Int4(WeightFormat):
         else:
             super().fill(kind, tensor, generator)
 
+    def num_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+        """As `WeightFormat`: half a byte for each; of each group a scale of two bytes, and a zero of one or two."""
+        per_group = 2 + self.with_zeros + self.with_minimum
+        return outputs * inputs // 2 + per_group * outputs * inputs // self.group_size_of(inputs)
+
     def loaded(self, layer: LinearBase) -> None:
         """Sort the inputs, if that is asked for; keep no more of scales and zeros than there is in them."""
         kept: Grouped = layer.grouped

@@ -175,16 +175,17 @@ class Scaled(WeightFormat):
         return Codes(layer.weight, layer.scale, *self.block_of(layer.input_size))
 
     def dequantized(self, layer: LinearBase, dtype: torch.dtype) -> torch.Tensor:
-        """W [outputs, inputs] in `dtype`. With a scale for each output, a second copy is never made."""
-        if self.block is None:
-            return layer.weight.to(dtype).mul_(layer.scale)
-        rows, columns = self.block
-        parts = []
+        """W [outputs, inputs] in `dtype`, the one copy that is made."""
+        weight, (rows, columns) = layer.weight.to(dtype), self.block_of(layer.input_size)
+        if rows == 1 and layer.input_size % columns == 0:
+            weight.unflatten(1, (-1, columns)).mul_(layer.scale[:, :, None])
+            return weight
         scales = torch.split(layer.scale, self.scale_rows(layer))
-        for codes, scale in zip(torch.split(layer.weight, layer.output_sizes), scales, strict=True):
-            wide = scale.repeat_interleave(columns, 1)[:, : codes.shape[1]]  # [row of blocks, inputs]
-            parts.append(codes.to(dtype).mul_(wide.repeat_interleave(rows, 0)[: len(codes)]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        for part, scale in zip(torch.split(weight, layer.output_sizes), scales, strict=True):
+            wide = scale.repeat_interleave(columns, 1)[:, : layer.input_size]  # [rows of blocks, inputs]
+            for block, factors in zip(part.split(rows), wide, strict=True):
+                block *= factors
+        return weight
 
 
 def on_gpu(x: torch.Tensor) -> bool:
