@@ -54,7 +54,6 @@ def in_16_bits(options: QuantizeOptions) -> tuple[float, float, float]:
     path = resolve_model(DEFAULT_MODEL)
     config = AutoConfig.from_pretrained(path)
     rows = rows_of(path, config, options, None)
-    assert rows is not None
     models = [build_model(config, dtype, "cpu", options.length) for dtype in (torch.float32, torch.bfloat16)]
     for model in models:
         load_model(model, path, use_tqdm=False)

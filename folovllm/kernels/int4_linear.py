@@ -105,6 +105,29 @@ def times(xs, factor):
 
 
 @triton.jit
+def multiply_chunk(
+    words, x_ptr, columns_ptr, stride_x, inside, squares, exponent, GROUP: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
+    """A chunk of words [lines, quads, 4] meets each token's inputs; `x_ptr` and `columns_ptr` are at those of codes 0.
+
+    Returns, of each token: sums of x times codes less 8 [lines, quads, 4], sums of x [1, quads, 4]; and `squares` with
+    those of x before it is multiplied by columns, if NORM.
+    """
+    LINES: tl.constexpr = words.shape[0]
+    sums, x_sums = zeros(len(squares), LINES, words.shape[1], 4), zeros(len(squares), 1, words.shape[1], 4)
+    for i in tl.static_range(8):
+        step = i * (GROUP // 8)
+        xs = load_tokens(x_ptr + step, stride_x, inside, len(squares))
+        if NORM:
+            squares = add_squares(squares, xs, tl.float32)
+        if columns_ptr is not None:
+            xs = times(xs, tl.load(columns_ptr + step, mask=inside, other=0).to(tl.float32))
+        sums = add_products(sums, code(words, i, exponent), xs, tl.float32)
+        x_sums = add_all(x_sums, xs)
+    return sums, x_sums, squares
+
+
+@triton.jit
 def add_scaled(totals, sums, scale):
     """Of each token: the total so far, and these quads, [rows, quads]."""
     result = ()
@@ -140,17 +163,10 @@ def int4_linear_kernel(
         quad = c * QUADS + quads
         group, inside = quad // (GROUP // 32), quad < NUM
         inputs = first_inputs(quad, group, GROUP)
-        sums, x_sums = zeros(M, LINES, QUADS, 4), zeros(M, 1, QUADS, 4)
-        for i in tl.static_range(8):
-            at = inputs + i * (GROUP // 8)
-            xs = load_tokens(x_ptr + at, stride_x, inside[:, :, None], M)
-            if NORM:
-                squares = add_squares(squares, xs, tl.float32)
-            if columns_ptr is not None:
-                xs = times(xs, tl.load(columns_ptr + at, mask=inside[:, :, None], other=0).to(tl.float32))
-            sums = add_products(sums, code(words[c], i, exponent), xs, tl.float32)
-            if zero_ptr is not None:
-                x_sums = add_all(x_sums, xs)
+        sums, x_sums, squares = multiply_chunk(
+            words[c], x_ptr + inputs, None if columns_ptr is None else columns_ptr + inputs, stride_x,
+            inside[:, :, None], squares, exponent, GROUP, NORM
+        )  # fmt: skip
         scale, offset = load_scales(scale_ptr, zero_ptr, rows[:, None] * (K // GROUP) + group, inside)
         totals = add_scaled(totals, sums, scale)
         if zero_ptr is not None:

@@ -71,6 +71,11 @@ class OneLayer:
             leaves = model.packed_modules_mapping.get(leaf, [leaf])
             rows = linear.weight.data.split(linear.output_sizes)
             self.parts[name] = {f"{parent}.{part}": view for part, view in zip(leaves, rows, strict=True)}
+        found = {f"{part}.weight" for parts in self.parts.values() for part in parts}
+        if others := [name for name, place in self._places.items() if place.view.dim() > 1 and name not in found]:
+            raise ValueError(
+                f"{others[0]} is in no linear layer: a model that has such weights cannot be quantised here"
+            )
         attend_within(self.module, length)
 
     def load(self, tensors: Tensors) -> None:
@@ -89,6 +94,8 @@ class OneLayer:
     @torch.no_grad()
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Hidden states before the layer, [n, length, H], to those after it; some sequences at a time."""
+        if len(x) == 0:  # no text
+            return x
         return torch.cat([self._forward(some) for some in x.split(max(1, TOKENS_AT_ONCE // x.shape[1]))])
 
     @torch.no_grad()

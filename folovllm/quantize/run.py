@@ -22,6 +22,7 @@ from folovllm.model_config import head_dim_of
 from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
 from folovllm.quantize.calibration import read_texts, split_rows
 from folovllm.quantize.folder import OutputFolder
+from folovllm.quantize.inputs import Inputs
 from folovllm.quantize.methods import Method, method_for
 from folovllm.quantize.one_layer import Checkpoint, OneLayer, Tensors
 from folovllm.quantize.options import QuantizeOptions
@@ -45,38 +46,28 @@ class Streams:
 
 
 def walk(
-    checkpoint: Checkpoint,
-    layer: OneLayer,
-    method: Method,
-    folder: OutputFolder,
-    streams: Streams | None,
-    use_tqdm: bool,
+    checkpoint: Checkpoint, layer: OneLayer, method: Method, folder: OutputFolder, streams: Streams, use_tqdm: bool
 ) -> None:
-    """Quantise all layers that `folder` does not hold yet, and carry the hidden states through all of them.
-
-    Without `streams`, layers that are there are passed over.
-    """
+    """Quantise all layers that `folder` does not hold yet, and carry the hidden states through all of them."""
     with tqdm(range(folder.num_layers), desc="Quantising", unit="layer", disable=not use_tqdm) as layers:
         for index in layers:
-            if streams is None and folder.has_layer(index):
-                continue
             source = checkpoint.layer(index)
             layer.load(source)
-            if streams is not None:
-                streams.before = layer.run(streams.before)
+            streams.before = layer.run(streams.before)
             if not folder.has_layer(index):
-                calibration = streams.calibration if streams and method.options.is_calibrated else None
-                folder.write_layer(index, encoded(method, layer, source, calibration))
-            if streams is not None:
-                layer.load(decoded(method, layer, folder.read_layer(index)))
-                streams.after = layer.run(streams.after)
-                if method.options.is_calibrated:
-                    streams.calibration = layer.run(streams.calibration)
+                inputs = layer.inputs(streams.calibration) if method.options.is_calibrated else None
+                folder.write_layer(index, encoded(method, layer, source, inputs))
+            layer.load(decoded(method, layer, folder.read_layer(index)))
+            streams.after = layer.run(streams.after)
+            if method.options.is_calibrated:
+                streams.calibration = layer.run(streams.calibration)
 
 
-def encoded(method: Method, layer: OneLayer, source: Tensors, calibration: torch.Tensor | None) -> Tensors:
-    """The tensors that stand for the layer: codes for its projections, the others as `source` has them, in its dtypes."""
-    inputs = None if calibration is None else layer.inputs(calibration)
+def encoded(method: Method, layer: OneLayer, source: Tensors, inputs: dict[str, Inputs] | None) -> Tensors:
+    """The tensors that stand for the layer: codes for its projections, all else as it is now, in the dtypes of `source`.
+
+    `inputs` are what the layer's linear layers read; None where codes come from rounding alone.
+    """
     if inputs is not None:
         method.prepare(layer, inputs)
     now = layer.tensors()
@@ -116,7 +107,7 @@ def measure(rest: Tensors, hf_config: Any, streams: Streams, ids: torch.Tensor) 
 
 
 def start_streams(rest: Tensors, calibration: torch.Tensor, measuring: torch.Tensor) -> Streams:
-    """What the first layer is given: rows of the embedding for the ids [n, length]."""
+    """What the first layer is given: rows of the embedding for the ids, [n, length] each."""
     embedding = rest[EMBEDDING]
     first, second = (embedding[ids.cpu()].float().to(ids.device) for ids in (calibration, measuring))
     return Streams(first, second, second)
@@ -157,16 +148,14 @@ def quantize(
     folder = OutputFolder(out, hf_config.num_hidden_layers, made_from(path, options, rows))
     if (done := folder.finished()) is not None:
         return Report(out, checkpoint.num_bytes, folder.num_bytes(), Quality(**done) if done else None)
-    streams = None if rows is None else start_streams(checkpoint.rest(), *(ids.to(on) for ids in rows))
+    streams = start_streams(checkpoint.rest(), *(ids.to(on) for ids in rows))
     method = method_for(options, checkpoint.rest()[EMBEDDING].dtype)
     layer = OneLayer(
         hf_config, torch.float32, on, options.length
     )  # 16 bits would hide small errors, and it is one layer
     walk(checkpoint, layer, method, folder, streams, use_tqdm)
-    quality = None
-    if rows is not None and streams is not None:
-        quality = measure(checkpoint.rest(), hf_config, streams, rows[1].to(on))
-    folder.finish(path, checkpoint.rest(), method.config(), {} if quality is None else asdict(quality))
+    quality = measure(checkpoint.rest(), hf_config, streams, rows[1].to(on)) if len(rows[1]) else None
+    folder.finish(path, checkpoint.rest(), method.config(), asdict(quality) if quality else {})
     return Report(out, checkpoint.num_bytes, folder.num_bytes(), quality)
 
 
@@ -184,21 +173,22 @@ def check_model(hf_config: Any, options: QuantizeOptions) -> None:
 
 def rows_of(
     path: Path, hf_config: Any, options: QuantizeOptions, calibration: Path | None
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Tokens to calibrate with and tokens to measure with, [n, length] each; None where there is no text."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens to calibrate with and tokens to measure with, [n, length] each; no rows where there is no text."""
     own = path / OWN_TEXT
     file = calibration or (own if own.is_file() else None)
+    if file is None and options.is_calibrated:
+        raise ValueError(f"--format {options.format} needs a text: --calibration text.jsonl")
     if file is None:
-        if options.is_calibrated:
-            raise ValueError(f"--format {options.format} needs a text: --calibration text.jsonl")
-        return None
+        none = torch.empty(0, options.length, dtype=torch.int64)
+        return none, none
     tokenizer = load_tokenizer(path, EngineConfig(model=str(path)))
     ends = eos_token_ids(path, hf_config, tokenizer)
     return split_rows(read_texts(file), tokenizer, options.samples, options.length, min(ends, default=0))
 
 
-def made_from(path: Path, options: QuantizeOptions, rows: tuple[torch.Tensor, torch.Tensor] | None) -> dict[str, Any]:
+def made_from(path: Path, options: QuantizeOptions, rows: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
     """What decides the output, in words that a file can hold: a folder made from something else is not gone on with."""
-    text = None if rows is None else sha256(b"".join(ids.numpy().tobytes() for ids in rows)).hexdigest()[:16]
-    config = sha256((path / "config.json").read_bytes()).hexdigest()[:16]
-    return {"model": path.name, **asdict(options), "config.json": config, "calibration text": text}
+    text, config = b"".join(ids.numpy().tobytes() for ids in rows), (path / "config.json").read_bytes()
+    marks = {"config.json": config, "calibration text": text}
+    return {"model": path.name, **asdict(options)} | {name: sha256(all).hexdigest()[:16] for name, all in marks.items()}

@@ -50,12 +50,12 @@ class TestSearchScale:
         assert torch.allclose(scale, torch.ones(8)), "scales are relative: 3 everywhere is 1 everywhere"
 
     def test_an_input_that_never_occurs(self) -> None:
-        w = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
-        scale = search_scale(w, torch.tensor([[4.0, 0.0], [0.0, 0.0]]), torch.tensor([2.0, 0.0]), coarse)
-        assert scale.isfinite().all() and (scale > 0).all(), "nothing may be divided by 0"
-        w, gram = torch.tensor([[0.5, 4.0, 1.0]]), torch.tensor([256.0, 1.0, 0.0]).diag()
-        scale = search_scale(w, gram, torch.tensor([16.0, 1.0, 0.0]), coarse)
-        assert scale[0] > scale[1], "it says nothing about the others: the search goes on for them"
+        """The others are scaled all the same."""
+        w, gram = torch.randn(32, 3, generator=torch.Generator().manual_seed(0)), torch.diag(torch.tensor([64.0, 1, 0]))
+        scale = search_scale(w, gram, torch.tensor([8.0, 1.0, 0.0]), coarse)
+        assert scale.isfinite().all() and (scale > 0).all(), "something is divided by each scale"
+        plain, scaled = (output_error(coarse(w * s) / s - w, gram).sum() for s in (torch.ones(3), scale))
+        assert scaled < 0.5 * plain, "one dead input has kept all others from being scaled"
 
 
 def test_an_error_of_outputs_needs_no_inputs() -> None:

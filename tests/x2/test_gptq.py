@@ -49,7 +49,7 @@ class TestRoundColumns:
         scale, zero = torch.tensor([[0.5], [0.25]]), torch.tensor([[3], [1]], dtype=torch.uint8)
         codes, errors = round_columns(w, torch.eye(2), scale, zero, bits=4)
         assert codes.tolist() == [[4, 4], [3, 3]] and codes.dtype == torch.uint8, "0.5 is one step of 0.5, two of 0.25"
-        assert not errors.any(), "and nothing is missed"
+        assert not errors.any(), "all of these can be expressed exactly"
 
 
 class TestGptq:
@@ -84,27 +84,28 @@ class TestGptq:
     def test_independent_inputs_leave_nothing_to_make_up_for(self) -> None:
         w, _ = problem()
         for ours, nearest in zip(gptq(w, torch.eye(64), 4, 32, True), quantize_groups(w, 4, 32, True), strict=True):
-            assert torch.equal(ours, nearest), "with independent inputs GPTQ is rounding"
+            assert torch.equal(ours, nearest), "no input says anything of another, so GPTQ is rounding to nearest"
 
     def test_scales_come_in_the_dtype_of_the_weights(self) -> None:
         w, gram = problem()
         codes, scales, zeros = gptq(w.bfloat16(), gram, 4, 32, symmetric=False)
-        kinds = codes.dtype, scales.dtype, zeros.dtype
-        assert kinds == (torch.uint8, torch.bfloat16, torch.uint8), "as `quantize_groups`"
-        assert codes.shape == w.shape and scales.shape == zeros.shape == (24, 2), "one of each for a group"
+        dtypes = codes.dtype, scales.dtype, zeros.dtype
+        assert dtypes == (torch.uint8, torch.bfloat16, torch.uint8), f"codes, scales, zeros come as {dtypes}"
+        assert codes.shape == w.shape and scales.shape == zeros.shape == (24, 2), (
+            "a scale and a zero for each group of 32"
+        )
 
     def test_a_group_above_zero_keeps_a_zero_that_can_be_stored(self) -> None:
         w, gram = problem()
-        zeros = gptq(w.abs(), gram, 4, 32, symmetric=False)[2]
-        assert zeros.min() == 1, "a zero of 0 is stored as -1, and comes back as 16"
+        assert gptq(w.abs(), gram, 4, 32, symmetric=False)[2].min() == 1, "a zero of 0 comes back as 16"
 
     def test_the_largest_inputs_first(self) -> None:
         w, gram = problem()
         order = act_order(gram)
-        assert order[0] == 3 and order[-1] == 7, "input 3 is the largest, and 7 never occurs"
+        assert order[0] == 3 and order[-1] == 7, "input 3 is the largest, and input 7 never occurs"
         plain = mean_error(dequantize_groups(*gptq(w, gram, 4, 16, True)), w, gram)
         ordered = dequantize_groups(*gptq(w[:, order], gram[order][:, order], 4, 16, True))[:, order.argsort()]
-        assert mean_error(ordered, w, gram) < plain, "the largest first is better here"
+        assert mean_error(ordered, w, gram) < plain, "the columns that count most should be rounded first"
 
 
 class TestInverseFactor:

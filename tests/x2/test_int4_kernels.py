@@ -27,7 +27,7 @@ def made_up(outputs: int, inputs: int, group: int, zeros: str) -> tuple[Kept, to
     scales = (torch.rand(shape, generator=generator) + 0.1).half() / 50
     kept = {
         "none": None,
-        "codes": torch.randint(0, 17, shape, generator=generator).byte(),
+        "codes": torch.randint(0, 16, shape, generator=generator).byte(),
         "minimums": torch.randn(shape, generator=generator).half() / 10,
     }[zeros]
     numbers, scale = codes.double(), scales.double().repeat_interleave(group, 1)

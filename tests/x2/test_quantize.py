@@ -83,7 +83,7 @@ def test_the_engine_runs_what_was_measured(written: tuple[str, Report], text: Pa
     (ids,) = prompts([20])
     assert_logits_equal(coded.step({0: ids})[0], plain.step({0: ids})[0])
     rows = rows_of(report.folder, coded.config, options(kind), text)
-    assert rows is not None and report.quality is not None
+    assert report.quality is not None
     losses = token_losses(logits_of(coded.model, rows[1]), rows[1])
     assert perplexity(losses) == pytest.approx(report.quality.after, rel=1e-3)
     assert report.quality.tokens == losses.numel()

@@ -68,8 +68,8 @@ def pack_gptq_zeros(zeros: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_gptq_zeros(qzeros: torch.Tensor, one_less: bool = True) -> torch.Tensor:
-    """[groups, outputs / 8] -> zeros [outputs, groups]: 1 to 16, or 0 to 15 where they are stored as they are."""
-    return unpack_words(qzeros).t() + int(one_less)
+    """[groups, outputs / 8] -> zeros [outputs, groups], which may be stored less one; 0 less one is 15."""
+    return (unpack_words(qzeros).t() + int(one_less)) & 15
 
 
 def pack_awq(codes: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Leaves an input that never occurs at 0: its scale is 0, and it is divided by that."""
+"""Leaves an input that never occurs at 0: it is divided by itself, the error is no number, and nothing is ever scaled."""
 
 
 def search_scale(w, gram, magnitude, rounding):
