@@ -72,3 +72,14 @@ def test_each_group_has_its_own_scale_and_zero(kind: str) -> None:
     got = product(x, codes, scales, zeros if kind == "codes" else minimums)
     expected = x.double() @ weight.t()
     assert torch.allclose(got.double(), expected, rtol=1e-5, atol=1e-4), "a group's scale and zero are its own"
+
+
+def test_a_norm_sees_x_before_its_factors() -> None:
+    """x / rms(x) * columns, as a layer's norm has it."""
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 16, (2, 64), generator=generator).byte()
+    x, columns = torch.randn(1, 64, generator=generator) * 3, torch.rand(64, generator=generator) + 0.5
+    on = packed(codes, 32), torch.full((2, 2), 0.1).to(DEVICE), None
+    got = int4_linear(x.to(DEVICE), *on, norm_eps=1e-6, columns=columns.to(DEVICE)).cpu()
+    expected = x / x.square().mean().sqrt() * columns @ ((codes.float() - 8) * 0.1).t()
+    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4), "squares are those of x, before it meets `columns`"
