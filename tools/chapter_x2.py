@@ -157,7 +157,7 @@ def draw(found: dict[str, Any]) -> None:
     figure, axes = plt.subplots(figsize=(7, 3.4))
     for name, values in found.items():
         if isinstance(values, list):
-            axes.plot(BITS, values, "o-", label=name, ls="--" if "GPTQ" in name else "-")
+            axes.plot(BITS, values, "o--" if "GPTQ" in name else "o-", label=name)
     axes.axhline(found["as it is"], color="grey", ls=":", label="as it is")
     axes.set(yscale="log", xlabel="bits of a code", ylabel="perplexity")
     axes.invert_xaxis()
