@@ -20,7 +20,13 @@ def run(preset: str, enter: Callable[[str], None]) -> None:
         report = quantize(DEFAULT_MODEL, options, Path(folder, "model"), use_tqdm=False)
         enter("putting the engine together")
         llm = LLM(
-            str(report.folder), milestone=preset, kv_cache_dtype="fp8", calculate_kv_scales=True, max_model_len=64, num_kv_blocks=8, use_tqdm=False
+            str(report.folder),
+            milestone=preset,
+            kv_cache_dtype="fp8",
+            calculate_kv_scales=True,
+            max_model_len=64,
+            num_kv_blocks=8,
+            use_tqdm=False,
         )
         enter("one request")
         llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)

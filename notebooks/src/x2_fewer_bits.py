@@ -249,12 +249,13 @@ results = {
     "nearest, one scale an output": [measure(nearest(bits, None)) for bits in BITS],
     "nearest, groups of 128": [measure(nearest(bits, 128)) for bits in BITS],
     "nearest, groups of 32": [measure(nearest(bits, 32)) for bits in BITS],
-    "GPTQ, groups of 128": [measure(corrected(bits, 128)) for bits in BITS],
+    "GPTQ, groups of 128": [measure(corrected(bits, 128)) for bits in BITS[1:]],  # with 8 there is nothing to correct
 }
 figure, axis = plt.subplots(figsize=(7, 3.2))
 for name, values in results.items():
-    axis.plot(BITS, values, "o--" if "GPTQ" in name else "o-", label=name)
-    print(f"{name:30} " + "  ".join(f"{bits} bits {value:.4f}" for bits, value in zip(BITS, values)))
+    bits = BITS[-len(values) :]
+    axis.plot(bits, values, "o--" if "GPTQ" in name else "o-", label=name)
+    print(f"{name:30} " + "  ".join(f"{b} bits {value:.4f}" for b, value in zip(bits, values)))
 axis.axhline(as_it_is, color="grey", ls=":", label=f"as it is: {as_it_is:.4f}")
 axis.set(xlabel="bits", ylabel="perplexity", yscale="log", xticks=BITS)
 axis.invert_xaxis()

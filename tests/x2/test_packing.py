@@ -23,7 +23,9 @@ class TestWords:
     def test_a_worked_case(self) -> None:
         codes = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [15, 0, 0, 0, 0, 0, 0, 1]]).byte()
         words = packing.pack_words(codes)
-        says = "code i lies in bits 4 i to 4 i + 3, and a digit of hexadecimal is 4 bits: the first code is the last digit"
+        says = (
+            "code i lies in bits 4 i to 4 i + 3, and a digit of hexadecimal is 4 bits: the first code is the last digit"
+        )
         got = {"words": in_hex(words), "unpacked": packing.unpack_words(words)}
         worked_case("x2.2", got, {"words": ["87654321", "1000000f"], "unpacked": codes}, says)
 
@@ -75,7 +77,9 @@ class TestPlanes:
                 for i in range(8):
                     code = words[:, group * n + j] >> 4 * i & 15
                     expected = codes[:, group * group_size + i * n + j]
-                    assert torch.equal(code.byte(), expected), f"group {group}, word {j}, code {i}, groups of {group_size}"
+                    assert torch.equal(code.byte(), expected), (
+                        f"group {group}, word {j}, code {i}, groups of {group_size}"
+                    )
         assert torch.equal(packing.unpack_planes(words, group_size), codes), "unpacking gives back what was packed"
 
 
