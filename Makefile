@@ -17,13 +17,14 @@ LATER   := tests/inspector tests/docs tests/builders tests/m4/test_offline_compi
 # Ranks, learners' code and commands are tested in hundreds of processes: each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo learn test lint suite ci notebooks recordings screenshots docs lab clean
+.PHONY: help demo learn test lint suite ci release notebooks recordings screenshots docs lab clean
 
 help:
 	@echo "make demo       a text from a real model, with its speed"
 	@echo "make learn      what the course needs: pytest, JupyterLab; then: source .venv/bin/activate"
 	@echo "make test       ruff, mypy --strict (make lint), pytest (make suite)"
 	@echo "make ci         test, lm-eval, the course's own tests, Ray, notebooks, docs and every command in them"
+	@echo "make release    what must hold before a release beside make ci: the Chinese edition is in step"
 	@echo "make notebooks  run the notebooks' sources and write the notebooks"
 	@echo "make recordings record the engine for the book's inspector, its pictures and their tests"
 	@echo "make screenshots take the pictures of the inspector (needs chromium)"
@@ -55,8 +56,12 @@ ci: .venv/.all
 	timeout -k 30 900 $(BIN)/python -m pytest -q tests/ray
 	$(if $(wildcard notebooks/src/*.py),$(BIN)/python -m milestones.notebooks --check)
 
+release: .venv/.engine
+	$(BIN)/python tools/translation.py check --release
+
 notebooks: .venv/.notebooks
 	$(BIN)/python -m milestones.notebooks
+	$(BIN)/python tools/translation.py notebooks
 
 recordings: .venv/.serve
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tools/recordings.py

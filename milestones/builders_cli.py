@@ -10,6 +10,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from milestones.builders import begin, scores
+from milestones.language import t
 from milestones.manifest import Course
 from milestones.mine import Mine
 
@@ -29,10 +30,10 @@ def build(
     """
     mine = Mine.of(Course.here())
     if not id:
-        table = Table("", "builder", "minutes", "your file", box=None)
+        table = Table("", *map(t, ("builder", "minutes", "your file")), box=None)
         for builder in mine.course.builders:
             begun = (mine.folder / builder.path).is_file()
-            table.add_row(builder.id, builder.title, str(builder.minutes), str(builder.path) if begun else "-")
+            table.add_row(builder.id, t(builder.title), str(builder.minutes), str(builder.path) if begun else "-")
         console.print(table)
         return
     builder = mine.course.builder(id)
@@ -40,12 +41,13 @@ def build(
     if is_new:
         console.print(Markdown(builder.statement))
         console.print()
-    console.print(f"{file}: {'new, yours to write' if is_new else 'there already, left as it is'}", soft_wrap=True)
-    console.print(f"  test    python -m milestones test {builder.id}")
-    console.print(f"  stuck   python -m milestones hint {builder.id}")
-    console.print(f"  score   python -m milestones score {builder.milestone}")
+    said = t("new, yours to write") if is_new else t("there already, left as it is")
+    console.print(f"{file}: {said}", soft_wrap=True)
+    console.print(t("  test    python -m milestones test {id}", id=builder.id))
+    console.print(t("  stuck   python -m milestones hint {id}", id=builder.id))
+    console.print(t("  score   python -m milestones score {id}", id=builder.milestone))
     use = f"folovllm generate Hello --milestone {builder.milestone} --{builder.field} {builder.name} ..."
-    console.print(f"  use it  FOLOVLLM_MINE=mine {use}")
+    console.print(t("  use it  FOLOVLLM_MINE=mine {command}", command=use))
 
 
 @app.command()
@@ -55,11 +57,11 @@ def score(id: Annotated[str, typer.Argument(metavar="ID", help="A milestone, say
     mine = Mine.of(Course.here())
     builder = mine.course.builder(id)
     rows = scores(builder, mine)
-    table = Table("", *rows[0][1], box=None)
+    table = Table("", *map(t, rows[0][1]), box=None)
     for column in table.columns[1:]:
         column.justify = "right"
     for label, cells in rows:
-        table.add_row(label, *cells.values(), style="bold" if label == "yours" else "")
+        table.add_row(t(label), *cells.values(), style="bold" if label == "yours" else "")
     console.print(table)
     if "yours" not in dict(rows):
-        console.print(f"Yours is not begun: python -m milestones build {builder.milestone}")
+        console.print(t("Yours is not begun: python -m milestones build {id}", id=builder.milestone))

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from milestones.language import t
 from milestones.manifest import Exercise
 from milestones.mine import Mine
 from milestones.plugin import covers
@@ -25,7 +26,7 @@ def run_tests(mine: Mine, arguments: Iterable[str], quiet: bool = False) -> tupl
     """
     if importlib.util.find_spec("pytest") is None:
         raise ValueError(
-            "the tests need pytest, which `make learn` installs (or: pip install pytest hypothesis pytest-timeout)"
+            t("the tests need pytest, which `make learn` installs (or: pip install pytest hypothesis pytest-timeout)")
         )
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.cells import set_cell_size
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.syntax import Syntax
@@ -15,6 +16,7 @@ from rich.text import Text
 from milestones import builders_cli, splice, trace
 from milestones.check import FIRST_FAILURE, run_tests, state_of, verdict
 from milestones.explain import commented, print_commented
+from milestones.language import in_language, t, translated
 from milestones.manifest import Builder, Course, Exercise
 from milestones.mine import Mine
 from milestones.update import update as update_mine
@@ -33,9 +35,10 @@ MilestoneId = Annotated[str, typer.Argument(metavar="ID", help="A milestone, say
 def main() -> None:
     """Run a command; a user's error is one sentence and exit status 2."""
     try:
-        app()
+        in_language(app)()
     except ValueError as error:
-        Console(stderr=True, highlight=False).print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
+        said = t("error: {error}", error=error)
+        Console(stderr=True, highlight=False).print(Text(said, style="bold red"), soft_wrap=True)
         sys.exit(2)
 
 
@@ -56,12 +59,16 @@ def _refuse_unstarted(mine: Mine, id: str) -> None:
     """Raise ValueError for a milestone, or an exercise of one, that was not started: its tests would pass on the reference."""
     if (milestone := id.partition(".")[0]) not in mine.state.started:
         raise ValueError(
-            f"{milestone} is not started, the tests would test the reference: python -m milestones start {milestone}"
+            t(
+                "{id} is not started, the tests would test the reference: python -m milestones start {id}",
+                id=milestone,
+            )
         )
 
 
-def _say(text: str) -> None:
-    console.print(text, soft_wrap=True)
+def _say(text: str, **values: object) -> None:
+    """A line in the reader's language, with these values in its braces."""
+    console.print(t(text, **values), soft_wrap=True)
 
 
 @app.callback(invoke_without_command=True)
@@ -75,38 +82,46 @@ def where(context: typer.Context) -> None:
     mine = _mine()
     state, milestones = mine.state, mine.course.milestones
     if not milestones:
-        raise ValueError(f"{mine.course.root} has no milestones")
+        raise ValueError(t("{folder} has no milestones", folder=mine.course.root))
     for milestone in milestones:
         done = sum(map(mine.written, milestone.exercises)) if milestone.id in state.started else 0
         bar = "■" * done + "□" * (len(milestone.exercises) - done)
-        _say(
-            f"[bold]{milestone.id}[/] {milestone.title:32} {bar}  {'' if milestone.id in state.started else 'not started'}"
-        )
+        started = "" if milestone.id in state.started else t("not started")
+        _say(f"[bold]{milestone.id}[/] {set_cell_size(t(milestone.title), 32)} {bar}  {started}")
     todo = next((e for e in _started(mine) if not mine.written(e)), None)
     failed = [e.id for e in _started(mine) if e.id in state.failed and mine.written(e)]
     newest = max((i for i, m in enumerate(milestones) if m.id in state.started), default=-1)
     ahead = next((m for m in (*milestones[newest + 1 :], *milestones) if m.id not in state.started), None)
     console.print()
     for id in failed:
-        _say(f"[red]{id}[/] is written, and failed when its tests last ran: python -m milestones test {id}")
+        _say("[red]{id}[/] is written, and failed when its tests last ran: python -m milestones test {id}", id=id)
     if todo:
-        _say(f"Next: [bold]{todo.id}[/] {todo.title}, about {todo.lines} line{'s' * (todo.lines > 1)}")
+        lines = t("{n} line" if todo.lines == 1 else "{n} lines", n=todo.lines)
+        _say("Next: [bold]{id}[/] {title}, about {lines}", id=todo.id, title=t(todo.title), lines=lines)
         if gone := mine.missing(todo):
             _say(f"  [red]{gone}[/]")
         for symbol in todo.symbols:
-            _say(f"  write   {symbol.name}  {mine.line(symbol)}")
-        _say(f"  test    python -m milestones test {todo.id}")
-        _say(f"  stuck   python -m milestones hint {todo.id}")
+            _say("  write   {name}  {place}", name=symbol.name, place=mine.line(symbol))
+        _say("  task    python -m milestones task {id}", id=todo.id)
+        _say("  test    python -m milestones test {id}", id=todo.id)
+        _say("  stuck   python -m milestones hint {id}", id=todo.id)
     elif state.started and not failed:
         newest_id = _newest(mine)
-        said = f"{newest_id} has passed. After a change:" if newest_id in state.passed else "Does it hold?"
-        _say(f"All that you started is written. {said}  python -m milestones test {newest_id}")
+        said = "{id} has passed. After a change:" if newest_id in state.passed else "Does it hold?"
+        _say(
+            "All that you started is written. {said}  python -m milestones test {id}",
+            said=t(said, id=newest_id),
+            id=newest_id,
+        )
     if ahead and not todo:
-        _say(f"Next: python -m milestones start {ahead.id}  ({ahead.summary})")
+        _say("Next: python -m milestones start {id}  ({summary})", id=ahead.id, summary=t(ahead.summary))
     own = next((b for b in mine.course.builders if b.milestone == _newest(mine)), None)
     if own and state.started and not todo and not (mine.folder / own.path).is_file():
         _say(
-            f"Beside it, if you like: python -m milestones build {own.milestone}  ({own.title}, {own.minutes} minutes)"
+            "Beside it, if you like: python -m milestones build {id}  ({title}, {minutes} minutes)",
+            id=own.milestone,
+            title=t(own.title),
+            minutes=own.minutes,
         )
 
 
@@ -117,12 +132,13 @@ def start(id: MilestoneId) -> None:
     for line in mine.start(id):
         _say(f"  {line}")
     if (mine.course.root / (chapter := mine.course.milestone(id).chapter)).is_file():
-        _say(f"  {chapter}: to read; `make docs` builds the whole book into site/")
+        chapter = str(translated(mine.course.root / chapter).relative_to(mine.course.root))
+        _say("  {chapter}: to read; `make docs` builds the whole book into site/", chapter=chapter)
     below = [m for m in mine.course.milestones if m.id in mine.state.started and mine.course.milestone(id).is_after(m)]
     earlier = [e.id for m in below for e in m.exercises if not mine.written(e)]
     if earlier:
-        _say(f"[yellow]Not written yet, and {id} builds on it: {', '.join(earlier)}[/]")
-    _say(f"Your files are in {mine.folder}. Next: python -m milestones")
+        _say("[yellow]Not written yet, and {id} builds on it: {earlier}[/]", id=id, earlier=", ".join(earlier))
+    _say("Your files are in {folder}. Next: python -m milestones", folder=mine.folder)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -166,18 +182,18 @@ def _remember(mine: Mine, exercise: Exercise, status: int) -> None:
 
 
 def _explained(exercise: Exercise) -> str:
-    return f"Why the reference does it so: python -m milestones explain {exercise.id}"
+    return t("Why the reference does it so: python -m milestones explain {id}", id=exercise.id)
 
 
 def _test_builder(mine: Mine, builder: Builder, arguments: list[str]) -> int:
     """Run the tests of a learner's component; pytest's status. ValueError where it is not begun."""
     if not (mine.folder / builder.path).is_file():
-        raise ValueError(f"{builder.path} is not in {mine.folder}: python -m milestones build {builder.milestone}")
+        said = "{path} is not in {folder}: python -m milestones build {id}"
+        raise ValueError(t(said, path=builder.path, folder=mine.folder, id=builder.milestone))
     status, _ = run_tests(mine, [*FIRST_FAILURE[:1], *builder.tests, *arguments])
     if status == 0 and not arguments:
-        _say(
-            f"[green]{builder.title}: yours passes.[/] What is it worth?  python -m milestones score {builder.milestone}"
-        )
+        said = "[green]{title}: yours passes.[/] What is it worth?  python -m milestones score {id}"
+        _say(said, title=t(builder.title), id=builder.milestone)
     return status
 
 
@@ -195,10 +211,13 @@ def _whole_milestone(mine: Mine, exercise: Exercise) -> int:
     outcomes = run_tests(mine, ["-q", *FIRST_FAILURE[1:], *nodes], quiet=True)[1] if nodes else {}
     failing = [e.id for e in others if verdict(mine, e, outcomes) == "failing"]
     for other in failing:
-        _say(f"All of {id} is written, but [red]{other}[/] fails: python -m milestones test {other}")
+        _say("All of {id} is written, but [red]{other}[/] fails: python -m milestones test {other}", id=id, other=other)
     if failing:
         return 1
-    _say(f"\nThat was the last exercise of {id}. Now all tests of {id}, in which your code works together (minutes):")
+    console.print()
+    _say(
+        "That was the last exercise of {id}. Now all tests of {id}, in which your code works together (minutes):", id=id
+    )
     status, _ = run_tests(mine, mine.course.tests(id))
     if status == 0:
         _passes(mine, id)
@@ -210,7 +229,7 @@ def _passes(mine: Mine, id: str) -> None:
     state = mine.state
     state.passed = sorted({*state.passed, id})
     mine.save(state)
-    _say(f"[green]{id} passes, all of it.[/] Next: python -m milestones")
+    _say("[green]{id} passes, all of it.[/] Next: python -m milestones", id=id)
 
 
 @app.command()
@@ -233,7 +252,7 @@ def watch(
             status, _ = run_tests(mine, [*FIRST_FAILURE, "-q", "--no-header", *exercise.tests])
             _remember(mine, exercise, status)
             if status == 0 and mine.written(exercise):
-                _say(f"[green]{exercise} passes.[/] {_explained(exercise)}")
+                _say("[green]{exercise} passes.[/] {why}", exercise=exercise, why=_explained(exercise))
                 _whole_milestone(mine, exercise)
                 queue, seen = queue[1:], -1.0
     except KeyboardInterrupt:
@@ -253,9 +272,27 @@ def hint(id: Id, all: Annotated[bool, typer.Option("--all", help="All three.")] 
         console.print()
     state.hints[id] = max(shown, state.hints.get(id, 0))
     mine.save(state)
-    answer = f"one way is in {builder.reference}" if builder else f"python -m milestones show {id} has the answer"
-    more = "the same command gives the next" if shown < len(rungs) else answer
-    _say(f"{shown} of {len(rungs)} hints; {more}")
+    answer = (
+        t("one way is in {file}", file=builder.reference)
+        if builder
+        else t("python -m milestones show {id} has the answer", id=id)
+    )
+    more = t("the same command gives the next") if shown < len(rungs) else answer
+    _say("{shown} of {all} hints; {more}", shown=shown, all=len(rungs), more=more)
+
+
+@app.command()
+def task(id: Id) -> None:
+    """What an exercise asks: the docstrings of its functions."""
+    course = Course.here()
+    exercise = course.exercise(id)
+    console.print(Markdown(f"### {exercise.id} {t(exercise.title)}"))
+    for symbol, statement in zip(exercise.symbols, course.statements(exercise), strict=True):
+        console.print()
+        console.print(Text(f"{symbol.path}: {symbol.name}", style="cyan"), soft_wrap=True)
+        said = Text(statement)  # a docstring: its stars are products
+        said.highlight_regex(r"`[^`]+`", "cyan")
+        console.print(said)
 
 
 @app.command()
@@ -268,7 +305,7 @@ def show(
     mine = _mine()
     exercise = mine.course.exercise(id)
     if not yes:
-        typer.confirm(f"Show the reference's answer to {exercise}?", abort=True)
+        typer.confirm(t("Show the reference's answer to {exercise}?", exercise=exercise), abort=True)
     for symbol in exercise.symbols:
         source = mine.course.source(symbol.path)
         function = splice.find(source, symbol.name)
@@ -278,7 +315,7 @@ def show(
             Syntax(text, "python", background_color="default") if console.is_terminal else Text(text), soft_wrap=True
         )
     if paste:
-        _say(f"pasted; what was there is in {mine.paste(exercise)}")
+        _say("pasted; what was there is in {folder}", folder=mine.paste(exercise))
 
 
 @app.command()
@@ -289,13 +326,19 @@ def explain(
     mine = _mine()
     exercise = mine.course.exercise(id)
     if not anyway and (state := state_of(mine, exercise)) != "passing":
-        less = f"python -m milestones hint {id} says less, and --anyway shows it all the same"
-        raise ValueError(f"your {id} is {state}, and this would give the answer away: {less}")
+        raise ValueError(
+            t(
+                "your {id} is {state}, and this would give the answer away: "
+                "python -m milestones hint {id} says less, and --anyway shows it all the same",
+                id=id,
+                state=t(state),
+            )
+        )
     for function in commented(mine.course, exercise):
         print_commented(console, function)
-    _say(f"*Names* are those of known mistakes, which are in {mine.course.wrong_folder(exercise)}")
+    _say("*Names* are those of known mistakes, which are in {folder}", folder=mine.course.wrong_folder(exercise))
     if mine.written(exercise):
-        _say(f"Yours: {', '.join(map(mine.line, exercise.symbols))}")
+        _say("Yours: {places}", places=", ".join(map(mine.line, exercise.symbols)))
 
 
 @app.command()
@@ -309,17 +352,18 @@ def status(
     outcomes = run_tests(mine, ["-q", *nodes], quiet=True)[1] if nodes and not no_tests else {}
     for milestone in mine.course.milestones:
         if milestone.id not in mine.state.started:
-            _say(f"{milestone.id} {milestone.title}: not started")
+            _say("{id} {title}: not started", id=milestone.id, title=t(milestone.title))
             continue
-        table = Table(title=f"{milestone.id} {milestone.title}", title_justify="left", expand=False)
+        table = Table(title=f"{milestone.id} {t(milestone.title)}", title_justify="left", expand=False)
         for column in ("exercise", "", "difficulty", "hints", "state"):
-            table.add_column(column)
+            table.add_column(t(column))
         for exercise in milestone.exercises:
             state = verdict(mine, exercise, outcomes)
             state = "written" if no_tests and state == "not run" else state
             used = str(hints.get(exercise.id, "")) or "-"
             colour = COLOURS.get(state, "dim")
-            table.add_row(exercise.id, exercise.title, "●" * exercise.difficulty, used, f"[{colour}]{state}[/]")
+            shown = f"[{colour}]{t(state)}[/]"
+            table.add_row(exercise.id, t(exercise.title), "●" * exercise.difficulty, used, shown)
         console.print(table)
     for gone in dict.fromkeys(filter(None, map(mine.missing, started))):
         _say(f"[red]{gone}[/]")
@@ -331,8 +375,8 @@ def reset(id: Id, yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not 
     mine = _mine()
     exercise = mine.course.exercise(id)
     if not yes:
-        typer.confirm(f"Start {exercise} afresh?", abort=True)
-    _say(f"{exercise} is blank again; what was there is in {mine.reset(exercise)}")
+        typer.confirm(t("Start {exercise} afresh?", exercise=exercise), abort=True)
+    _say("{exercise} is blank again; what was there is in {folder}", exercise=exercise, folder=mine.reset(exercise))
 
 
 @app.command()
@@ -341,7 +385,7 @@ def update() -> None:
 
     An exercise that has moved to another file or has another name takes along what you wrote.
     """
-    for line in update_mine(_mine()) or ["mine/ is up to date"]:
+    for line in update_mine(_mine()) or [t("mine/ is up to date")]:
         _say(line)
 
 
@@ -360,7 +404,8 @@ def read(id: MilestoneId) -> None:
     for step in trace.read(course, milestone):
         if step.phase != phase:
             phase = step.phase
-            _say(f"\n[bold]{phase}[/]")
+            console.print()
+            _say(f"[bold]{t(phase)}[/]")
         new = before and (step.file, step.name) not in known
         line = Text(f"{'+' if new else ' '} {'  ' * min(step.depth, 12)}{step.name}", style="green" if new else "")
         line.append(f"  {Path(step.file)}:{step.line}", style="cyan").append(f"  {step.summary}", style="dim")

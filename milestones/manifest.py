@@ -10,6 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from milestones import splice
+from milestones.language import MARK, language, read_text, t
+
 PACKAGE = "folovllm"
 EXERCISE_ID = r"[mx]\d+\.\d+"  # of a milestone, or of an elective
 
@@ -95,7 +98,7 @@ class Builder:
     @property
     def statement(self) -> str:
         """What to build, what is given, what the tests check, how it is scored."""
-        return (self.folder / "task.md").read_text(encoding="utf-8").strip()
+        return read_text(self.folder / "task.md").strip()
 
     @property
     def reference(self) -> Path:
@@ -173,7 +176,8 @@ class Course:
         for builder in self.builders:
             if id in (builder.milestone, builder.id):
                 return builder
-        raise ValueError(f"no builder {id!r}: there are {', '.join(b.milestone for b in self.builders) or 'none'}")
+        known = ", ".join(builder.milestone for builder in self.builders) or t("none")
+        raise ValueError(t("no builder '{id}': there are {known}", id=id, known=known))
 
     @property
     def package(self) -> Path:
@@ -188,13 +192,14 @@ class Course:
         for milestone in self.milestones:
             if milestone.id == id:
                 return milestone
-        raise ValueError(f"no milestone {id!r}: there are {', '.join(m.id for m in self.milestones) or 'none'}")
+        known = ", ".join(milestone.id for milestone in self.milestones) or t("none")
+        raise ValueError(t("no milestone '{id}': there are {known}", id=id, known=known))
 
     def exercise(self, id: str) -> Exercise:
         for exercise in self.exercises:
             if exercise.id == id:
                 return exercise
-        raise ValueError(f"no exercise {id!r}: `python -m milestones status` lists them")
+        raise ValueError(t("no exercise '{id}': `python -m milestones status` lists them", id=id))
 
     def onwards(self, *ids: str) -> tuple[Exercise, ...]:
         """The exercises of these, and of all that comes after one of them; after an elective comes nothing."""
@@ -227,6 +232,14 @@ class Course:
             return self._sections(task, "builder/hints.md")
         return self._sections(task, f"hints/{task.id}.md")
 
+    def statements(self, exercise: Exercise) -> list[str]:
+        """What each symbol of an exercise does, in the reader's language: its docstring, or that translated."""
+        file = self.milestone(exercise.id.partition(".")[0]).folder / f"statements/{exercise.id}.{language()}.md"
+        if file.is_file():
+            return [text.strip() for text in MARK.split(file.read_text("utf-8"))[1:]]
+        nodes = (splice.find(self.source(symbol.path), symbol.name).node for symbol in exercise.symbols)
+        return [ast.get_docstring(node) or "" for node in nodes]
+
     def remarks(self, exercise: Exercise) -> list[tuple[str, str]]:
         """(fragment of the reference's body, what there is to say about it), in the order of the body."""
         sections = self._sections(exercise, f"explain/{exercise.id}.md")
@@ -235,7 +248,7 @@ class Course:
     def _sections(self, task: Exercise | Builder, path: str) -> list[tuple[str, str]]:
         """(heading, text) of each part of a file in the folder of the task's milestone."""
         file = self.milestone(task.id.partition(".")[0]).folder / path
-        parts = re.split(r"^## +", file.read_text(encoding="utf-8"), flags=re.M)[1:]
+        parts = re.split(r"^## +", read_text(file), flags=re.M)[1:]
         return [(heading.strip(), body.strip()) for heading, _, body in (part.partition("\n") for part in parts)]
 
     def wrong_answers(self, exercise: Exercise) -> list[WrongAnswer]:

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from milestones import splice
+from milestones.language import language, t
 from milestones.manifest import PACKAGE, Course, Exercise, Milestone, Symbol, WrongAnswer
 
 
@@ -42,12 +43,12 @@ class Mine:
         """Raises ValueError where `mine` is a file, and where the notes in it cannot be read."""
         file = self.folder / ".course.json"
         if self.folder.is_file():
-            raise ValueError(f"{self.folder} is a file where your folder has to be: move it away")
+            raise ValueError(t("{folder} is a file where your folder has to be: move it away", folder=self.folder))
         try:
             return State(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else State()
         except (ValueError, TypeError) as error:
-            again = "delete it, and start your milestones again (nothing that you wrote is lost)"
-            raise ValueError(f"{file} is damaged: {again}") from error
+            said = "{file} is damaged: delete it, and start your milestones again (nothing that you wrote is lost)"
+            raise ValueError(t(said, file=file)) from error
 
     def save(self, state: State) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +60,8 @@ class Mine:
         try:
             return file.read_text(encoding="utf-8") if file.is_file() else None
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not UTF-8 text ({error.reason}): save it as UTF-8") from error
+            said = "{file} is not UTF-8 text ({reason}): save it as UTF-8"
+            raise ValueError(t(said, file=file, reason=error.reason)) from error
 
     def written(self, exercise: Exercise) -> bool:
         """True once no symbol of the exercise is a stub here; what is not here at all is the reference's, not written."""
@@ -74,7 +76,8 @@ class Mine:
         absent, milestone = self.absent(exercise), exercise.id.partition(".")[0]
         if not absent or milestone not in self.state.started:
             return ""
-        return f"{absent[0]} is missing from mine/: `python -m milestones start {milestone}` brings it back"
+        said = "{file} is missing from mine/: `python -m milestones start {id}` brings it back"
+        return t(said, file=absent[0], id=milestone)
 
     def blanks(self, exercise: Exercise) -> list[str]:
         """The symbols of the exercise that are stubs here."""
@@ -109,15 +112,16 @@ class Mine:
             stubs = names(onwards, path)
             if text is None:
                 self.write(path, splice.blank(reference, stubs), base=reference)
-                done.append(f"{path}: new, {self._todo(stubs, milestone)}")
+                done.append(t("{path}: new, {todo}", path=path, todo=self._todo(stubs, milestone)))
             else:
                 stubs = {n: e for n, e in stubs.items() if self._untouched(path, n, text, reference, state)}
                 if stubs:
                     self.backup(path)
                     self.write(path, splice.blank(text, stubs))
                 todo = [name for exercise in own for name in self.blanks(exercise) if name in names(own, path)]
-                left = f"left as it is, to write: {', '.join(todo)}" if todo else "left as it is"
-                done.append(f"{path}: there already, {', '.join(stubs) + ' cut out' if stubs else left}")
+                left = "left as it is, to write: {names}" if todo else "left as it is"
+                said = t("{names} cut out" if stubs else left, names=", ".join(stubs or todo))
+                done.append(t("{path}: there already, {said}", path=path, said=said))
             cut = {str(s) for e in onwards for s in e.symbols if s.path == path and s.name in stubs}
             state.blanked = sorted({*state.blanked, *cut})
         state.started = sorted({*state.started, id})
@@ -145,7 +149,8 @@ class Mine:
         """How many bodies are cut out, those of what comes after the milestone apart."""
         owners = [self.course.milestone(exercise.partition(".")[0]) for exercise in stubs.values()]
         later = sum(owner.is_after(milestone) for owner in owners)
-        return f"{len(stubs) - later} to write{f', {later} more for later milestones' if later else ''}"
+        said = "{n} to write, {later} more for later milestones" if later else "{n} to write"
+        return t(said, n=len(stubs) - later, later=later)
 
     def _untouched(self, path: Path, name: str, text: str, reference: str, state: State) -> bool:
         if str(Symbol(".".join(path.with_suffix("").parts), name)) in state.blanked:
@@ -161,11 +166,13 @@ class Mine:
         for symbol in exercise.symbols:
             text = texts.get(symbol.path) or self.read(symbol.path)
             if text is None:
-                raise ValueError(f"{symbol.path} is not in {self.folder}: start {exercise.id.partition('.')[0]} first")
+                said = "{path} is not in {folder}: start {id} first"
+                raise ValueError(t(said, path=symbol.path, folder=self.folder, id=exercise.id.partition(".")[0]))
             try:
                 texts[symbol.path] = splice.transplant(text, symbol.name, origin(symbol))
             except (LookupError, SyntaxError) as error:
-                raise ValueError(f"{self.folder / symbol.path}: {error}. Mend that first") from error
+                said = "{file}: {error}. Mend that first"
+                raise ValueError(t(said, file=self.folder / symbol.path, error=error)) from error
         folder = self.backup(*texts)
         for path, text in texts.items():
             self.write(path, text)
@@ -192,12 +199,14 @@ class Mine:
         source, copy = self.course.root / notebook, self.folder / Path(notebook).name
         if not notebook or not source.is_file() or copy.exists():
             return []
-        cells = json.loads(source.read_text(encoding="utf-8"))
+        ours = source.parent / language() / source.name  # a folder deeper than the copy
+        text = ours.read_text("utf-8").replace("](../../", "](../") if ours.is_file() else source.read_text("utf-8")
+        cells = json.loads(text)
         for cell in cells["cells"]:
             if cell["cell_type"] == "code":
                 cell |= {"outputs": [], "execution_count": None}
         copy.write_text(json.dumps(cells, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        return [f"{copy.name}: copied, without its outputs"]
+        return [t("{name}: copied, without its outputs", name=copy.name)]
 
 
 def mutated(reference: str, symbol: Symbol, answer: WrongAnswer) -> str:

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from milestones import splice
+from milestones.language import t
 from milestones.manifest import Exercise, Symbol
 from milestones.mine import Mine, by_file, names
 
@@ -42,11 +43,11 @@ class Update:
         files = sorted(path.relative_to(stored) for path in stored.rglob("*.py"))
         places = sorted({move.new.path for move in self.moves.values()})
         done = {path: self._file(path) for path in places}
-        stuck = {path for path, said in done.items() if said.startswith("not updated")}
+        stuck = {path for path, said in done.items() if said.startswith(t("not updated"))}
         for path in (path for path in files if path not in places):
             waits = sorted({m.new.path for m in self._left(path)} & stuck)
-            done[path] = f"not updated before {waits[0]} is" if waits else self._file(path)
-        done |= {file.relative_to(self.mine.folder): "imports from the new place" for file in self._notebooks()}
+            done[path] = t("not updated before {path} is", path=waits[0]) if waits else self._file(path)
+        done |= {file.relative_to(self.mine.folder): t("imports from the new place") for file in self._notebooks()}
         self._remember(stuck)
         return [f"{path}: {said}" for path, said in sorted(done.items()) if said]
 
@@ -67,7 +68,7 @@ class Update:
     def _file(self, path: Path) -> str:
         """Update one file; says how that went, or nothing where nothing was to be done."""
         mine, text = self.mine, self.mine.read(path)
-        carried = [f"{m.new.name} from {m.old.path}" for m in self._arriving(path) if m.carries]
+        carried = [t("{name} from {path}", name=m.new.name, path=m.old.path) for m in self._arriving(path) if m.carries]
         if not (mine.course.package.parent / path).is_file():
             return self._retire(path, text)
         fresh, changed = mine.course.source(path), self._changed(path)
@@ -77,10 +78,10 @@ class Update:
             else:
                 said = self._merge(path, text, fresh) if carried or fresh != mine.base(path) else ""
         except (LookupError, SyntaxError) as error:
-            return f"not updated, {error}; mend it and update again"
-        if said in ("new", "updated"):
-            said += f", with your {', '.join(carried)}" if carried else ""
-            said += f"; the text of {', '.join(changed)} has changed: read it again" if changed else ""
+            return t("not updated, {error}; mend it and update again", error=error)
+        if said in (t("new"), t("updated")):
+            said += t(", with your {names}", names=", ".join(carried)) if carried else ""
+            said += t("; the text of {ids} has changed: read it again", ids=", ".join(changed)) if changed else ""
         return said
 
     def _changed(self, path: Path) -> list[str]:
@@ -105,12 +106,12 @@ class Update:
         merged = new if text == old else merge(text, old, new)
         if merged is None:
             self.mine.write(path.with_suffix(".py.new"), new)
-            return (
+            return t(
                 "not updated, you and the reference changed the same lines; theirs with your bodies is in the .new file"
             )
         self.mine.backup(path)
         self.mine.write(path, merged, base=fresh)
-        return "updated"
+        return t("updated")
 
     def _sides(self, path: Path, text: str, fresh: str) -> tuple[str, str]:
         """The reference then and now, both with the learner's bodies: what differs is what the reference changed."""
@@ -138,16 +139,16 @@ class Update:
             if move.carries:
                 text = splice.graft(text, move.new.name, move.text, move.old.name)
         self.mine.write(path, text, base=fresh)
-        return "new"
+        return t("new")
 
     def _retire(self, path: Path, text: str | None) -> str:
         """A file that the reference no longer has: where its exercises have moved, it goes to the backup."""
         if text is None or not list(self._left(path)):
-            return "" if text is None else "the reference no longer has it; yours is kept"
+            return "" if text is None else t("the reference no longer has it; yours is kept")
         folder = self.mine.backup(path)
         for file in (self.mine.folder / path, self.mine.folder / ".base" / path):
             file.unlink()
-        return f"the reference no longer has it; yours is in {folder}"
+        return t("the reference no longer has it; yours is in {folder}", folder=folder)
 
     def _notebooks(self) -> Iterator[Path]:
         """The learner's notebooks in which something was imported from an old place; now it is from the new one."""

@@ -1,4 +1,4 @@
-"""For every test: Triton interpreted where no GPU is, one torch thread, hypothesis without deadlines."""
+"""For every test: Triton interpreted where no GPU is, one torch thread, hypothesis without deadlines, messages in English."""
 
 import importlib.util
 import os
@@ -15,6 +15,7 @@ if not CUDA:
 
         patch_the_language_once()
 torch.set_num_threads(1)
+os.environ["FOLOVLLM_LANG"] = "en"  # whatever the system's locale is
 hypothesis.settings.register_profile("folovllm", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("folovllm")
 

@@ -30,7 +30,6 @@ KINDS = {
     "INT8": {"format": "int8"},
     "GPTQ": {"format": "gptq"},
     "GPTQ, act-order": {"format": "gptq", "act_order": True},
-    "GPTQ, groups of 32": {"format": "gptq", "group_size": 32},
     "GPTQ, zeros": {"format": "gptq", "asymmetric": True},
     "AWQ": {"format": "awq"},
     "nearest": {"format": "gptq", "nearest": True},

@@ -8,7 +8,8 @@ A page says what it wants in a comment, and the lines down to the next `<!-- end
     <!-- symbols folovllm.llm:LLM.generate ... -->             a table: what they do, file, milestone, exercise
     <!-- milestones -->                                        tables of the milestones and of the electives, from their manifests
 
-So a page reads the same on a code host as in the built book. A test compares the pages with the code.
+So a page reads the same on a code host as in the built book. A Chinese page has what its English one has, with the words of tables as
+`tables.zh.toml` translates them. A test compares the pages with the code.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # the code beside these pages, whichever is installed
 
+from editions import filled_from, is_chinese  # noqa: E402
 from reading_order import ORDER  # noqa: E402
 
 from milestones.manifest import Course  # noqa: E402
@@ -37,9 +39,9 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 def main() -> None:
     """Write the pages, and name those that were not as the code is."""
     for page in pages():
-        text = page.read_text("utf-8")
+        text, source = page.read_text("utf-8"), page.with_name(page.name.replace(".zh.md", ".md"))
         try:
-            filled = fill_in(text)
+            filled = fill_in(text) if page == source else filled_from(source.read_text("utf-8"), text)
         except ValueError as error:
             sys.exit(f"error: {page.relative_to(ROOT)}: {error}")
         if filled != text:
@@ -48,8 +50,9 @@ def main() -> None:
 
 
 def pages() -> list[Path]:
-    """The first page of the repository, and the book."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """The first page of the repository and the book in both editions; what is Chinese stands behind its source."""
+    found = [*ROOT.glob("README*.md"), *(ROOT / "docs").rglob("*.md")]
+    return sorted(found, key=lambda page: (is_chinese(page), page))
 
 
 def fill_in(page: str) -> str:

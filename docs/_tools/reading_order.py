@@ -212,11 +212,12 @@ def page() -> str:
     for manifest in manifests:
         chapter = Path(manifest["chapter"]).name
         parts.append(f"## {manifest['id'].upper()}: [{manifest['title']}]({chapter})\n")
+        parts.append(f"<!-- files {manifest['id']} -->\n")  # what the Chinese edition copies
         parts.append("| file | minutes | exercises | nano-vLLM | vLLM |\n|---|---|---|---|---|")
         for file, nano, vllm in ORDER[manifest["id"]]:
             theirs = " | ".join(f"`{name}`" if name else "-" for name in (nano, vllm))
             parts.append(f"| `{file}` | {minutes(file)} | {exercises(every, file)} | {theirs} |")
-        parts.append("")
+        parts.append("\n<!-- end of files -->\n")
     return "\n".join(parts)
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from folovllm.layers.formats.abstract import FLOATS, WeightFormat
+from folovllm.layers.formats.plain import Plain
 from folovllm.layers.linear import PLAIN, LinearBase
 from folovllm.models.json_files import read_json
 from folovllm.models.kv_scales import is_kv_scale, take_kv_scale
@@ -60,7 +61,7 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard
                 copied_head = tensor
             elif is_kv_scale(name):
                 take_kv_scale(model, name, tensor)
-            elif not is_ignored(name, formats):
+            elif not is_ignored(name, formats) and not is_empty_bias(name, tensor, places, formats):
                 copy_weight(name, arranged(name, tensor, places), places)
                 progress.update()
     if places:
@@ -135,6 +136,13 @@ def is_ignored(name: str, formats: Formats) -> bool:
     """Whether a checkpoint may hold a tensor that no model here needs."""
     module, _, kind = name.rpartition(".")
     return name.endswith(IGNORED_SUFFIX) or (module in formats and kind in formats[module].ignores)
+
+
+def is_empty_bias(name: str, tensor: torch.Tensor, places: dict[str, Place], formats: Formats) -> bool:
+    """Whether it is a bias of zeros for a quantized layer that has none, as writers of GPTQ checkpoints leave them."""
+    module, _, kind = name.rpartition(".")
+    quantized = module in formats and not isinstance(formats[module], Plain)
+    return kind == "bias" and quantized and name not in places and not tensor.any()
 
 
 def require_finite(name: str, weight: torch.Tensor) -> None:

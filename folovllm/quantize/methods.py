@@ -50,24 +50,29 @@ class Gptq(Method):
 
     def encode(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> Tensors:
         """`qweight` [inputs / 8, outputs], `qzeros` [groups, outputs / 8], `scales` [groups, outputs], `g_idx` [inputs]."""
-        size, symmetric = self.options.group_size, not self.options.asymmetric
-        order = torch.arange(w.shape[1], device=w.device)
-        if inputs is None:
-            scales, zeros = find_scales(w.to(self.dtype), BITS, size, symmetric)
-            zeros.clamp_(min=LOWEST_ZERO)
-            codes = round_to_codes(w, scales, zeros, BITS)
+        gram = None if inputs is None else inputs.gram
+        if gram is not None and self.options.act_order:
+            order = act_order(gram)
+            codes, scales, zeros = self.codes(w[:, order], gram[order][:, order])
         else:
-            gram = inputs.gram
-            order = act_order(gram) if self.options.act_order else order
-            ordered = w[:, order].to(self.dtype), gram[order][:, order]
-            codes, scales, zeros = gptq(*ordered, BITS, size, symmetric, self.options.damping)
+            order = torch.arange(w.shape[1], device=w.device)
+            codes, scales, zeros = self.codes(w, gram)
         back = order.argsort()  # where each input came in the order
         return {
             "qweight": packing.pack_gptq(codes[:, back]),
             "qzeros": packing.pack_gptq_zeros(zeros),
             "scales": scales.t().contiguous(),
-            "g_idx": (back // size).to(torch.int32),
+            "g_idx": (back // self.options.group_size).to(torch.int32),
         }
+
+    def codes(self, w: torch.Tensor, gram: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `gptq`; without `gram` each weight is rounded for itself."""
+        o, w = self.options, w.to(self.dtype)
+        if gram is not None:
+            return gptq(w, gram, BITS, o.group_size, not o.asymmetric, o.damping)
+        scales, zeros = find_scales(w, BITS, o.group_size, not o.asymmetric)
+        zeros.clamp_(min=LOWEST_ZERO)
+        return round_to_codes(w, scales, zeros, BITS), scales, zeros
 
     def decode(self, tensors: Tensors) -> torch.Tensor:
         """(code - zero) * scale, both of the group that `g_idx` names."""

@@ -63,9 +63,12 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every Markdown file of the repository with something for a reader to type: hints, of exercises and builders, are nothing to run."""
+    """Every Markdown file of the repository with something for a reader to type: hints, of exercises and builders, are nothing to run.
+
+    Nor is the Chinese edition: its commands are those of the English one (`test_editions.py`).
+    """
     found = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
-    return sorted(page for page in found if "hints" not in (*page.parts, page.stem))
+    return sorted(page for page in found if "hints" not in (*page.parts, page.stem) and not page.match("*.zh.md"))
 
 
 def blocks(page: Path, text: str | None = None) -> list[Block]:

@@ -52,9 +52,9 @@ class Visit:
     done: threading.Event = field(default_factory=threading.Event)
 
 
-def visit(site: Path) -> Visit:
-    """Show every page of a built site to Chromium."""
-    said, pages = Visit(), [_page(site, file) for file in sorted(site.rglob("*.html"))]
+def visit(site: Path, files: list[Path]) -> Visit:
+    """Show these pages of a built site to Chromium."""
+    said, pages = Visit(), [_page(site, file) for file in files]
     with _server(site, pages, said) as port, _browser(f"http://127.0.0.1:{port}/visitor"):
         assert said.done.wait(SECONDS), f"after {SECONDS} s the browser was at page {len(said.seen)} of {len(pages)}"
     return said

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import json
 import os
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.docs import browser
 from tests.docs.blocks import ROOT
 
+NOT_TRANSLATED = "本页还没有中文版"  # the English page, looked at once
 COLUMNS = 120  # of code, that a page shows at a width of 1,440 pixels
 FETCHED = {
     "script": "src",
@@ -28,7 +33,8 @@ FETCHED = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("mkdocs", reason="needs what builds the book: pip install -e '.[docs]'")
+    for module in ("mkdocs", "mkdocs_static_i18n", "jieba"):
+        pytest.importorskip(module, reason="needs what builds the book: pip install -e '.[docs]'")
     out = tmp_path_factory.mktemp("site")
     # Not --quiet: mkdocs would no longer count the warnings that --strict turns into errors.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
@@ -88,17 +94,56 @@ def test_a_recording_is_one_file_and_has_a_picture_for_paper(site: Path) -> None
         for frame in re.findall(r'<div class="recording">(.*?)</div>', file.read_text("utf-8"), re.DOTALL):
             page, picture = (file.parent / address.split("#")[0] for address in Fetched(frame).addresses if address)
             assert picture.is_file(), "make screenshots"
-            shown[file.parent.name] = page.read_text("utf-8").count('"format\\":\\"folovllm recording')
-    first_page = site.name
-    assert shown == {first_page: 1, "2_continuous_batching": 2, "3_paged_kv": 2, "6_speed_and_scale": 1}
+            shown[str(file.parent.relative_to(site))] = page.read_text("utf-8").count(
+                '"format\\":\\"folovllm recording'
+            )
+    english = {".": 1, "2_continuous_batching": 2, "3_paged_kv": 2, "6_speed_and_scale": 1}
+    assert shown == {**english, **{str(Path("zh", page)): count for page, count in english.items()}}
+
+
+def test_the_chinese_edition(site: Path) -> None:
+    """Its pages know their language and the English page, and its headings have the English anchors."""
+    page = (site / "zh/troubleshooting/index.html").read_text("utf-8")
+    assert '<html lang="zh"' in page and '<h1 id="troubleshooting">常见问题' in page and "<!-- source" not in page
+    assert 'href="../../troubleshooting/" hreflang="en"' in page and NOT_TRANSLATED not in page
+    assert NOT_TRANSLATED in (site / "zh/reference/api/index.html").read_text("utf-8")
+    found = json.loads((site / "search/search_index.json").read_text("utf-8"))
+    places = [entry["location"] for entry in found["docs"] if "\u200b" in entry["text"]]
+    assert found["config"]["lang"] == ["en", "zh"] and any(place.startswith("zh/troubleshooting/") for place in places)
+    assert not [entry for entry in found["docs"] if entry["location"].startswith("zh/reference/api/")]
+
+
+def test_a_stale_section_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mkdocs", reason="needs what builds the book: pip install -e '.[docs]'")
+    monkeypatch.syspath_prepend(str(ROOT / "docs/_tools"))
+    hooks = importlib.import_module("hooks")
+    (tmp_path / "a.md").write_text("# Waste\n\nNew.\n\n## More\n\nText.\n", "utf-8")
+    more = hashlib.sha256(b"## More Text.").hexdigest()[:12]
+    chinese = (
+        f"<!-- source: waste 0123456789ab -->\n# 浪费\n\n旧。\n\n<!-- source: more {more} -->\n## 更多\n\n文本。\n"
+    )
+    (tmp_path / "a.zh.md").write_text(chinese, "utf-8")
+    file = SimpleNamespace(
+        name="a",
+        abs_src_path=str(tmp_path / "a.zh.md"),
+        dest_uri="zh/a/index.html",
+        localization="zh",
+        locale_alternate_of="zh",
+    )
+    shown = hooks.on_page_markdown(chinese, SimpleNamespace(file=file, url="zh/a/"))
+    assert shown.startswith('# 浪费 { #waste }\n\n<div class="banner">本节的英文原文已有改动')
+    assert (
+        '<a href="../../a/#waste">' in shown and shown.count("banner") == 1 and "## 更多 { #more }\n\n文本。" in shown
+    )
 
 
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 def test_in_a_browser(site: Path) -> None:
-    said = browser.visit(site)
+    pages = [file for file in sorted(site.rglob("*.html")) if NOT_TRANSLATED not in file.read_text("utf-8")]
+    said = browser.visit(site, pages)
     assert said.outside == [], "a page asks somebody else"
     diagrams = {page["path"]: page["diagrams"] for page in said.seen}
-    assert diagrams == {f"/{file.relative_to(site)}": browser.num_diagrams(file) for file in site.rglob("*.html")}
+    assert diagrams == {f"/{file.relative_to(site)}": browser.num_diagrams(file) for file in pages}
     for page in said.seen:
         for code in page["cut"]:
             longest = max(code.splitlines(), key=len)

@@ -72,7 +72,7 @@ def book() -> ModuleType:
     return module
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if not page.match("*.zh.md"))]
 COMPUTED = {
     "shapes.md": pytest.mark.m3,
     "builders.md": pytest.mark.m6,

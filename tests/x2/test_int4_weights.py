@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
 from folovllm.engine.setup import set_up
@@ -183,6 +184,31 @@ def test_ranks_hold_their_parts(kind: str, tmp_path: Path) -> None:
             torch.testing.assert_close(summed, whole.mlp(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["gptq", "gptq sorted", "awq", "packed"])
+def test_a_checkpoint_that_has_merged_its_layers_already(kind: str, tmp_path: Path) -> None:
+    """Phi-3's, whole, and in parts where inputs are not sorted."""
+    source = tiny_checkpoint("phi3", hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    coded, floats = write_quantized(source, tmp_path, *KINDS[kind])
+    plain = Driver(floats)
+    assert_logits_equal(Driver(coded).step({0: [5, 9, 3]})[0], plain.step({0: [5, 9, 3]})[0])
+    if kind == "gptq sorted":
+        return
+    setup = set_up(EngineConfig(model=str(coded), device="cpu", use_tqdm=False, tensor_parallel_size=2))
+    whole: Any = plain.model.model.layers[1]
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+
+    def work(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        layer: Any = load_sharded_model(setup, group).model.layers[1]
+        return layer.self_attn.split_heads(layer.self_attn.qkv_proj(x))[0], layer.mlp(x)
+
+    with torch.inference_mode():
+        ranks = on_ranks(2, work)
+        query = whole.self_attn.split_heads(whole.self_attn.qkv_proj(x))[0]
+        torch.testing.assert_close(torch.cat([own for own, _ in ranks], dim=1), query, rtol=1e-4, atol=1e-4)
+        for _, summed in ranks:
+            torch.testing.assert_close(summed, whole.mlp(x), rtol=1e-4, atol=1e-4)
+
+
 class TestRefusals:
     def refused(self, tmp_path: Path, says: str, kind: str = "gptq", ranks: int = 1, **fields: Any) -> None:
         coded, _ = write_quantized(tiny(), tmp_path, *KINDS[kind])
@@ -224,6 +250,19 @@ class TestRefusals:
         coded, _ = write_quantized(tiny(), tmp_path, uneven, SORTED)
         with pytest.raises(ValueError, match="g_idx does not put 32 inputs into each group"):
             Driver(coded)
+
+
+def test_biases_of_zeros_are_passed_over(tmp_path: Path) -> None:
+    """Some GPTQ checkpoints have one for every layer. One that is not zero is a weight like others."""
+    coded, _ = write_quantized(tiny(), tmp_path, *KINDS["gptq"])
+    tensors, expected = load_file(coded / "model.safetensors"), Driver(coded).step({0: [5, 9]})[0]
+    tensors["model.layers.0.mlp.down_proj.bias"] = bias = torch.zeros(64)
+    save_file(tensors, coded / "model.safetensors")
+    assert torch.equal(Driver(coded).step({0: [5, 9]})[0], expected)
+    bias[3] = 1
+    save_file(tensors, coded / "model.safetensors")
+    with pytest.raises(ValueError, match=r"down_proj.bias', for which the model has no place"):
+        Driver(coded)
 
 
 @pytest.mark.parametrize("kind", ["gptq", "packed rows"])

@@ -16,7 +16,7 @@ from folovllm.quantize.one_layer import PREFIX, Checkpoint, OneLayer
 from folovllm.quantize.options import QuantizeOptions
 from folovllm.quantize.perplexity import compare, perplexity, token_losses
 from folovllm.quantize.run import Report, decoded, quantize, rows_of
-from folovllm.quantize.whole import logits_of
+from folovllm.quantize.whole import logits_of, perplexity_of
 from tests.helpers import Driver, assert_logits_equal, hf_model, prompts, tiny_checkpoint
 from tests.workloads import make_engine, mixed_requests, serve
 
@@ -36,8 +36,9 @@ def options(kind: str, **more: Any) -> QuantizeOptions:
 
 
 def tiny(family: str = "qwen3") -> Path:
-    """64 to 128 inputs, in groups of 32; and 80 outputs would not fill a block."""
-    return tiny_checkpoint(family, hidden_size=64, intermediate_size=96, tied=family == "qwen3")
+    """64 to 128 inputs, in groups of 32, in several files; Llama has all biases and a head of its own."""
+    more = {} if family == "qwen3" else {"attention_bias": True, "mlp_bias": True, "tied": False}
+    return tiny_checkpoint(family, hidden_size=64, intermediate_size=96, max_shard_size="100KB", **more)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=list(KINDS))
 def written(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Report]:
-    """Each kind once for all tests; Llama's family has no norms on heads, and a head of its own."""
+    """Each kind once for all tests."""
     kind: str = request.param
     model = tiny("llama" if kind in ("awq", "gptq nearest") else "qwen3")
     out = tmp_path_factory.mktemp("out") / "model"
@@ -84,9 +85,8 @@ def test_the_engine_runs_what_was_measured(written: tuple[str, Report], text: Pa
     assert_logits_equal(coded.step({0: ids})[0], plain.step({0: ids})[0])
     rows = rows_of(report.folder, coded.config, options(kind), text)
     assert report.quality is not None
-    losses = token_losses(logits_of(coded.model, rows[1]), rows[1])
-    assert perplexity(losses) == pytest.approx(report.quality.after, rel=1e-3)
-    assert report.quality.tokens == losses.numel()
+    assert perplexity_of(coded.model, rows[1]) == pytest.approx(report.quality.after, rel=1e-3)
+    assert report.quality.tokens == rows[1][:, 1:].numel()
 
 
 def test_the_engine_answers(written: tuple[str, Report]) -> None:
@@ -132,12 +132,41 @@ def test_names_shapes_and_dtypes_are_those_of_the_formats(written: tuple[str, Re
     name = f"{PREFIX}1.self_attn.o_proj"
     tensors = load_file(report.folder / index[next(n for n in index if n.startswith(name))])
     found = {n.removeprefix(f"{name}."): (t.dtype, list(t.shape)) for n, t in tensors.items() if n.startswith(name)}
+    found.pop("bias", None)
     assert found == SHAPES.get(kind, SHAPES["gptq"])
     said = json.loads((report.folder / "config.json").read_text())["quantization_config"]
     assert CONFIGS.get(kind, CONFIGS["gptq"]).items() <= said.items()
     assert (report.folder / "tokenizer.json").is_file() and report.bytes_after < report.bytes_before
     files = {file.name for file in report.folder.glob("*.safetensors")}
     assert files == set(index.values()), "the index must name all files, and no others"
+
+
+SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)
+
+
+def as_gptqmodel_reads(t: dict[str, torch.Tensor]) -> torch.Tensor:
+    """It adds 1 to all eight zeros of a word at once, so none may be 15 as it is stored."""
+    codes = ((t["qweight"][:, None] >> SHIFTS[None, :, None]) & 15).flatten(0, 1)  # [inputs, outputs]
+    zeros = (((t["qzeros"] + 0x11111111)[..., None] >> SHIFTS) & 15).flatten(1)  # [groups, outputs]
+    group = t["g_idx"].long()
+    return (t["scales"].float()[group] * (codes - zeros[group])).t()
+
+
+def as_autoawq_reads(t: dict[str, torch.Tensor]) -> torch.Tensor:
+    places = [0, 4, 1, 5, 2, 6, 3, 7]  # in a word, of the codes of eight neighbouring outputs
+    codes, zeros = (((t[name][..., None] >> SHIFTS) & 15)[..., places].flatten(1) for name in ("qweight", "qzeros"))
+    return ((codes - zeros.repeat_interleave(32, 0)) * t["scales"].float().repeat_interleave(32, 0)).t()
+
+
+def test_other_readers_of_4_bits_find_the_same_numbers(written: tuple[str, Report]) -> None:
+    kind, report = written
+    if kind.split()[0] not in ("gptq", "awq"):
+        pytest.skip("transformers itself reads it")
+    reads = as_autoawq_reads if kind == "awq" else as_gptqmodel_reads
+    method, layer = method_for(options(kind), torch.float32), Checkpoint(report.folder).layer(1)
+    for part in ("self_attn.q_proj", "mlp.down_proj"):
+        tensors = {name.rpartition(".")[2]: t for name, t in layer.items() if name.startswith(part)}
+        assert torch.equal(reads(tensors), method.decode(tensors))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8 per channel", "int8"])
@@ -272,6 +301,17 @@ def test_gptq_is_better_than_rounding_on_a_real_model(tmp_path: Path) -> None:
     assert abs(gptq.after / gptq.before - 1) < 0.03
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["gptq asymmetric, act-order", "awq", "fp8"])
+def test_a_gpu_finds_as_good_codes(kind: str, text: Path, tmp_path: Path) -> None:
+    here, there = (
+        quantize(str(tiny("llama")), options(kind), tmp_path / device, text, device, use_tqdm=False).quality
+        for device in ("cpu", "cuda")
+    )
+    assert here is not None and there is not None
+    assert there.before == pytest.approx(here.before, rel=1e-3) and there.after == pytest.approx(here.after, rel=0.05)
+
+
 def test_the_loss_is_that_of_transformers() -> None:
     path = tiny_checkpoint()
     rows = torch.tensor(prompts([24, 24]))
@@ -279,7 +319,7 @@ def test_the_loss_is_that_of_transformers() -> None:
         expected = hf_model(path)(rows, labels=rows).loss
     losses = token_losses(logits_of(Driver(path).model, rows), rows)
     assert losses.shape == (2, 23) and float(losses.mean()) == pytest.approx(float(expected), rel=1e-5)
-    assert perplexity(losses) == pytest.approx(float(expected.exp()), rel=1e-5)
+    assert perplexity_of(Driver(path).model, rows) == pytest.approx(float(expected.exp()), rel=1e-5)
 
 
 def test_a_comparison_by_hand() -> None:

@@ -43,7 +43,7 @@ class Grouped:
         assert self.words is not None
         return packing.PER_WORD * self.words.shape[1] // self.scales.shape[1]
 
-    def sort(self, name: str) -> None:
+    def sort(self, name: str, num_parts: int) -> None:
         """Bring the inputs of a group together. Until now `order` [parts, inputs] has said which group each is in.
 
         Raises:
@@ -52,7 +52,7 @@ class Grouped:
         assert self.order is not None
         order = self.order[0].argsort(stable=True)
         by_group = torch.arange(len(order), device=order.device) // self.group_size
-        if (self.order[:, order] != by_group).any():
+        if (self.order[:num_parts, order] != by_group).any():
             raise ValueError(
                 f"{name} does not put {self.group_size} inputs into each group, the same for all parts of a merged layer: "
                 "such checkpoints are not supported"

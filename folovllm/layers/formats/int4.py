@@ -66,8 +66,11 @@ class Int4(WeightFormat):
         """The rows of each part."""
         kept: Grouped = layer.grouped
         sizes, tensors = layer.output_sizes, zip(self.names, (kept.words, kept.scales, kept.zeros), strict=True)
+        places: dict[str, Sequence[torch.Tensor]]
         places = {name: torch.split(tensor, sizes) for name, tensor in tensors if tensor is not None}
-        return places | ({} if self.order_name is None or kept.order is None else {self.order_name: tuple(kept.order)})
+        if self.order_name is not None and kept.order is not None:
+            places[self.order_name] = tuple(kept.order[: len(sizes)])
+        return places
 
     def stored(self, kind: str) -> tuple[str, ...]:
         """Words and zeros are int32, all else floats."""
@@ -103,7 +106,7 @@ class Int4(WeightFormat):
         kept: Grouped = layer.grouped
         kept.columns = None
         if self.order_name:
-            kept.sort(self.order_name)
+            kept.sort(self.order_name, len(layer.output_sizes))
         kept.scales = narrowest(kept.scales)
         if kept.zeros is not None and self.with_minimum:
             kept.zeros = narrowest(kept.zeros)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,8 +33,12 @@ class PackedInt4(Int4):
 
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
         """As `WeightFormat`."""
-        packed = packing.PER_WORD if kind == "weight_zero_point" else 1
-        return cut(tensor) if kind == "bias" else cut(Laid(tensor, 0, packed))
+        if kind not in self.names:
+            return cut(tensor)
+        if kind != "weight_zero_point":
+            return cut(Laid(tensor, 0))
+        zeros = cut(Laid(tensor, 0, packing.PER_WORD, lambda words: packing.unpack_words(words.t()).t()))
+        return packing.pack_words(zeros.t()).t()
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,11 @@ class Gptq(Int4):
 
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
         """As `WeightFormat`. Inputs that are in no particular order are in everybody's."""
+        if kind == "qzeros":
+            zeros = cut(Laid(tensor, 1, packing.PER_WORD, lambda words: packing.unpack_words(words).t()))
+            return packing.pack_words(zeros.t())
         if kind in self.names:
-            return cut(Laid(tensor, 1, packing.PER_WORD if kind == "qzeros" else 1))
+            return cut(Laid(tensor, 1, 1, torch.t)).t()
         return tensor[:] if kind == "g_idx" else cut(tensor)
 
 
@@ -97,20 +105,31 @@ class Awq(Int4):
 
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
         """As `WeightFormat`."""
-        return cut(Laid(tensor, 1, 1 if kind == "scales" else packing.PER_WORD)) if kind in self.names else cut(tensor)
+        if kind == "scales":
+            return cut(Laid(tensor, 1, 1, torch.t)).t()
+        if kind not in self.names:
+            return cut(tensor)
+        return packing.pack_awq(cut(Laid(tensor, 1, packing.PER_WORD, packing.unpack_awq)))
 
 
 class Laid:
     """A tensor whose dimension `dim` is outputs, `packed` of them in a word; the other one is words of inputs, or groups.
 
-    It is seen as [outputs, the other one]. If that is a single group, all ranks have it.
+    It is seen as [outputs, the other one], and what is cut out of it lies so, since `unpack` makes it that. If the other
+    one is a single group, all ranks have it.
     """
 
-    def __init__(self, stored: Weight, dim: int, packed: int) -> None:
-        self.stored, self.dim, self.packed = stored, dim, packed
+    def __init__(
+        self,
+        stored: Weight,
+        dim: int,
+        packed: int = 1,
+        unpack: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous,
+    ) -> None:
+        self.stored, self.dim, self.packed, self.unpack = stored, dim, packed, unpack
         self.shape = torch.Size([stored.shape[dim] * packed, stored.shape[1 - dim]])
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         slices = shrunk(rows, self.packed), (slice(None) if self.shape[1] == 1 else columns)
-        return self.stored[slices if self.dim == 0 else slices[::-1]]
+        return self.unpack(self.stored[slices if self.dim == 0 else slices[::-1]])
