@@ -159,7 +159,9 @@ def draw(found: dict[str, Any]) -> None:
         if isinstance(values, list):
             axes.plot(BITS, values, "o--" if "GPTQ" in name else "o-", label=name)
     axes.axhline(found["as it is"], color="grey", ls=":", label="as it is")
-    axes.set(yscale="log", xlabel="bits of a code", ylabel="perplexity")
+    axes.set(yscale="log", xlabel="bits of a code", ylabel="perplexity", xticks=BITS)
+    axes.set_yticks([1.5, 2, 2.5, 3, 3.5], ["1.5", "2", "2.5", "3", "3.5"], minor=False)
+    axes.set_yticks([], minor=True)
     axes.invert_xaxis()
     axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()
