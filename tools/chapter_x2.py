@@ -107,6 +107,15 @@ def measure() -> dict[str, Any]:
 
     found["GPTQ, groups of 128"] = [measured(model, text, corrected(bits)) for bits in BITS]
     down = linear_layers(model)["model.layers.5.mlp.down_proj"].weight.detach()
+    weights = [layer.weight.detach() for layer in linear_layers(model).values()]
+
+    def squared(rounding: Rounding) -> float:
+        return sum(float((rounding("", w) - w).square().sum()) for w in weights)
+
+    found["squared error, FP8 over INT8"] = squared(in_fp8) / squared(nearest(8, None, True))
+    error = (in_fp8("", down) - down).square()
+    large = error[down.abs() > down.std() / 2]
+    found["FP8 in the last down_proj: squared error above half a standard deviation"] = float(large.sum() / error.sum())
     sizes = inputs["model.layers.5.mlp.down_proj"].magnitude
     found["inputs of the last down_proj: largest over median"] = float(sizes.max() / sizes.median())
     found["weights of it: largest over standard deviation"] = float(down.abs().max() / down.std())
