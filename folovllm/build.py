@@ -12,6 +12,7 @@ import os
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from folovllm import builders
 from folovllm.attention.backends.abstract import AttentionBackend
@@ -57,6 +58,10 @@ from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.native_model import load_native_model, load_sharded_model
 
+if TYPE_CHECKING:
+    from folovllm.engine.speculation import Speculation
+    from folovllm.spec.proposer import Proposer
+
 
 def make_engine(config: EngineConfig) -> LLMEngine:
     """The engine with the loop that the configuration asks for: a step at a time (M1), or one ahead (M6)."""
@@ -75,14 +80,17 @@ def put_together(config: EngineConfig) -> Parts:
     num_threads = use_threads(setup)
     tokenizer = load_tokenizer(setup.path, config)
     processor = InputProcessor(setup, tokenizer)  # reads small files, which may be damaged: so before the weights
-    executor, events = make_executor(setup), Events()
-    scheduler = make_scheduler(setup, executor.num_kv_blocks, events)
-    guides = Guides(tokenizer, setup.vocab_size)
+    proposer = make_proposer(setup)  # which may have a model and a cache: so before the cache that takes all memory
+    executor, events, guides = make_executor(setup), Events(), Guides(tokenizer, setup.vocab_size)
+    speculation = make_speculation(setup, proposer, executor, guides)
+    scheduler = make_scheduler(setup, executor.num_kv_blocks, events, speculation)
     return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events, guides)
 
 
-def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events) -> SchedulerLike:
-    """Who is served: one request after the other (M1), or a batch that changes at every step (M2)."""
+def make_scheduler(
+    setup: EngineSetup, num_kv_blocks: int, events: Events, speculation: Speculation | None = None
+) -> SchedulerLike:
+    """Who is served: one request after the other (M1), or a batch that changes at every step (M2), with guesses (X3)."""
     config = setup.config
     if config.kv_cache == "growing":
         return SerialScheduler(events)
@@ -90,6 +98,11 @@ def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events) -> Sc
     if own := builders.own(config, "scheduler"):
         return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens_of_step(config))
     kind: Callable[..., Scheduler] = OverlapScheduler if config.async_scheduling else Scheduler  # M6; M2
+    if speculation is not None:
+        from folovllm.engine.speculative_scheduler import SpeculativeOverlapScheduler, SpeculativeScheduler
+
+        kind = SpeculativeOverlapScheduler if config.async_scheduling else SpeculativeScheduler
+        kind = partial(kind, speculation=speculation)
     return kind(
         kv=kv,
         max_num_seqs=setup.max_num_seqs,
@@ -98,6 +111,39 @@ def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events) -> Sc
         make_room=wait if config.kv_cache == "slots" else preempt,  # M2; M3
         by_priority=config.scheduling == "priority",
     )
+
+
+def make_proposer(setup: EngineSetup) -> Proposer | None:
+    """Who guesses tokens, where anybody does (X3)."""
+    if setup.config.speculation is None:
+        return None
+    from folovllm.spec import registry
+
+    return registry.make_proposer(setup.config.speculation, partial(make_draft, setup))
+
+
+def make_draft(setup: EngineSetup, model: str) -> Proposer:
+    """The small model `model`, with rows and blocks of its own: as many sequences as the large one, in a part of its memory."""
+    from folovllm.engine.draft_setup import draft_setup
+    from folovllm.spec.draft_model import DraftModel
+
+    draft = draft_setup(setup, model)
+    executor = LocalExecutor(draft.max_num_seqs, *make_packed_worker(draft))
+    return DraftModel(executor, draft.max_num_seqs, draft.max_num_batched_tokens, draft.max_model_len, draft.block_size)
+
+
+def make_speculation(
+    setup: EngineSetup, proposer: Proposer | None, executor: Executor, guides: Guides
+) -> Speculation | None:
+    """What the scheduler asks for guesses (X3)."""
+    if proposer is None or setup.config.speculation is None:
+        return None
+    from folovllm.engine.speculation import Speculation
+    from folovllm.spec.measure import clock_for
+    from folovllm.spec.registry import make_depth
+
+    proposer, depth = make_depth(setup.config.speculation, setup, executor, proposer)
+    return Speculation(proposer, depth, guides.trim, clock_for(setup))
 
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:
@@ -146,7 +192,17 @@ def make_runner(setup: EngineSetup) -> Runner[SchedulerOutput, StepResult]:
         from folovllm.worker.serial_model_runner import SerialModelRunner
 
         return SerialModelRunner(setup, load, sampler)
-    return ModelRunner(setup, load, sampler, cache_manager(setup.config).slots, attention_backend(setup))
+    return runner_kinds(setup)[0](setup, load, sampler, cache_manager(setup.config).slots, attention_backend(setup))
+
+
+def runner_kinds(setup: EngineSetup) -> tuple[type[ModelRunner], type[GraphRunner]]:
+    """Runners of steps (M2) and of packed steps (M6): those of shares that draw one token, or several (X3)."""
+    if setup.config.speculation is None:
+        return ModelRunner, GraphRunner
+    from folovllm.worker.verify_graph_runner import VerifyingGraphRunner
+    from folovllm.worker.verify_runner import VerifyingModelRunner
+
+    return VerifyingModelRunner, VerifyingGraphRunner
 
 
 def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[PackedWorker, GraphRunner]:
@@ -154,20 +210,19 @@ def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[
 
     `setup` describes the whole model, but for the device, which is the rank's own.
     """
+    plain, graphed = runner_kinds(setup)
     sampler, slots, layers = make_sampler(setup), cache_manager(setup.config).slots, layer_set(setup)
     backend, graphs = attention_backend(setup), (builders.own(setup.config, "graph_cache") or AllGraphs)
     draw: StepDraw
     if group is None:
         draw = OwnDraw(setup.vocab_size, sampler, use_kernel=setup.device.type == "cuda" and not setup.config.compile)
-        inner = ModelRunner(setup, partial(load_native_model, setup, layers), sampler, slots, backend)
+        inner = plain(setup, partial(load_native_model, setup, layers), sampler, slots, backend)
     else:
         draw = RanksDraw(setup.vocab_size, group)
         part = setup.with_hf_config(local_config(setup.hf_config, group.size, setup.config.enable_expert_parallel))
-        inner = ModelRunner(
-            part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, draw.whole
-        )
+        inner = plain(part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, draw.whole)
     rows_draw = DrawState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler)
-    runner = GraphRunner(setup, inner, draw, rows_draw, graphs(setup.max_num_seqs))
+    runner = graphed(setup, inner, draw, rows_draw, graphs(setup.max_num_seqs))
     return GPUWorker(setup.device, runner), runner
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
 from folovllm import builders
+from folovllm.speculative_config import SpeculativeConfig
 from folovllm.vllm_arguments import ENGINE, also_takes
 
 DEFAULT_MODEL = "stories-5m"  # embedded in the package
@@ -96,6 +97,9 @@ class EngineConfig:
             With `random_weights` the kind to make up: "fp8" (in blocks of 128 x 128), "int8" (a scale for each output) or
             "int4" (one for each 128 inputs of an output).
         use_tqdm: show progress while loading (and, on the command line, while answering).
+        speculative_config: how the next tokens are guessed, as a dict with vLLM's keys, or one in JSON; see `SpeculativeConfig`.
+        speculative_method: the method alone: "ngram", "suffix" or "draft_model".
+        num_speculative_tokens: the most guesses that a step checks for one sequence.
         builders: components of your own instead of the engine's, by name and separated by commas: "block_manager" is
             `BlockManager` in mine/folovllm/builders/block_manager.py.
 
@@ -137,12 +141,18 @@ class EngineConfig:
     random_weights: bool = False
     quantization: str | None = None
     use_tqdm: bool = True
+    speculative_config: SpeculativeConfig | dict[str, Any] | str | None = field(
+        default=None, metadata={"flag_type": str}
+    )
+    speculative_method: str | None = None
+    num_speculative_tokens: int | None = None
     builders: str | None = None
 
     def __post_init__(self) -> None:
         name = str(self.dtype).removeprefix("torch.")  # a torch.dtype is taken too
         self.dtype = OTHER_NAMES.get(name, name)
         self.kv_cache_dtype = OTHER_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype)
+        self._gather_speculation()
         self._validate_kinds()
         preset = PRESETS.get(self.milestone or LATEST)
         if preset is None:
@@ -170,11 +180,33 @@ class EngineConfig:
 
     def _validate_kinds(self) -> None:
         """Texts, switches and fractions. Any text is true, so a switch must not be one."""
-        for field in fields(self):
-            kind, _, may_be_open = str(field.type).partition(" | ")
-            value, (types, says) = getattr(self, field.name), KINDS.get(kind, (object, ""))
+        for own in fields(self):
+            kind, _, may_be_open = str(own.type).partition(" | ")
+            value, (types, says) = getattr(self, own.name), KINDS.get(kind, (object, ""))
             if not isinstance(value, types) and not (value is None and may_be_open):
-                raise ValueError(f"{field.name} must be {says}, not {value!r}")
+                raise ValueError(f"{own.name} must be {says}, not {value!r}")
+
+    def _gather_speculation(self) -> None:
+        """Make one `SpeculativeConfig` of what was said about guesses; None: there are none."""
+        said: dict[str, Any] = {
+            "method": self.speculative_method,
+            "num_speculative_tokens": self.num_speculative_tokens,
+        }
+        said = {name: value for name, value in said.items() if value is not None}
+        if self.speculative_config is not None:
+            whole = SpeculativeConfig.parse(self.speculative_config)
+            self.speculative_config = replace(whole, **said)
+        elif "method" in said:
+            self.speculative_config = SpeculativeConfig(**said)
+        elif said:
+            raise ValueError("num_speculative_tokens needs a speculative_method, or a speculative_config")
+        self.speculative_method = self.num_speculative_tokens = None
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How tokens are guessed; None: they are not."""
+        assert not isinstance(self.speculative_config, (str, dict))
+        return self.speculative_config
 
     def _validate(self) -> None:
         for name, known in CHOICES.items():
@@ -219,6 +251,10 @@ class EngineConfig:
             raise ValueError('compile needs model_impl="native": it is our layers that are compiled')
         if self.random_weights and self.model_impl == "hf":
             raise ValueError('random_weights needs model_impl="native"')
+        if self.speculative_config is not None and self.kv_cache == "growing":
+            raise ValueError("speculative_config needs steps of several tokens: take milestone m2 or later")
+        if self.speculative_config is not None and "scheduler" in builders.chosen(self):
+            raise ValueError("speculative_config needs the engine's own scheduler: leave it out of builders")
         builders.check(self)
 
     @property

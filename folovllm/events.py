@@ -148,6 +148,21 @@ class TableFreed(NamedTuple):
     blocks: tuple[tuple[int, int], ...]  # (block_id, holders that are left), first block first
 
 
+class TableCut(NamedTuple):
+    """A sequence gave back its last block, which was reserved for guesses that were wrong."""
+
+    seq_id: int
+    block_id: int
+
+
+class GuessesChecked(NamedTuple):
+    """A step checked guesses at the next tokens of a sequence."""
+
+    seq_id: int
+    num_guessed: int
+    num_accepted: int  # the first so many; one token more was drawn
+
+
 class BlockState(NamedTuple):
     """A block that is held or has a name."""
 
@@ -185,7 +200,8 @@ class Snapshot(NamedTuple):
 
 Event = (
     RequestAdded | Refused | Admitted | PrefixHit | Preempted | Finished | Aborted | StepBegan | StepEnded
-    | BlockClaimed | BlockFreed | BlockTaken | BlockAdopted | BlockPublished | BlockEvicted | TableFreed | Snapshot
+    | BlockClaimed | BlockFreed | BlockTaken | BlockAdopted | BlockPublished | BlockEvicted | TableFreed | TableCut
+    | GuessesChecked | Snapshot
 )  # fmt: skip
 Listener = Callable[[SequenceOf[Event]], None]
 

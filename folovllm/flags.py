@@ -55,7 +55,10 @@ def default_of(field: Field[Any]) -> Any:
 
 def _parameters(kind: type) -> list[inspect.Parameter]:
     hints = typing.get_type_hints(kind)
-    return [_parameter(field, hints[field.name], text, kind.__name__) for field, text in described_fields(kind)]
+    return [
+        _parameter(field, field.metadata.get("flag_type", hints[field.name]), text, kind.__name__)
+        for field, text in described_fields(kind)
+    ]
 
 
 def _parameter(field: Field[Any], hint: Any, text: str, panel: str) -> inspect.Parameter:

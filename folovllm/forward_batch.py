@@ -21,7 +21,7 @@ class ForwardBatch:
     query_start_loc: torch.Tensor  # [S+1] int32, prefix sums of num_new_tokens
     seq_lens: torch.Tensor  # [S] int32, tokens in the cache after this step
     block_tables: torch.Tensor  # [S, max_blocks] int32
-    logits_indices: torch.Tensor  # [S] int64, the last new token of each sequence
+    logits_indices: torch.Tensor  # [S] int64, the last new token of each sequence; with guesses those of all draws, [R]
     num_seqs: int
     num_decodes: int  # how many sequences in front have one new token
     max_query_len: int  # upper bounds, so that a captured graph may keep them

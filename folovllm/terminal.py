@@ -61,9 +61,10 @@ def show_steps_taken(steps: Iterable[StepStats], watcher: Watcher) -> None:
 
 
 def step_line(stats: StepStats) -> str:
-    """`step 3     waiting 2   running 4   tokens 4      12.3 ms   KV blocks 40`."""
+    """`step 3     waiting 2   running 4   tokens 4      12.3 ms   KV blocks 40`; with guesses also how many were right."""
     queues = f"waiting {stats.waiting:<4} running {stats.running:<4}"
-    return f"step {stats.index:<5} {queues} tokens {stats.num_tokens:<6} {stats.seconds * 1e3:8.2f} ms   KV blocks {stats.kv_blocks_used}"
+    guesses = f"   guesses right {stats.num_accepted} of {stats.num_guessed}" if stats.num_guessed else ""
+    return f"step {stats.index:<5} {queues} tokens {stats.num_tokens:<6} {stats.seconds * 1e3:8.2f} ms   KV blocks {stats.kv_blocks_used}{guesses}"
 
 
 def show(output: RequestOutput, llm: LLM, between: str) -> None:

@@ -57,7 +57,6 @@ ENGINE: Neutral = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "distributed_executor_backend": (None, "mp", "uni"),
-    "speculative_config": (None,),
     "structured_outputs_config": (None, {}),
     "compilation_config": (None, {}),
     "scheduling_policy": ("fcfs",),

@@ -65,6 +65,8 @@ class Watcher:
             ev.BlockPublished: self._published,
             ev.BlockEvicted: self._evicted,
             ev.TableFreed: self._table_freed,
+            ev.TableCut: self._table_cut,
+            ev.GuessesChecked: self._checked,
         }
 
     def __call__(self, events: SequenceOf[ev.Event]) -> None:
@@ -150,3 +152,12 @@ class Watcher:
             self.cells[block_id].ref_count = ref_count
         if (seq := self.sequences.get(event.seq_id)) is not None:
             seq.block_table.clear()
+
+    def _table_cut(self, event: ev.TableCut) -> None:
+        self.cells[event.block_id].ref_count = 0
+        if (seq := self.sequences.get(event.seq_id)) is not None:
+            seq.block_table.pop()
+
+    def _checked(self, event: ev.GuessesChecked) -> None:
+        if (seq := self.sequences.get(event.seq_id)) is not None:
+            seq.num_computed_tokens -= event.num_guessed - event.num_accepted

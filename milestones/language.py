@@ -56,4 +56,4 @@ def in_language(app: Any) -> Callable[[], None]:
             described.help = t(described.help) if described.help else described.help
     for title in ("ARGUMENTS_PANEL_TITLE", "OPTIONS_PANEL_TITLE", "COMMANDS_PANEL_TITLE", "ERRORS_PANEL_TITLE"):
         setattr(rich_utils, title, t(getattr(rich_utils, title)))
-    return command  # type: ignore[no-any-return]
+    return command

@@ -176,6 +176,24 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("quantize/methods.py", "", ""),
         ("quantize/perplexity.py", "", ""),
     ],
+    "x3": [
+        ("spec/proposer.py", "", ""),
+        ("spec/ngram.py", "", "v1/spec_decode/ngram_proposer.py"),
+        ("step/verify.py", "", "v1/sample/rejection_sampler.py"),
+        ("engine/speculative_scheduler.py", "", "v1/core/sched/scheduler.py"),
+        ("engine/speculation.py", "", ""),
+        ("worker/verify_runner.py", "", "v1/worker/gpu_model_runner.py"),
+        ("worker/verify_graph_runner.py", "", ""),
+        ("worker/check_graphs.py", "", ""),
+        ("spec/choose.py", "", ""),
+        ("spec/measure.py", "", ""),
+        ("spec/shadow.py", "", ""),
+        ("spec/automaton.py", "", ""),
+        ("spec/suffix.py", "", "v1/spec_decode/suffix_decoding.py"),
+        ("spec/draft_model.py", "", "v1/spec_decode/draft_model.py"),
+        ("engine/draft_setup.py", "", ""),
+        ("spec/registry.py", "", ""),
+    ],
 }
 
 INTRO = """# Reading order

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.cache.free_list import Block, FreeList
+from folovllm.cache.free_list import Block, FreeList, prepend
 from folovllm.cache.manager import KVCacheManager
-from folovllm.events import BlockState, BlockTaken, Events, TableFreed
+from folovllm.events import BlockState, BlockTaken, Events, TableCut, TableFreed
 from folovllm.request import Sequence, SequenceStatus
 
 WATERMARK = 0.01  # share of the blocks that an admission leaves free for the sequences that run already
@@ -90,6 +90,22 @@ class BlockManager(KVCacheManager):
         self.deallocate(seq)
         if table:
             self.events.emit(TableFreed(seq.seq_id, tuple((i, self.blocks[i].ref_count) for i in table)))
+
+    def truncate(self, seq: Sequence) -> None:
+        """Cut the table of `seq` back to the blocks that hold a computed token, `seq.num_computed_tokens` of them.
+
+        Blocks that were reserved for guesses, which turned out wrong, go back to the front of the free list
+        (`prepend(self._free, block)`), for they hold nothing that could be found again, the first of them to the very front.
+        None of them is shared or has a name: only blocks of tokens that were drawn have. Listeners hear of each:
+        `TableCut(seq.seq_id, block_id)`.
+        """
+        needed = -(-seq.num_computed_tokens // self.block_size)
+        while len(seq.block_table) > needed:
+            block = self.blocks[seq.block_table.pop()]
+            block.ref_count -= 1
+            prepend(self._free, block)
+            if self.events.on:
+                self.events.emit(TableCut(seq.seq_id, block.block_id))
 
     def states(self) -> Iterable[BlockState]:
         """The blocks that a sequence holds or that have a name."""

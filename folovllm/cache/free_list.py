@@ -70,3 +70,15 @@ class FreeList:
             raise IndexError("no free block")
         self.remove(block)
         return block
+
+
+def prepend(free: FreeList, block: Block) -> None:
+    """Add a block that holds nothing of use: the next one to be taken."""
+    free.append(block)
+    ends, first, last = free._ends, free._ends._next, block._previous
+    if first is block:
+        return
+    assert first is not None and last is not None
+    last._next, ends._previous = ends, last
+    block._previous, block._next = ends, first
+    ends._next = first._previous = block

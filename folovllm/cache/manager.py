@@ -57,6 +57,9 @@ class KVCacheManager(ABC):
     def publish(self, seq: Sequence) -> None:
         """Hear that the K/V of all computed tokens of `seq` is written. Nothing, unless prefixes are cached."""
 
+    def truncate(self, seq: Sequence) -> None:
+        """Take back what was reserved beyond the computed tokens of `seq`. Nothing, where room comes in one piece."""
+
     @abstractmethod
     def free(self, seq: Sequence) -> None:
         """Take back all that `seq` holds; without effect if it holds nothing."""

@@ -137,10 +137,24 @@ def shard_merged(
     ends = accumulate(sizes.values())
     return torch.cat(
         [
-            shard(name.replace(leaf, part), weight[end - sizes[part] : end])
+            shard(name.replace(leaf, part), Rows(weight, end - sizes[part], end))
             for part, end in zip(sizes, ends, strict=True)
         ]
     )
+
+
+class Rows:
+    """Rows `first` to `end` of a weight, itself a weight: what is indexed is read, or asked of a wrapper, only then."""
+
+    def __init__(self, weight: Weight, first: int, end: int) -> None:
+        self.weight, self.first = weight, first
+        self.shape = torch.Size([end - first, *weight.shape[1:]])
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        rows, *others = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = rows.indices(self.shape[0])
+        span = slice(self.first + start, self.first + stop)
+        return self.weight[(span, *others) if others else span]
 
 
 def local_config(hf_config: PretrainedConfig, size: int, expert_parallel: bool = False) -> PretrainedConfig:

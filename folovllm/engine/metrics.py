@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from folovllm.events import Aborted, Event, Finished, RequestAdded, Snapshot, StepBegan, StepEnded
+from folovllm.events import Aborted, Event, Finished, GuessesChecked, RequestAdded, Snapshot, StepBegan, StepEnded
 
 
 @dataclass(slots=True, frozen=True)
@@ -23,6 +23,8 @@ class StepStats:
     preempted: int
     kv_blocks_used: int
     shares: tuple[tuple[str, int, int, int], ...]  # (request_id, index, first token, number of tokens)
+    num_guessed: int = 0  # tokens that were guessed and checked
+    num_accepted: int = 0  # and were right
 
     @property
     def num_tokens(self) -> int:
@@ -40,6 +42,7 @@ class StepLog:
             deque()
         )  # ended sequences: the last step that may tell of one, and its seq_id
         self._last_begun = self._last_ended = -1  # steps
+        self._guessed = self._accepted = 0  # in the step that is being taken in
 
     def __call__(self, events: SequenceOf[Event]) -> None:
         """Take in what happened."""
@@ -49,6 +52,10 @@ class StepLog:
             elif isinstance(event, StepEnded):
                 self.steps.append(self._stats(event))
                 self._last_ended = event.step
+                self._guessed = self._accepted = 0
+            elif isinstance(event, GuessesChecked):
+                self._guessed += event.num_guessed
+                self._accepted += event.num_accepted
             elif isinstance(event, RequestAdded):
                 self._added[event.seq_id] = event
             elif isinstance(event, Finished | Aborted):
@@ -68,7 +75,8 @@ class StepLog:
         decodes, shares = 0, []
         for share in event.output.shares:
             if (added := self._added.get(share.seq_id)) is not None:  # else it had ended before anybody listened
-                decodes += share.num_new_tokens == 1 and share.start >= len(added.prompt_token_ids)
+                if share.num_new_tokens == max(1, share.num_draws) and share.start >= len(added.prompt_token_ids):
+                    decodes += share.num_new_tokens
                 shares.append((added.request_id, added.answer, share.start, share.num_new_tokens))
         return StepStats(
             index=event.step,
@@ -81,6 +89,8 @@ class StepLog:
             preempted=len(event.output.preempted),
             kv_blocks_used=event.kv_blocks_used,
             shares=tuple(shares),
+            num_guessed=self._guessed,
+            num_accepted=self._accepted,
         )
 
 

@@ -43,6 +43,7 @@ class OutputProcessor:
         num_scores = 0 if scores is None else len(scores.token_ids)
         seq.prompt_logprobs += shown[:num_scores]
         seq.logprobs += shown[num_scores:]
+        del seq.logprobs[seq.num_output_tokens :]  # of tokens behind the one that ended the answer
 
     def outputs(self, updated: Iterable[Sequence], now: float) -> list[RequestOutput]:
         """One output for each request that has something to report. Finished requests leave."""

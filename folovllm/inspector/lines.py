@@ -68,6 +68,8 @@ class LineWriter:
             ev.BlockPublished: self._published,
             ev.BlockEvicted: self._evicted,
             ev.TableFreed: self._table_freed,
+            ev.TableCut: self._table_cut,
+            ev.GuessesChecked: self._checked,
         }
 
     def lines(self, events: SequenceOf[ev.Event], time: float) -> Iterator[bytes]:
@@ -253,6 +255,15 @@ class LineWriter:
         self._served(event.seq_id).block_table.clear()
         blocks, left = [list(column) for column in zip(*event.blocks, strict=True)]
         return ["table", event.seq_id, blocks, *([left] if any(left) else [])]
+
+    def _table_cut(self, event: ev.TableCut) -> Line:
+        self._refs[event.block_id] = 0
+        self._served(event.seq_id).block_table.pop()
+        return ["cut", *event]
+
+    def _checked(self, event: ev.GuessesChecked) -> Line:
+        self._served(event.seq_id).num_computed -= event.num_guessed - event.num_accepted
+        return ["guess", *event]
 
     def _join(self, name: str, block_id: int) -> Line | None:
         """Add a block to the line before, if that is of the same name; else a line of its own."""

@@ -127,6 +127,8 @@ class _Decoder:
             ),
             "evict": self._evict,
             "table": self._table,
+            "cut": self._cut,
+            "guess": self._guess,
             "begin": self._begin,
             "end": self._end,
         }
@@ -183,6 +185,14 @@ class _Decoder:
     def _table(self, seq: int, blocks: list[int], left: list[int] | None = None) -> ev.Event:
         self._tables[seq] = 0
         return ev.TableFreed(seq, tuple(zip(blocks, left or [0] * len(blocks), strict=True)))
+
+    def _cut(self, seq: int, block: int) -> ev.Event:
+        self._tables[seq] -= 1
+        return ev.TableCut(seq, block)
+
+    def _guess(self, seq: int, guessed: int, accepted: int) -> ev.Event:
+        self._ends[seq] -= guessed - accepted
+        return ev.GuessesChecked(seq, guessed, accepted)
 
     def _begin(self, step: int, start: int, ready: int, shares: list[int | Line], left: int) -> ev.Event:
         output = self._begun[step] = SchedulerOutput(tuple(map(self._share, shares)))

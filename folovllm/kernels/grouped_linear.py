@@ -30,9 +30,9 @@ def find_tile(starts_ptr, tile, E: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl
     return expert, begin, tl.sum(tl.where(mine, end, 0), 0)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit
 def grouped_linear_kernel(
-    x_ptr, weight_ptr, order_ptr, starts_ptr, out_ptr, num_pairs, N, K: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr,
+    x_ptr, weight_ptr, order_ptr, starts_ptr, out_ptr, N, K: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr,
     ASKED: tl.constexpr, GATED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +100,7 @@ def grouped_linear(
     tile_m, tile_n, tile_k, warps, stages = tiles_for(num_pairs, num_experts, x.dtype, gated, capability_of(x.device))
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (tile_m - 1)) // tile_m
     grouped_linear_kernel[(triton.cdiv(n, tile_n), num_tiles)](
-        x, weight, order, starts, out, num_pairs, n, K=k, E=num_experts, WIDTH=triton.next_power_of_2(num_experts),
+        x, weight, order, starts, out, n, K=k, E=num_experts, WIDTH=triton.next_power_of_2(num_experts),
         ASKED=num_pairs // len(x), GATED=gated, TILE_M=tile_m, TILE_N=tile_n, TILE_K=tile_k,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
     )  # fmt: skip

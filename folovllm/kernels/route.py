@@ -13,7 +13,7 @@ import triton.language as tl
 MOST_PAIRS = 128  # that one program sorts, each against each
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "first", "held"])
 def choose_kernel(
     logits_ptr, weights_ptr, experts_ptr, order_ptr, starts_ptr, num_tokens, first, held, E: tl.constexpr,
     WIDTH: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr, NORMALISE: tl.constexpr, SORT: tl.constexpr,
@@ -73,18 +73,18 @@ def choose(
         (`layers.moe.sort_by_expert`).
     """
     num_tokens, num_experts = logits.shape
-    pairs = num_tokens * top_k
+    pairs, tokens = num_tokens * top_k, triton.next_power_of_2(num_tokens)
     weights = torch.empty(num_tokens, top_k, dtype=logits.dtype, device=logits.device)
     experts = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
-    few = 0 < pairs <= MOST_PAIRS
+    few = 0 < tokens * top_k <= MOST_PAIRS  # a power of two decides, so that all steps between two share a variant
     order = experts.new_empty(pairs) if few else experts
     starts = experts.new_empty(len(held) + 1) if few else experts
     if num_tokens:
         choose_kernel[(1 if few else num_tokens,)](
             logits, weights, experts, order, starts, num_tokens, held.start, len(held), E=num_experts,
             WIDTH=triton.next_power_of_2(num_experts), TOP_K=top_k,
-            TOKENS=triton.next_power_of_2(num_tokens) if few else 1, NORMALISE=normalise, SORT=few,
-            PAIRS=triton.next_power_of_2(pairs) if few else 1, num_warps=8 if few else 4,
+            TOKENS=tokens if few else 1, NORMALISE=normalise, SORT=few,
+            PAIRS=triton.next_power_of_2(tokens * top_k) if few else 1, num_warps=8 if few else 4,
         )  # fmt: skip
     return weights, experts, (order, starts) if few else None
 

@@ -161,7 +161,7 @@ class MoE(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
         weights, order, starts = self.choose(x)
-        result = self.combine(self.experts(x, order, starts).view(len(x), self.top_k, -1), weights)
+        result = self.combine(self.experts(x, order, starts).view(len(x), self.top_k, x.shape[1]), weights)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             result = result + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return self.ranks(result)

@@ -37,5 +37,8 @@ class MoeForCausalLM(LlamaForCausalLM):
         named = super().own_name(name)
         if named is None or EXPERTS not in named:
             return named
-        moe = cast(MoE, cast(LlamaDecoderLayer, self.model.layers[0]).mlp)
-        return named if int(named.partition(EXPERTS)[2].partition(".")[0]) in moe.held else None
+        moe, number = (
+            cast(MoE, cast(LlamaDecoderLayer, self.model.layers[0]).mlp),
+            named.partition(EXPERTS)[2].split(".")[0],
+        )
+        return None if number.isdecimal() and int(number) not in moe.held else named

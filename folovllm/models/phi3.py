@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from folovllm.layers.formats.abstract import WeightFormat
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import MergedColumnParallelLinear
+from folovllm.layers.linear import PLAIN, MergedColumnParallelLinear, QKVParallelLinear
 from folovllm.models.llama import LlamaForCausalLM
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+class WholeQKV(QKVParallelLinear):
+    """One tensor of the checkpoint, whose rows have our order."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool = False,
+        format: WeightFormat = PLAIN,
+    ) -> None:
+        sizes = [(num_heads + 2 * num_kv_heads) * head_dim]
+        MergedColumnParallelLinear.__init__(self, hidden_size, sizes, bias, format)
+
+
+class WholeGateUp(MergedColumnParallelLinear):
+    """The same for gate and up."""
+
+    def __init__(
+        self, input_size: int, output_sizes: Sequence[int], bias: bool = False, format: WeightFormat = PLAIN
+    ) -> None:
+        super().__init__(input_size, [sum(output_sizes)], bias, format)
+
+
 class Phi3ForCausalLM(LlamaForCausalLM):
-    """The frame; each of its layers is one tensor of the checkpoint, whose rows have our order."""
+    """The frame; each of its layers is one tensor of the checkpoint."""
 
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
-        super().__init__(config, layers, max_model_len)
-        for module in self.modules():
-            if isinstance(module, MergedColumnParallelLinear):
-                module.output_sizes = [sum(module.output_sizes)]
+        whole = {QKVParallelLinear: WholeQKV, MergedColumnParallelLinear: WholeGateUp}
+        super().__init__(config, layers.having(whole), max_model_len)

@@ -60,6 +60,7 @@ class Digest:
         self._admitted: list[Served] = []  # for the first time, by the step that is about to begin
         self._num_running = self._num_blocks = self._num_used = 0
         self._num_preemptions = self._prefix_tokens = self._prefix_tokens_hit = 0
+        self._num_drafts = self._num_guessed = self._num_accepted = 0
         self._reducers: dict[type, Callable[[Any], None]] = {
             ev.Snapshot: self._snapshot,
             ev.RequestAdded: self._added,
@@ -69,6 +70,7 @@ class Digest:
             ev.StepEnded: self._step_ended,
             ev.Finished: self._finished,
             ev.Aborted: self._aborted,
+            ev.GuessesChecked: self._checked,
             ev.BlockClaimed: self._claimed,
             ev.BlockFreed: self._freed,
         }
@@ -96,6 +98,9 @@ class Digest:
             num_preemptions=self._num_preemptions,
             prefix_tokens=self._prefix_tokens,
             prefix_tokens_hit=self._prefix_tokens_hit,
+            num_drafts=self._num_drafts,
+            num_guessed=self._num_guessed,
+            num_accepted=self._num_accepted,
         )
 
     def _snapshot(self, event: ev.Snapshot) -> None:
@@ -145,6 +150,11 @@ class Digest:
         answer = self._served.pop(seq_id)
         self._num_running -= answer.is_running
         return answer
+
+    def _checked(self, event: ev.GuessesChecked) -> None:
+        self._num_drafts += 1
+        self._num_guessed += event.num_guessed
+        self._num_accepted += event.num_accepted
 
     def _claimed(self, event: ev.BlockClaimed) -> None:
         self._num_used += 1

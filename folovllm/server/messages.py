@@ -82,6 +82,9 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     num_preemptions: int = 0
     prefix_tokens: int = 0  # asked of the prefix cache
     prefix_tokens_hit: int = 0
+    num_drafts: int = 0  # shares whose next tokens were guessed
+    num_guessed: int = 0
+    num_accepted: int = 0
 
 
 class Step(msgspec.Struct, array_like=True, tag=True, frozen=True):

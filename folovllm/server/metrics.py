@@ -38,6 +38,10 @@ class Metrics(Collector):
         yield self._counter("num_preemptions", "Preempted sequences.", load.num_preemptions)
         yield self._counter("prefix_cache_queries", "Tokens asked of the prefix cache.", load.prefix_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found there.", load.prefix_tokens_hit)
+        if self._engine.config.speculation is not None:
+            yield self._counter("spec_decode_num_drafts", "Checks of guessed tokens.", load.num_drafts)
+            yield self._counter("spec_decode_num_draft_tokens", "Guessed tokens.", load.num_guessed)
+            yield self._counter("spec_decode_num_accepted_tokens", "Right guesses.", load.num_accepted)
         yield self._counter("prompt_tokens", "Tokens of prompts.", counters.prompt_tokens)
         yield self._counter("generation_tokens", "Generated tokens.", counters.generation_tokens)
         finished = CounterMetricFamily(

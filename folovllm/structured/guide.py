@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+
+import numpy as np
 
 from folovllm.structured.matcher import Matcher, Words, clear_bits, set_bits
 from folovllm.structured.vocabulary import Vocabulary
@@ -44,17 +46,17 @@ class Guide:
         """`allowed` [ceil(V / 32)]: the only tokens that the request wants at all."""
         self._matcher, self._end_ids, self._allowed, self._preface = matcher, end_ids, allowed, preface
         self._num_missing = min_tokens  # tokens that must come before the answer may end
-        self._is_over = False
+        self.is_over = False  # it may only end
         self.is_broken = False  # nothing leads to an answer of this form any more
 
     @property
     def matcher(self) -> Matcher | None:
         """Whose mask `finish` starts from; None where the form has no say: before it begins, and when it is over."""
-        return None if self._is_over or self.is_broken or self._preface is not None else self._matcher
+        return None if self.is_over or self.is_broken or self._preface is not None else self._matcher
 
     def finish(self, words: Words) -> None:
         """From the mask of the matcher, if there is one, to that of all the request asks for, in place: [ceil(V / 32)]."""
-        if self._is_over or self.is_broken:
+        if self.is_over or self.is_broken:
             self._fill_ends(words)
             return
         if self._preface is not None:
@@ -76,12 +78,12 @@ class Guide:
     def advance(self, token_id: int) -> None:
         """Take in a token that was drawn."""
         self._num_missing -= 1
-        if self._is_over or self.is_broken:
+        if self.is_over or self.is_broken:
             return
         if self._preface is not None:
             self._preface = None if self._preface.advance(token_id) else self._preface
         elif token_id in self._end_ids and self._matcher.is_accepting():
-            self._is_over = True
+            self.is_over = True
         else:
             self.is_broken = not self._matcher.advance(token_id)
 
@@ -95,3 +97,26 @@ class Guide:
             allowed=self._allowed,
             preface=preface,
         )
+
+
+def masks_ahead(guide: Guide, guesses: Sequence[int], width: int) -> list[Words]:
+    """The masks [width] of the next draw and of those behind the guesses, as far as these are allowed: one more than are.
+
+    None at all where nothing can be guessed. The guide stays where it is.
+    """
+    masks: list[Words] = []
+    if guide.is_over or guide.is_broken:
+        return masks
+    ahead = guide.copy()
+    for token in [*guesses, None]:
+        words = np.full(width, -1, np.int32)
+        if (matcher := ahead.matcher) is not None:
+            matcher.fill(words)
+        ahead.finish(words)
+        if ahead.is_broken:
+            break
+        masks.append(words)
+        if token is None or ahead.is_over or not words[token // 32] >> token % 32 & 1:
+            break
+        ahead.advance(token)
+    return masks

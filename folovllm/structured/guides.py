@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from folovllm.draw_row import mask_of, mask_width
+from folovllm.draw_row import Int32, mask_of, mask_width
 from folovllm.request import Sequence
 from folovllm.step.masks import Masks
-from folovllm.step.schedule import SchedulerOutput
+from folovllm.step.schedule import SchedulerOutput, Share
 from folovllm.structured import guidance
-from folovllm.structured.guide import Guide, Preface
+from folovllm.structured.guide import Guide, Preface, masks_ahead
 from folovllm.structured.matcher import ChoiceMatcher, Matcher
 from folovllm.structured.vocabulary import Vocabulary, read_vocabulary
 from folovllm.structured_outputs import StructuredOutputsParams
@@ -34,6 +34,7 @@ class Guides:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._library_tokenizer: Any = None
         self._guides: WeakKeyDictionary[Sequence, Guide] = WeakKeyDictionary()
+        self._ahead: dict[int, list[Int32]] = {}  # by seq_id: the masks of the draws of a share with guesses
 
     def add(self, seqs: SequenceOf[Sequence]) -> None:
         """Make the guides of a request's answers, if it asks for a form: compiled once, and copied for each answer.
@@ -68,13 +69,39 @@ class Guides:
         An answer that has ended meanwhile draws what it likes.
         """
         pairs = zip(output.shares, seqs, strict=True)
-        drawn = [(share.row, seq) for share, seq in pairs if share.num_draws and seq in self._guides]
+        drawn = [(share, seq) for share, seq in pairs if share.num_draws and seq in self._guides]
         bits = np.full((len(drawn), mask_width(self._vocab_size)), -1, np.int32)
         guides = [(i, self._guides[seq]) for i, (_, seq) in enumerate(drawn) if not seq.status.is_finished]
         guidance.fill_together([(guide.matcher, i) for i, guide in guides if guide.matcher is not None], bits)
         for i, guide in guides:
             guide.finish(bits[i])
-        return Masks(np.array([row for row, _ in drawn], np.int32), bits)
+        masks = Masks(np.array([share.row for share, _ in drawn], np.int32), bits)
+        return masks if not self._ahead else self._with_guesses(masks, [share for share, _ in drawn])
+
+    def trim(self, seq: Sequence, guesses: list[int]) -> list[int]:
+        """The guesses, from the first on, that the form of an answer allows; all of them where it has none.
+
+        What may be drawn beside and behind them is kept for `masks`. No guess leads to where the form cannot be
+        reached any more: the answer that draws its way there ends as it does without guesses.
+        """
+        self._ahead.pop(seq.seq_id, None)
+        guide = self._guides.get(seq)
+        if guide is None:
+            return guesses
+        masks = masks_ahead(guide, guesses, mask_width(self._vocab_size))
+        if len(masks) > 1:
+            self._ahead[seq.seq_id] = masks
+        return guesses[: max(0, len(masks) - 1)]
+
+    def _with_guesses(self, masks: Masks, shares: list[Share]) -> Masks:
+        """The same with a mask for each draw of a share that has several."""
+        lines = [
+            self._ahead[share.seq_id][: share.num_draws] if share.num_draws > 1 else [own]
+            for share, own in zip(shares, masks.bits, strict=True)
+        ]
+        self._ahead.clear()
+        counts = [len(own) for own in lines]
+        return Masks(np.repeat(masks.rows, counts), np.concatenate(lines).reshape(sum(counts), -1))
 
     def prepare(self, model_end_ids: Iterable[int]) -> None:
         """Do now what the first answer with a grammar would wait for, if the library is there."""

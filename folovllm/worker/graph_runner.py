@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from folovllm.forward_batch import ForwardBatch
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.draw_state import DrawState
 from folovllm.sample.logprobs import DrawnLogprobs, by_share, gather_logprobs
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import Logprobs
 from folovllm.step.masks import Masks
-from folovllm.step.packed import Field, PackedStep, StepPacker
-from folovllm.step.schedule import StepResult
+from folovllm.step.packed import Field, Int32, PackedStep, StepPacker
+from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.draw import StepDraw
 from folovllm.worker.graph_cache import GraphStore
@@ -135,9 +136,13 @@ class GraphRunner:
 
     def compile_kernels(self) -> None:
         """Run one operation after the other, so that all of their kernels are compiled before the first request."""
+        self._warm_up(small_steps(self._setup))
+
+    def _warm_up(self, steps: Iterable[SchedulerOutput]) -> None:
+        """Run steps, and wait for each."""
         packer = StepPacker(self._setup.max_num_seqs, [])
         with torch.inference_mode():
-            for output in small_steps(self._setup):
+            for output in steps:
                 self._start(packer.pack(output)).wait()
 
     def capture_cudagraph(self) -> None:
@@ -233,19 +238,29 @@ class GraphRunner:
         """Do the work of any step up to its logits. The scores of prompts are sent to the host on the way."""
         if step.is_decode:
             return self._replay(step, self._forward)
-        packed, (room, numbers) = step.flatten(), self._prompts.pad(step)
-        flat, padded = self._steps_in.to_device(np.concatenate([packed, numbers])).tensor_split([len(packed)])
-        draws, fields = step.draws, flat[: step.fields.size].view(step.fields.shape)
-        if draws.num_rows:
-            self._rows_draw.set_rows(flat[-len(draws.buffer) :], draws.num_rows, draws.num_with_line)
+        room, numbers = self._prompts.pad(step)
+        flat, padded = self._upload(step, numbers)
+        fields = flat[: step.fields.size].view(step.fields.shape)
         if room is not None:
             return Computed(step, self._prompts.logits(step, flat, room, padded), fields)
-        batch = self._tables.unpack_mixed(step, flat)
+        logits, scores = self._logits_and_scores(step, self._tables.unpack_mixed(step, flat))
+        return Computed(step, logits, fields, scores)
+
+    def _upload(self, step: PackedStep, numbers: Int32) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bring a step's buffer to the device, and `numbers` behind it; note how new rows draw. Returns both."""
+        packed, draws = step.flatten(), step.draws
+        flat, more = self._steps_in.to_device(np.concatenate([packed, numbers])).tensor_split([len(packed)])
+        if draws.num_rows:
+            self._rows_draw.set_rows(flat[-len(draws.buffer) :], draws.num_rows, draws.num_with_line)
+        return flat, more
+
+    def _logits_and_scores(self, step: PackedStep, batch: ForwardBatch) -> tuple[torch.Tensor, DrawnLogprobs | None]:
+        """Run the model on a step that is not recorded; the scores of prompts, if it has any, are on their way to the host."""
         if not step.scores.size:
-            return Computed(step, self._runner.forward(batch), fields)
+            return self._runner.forward(batch), None
         after, tokens = self._steps_in.to_device(step.scores[1:3].ravel()).long().view(2, -1)
         logits, found = self._runner.forward_and_score(batch, after, tokens, int(step.scores[3].max()))
-        return Computed(step, logits, fields, found.to_host(non_blocking=True))
+        return logits, found.to_host(non_blocking=True)
 
     def _draw_step(self, computed: Computed, is_special: bool) -> None:
         """Draw for a step that has its logits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,8 @@ from folovllm.sample.logprobs import DrawnLogprobs, by_share, score
 from folovllm.sample.rows import DrawRows
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.setup import EngineSetup
-from folovllm.step.schedule import SchedulerOutput, StepResult, one_each, tokens_to_score
+from folovllm.step.draw import Logprobs
+from folovllm.step.schedule import SchedulerOutput, Share, StepResult, one_each, tokens_to_score
 from folovllm.worker.calibrate import calibration_shares, scales_of
 from folovllm.worker.input_batch import InputBatch, SlotsOf
 from folovllm.worker.kv_memory import num_blocks_that_fit
@@ -115,7 +116,7 @@ class ModelRunner:
         """Compute the scheduled tokens of all sequences and draw a token for each."""
         shares = output.shares
         self._draws.set({share.row: share.draw for share in shares if share.draw is not None})
-        batch, wanted = self._input_batch.build(shares), tokens_to_score(shares)
+        batch, wanted = self._build(shares), tokens_to_score(shares)
         scores = {}
         if wanted:
             _, after, tokens, counts = torch.tensor(wanted, device=self._setup.device).T
@@ -123,6 +124,15 @@ class ModelRunner:
             scores = by_share(found.to_host(), wanted)
         else:
             logits = self.forward(batch)  # [S, V]
+        return self._draw(output, logits, scores)
+
+    def _build(self, shares: Sequence[Share]) -> ForwardBatch:
+        """The step's tensors."""
+        return self._input_batch.build(shares)
+
+    def _draw(self, output: SchedulerOutput, logits: torch.Tensor, scores: dict[int, list[Logprobs]]) -> StepResult:
+        """A token for each share, from `logits` [S, V]; `scores` go out with them."""
+        shares = output.shares
         self._draws.set_masks(output.masks)
         drawn = self._sampler(logits, self._draws.batch([s.row for s in shares], [s.end for s in shares]))
         result = one_each(shares, drawn.token_ids, drawn.logprobs, scores)
@@ -163,13 +173,17 @@ class ModelRunner:
         """Whether a step with prompts can be recorded, too, with room for more than come."""
         return self._backend.supports_prompt_graph and not self._setup.config.compile
 
+    def _most_draws(self) -> int:
+        """The most tokens that a step draws."""
+        return self._setup.max_num_seqs
+
     def warmup_model(self) -> None:
         """Run the largest step there can be, so that the memory it takes is known.
 
         As many sequences of the greatest length as the token budget holds, all over one small cache, and logits of
         `max_num_seqs` rows with a draw that takes the full path.
         """
-        setup = self._setup
+        setup, num_draws = self._setup, self._most_draws()
         length = min(setup.max_model_len, setup.max_num_batched_tokens)
         self.allocate_kv_cache(-(-length // setup.block_size))
         count = max(1, min(setup.max_num_seqs, setup.max_num_batched_tokens // length))
@@ -177,9 +191,9 @@ class ModelRunner:
             batch = self._input_batch.build(dummy_shares([length] * count, setup.block_size))
             self._backend.plan(batch)
             hidden = self.model(batch)
-            batch.logits_indices = torch.arange(setup.max_num_seqs, device=setup.device) % len(hidden)
+            batch.logits_indices = torch.arange(num_draws, device=setup.device) % len(hidden)
             logits = self._whole(self.model.compute_logits(hidden, batch))
-            rows = dummy_shares([1] * setup.max_num_seqs, setup.block_size)
+            rows = dummy_shares([1] * num_draws, setup.block_size)
             specs = [share.draw for share in rows if share.draw is not None]
             self._sampler(logits, SamplingBatch.from_specs(specs, [1] * len(specs), setup.device))
         self.allocate_kv_cache(0)  # the layers hold on to their parts of it

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from folovllm.model_config import num_experts_of
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.step.verify import most_draws
 
-WARM_UP_TOKENS = 256  # from here on more tokens, or more sequences, change no kernel,
+WARM_UP_TOKENS = 256  # from here on more tokens, or more sequences, change no kernel of a plain model,
 LONG_STEP = 4096  # until here, where attention may have one for long prompts
 FILTERED = DrawSpec(top_p=0.9)
 
@@ -21,20 +23,32 @@ def small_steps(setup: EngineSetup) -> Iterator[SchedulerOutput]:
     The variant of a kernel may depend on the number of tokens or of decodes, by limits and by powers of two; the places
     of the blocks never matter. So there are prompts of 1, 2, 4, ... tokens and a long one, then as many decodes, and
     some decodes beside a prompt. The last draw plainly, all others with a filter. No request uses what they leave in
-    the cache.
+    the cache. Products of experts and of codes have other tiles for more tokens, up to the largest step.
     """
     longest = min(setup.max_model_len, setup.max_num_batched_tokens, WARM_UP_TOKENS)
     most = min(setup.max_num_seqs, WARM_UP_TOKENS)
     long = [long_prompts(setup)] if setup.attention.long_prompts else []
+    if num_experts_of(setup.hf_config) or getattr(setup.hf_config, "quantization_config", None):
+        sizes = doublings(setup.max_num_batched_tokens)
+        long += [long_prompts(setup, tokens) for tokens in sizes if tokens > longest]
     for lengths in long + [[n] for n in doublings(longest)] + [[1] * n for n in doublings(most)]:
         yield SchedulerOutput(dummy_shares(lengths, setup.block_size))
     for n in doublings(most):
         yield SchedulerOutput(dummy_shares([*[1] * (n - 1), min(2, longest)], setup.block_size, DrawSpec()))
 
 
-def long_prompts(setup: EngineSetup) -> list[int]:
-    """Lengths of a step of LONG_STEP tokens, or of as many as there can be: prompts as long as they fit into it."""
-    total = min(LONG_STEP, setup.max_num_batched_tokens, setup.max_num_seqs * setup.max_model_len)
+def steps_with_guesses(setup: EngineSetup) -> Iterator[SchedulerOutput]:
+    """Small steps in which a sequence draws 2, 4, 8, ... tokens, plainly and with a filter."""
+    longest = min(setup.max_model_len, setup.max_num_batched_tokens, most_draws(setup.max_num_seqs))
+    for n in doublings(longest)[1:]:
+        for draw in FILTERED, DrawSpec():
+            (share,) = dummy_shares([n], setup.block_size, draw)
+            yield SchedulerOutput((share._replace(num_draws=n),))
+
+
+def long_prompts(setup: EngineSetup, tokens: int = LONG_STEP) -> list[int]:
+    """Lengths of a step of so many tokens, or of as many as there can be: prompts as long as they fit into it."""
+    total = min(tokens, setup.max_num_batched_tokens, setup.max_num_seqs * setup.max_model_len)
     longest = min(total, setup.max_model_len)
     return [longest] * (total // longest) + ([total % longest] if total % longest else [])
 

@@ -29,6 +29,7 @@ REASONS = (
     "installs",
     "opens a browser",
     "starts the whole test suite",
+    "takes minutes of training",
     "shows a format",
 )
 DIRECTIVE = re.compile(r"<!--\s*(no-run|before):\s*(.*?)\s*-->", re.DOTALL)

@@ -15,6 +15,8 @@ from folovllm.watcher import Cell, Watcher
 from tests.course import test_watcher as wrong
 from tests.inspector.browser import HOST, Shown, chromium, shown
 from tests.m5.test_events import World, cells_of, engine
+from tests.x3.engines import Anything, guessing, speculation_of
+from tests.x3.test_told import NoJudge
 
 EVERY = ["m1", "m2", "m3", "m5", "m6"]
 KINDS = ("free", "cached", "owned", "shared", "lost", "torn")
@@ -121,6 +123,20 @@ def test_every_cell_is_the_engines_own(here: Shown, milestone: str, seed: int) -
     tokens = told["tokens"]
     for seq in (*world.engine.scheduler.running, *world.engine.scheduler.waiting):
         assert tokens[str(seq.seq_id)] == seq.token_ids.tolist()
+
+
+@pytest.mark.parametrize("milestone", ["m2", "m5", "m6"])
+def test_wrong_guesses_leave_no_trace(here: Shown, milestone: str) -> None:
+    """Blocks that were cut off, and tokens that are computed no more."""
+    world = Watched(engine(milestone, **guessing(Anything(), k=5)), 2)
+    world.engine.executor = NoJudge(world.engine.executor.num_kv_blocks, world.die)  # type: ignore[assignment]
+    for _ in range(120):
+        world.turn()
+        world.note()
+    told = assert_page_agrees(here, world)
+    assert speculation_of(world.engine).num_guessed > speculation_of(world.engine).num_accepted > 0
+    for seq in (*world.engine.scheduler.running, *world.engine.scheduler.waiting):
+        assert told["tokens"][str(seq.seq_id)] == seq.token_ids.tolist()
 
 
 @pytest.mark.parametrize("milestone", ["m5", "m6"])

@@ -40,12 +40,14 @@ FLOORS = {  # each may import itself, the ground floor, and these
     "models": ("layers", "attention", "kernels"),
     "worker": ("sample", "models", "layers", "attention", "kernels"),
     "executor": ("worker",),  # `make_rank` comes to a rank by its name
-    "engine": ("executor", "cache", "structured", "models", "attention"),
+    "spec": ("executor", "cache", "worker", "sample", "models", "layers", "attention", "kernels"),
+    "engine": ("executor", "spec", "cache", "structured", "models", "attention"),
 }
 EXCEPTIONS = {
     "engine/llm_engine.py": ("build",),  # an engine that is made from a configuration puts itself together
     "request.py": ("cache.prefix_cache", "engine.detokenizer"),  # types of fields, which others fill and read
     "setup.py": ("attention.backends.abstract",),  # the same
+    "speculative_config.py": ("spec.proposer",),  # the same
 }
 
 

@@ -2,7 +2,8 @@
 
 The engine takes the paths of a GPU, over the memory of the CPU; a launch only leaves the key under which Triton would
 look for compiled code. A program of its own, because Triton decides when it is first imported whether it interprets:
-    python -m tests.m6.launch_variants m6 "three rows"
+    python -m tests.m6.launch_variants tests.m6.traffic m6 "three rows"
+takes the engines of a module, all or those that are named, and
 prints a JSON object: for each engine, how many variants the start made, and those that only serving met.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib import import_module
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -26,7 +28,7 @@ from folovllm.kernels import pdl
 from folovllm.kernels.filter_logits import FilterWorkspace
 from folovllm.worker import prompt_graphs
 from folovllm.worker.graph_runner import GraphRunner
-from tests.m6.traffic import ENGINES, FIELDS, serve_everything
+from tests.m6.traffic import FIELDS, serve_everything
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 seen: dict[str, None] = {}
@@ -76,4 +78,5 @@ def measure(overrides: dict) -> dict:
 if __name__ == "__main__":
     pretend_gpu()
     torch.set_num_threads(1)
-    print(json.dumps({name: measure(ENGINES[name]) for name in sys.argv[1:] or ENGINES}))
+    engines = import_module(sys.argv[1]).ENGINES
+    print(json.dumps({name: measure(engines[name]) for name in sys.argv[2:] or engines}))

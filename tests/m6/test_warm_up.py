@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from folovllm.build import make_engine
-from folovllm.config import EngineConfig
-from folovllm.worker.warm_up import doublings, long_prompts
-from tests.m6.traffic import ENGINES, FIELDS, kernels, serve_everything
-
-ROOT = Path(__file__).parents[2]
+from folovllm.worker.warm_up import doublings, long_prompts, small_steps
+from tests.m6.traffic import (
+    ENGINES,
+    assert_nothing_is_compiled_after_the_start,
+    assert_the_start_meets_every_variant,
+)
 
 
 def test_doublings() -> None:
@@ -34,37 +30,22 @@ def test_long_prompts(max_model_len: int, budget: int, max_num_seqs: int, length
     assert long_prompts(setup) == lengths
 
 
+@pytest.mark.parametrize("fields", [{"quantization_config": {"quant_method": "fp8"}}, {"num_experts": 128}, {}])
+def test_products_that_change_with_the_number_of_tokens(fields: dict[str, Any]) -> None:
+    """Codes and experts have other kernels for more tokens, up to the largest step; every power of two comes, as it can."""
+    setup = SimpleNamespace(
+        max_model_len=1000, max_num_batched_tokens=5000, max_num_seqs=8, block_size=16,
+        attention=SimpleNamespace(long_prompts=False), hf_config=SimpleNamespace(**fields),
+    )  # fmt: skip
+    sizes = {step.num_tokens for step in small_steps(setup)}
+    assert {size for size in sizes if size > 256} == ({512, 1024, 2048, 4096, 5000} if fields else set())
+
+
 def test_the_start_meets_every_variant() -> None:
-    """With no GPU: launches are noted, not done. `tests/m6/launch_variants.py` says how."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.m6.launch_variants"]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found.keys() == ENGINES.keys()
-    for name, engine in found.items():
-        assert engine["at start"] >= 9 and engine["steps"] >= 200, name
-        assert not engine["later"], f"{name}: {engine['later']}"
+    assert_the_start_meets_every_variant("tests.m6.traffic")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ENGINES)
 def test_nothing_is_compiled_after_the_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton itself says what it compiles. What it knows from earlier tests it is made to forget first."""
-    import triton
-
-    all_kernels = list(kernels())
-    assert len(all_kernels) >= 9
-    for kernel in all_kernels:
-        kernel.device_caches.clear()
-    compiled: list[str] = []
-    monkeypatch.setattr(
-        triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(f"{what['repr']} {what['key']}")
-    )
-    engine = make_engine(EngineConfig(**{**FIELDS, "dtype": "bfloat16"} | ENGINES[name]))
-    assert len(compiled) >= 9, f"the hook saw {compiled}"
-    compiled.clear()
-    assert serve_everything(engine) >= 200
-    engine.close()
-    assert not compiled
+    assert_nothing_is_compiled_after_the_start(ENGINES[name], monkeypatch)

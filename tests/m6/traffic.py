@@ -1,14 +1,23 @@
-"""Requests that take an engine through every kind of step, and a look at what Triton keeps compiled."""
+"""Requests that take an engine through every kind of step, and a look at what Triton compiles meanwhile."""
 
 from __future__ import annotations
 
+import json
+import os
 import pkgutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 import folovllm.kernels
+from folovllm.build import make_engine
+from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams
 
@@ -72,3 +81,38 @@ def kernels() -> Iterator[Any]:
         for value in vars(import_module(f"folovllm.kernels.{module.name}")).values():
             if hasattr(value, "device_caches"):
                 yield value
+
+
+def assert_the_start_meets_every_variant(module: str) -> None:
+    """With no GPU: launches are noted, not done. `tests/m6/launch_variants.py` says how; `module` has ENGINES."""
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    command = [sys.executable, "-m", "tests.m6.launch_variants", module]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.keys() == import_module(module).ENGINES.keys()
+    for name, engine in found.items():
+        assert engine["at start"] >= 9 and engine["steps"] >= 200, name
+        assert not engine["later"], f"{name}: {engine['later']}"
+
+
+def assert_nothing_is_compiled_after_the_start(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton itself says what it compiles. What it knows from earlier tests it is made to forget first."""
+    import triton
+
+    all_kernels = list(kernels())
+    assert len(all_kernels) >= 9
+    for kernel in all_kernels:
+        kernel.device_caches.clear()
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(f"{what['repr']} {what['key']}")
+    )
+    engine = make_engine(EngineConfig(**{**FIELDS, "dtype": "bfloat16"} | fields))
+    assert len(compiled) >= 9, f"the hook saw {compiled}"
+    compiled.clear()
+    assert serve_everything(engine) >= 200
+    engine.close()
+    assert not compiled

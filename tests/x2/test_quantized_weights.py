@@ -325,21 +325,3 @@ def test_what_a_step_reads() -> None:
     assert linear_bytes(config, torch.bfloat16) == whole // 2 + whole // 2 // 64 * 4
     config.quantization_config = FP8_BLOCKS | {"modules_to_not_convert": ["model"]}
     assert linear_bytes(config, torch.bfloat16) == whole
-
-
-def test_a_checkpoint_that_has_merged_its_layers_already(tmp_path: Path) -> None:
-    """Phi-3's: codes and scales of query, key and value are one tensor each, whole and in parts."""
-    coded, floats = write_quantized(tiny_checkpoint("phi3"), tmp_path, *KINDS["fp8 channel"])
-    plain = Driver(floats)
-    assert_logits_equal(Driver(coded).step({0: [5, 9, 3]})[0], plain.step({0: [5, 9, 3]})[0])
-    setup = set_up(EngineConfig(model=str(coded), device="cpu", use_tqdm=False, tensor_parallel_size=2))
-    whole: Any = plain.model.model.layers[1]
-    x = torch.randn(3, whole.mlp.gate_up_proj.input_size, generator=torch.Generator().manual_seed(0))
-
-    def work(group: ThreadGroup) -> torch.Tensor:
-        layer: Any = load_sharded_model(setup, group).model.layers[1]
-        return layer.mlp(x)
-
-    with torch.inference_mode():
-        for summed in on_ranks(2, work):
-            torch.testing.assert_close(summed, whole.mlp(x))

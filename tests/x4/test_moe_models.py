@@ -148,3 +148,19 @@ def test_what_a_step_reads_of_qwen3_30b(tmp_path: Path) -> None:
     assert whole == pytest.approx(30.5e9, rel=0.01)  # as it is called; with the embedding
     active = 48 * (sizes.always + 8 * sizes.expert) + sizes.head
     assert active == pytest.approx(3.0e9, rel=0.02)
+
+
+def test_experts_that_are_one_tensor_are_named(tmp_path: Path) -> None:
+    """As transformers keeps them in memory, and some checkpoints have them."""
+    broken = shutil.copytree(moe_checkpoint(), tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.0.mlp.experts.down_proj"] = torch.zeros(2, 2)
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=re.escape("holds 'model.layers.0.mlp.experts.down_proj', for which")):
+        LLM(str(broken), device="cpu", milestone="m3")
+
+
+@pytest.mark.parametrize("backend", ["torch_naive", "triton"])
+def test_no_tokens(backend: str) -> None:
+    moe = cast(MoE, Driver(moe_checkpoint("qwen2_moe"), backend).model.model.layers[0].mlp)
+    assert moe(torch.empty(0, moe.experts.down.shape[1], device=moe.experts.down.device)).shape == (0, 72)

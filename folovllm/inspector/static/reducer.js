@@ -172,6 +172,15 @@ const REDUCERS = {
     const seq = state.sequences.get(seqId);
     if (seq) seq.table = [];
   },
+  cut(state, [, seqId, block]) {
+    state.refCount[block] = 0;
+    state.freedAt[block] = -state.clock; // the next one to be taken
+    state.sequences.get(seqId)?.table.pop();
+  },
+  guess(state, [, seqId, guessed, accepted]) {
+    const seq = state.sequences.get(seqId);
+    if (seq) seq.numComputed -= guessed - accepted;
+  },
 };
 
 function forEachBlock(change) {

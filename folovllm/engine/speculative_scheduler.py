@@ -1,0 +1,139 @@
+"""Schedulers whose steps check guesses: a sequence computes its newest token and k guessed ones, and draws k + 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from folovllm.engine.overlap_scheduler import OverlapScheduler
+from folovllm.engine.plan import Rows
+from folovllm.engine.scheduler import Scheduler, TokensOfStep
+from folovllm.engine.speculation import Speculation
+from folovllm.events import GuessesChecked
+from folovllm.request import Sequence
+from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.step.verify import most_draws
+
+
+class GuessingRows(Rows):
+    """`Rows` whose shares have guesses behind the tokens that are known."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.guesses: dict[int, list[int]] = {}  # for the coming step, by seq_id
+
+    def share(self, seq: Sequence, num_new_tokens: int) -> Share:
+        """As `Rows`; of a sequence with guesses all tokens but these and the newest are computed."""
+        share, guesses = super().share(seq, num_new_tokens), self.guesses.get(seq.seq_id)
+        if guesses is None:
+            return share
+        tokens = np.array(guesses[: num_new_tokens - 1], np.int32)
+        return share._replace(token_ids=np.concatenate([share.token_ids, tokens]), num_draws=num_new_tokens)
+
+    def cut(self, seq: Sequence) -> None:
+        """The table of `seq` has become shorter: what the devices know behind its end counts no more."""
+        row = self._rows[seq.seq_id]
+        row.num_sent = min(row.num_sent, len(seq.block_table))
+
+
+class SpeculativeScheduler(Scheduler):
+    """A `Scheduler` that lets the model check guesses.
+
+    Guesses are in shares and nowhere else: a sequence has only tokens that were drawn, and no block with a guess in it
+    gets a name. A step never preempts for a guess: where room or budget is short, fewer are checked.
+    """
+
+    def __init__(self, *, tokens_of_step: TokensOfStep, speculation: Speculation, **rest: Any) -> None:
+        super().__init__(tokens_of_step=self._tokens_with_guesses, **rest)
+        self.speculation = speculation
+        self._own_tokens = tokens_of_step
+        self._rows: GuessingRows = GuessingRows(self._rows.num_rows, self.events, lambda: self.waiting)
+        self._checked: dict[int, int] = {}  # guesses of the step under way, by seq_id
+
+    def schedule(self) -> SchedulerOutput:
+        """As `Scheduler`. Sequences with guesses come behind other decodes, which have a kernel of their own."""
+        self._rows.guesses = guesses = self._fitting(self.speculation.guess(self.running))
+        if guesses:
+            self.running.sort(key=lambda seq: seq.seq_id in guesses)
+        output = super().schedule()
+        self._checked = {share.seq_id: share.num_draws - 1 for share in output.shares if share.num_draws > 1}
+        if output.shares:
+            self.speculation.began(output)
+        return output
+
+    def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
+        """As `Scheduler`: a share with guesses that drew m tokens counts as m steps of one token each.
+
+        So each token meets the same checks, and its K/V becomes known to the cache at the same moment, as without guesses.
+        """
+        self.speculation.ended()
+        pairs = list(drawn)
+        known = {seq: seq.num_tokens for seq, _ in pairs}
+        if not self._checked:
+            updated = super().postprocess(pairs)
+        else:
+            updated = [seq for pair in pairs for seq in self._take(*pair)]
+        for seq in updated:
+            self.speculation.learn(seq, known[seq])
+        return updated
+
+    def abort(self, *seqs: Sequence) -> None:
+        """As `Scheduler`."""
+        super().abort(*seqs)
+        self.speculation.forget(seqs)
+
+    def _take(self, seq: Sequence, token_ids: list[int]) -> list[Sequence]:
+        """Take in the tokens of one share, and cut off what was reserved and computed for wrong guesses."""
+        num_guessed = self._checked.pop(seq.seq_id, 0)
+        if not num_guessed:
+            return super().postprocess([(seq, token_ids)])
+        self.speculation.checked(seq, num_guessed, len(token_ids) - 1)
+        if self.events.on:
+            self.events.emit(GuessesChecked(seq.seq_id, num_guessed, len(token_ids) - 1))
+        seq.num_computed_tokens -= num_guessed + 1
+        for i, token_id in enumerate(token_ids, 1):
+            seq.num_computed_tokens += 1
+            super().postprocess([(seq, [token_id])])
+            if seq.status.is_finished:
+                del token_ids[i:]  # nobody hears of what was drawn behind the end
+                return [seq]
+        self.kv.truncate(seq)
+        self._rows.cut(seq)
+        return [seq]
+
+    def _tokens_with_guesses(self, seq: Sequence, budget: int) -> int:
+        """What a step computes of `seq`, guesses included."""
+        n = self._own_tokens(seq, budget)
+        return min(budget, n + len(self._rows.guesses.get(seq.seq_id, ()))) if n else 0
+
+    def _fitting(self, guesses: dict[int, list[int]]) -> dict[int, list[int]]:
+        """As many of the guesses as need nothing that a running sequence needs without them."""
+        if not guesses:
+            return guesses
+        budget = self._max_num_batched_tokens
+        tokens = min(budget, most_draws(self._max_num_seqs)) - len(self.running)
+        blocks, fitting = self.kv.num_free, {}
+        for seq in self.running:
+            blocks -= self._missing(seq, min(seq.num_uncomputed_tokens, budget))
+        for seq in self.running:
+            own = guesses.get(seq.seq_id, [])[: max(0, tokens)]
+            needed = self._missing(seq, 1 + len(own)) - self._missing(seq, 1)
+            if own and needed <= blocks:
+                fitting[seq.seq_id] = own
+                tokens, blocks = tokens - len(own), blocks - needed
+        return fitting
+
+    def _missing(self, seq: Sequence, num_new_tokens: int) -> int:
+        """Blocks that the table of `seq` lacks for its next tokens."""
+        needed = -(-(seq.num_computed_tokens + num_new_tokens) // self.kv.block_size)
+        return max(0, needed - len(seq.block_table))
+
+
+class SpeculativeOverlapScheduler(SpeculativeScheduler, OverlapScheduler):
+    """The same behind overlapped steps: before it guesses it waits for the newest tokens."""
+
+    def must_wait(self) -> bool:
+        """As `OverlapScheduler`. While nobody guesses, steps overlap as ever."""
+        return bool(self._checked) or super().must_wait() or self.speculation.wants(self.running)

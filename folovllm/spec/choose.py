@@ -1,0 +1,210 @@
+"""How many tokens to guess, so that speculation never loses: by what was accepted and by what a step costs.
+
+A step over one sequence and k guesses gives 1 + a + a^2 + ... + a^k tokens, if each guess is right with probability a where
+all before it were (Leviathan et al., arXiv 2211.17192, section 3.1). It costs more than a step without guesses. What
+counts is the ratio, over the whole batch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from folovllm.spec.proposer import Depth
+
+Floats = npt.NDArray[np.float64]
+NEWS = 0.1  # what one measurement counts against all before it
+SETTLED = 2  # steps without guesses after which they overlap again
+
+
+class Curve(NamedTuple):
+    """Seconds of a step by its tokens, as measured: `seconds[i]` for `widths[i]` tokens, both ascending."""
+
+    widths: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def of(self, num_tokens: Floats) -> Floats:
+        """[n] tokens -> [n] seconds: between two measured widths on the line, behind the last on its slope."""
+        found = np.interp(num_tokens, self.widths, self.seconds)
+        if len(self.widths) > 1:
+            slope = (self.seconds[-1] - self.seconds[-2]) / (self.widths[-1] - self.widths[-2])
+            found += np.maximum(0.0, num_tokens - self.widths[-1]) * max(0.0, slope)
+        return found
+
+    def at(self, num_tokens: float) -> float:
+        """`of` a single number, without arrays: it is asked at each step."""
+        i = max(1, min(bisect_left(self.widths, num_tokens), len(self.widths) - 1))
+        if len(self.widths) == 1 or num_tokens <= self.widths[0]:
+            return self.seconds[0]
+        slope = (self.seconds[i] - self.seconds[i - 1]) / (self.widths[i] - self.widths[i - 1])
+        return self.seconds[i] + max(slope, 0.0) * (num_tokens - self.widths[i])
+
+
+@dataclass
+class StepCost:
+    """What steps take: a table from the start of the engine, and what steps have taken since."""
+
+    plain: Curve  # steps without guesses
+    checked: Curve  # steps with guesses. The host waits for the last tokens before them
+    guess: float = 0.0  # seconds that the proposer takes for each further guess, of all sequences together
+    plain_factor: float = 1.0  # what steps take in truth, as a multiple of the table
+    checked_factor: float = 1.0
+
+    def of_plain(self, num_tokens: float) -> float:
+        """Seconds of a step without guesses."""
+        return self.plain_factor * self.plain.at(num_tokens)
+
+    def of_checked(self, num_tokens: Floats, depths: npt.NDArray[np.integer]) -> Floats:
+        """Seconds [n] of steps with guesses, as many as `depths` for the sequence with most, and of guessing."""
+        return self.checked_factor * self.checked.of(num_tokens) + self.guess * depths
+
+    def note(self, num_tokens: int, is_checked: bool, seconds: float) -> None:
+        """A step took so long. One that took far too long, or that was interrupted, counts no more than twice its time."""
+        name = "checked" if is_checked else "plain"
+        factor, curve = getattr(self, f"{name}_factor"), getattr(self, name)
+        ratio = seconds / (factor * curve.at(num_tokens))
+        setattr(self, f"{name}_factor", factor * min(2.0, max(0.5, ratio)) ** NEWS)
+
+
+@dataclass
+class Estimate:
+    """What is known of the guesses for a sequence. Old observations fade, so that it follows the text."""
+
+    offered: float  # steps in which there was a guess
+    silent: float  # steps in which there was none
+    right: float  # guesses that were right
+    wrong: float  # guesses that were the first wrong one of a step
+
+    @property
+    def hit(self) -> float:
+        """The chance that there is a guess."""
+        return self.offered / (self.offered + self.silent)
+
+    @property
+    def acceptance(self) -> float:
+        """The chance that a guess is right if those before it were."""
+        return self.right / (self.right + self.wrong)
+
+    def note(self, num_guessed: int, num_accepted: int, keep: float) -> None:
+        """A step more; what was known before counts `keep` times as much as until now."""
+        self.offered = keep * self.offered + (num_guessed > 0)
+        self.silent = keep * self.silent + (num_guessed == 0)
+        if num_guessed:
+            self.right = keep * self.right + num_accepted
+            self.wrong = keep * self.wrong + (num_accepted < num_guessed)
+
+    def start(self, weight: float) -> Estimate:
+        """The same opinion with the weight of `weight` steps: what to think of a sequence that nothing is known of."""
+        return Estimate(
+            weight * self.hit, weight * (1 - self.hit), weight * self.acceptance, weight * (1 - self.acceptance)
+        )
+
+
+def best_depths(hits: Floats, acceptances: Floats, cost: StepCost, most: int, margin: float = 1.0) -> list[int]:
+    """The number of guesses for each sequence [S], 0 to `most`, that gives the most tokens a second.
+
+    The j-th guess for a sequence comes with the chance `hit`, takes one token of the step's width, and is worth
+    acceptance ** j. So sort all guesses of all sequences by worth, and take as many from the front as give the best ratio
+    of tokens to time: for any width no other choice has more tokens. All zero unless that is `margin` times as good as
+    to guess nothing.
+    """
+    num_seqs = len(hits)
+    worth = acceptances[:, None] ** np.arange(1, most + 1)  # [S, most]
+    order = np.argsort(-worth, axis=None, kind="stable")
+    seq, depth = order // most, order % most + 1
+    tokens = num_seqs + np.cumsum(hits[seq] * worth.ravel()[order])
+    width = num_seqs + np.cumsum(hits[seq])
+    speed = tokens / cost.of_checked(width, np.maximum.accumulate(depth))
+    best = int(np.argmax(speed))
+    if speed[best] <= margin * num_seqs / cost.of_plain(num_seqs):
+        return [0] * num_seqs
+    return np.bincount(seq[: best + 1], minlength=num_seqs).tolist()
+
+
+class AdaptiveDepth(Depth):
+    """Guesses as many tokens as pays, for each sequence; none where it does not pay.
+
+    While it guesses nothing it learns from guesses that are compared with what was drawn and never checked by the model
+    (`Shadow`), or, where a proposer is too dear for that, from a step with guesses now and then (`probe`).
+    """
+
+    KEEP, KEEP_COMMON = 0.9, 0.99  # what an observation counts a step later: for its sequence, and for those to come
+    WEIGHT = 2.0  # steps that the opinion of all sequences counts at the start of one
+    MARGIN = 1.02
+    HOLD, PAUSE = 4, 8  # steps from one decision to the next: with guesses, and while nothing is guessed
+    PROBE_SHARE = 0.01  # of the time, for probes
+
+    def __init__(self, cost: StepCost, most: int, probe: bool = False) -> None:
+        """`most`: guesses for a sequence in a step. `probe`: whether nobody scores guesses while there are none."""
+        self._cost, self._most, self._probe = cost, most, probe
+        self._common = Estimate(1.0, 0.0, 0.5, 0.5)
+        self._own: dict[int, Estimate] = {}
+        self._decided: dict[int, int] = {}  # by seq_id
+        self._age = 0  # steps that it has served
+        self._off = 0  # steps since guesses were last asked for
+        self._until_probe = 0.0  # seconds to save up
+        self._num_probes = 0
+        self._guessing = 0.0  # seconds, since the last step
+
+    def choose(self, seq_ids: Sequence[int]) -> list[int]:
+        """As `Depth`."""
+        if not seq_ids:
+            return []
+        self._age += 1
+        is_old = self._age >= (self.PAUSE if self._off else self.HOLD)
+        if is_old or any(seq_id not in self._decided for seq_id in seq_ids):
+            self._decide(seq_ids)
+        depths = [self._decided[seq_id] for seq_id in seq_ids]
+        self._off = 0 if any(depths) else self._off + 1
+        return self._probed(depths) if self._off else depths
+
+    def _decide(self, seq_ids: Sequence[int]) -> None:
+        known = [self.estimate(seq_id) for seq_id in seq_ids]
+        hits, acceptances = np.array([(e.hit, e.acceptance) for e in known]).T
+        depths = best_depths(hits, acceptances, self._cost, self._most, self.MARGIN)
+        self._decided, self._age = dict(zip(seq_ids, depths, strict=True)), 0
+
+    def _probed(self, depths: list[int]) -> list[int]:
+        """`depths`, all 0, or a few guesses for one sequence, as rarely as `PROBE_SHARE` demands."""
+        if not self._probe:
+            return depths
+        few, turn = min(2, self._most), self._num_probes % len(depths)
+        plain = self._cost.of_plain(len(depths))
+        self._until_probe -= self.PROBE_SHARE * plain
+        if self._until_probe > 0 or self._off < self.PAUSE:
+            return depths
+        probe = self._cost.of_checked(np.array([float(len(depths) + few)]), np.array([few]))[0]
+        self._until_probe = max(0.0, float(probe) - plain)
+        self._num_probes += 1
+        return [few if i == turn else 0 for i in range(len(depths))]
+
+    def estimate(self, seq_id: int) -> Estimate:
+        """What is known of a sequence; of a new one, what is known of all."""
+        return self._own.get(seq_id) or self._common
+
+    def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
+        """As `Depth`. No guess where one was asked for counts, too."""
+        if seq_id not in self._own:
+            self._own[seq_id] = self._common.start(self.WEIGHT)
+        self._own[seq_id].note(num_guessed, num_accepted, self.KEEP)
+        self._common.note(num_guessed, num_accepted, self.KEEP_COMMON)
+
+    def observe_guessing(self, num_guesses: int, seconds: float) -> None:
+        """The proposer took so long for as many guesses in turn, of all sequences together."""
+        self._guessing += seconds
+        self._cost.guess += NEWS * (seconds / num_guesses - self._cost.guess)
+
+    def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float) -> None:
+        """As `Depth`. The time for guessing is not the step's. Steps with parts of prompts say nothing here."""
+        seconds, self._guessing = seconds - self._guessing, 0.0
+        if num_tokens == num_seqs + num_guessed and seconds > 0 and (num_guessed or self._off > SETTLED):
+            self._cost.note(num_tokens, num_guessed > 0, seconds)
+
+    def finish(self, seq_id: int) -> None:
+        """As `Depth`."""
+        self._own.pop(seq_id, None)

@@ -1,0 +1,83 @@
+"""What steps with and without guesses cost on this machine: timed once, when an engine starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from folovllm.executor.abstract import Executor
+from folovllm.setup import EngineSetup
+from folovllm.spec.choose import Curve, StepCost
+from folovllm.step.draw import DrawSpec, no_tokens
+from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.step.verify import most_draws
+
+CONTEXT = 128  # tokens that each sequence has already, if the context allows it
+ROUNDS = 3
+PATIENCE = 0.4  # seconds for a curve: a slow machine gets fewer points of it
+MOST = 512  # tokens of a step: beyond, both curves are taken for straight
+
+
+def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost:
+    """Time steps of 1, 2, 4, ... tokens: of as many sequences, and of few sequences with up to `most` guesses each.
+
+    The sequences are made up and share their blocks; no request uses what they leave in the cache.
+    """
+    most = min(most, setup.max_model_len - 2)
+    widest = min(setup.max_num_batched_tokens, setup.max_num_seqs * (most + 1), most_draws(setup.max_num_seqs), MOST)
+    widths = [1 << i for i in range(widest.bit_length())]
+    plain = [[1] * n for n in widths if n <= setup.max_num_seqs]
+    checked = [[most + 1] * (n // (most + 1)) + [n % (most + 1)] * (n % (most + 1) > 0) for n in widths]
+    time_of = Timer(executor, setup, most)
+    return StepCost(
+        time_of.curve(plain), time_of.curve([lengths for lengths in checked if len(lengths) <= setup.max_num_seqs])
+    )
+
+
+def clock_for(setup: EngineSetup) -> Callable[[], float]:
+    """The seconds that count for steps. On a CPU those of this process: other programs may keep the cores busy."""
+    is_here = setup.device.type == "cpu" and setup.config.tensor_parallel_size == 1
+    return time.process_time if is_here else time.perf_counter
+
+
+class Timer:
+    """Times made-up steps."""
+
+    def __init__(self, executor: Executor, setup: EngineSetup, most: int) -> None:
+        self._executor = executor
+        self._clock = clock_for(setup)
+        self._start = max(0, min(CONTEXT, setup.max_model_len - most - 2))
+        self._blocks = tuple(range(-(-(self._start + most + 1) // setup.block_size)))
+
+    def curve(self, steps: list[list[int]]) -> Curve:
+        """Seconds of `steps`, each given by the tokens of its sequences; as far as patience goes, but of two at least."""
+        end = self._clock() + PATIENCE
+        widths: list[float] = []
+        seconds: list[float] = []
+        for lengths in steps:
+            if len(widths) >= 2 and self._clock() > end:
+                break
+            widths.append(float(sum(lengths)))
+            seconds.append(max([self._seconds(lengths), *seconds[-1:]]))  # noise must not make more tokens cheaper
+        return Curve(tuple(widths), tuple(seconds))
+
+    def _seconds(self, lengths: list[int]) -> float:
+        """The fastest of some rounds; before them one in which all that a step of this kind needs is made."""
+        self._executor.execute_model(SchedulerOutput(tuple(self._shares([1] * len(lengths), DrawSpec(temperature=0)))))
+        output = SchedulerOutput(tuple(self._shares(lengths, None)))
+        self._executor.execute_model(output)
+        return min(self._timed(output) for _ in range(ROUNDS))
+
+    def _timed(self, output: SchedulerOutput) -> float:
+        start = self._clock()
+        self._executor.execute_model(output)
+        return self._clock() - start
+
+    def _shares(self, lengths: list[int], draw: DrawSpec | None) -> Iterator[Share]:
+        """Shares of sequences that are new where `draw` is given; all tokens are drawn after."""
+        blocks = () if draw is None else self._blocks
+        for row, n in enumerate(lengths):
+            tokens = no_tokens() if n == 0 else np.zeros(n, np.int32)
+            yield Share(-1 - row, row, self._start, n, tokens, blocks, 0, n, draw)

@@ -1,0 +1,84 @@
+"""Who guesses the next tokens of a sequence, and who says how many to guess."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from folovllm.step.draw import DrawSpec, TokenIds
+
+
+class RowState(NamedTuple):
+    """A running sequence, as a proposer sees it."""
+
+    seq_id: int  # no other sequence ever has it
+    token_ids: TokenIds  # [n] int32: prompt and answer so far, a view to read only. The first guess is for position n
+    num_prompt_tokens: int
+    draw: DrawSpec  # how its tokens are drawn; with the seed and a position a draft draws with the same noise
+
+
+class Proposer(ABC):
+    """Guesses tokens. A wrong guess costs time and never changes a text.
+
+    The engine calls, for each sequence: `admit` once, before its first guess; then `propose_all` and `observe`, in turn or
+    not; `finish` once, however it ended. A sequence that gives way to others is still the same when it comes back: a
+    proposer that holds memory for it may drop that at any time, since a `RowState` has all tokens.
+
+    All but `propose` have a body that will do for a proposer without state.
+    """
+
+    @abstractmethod
+    def propose(self, state: RowState, k: int) -> Sequence[int]:
+        """At most `k` tokens, k >= 1, that may come next in `state`, best guess first to come. Empty: no idea."""
+
+    def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
+        """`propose` for each of several sequences; an empty list where its k is 0. A draft model runs them together."""
+        return [list(self.propose(state, k)) if k else [] for state, k in zip(states, ks, strict=True)]
+
+    def admit(self, state: RowState) -> None:
+        """A sequence came; its prompt is computed."""
+
+    def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
+        """These tokens were drawn and kept, one or several, whether they were guessed or not."""
+
+    def finish(self, seq_id: int) -> None:
+        """A sequence that was admitted has ended; what is kept for it alone can go."""
+
+
+class Depth(ABC):
+    """Says how many tokens to guess, and learns whether it paid.
+
+    All but `choose` have a body that does nothing.
+    """
+
+    @abstractmethod
+    def choose(self, seq_ids: Sequence[int]) -> list[int]:
+        """How many tokens to guess for each sequence of the coming step; 0 for all: the engine steps as if it knew no guesses.
+
+        It is asked before the newest tokens are known where steps overlap. The engine may guess fewer, where the answer
+        or the step's budget has no room.
+        """
+
+    def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
+        """So many guesses were checked in a step, and so many of them were right."""
+
+    def observe_guessing(self, num_guesses: int, seconds: float) -> None:
+        """The proposer took so long for so many guesses in turn, of all sequences of a step together."""
+
+    def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float) -> None:
+        """A step of so many sequences and tokens, guesses among them, took so long, from its schedule to its tokens."""
+
+    def finish(self, seq_id: int) -> None:
+        """A sequence has ended."""
+
+
+class FixedDepth(Depth):
+    """The same number for all, always."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+
+    def choose(self, seq_ids: Sequence[int]) -> list[int]:
+        """As `Depth`."""
+        return [self._k] * len(seq_ids)

@@ -1,0 +1,86 @@
+"""Which proposer stands behind which name, and who says how far to guess."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from folovllm.executor.abstract import Executor
+from folovllm.setup import EngineSetup
+from folovllm.spec.choose import AdaptiveDepth
+from folovllm.spec.measure import clock_for, measure_steps
+from folovllm.spec.ngram import NgramProposer
+from folovllm.spec.proposer import Depth, FixedDepth, Proposer, RowState
+from folovllm.spec.shadow import Shadow
+from folovllm.spec.suffix import SuffixProposer
+from folovllm.speculative_config import SpeculativeConfig
+
+MakeDraft = Callable[[str], Proposer]
+
+
+class InTurn(Proposer):
+    """Asks one proposer after the other, until each sequence has a guess."""
+
+    def __init__(self, proposers: Sequence[Proposer]) -> None:
+        self._proposers = proposers
+
+    def propose(self, state: RowState, k: int) -> list[int]:
+        """As `Proposer`."""
+        return self.propose_all([state], [k])[0]
+
+    def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
+        """As `Proposer`."""
+        found: list[list[int]] = [[] for _ in states]
+        for proposer in self._proposers:
+            left = [0 if guess else k for guess, k in zip(found, ks, strict=True)]
+            if any(left):
+                more = proposer.propose_all(states, left)
+                found = [guess or other for guess, other in zip(found, more, strict=True)]
+        return found
+
+    def admit(self, state: RowState) -> None:
+        """As `Proposer`."""
+        for proposer in self._proposers:
+            proposer.admit(state)
+
+    def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
+        """As `Proposer`."""
+        for proposer in self._proposers:
+            proposer.observe(seq_id, token_ids)
+
+    def finish(self, seq_id: int) -> None:
+        """As `Proposer`."""
+        for proposer in self._proposers:
+            proposer.finish(seq_id)
+
+
+def make_proposer(config: SpeculativeConfig, make_draft: MakeDraft) -> Proposer:
+    """The proposer of that name. `make_draft` loads a small model. Raises ValueError where it cannot be had."""
+    if not isinstance(config.method, str):
+        return config.method
+
+    def one(name: str) -> Proposer:
+        if name == "ngram":
+            return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+        if name == "suffix":
+            return SuffixProposer()
+        assert config.model is not None
+        return make_draft(config.model)
+
+    proposers = [one(name) for name in config.methods]
+    return proposers[0] if len(proposers) == 1 else InTurn(proposers)
+
+
+def make_depth(
+    config: SpeculativeConfig, setup: EngineSetup, executor: Executor, proposer: Proposer
+) -> tuple[Proposer, Depth]:
+    """Who says how many tokens to guess, and the proposer as that one needs it.
+
+    Under torchrun each rank has a scheduler of its own, and all must decide the same: there time may have no say.
+    """
+    most = config.num_speculative_tokens
+    if not config.adaptive or not isinstance(config.method, str) or "TORCHELASTIC_RUN_ID" in os.environ:
+        return proposer, FixedDepth(most)
+    is_dear = "draft_model" in config.methods
+    depth = AdaptiveDepth(measure_steps(executor, setup, most), most, probe=is_dear)
+    return Shadow(proposer, depth, k=min(4, most), most=0 if is_dear else 8, clock=clock_for(setup)), depth

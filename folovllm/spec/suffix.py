@@ -1,0 +1,134 @@
+"""Guesses from all that was written before: the longest end of a text that occurred earlier, and what followed it then.
+
+After SuffixDecoding (Oliaro et al., arXiv 2411.04975), with suffix automata in place of its suffix trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from folovllm.spec.automaton import NOWHERE, Place, SuffixAutomaton
+from folovllm.spec.proposer import Proposer, RowState
+
+ANSWER_ENDS = -1  # stands behind a past answer; no token has this id
+RECENT = 64  # tokens of a text that are looked for in past answers
+
+
+class Guess(NamedTuple):
+    """Tokens, and how many of them are expected to be right."""
+
+    token_ids: list[int]
+    score: float
+
+
+def most_frequent(text: SuffixAutomaton, place: Place, k: int, least: float) -> Guess:
+    """Follow what came most often, from `place` on: at most `k` tokens, none behind the end of an answer.
+
+    The chance of the i-th guess is the product of two numbers: the shares which it and those before it had among all
+    tokens that followed there; and L / (L + i), where L tokens matched. It ends the guess if it is below `least`. So a
+    guess is as long as the match deserves, at most L * (1 / least - 1), the paper's rule; a match of one token that was
+    seen once is no certainty.
+    """
+    guess: list[int] = []
+    matched, shares, score = place.length, 1.0, 0.0
+    while len(guess) < k and place.length:
+        counts = text.following(place)
+        if not counts:  # the end of the text; a shorter end of it occurs earlier
+            place = text.shorter(place)
+            continue
+        token = max(reversed(counts), key=counts.__getitem__)  # of equals, the newest
+        shares *= counts[token] / sum(counts.values())
+        chance = shares * matched / (matched + len(guess) + 1)
+        if token == ANSWER_ENDS or chance < least:
+            break
+        guess.append(token)
+        score += chance
+        place = text.follow(place, token)
+    return Guess(guess, score)
+
+
+class PastAnswers:
+    """The latest answers in two generations: when the younger one is full, the older one is forgotten.
+
+    So at most `2 * capacity` tokens are kept, and always the last `capacity`, or all there were.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self.generations = (SuffixAutomaton(), SuffixAutomaton())  # younger, older
+
+    def add(self, answer: Iterable[int]) -> None:
+        """Remember an answer."""
+        for token in (*answer, ANSWER_ENDS):
+            if self.generations[0].num_tokens == self._capacity:
+                self.generations = SuffixAutomaton(), self.generations[0]
+            self.generations[0].append(token)
+
+
+class Memory:
+    """What is kept for one running sequence: its own text, and where it stands in past answers."""
+
+    def __init__(self, past: PastAnswers) -> None:
+        self.own = SuffixAutomaton()
+        self._past = past
+        self._recent: list[int] = []
+        self._generations: tuple[SuffixAutomaton, ...] = ()
+        self._places: list[Place] = []
+
+    def extend(self, token_ids: list[int]) -> None:
+        """The text grew by these tokens."""
+        for token in token_ids:
+            self.own.append(token)
+        self._recent = (self._recent + token_ids)[-RECENT:]
+        self._follow(token_ids)
+
+    def guess(self, k: int, least: float) -> Guess:
+        """The best of the guesses from the text itself and from each generation of past answers."""
+        if self._generations != self._past.generations:
+            self._generations = self._past.generations
+            self._places = [NOWHERE] * len(self._generations)
+            self._follow(self._recent)
+        texts = [(self.own, self.own.longest_repeat()), *zip(self._generations, self._places, strict=True)]
+        return max((most_frequent(*text, k, least) for text in texts), key=lambda guess: guess.score)
+
+    def _follow(self, token_ids: list[int]) -> None:
+        for i, past in enumerate(self._generations):
+            for token in token_ids:
+                self._places[i] = past.follow(self._places[i], token)
+
+
+class SuffixProposer(Proposer):
+    """Suffix decoding for each sequence: from its own text and from the answers that ended before.
+
+    Past answers serve all requests, whoever asked: how fast an answer comes can tell what others were told. Where that
+    matters, take prompt lookup.
+    """
+
+    def __init__(self, capacity: int = 32_768, least: float = 0.2) -> None:
+        """`capacity`: tokens of past answers that are always kept; twice as many may be, which take some 40 MB.
+
+        `least`: a guess ends before a token whose chance is smaller.
+        """
+        self._past, self._least = PastAnswers(capacity), least
+        self._texts: dict[int, Memory] = {}
+        self._answers: dict[int, list[int]] = {}
+
+    def admit(self, state: RowState) -> None:
+        """As `Proposer`."""
+        self._answers[state.seq_id] = state.token_ids[state.num_prompt_tokens :].tolist()
+
+    def propose(self, state: RowState, k: int) -> list[int]:
+        """As `Proposer`: as many tokens as are likely enough."""
+        text = self._texts.setdefault(state.seq_id, Memory(self._past))
+        text.extend(state.token_ids[text.own.num_tokens :].tolist())
+        return text.guess(k, self._least).token_ids
+
+    def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
+        """As `Proposer`."""
+        self._answers[seq_id].extend(token_ids)
+
+    def finish(self, seq_id: int) -> None:
+        """As `Proposer`: the answer is remembered."""
+        self._texts.pop(seq_id, None)
+        self._past.add(self._answers.pop(seq_id))

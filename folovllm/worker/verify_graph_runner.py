@@ -1,0 +1,155 @@
+"""A `GraphRunner` whose packed steps may check guesses: shares that draw several tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from folovllm.sample.logprobs import by_share
+from folovllm.setup import EngineSetup
+from folovllm.step.draw import Logprobs
+from folovllm.step.masks import Masks
+from folovllm.step.packed import NO_SCORES, Field, Int32, PackedStep
+from folovllm.step.schedule import StepResult
+from folovllm.step.verify import NO_GUESS, Draws, accept, most_draws
+from folovllm.worker.check_graphs import CheckGraphs
+from folovllm.worker.graph_runner import Computed, GraphRunner, PendingStep
+from folovllm.worker.model_runner import ModelRunner
+from folovllm.worker.warm_up import steps_with_guesses
+
+
+@dataclass(slots=True, frozen=True, eq=False, kw_only=True)
+class CheckedStep(Computed):
+    """A step with guesses that has the logits [R, V] of all its draws. `step` and `fields` have a column for each draw."""
+
+    whole: PackedStep  # a column for each share
+    draws: Draws
+
+
+class PendingGuesses(PendingStep):
+    """A started step with guesses, of whose draws another one knows. Which of them count is decided on the host."""
+
+    def __init__(self, drawn: PendingStep, checked: CheckedStep) -> None:
+        self._drawn, self._whole, self._draws, self._scores = drawn, checked.whole, checked.draws, checked.scores
+
+    def is_here(self) -> bool:
+        """As `PendingStep`."""
+        return self._drawn.is_here()
+
+    def wait(self) -> StepResult:
+        """As `PendingStep`."""
+        every, draws = self._drawn.wait(), self._draws
+        drawn: list[list[int]] = [[] for _ in range(self._whole.num_seqs)]
+        guesses: list[list[int]] = [[] for _ in drawn]
+        for i, (token,), guess in zip(draws.share.tolist(), every.token_ids, draws.guess.tolist(), strict=True):
+            drawn[i].append(token)
+            if guess != NO_GUESS:
+                guesses[i].append(guess)
+        kept = [accept(tokens, own) if tokens else [] for tokens, own in zip(drawn, guesses, strict=True)]
+        logprobs: dict[int, list[Logprobs]] = {}
+        if self._scores is not None:
+            logprobs = by_share(self._scores, self._whole.scores.T.tolist())
+        for r, rows in every.logprobs.items():
+            if draws.level[r] < len(kept[i := int(draws.share[r])]):
+                logprobs.setdefault(i, []).extend(rows)
+        return StepResult(kept, logprobs)
+
+
+class VerifyingGraphRunner(GraphRunner):
+    """Draws after all tokens of a share with guesses. Steps without guesses are those of a `GraphRunner`.
+
+    Plain draws are made all at once. Where a draw depends on the tokens before it, the second draws of all shares come
+    after the first, and so on; what is drawn behind a wrong guess leaves no trace in the rows' words.
+    """
+
+    def __init__(self, setup: EngineSetup, runner: ModelRunner, *others: Any) -> None:
+        """As `GraphRunner`."""
+        super().__init__(setup, runner, *others)
+        self._tokens = self._tokens.new_zeros(most_draws(setup.max_num_seqs))  # what the step drew
+        self._checks = CheckGraphs(setup, runner, self._tables, self._recorder)
+
+    def compile_kernels(self) -> None:
+        """As `GraphRunner`, with guesses too."""
+        super().compile_kernels()
+        self._warm_up(steps_with_guesses(self._setup))
+
+    def capture_cudagraph(self) -> None:
+        """As `GraphRunner`, with guesses too."""
+        super().capture_cudagraph()
+        self._checks.open()
+
+    def _compute(self, step: PackedStep) -> Computed:
+        if step.is_decode or step.fields[Field.NUM_DRAWS].max() < 2:
+            return super()._compute(step)
+        query_lens, num_draws, ends = step.fields[[Field.QUERY_LEN, Field.NUM_DRAWS, Field.SEQ_LEN]].astype(np.int64)
+        draws = Draws.of(query_lens, num_draws, ends, step.tokens)
+        if len(draws.token) > len(self._tokens):
+            raise RuntimeError(f"a step draws {len(draws.token)} tokens, and there is room for {len(self._tokens)}")
+        by_draw, (room, numbers) = spread(step, draws), self._checks.pad_draws(step, draws)
+        places = draws.token.astype(np.int32)
+        flat, more = self._upload(step, np.concatenate([numbers, by_draw.fields.ravel(), places]))
+        padded, fields, at = more.split([len(numbers), by_draw.fields.size, len(places)])
+        fields, scores = fields.view(by_draw.fields.shape), None
+        if room is not None:
+            logits = self._checks.logits_of_draws(step, flat, room, padded, len(places))
+        else:
+            batch = self._tables.unpack_mixed(step, flat)
+            batch.logits_indices, batch.only_last = at.long(), False
+            logits, scores = self._logits_and_scores(step, batch)
+        return CheckedStep(step=by_draw, logits=logits, fields=fields, scores=scores, whole=step, draws=draws)
+
+    def _draw_late(self, masks: Masks) -> PendingStep:
+        if not isinstance(self._late, CheckedStep):
+            return super()._draw_late(masks)
+        checked, self._late = self._late, None
+        self._draw_levels(checked, masks)
+        return self._pending(checked)
+
+    def _draw_step(self, computed: Computed, is_special: bool) -> None:
+        if is_special and isinstance(computed, CheckedStep):
+            self._draw_levels(computed, None)
+        else:
+            super()._draw_step(computed, is_special)
+
+    def _draw_levels(self, checked: CheckedStep, masks: Masks | None) -> None:
+        """Draw one level after the other, with all that each row asks for. Nothing waits for the device."""
+        draws, whole = checked.draws, self._draw.whole(checked.logits)
+        share, guess = self._steps_in.to_device(np.stack([draws.share, draws.guess]).astype(np.int32).ravel()).view(
+            2, -1
+        )
+        right = torch.ones(checked.whole.num_seqs, dtype=torch.int32, device=whole.device)
+        for level, at in enumerate(draws.levels()):
+            if masks is not None and len((own := masks.of_level(level)).rows):
+                numbers = self._steps_in.to_device(np.concatenate([own.rows, own.bits.ravel()]))
+                self._rows_draw.set_masks(numbers[: len(own.rows)], numbers[len(own.rows) :].view(own.bits.shape))
+            index = self._steps_in.to_device(at.astype(np.int32)).long()
+            rows, positions = checked.fields[Field.ROW, index], checked.fields[Field.SEQ_LEN, index]
+            drawn = self._rows_draw.draw(whole[index], rows, positions)
+            self._tokens[index] = drawn
+            of = share[index].long()
+            self._rows_draw.note(drawn, rows, positions, right[of])
+            right[of] &= (drawn == guess[index]).int()
+
+    def _pending(self, computed: Computed) -> PendingStep:
+        if not isinstance(computed, CheckedStep):
+            return super()._pending(computed)
+        return PendingGuesses(super()._pending(replace(computed, scores=None)), computed)
+
+
+def spread(step: PackedStep, draws: Draws) -> PackedStep:
+    """What a draw needs of a step, with a column for each draw: its SEQ_LEN is the position of the token to draw."""
+    fields: Int32 = step.fields[:, draws.share].copy()
+    fields[Field.SEQ_LEN] = draws.position
+    fields[[Field.QUERY_LEN, Field.NUM_DRAWS]] = 1
+    asked = {int(i): int(count) for i, count in step.logprobs.T}
+    logprobs = [(r, asked[i]) for r, i in enumerate(draws.share.tolist()) if i in asked]
+    return replace(
+        step,
+        fields=fields,
+        num_seqs=len(draws.share),
+        logprobs=np.array(logprobs, np.int32).reshape(-1, 2).T,
+        scores=NO_SCORES,
+    )

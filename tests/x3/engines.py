@@ -1,0 +1,105 @@
+"""Engines with guesses beside engines without, over the same requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import xxhash
+
+from folovllm import build
+from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.speculation import Speculation
+from folovllm.outputs import RequestOutput
+from folovllm.spec.oracle import Oracle
+from folovllm.spec.proposer import Proposer, RowState
+from tests.helpers import VOCAB_SIZE, tiny_checkpoint
+from tests.workloads import MAX_MODEL_LEN, Request, serve
+
+CHANCES = {"right": 1.0, "wrong": 0.0, "often": 0.7}
+
+
+class Anything(Proposer):
+    """Guesses at random, and sometimes has no idea."""
+
+    def propose(self, state: RowState, k: int) -> Sequence[int]:
+        n = len(state.token_ids)
+        numbers = [xxhash.xxh32_intdigest(b"%d %d" % (int(state.token_ids[-1]), n + i)) for i in range(k)]
+        return [number % VOCAB_SIZE for number in numbers[: numbers[0] % (k + 2)]]
+
+
+def make_proposer(kind: str, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Proposer:
+    """One that guesses the answers right, wrong, or each token with a chance of 0.7; or "random", which guesses anything."""
+    texts = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
+    return Anything() if kind == "random" else Oracle(texts, CHANCES[kind], VOCAB_SIZE)
+
+
+def make_engine(**overrides: Any) -> LLMEngine:
+    """An engine over a tiny model, with the loop that its configuration asks for."""
+    fields: dict[str, Any] = {
+        "model": str(tiny_checkpoint()),
+        "max_model_len": MAX_MODEL_LEN,
+        "device": "cpu",
+        "use_tqdm": False,
+    }
+    fields["num_kv_blocks"] = 400
+    return build.make_engine(EngineConfig(**{**fields, **overrides}))
+
+
+def guessing(proposer: Proposer, k: int = 3) -> dict[str, Any]:
+    """The part of a configuration that turns guesses on."""
+    return {"speculative_config": {"method": proposer, "num_speculative_tokens": k}}
+
+
+def speculation_of(engine: LLMEngine) -> Speculation:
+    """What the engine knows of its guesses."""
+    found: Speculation = engine.scheduler.speculation  # type: ignore[attr-defined]
+    return found
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Requests, an engine's outputs without guesses, and what makes the engine."""
+
+    requests: list[Request]
+    plain: list[RequestOutput]
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, requests: list[Request], **fields: Any) -> Pair:
+        """Serve the requests without guesses."""
+        return cls(requests, serve(make_engine(**fields), requests), fields)
+
+    def engine(self, kind: str, k: int = 3, **more: Any) -> LLMEngine:
+        """The same engine with guesses at the first answer to each prompt."""
+        answers = [output.outputs[0].token_ids for output in self.plain]
+        proposer = make_proposer(kind, [request.prompt for request in self.requests], answers)
+        return make_engine(**{**self.fields, **more, **guessing(proposer, k)})
+
+    def check(self, outputs: Sequence[RequestOutput]) -> None:
+        """All that a user sees is the same."""
+        for output, plain in zip(outputs, self.plain, strict=True):
+            assert len(output.outputs) == len(plain.outputs)
+            for one, other in zip(output.outputs, plain.outputs, strict=True):
+                assert [*one.token_ids] == [*other.token_ids]
+                assert (one.text, one.finish_reason, one.stop_reason) == (
+                    other.text,
+                    other.finish_reason,
+                    other.stop_reason,
+                )
+                assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
+                assert_close(one.logprobs, other.logprobs)
+            assert_close(output.prompt_logprobs, plain.prompt_logprobs)
+
+
+def assert_close(rows: Any, plain: Any) -> None:
+    """The same tokens with the same ranks, and log-probabilities that differ by rounding."""
+    assert (rows is None) == (plain is None)
+    assert len(rows or ()) == len(plain or ())
+    for row, other in zip(rows or (), plain or (), strict=True):
+        assert (row is None) == (other is None)
+        pairs = [(p, other.get(id_)) for id_, p in (row or {}).items()]
+        assert all(q and p.rank == q.rank and abs(p.logprob - q.logprob) < 1e-3 for p, q in pairs), (row, other)

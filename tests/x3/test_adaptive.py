@@ -1,0 +1,104 @@
+"""The proposers by name, in the real engine: the text is plain decoding's, and where guesses do not pay there are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from folovllm import LLM, SamplingParams
+from folovllm.spec.choose import AdaptiveDepth
+from folovllm.spec.proposer import FixedDepth, RowState
+from folovllm.spec.registry import InTurn
+from folovllm.spec.suffix import SuffixProposer
+from folovllm.step.draw import DrawSpec
+from tests.helpers import tiny_checkpoint
+
+COMMON: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 2, "use_tqdm": False}
+STORY = "<|im_start|>user\nTell me a story about Lily and a red kite.<|im_end|>\n<|im_start|>assistant\n"
+PROMPTS = ["Lily has a red kite. Tom has a red kite. Anna has a red", STORY]
+PARAMS = [SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True) for t in (0.0, 0.8)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    return answers(LLM("stories-5m", **COMMON))
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    with llm:
+        outputs = llm.generate(PROMPTS, PARAMS)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "ngram+draft_model"])
+def test_each_method_writes_the_same_text(plain: list[list[int]], method: str) -> None:
+    model = {"model": "stories-draft"} if "draft" in method else {}
+    config = {"method": method, "num_speculative_tokens": 3, "adaptive": method == "ngram", **model}
+    llm = LLM("stories-5m", **COMMON, speculative_config=config)
+    assert answers(llm) == plain
+    counts = llm.engine.scheduler.speculation  # type: ignore[attr-defined]
+    assert isinstance(counts.depth, AdaptiveDepth if method == "ngram" else FixedDepth)
+    if "draft" in method:
+        assert counts.num_accepted > 0.4 * counts.num_guessed, (
+            "a draft that was distilled from the model agrees with it"
+        )
+
+
+def test_the_cost_of_steps_is_measured() -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    with LLM("stories-5m", **COMMON, speculative_config=config) as llm:
+        cost = llm.engine.scheduler.speculation.depth._cost  # type: ignore[attr-defined]
+        assert cost.plain.widths == (1, 2)
+        assert cost.checked.widths == (1, 2, 4, 8)
+        for curve in (cost.plain, cost.checked):
+            assert 0 < curve.seconds[0] <= curve.seconds[-1]
+
+
+def test_more_guesses_than_the_context_has_room_for() -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 16}
+    with LLM(str(tiny_checkpoint()), **{**COMMON, "max_model_len": 8}, speculative_config=config) as llm:
+        assert (
+            len(llm.generate([[5, 5, 5, 5]], SamplingParams(temperature=0, ignore_eos=True))[0].outputs[0].token_ids)
+            == 4
+        )
+
+
+def test_a_draft_has_the_vocabulary_of_its_model() -> None:
+    config = {"method": "draft_model", "model": str(tiny_checkpoint())}
+    with pytest.raises(ValueError, match="must have the vocabulary of its model"):
+        LLM("stories-5m", **COMMON, speculative_config=config)
+
+
+def test_several_are_asked_in_turn() -> None:
+    class Fixed(SuffixProposer):
+        def __init__(self, guesses: dict[int, list[int]]) -> None:
+            super().__init__()
+            self.guesses, self.asked = guesses, list[int]()
+
+        def propose(self, state: RowState, k: int) -> list[int]:
+            self.asked.append(state.seq_id)
+            return self.guesses.get(state.seq_id, [])[:k]
+
+    first, second = Fixed({1: [5, 6]}), Fixed({1: [9], 2: [7]})
+    states = [RowState(i, np.array([1], np.int32), 1, DrawSpec()) for i in (1, 2, 3)]
+    assert InTurn([first, second]).propose_all(states, [2, 2, 0]) == [[5, 6], [7], []]
+    assert (first.asked, second.asked) == ([1, 2], [2]), "who has a guess already is not asked about again"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_on_a_gpu(method: str) -> None:
+    """In float32, so that a step's width does not decide near ties; the draft's steps are recorded, too."""
+    common = {**COMMON, "device": "cuda", "dtype": "float32", "gpu_memory_utilization": 0.5}
+    config = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    if method == "draft_model":
+        config["model"] = "stories-draft"
+    plain = answers(LLM("stories-5m", **common))
+    llm = LLM("stories-5m", **common, speculative_config=config)
+    assert answers(llm) == plain
+    counts = llm.engine.scheduler.speculation  # type: ignore[attr-defined]
+    assert counts.num_guessed > 0
+    if method == "draft_model":
+        assert counts.num_accepted > 0.4 * counts.num_guessed

@@ -1,0 +1,263 @@
+"""Speculation that never loses, in virtual time: a step costs what a table says, and texts repeat themselves or do not."""
+
+from itertools import product
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.spec.choose import AdaptiveDepth, Curve, Estimate, StepCost, best_depths
+from folovllm.spec.ngram import NgramProposer
+from folovllm.spec.proposer import Depth, FixedDepth, Proposer, RowState
+from folovllm.spec.shadow import Shadow
+from folovllm.step.draw import DrawSpec
+from tests.tiny import worked_case
+
+
+def costs(widths: tuple[float, ...], seconds: tuple[float, ...], wait: float = 0.0, guess: float = 0.0) -> StepCost:
+    return StepCost(Curve(widths, seconds), Curve(widths, tuple(s + wait for s in seconds)), guess)
+
+
+FLAT = costs((1.0, 64.0), (1.0, 1.063), wait=0.05)  # a GPU at small batch: a token more is nearly free
+STEEP = costs((1.0, 2.0), (1.0, 1.8))  # a token more is nearly a step more
+
+
+def depths(*acceptances: float, cost: StepCost = FLAT, most: int = 8) -> list[int]:
+    return best_depths(np.ones(len(acceptances)), np.array(acceptances), cost, most)
+
+
+class TestBestDepths:
+    def test_a_worked_case(self) -> None:
+        """Seconds by tokens: 1 for one, 1.25 for two, 1.5 for three, and so on; with hits of 1 but where said otherwise."""
+        line, jump = costs((1.0, 2.0), (1.0, 1.25)), costs((1.0, 2.0, 8.0), (1.0, 2.5, 2.5))
+        got = {
+            "right half the time": depths(0.5, cost=line, most=2),
+            "never right": depths(0.0, cost=line, most=2),
+            "one of two is right": depths(0.9, 0.1, cost=line, most=2),
+            "a first guess is dear, all others are free": depths(0.9, cost=jump, most=7),
+            "an idea once in a thousand steps": best_depths(np.array([0.001]), np.array([0.9]), FLAT, 8),
+        }
+        says = (
+            "1, 1.5 and 1.75 tokens for 1, 1.25 and 1.5 seconds are 1, 1.2 and 1.17 a second; nothing for nothing; all width "
+            "to the first, its guesses are worth 0.9 and 0.81; 1.9 tokens in 2.5 seconds are too few, 5.7 are enough; and "
+            "waiting for an idea that does not come is no gain"
+        )
+        worked_case("x3.4", got, dict(zip(got, [[1], [0], [2, 0], [7], [0]], strict=True)), says)
+
+    def test_nothing_is_accepted(self) -> None:
+        assert depths(0.0) == [0], "guesses that are never right cost time"
+
+    def test_all_is_accepted(self) -> None:
+        assert depths(0.99) == [8], "nearly free, and nearly always right"
+        assert depths(0.99, most=3) == [3], "no more than allowed"
+
+    def test_wide_steps_that_cost_too_much(self) -> None:
+        assert depths(0.7, cost=STEEP) == [0], "0.7 tokens more for 0.8 steps more"
+
+    def test_who_is_right_more_often_guesses_more(self) -> None:
+        found = depths(0.9, 0.1, cost=costs((1.0, 2.0, 9.0), (1.0, 1.2, 3.0)))
+        assert found[0] > found[1], "the step's width belongs to the sequence whose guesses are right"
+
+    @given(
+        st.lists(st.tuples(st.floats(0.1, 1), st.floats(0, 0.95)), min_size=1, max_size=3),
+        st.floats(0, 0.6),
+        st.floats(0, 0.5),
+    )
+    def test_no_other_choice_is_better(self, rows: list[tuple[float, float]], slope: float, wait: float) -> None:
+        cost = costs((1.0, 2.0), (1.0, 1.0 + slope), wait)
+        hits, acceptances = np.array(rows).T
+
+        def speed(chosen: tuple[int, ...]) -> float:
+            tokens = sum(1 + h * sum(a**j for j in range(1, k + 1)) for (h, a), k in zip(rows, chosen, strict=True))
+            width = sum(1 + h * k for (h, _), k in zip(rows, chosen, strict=True))
+            return tokens / (
+                float(cost.of_checked(np.array([width]), np.array([0]))[0]) if any(chosen) else cost.of_plain(width)
+            )
+
+        found = best_depths(hits, acceptances, cost, 3)
+        assert speed(tuple(found)) >= max(map(speed, product(range(4), repeat=len(rows)))) - 1e-9, (
+            f"{found} is not the fastest"
+        )
+
+
+class TestStepCost:
+    def test_between_and_behind_the_table(self) -> None:
+        curve, at = Curve((1.0, 3.0, 5.0), (1.0, 2.0, 6.0)), np.array([0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0])
+        assert curve.of(at).tolist() == [1.0, 1.0, 1.5, 2.0, 4.0, 6.0, 10.0]
+        assert [curve.at(n) for n in at] == curve.of(at).tolist()
+        assert [Curve((2.0,), (3.0,)).at(n) for n in (1.0, 5.0)] == [3.0, 3.0], "one point: no slope"
+
+    def test_what_steps_take_corrects_the_table(self) -> None:
+        cost = costs((1.0, 2.0), (1.0, 1.0))
+        depth = AdaptiveDepth(cost, 4)
+        for _ in range(60):
+            depth.observe_guessing(2, 0.1)
+            depth.observe_step(1, 3, 2, 1.6)
+        assert cost.checked_factor == pytest.approx(1.5, rel=0.01), "the tenth that guessing took is no part of it"
+        assert cost.guess == pytest.approx(0.05, rel=0.01)
+        assert cost.plain_factor == 1.0
+        depth.observe_step(1, 30, 0, 9.0)
+        assert cost.plain_factor == 1.0, "a prompt says nothing of decodes"
+
+    def test_an_interrupted_step_changes_little(self) -> None:
+        cost = costs((1.0, 2.0), (1.0, 1.0))
+        cost.note(1, True, 1000.0)
+        assert cost.checked_factor < 1.08
+
+
+def test_an_estimate_follows_the_text() -> None:
+    known = Estimate(1.0, 0.0, 0.5, 0.5)
+    for _ in range(30):
+        known.note(4, 4, 0.9)
+    assert known.acceptance > 0.95
+    for _ in range(30):
+        known.note(4, 0, 0.9)
+    assert known.acceptance < 0.2
+    for _ in range(20_000):
+        known.note(0, 0, 0.9)
+    assert known.acceptance < 0.2, "silence says nothing of the guesses there were"
+    assert known.hit < 0.01
+
+
+class Guesser(Proposer):
+    """Right with a chance that the text sets; guesses of a draft, say."""
+
+    def __init__(self, texts: dict[int, list[int]], chance: float) -> None:
+        self._texts, self._chance, self._random, self.asked = texts, chance, Random(1), 0
+
+    def propose(self, state: RowState, k: int) -> list[int]:
+        self.asked += 1
+        at = len(state.token_ids)
+        return [t if self._random.random() < self._chance else -1 for t in self._texts[state.seq_id][at : at + k]]
+
+
+def virtual_seconds(
+    texts: dict[int, list[int]], proposer: Proposer, depth: Depth, cost: StepCost
+) -> tuple[float, list[int]]:
+    """The time to write all texts, and the sum of guesses asked for in each step, as an engine would go about it."""
+    written, seconds, asked = dict.fromkeys(texts, 1), 0.0, []
+
+    def state(seq_id: int) -> RowState:
+        return RowState(seq_id, np.array(texts[seq_id][: written[seq_id]], np.int32), 1, DrawSpec())
+
+    for seq_id in texts:
+        proposer.admit(state(seq_id))
+    while written:
+        ids = list(written)
+        ks = depth.choose(ids)
+        guesses = proposer.propose_all([state(i) for i in ids], ks) if any(ks) else [[] for _ in ids]
+        width = len(ids) + sum(map(len, guesses))
+        deepest = np.array([max(ks)])
+        seconds += float(cost.of_checked(np.array([float(width)]), deepest)[0]) if any(ks) else cost.of_plain(width)
+        asked.append(sum(ks))
+        for seq_id, k, guess in zip(ids, ks, guesses, strict=True):
+            rest = texts[seq_id][written[seq_id] :]
+            right = next((i for i, (g, t) in enumerate(zip(guess, rest, strict=False)) if g != t), len(guess))
+            if guess or (k and not isinstance(proposer, Shadow)):  # which says itself that it has no idea
+                depth.observe(seq_id, len(guess), right)
+            proposer.observe(seq_id, rest[: right + 1])
+            written[seq_id] += right + 1
+            if written[seq_id] >= len(texts[seq_id]):
+                del written[seq_id]
+                proposer.finish(seq_id)
+                depth.finish(seq_id)
+    return seconds, asked
+
+
+def noise(length: int, seed: int = 0) -> list[int]:
+    return [Random(seed * 10**6 + i).randrange(200) for i in range(length)]
+
+
+def shadowed(cost: StepCost, most: int = 8) -> tuple[Proposer, AdaptiveDepth]:
+    depth = AdaptiveDepth(cost, most)
+    return Shadow(NgramProposer(1, 3), depth), depth
+
+
+@pytest.mark.parametrize("cost", [FLAT, STEEP])
+def test_without_repetition_it_turns_itself_off(cost: StepCost) -> None:
+    texts = {i: noise(600, i) for i in range(3)}
+    plain, _ = virtual_seconds(texts, NgramProposer(), FixedDepth(0), cost)
+    seconds, asked = virtual_seconds(texts, *shadowed(cost), cost)
+    assert seconds < 1.02 * plain
+    assert sum(map(bool, asked[50:])) <= 0.05 * len(asked)
+
+
+def test_on_repetition_it_guesses_far() -> None:
+    texts = {0: noise(30) * 20}
+    plain, _ = virtual_seconds(texts, NgramProposer(), FixedDepth(0), FLAT)
+    seconds, asked = virtual_seconds(texts, *shadowed(FLAT), FLAT)
+    assert asked[-1] == 8
+    assert plain > 5 * seconds
+
+
+def test_it_comes_back_when_the_text_begins_to_repeat_itself() -> None:
+    depth = AdaptiveDepth(FLAT, 8)
+    _, asked = virtual_seconds({0: noise(300) + noise(30, 9) * 10}, Shadow(NgramProposer(1, 3), depth), depth, FLAT)
+    assert not any(asked[200:290]), "off while nothing repeats"
+    assert asked[-1] == 8, "on again: guesses were scored in the shadow"
+
+
+def test_one_sequence_repeats_and_the_other_does_not() -> None:
+    texts = {0: noise(25) * 20, 1: noise(250, 5)}
+    plain, _ = virtual_seconds(texts, NgramProposer(), FixedDepth(0), FLAT)
+    seconds, _ = virtual_seconds(texts, *shadowed(FLAT), FLAT)
+    assert seconds < 0.6 * plain
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.8])
+def test_a_dear_proposer_is_probed_now_and_then(chance: float) -> None:
+    cost = costs((1.0, 64.0), (1.0, 1.063), wait=0.1, guess=0.2)
+    texts = {0: noise(800)}
+    plain, _ = virtual_seconds(texts, Guesser(texts, 0), FixedDepth(0), cost)
+    seconds, asked = virtual_seconds(texts, Guesser(texts, chance), AdaptiveDepth(cost, 8, probe=True), cost)
+    if chance < 0.5:
+        assert seconds < 1.02 * plain
+        assert any(asked[-200:]), "it keeps looking whether guesses have become better"
+    else:
+        assert plain > 1.5 * seconds
+
+
+def test_a_probe_finds_out_that_guesses_have_become_better() -> None:
+    cost = costs((1.0, 64.0), (1.0, 1.063), wait=0.1, guess=0.1)
+    texts = {0: noise(3000)}
+    guesser = Guesser(texts, 0.0)
+    depth = AdaptiveDepth(cost, 4, probe=True)
+    virtual_seconds({0: texts[0][:500]}, guesser, depth, cost)
+    guesser._chance = 0.95
+    _, asked = virtual_seconds(texts, guesser, depth, cost)
+    assert asked[-1] == 4
+
+
+class TestShadow:
+    def test_only_a_few_sequences_are_watched(self) -> None:
+        texts = {i: noise(30, i) for i in range(20)}
+        guesser = Guesser(texts, 0.5)
+        virtual_seconds(texts, Shadow(guesser, FixedDepth(0), most=3), FixedDepth(0), FLAT)
+        assert guesser.asked <= 3 * 30, "the cost must not grow with the batch"
+
+    def test_what_the_model_checks_is_not_counted_twice(self) -> None:
+        seen: list[tuple[int, int]] = []
+
+        class Listening(FixedDepth):
+            def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
+                seen.append((num_guessed, num_accepted))
+
+        texts = {0: noise(20)}
+        depth = Listening(2)
+        virtual_seconds(texts, Shadow(Guesser(texts, 1.0), depth), depth, FLAT)
+        assert len(seen) == 7, "19 tokens, three a step"
+
+    def test_a_guess_is_judged_over_several_steps(self) -> None:
+        seen: list[tuple[int, int]] = []
+
+        class Listening(FixedDepth):
+            def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
+                seen.append((num_guessed, num_accepted))
+
+        texts = {0: noise(14)}
+        depth = Listening(0)
+        virtual_seconds(texts, Shadow(Guesser(texts, 1.0), depth, k=4), depth, FLAT)
+        assert seen[0] == (0, 0), "nothing was guessed before the first token"
+        assert seen[1:] == [(4, 4)] * 3

@@ -1,0 +1,99 @@
+"""A draft guesses what its model would write alone, whatever was accepted or rejected before."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from folovllm.build import make_executor
+from folovllm.config import EngineConfig
+from folovllm.engine.setup import set_up
+from folovllm.executor.packed_executor import LocalExecutor
+from folovllm.llm import LLM
+from folovllm.sampling_params import SamplingParams
+from folovllm.spec.draft_model import DraftModel
+from folovllm.spec.proposer import RowState
+from folovllm.step.draw import DrawSpec
+from tests.helpers import VOCAB_SIZE, tiny_checkpoint
+
+LENGTH, BLOCK, BUDGET = 64, 4, 24
+DRAWS = {"greedy": DrawSpec(temperature=0), "seeded": DrawSpec(seed=7, temperature=0.8, top_k=50, logprobs=2)}
+
+
+def draft(num_blocks: int = 64, max_num_seqs: int = 3) -> DraftModel:
+    config = EngineConfig(
+        model=str(tiny_checkpoint()), milestone="m6", enable_prefix_caching=False, device="cpu", max_model_len=LENGTH,
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=BUDGET, block_size=BLOCK, num_kv_blocks=num_blocks, use_tqdm=False,
+    )  # fmt: skip
+    executor = make_executor(set_up(config))
+    assert isinstance(executor, LocalExecutor)
+    return DraftModel(executor, max_num_seqs, BUDGET, LENGTH, BLOCK)
+
+
+@pytest.fixture(scope="module")
+def alone() -> LLM:
+    return LLM(str(tiny_checkpoint()), milestone="m3", device="cpu", max_model_len=LENGTH, use_tqdm=False)
+
+
+def written(alone: LLM, state: RowState, k: int) -> list[int]:
+    """What the model writes behind the text by itself."""
+    spec = state.draw
+    params = SamplingParams(
+        temperature=spec.temperature, top_k=spec.top_k, seed=spec.seed, max_tokens=k, ignore_eos=True
+    )
+    return list(alone.generate([state.token_ids.tolist()], params)[0].outputs[0].token_ids)
+
+
+def state(seq_id: int, tokens: list[int], spec: DrawSpec) -> RowState:
+    return RowState(seq_id, np.array(tokens, np.int32), 1, spec)
+
+
+@pytest.mark.parametrize("how", DRAWS)
+def test_guesses_are_what_the_model_writes(alone: LLM, how: str) -> None:
+    """Texts grow by part of the guess and a token of another's; some are not asked, some are short of blocks."""
+    rng, proposer = Random(3), draft(num_blocks=24)
+    texts = {i: [rng.randrange(VOCAB_SIZE) for _ in range(n)] for i, n in enumerate((1, 9, 30))}
+    num_guesses = 0
+    for turn in range(7):
+        ids = [i for i in texts if rng.random() < 0.8 or turn == 0]
+        states = [state(i, texts[i], DRAWS[how]) for i in ids]
+        ks = [rng.choice((0, 1, 2, 5)) for _ in ids]
+        for now, k, guess in zip(states, ks, proposer.propose_all(states, ks), strict=True):
+            assert len(guess) in (0, k)
+            num_guesses += len(guess)
+            if guess:
+                assert guess == written(alone, now, k), f"turn {turn}, sequence {now.seq_id}"
+            kept = rng.randint(0, len(guess))
+            texts[now.seq_id] += [*guess[:kept], rng.randrange(VOCAB_SIZE)]
+    assert num_guesses > 20
+
+
+def test_many_guesses_at_once(alone: LLM) -> None:
+    proposer, now = draft(), state(0, [5, 6, 7], DRAWS["greedy"])
+    assert proposer.propose(now, 12) == written(alone, now, 12), "more steps than an executor keeps in flight"
+
+
+def test_a_text_beyond_the_budget_takes_several_calls(alone: LLM) -> None:
+    proposer, now = draft(), state(0, [i % VOCAB_SIZE for i in range(40)], DRAWS["greedy"])
+    assert proposer.propose(now, 2) == [], "24 tokens a step: 16 are left to compute"
+    assert proposer.propose(now, 2) == written(alone, now, 2)
+
+
+def test_who_is_not_asked_makes_room(alone: LLM) -> None:
+    proposer = draft(num_blocks=16, max_num_seqs=2)
+    states = [state(i, [i + 1] * 20, DRAWS["greedy"]) for i in range(3)]
+    for now in states + states[:1]:
+        assert proposer.propose(now, 3) == written(alone, now, 3)
+    assert [bool(guess) for guess in proposer.propose_all(states, [3, 3, 3])].count(True) == 2, (
+        "two rows, three sequences"
+    )
+    for now in states:
+        proposer.finish(now.seq_id)
+    assert (len(proposer._rows), len(proposer._free)) == (2, 16), "rows and blocks come back"
+
+
+def test_no_guess_beyond_the_context() -> None:
+    proposer = draft()
+    assert proposer.propose(state(0, [1] * (LENGTH - 1), DRAWS["greedy"]), 3) == []

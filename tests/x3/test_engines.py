@@ -1,0 +1,146 @@
+"""Guesses where an engine is short of room, is interrupted, or has two ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from folovllm.engine import speculative_scheduler
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.events import Event, GuessesChecked, StepEnded
+from folovllm.sampling_params import SamplingParams
+from folovllm.step.schedule import SchedulerOutput
+from folovllm.worker import verify_graph_runner
+from folovllm.worker.warm_up import dummy_shares
+from tests.helpers import prompts
+from tests.workloads import Request, assert_nothing_left, serve
+from tests.x3.engines import Pair, guessing, make_engine, make_proposer, speculation_of
+
+PLAIN = SamplingParams(temperature=0.8, seed=1, max_tokens=20, ignore_eos=True)
+SMALL = {"block_size": 4, "num_kv_blocks": 34, "max_num_batched_tokens": 18, "max_num_seqs": 6}
+
+
+def crowd() -> list[Request]:
+    """Prompts that share their beginning, more than the pool holds."""
+    head, *tails = prompts([9, 12, 3, 7, 16, 5, 1], seed=4)
+    return [Request(head + tail, replace(PLAIN, seed=i, repetition_penalty=1.2)) for i, tail in enumerate(tails)]
+
+
+@pytest.mark.parametrize("preset", ["m3", "m5", "m6"])
+def test_sequences_give_way_and_come_back(preset: str) -> None:
+    fields = {"milestone": preset, **SMALL} | ({"max_num_batched_tokens": None} if preset == "m3" else {})
+    pair = Pair.of(crowd(), **fields)
+    engine = pair.engine("often")
+    for _ in range(2):  # the second time with all prefixes cached
+        pair.check(serve(engine, pair.requests))
+    assert engine.stats().preemptions > 0
+    assert speculation_of(engine).num_accepted > 20
+    if preset != "m3":
+        assert engine.prefix_cache_stats().tokens_hit > 0
+
+
+def test_an_answer_is_found_again_as_far_as_without_guesses() -> None:
+    pair = Pair.of(crowd()[:1], milestone="m6", block_size=4)
+    longer = [*pair.requests[0].prompt, *pair.plain[0].outputs[0].token_ids, 1]
+    found = []
+    for engine in (make_engine(**pair.fields), pair.engine("right"), pair.engine("often")):
+        serve(engine, pair.requests)
+        (output,) = serve(engine, [Request(longer, PLAIN)])
+        found.append(output.num_cached_tokens)
+    assert found == [len(longer) // 4 * 4 - 4 * (len(longer) % 4 == 1)] * 3
+
+
+@pytest.mark.parametrize("preset", ["m5", "m6"])
+def test_what_is_aborted_disturbs_nobody(preset: str) -> None:
+    pair = Pair.of(crowd(), milestone=preset, block_size=4)
+    engine = pair.engine("often")
+    for i, request in enumerate(pair.requests):
+        engine.add_request(f"{i}", request.prompt, request.params, stream=False)
+    done: dict[str, Any] = {}
+    for step in range(100):
+        if step == 4:
+            part = [engine.abort_request(name).outputs[0].token_ids for name in ("1", "4")]
+        done |= {output.request_id: output for output in engine.step()}
+        if not engine.has_unfinished_requests():
+            break
+    assert_nothing_left(engine)
+    rest = [i for i in range(len(pair.requests)) if i not in (1, 4)]
+    replace(pair, plain=[pair.plain[i] for i in rest]).check([done[f"{i}"] for i in rest])
+    for i, tokens in zip((1, 4), part, strict=True):
+        assert tokens == pair.plain[i].outputs[0].token_ids[: len(tokens)]
+
+
+class Told(list[Event]):
+    """A listener."""
+
+    def __call__(self, events: Any) -> None:
+        self.extend(events)
+
+
+def test_fewer_steps_and_what_is_told_of_them() -> None:
+    """With right guesses an answer of 21 tokens takes its prompt's step and five more of four tokens."""
+    pair = Pair.of([Request(crowd()[0].prompt, replace(PLAIN, max_tokens=21))], milestone="m6")
+    engine = pair.engine("right", k=3)
+    told = Told()
+    engine.subscribe(told)
+    engine.history = []
+    pair.check(serve(engine, pair.requests))
+    steps = [event for event in told if isinstance(event, StepEnded)]
+    checked = [event for event in told if isinstance(event, GuessesChecked)]
+    assert [len(step.result.token_ids[0]) for step in steps] == [1, 4, 4, 4, 4, 4]
+    assert [(event.num_guessed, event.num_accepted) for event in checked] == [(3, 3)] * 5
+    assert [(step.num_prefill_tokens, step.num_decode_tokens) for step in engine.history] == [(21, 0)] + [(0, 4)] * 5
+
+
+def test_without_guesses_the_loop_overlaps() -> None:
+    """While the depth says 0 a step starts before the one before it was taken in, and while it says more none does."""
+    (request,) = crowd()[:1]
+    engine = make_engine(milestone="m6", **guessing(make_proposer("random", [], [])))
+    depth = speculation_of(engine).depth
+    flying = in_flight_after_each_step(engine, request)
+    assert set(flying) == {1}  # it takes in a step, then starts the next one
+    depth.choose = lambda seq_ids: [0] * len(seq_ids)  # type: ignore[method-assign]
+    assert max(in_flight_after_each_step(engine, request)) == 2
+
+
+def in_flight_after_each_step(engine: LLMEngine, request: Request) -> list[int]:
+    """How many steps are on the device at most during each turn of the loop."""
+    engine.add_request("a", request.prompt, request.params)
+    submit, wait, counts = engine.executor.submit, [0], []  # type: ignore[attr-defined]
+
+    class Pending:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def wait(self) -> Any:
+            wait[0] -= 1
+            return self.inner.wait()
+
+    def start(output: Any) -> Any:
+        pending = submit(output)
+        wait[0] += 1
+        counts.append(wait[0])
+        return Pending(pending)
+
+    engine.executor.submit = start  # type: ignore[attr-defined]
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.executor.submit = submit  # type: ignore[attr-defined]
+    return counts
+
+
+def test_a_step_draws_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses are cut down to what a step may draw; a step that is made by hand and draws more is refused."""
+    for place in (speculative_scheduler, verify_graph_runner):
+        monkeypatch.setattr(place, "most_draws", lambda max_num_seqs: 9)
+    pair = Pair.of(crowd(), milestone="m6", max_num_seqs=6)
+    engine = pair.engine("right", k=5)
+    told = Told()
+    engine.subscribe(told)
+    pair.check(serve(engine, pair.requests))
+    assert max(sum(s.num_draws for s in e.output.shares) for e in told if isinstance(e, StepEnded)) == 9
+    (share,) = dummy_shares([10], 16)
+    with pytest.raises(RuntimeError, match="a step draws 10 tokens, and there is room for 9"):
+        engine.executor.execute_model(SchedulerOutput((share._replace(num_draws=10),)))

@@ -1,0 +1,89 @@
+"""Whatever is guessed, an answer is the one that plain decoding gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from folovllm.sampling_params import SamplingParams
+from folovllm.structured_outputs import StructuredOutputsParams
+from folovllm.worker import check_graphs
+from folovllm.worker.check_graphs import CheckGraphs, CheckRoom
+from folovllm.worker.prompt_graphs import Room
+from tests.helpers import prompts, tiny_tokenizer
+from tests.workloads import Request, serve, workload
+from tests.x3.engines import Pair, guessing, make_engine, make_proposer, speculation_of
+
+BLOCKS: dict[str, dict[str, Any]] = {  # small ones, so that guesses cross their borders
+    "m2": {"milestone": "m2"},
+    "m5": {"milestone": "m5", "block_size": 4},
+    "m6": {"milestone": "m6", "block_size": 4},
+}
+LETTERS = [int(id_) for id_ in tiny_tokenizer().encode("abcdefghijklmnop")]
+DRAWN = SamplingParams(temperature=0.9, seed=3, max_tokens=14, ignore_eos=True, allowed_token_ids=LETTERS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "guesses"), [("greedy", "right"), ("seeded", "often"), ("seeded", "wrong"), ("greedy", "random")]
+)
+@pytest.mark.parametrize("preset", BLOCKS)
+def test_the_text_is_that_of_transformers(preset: str, kind: str, guesses: str) -> None:
+    load = workload(kind, count=6)
+    proposer = make_proposer(guesses, [request.prompt for request in load.requests], load.answers)
+    engine = make_engine(max_num_seqs=4, **BLOCKS[preset], **guessing(proposer))
+    load.check(serve(engine, load.requests))
+    made = speculation_of(engine)
+    assert made.num_guessed > 20
+    if guesses == "right":
+        assert made.num_accepted == made.num_guessed
+    elif guesses == "wrong":
+        assert made.num_accepted == 0
+
+
+def demanding() -> list[Request]:
+    """Requests with all that a draw may depend on."""
+    form = StructuredOutputsParams
+    every = [
+        replace(DRAWN, repetition_penalty=1.6, presence_penalty=0.5, frequency_penalty=0.4, logprobs=2),
+        replace(DRAWN, temperature=0, repetition_penalty=1.3, stop=["d"], include_stop_str_in_output=True),
+        replace(DRAWN, ignore_eos=False, stop_token_ids=LETTERS[:6], min_tokens=7),
+        replace(DRAWN, bad_words=["ab", "c", "dg", "hhp", "n"], logit_bias={LETTERS[4]: 2.0}, logprobs=0),
+        replace(DRAWN, top_k=7, top_p=0.8, min_p=0.02, n=3),
+        replace(DRAWN, prompt_logprobs=1, logprobs=1, stop=["b", "o"]),
+        replace(DRAWN, allowed_token_ids=None, structured_outputs=form(regex="[a-f]{3}(g|hi)*[jk]{2}")),
+        replace(DRAWN, allowed_token_ids=None, structured_outputs=form(choice=["abcabc", "abdeee"]), min_tokens=9),
+    ]
+    lengths = [5, 9, 16, 3, 8, 11, 4, 7]
+    return [Request(prompt, params) for prompt, params in zip(prompts(lengths, seed=5), every, strict=True)]
+
+
+@lru_cache
+def demanding_pair(preset: str) -> Pair:
+    return Pair.of(demanding(), max_num_seqs=6, **BLOCKS[preset])
+
+
+@pytest.mark.parametrize("guesses", ["right", "often", "random"])
+@pytest.mark.parametrize("preset", BLOCKS)
+def test_all_that_a_draw_depends_on_is_kept_token_by_token(preset: str, guesses: str) -> None:
+    pair = demanding_pair(preset)
+    engine = pair.engine(guesses)
+    pair.check(serve(engine, pair.requests))
+    made = speculation_of(engine)
+    assert made.num_guessed > 20 and (made.num_accepted > 20 or guesses == "random")
+
+
+@pytest.mark.parametrize("guesses", ["right", "often"])
+def test_recorded_steps_with_guesses(guesses: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU too, with rooms of few sizes: those that no room holds, and those with prompts, run as before."""
+    used: list[Room] = []
+    run = CheckGraphs.graph
+    monkeypatch.setattr(check_graphs, "check_rooms", lambda setup: check_graphs.rooms(24))
+    monkeypatch.setattr(CheckGraphs, "graph", lambda self, room: (used.append(room), run(self, room))[1])
+    pair = demanding_pair("m6")
+    pair.check(serve(pair.engine(guesses), pair.requests))
+    assert len(set(used)) > 3 and max(used).tokens <= 24
+    assert check_graphs.rooms(64)[-2:] == [CheckRoom(48, 0), CheckRoom(64, 0)]
+    assert check_graphs.rooms(2000)[-1] == CheckRoom(512, 0)

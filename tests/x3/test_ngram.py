@@ -1,0 +1,111 @@
+"""Prompt lookup against a search through the whole text."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.spec.ngram import Lookup, NgramProposer
+from folovllm.spec.proposer import RowState
+from folovllm.step.draw import DrawSpec
+from tests.tiny import worked_case
+
+Texts = st.lists(st.integers(0, 3), max_size=40)
+
+
+def searched(text: list[int], shortest: int, longest: int, k: int) -> list[int]:
+    """The same by brute force: the longest run first, its latest place first, one token after the other."""
+    end = len(text)
+    for n in range(longest, shortest - 1, -1):
+        for start in range(end - n - 1, -1, -1):
+            if n <= end and text[start : start + n] == text[end - n :]:
+                grown = list(text)
+                for i in range(k):
+                    grown.append(grown[start + n + i])
+                return grown[end:]
+    return []
+
+
+def looked_up(text: list[int], k: int, shortest: int = 1, longest: int = 3) -> list[int]:
+    lookup = Lookup(shortest, longest)
+    lookup.extend(text)
+    return lookup.guess(k)
+
+
+class TestLookup:
+    def test_a_worked_case(self) -> None:
+        got = {
+            "4 1 2 7 1 2 8 4 1 2": looked_up([4, 1, 2, 7, 1, 2, 8, 4, 1, 2], k=4, shortest=2),
+            "4 5 4 6 4": looked_up([4, 5, 4, 6, 4], k=2),
+            "1 2 1 2": looked_up([1, 2, 1, 2], k=5, shortest=2),
+        }
+        says = "4 1 2 was followed by 7 1 2 8; the last 4 by 6 4; 1 2 by 1 2, and so on with what was copied"
+        worked_case("x3.1", got, dict(zip(got, [[7, 1, 2, 8], [6, 4], [1, 2, 1, 2, 1]], strict=True)), says)
+
+    def test_what_followed_comes_again(self) -> None:
+        assert looked_up([7, 8, 9, 1, 2, 7, 8], k=3) == [9, 1, 2], '"7 8" was followed by 9, 1, 2'
+
+    def test_nothing_is_made_up(self) -> None:
+        assert looked_up([1, 2, 3, 4], k=3) == [], "no token of the end occurred before: there is no guess"
+        assert looked_up([], k=3) == [], "an empty text gives no guess"
+
+    def test_the_longest_run_decides(self) -> None:
+        found = looked_up([1, 2, 3, 5, 2, 3, 6, 1, 2, 3], k=1)
+        assert found != [6], "6 is what followed the shorter run 2 3 the last time; the run 1 2 3 was there, too"
+        assert found == [5], "what followed 1 2 3"
+
+    def test_the_latest_place_decides(self) -> None:
+        found = looked_up([4, 5, 4, 6, 4], k=1)
+        assert found != [5], "5 followed the first 4: the last one is nearer to what is being written"
+        assert found == [6], "what followed the last 4 that something follows"
+
+    def test_a_guess_goes_on_with_itself(self) -> None:
+        assert looked_up([1, 2, 1, 2], k=5) == [1, 2, 1, 2, 1], "behind the end of the text, copy what was copied"
+
+    def test_runs_have_bounds(self) -> None:
+        assert looked_up([1, 9, 1], k=1, shortest=2) == [], "one token is shorter than the shortest run"
+        assert looked_up([1, 2, 3, 5, 2, 3, 6, 1, 2, 3], k=1, longest=2) == [6], "runs of three are not looked at"
+
+    @given(Texts, st.integers(1, 3), st.integers(0, 2), st.integers(1, 6), st.integers(0, 40))
+    def test_equals_a_search(self, text: list[int], shortest: int, more: int, k: int, cut: int) -> None:
+        lookup = Lookup(shortest, shortest + more)
+        lookup.extend(text[:cut])
+        lookup.guess(k)
+        lookup.extend(text[cut:])
+        expected = searched(text, shortest, shortest + more, k)
+        assert lookup.guess(k) == expected, f"a search through {text} finds something else"
+
+
+class Counted(dict[tuple[int, ...], int]):
+    writes = 0
+
+    def __setitem__(self, key: tuple[int, ...], value: int) -> None:
+        self.writes += 1
+        super().__setitem__(key, value)
+
+
+def test_a_token_costs_the_same_however_long_the_text_is() -> None:
+    lookup = Lookup(2, 4)
+    lookup._after = counted = Counted()
+    for length in range(1, 400):
+        before = counted.writes
+        lookup.extend([length % 7])
+        assert counted.writes - before <= 3, f"token {length} noted more than one run of each length"
+
+
+class TestProposer:
+    def state(self, seq_id: int, *tokens: int) -> RowState:
+        return RowState(seq_id, np.array(tokens, np.int32), 1, DrawSpec())
+
+    def test_each_sequence_has_its_own_text(self) -> None:
+        proposer = NgramProposer(1, 2)
+        assert proposer.propose(self.state(1, 5, 6, 5), 1) == [6]
+        assert proposer.propose(self.state(2, 5, 7, 5), 2) == [7, 5]
+        assert proposer.propose(self.state(1, 5, 6, 5, 8, 6), 1) == [5], "two tokens came since it was asked"
+        proposer.finish(1)
+        proposer.finish(3)
+        assert not proposer._texts.keys() - {2}, "a sequence that ended leaves nothing behind"
+
+    def test_bounds_are_checked(self) -> None:
+        with pytest.raises(ValueError, match="prompt_lookup_min <= prompt_lookup_max"):
+            NgramProposer(3, 2)

@@ -1,0 +1,56 @@
+"""Guesses on a GPU: recorded steps, the kernels that draw, and what a row's words say after a wrong guess."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from folovllm.attention.backends.abstract import BackendUnavailable
+from tests.m6.traffic import kernels
+from tests.workloads import serve
+from tests.x3.engines import Pair, speculation_of
+from tests.x3.test_lossless import demanding
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("guesses", ["right", "often", "random"])
+@pytest.mark.parametrize("backend", ["torch_paged", "triton"])
+@pytest.mark.parametrize(
+    "fields", [{"milestone": "m5"}, {"milestone": "m6"}, {"milestone": "m6", "enforce_eager": True}]
+)
+def test_texts_agree_until_rounding_decides(fields: dict[str, object], backend: str, guesses: str) -> None:
+    requests = [replace(r, params=replace(r.params, logprobs=None, prompt_logprobs=None)) for r in demanding() * 3]
+    fields = {"device": "cuda", "dtype": "float32", "attention_backend": backend, "max_num_seqs": 8, **fields}
+    try:
+        pair = Pair.of(requests, **fields)
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    engine = pair.engine(guesses)
+    outputs = serve(engine, requests)
+    answers = [
+        (one.text, other.text)
+        for output, plain in zip(outputs, pair.plain, strict=True)
+        for one, other in zip(output.outputs, plain.outputs, strict=True)
+    ]
+    assert sum(one == other for one, other in answers) >= 0.9 * len(answers)
+    assert speculation_of(engine).num_guessed > 50
+
+
+def test_nothing_is_compiled_after_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with guesses of every size meet kernels that are there, as in `tests/m6/test_warm_up.py`."""
+    import triton
+
+    pair = Pair.of(demanding(), milestone="m6", device="cuda", attention_backend="triton")
+    for kernel in kernels():
+        kernel.device_caches.clear()
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(f"{what['repr']} {what['key']}")
+    )
+    engine = pair.engine("often", k=5)
+    assert len(compiled) >= 9, f"the hook saw {compiled}"
+    compiled.clear()
+    serve(engine, pair.requests)
+    assert not compiled and speculation_of(engine).num_guessed > 20

@@ -1,0 +1,216 @@
+"""The suffix automaton against plain searches, and what is guessed with it."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.spec import automaton
+from folovllm.spec.automaton import NOWHERE, Place, SuffixAutomaton
+from folovllm.spec.proposer import RowState
+from folovllm.spec.suffix import ANSWER_ENDS, PastAnswers, SuffixProposer, most_frequent
+from folovllm.step.draw import DrawSpec
+from tests.tiny import worked_case
+
+Texts = st.lists(st.integers(0, 2), max_size=30)
+
+
+def automaton_of(*texts: list[int]) -> SuffixAutomaton:
+    grown = SuffixAutomaton()
+    for text in texts:
+        for token in text:
+            grown.append(token)
+    return grown
+
+
+def places(text: list[int], run: list[int]) -> list[int]:
+    """Where `run` ends in `text`."""
+    n = len(run)
+    return [i for i in range(n, len(text) + 1) if text[i - n : i] == run]
+
+
+def followed(other: SuffixAutomaton, text: list[int], place: Place = NOWHERE) -> Place:
+    for token in text:
+        place = other.follow(place, token)
+    return place
+
+
+class TestAutomaton:
+    def test_it_knows_what_was_there_before(self) -> None:
+        text = automaton_of([1, 2, 3, 1, 2])
+        assert text.longest_repeat().length == 2, '"1 2" occurs earlier, "3 1 2" does not'
+        assert text.following(text.longest_repeat()) == {3: 1}
+
+    def test_it_counts(self) -> None:
+        text = automaton_of([5, 1, 5, 2, 5, 1, 5])
+        assert text.following(text.follow(NOWHERE, 5)) == {1: 2, 2: 1}, "1 followed 5 twice, 2 once"
+
+    @given(Texts, Texts)
+    def test_repeats_and_counts_equal_a_search(self, first: list[int], second: list[int]) -> None:
+        text, grown = first + second, automaton_of(first, second)
+        repeat = grown.longest_repeat()
+        lengths = [n for n in range(1, len(text)) if len(places(text, text[-n:])) > 1]
+        assert repeat.length == max(lengths, default=0)
+        for n in range(1, repeat.length + 1):
+            after = [text[i] for i in places(text, text[-n:]) if i < len(text)]
+            found = grown.following(followed(grown, text[-n:]))
+            assert found == {token: after.count(token) for token in after}, f"after the last {n} tokens of {text}"
+
+    def test_what_it_counts_is_bounded(self) -> None:
+        text = automaton_of([1] * (automaton.MOST + 50))
+        assert text.following(text.follow(NOWHERE, 1)) == {1: automaton.MOST}
+
+    @given(Texts)
+    def test_it_has_two_states_a_token_at_most(self, text: list[int]) -> None:
+        assert len(automaton_of(text)._next) <= 2 * len(text) + 1
+
+    def test_the_work_for_a_token_does_not_grow_with_the_text(self) -> None:
+        def visits(length: int) -> int:
+            grown = SuffixAutomaton()
+            grown._link = seen = Watched([-1])
+            for i in range(length):
+                grown.append(0 if i % 1000 else 1)  # long runs of one token: the longest chains of links
+            return seen.reads
+
+        assert visits(4000) < 2 * visits(2000) + 4 * 2000, "twice the text is more than twice the work"
+
+
+class Watched(list[int]):
+    reads = 0
+
+    def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+class TestFollow:
+    """x3.5: where a text stands in another one."""
+
+    def test_a_worked_case(self) -> None:
+        other, place, got = automaton_of([1, 2, 3, 7, 2, 4]), NOWHERE, {}
+        for token in (9, 1, 2, 4, 5, 7):
+            place = other.follow(place, token)
+            got[f"after {token}"] = place.length
+        says = "1 2 3 7 2 4 holds no 9; 1; 1 2; of 1 2 4 only 2 4; no 5; 7"
+        worked_case("x3.5", got, dict(zip(got, [0, 1, 2, 2, 0, 1], strict=True)), says)
+
+    def test_a_run_goes_on(self) -> None:
+        other = automaton_of([1, 2, 3, 4])
+        assert followed(other, [9, 2, 3]).length == 2, "the other text holds 2 3, and no 9"
+
+    def test_the_front_is_given_up_before_the_match(self) -> None:
+        other = automaton_of([1, 2, 3, 7, 2, 4])
+        assert followed(other, [1, 2, 4]).length == 2, '"1 2 4" is not there, "2 4" is: keep as much as possible'
+
+    def test_nothing_in_common(self) -> None:
+        other = automaton_of([1, 2])
+        assert followed(other, [1, 9]) == NOWHERE, "no token of the end is in the other text"
+        assert followed(other, [1, 9, 2]).length == 1, "behind a token that is not there, begin anew"
+
+    def test_the_other_text_grows(self) -> None:
+        """In 1 2 3 the runs 3 and 2 3 share a state. Behind 4 2 3 they have parted from 1 2 3, and 5 follows only them."""
+        other = automaton_of([1, 2, 3])
+        place = followed(other, [3])
+        for token in (4, 2, 3, 5):
+            other.append(token)
+        found = other.follow(place, 5).length
+        assert found != 3, "the place was a run of one token, 3: with 5 it has two; its state has been split since"
+        assert found == 2, "3 5 is there"
+
+    @given(Texts, Texts, Texts)
+    def test_equals_a_search_although_the_other_text_grows(
+        self, other: list[int], text: list[int], more: list[int]
+    ) -> None:
+        grown = automaton_of(other)
+        place = followed(grown, text)
+        longest = max((n for n in range(1, len(text) + 1) if places(other, text[-n:])), default=0)
+        assert place.length == longest, "the longest end of the text that the other one holds"
+        for token in more:
+            grown.append(token)
+        run, whole = text[len(text) - longest :], other + more
+        after = [whole[i] for i in places(whole, run) if i < len(whole)] if run else None
+        if after is not None:
+            assert grown.following(place) == {token: after.count(token) for token in after}, (
+                "a state was split meanwhile"
+            )
+
+
+def guess(text: list[int], k: int = 8, least: float = 0.2) -> list[int]:
+    grown = automaton_of(text)
+    return most_frequent(grown, grown.longest_repeat(), k, least).token_ids
+
+
+class TestMostFrequent:
+    def test_the_majority(self) -> None:
+        assert guess([1, 2, 5, 1, 2, 6, 1, 2, 5, 9, 1, 2], k=1) == [5], "5 followed twice, 6 once"
+
+    def test_of_equals_the_newest(self) -> None:
+        assert guess([1, 2, 5, 1, 2, 6, 1, 2], k=1) == [6]
+
+    def test_length_follows_the_match(self) -> None:
+        text = list(range(40))
+        assert len(guess(text + text[:2], k=40, least=0.2)) == 8, "L * (1 / least - 1) tokens for a match of L = 2"
+        assert len(guess(text + text[:5], k=40, least=0.2)) == 20
+
+    def test_uncertain_continuations_end_it(self) -> None:
+        text = [1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 1, 2, 3, 8, 9, 1, 2]
+        assert guess(text, k=3, least=0.4) == [3], "after 1 2 3 came 4, 6 and 8: none is likely"
+
+    def test_nothing_behind_the_end_of_an_answer(self) -> None:
+        grown = automaton_of([1, 2, 3, ANSWER_ENDS, 4, 5])
+        assert most_frequent(grown, followed(grown, [1, 2]), 5, 0.0).token_ids == [3]
+
+    def test_the_score_is_what_is_expected(self) -> None:
+        grown = automaton_of([1, 2, 3, 4, 1, 2])
+        assert most_frequent(grown, grown.longest_repeat(), 2, 0.0).score == 2 / 3 + 2 / 4
+
+
+class TestPastAnswers:
+    @given(st.lists(st.lists(st.integers(0, 5), max_size=12), max_size=12))
+    def test_memory_is_bounded_and_the_latest_are_kept(self, answers: list[list[int]]) -> None:
+        past, capacity = PastAnswers(10), 10
+        for answer in answers:
+            past.add(answer)
+        kept = [text.num_tokens for text in past.generations]
+        total = sum(len(answer) + 1 for answer in answers)
+        assert max(kept) <= capacity
+        assert sum(kept) >= min(total, capacity)
+
+
+class TestProposer:
+    def state(self, seq_id: int, *tokens: int) -> RowState:
+        return RowState(seq_id, np.array(tokens, np.int32), 2, DrawSpec())
+
+    def answer(self, proposer: SuffixProposer, seq_id: int, *tokens: int) -> None:
+        proposer.admit(self.state(seq_id, 0, 1, tokens[0]))
+        proposer.observe(seq_id, tokens[1:])
+        proposer.finish(seq_id)
+
+    def test_it_guesses_from_past_answers(self) -> None:
+        proposer = SuffixProposer(least=0.1)
+        self.answer(proposer, 1, 5, 6, 7, 8)
+        proposer.admit(self.state(2, 3, 4))
+        assert proposer.propose(self.state(2, 3, 4), 4) == [], "nothing in common so far"
+        assert proposer.propose(self.state(2, 3, 4, 5, 6), 4) == [7, 8], "another answer went on like this, and ended"
+
+    def test_a_place_survives_a_new_generation(self) -> None:
+        proposer = SuffixProposer(capacity=5, least=0.1)
+        proposer.admit(self.state(2, 3, 4))
+        assert proposer.propose(self.state(2, 3, 4, 5, 6), 2) == []
+        for seq_id in (10, 11):
+            self.answer(proposer, seq_id, 5, 6, 7, 8)
+        assert proposer.propose(self.state(2, 3, 4, 5, 6), 2) == [7, 8]
+
+    def test_the_longer_match_wins(self) -> None:
+        proposer = SuffixProposer(least=0.1)
+        self.answer(proposer, 1, 4, 5, 6, 7)
+        proposer.admit(self.state(2, 0, 1))
+        own = self.state(2, 0, 1, 6, 9, 4, 5, 6)
+        assert proposer.propose(own, 1) == [7], "its own text knows what followed 6, a past answer what followed 4 5 6"
+
+    def test_a_sequence_that_ended_leaves_its_answer_alone(self) -> None:
+        proposer = SuffixProposer()
+        self.answer(proposer, 1, 4, 5)
+        proposer.admit(self.state(2, 0, 1))
+        proposer.propose(self.state(2, 0, 1), 1)
+        proposer.finish(2)
+        assert not proposer._texts and not proposer._answers

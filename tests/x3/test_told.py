@@ -1,0 +1,103 @@
+"""Who listens to the events of an engine with guesses knows what its parts know; and what a configuration may say."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from folovllm.config import EngineConfig
+from folovllm.inspector.replay import Recording
+from folovllm.server.digest import Digest
+from folovllm.spec.proposer import FixedDepth
+from folovllm.speculative_config import SpeculativeConfig
+from folovllm.step.schedule import SchedulerOutput, StepResult
+from folovllm.terminal import step_line
+from tests.inspector.test_recording import Taped, assert_replays
+from tests.m5.test_events import NoDevice, engine
+from tests.x3.engines import Anything, guessing, speculation_of
+
+
+class NoJudge(NoDevice):
+    """Draws from a die, and takes as many guesses as another one says."""
+
+    def execute_model(self, output: SchedulerOutput) -> StepResult:
+        whole = super().execute_model(output)
+        pairs = zip(whole.token_ids, output.shares, strict=True)
+        return StepResult([tokens[: self.die.randint(1, max(1, s.num_draws))] for tokens, s in pairs], {})
+
+
+@pytest.mark.parametrize("milestone", ["m2", "m3", "m5", "m6"])
+def test_watcher_recording_digest_and_log(milestone: str) -> None:
+    served = engine(milestone, **guessing(Anything(), k=5))
+    taped = Taped(served, seed=7)
+    served.executor = NoJudge(served.executor.num_kv_blocks, taped.die)  # type: ignore[assignment]
+    served.history = []
+    for _ in range(60):
+        taped.turn()
+    made, digest = speculation_of(served), Digest(has_prefix_cache=True)
+    assert made.num_guessed > made.num_accepted > 0
+    counted = [
+        (event.num_guessed, event.num_accepted) for event in taped.seen if type(event).__name__ == "GuessesChecked"
+    ]
+    assert [made.num_drafts, made.num_guessed, made.num_accepted] == [
+        len(counted),
+        *map(sum, zip(*counted, strict=True)),
+    ]
+    for event in taped.seen:
+        if type(event).__name__ == "GuessesChecked":
+            digest.take_in([event])
+    assert (digest.load.num_drafts, digest.load.num_guessed) == (made.num_drafts, made.num_guessed)
+    assert sum(step.num_guessed for step in served.history) == made.num_guessed
+    told = [step_line(step) for step in served.history if step.num_guessed]
+    assert told and all("   guesses right " in line for line in told)
+    found: Recording = assert_replays(taped)
+    kinds = {entry[0] for line in found.lines if line[0] == "turn" for entry in line[3]}
+    assert {"guess", "cut"} <= kinds if milestone != "m2" else "guess" in kinds
+
+
+CONFIG = SpeculativeConfig(num_speculative_tokens=6)
+
+
+@pytest.mark.parametrize(("given", "whole"), [
+    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 4}},
+     SpeculativeConfig("ngram", 6, 4)),
+    ({"speculative_config": '{"model": "[ngram]", "num_speculative_tokens": 6}'}, CONFIG),
+    ({"speculative_config": {"model": "small", "num_speculative_tokens": 6}}, SpeculativeConfig("draft_model", 6, model="small")),
+    ({"speculative_method": "ngram", "num_speculative_tokens": 6}, CONFIG),
+    ({"speculative_method": "ngram+suffix"}, SpeculativeConfig("ngram+suffix")),
+    ({"speculative_config": CONFIG, "num_speculative_tokens": 2}, SpeculativeConfig(num_speculative_tokens=2)),
+    ({"speculative_config": None}, None),
+])  # fmt: skip
+def test_a_configuration_says_the_same_in_several_ways(given: dict[str, Any], whole: SpeculativeConfig | None) -> None:
+    config = EngineConfig(**given)
+    assert config.speculation == whole
+    again = EngineConfig(**{field.name: getattr(config, field.name) for field in fields(config)})
+    assert again.speculation == whole, "what was resolved can be said again"
+
+
+@pytest.mark.parametrize(("given", "says"), [
+    ({"speculative_config": {"method": "medusa"}}, "choose one of ngram, suffix, draft_model"),
+    ({"speculative_config": {"method": "ngram", "heads": 3}}, "not heads: leave it out"),
+    ({"speculative_config": "ngram"}, "is no JSON"),
+    ({"speculative_config": 3}, "must be a dict, not 3"),
+    ({"speculative_method": "ngram", "num_speculative_tokens": 0}, "a whole number from 1 to"),
+    ({"speculative_method": "ngram", "num_speculative_tokens": True}, "a whole number from 1 to"),
+    ({"num_speculative_tokens": 3}, "needs a speculative_method"),
+    ({"speculative_method": "draft_model"}, "needs a model"),
+    ({"speculative_config": {"method": "suffix", "model": "small"}}, "no other method takes one"),
+    ({"speculative_config": {"method": "ngram", "prompt_lookup_min": 7}}, "is above prompt_lookup_max 5: lower it"),
+    ({"speculative_method": "ngram", "milestone": "m1"}, "take milestone m2 or later"),
+    ({"speculative_method": "ngram", "milestone": "m2", "builders": "scheduler"}, "the engine's own scheduler"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_in_a_sentence(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        EngineConfig(**given)
+
+
+def test_ranks_with_schedulers_of_their_own_do_not_look_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun all must decide the same."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    served = engine("m5", speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    assert type(speculation_of(served).depth) is FixedDepth

@@ -1,0 +1,77 @@
+"""x3.3: the table of a sequence is cut back to the blocks that hold a computed token."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.cache.block_manager import BlockManager
+from folovllm.request import Sequence
+from tests.sequences import make_seq
+from tests.tiny import worked_case
+
+
+def holding(kv: BlockManager, *block_ids: int, computed: int) -> Sequence:
+    """A running sequence whose table names these blocks; its newest token is not computed."""
+    seq = make_seq(computed + 1)
+    seq.start()
+    seq.num_computed_tokens = computed
+    for block_id in block_ids:
+        kv._free.remove(kv.blocks[block_id])
+        kv.blocks[block_id].ref_count = 1
+    seq.block_table = list(block_ids)
+    return seq
+
+
+def after(computed: int, *block_ids: int) -> tuple[BlockManager, Sequence]:
+    kv = BlockManager(6, 4)
+    seq = holding(kv, *block_ids, computed=computed)
+    kv.truncate(seq)
+    return kv, seq
+
+
+def free_ids(kv: BlockManager) -> list[int]:
+    return [kv._free.popleft().block_id for _ in range(kv.num_free)]
+
+
+def test_a_worked_case() -> None:
+    """Blocks of four tokens; 5, 1, 3 and 0 were reserved for nine tokens and guesses, or for eight."""
+    got = {}
+    for computed in (9, 8):
+        kv, seq = after(computed, 5, 1, 3, 0)
+        holders = [block.ref_count for block in kv.blocks]
+        got[f"{computed} computed"] = {"table": seq.block_table, "holders": holders, "free": free_ids(kv)}
+    expected = {
+        "9 computed": {"table": [5, 1, 3], "holders": [0, 1, 0, 1, 0, 1], "free": [0, 2, 4]},
+        "8 computed": {"table": [5, 1], "holders": [0, 1, 0, 0, 0, 1], "free": [3, 0, 2, 4]},
+    }
+    says = "nine tokens need three blocks, eight need two; of what is cut the first is the next block to be taken"
+    worked_case("x3.3", got, expected, says)
+
+
+def test_nothing_to_cut() -> None:
+    kv, seq = after(5, 2, 4)
+    assert seq.block_table == [2, 4], "both blocks hold computed tokens"
+    assert kv.num_free == 4, "none came back"
+
+
+def test_the_list_of_blocks_stays_the_same_object() -> None:
+    kv = BlockManager(6, 4)
+    seq = holding(kv, 5, 1, computed=3)
+    table = seq.block_table
+    kv.truncate(seq)
+    assert table is seq.block_table == [5], "others look at this list"
+
+
+@given(st.integers(1, 20), st.integers(0, 3))
+def test_reserving_again_gives_the_same_blocks(computed: int, more: int) -> None:
+    kv = BlockManager(12, 4)
+    seq = holding(kv, *range(-(-computed // 4)), computed=computed)
+    before = list(seq.block_table)
+    assert kv.reserve(seq, 1 + 4 * more), "there are blocks enough"
+    reserved = list(seq.block_table)
+    kv.truncate(seq)
+    assert seq.block_table == before, "what was reserved for guesses is gone, and nothing else"
+    assert kv.num_free == 12 - len(before), "each block is in a table or free"
+    assert kv.reserve(seq, 1 + 4 * more), "as many blocks are free as before"
+    assert seq.block_table == reserved, "what was cut is taken again, in the same order"

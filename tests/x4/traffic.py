@@ -1,0 +1,14 @@
+"""Engines with experts, which must have every kernel compiled when the first request comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.x4.checkpoints import moe_checkpoint
+
+MODEL = {"model": str(moe_checkpoint("qwen2_moe")), "dtype": "float16"}  # 6 experts, of which a token asks 3
+ENGINES: dict[str, dict[str, Any]] = {
+    "m6": MODEL,
+    "no graphs": MODEL | {"enforce_eager": True},
+    "m5": MODEL | {"milestone": "m5"},
+}
