@@ -128,9 +128,9 @@ def tiny_checkpoint(
         "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "max_position_embeddings": 512,
         "initializer_range": 0.3, "tie_word_embeddings": tied, "bos_token_id": None, "eos_token_id": 256,
     }  # fmt: skip
-    if family == "phi3":  # its hidden size is Hq * D, as Qwen2's
-        fields |= {"hidden_size": num_heads * head_dim, "pad_token_id": None}
-    if family not in ("qwen2", "phi3"):
+    if family == "phi3":
+        fields["pad_token_id"] = None  # its own is no token of ours
+    if family != "qwen2":
         fields["head_dim"] = head_dim
     fields |= overrides
     key = json.dumps([family, fields, max_shard_size, transformers.__version__, 1], sort_keys=True)
