@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from milestones import builders
-from milestones.manifest import Course, Exercise
+from milestones.manifest import Course, Exercise, Symbol
 from milestones.mine import write_variant
 from tests.tiny import same
 
@@ -228,19 +228,24 @@ def _variant(job: Job, folder: Path) -> Path:
 def _parts(course: Course, id: str, later: tuple[str, ...]) -> list[tuple[str, ...]]:
     """A milestone's tests in parts of at most `FILES` files each; what earlier folders have of them goes with the first.
 
-    Where all that comes `later` are electives, only the files that name one of their packages, or the first of all: the
-    others ask for nothing that an elective serves. They took as long as those of all other milestones together.
+    Where all that comes `later` are electives, only the files that name one of their packages (of a package that milestones
+    have exercises in, their module), or the first of all: the others ask for nothing that an elective serves. They took as long as those of all other milestones together.
     """
     *earlier, own = course.tests(id)
     found = sorted((course.root / own).glob("test_*.py"))
     if all(exercise.startswith("x") for exercise in later):
-        paths = [symbol.path for exercise in later for symbol in course.exercise(exercise).symbols]
-        packages = {str(Path(path).with_suffix("").parent).replace("/", ".") for path in paths}
-        found = [file for file in found if any(package in file.read_text("utf-8") for package in packages)] or found[:1]
+        symbols = [symbol for exercise in later for symbol in course.exercise(exercise).symbols]
+        shared = {_package(s) for e in course.exercises if e.id.startswith("m") for s in e.symbols}
+        names = {s.module if _package(s) in shared else _package(s) for s in symbols}
+        found = [file for file in found if any(name in file.read_text("utf-8") for name in names)] or found[:1]
     files = [str(file.relative_to(course.root)) for file in found]
     count = -(-len(files) // FILES)
     first, *rest = (files[i::count] for i in range(count))  # long ones stand side by side in the alphabet
     return [(*earlier, *first), *((*earlier[:2], *part) for part in rest)]
+
+
+def _package(symbol: Symbol) -> str:
+    return symbol.module.rpartition(".")[0]
 
 
 def _ids(exercises: Iterable[Exercise]) -> tuple[str, ...]:

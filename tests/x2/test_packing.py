@@ -1,75 +1,103 @@
-"""Codes of 4 bits: groups and their scales, and the orders in which words hold them."""
+"""Codes of 4 bits in words: the orders that checkpoints have them in, and our own."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folovllm.layers.formats import packing
-from folovllm.quantize.groups import dequantize_groups, quantize_groups
-
-INVERSE = {
-    packing.pack_words: packing.unpack_words,
-    packing.pack_gptq: packing.unpack_gptq,
-    packing.pack_awq: packing.unpack_awq,
-    lambda codes: packing.pack_planes(codes, 16): lambda words: packing.unpack_planes(words, 16),
-}
+from tests.tiny import worked_case
 
 
-def test_a_word_has_its_first_code_in_the_lowest_bits() -> None:
-    assert packing.pack_words(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]]).byte()).tolist() == [[0x87654321 - 2**32]]
+def in_hex(words: torch.Tensor) -> list[str]:
+    """The first code is the last digit."""
+    return [f"{word & 0xFFFFFFFF:08x}" for word in words.flatten().tolist()]
 
 
-def test_the_orders_by_hand() -> None:
+def codes_of(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 16, (rows, columns), generator=torch.Generator().manual_seed(seed)).byte()
+
+
+class TestWords:
+    def test_a_worked_case(self) -> None:
+        codes = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [15, 0, 0, 0, 0, 0, 0, 1]]).byte()
+        words = packing.pack_words(codes)
+        says = (
+            "code i lies in bits 4 i to 4 i + 3, and a digit of hexadecimal is 4 bits: the first code is the last digit"
+        )
+        got = {"words": in_hex(words), "unpacked": packing.unpack_words(words)}
+        worked_case("x2.2", got, {"words": ["87654321", "1000000f"], "unpacked": codes}, says)
+
+    def test_any_shape(self) -> None:
+        codes = codes_of(6, 16).view(2, 3, 16)
+        words = packing.pack_words(codes)
+        assert words.shape == (2, 3, 2) and words.dtype == torch.int32, "neighbours of the last dimension share a word"
+        back = packing.unpack_words(words)
+        assert torch.equal(back, codes) and back.dtype == torch.uint8, "unpacking gives back what was packed"
+
+    def test_of_a_view(self) -> None:
+        """GPTQ's words lie in columns."""
+        codes = codes_of(16, 8).t()
+        assert torch.equal(packing.unpack_words(packing.pack_words(codes)), codes), "codes need not lie side by side"
+        words = packing.pack_words(codes_of(8, 16)).t()
+        assert torch.equal(packing.unpack_words(words), packing.unpack_words(words.contiguous())), "nor do words"
+
+    def test_the_highest_bit_is_a_code_too(self) -> None:
+        words = packing.pack_words(torch.tensor([[0] * 7 + [15]]).byte())
+        assert words.item() < 0, "the last code's highest bit is the word's sign"
+        assert packing.unpack_words(words).tolist() == [[0] * 7 + [15]], "and comes back as a bit"
+
+
+class TestPlanes:
+    def test_a_worked_case(self) -> None:
+        """Two groups of 16: codes 0 to 15, and the same in reverse."""
+        codes = torch.cat([torch.arange(16), torch.arange(15, -1, -1)]).byte()[None]
+        words = packing.pack_planes(codes, 16)
+        says = (
+            "a group of 16 has two words: codes 0, 2, 4, ... of it in the first, 1, 3, 5, ... in the second. So neighbouring "
+            "words have neighbouring codes at the same place, and no word has codes of two groups"
+        )
+        got = {"words": in_hex(words), "unpacked": packing.unpack_planes(words, 16)}
+        worked_case(
+            "x2.2 planes",
+            got,
+            {"words": ["eca86420", "fdb97531", "13579bdf", "02468ace"], "unpacked": codes},
+            says,
+        )
+
+    @settings(max_examples=10)
+    @given(st.integers(1, 3), st.sampled_from([8, 16, 32]), st.integers(1, 3), st.integers(0, 99))
+    def test_code_i_of_word_j(self, rows: int, group_size: int, groups: int, seed: int) -> None:
+        codes, n = codes_of(rows, group_size * groups, seed), group_size // 8
+        words = packing.pack_planes(codes, group_size)
+        assert words.shape == (rows, n * groups) and words.is_contiguous(), "a row of words for each output"
+        for group in range(groups):
+            for j in range(n):
+                for i in range(8):
+                    code = words[:, group * n + j] >> 4 * i & 15
+                    expected = codes[:, group * group_size + i * n + j]
+                    assert torch.equal(code.byte(), expected), (
+                        f"group {group}, word {j}, code {i}, groups of {group_size}"
+                    )
+        assert torch.equal(packing.unpack_planes(words, group_size), codes), "unpacking gives back what was packed"
+
+
+def test_the_orders_of_checkpoints_by_hand() -> None:
     """Codes that are their own places, modulo 16."""
     codes = torch.arange(16).byte()
-    row = packing.pack_planes(codes[None], 16)  # one output: words 0, 2, 4, ... and 1, 3, 5, ...
-    assert [f"{word & 0xFFFFFFFF:08x}" for word in row[0].tolist()] == ["eca86420", "fdb97531"]
-    gptq, awq = packing.pack_gptq(codes[None]), packing.pack_awq(codes[:8, None])
-    assert [f"{word & 0xFFFFFFFF:08x}" for word in gptq[:, 0].tolist()] == ["76543210", "fedcba98"]
-    assert f"{awq.item():08x}" == "75316420"
+    assert in_hex(packing.pack_gptq(codes[None])) == ["76543210", "fedcba98"]
+    assert in_hex(packing.pack_awq(codes[:8, None])) == ["75316420"]
     zeros = torch.tensor([0, 1, 2, 8, 9, 14, 15, 0])[:, None].byte()
-    assert f"{packing.pack_gptq_zeros(zeros).item() & 0xFFFFFFFF:08x}" == "fed8710f"
+    assert in_hex(packing.pack_gptq_zeros(zeros)) == ["fed8710f"]
     assert torch.equal(packing.unpack_gptq_zeros(packing.pack_gptq_zeros(zeros)), zeros)
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 99))
 def test_each_order_has_its_inverse(rows: int, columns: int, seed: int) -> None:
-    codes = torch.randint(0, 16, (8 * rows, 16 * columns), generator=torch.Generator().manual_seed(seed)).byte()
-    for pack, unpack in INVERSE.items():
+    codes = codes_of(8 * rows, 16 * columns, seed)
+    for pack, unpack in ((packing.pack_gptq, packing.unpack_gptq), (packing.pack_awq, packing.unpack_awq)):
         packed = pack(codes)
         assert packed.dtype == torch.int32 and packed.numel() * 8 == codes.numel()
         assert torch.equal(unpack(packed), codes)
-
-
-def test_a_group_is_quantised_by_hand() -> None:
-    w = torch.tensor([[-1.0, 0.0, 0.55, 2.0, 0.0, 0.0, 0.0, 0.0]])
-    codes, scales, zeros = quantize_groups(w, bits=4, group_size=4, symmetric=False)
-    assert zeros.tolist() == [[5, 0]] and codes[0, :4].tolist() == [0, 5, 8, 15]  # a step is 0.2
-    assert torch.equal(scales, torch.tensor([[3 / 15, 1.0]]))
-    assert torch.allclose(dequantize_groups(codes, scales, zeros), torch.tensor([[-1, 0, 0.6, 2, 0, 0, 0, 0]]))
-
-
-@settings(max_examples=15)
-@given(st.integers(2, 8), st.booleans(), st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-def test_no_number_moves_by_more_than_half_a_step(bits: int, symmetric: bool, dtype: torch.dtype) -> None:
-    """But for the largest of a symmetric range and what a scale's own rounding adds. Zero stays zero."""
-    w = torch.randn(6, 64, generator=torch.Generator().manual_seed(bits)).to(dtype)
-    w[0, :5] = 0
-    codes, scales, zeros = quantize_groups(w, bits, 16, symmetric)
-    assert int(codes.max()) < 2**bits and scales.dtype == dtype
-    moved = (dequantize_groups(codes, scales.float(), zeros) - w.float()).abs() / scales.repeat_interleave(
-        16, 1
-    ).float()
-    slack = {torch.float32: 1e-4, torch.float16: 0.13, torch.bfloat16: 1.01}[
-        dtype
-    ]  # up to 2 ** 8 steps of a rounded scale
-    assert (moved <= 0.5 + slack).all() and (moved[0, :5] == 0).all()
-
-
-def test_a_group_size_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="groups of 24 do not divide 64 inputs"):
-        quantize_groups(torch.zeros(2, 64), 4, 24, True)
