@@ -291,6 +291,8 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
     choice = {"E": experts, "WIDTH": experts, "TOP_K": asked, "NORMALISE": True}
     yield choose_kernel, {**choice, "TOKENS": 16, "SORT": True, "PAIRS": 128}, 8, 3
     yield choose_kernel, {**choice, "TOKENS": 1, "SORT": False, "PAIRS": 1}, 4, 3
+    mixtral = {"E": 8, "WIDTH": 8, "TOP_K": 2, "NORMALISE": True}  # few experts: the most tokens in one program
+    yield choose_kernel, {**mixtral, "TOKENS": 64, "SORT": True, "PAIRS": 128}, 8, 3
     yield combine_kernel, {"H": hidden, "TOP_K": asked, "WIDTH": 1024}, 4, 3
 
 
