@@ -98,8 +98,7 @@ const REDUCERS = {
     state.sequences.set(seqId, newSequence(seqId, prompt.length));
   },
   refuse(state, [, seqId, budget]) {
-    const seq = state.sequences.get(seqId);
-    if (seq) seq.refused = budget;
+    Object.assign(state.sequences.get(seqId) ?? {}, { refused: budget });
   },
   admit(state, [, seqId, cached]) {
     const seq = state.sequences.get(seqId);
@@ -113,8 +112,7 @@ const REDUCERS = {
   preempt(state, [, seqId, victimOf, lost]) {
     state.totals.preempted++;
     state.totals.lost += lost;
-    const seq = state.sequences.get(seqId);
-    if (seq) Object.assign(seq, { isRunning: false, numComputed: 0, victimOf, lost });
+    Object.assign(state.sequences.get(seqId) ?? {}, { isRunning: false, numComputed: 0, victimOf, lost });
   },
   finish(state, [, seqId]) {
     state.sequences.delete(seqId);
@@ -169,8 +167,7 @@ const REDUCERS = {
   }),
   table(state, [, seqId, blocks, left]) {
     blocks.forEach((block, i) => (state.refCount[block] = left ? left[i] : 0));
-    const seq = state.sequences.get(seqId);
-    if (seq) seq.table = [];
+    Object.assign(state.sequences.get(seqId) ?? {}, { table: [] });
   },
   cut(state, [, seqId, block]) {
     state.refCount[block] = 0;
