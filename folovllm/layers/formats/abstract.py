@@ -86,14 +86,22 @@ class WeightFormat(ABC):
             gated: the outputs are gate and up; the result is silu(gate) * up, [T, outputs / 2]. Never with `residual`.
             residual: [T, outputs], to be added; it may be written over.
         """
+        if self.fuses(layer, x):
+            return self.fused(layer, x, norm_eps, gated, residual)
         if norm_eps is not None:
             x = F.rms_norm(x, x.shape[-1:], eps=norm_eps)
         result = self.product(layer, x, residual)
         return SiluAndMul()(result) if gated else result
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
-        """Whether `apply` does all that it is asked for `x` in one kernel. If not, a caller may know a better way."""
+        """Whether `apply` does all that it is asked for `x` in one kernel (`fused`). If not, a caller may know a better way."""
         return False
+
+    def fused(
+        self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Do what `apply` promises in one kernel. Called only where `fuses` said so."""
+        raise NotImplementedError(f"{type(self).__name__} has no such kernel")
 
     def can_fold(self, layer: LinearBase) -> bool:
         """Whether `fold` works, and the product of an `x` that is divided only afterwards is as exact."""

@@ -16,18 +16,11 @@ if TYPE_CHECKING:
 class FewTokens(Plain):
     """With few tokens, the kernel of the product also applies the norm, the gate and the residual."""
 
-    def apply(
-        self,
-        layer: LinearBase,
-        x: torch.Tensor,
-        norm_eps: float | None = None,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
+    def fused(
+        self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """As `WeightFormat`."""
-        if self.fuses(layer, x):
-            return small_linear(x, layer.weight, norm_eps, gated, residual)
-        return super().apply(layer, x, norm_eps, gated, residual)
+        return small_linear(x, layer.weight, norm_eps, gated, residual)
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
         """True for few tokens and no bias."""

@@ -116,17 +116,10 @@ class Int4(WeightFormat):
         y: torch.Tensor = layer.grouped.product(x, residual)
         return y if layer.bias is None else y.add_(layer.bias)
 
-    def apply(
-        self,
-        layer: LinearBase,
-        x: torch.Tensor,
-        norm_eps: float | None = None,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
+    def fused(
+        self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """As `WeightFormat`."""
-        if not self.fuses(layer, x):
-            return super().apply(layer, x, norm_eps, gated, residual)
         y: torch.Tensor = layer.grouped.fused(x, norm_eps, gated, residual)
         return y
 

@@ -129,17 +129,10 @@ class Scaled(WeightFormat):
             y = residual.addmm_(x, unpacked(self.codes_of(layer), x.dtype).t())
         return y if layer.bias is None else y.add_(layer.bias)
 
-    def apply(
-        self,
-        layer: LinearBase,
-        x: torch.Tensor,
-        norm_eps: float | None = None,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
+    def fused(
+        self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """As `WeightFormat`."""
-        if not self.fuses(layer, x):
-            return super().apply(layer, x, norm_eps, gated, residual)
         from folovllm.kernels.quant_linear import quant_linear
 
         return quant_linear(x, self.codes_of(layer), norm_eps, gated, residual, layer.columns)
