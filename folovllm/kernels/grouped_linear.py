@@ -15,9 +15,16 @@ import triton.language as tl
 
 @triton.jit
 def find_tile(starts_ptr, tile, E: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr):
-    """Whose tile this is, its first pair (in sorted order) and the end of the expert's pairs; E where there is no such tile.
+    """Find out whose tile this is. Tiles of expert 0 come first, then those of expert 1: as many of each as its pairs fill.
 
-    `starts` [E + 1] are the borders of the experts' pairs.
+    Args:
+        starts_ptr: [E + 1], int64. The pairs of expert e are at the places starts[e] to starts[e + 1] - 1 of the sorted order.
+        tile: the number of the tile, of TILE_M places each. The last tile of an expert may be filled in part.
+        WIDTH: a power of two, E or more.
+
+    Returns:
+        The expert, E where there is no such tile; the tile's first place; and the end of the expert's places, up to which the
+        tile may read. Of a tile that there is not, the last two mean nothing.
     """
     e = tl.arange(0, WIDTH)
     first = tl.load(starts_ptr + e, mask=e < E, other=0)
@@ -28,6 +35,41 @@ def find_tile(starts_ptr, tile, E: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl
     mine = e == expert
     begin = tl.sum(tl.where(mine, first + (tile - (last - tiles)) * TILE_M, 0), 0)
     return expert, begin, tl.sum(tl.where(mine, end, 0), 0)
+
+
+@triton.jit
+def multiply_tile(
+    x_ptr, matrix_ptr, token, inside, rows, N, K: tl.constexpr, GATED: tl.constexpr, TILE_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of pairs meets rows of one expert's matrix: their products [TILE_M, TILE_N] in float32, and those of up.
+
+    The pairs of an expert are neighbours in the sorted order, and their tokens lie anywhere: so x is gathered, a row a pair.
+
+    Args:
+        x_ptr: [tokens, K]. matrix_ptr: the expert's W [N, K]; GATED: gate [N, K], and up [N, K] right behind it.
+        token: [TILE_M], int32, the row of x for each pair. inside: [TILE_M], which pairs there are; of others nothing is read.
+        rows: [TILE_N], rows of W, all of them below N.
+        K need not be a multiple of TILE_K: of what is behind it nothing is read, and it counts as 0.
+        PRECISION: `tl.dot`'s `input_precision`.
+
+    Returns:
+        x W^T; and x U^T where GATED, else zeros (U is up).
+    """
+    k = tl.arange(0, TILE_K)
+    inputs = x_ptr + token[:, None] * K + k[None, :]  # [TILE_M, TILE_K]
+    weights = matrix_ptr + rows[None, :] * K + k[:, None]  # [TILE_K, TILE_N]
+    total = tl.zeros((token.shape[0], rows.shape[0]), tl.float32)
+    total_up = tl.zeros((token.shape[0], rows.shape[0]), tl.float32)
+    for start in range(0, K, TILE_K):
+        there = k < K - start
+        x = tl.load(inputs + start, mask=inside[:, None] & there[None, :], other=0.0)
+        w = tl.load(weights + start, mask=there[:, None], other=0.0)
+        total = tl.dot(x, w, total, input_precision=PRECISION)
+        if GATED:
+            up = tl.load(weights + N * K + start, mask=there[:, None], other=0.0)
+            total_up = tl.dot(x, up, total_up, input_precision=PRECISION)
+    return total, total_up
 
 
 @triton.jit
@@ -45,27 +87,16 @@ def grouped_linear_kernel(
         place = begin.to(tl.int32) + tl.arange(0, TILE_M)
         inside = place < end.to(tl.int32)
         pair = tl.load(order_ptr + place, mask=inside, other=0).to(tl.int32)
-        n, k = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
-        kept = n < N
-        rows = tl.where(kept, n, 0)  # what is past the last output reads the first again, and is not stored
-        inputs = x_ptr + (pair // ASKED)[:, None] * K + k[None, :]  # [TILE_M, TILE_K]
-        weights = weight_ptr + expert.to(tl.int64) * (2 * N if GATED else N) * K + rows[None, :] * K + k[:, None]
-        total = tl.zeros((TILE_M, TILE_N), tl.float32)
-        total_up = tl.zeros((TILE_M, TILE_N), tl.float32)
-        for start in range(0, K, TILE_K):
-            there = k < K - start
-            x = tl.load(inputs + start, mask=inside[:, None] & there[None, :], other=0.0)
-            w = tl.load(weights + start, mask=there[:, None], other=0.0)
-            total = tl.dot(x, w, total, input_precision=PRECISION)
-            if GATED:
-                up = tl.load(weights + N * K + start, mask=there[:, None], other=0.0)
-                total_up = tl.dot(x, up, total_up, input_precision=PRECISION)
+        n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+        rows = tl.where(n < N, n, 0)  # what is past the last output reads the first again, and is not stored
+        matrix_ptr = weight_ptr + expert.to(tl.int64) * (2 * N if GATED else N) * K
+        total, total_up = multiply_tile(x_ptr, matrix_ptr, pair // ASKED, inside, rows, N, K, GATED, TILE_K, PRECISION)
         DTYPE: tl.constexpr = out_ptr.dtype.element_ty
         result = total.to(DTYPE)
         if GATED:
             gate = result.to(tl.float32)
             result = (gate / (1.0 + tl.exp(-gate))).to(DTYPE) * total_up.to(DTYPE)
-        tl.store(out_ptr + pair[:, None] * N + n[None, :], result, mask=inside[:, None] & kept[None, :])
+        tl.store(out_ptr + pair[:, None] * N + n[None, :], result, mask=inside[:, None] & (n < N)[None, :])
 
 
 def grouped_linear(

@@ -93,7 +93,10 @@ def choose(
 def combine_kernel(
     answers_ptr, weights_ptr, out_ptr, H: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Program (token, tile of columns): the k answers to the token, added up by weight in float32."""
+    """Program (token, tile of WIDTH columns): the TOP_K answers to the token, added up by weight in float32.
+
+    `answers` [T, TOP_K, H], `weights` [T, TOP_K] and `out` [T, H] are contiguous. The last tile may reach past H.
+    """
     token, h = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), tl.float32)
     for j in tl.static_range(TOP_K):

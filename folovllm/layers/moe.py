@@ -60,7 +60,14 @@ def sort_by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
 
 
 def combine(answers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What each token's experts said [T, k, H], added up by `weights` [T, k] in float32: [T, H]."""
+    """Add up what each token's experts said, by how much each of them counts.
+
+    Args:
+        answers: [T, k, H]. weights: [T, k], as the router gave them; they need not sum to 1.
+
+    Returns:
+        [T, H] in the dtype of `answers`; the sum is computed in float32 and rounded once.
+    """
     return torch.einsum("tkh,tk->th", answers.float(), weights.float()).to(answers.dtype)
 
 
