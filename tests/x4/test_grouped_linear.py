@@ -1,8 +1,6 @@
-"""Routing, sorting, and the product of all experts in one kernel."""
+"""The product of all experts in one kernel, and the kernels that choose and add up, beside torch's way."""
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import pytest
 import torch
@@ -15,45 +13,6 @@ from tests import contract
 
 ON = contract.DEVICE
 triton = pytest.importorskip("triton")
-
-
-@given(
-    st.integers(0, 9), st.integers(1, 6), st.integers(1, 3), st.integers(0, 2**31), st.integers(-3, 3)
-)  # fmt: skip
-def test_pairs_in_the_order_of_experts(num_tokens: int, num_experts: int, top_k: int, seed: int, first: int) -> None:
-    """As a plain loop has it; numbers of other ranks' experts come last."""
-    generator = torch.Generator().manual_seed(seed)
-    asked = torch.randint(0, num_experts, (num_tokens, top_k), generator=generator) - first
-    order, starts = sort_by_expert(asked, num_experts)
-    flat = asked.flatten().tolist()
-    expected = [[p for p, e in enumerate(flat) if e == expert] for expert in range(num_experts)]
-    borders = starts.tolist()
-    assert [order[a:b].tolist() for a, b in pairwise(borders)] == expected
-    assert sorted(order.tolist()) == list(range(len(flat))), "no pair is lost"
-
-
-class TestRoute:
-    def test_by_hand(self) -> None:
-        """exp 1, 3, 6 and their sum 10: the two best are 0.6 and 0.3; of each other 2/3 and 1/3."""
-        logits = torch.tensor([[1.0, 3.0, 6.0]]).log()
-        weights, experts = route(logits, 2, normalise=False)
-        assert experts.tolist() == [[2, 1]]
-        torch.testing.assert_close(weights, torch.tensor([[0.6, 0.3]]))
-        torch.testing.assert_close(route(logits, 2, normalise=True)[0], torch.tensor([[2 / 3, 1 / 3]]))
-
-    def test_in_half_precision_softmax_is_float32(self) -> None:
-        logits = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-        weights, _ = route(logits, 8, normalise=True)
-        exact = logits.double().softmax(-1).topk(8).values
-        torch.testing.assert_close(weights.double(), exact / exact.sum(-1, keepdim=True), atol=0, rtol=2**-8)
-
-    def test_of_equal_ones_the_lowest(self) -> None:
-        """In 16 bits logits are often equal, and every way to route must ask the same experts."""
-        from folovllm.kernels.route import choose
-
-        assert route(torch.zeros(2, 6), 4, normalise=True)[1].tolist() == [[0, 1, 2, 3]] * 2
-        logits = torch.randint(0, 3, (9, 60), generator=torch.Generator().manual_seed(0)).float().to(ON)
-        assert torch.equal(route(logits, 4, normalise=True)[1], choose(logits, 4, True, range(60))[1])
 
 
 def by_loop(x: torch.Tensor, weight: torch.Tensor, asked: torch.Tensor, gated: bool) -> torch.Tensor:
@@ -112,12 +71,6 @@ def test_any_crowd(asked: list[int]) -> None:
         torch.testing.assert_close(answer, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_combine_adds_by_weight() -> None:
-    answers = torch.tensor([[[1.0, 2.0], [10.0, 20.0]], [[3.0, 4.0], [0.0, 1.0]]])  # [T=2, k=2, H=2]
-    weights = torch.tensor([[0.5, 0.1], [1.0, 2.0]])
-    assert combine(answers, weights).tolist() == [[1.5, 3.0], [3.0, 6.0]]
-
-
 @pytest.mark.parametrize("shape", [(1, 8, 2), (5, 6, 3), (16, 128, 8), (17, 60, 8), (3, 1, 1)])  # T, E, k
 @pytest.mark.parametrize("normalise", [True, False])
 def test_the_kernel_chooses_as_torch(shape: tuple[int, int, int], normalise: bool) -> None:
@@ -134,6 +87,13 @@ def test_the_kernel_chooses_as_torch(shape: tuple[int, int, int], normalise: boo
         assert (placed is not None) == (num_tokens * top_k <= 128)
         for actual, wanted in zip(placed or (), sort_by_expert(experts - held.start, len(held)), strict=bool(placed)):
             assert torch.equal(actual, wanted)
+
+
+def test_of_equal_logits_the_kernel_chooses_the_same() -> None:
+    from folovllm.kernels.route import choose
+
+    logits = torch.randint(0, 3, (9, 60), generator=torch.Generator().manual_seed(0)).float().to(ON)
+    assert torch.equal(route(logits, 4, normalise=True)[1], choose(logits, 4, True, range(60))[1])
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 72), (3, 2, 1500), (0, 2, 8)])  # T, k, H

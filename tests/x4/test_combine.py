@@ -1,0 +1,47 @@
+"""x4.4: what a token's experts said, added up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from folovllm.layers.moe import combine
+from tests import contract
+from tests.tiny import worked_case
+
+ON = contract.DEVICE
+ANSWERS = [[[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]], [[3.0, 4.0, 5.0], [0.0, 1.0, 2.0]]]  # [T=2, k=2, H=3]
+WEIGHTS = [[0.5, 0.1], [1.0, 2.0]]
+SUMS = [[1.5, 3.0, 4.5], [3.0, 6.0, 9.0]]
+SAYS = "0.5 * 1 + 0.1 * 10 is 1.5; the second token's weights sum to 3, and nothing divides by that: 1 * 3 + 2 * 0"
+
+
+def test_a_worked_case() -> None:
+    got = combine(torch.tensor(ANSWERS), torch.tensor(WEIGHTS))
+    worked_case("x4.4", got, SUMS, SAYS)
+
+
+def test_a_worked_case_of_the_kernel() -> None:
+    pytest.importorskip("triton")
+    from folovllm.kernels.route import combine as by_kernel
+
+    got = by_kernel(torch.tensor(ANSWERS, device=ON), torch.tensor(WEIGHTS, device=ON))
+    worked_case("x4.4 kernel", got, SUMS, SAYS)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
+def test_in_half_precision_the_sum_is_float32(kernel: bool) -> None:
+    """Eight answers of about 1; in float16 each product and each sum would lose some bits."""
+    if kernel:
+        pytest.importorskip("triton")
+        from folovllm.kernels.route import combine as adds
+    else:
+        adds = combine
+    generator = torch.Generator().manual_seed(0)
+    answers = (1 + torch.rand(3, 8, 40, generator=generator)).half().to(ON)
+    weights = torch.rand(3, 8, generator=generator).half().to(ON)
+    exact = torch.einsum("tkh,tk->th", answers.double(), weights.double())
+    actual = adds(answers, weights)
+    assert actual.dtype == torch.float16, "the sum has the dtype of the answers"
+    error = ((actual.double() - exact) / exact).abs().max().item()
+    assert error <= 1.001 * 2**-11, f"sums are {error:.5f} off; added up in float32 and rounded once: at most {2**-11:.5f}"
