@@ -55,16 +55,16 @@ def lanes(*runs: Run | tuple[str, Run]) -> Picture:
     for title, run in titled:
         parts += _lanes(run, f"{title}: {len(run.turns)} steps", top, wide)
         top += 3 * LINE + 64
-    return _svg(parts, top - 8)
+    return svg(parts, top - 8)
 
 
 def _lanes(run: Run, title: str, top: int, wide: int) -> Iterable[str]:
-    yield _text(8, top + 18, title, size=14, bold=True)
+    yield text(8, top + 18, title, size=14, bold=True)
     for turn in run.turns:
-        yield _text(40 + wide * (turn.number + 0.5), top + 36, str(turn.number), size=10, fill=GREY, middle=True)
+        yield text(40 + wide * (turn.number + 0.5), top + 36, str(turn.number), size=10, fill=GREY, middle=True)
     for row, request in enumerate(example().requests):
         y = top + 42 + LINE * row
-        yield _text(14, y + 16, request.name, fill=DARK[request.name], bold=True)
+        yield text(14, y + 16, request.name, fill=DARK[request.name], bold=True)
         for doing, cells in groupby(run.turns, key=lambda turn: _doing(turn, request.name)):
             turns = list(cells)
             yield from _stretch(doing, request.name, turns, y, wide)
@@ -82,19 +82,19 @@ def _doing(turn: Turn, name: str) -> str:
 def _stretch(doing: str, name: str, turns: list[Turn], y: float, wide: int) -> Iterable[str]:
     x, width = 40 + wide * turns[0].number, wide * len(turns)
     if doing == "waits":
-        yield _box(x + 2, y + 2, width - 4, LINE - 4, "white", GREY, dashed=True)
+        yield box(x + 2, y + 2, width - 4, LINE - 4, "white", GREY, dashed=True)
         if len(turns) > 1:
-            yield _text(x + width / 2, y + 16, "waits", size=10, fill=GREY, middle=True)
+            yield text(x + width / 2, y + 16, "waits", size=10, fill=GREY, middle=True)
     elif doing == "gives way":
-        yield _box(x + 2, y + 2, width - 4, LINE - 4, "white", RED)
-        yield _text(x + width / 2, y + 16, "out", size=10, fill=RED, middle=True)
+        yield box(x + 2, y + 2, width - 4, LINE - 4, "white", RED)
+        yield text(x + width / 2, y + 16, "out", size=10, fill=RED, middle=True)
     elif doing:
         share = next(share for share in turns[0].shares if share.name == name)
         tokens, found = share.end - share.start, turns[0].hits.get(name, 0)
         is_dark = tokens > 1 or not share.draws
-        yield _box(x + 1, y + 1, width - 2, LINE - 2, (DARK if is_dark else LIGHT)[name], DARK[name])
+        yield box(x + 1, y + 1, width - 2, LINE - 2, (DARK if is_dark else LIGHT)[name], DARK[name])
         label = f"{found}+{tokens}" if found else str(tokens)
-        yield _text(x + width / 2, y + 16, label, size=11, fill="white" if is_dark else INK, middle=True)
+        yield text(x + width / 2, y + 16, label, size=11, fill="white" if is_dark else INK, middle=True)
 
 
 def blocks(*runs: Run | tuple[str, Run]) -> Picture:
@@ -104,28 +104,28 @@ def blocks(*runs: Run | tuple[str, Run]) -> Picture:
     parts: list[str] = []
     top = 0.0
     for title, run in titled:
-        parts += [_text(8, top + 18, title, size=14, bold=True), *_holders(run, top + 26, wide)]
+        parts += [text(8, top + 18, title, size=14, bold=True), *_holders(run, top + 26, wide)]
         top += 46 + SLOT * len(run.turns[0].after.memory)
-    return _svg(parts, top - 8)
+    return svg(parts, top - 8)
 
 
 def _holders(run: Run, top: float, wide: int) -> Iterable[str]:
     high = SLOT * run.block_size
     for turn in run.turns:
         x = 40 + wide * turn.number
-        yield _text(x + wide / 2, top + 10, str(turn.number), size=10, fill=GREY, middle=True)
+        yield text(x + wide / 2, top + 10, str(turn.number), size=10, fill=GREY, middle=True)
         for block, _ in enumerate(turn.after.held):
-            yield _box(x + 1, top + 14 + high * block, wide - 2, high - 1, "white", "#ddd")
+            yield box(x + 1, top + 14 + high * block, wide - 2, high - 1, "white", "#ddd")
         held = _filled(run, turn)
         for (block, name), tokens in held.items():
             sharers = [other for taken, other in held if taken == block]
             part = high / len(sharers)
             y = top + 14 + high * block + part * sharers.index(name)
-            yield _box(x + 1, y, (wide - 2) * tokens / run.block_size, part - 1, LIGHT[name], "none")
-            yield _box(x + 1, y, wide - 2, part - 1, "none", DARK[name])
-            yield _text(x + wide / 2, y + part / 2 + 4, name, size=10, fill=DARK[name], middle=True, bold=True)
+            yield box(x + 1, y, (wide - 2) * tokens / run.block_size, part - 1, LIGHT[name], "none")
+            yield box(x + 1, y, wide - 2, part - 1, "none", DARK[name])
+            yield text(x + wide / 2, y + part / 2 + 4, name, size=10, fill=DARK[name], middle=True, bold=True)
     for block in range(len(run.turns[0].after.held)):
-        yield _text(34, top + 18 + high * (block + 0.5), str(block), size=10, fill=GREY, end=True)
+        yield text(34, top + 18 + high * (block + 0.5), str(block), size=10, fill=GREY, end=True)
 
 
 def _filled(run: Run, turn: Turn) -> dict[tuple[int, str], int]:
@@ -140,8 +140,8 @@ def _filled(run: Run, turn: Turn) -> dict[tuple[int, str], int]:
 def step(run: Run, number: int) -> Picture:
     """One step: the tokens of each request, its block table, the slots of the new tokens, and the memory before and after."""
     turn, height = run.turns[number], _memory_height(run)
-    parts = [_text(8, 20, f"{run.milestone.upper()}, step {number}", size=14, bold=True)]
-    parts += [_text(8, 38 + 15 * i, line, size=11) for i, line in enumerate(_story(run, turn))]
+    parts = [text(8, 20, f"{run.milestone.upper()}, step {number}", size=14, bold=True)]
+    parts += [text(8, 38 + 15 * i, line, size=11) for i, line in enumerate(_story(run, turn))]
     top = 52 + 15 * len(_story(run, turn))
     for name in sorted(
         {*turn.after.tables, *turn.before.tables, *(share.name for share in turn.shares), *turn.refused}
@@ -153,7 +153,7 @@ def step(run: Run, number: int) -> Picture:
     left = WIDTH - 2 * (ACROSS * CELL + 40)
     parts += _memory(run, turn.before, left, "memory before", frozenset())
     parts += _memory(run, turn.after, left + ACROSS * CELL + 40, "memory after", new)
-    return _svg(parts, max(top, height))
+    return svg(parts, max(top, height))
 
 
 def _story(run: Run, turn: Turn) -> list[str]:
@@ -178,22 +178,22 @@ def _request(run: Run, turn: Turn, name: str, share: Share | None, top: float) -
     """Positions of a request's tokens in groups of a block, the table below them, and the new tokens' slots."""
     start, end = (share.start, share.end) if share else (0, 0)
     table = _table(turn, name, share, run.block_size)
-    yield _text(8, top + 14, name, fill=DARK[name], bold=True)
+    yield text(8, top + 14, name, fill=DARK[name], bold=True)
     wide, group = 16, run.block_size * 16 + 6
     for p in range(end):
         x = 30 + group * (p // run.block_size) + wide * (p % run.block_size)
         is_new = p >= start
-        yield _box(x, top, wide - 1, 18, (DARK if is_new else LIGHT)[name], DARK[name])
-        yield _text(x + wide / 2, top + 13, str(p), size=8.5, fill="white" if is_new else INK, middle=True)
+        yield box(x, top, wide - 1, 18, (DARK if is_new else LIGHT)[name], DARK[name])
+        yield text(x + wide / 2, top + 13, str(p), size=8.5, fill="white" if is_new else INK, middle=True)
     for i, block in enumerate(table if share else ()):
         x = 30 + group * i
         wide_here = wide * min(run.block_size, end - i * run.block_size)
-        yield _text(x + max(wide_here, 52) / 2 - 2, top + 34, f"↓ block {block}", size=10, middle=True)
+        yield text(x + max(wide_here, 52) / 2 - 2, top + 34, f"↓ block {block}", size=10, middle=True)
     slots = list(share.slots) if share else []
     if share and slots:
-        yield _text(30, top + 52, f"slot mapping of the new: {_ranges(slots)}", size=10, fill=INK)
+        yield text(30, top + 52, f"slot mapping of the new: {_ranges(slots)}", size=10, fill=INK)
     if not share:
-        yield _text(30, top + 14, "takes no part in this step", size=11, fill=GREY)
+        yield text(30, top + 14, "takes no part in this step", size=11, fill=GREY)
 
 
 def _table(turn: Turn, name: str, share: Share | None, size: int) -> tuple[int, ...]:
@@ -212,7 +212,7 @@ def _memory_height(run: Run) -> int:
 
 def _memory(run: Run, state: State, left: float, title: str, new: Iterable[int]) -> Iterable[str]:
     """Each block in lines of four slots. A grey number: the block is free, and has its old contents; a star: it can be found."""
-    yield _text(left + 36, 20, title, bold=True)
+    yield text(left + 36, 20, title, bold=True)
     fresh, lines = frozenset(new), -(-run.block_size // ACROSS)
     for slot, place in enumerate(state.memory):
         block, offset = divmod(slot, run.block_size)
@@ -220,7 +220,7 @@ def _memory(run: Run, state: State, left: float, title: str, new: Iterable[int])
         y = 28 + block * (lines * HIGH + 4) + HIGH * (offset // ACROSS)
         if offset == 0:
             name = f"{block}{'*' if state.named[block] else ''}"
-            yield _text(left + 30, y + 13, name, size=10, fill=INK if state.held[block] else GREY, end=True)
+            yield text(left + 30, y + 13, name, size=10, fill=INK if state.held[block] else GREY, end=True)
         yield from _slot(
             run, x, y, place, bool(state.held[block]) and _is_live(state, slot, run.block_size), slot in fresh
         )
@@ -239,13 +239,13 @@ def _is_live(state: State, slot: int, size: int) -> bool:
 
 def _slot(run: Run, x: float, y: float, place: Place | None, is_live: bool, is_new: bool) -> Iterable[str]:
     if place is None:
-        yield _box(x, y, CELL - 2, HIGH - 2, "white", "#ccc")
+        yield box(x, y, CELL - 2, HIGH - 2, "white", "#ccc")
         return
     name, position = place
     fill = DARK[name] if is_new else LIGHT[name] if is_live else "#f6f6f6"
     ink = "white" if is_new else INK if is_live else "#999"
-    yield _box(x, y, CELL - 2, HIGH - 2, fill, DARK[name] if is_live or is_new else "#ccc")
-    yield _text(x + 3, y + 13, f"{name}{position} {run.text(name, position).strip()}"[:11], size=8.5, fill=ink)
+    yield box(x, y, CELL - 2, HIGH - 2, fill, DARK[name] if is_live or is_new else "#ccc")
+    yield text(x + 3, y + 13, f"{name}{position} {run.text(name, position).strip()}"[:11], size=8.5, fill=ink)
 
 
 def _ranges(slots: list[int]) -> str:
@@ -259,17 +259,17 @@ def _ranges(slots: list[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
-def _svg(parts: Iterable[str], height: float) -> Picture:
+def svg(parts: Iterable[str], height: float) -> Picture:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" font-family="sans-serif">'
-    return Picture("\n".join([head, _box(0, 0, WIDTH, height, "white", "none"), *parts, "</svg>\n"]))
+    return Picture("\n".join([head, box(0, 0, WIDTH, height, "white", "none"), *parts, "</svg>\n"]))
 
 
-def _box(x: float, y: float, width: float, height: float, fill: str, stroke: str, dashed: bool = False) -> str:
+def box(x: float, y: float, width: float, height: float, fill: str, stroke: str, dashed: bool = False) -> str:
     dash = ' stroke-dasharray="3 3"' if dashed else ""
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2" fill="{fill}" stroke="{stroke}"{dash}/>'
 
 
-def _text(
+def text(
     x: float,
     y: float,
     text: str,

@@ -1,4 +1,4 @@
-"""Draws the book's pictures of A, B and C (`milestones/running_example.json`) from the live engine: `make recordings`.
+"""Draws the book's pictures of A, B and C (`milestones/running_example.json`), and of experts, from the live engine: `make recordings`.
 
 `--check` compares them with the files: a test does that, so that the pictures show what the engine does today.
 """
@@ -12,7 +12,9 @@ from functools import cache, partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+import experts  # noqa: E402
 
 from milestones.pictures import Picture, blocks, lanes, step  # noqa: E402
 from milestones.running_example import Run, play  # noqa: E402
@@ -42,6 +44,9 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "abc_m3_step_7": partial(one_step, "m3", 7),
     "abc_m5": lambda: lanes(("Whole prompts, nothing kept (M4)", run("m4")), ("Chunks and prefixes (M5)", run("m5"))),
     "abc_m5_step_2": partial(one_step, "m5", 2),
+    "x4_words": experts.words_picture,
+    "x4_load": experts.load_picture,
+    "x4_batch": experts.batch_picture,
 }  # the files are docs/img/NAME.svg
 
 

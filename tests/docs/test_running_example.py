@@ -92,8 +92,8 @@ def test_the_pictures_are_the_engines(tools: dict[str, ModuleType]) -> None:
 
 
 def test_every_picture_is_drawn_and_shown(tools: dict[str, ModuleType]) -> None:
-    kept = {file.stem for file in (ROOT / "docs/img").glob("abc_*.svg")}
-    shown = {name for page in PAGES for name in re.findall(r"img/(abc_\w+)\.svg", page.read_text("utf-8"))}
+    kept = {file.stem for prefix in ("abc", "x4") for file in (ROOT / "docs/img").glob(f"{prefix}_*.svg")}
+    shown = {name for page in PAGES for name in re.findall(r"img/((?:abc|x4)_\w+)\.svg", page.read_text("utf-8"))}
     assert kept == set(tools["pictures"].PICTURES) == shown
 
 
