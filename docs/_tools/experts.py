@@ -80,9 +80,9 @@ def large_table() -> str:
     expert = layers * 3 * hidden * one["moe_intermediate_size"]
     rows = ["| tokens in the step | experts read, of 128 | weights read | for each token |", "|---:|---:|---:|---:|"]
     for n in (1, 4, 16, 64, 256):
-        read = expected(num_experts, asked, n)
-        size = 2 * (always + read * expert) / 1e9
-        rows.append(f"| {n} | {read:.0f} | {size:.1f} GB | {size / n:.2f} GB |")
+        count = expected(num_experts, asked, n)
+        size = 2 * (always + count * expert) / 1e9
+        rows.append(f"| {n} | {count:.0f} | {size:.1f} GB | {size / n:.2f} GB |")
     return "\n".join(rows)
 
 

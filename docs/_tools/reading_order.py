@@ -194,6 +194,13 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("engine/draft_setup.py", "", ""),
         ("spec/registry.py", "", ""),
     ],
+    "x4": [
+        ("models/moe.py", "", "model_executor/models/qwen3_moe.py"),
+        ("layers/moe.py", "", "model_executor/layers/fused_moe/layer.py"),
+        ("kernels/grouped_linear.py", "", "model_executor/layers/fused_moe/fused_moe.py"),
+        ("kernels/route.py", "", "model_executor/layers/fused_moe/moe_align_block_size.py"),
+        ("layers/fused_moe.py", "", "model_executor/layers/fused_moe/fused_moe.py"),
+    ],
 }
 
 INTRO = """# Reading order
