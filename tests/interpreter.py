@@ -42,7 +42,7 @@ def stay_inside_the_arguments() -> None:
         return hosts
 
     def check(ptrs: Any, mask: Any) -> None:
-        first = ptrs.data[mask.data] if mask is not None else ptrs.data.ravel()
+        first = ptrs.data[mask.data.astype(bool)] if mask is not None else ptrs.data.ravel()
         if not first.size:
             return
         first = first.astype(np.int64)

@@ -23,7 +23,9 @@ def test_a_load_behind_the_end() -> None:
     source, target = torch.arange(10.0), torch.zeros(10)
     copy[(1,)](target, source, NUM=10, MASKED=True)
     assert target.equal(source)
-    with pytest.raises(Exception, match="6 of 16 addresses lie outside the arguments of the kernel, the first one 0 bytes"):
+    with pytest.raises(
+        Exception, match="6 of 16 addresses lie outside the arguments of the kernel, the first one 0 bytes"
+    ):
         copy[(1,)](target, source, NUM=10, MASKED=False)
 
 
