@@ -93,7 +93,7 @@ def batch(measured: Mapping[int, float], num_experts: int, asked: int) -> Pictur
     for experts in range(0, num_experts + 1, 2):
         _, y = at(1, experts)
         parts += [box(left, y, wide, 0.5, "#ddd", "none"), text(left - 8, y + 4, str(experts), size=11, end=True)]
-    curve = [at(n, expected(num_experts, asked, n)) for n in np.geomspace(1, sizes[-1], 80)]  # type: ignore[arg-type]
+    curve = [at(n, expected(num_experts, asked, n)) for n in np.geomspace(1, sizes[-1], 80)]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in curve)
     parts.append(f'<polyline points="{points}" fill="none" stroke="{GREY}" stroke-dasharray="4 3"/>')
     for size in sizes:
