@@ -61,7 +61,7 @@ def load_table() -> str:
     rows = ["| layer | busiest expert | idlest | busiest of 2 ranks | of 4 |", "|---:|---:|---:|---:|---:|"]
     for layer, counts in enumerate(load()):
         shares = counts / counts.sum()
-        of = [f"{part.max() * ranks:.2f} x" for ranks in (2, 4) for part in [shares.reshape(ranks, -1).sum(-1)]]
+        of = [f"{part.max() * ranks:.1f} x" for ranks in (2, 4) for part in [shares.reshape(ranks, -1).sum(-1)]]
         most, least = int(shares.argmax()), int(shares.argmin())
         rows.append(
             f"| {layer} | {most}: {100 * shares[most]:.0f}% | {least}: {100 * shares[least]:.0f}% | {of[0]} | {of[1]} |"

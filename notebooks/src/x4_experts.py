@@ -389,7 +389,7 @@ mini = model.model.layers[layer].mlp
 share = counts[layer] / counts[layer].sum()
 for e, parts in enumerate(mini.experts):
     kept, parts[2] = parts[2], torch.zeros_like(parts[2])
-    print(f"layer {layer} without expert {e}: loss +{loss() - trained:.3f}, it had {100 * share[e]:.0f}% of the work")
+    print(f"layer {layer} without expert {e}: loss {loss() - trained:+.3f}, it had {100 * share[e]:.0f}% of the work")
     parts[2] = kept
 
 # %% [markdown]

@@ -80,6 +80,7 @@ COMPUTED = {
     "2_continuous_batching.md": pytest.mark.m6,
     "4_kernels.md": pytest.mark.m6,
     "6_speed_and_scale.md": pytest.mark.m6,
+    "x4_experts.md": pytest.mark.x4,
 }  # pages whose numbers come from a run of later milestones' functions
 
 
