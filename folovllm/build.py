@@ -194,7 +194,9 @@ def make_runner(setup: EngineSetup, load: CountedLoad | None = None) -> Runner[S
         from folovllm.worker.serial_model_runner import SerialModelRunner
 
         return SerialModelRunner(setup, load_model, sampler)
-    return runner_kinds(setup)[0](setup, load_model, sampler, cache_manager(setup.config).slots, attention_backend(setup))
+    return runner_kinds(setup)[0](
+        setup, load_model, sampler, cache_manager(setup.config).slots, attention_backend(setup)
+    )
 
 
 def runner_kinds(setup: EngineSetup) -> tuple[type[ModelRunner], type[GraphRunner]]:

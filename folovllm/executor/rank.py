@@ -136,7 +136,9 @@ class RankServer:
     def serve(self) -> None:
         """Run steps as they come, until the empty message."""
         while len(message := wait_for(self._next_step, self._spin)):
-            pending = AskedLoad(self.worker) if message[0] == ASK_LOAD else self.worker.execute_model(decode_step(message))
+            pending = (
+                AskedLoad(self.worker) if message[0] == ASK_LOAD else self.worker.execute_model(decode_step(message))
+            )
             if self._rank == 0 and pending is not None:
                 self._started.append(pending)
 

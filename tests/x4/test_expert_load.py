@@ -39,7 +39,9 @@ def by_transformers(family: str, texts: tuple[tuple[int, ...], ...]) -> list[lis
     for ids in texts:
         with torch.no_grad():
             logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
-        total = total + torch.stack([layer.topk(k).indices.flatten().bincount(minlength=layer.shape[1]) for layer in logits])
+        total = total + torch.stack(
+            [layer.topk(k).indices.flatten().bincount(minlength=layer.shape[1]) for layer in logits]
+        )
     return total.tolist()
 
 
@@ -56,7 +58,12 @@ def computed(outputs) -> tuple[tuple[int, ...], ...]:
         ("qwen2_moe", {"attention_backend": "torch_paged"}),
         ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ],
-    ids=["a step at a time", "prompts in chunks", "recorded steps with padding, overlapped", "two ranks, experts shared out"],
+    ids=[
+        "a step at a time",
+        "prompts in chunks",
+        "recorded steps with padding, overlapped",
+        "two ranks, experts shared out",
+    ],
 )
 def test_counts_are_those_of_transformers(family: str, fields: dict) -> None:
     """Twice: what is asked between steps, and in the middle of the second load, changes nothing."""
@@ -73,7 +80,9 @@ def test_counts_are_those_of_transformers(family: str, fields: dict) -> None:
         told = [event.counts for event in seen if isinstance(event, ExpertsAsked)]
         assert told[0] == expected and len(told) == 1 + sum(type(event).__name__ == "StepEnded" for event in seen)
         more = by_transformers(family, computed(again))
-        assert told[-1] == [[a + b for a, b in zip(*layers, strict=True)] for layers in zip(expected, more, strict=True)]
+        assert told[-1] == [
+            [a + b for a, b in zip(*layers, strict=True)] for layers in zip(expected, more, strict=True)
+        ]
     finally:
         engine.close()
 
@@ -85,9 +94,11 @@ def test_steps_say_how_uneven_they_are() -> None:
     (output,) = llm.generate(PROMPTS[1:2], PARAMS)
     steps = llm.engine.history
     assert [sum(steps[0].experts[0]), sum(steps[1].experts[1])] == [2 * 5, 2], "5 tokens, then 1: each asks 2 experts"
-    total = [[sum(step.experts[i][e] for step in steps) for e in range(8)] for i in range(2)]
+    total = torch.tensor([step.experts for step in steps]).sum(0).tolist()
     assert total == by_transformers("qwen3_moe", computed([output]))
-    assert step_line(steps[1]).endswith("busiest expert 4.0x"), "one token asks 2 of 8 experts: each of the two has 4 shares"
+    assert step_line(steps[1]).endswith("busiest expert 4.0x"), (
+        "one token asks 2 of 8 experts: each of the two has 4 shares"
+    )
     assert (imbalance([3, 1, 0, 0]), imbalance([2, 2]), imbalance([0, 0])) == (3, 1, 1)
 
 
@@ -95,8 +106,7 @@ def test_prometheus_gets_counts() -> None:
     async def scrape() -> tuple[str, list[list[int]]]:
         config = EngineConfig(model=str(moe_checkpoint()), milestone="m5", count_experts=True, **SMALL)
         async with AsyncEngine(config) as engine:
-            async for output in engine.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS):
-                pass
+            *_, output = [output async for output in engine.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS)]
             await asyncio.gather(engine.ask_experts(), engine.ask_experts())
             text = Metrics(engine, "tiny").text().decode()
         await engine.ask_experts()  # of a closed one: nobody waits for ever
@@ -124,7 +134,9 @@ class TestOff:
             llm.engine.expert_load()
 
     def test_what_cannot_be_counted(self) -> None:
-        with pytest.raises(ValueError, match="count_experts counts how often experts are asked, and this model has none"):
+        with pytest.raises(
+            ValueError, match="count_experts counts how often experts are asked, and this model has none"
+        ):
             LLM(str(tiny_checkpoint()), count_experts=True, **SMALL)
         with pytest.raises(ValueError, match="count_experts needs batches: take milestone m2 or later"):
             EngineConfig(milestone="m1", count_experts=True)

@@ -33,7 +33,10 @@ def student_of(teacher: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
 def main() -> None:
     run = run_of(__doc__)
     torch.manual_seed(run.seed)
-    distil(run, Qwen3ForCausalLM.from_pretrained(run.start, dtype=torch.float32) if run.start else student_of(load_teacher()))
+    distil(
+        run,
+        Qwen3ForCausalLM.from_pretrained(run.start, dtype=torch.float32) if run.start else student_of(load_teacher()),
+    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ as before with a quarter of the neurons.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.modeling_outputs import ModelOutput
 
-from .distil import TEACHER, batch_of, distil, load_teacher, run_of
+from .distil import TEACHER, answer, batch_of, distance, distil, load_teacher, run_of
 from .train import model_config
 
 NUM_EXPERTS, ASKED = 8, 2
@@ -117,15 +120,40 @@ def balance(out: ModelOutput, ids: Tensor) -> Tensor:
     return BALANCE * NUM_EXPERTS * torch.stack(uneven).mean()
 
 
+def measured(folder: Path, tokenizer: Tokenizer) -> dict[str, object]:
+    """The perplexity of teacher and student on stories that nobody was trained on, and how often each expert is asked there."""
+    ids, learn = batch_of(tokenizer, 7, 0, rows=4, held_out=True)
+    wanted, student = ids[:, 1:][learn], Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        dense, _ = answer(load_teacher(), ids, learn)
+        sparse, out = answer(student, ids, learn, output_router_logits=True)
+    perplexity = {name: F.cross_entropy(x, wanted).exp().item() for name, x in (("dense", dense), ("experts", sparse))}
+    loads = [(NUM_EXPERTS * shares_of(logits[ids.flatten() != 0])).tolist() for logits in out.router_logits]
+    return {
+        "perplexity": perplexity,
+        "KL": distance(sparse, dense).item(),
+        "load, in multiples of an equal share": [[round(load, 3) for load in layer] for layer in loads],
+    }
+
+
+def name_as_all_do(file: Path) -> None:
+    """`num_experts`, as Qwen's own configurations have it. transformers 5 writes another name, which version 4 does not read."""
+    fields = json.loads(file.read_text())
+    fields["num_experts"] = fields.pop("num_local_experts")
+    file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
 def main() -> None:
     run = run_of(__doc__, **SETTINGS)
     torch.manual_seed(run.seed)
+    tokenizer = Tokenizer.from_file(str(TEACHER / "tokenizer.json"))
     if run.start:
         student = Qwen3MoeForCausalLM.from_pretrained(run.start, dtype=torch.float32)
     else:
-        tokenizer = Tokenizer.from_file(str(TEACHER / "tokenizer.json"))
         student = student_of(load_teacher(), batch_of(tokenizer, run.seed - 1, 0, rows=6)[0])
     distil(run, student, balance, output_router_logits=True)
+    name_as_all_do(run.out / "config.json")
+    (run.out / "experts.json").write_text(json.dumps(measured(run.out, tokenizer), indent=1) + "\n")
 
 
 if __name__ == "__main__":
