@@ -57,8 +57,8 @@ class EngineConfig:
     What vLLM's engine knows beside them is taken where it changes nothing, and refused with a sentence elsewhere.
 
     Attributes:
-        model: a local directory or GGUF file, a hub id, or one of the names "stories-5m" (embedded), "smollm2" and
-            "smollm2-gguf" (downloaded).
+        model: a local directory or GGUF file, a hub id, or one of the names "stories-5m" and "stories-moe" (embedded),
+            "smollm2" and "smollm2-gguf" (downloaded).
         tokenizer: the same for the tokenizer; None takes the model's.
         milestone: the preset that fills what is left open; None takes the latest.
         model_impl: "hf" runs transformers' model, "native" ours.
