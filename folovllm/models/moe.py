@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from folovllm.distributed.sharding import EXPERTS
+from folovllm.forward_batch import ForwardBatch
+from folovllm.layers.expert_load import ExpertLoad
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.moe import MoE
 from folovllm.layers.unsupported import UnsupportedModel
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
 
@@ -31,6 +34,13 @@ class MoeForCausalLM(LlamaForCausalLM):
             layers.having({LlamaMLP: choose_moe, LlamaDecoderLayer: LlamaDecoderLayer}),
             max_model_len,
         )
+        self.load = layers.make(ExpertLoad)  # the one that all layers tell
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """As `LlamaForCausalLM`."""
+        hidden = super().forward(batch)
+        self.load.end(batch.slot_mapping)
+        return hidden
 
     def own_name(self, name: str) -> str | None:
         """As `LlamaForCausalLM`: an expert that another rank holds is None."""
