@@ -200,6 +200,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/grouped_linear.py", "", "model_executor/layers/fused_moe/fused_moe.py"),
         ("kernels/route.py", "", "model_executor/layers/fused_moe/moe_align_block_size.py"),
         ("layers/fused_moe.py", "", "model_executor/layers/fused_moe/fused_moe.py"),
+        ("layers/expert_load.py", "", ""),
     ],
 }
 
