@@ -34,8 +34,9 @@ def test_of_equal_ones_the_lowest() -> None:
 
 def test_in_half_precision_softmax_is_float32() -> None:
     logits = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    weights, _ = route(logits, 8, normalise=True)
+    weights, experts = route(logits, 8, normalise=True)
     assert weights.dtype == torch.bfloat16, "the weights have the dtype of the logits"
+    assert experts.dtype == torch.int64, "the experts' numbers are int64, as an index is"
     best = logits.double().softmax(-1).topk(8).values
     exact = best / best.sum(-1, keepdim=True)
     error = ((weights.double() - exact) / exact).abs().max().item()

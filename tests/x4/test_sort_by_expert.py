@@ -44,5 +44,7 @@ def test_the_host_reads_nothing() -> None:
         if "x4.2: " in str(error):
             raise  # not written yet
         raise AssertionError(f"numbers of the device were read: a recorded step cannot do that ({error})") from error
+    devices = (order.device.type, starts.device.type)
+    assert devices == ("meta", "meta"), f"both stay on the device of `experts`; they are on {devices}"
     shapes = (order.shape, starts.shape)
     assert shapes == ((10,), (5,)), f"five tokens ask two of four experts each; the shapes are {shapes}"
