@@ -307,9 +307,9 @@ class LLMEngine:
         return engine_stats(self.setup, self.scheduler, self.scheduler.kv, self._num_steps, self._num_preemptions)
 
     def expert_load(self) -> list[list[int]]:
-        """How often each expert of each layer, [L][E], was asked since the start; waits for the steps under way.
+        """How often each expert of each layer was asked since the start; waits for the steps under way.
 
-        A token asks k experts of a layer. ValueError where that is not counted.
+        L lists of E numbers; a token asks k experts of a layer. ValueError where that is not counted.
         """
         self.require_open()
         if not self.setup.config.count_experts:
