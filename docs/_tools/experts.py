@@ -14,7 +14,8 @@ from milestones.pictures import Picture
 from milestones.routing import Routing, expected, read_by, routing_of, routings
 
 ASSETS = Path(__file__).resolve().parents[2] / "folovllm/assets"
-TEXT = "Once upon a time there was a little girl named Lily. She had a red kite. One day the kite flew away, and Lily was sad."
+# A text in which no token has two experts that are nearly as likely: every machine draws the same picture.
+TEXT = "Once upon a time, there was a little girl named Lily. She had a red kite. One day the kite flew away, and Lily was sad."
 STORIES, TOKENS, SKIPPED = 64, 40, 8  # every story begins alike, so its first tokens say little
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
