@@ -134,7 +134,7 @@ class MiniMoE(torch.nn.Module):
 
 
 model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+tokenizer = AutoTokenizer.from_pretrained(resolve_model("stories-5m"))  # the same
 weights = load_file(FOLDER / "model.safetensors")
 for number, layer in enumerate(model.model.layers):
     layer.mlp = MiniMoE(weights, number, model.config.num_experts_per_tok)
