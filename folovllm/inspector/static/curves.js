@@ -27,13 +27,8 @@ const CURVES = [
     say: (r, i) => `${count(r.columns.used[i])}, ${(r.columns.wasted[i] / r.engine.block_size).toFixed(1)}`,
     hidden: (r) => !r.engine.num_kv_blocks,
   },
-  {
-    title: "prefix hit rate",
-    most: () => 1,
-    lines: [[(r, i) => r.columns.hitRate[i], "hit", true]],
-    say: (r, i) => `${Math.round(100 * r.columns.hitRate[i])}%`,
-    hidden: (r) => !r.engine.enable_prefix_caching,
-  },
+  rate("prefix hit rate", "hitRate", (r) => !r.engine.enable_prefix_caching),
+  rate("guesses accepted", "acceptance", (r) => !r.hasGuesses),
   {
     title: "running, waiting",
     lines: [
@@ -43,6 +38,11 @@ const CURVES = [
     say: (r, i) => `${count(r.columns.running[i])}, ${count(r.columns.waiting[i])}`,
   },
 ];
+
+function rate(title, column, hidden) {
+  const of = (r, i) => r.columns[column][i];
+  return { title, most: () => 1, lines: [[of, "hit", true]], say: (r, i) => `${Math.round(100 * of(r, i))}%`, hidden };
+}
 
 function rateAt({ columns: { drawn, time } }, i) {
   const before = Math.max(0, i - SMOOTH);

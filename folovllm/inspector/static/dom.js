@@ -70,9 +70,9 @@ export function widthOf(element) {
   return widths.get(element);
 }
 
-/** "1 token", "2 tokens". */
+/** "1 token", "2 tokens", "2 guesses". */
 export function plural(n, noun) {
-  return `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
+  return `${count(n)} ${noun}${n === 1 ? "" : noun.endsWith("s") ? "es" : "s"}`;
 }
 
 /** Seconds as a person says them. */

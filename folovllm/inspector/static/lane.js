@@ -1,12 +1,13 @@
 // One recording and its views. A race has two of them, side by side.
 import { count, duration, el, plural, widthOf } from "./dom.js";
 import { CurvesView } from "./curves.js";
+import { ghostsAt } from "./ghosts.js";
 import { MemoryView } from "./memory.js";
 import { badge, RequestsView } from "./requests.js";
 import { plainText, sentencesOf } from "./summary.js";
 import { TimelineView } from "./timeline.js";
 
-const SIGNS = { preempt: "✕", refuse: "‖", add: "+", admit: "→", hit: "◆", evict: "⌫", begin: "·", finish: "■", abort: "⊘", key: "·" };
+const SIGNS = { preempt: "✕", refuse: "‖", add: "+", admit: "→", hit: "◆", evict: "⌫", begin: "·", finish: "■", abort: "⊘", key: "·", guess: "✓" };
 
 export class Lane {
   /** `onGo(lane, moment)` hears of clicks into time. */
@@ -51,7 +52,7 @@ export class Lane {
       if (["new", "take", "claim"].includes(event[0])) event.slice(1).forEach((block) => news.add(block));
       else if (event[0] === "adopt") news.add(event[1]);
     }
-    this.frame = { recording, at, state, theme, news, selected: this.selected };
+    this.frame = { recording, at, state, theme, news, ghosts: ghostsAt(recording, at, state), selected: this.selected };
     this.#tell(isPlaying);
     for (const view of [this.memory, this.requests, this.timeline, this.curves]) if (widthOf(view.element)) view.draw(this.frame);
   }

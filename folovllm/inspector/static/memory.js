@@ -1,5 +1,6 @@
 // The KV cache as a picture: a cell for each block. Hover for what it holds, click for the chain of its prefix.
 import { drawCell, drawToken, outline, stateOfCell, write } from "./cells.js";
+import { drawGhost, GHOSTS } from "./ghosts.js";
 import { button, contextOf, count, el, plural, setText, showTip, widthOf } from "./dom.js";
 
 const [MIN_CELL, MAX_CELL, MAX_ASPECT] = [1.5, 60, 2.6]; // CSS pixels; how much wider than high a cell of a small pool may be
@@ -11,6 +12,7 @@ const LEGEND = {
   cached: "cached: nobody's, but it can be found again; the paler, the longer ago",
   lost: "lost: not free, and nobody counts it",
   torn: "torn: free, and held",
+  ...GHOSTS,
 };
 
 export class MemoryView {
@@ -128,8 +130,22 @@ export class MemoryView {
       else if (news.has(i) && w > 6) outline(ctx, box, theme.accent, 2);
       if (order.has(i) && w >= 26 && !this.isWide) write(ctx, `${order.get(i)}`, [x + w - 16, y + 1, 15, 13], "#111", true);
     }
+    this.#drawGhosts(ctx);
     this.#drawChain(ctx, theme);
     if (this.#cell !== null) outline(ctx, this.#box(this.#cell), theme.accent, 2.5);
+  }
+
+  /** The last first: a bonus lies over the guess that it stands for. */
+  #drawGhosts(ctx) {
+    const { ghosts, recording, state, theme } = this.#frame;
+    for (const [id, own] of ghosts) {
+      for (const { kind, place, block } of own.toReversed()) {
+        if (block === null) continue;
+        const [x, y, w, h] = this.#box(block);
+        const [gap, wide] = [w > 8 ? 1.5 : 0, w / state.blockSize];
+        drawGhost(ctx, theme, recording.infos.get(id).index, kind, [x + (place % state.blockSize) * wide, y + gap, wide, h - 2 * gap]);
+      }
+    }
   }
 
   #drawChain(ctx, theme) {
@@ -157,7 +173,7 @@ export class MemoryView {
 
   /** The numbers above the picture, the legend below, and what a screen reader says instead of the picture. */
   #tell() {
-    const { state } = this.#frame;
+    const { state, recording } = this.#frame;
     if (!state.numBlocks) {
       setText(this.facts, this.num ? `no pool: the cache of the one that runs has grown to ${plural(this.num, "token")}` : "no pool: nobody runs, and no cache is there");
       this.canvas.setAttribute("aria-label", this.facts.textContent);
@@ -166,6 +182,7 @@ export class MemoryView {
     }
     const counts = Object.fromEntries(Object.keys(LEGEND).map((kind) => [kind, 0]));
     for (let i = 0; i < this.num; i++) counts[stateOfCell(state, i)]++;
+    for (const own of this.#frame.ghosts.values()) for (const { kind } of own) counts[kind]++;
     let [reserved, filled] = [0, 0];
     for (const seq of state.sequences.values()) {
       if (seq.isRunning && seq.table.length) [reserved, filled] = [reserved + seq.table.length * state.blockSize, filled + seq.numComputed];
@@ -174,7 +191,7 @@ export class MemoryView {
     setText(this.facts, `${count(state.numUsed)} of ${plural(state.numBlocks, "block")} of ${state.blockSize} used; ${waste}% of that empty`);
     const said = Object.keys(LEGEND).filter((kind) => counts[kind]).map((kind) => `${count(counts[kind])} ${kind}`);
     this.canvas.setAttribute("aria-label", `KV cache: ${said.join(", ")}. Arrow keys go from block to block.`);
-    const shown = Object.keys(LEGEND).filter((kind) => counts[kind] || kind === "free" || kind === "owned");
+    const shown = Object.keys(LEGEND).filter((kind) => counts[kind] || kind === "free" || kind === "owned" || (recording.hasGuesses && kind in GHOSTS && kind !== "asked"));
     if (this.shown !== shown.join()) {
       this.shown = shown.join();
       this.numbers = new Map(shown.map((kind) => [kind, el("b", {})]));
@@ -203,6 +220,9 @@ export class MemoryView {
       const text = contents.ids ? recording.decode(contents.ids) : recording.text(contents.info, contents.from, contents.to);
       if (!held.length && contents.info) lines.push(`tokens ${contents.from} to ${contents.to} of ${contents.info.letters}`);
       if (text) lines.push(`“${text.length > 160 ? `${text.slice(0, 160)}…` : text}”`);
+    }
+    for (const own of this.#frame.ghosts.values()) {
+      for (const { kind, text, block } of own) if (block === i) lines.push(`${kind}${text ? ` “${text}”` : ""}`);
     }
     if (state.hash[i] !== null) {
       const parent = state.parent[i] ? state.serial.indexOf(state.parent[i]) : -1;

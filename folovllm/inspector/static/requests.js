@@ -1,10 +1,12 @@
 // The sequences: who runs, who waits and why, who has finished; what of each is cached, computed, drawn; its text.
 import { count, el, plural, setText } from "./dom.js";
+import { GHOSTS } from "./ghosts.js";
 import { cssFill, hueOf, inkOn } from "./palette.js";
 import { whyRefused } from "./summary.js";
 
 const MOST_WAITING = 12; // shown; the rest is a number
 const MOST_ENDED = 6;
+const TAGS = { accepted: "ins", rejected: "del" };
 const MOST_LETTERS = 220; // of a text: its end
 
 /** The letters of a sequence on its colour. */
@@ -61,7 +63,7 @@ export class RequestsView {
     let row = this.#rows.get(key);
     if (row?.recording === recording) return row;
     const info = recording.infos.get(seqId);
-    const [what, text, last] = [el("span", { class: "what" }), el("span", {}), el("mark", {})];
+    const [what, text, last] = [el("span", { class: "what" }), el("span", {}), el("span", {})];
     const bar = el("span", { class: "bar", "aria-hidden": "true", style: `--hue:${hueOf(info.index)}` }, ...["cached", "computed", "answer", "lost", "border"].map((part) => el("i", { class: part })));
     const prompt = el("span", { class: "prompt" });
     const pick = el("button", { type: "button", class: "pick", onclick: () => this.onPick(seqId) }, badge(info), what, bar, el("span", { class: "text" }, prompt, text, last));
@@ -98,18 +100,19 @@ export class RequestsView {
     this.#showText(row, info.prompt.length + info.drawn.length, frame);
   }
 
-  #showText(row, numTokens, { recording, at }) {
+  #showText(row, numTokens, { recording, at, ghosts }) {
     const { info } = row;
     if (row.shown === `${numTokens} ${info.drawn.length >= numTokens - info.prompt.length} ${at === row.at}`) return;
     row.shown = `${numTokens} true true`;
     row.at = at;
     const numPrompt = info.prompt.length;
     const prompt = recording.text(info, Math.max(0, Math.min(numPrompt, numTokens) - 60), Math.min(numPrompt, numTokens));
-    const before = recording.text(info, Math.max(numPrompt, numTokens - 60), numTokens - 1);
-    const last = numTokens > numPrompt ? recording.text(info, numTokens - 1, numTokens) : "";
+    const last = ghosts.get(info.seqId)?.filter(({ text }) => text) ?? [{ text: numTokens > numPrompt ? recording.text(info, numTokens - 1, numTokens) : "" }];
+    const numNew = last.filter(({ kind }) => kind !== "rejected").length;
+    const before = recording.text(info, Math.max(numPrompt, numTokens - 60), numTokens - numNew);
     setText(row.prompt, cut(prompt, Math.max(24, MOST_LETTERS - before.length)));
     setText(row.text, cut(before, MOST_LETTERS));
-    setText(row.last, last);
+    row.last.replaceChildren(...last.map(({ kind, text }) => el(TAGS[kind] ?? "mark", { class: kind, title: GHOSTS[kind] }, text)));
   }
 }
 
@@ -132,7 +135,8 @@ function progressOf(seq, info) {
   const drawn = seq.numTokens - info.prompt.length;
   const hit = seq.cached ? `, ${count(seq.cached)} cached` : "";
   if (seq.numComputed < info.prompt.length) return `prompt ${count(seq.numComputed)} of ${count(info.prompt.length)}${hit}`;
-  return `${count(drawn)} of ${count(info.maxTokens)} drawn${hit}`;
+  const guessed = seq.guessed ? `, ${count(seq.accepted)} of ${plural(seq.guessed, "guess")} accepted` : "";
+  return `${count(drawn)} of ${count(info.maxTokens)} drawn${guessed}${hit}`;
 }
 
 function reasonOf(seq, { recording, state }) {

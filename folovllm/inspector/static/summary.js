@@ -16,6 +16,7 @@ export function sentencesOf(recording, at, state) {
   for (const event of by.admit ?? []) sayAdmitted(say, event, recording, at);
   sayEvicted(say, (by.evict ?? []).flatMap((event) => event.slice(1)));
   for (const event of by.begin ?? []) sayStep(say, event, recording);
+  sayChecked(say, by.guess ?? []);
   sayMany(by.finish, say, (event) => finish(event, recording), " have finished.");
   sayMany(by.abort, say, ([, seq]) => [{ seq }, " was aborted from outside."], " were aborted from outside.");
   const isOver = at === recording.length - 1 && recording.how !== null && recording.how !== "closed";
@@ -88,19 +89,27 @@ function sayStep(say, [, , , , shares, budgetLeft], recording) {
   const budget = recording.engine.num_kv_blocks && recording.engine.max_num_batched_tokens; // M1 has none
   const prefills = [];
   const decodes = [];
-  let tokens = 0;
+  let [tokens, guesses] = [0, 0];
   for (const share of shares) {
-    const seq = typeof share === "number" ? share : share[0];
-    tokens += typeof share === "number" ? 1 : share[2];
+    const seq = share[0] ?? share;
+    tokens += share[2] ?? 1;
+    guesses += Math.max(0, (share[3] ?? 1) - 1);
     (isPrefill(share, recording.infos.get(seq)) ? prefills : decodes).push(share);
   }
   const parts = prefills.length === 1 ? onePrefill(prefills[0], recording) : prefills.length ? manyPrefills(prefills) : [];
   if (decodes.length) {
     if (parts.length) parts.push("; ");
-    parts.push(...names(decodes.map((share) => (typeof share === "number" ? share : share[0]))));
-    parts.push(decodes.length === 1 ? " decoded one token" : " decoded one token each");
+    parts.push(...names(decodes.map((share) => share[0] ?? share)));
+    parts.push(guesses ? ` checked ${plural(guesses, "guess")}` : " decoded one token", decodes.length === 1 ? "" : guesses ? " in all" : " each");
   }
   say("begin", ...parts, budgetLeft === 0 && budget && tokens > 1 ? `; that is the whole budget of ${count(budget)} tokens.` : ".");
+}
+
+function sayChecked(say, events) {
+  if (!events.length) return;
+  const each = events.slice(0, MOST).flatMap(([, seq, guessed, accepted], i) => [i ? ", " : "", { seq }, ` ${accepted} of ${guessed}`]);
+  if (events.length > MOST) each.push(` and ${events.length - MOST} more`);
+  say("guess", "Guesses accepted: ", each, "; behind them each got a token that nobody guessed.");
 }
 
 function onePrefill([seq, start, n], recording) {

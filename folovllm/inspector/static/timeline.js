@@ -18,9 +18,10 @@ export class TimelineView {
     this.tip = el("div", { class: "tip", hidden: true });
     this.facts = el("p", { class: "facts" });
     const key = (name, text) => el("li", {}, el("i", { class: `key ${name}` }), text);
+    this.checkKey = key("check", " a bar for each token of a check: empty if rejected");
     const mark = (sign, text) => el("li", {}, el("b", {}, sign), ` ${text}`);
     this.legend = el("ul", { class: "legend" },
-      key("prefill", " prefill"), key("decode", " decode"), key("idle", " idle budget"),
+      key("prefill", " prefill"), key("decode", " decode"), key("idle", " idle budget"), this.checkKey,
       key("device", " device and draw"), key("schedule", " schedule"), key("take", " take in"), mark(MARKS.hit, "prefix hit"), mark(MARKS.preempt, "preempted"), mark(MARKS.finish, "finished"), mark("┄", "waits"),
     ); // prettier-ignore
     this.stage = el("div", { class: "stage" }, this.canvas, this.tip);
@@ -158,10 +159,15 @@ export class TimelineView {
     ctx.stroke();
     ctx.setLineDash([]);
     for (let k = placeOf(info.at.length, (i) => info.at[i] < this.from); k < info.at.length && info.at[k] < this.to; k++) {
-      const isPrefill = info.size[k] > 1 || info.from[k] < info.prompt.length;
-      const [x, w, h] = [this.#x(info.at[k]) + 0.5, this.perStep - 1, isPrefill ? ROW - 3 : ROW - 9];
-      ctx.fillStyle = hue;
-      ctx.fillRect(x, middle - h / 2, w, h);
+      const guesses = info.guesses[k];
+      const isPrefill = info.size[k] > 1 + guesses || info.from[k] < info.prompt.length;
+      const [x, w, h] = [this.#x(info.at[k]) + 0.5, this.perStep - 1, isPrefill || guesses ? ROW - 3 : ROW - 9];
+      const each = h / (1 + guesses); // a bar for each token that is checked: full if it counts
+      ctx.fillStyle = ctx.strokeStyle = hue;
+      for (let i = 0; i <= guesses; i++) {
+        const bar = [x, middle + h / 2 - each * (i + 1), w, guesses ? each * 0.7 : h];
+        i <= (info.accepted[k] ?? 0) ? ctx.fillRect(...bar) : ctx.strokeRect(bar[0] + 0.5, bar[1] + 0.5, w - 1, Math.max(0.2, bar[3] - 1));
+      }
       if (isPrefill) drawPattern(ctx, info.index, x, middle - h / 2, w, h);
     }
     for (const { at: when, kind } of info.marks) {
@@ -194,6 +200,7 @@ export class TimelineView {
     const { recording, at } = this.#frame;
     const { columns } = recording;
     const hidden = this.numThere - this.rows.length;
+    this.checkKey.hidden = !recording.hasGuesses;
     const width = columns.width[at] ? `; graph of ${columns.width[at]} (${columns.width[at] - columns.decode[at]} padded)` : "";
     const times = `schedule ${duration(columns.schedule[at])}, device and draw ${duration(columns.device[at])}, take in ${duration(columns.take[at])}`;
     setText(this.facts, columns.prefill[at] + columns.decode[at] ? `${times}${width}${hidden > 0 ? `; ${count(hidden)} rows not shown` : ""}` : "");
@@ -201,8 +208,9 @@ export class TimelineView {
   }
 
   #numbers(at) {
-    const { prefill, decode, idle } = this.#frame.recording.columns;
-    return `${plural(prefill[at], "token")} of prefill, ${count(decode[at])} of decode, ${count(idle[at])} idle`;
+    const { prefill, decode, idle, guesses } = this.#frame.recording.columns;
+    const guessed = guesses[at] ? ` (${count(guesses[at])} guessed)` : "";
+    return `${plural(prefill[at], "token")} of prefill, ${count(decode[at])} of decode${guessed}, ${count(idle[at])} idle`;
   }
 
   #under(event) {
@@ -231,6 +239,7 @@ export class TimelineView {
     if (!info) return lines;
     const k = placeOf(info.at.length, (i) => info.at[i] < at);
     if (info.at[k] === at) lines.push(`${info.letters}: tokens ${info.from[k]} to ${info.from[k] + info.size[k]}`);
+    if (info.at[k] === at && info.guesses[k]) lines.push(`${info.accepted[k] ?? 0} of ${plural(info.guesses[k], "guess")} accepted`);
     for (const mark of info.marks) {
       if (mark.at === at) lines.push(`${info.letters}: ${WORDS[mark.kind]}${mark.kind === "preempt" ? ` for ${this.#frame.recording.name(mark.other)}` : ""} ${mark.n || ""}`);
     }
