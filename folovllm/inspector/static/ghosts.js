@@ -1,6 +1,6 @@
 // Guesses at the next tokens, as ghosts: what a step accepted and rejected, its bonus, and what the step under way checks.
 import { write } from "./cells.js";
-import { inkOn } from "./palette.js";
+import { hueOf, inkOn } from "./palette.js";
 
 /** The kinds of ghosts, in words. */
 export const GHOSTS = {
@@ -43,7 +43,7 @@ export function ghostsAt(recording, at, state) {
 export function drawGhost(ctx, theme, index, kind, [x, y, w, h]) {
   const high = Math.max(3, Math.min(14, h / 3));
   const box = [x + 0.5, y + h - high + 0.5, Math.max(0.5, w - 1), high - 1];
-  const ink = { accepted: index === null ? theme.ink : inkOn(index), bonus: theme.accent, rejected: theme.alarm, asked: theme.ink }[kind];
+  const ink = { accepted: inkOn(index), bonus: theme.accent, rejected: theme.alarm, asked: theme.ink }[kind];
   const isFull = kind === "accepted" || kind === "bonus";
   ctx.fillStyle = isFull ? ink : theme.card;
   ctx.fillRect(...box);
@@ -52,5 +52,5 @@ export function drawGhost(ctx, theme, index, kind, [x, y, w, h]) {
   ctx.setLineDash(kind === "asked" ? [2, 2] : []);
   ctx.strokeRect(...box);
   ctx.setLineDash([]);
-  if (w >= 7 && high >= 8) write(ctx, SIGNS[kind], box, isFull ? theme.card : ink, false, 1);
+  if (w >= 7 && high >= 8) write(ctx, SIGNS[kind], box, kind === "accepted" ? hueOf(index) : isFull ? theme.card : ink, false, 1);
 }

@@ -1,7 +1,7 @@
 // The KV cache as a picture: a cell for each block. Hover for what it holds, click for the chain of its prefix.
 import { drawCell, drawToken, outline, stateOfCell, write } from "./cells.js";
 import { drawGhost, GHOSTS } from "./ghosts.js";
-import { button, contextOf, count, el, plural, setText, showTip, widthOf } from "./dom.js";
+import { contextOf, count, el, plural, setText, showTip, template, widthOf } from "./dom.js";
 
 const [MIN_CELL, MAX_CELL, MAX_ASPECT] = [1.5, 60, 2.6]; // CSS pixels; how much wider than high a cell of a small pool may be
 
@@ -27,21 +27,8 @@ export class MemoryView {
   constructor(onPick, maxHeight) {
     this.onPick = onPick;
     this.maxHeight = maxHeight;
-    this.canvas = el("canvas", { tabindex: 0, role: "img", class: "cells" });
-    this.tip = el("div", { class: "tip", hidden: true, role: "status" });
-    this.facts = el("p", { class: "facts" });
-    this.legend = el("ul", { class: "legend" });
-    this.zoomers = el("span", { class: "zoomers" },
-      button("−", "Zoom out (-)", () => this.zoom(1 / 1.5)),
-      button("+", "Zoom in (+)", () => this.zoom(1.5)),
-      button("fit", "Show all blocks (0)", () => this.zoom(0)),
-    ); // prettier-ignore
-    this.stage = el("div", { class: "stage" }, this.canvas, this.tip);
-    this.element = el("section", { class: "memory" },
-      el("header", {}, el("h2", {}, "KV cache"), this.facts, this.zoomers),
-      this.stage,
-      this.legend,
-    ); // prettier-ignore
+    [this.element, this.facts, this.stage, this.canvas, this.tip, this.legend] = template("memory", "facts", "stage", "cells", "tip", "legend");
+    this.element.querySelectorAll("button").forEach((button, i) => (button.onclick = () => this.zoom([1 / 1.5, 1.5, 0][i])));
     this.#listen();
   }
 
@@ -142,8 +129,9 @@ export class MemoryView {
       for (const { kind, place, block } of own.toReversed()) {
         if (block === null) continue;
         const [x, y, w, h] = this.#box(block);
-        const [gap, wide] = [w > 8 ? 1.5 : 0, w / state.blockSize];
-        drawGhost(ctx, theme, recording.infos.get(id).index, kind, [x + (place % state.blockSize) * wide, y + gap, wide, h - 2 * gap]);
+        const gap = w > 8 ? 1.5 : 0;
+        const wide = (w - 2 * gap) / state.blockSize;
+        drawGhost(ctx, theme, recording.infos.get(id).index, kind, [x + gap + (place % state.blockSize) * wide, y + gap, wide, h - 2 * gap]);
       }
     }
   }
@@ -225,7 +213,7 @@ export class MemoryView {
       for (const { kind, text, block } of own) if (block === i) lines.push(`${kind}${text ? ` “${text}”` : ""}`);
     }
     if (state.hash[i] !== null) {
-      const parent = state.parent[i] ? state.serial.indexOf(state.parent[i]) : -1;
+      const parent = state.parentOf(i);
       const after = state.parent[i] ? (parent < 0 ? "follows a block that is gone" : `follows block ${parent}`) : "begins a prefix";
       lines.push(`hash ${state.hash[i]}, ${after}`);
     }
@@ -241,11 +229,7 @@ export class MemoryView {
   #pick(i) {
     const { state, at } = this.#frame;
     this.#chain = [];
-    if (state.numBlocks && state.hash[i] !== null) {
-      const bySerial = new Map();
-      for (let j = 0; j < this.num; j++) if (state.hash[j] !== null) bySerial.set(state.serial[j], j);
-      for (let j = i; j !== undefined; j = bySerial.get(state.parent[j])) this.#chain.unshift(j);
-    }
+    if (state.numBlocks && state.hash[i] !== null) for (let j = i; j >= 0; j = state.parentOf(j)) this.#chain.unshift(j);
     this.#chain.at = at;
     const owner = state.numBlocks ? this.held[i]?.[0]?.seq : this.#growing()[i]?.seq;
     this.onPick(owner ? owner.seqId : null);
@@ -274,8 +258,7 @@ export class MemoryView {
       if (!this.#drag?.far) i === null ? this.onPick(null) : (this.#point(i), this.#pick(i));
       this.#drag = null;
     });
-    canvas.addEventListener("pointerleave", () => (this.#point(null), (this.tip.hidden = true)));
-    canvas.addEventListener("blur", () => (this.#point(null), (this.tip.hidden = true)));
+    canvas.onpointerleave = canvas.onblur = () => (this.#point(null), (this.tip.hidden = true));
     canvas.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && !event.metaKey) return; // a plain wheel scrolls the page
       event.preventDefault();

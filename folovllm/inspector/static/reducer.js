@@ -37,6 +37,11 @@ export class EngineState {
     return copy;
   }
 
+  /** The block before block i in the chain of its prefix, -1 if there is none, or it is gone. */
+  parentOf(i) {
+    return this.parent[i] ? this.serial.indexOf(this.parent[i]) : -1;
+  }
+
   /** Who holds each block: for each of [N] null, or a list of {seq, place, filled}; several are a shared prefix. */
   holders() {
     const held = new Array(this.numBlocks).fill(null);
