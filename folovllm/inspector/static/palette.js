@@ -27,6 +27,8 @@ function patternOf(n) {
   return Math.floor(n / HUES.length) % NUM_PATTERNS;
 }
 
+const tiles = new Map(); // pictures of patterns
+
 /** A CSS background of the sequence's hue and pattern. */
 export function cssFill(n) {
   return patternOf(n) ? `url(${tileOf(n).toDataURL()}), ${hueOf(n)}` : hueOf(n);

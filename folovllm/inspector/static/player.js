@@ -12,7 +12,7 @@ export const JUMPS = [
 const TRACK = 20; // pixels
 
 export class Player {
-  #playing = false;
+  playing = false;
   #rest = 0;
   #last = 0;
 
@@ -36,13 +36,9 @@ export class Player {
     for (const { chosen, kind } of this.jumps) chosen.onclick = (event) => this.jump(kind, event.shiftKey ? -1 : 1);
   }
 
-  get playing() {
-    return this.#playing;
-  }
-
   go(tick) {
     this.follows = false;
-    this.#playing = false;
+    this.playing = false;
     this.#move(tick);
   }
 
@@ -60,7 +56,7 @@ export class Player {
   follow() {
     if (!this.live) return;
     this.follows = true;
-    this.#playing = false;
+    this.playing = false;
     this.#move(this.clock.length - 1);
   }
 
@@ -72,11 +68,11 @@ export class Player {
 
   toggle() {
     this.follows = false;
-    this.#playing = !this.#playing;
+    this.playing = !this.playing;
     this.#rest = 0;
     this.#last = performance.now();
-    if (this.#playing && this.clock.tick === this.clock.length - 1) this.clock.go(0);
-    if (this.#playing) requestAnimationFrame((now) => this.#run(now));
+    if (this.playing && this.clock.tick === this.clock.length - 1) this.clock.go(0);
+    if (this.playing) requestAnimationFrame((now) => this.#run(now));
     this.onMove();
   }
 
@@ -85,18 +81,18 @@ export class Player {
   }
 
   #run(now) {
-    if (!this.#playing) return;
+    if (!this.playing) return;
     const before = this.clock.tick;
     this.#rest = this.clock.advance(Math.min(0.25, Math.max(0, now - this.#last) / 1000), Number(this.speed.value), this.#rest);
     this.#last = now;
-    if (this.clock.tick === this.clock.length - 1) this.#playing = false;
-    if (this.clock.tick !== before || !this.#playing) this.onMove();
-    if (this.#playing) requestAnimationFrame((later) => this.#run(later));
+    if (this.clock.tick === this.clock.length - 1) this.playing = false;
+    if (this.clock.tick !== before || !this.playing) this.onMove();
+    if (this.playing) requestAnimationFrame((later) => this.#run(later));
   }
 
   draw({ theme }) {
     const { clock } = this;
-    const [title, sign] = this.#playing ? ["Pause (space)", "❚❚"] : ["Play (space)", "▶"];
+    const [title, sign] = this.playing ? ["Pause (space)", "❚❚"] : ["Play (space)", "▶"];
     setText(this.playButton, sign);
     this.playButton.setAttribute("aria-label", title);
     this.playButton.title = title;

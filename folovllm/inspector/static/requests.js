@@ -121,8 +121,7 @@ function cut(text, most) {
 }
 
 function orderOf(recording) {
-  if (recording.engine.scheduling !== "priority") return (a, b) => a.seqId - b.seqId;
-  const priority = (seq) => recording.infos.get(seq.seqId).priority;
+  const priority = (seq) => (recording.engine.scheduling === "priority" ? recording.infos.get(seq.seqId).priority : 0);
   return (a, b) => priority(a) - priority(b) || a.seqId - b.seqId;
 }
 
