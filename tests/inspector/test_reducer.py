@@ -157,10 +157,15 @@ def test_wrong_guesses_leave_no_trace(here: Shown, milestone: str) -> None:
 
 def assert_ghosts_lie_where_the_engine_has_them(world: Watched, moments: list[Any]) -> set[str]:
     """What counts is in the cache and in the text, what was rejected in neither; and all guesses are told. Returns their kinds."""
-    guessed, accepted, found = Counter[int](), Counter[int](), set[str]()
+    guessed, accepted, under_way, found = Counter[int](), Counter[int](), dict[int, int](), set[str]()
     turns = [line[3] for line in map(json.loads, world.data.splitlines()[1:]) if line[0] == "turn"]
     for at, events in enumerate(turns, 1):
         checks = {event[1]: event[2:] for event in events if event[0] == "guess"}
+        for event in events:
+            if event[0] == "begin":
+                under_way |= {share[0]: share[3] - 1 for share in event[4] if isinstance(share, list) and share[3] > 1}
+            elif event[0] == "guess":
+                del under_way[event[1]]
         for id_, (asked, right, wrong) in checks.items():
             assert len(wrong) == asked - right
             guessed[id_], accepted[id_] = guessed[id_] + asked, accepted[id_] + right
@@ -171,7 +176,7 @@ def assert_ghosts_lie_where_the_engine_has_them(world: Watched, moments: list[An
         for id_, (own, counts) in ghosts.items():
             _, _, num_tokens, num_computed, table, _ = seqs[id_]
             number = Counter(kind for kind, *_ in own)
-            assert counts == [guessed[id_], accepted[id_]]
+            assert counts == [guessed[id_], accepted[id_]] and number["asked"] == under_way.get(id_, 0)
             if id_ in checks:
                 assert [number["accepted"], number["rejected"], number["bonus"]] == [checks[id_][1], len(checks[id_][2]), 1]
                 assert number["accepted"] + 1 == num_tokens - before[id_][2], "the tokens of this moment"
