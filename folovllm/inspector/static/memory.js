@@ -118,14 +118,16 @@ export class MemoryView {
       if (order.has(i) && w >= 26 && !this.isWide) write(ctx, `${order.get(i)}`, [x + w - 16, y + 1, 15, 13], "#111", true);
     }
     this.#drawGhosts(ctx);
+    ctx.globalAlpha = 1;
     this.#drawChain(ctx, theme);
     if (this.#cell !== null) outline(ctx, this.#box(this.#cell), theme.accent, 2.5);
   }
 
   /** The last first: a bonus lies over the guess that it stands for. */
   #drawGhosts(ctx) {
-    const { ghosts, recording, state, theme } = this.#frame;
+    const { ghosts, recording, state, theme, selected } = this.#frame;
     for (const [id, own] of ghosts) {
+      ctx.globalAlpha = state.sequences.has(selected) && selected !== id ? 0.3 : 1;
       for (const { kind, place, block } of own.toReversed()) {
         if (block === null) continue;
         const [x, y, w, h] = this.#box(block);
