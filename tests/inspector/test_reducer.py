@@ -166,8 +166,8 @@ def assert_ghosts_lie_where_the_engine_has_them(world: Watched, moments: list[An
                 under_way |= {share[0]: share[3] - 1 for share in event[4] if isinstance(share, list) and share[3] > 1}
             elif event[0] == "guess":
                 del under_way[event[1]]
-        for id_, (asked, right, wrong) in checks.items():
-            assert len(wrong) == asked - right
+        for id_, (asked, right, rejected) in checks.items():
+            assert len(rejected) == asked - right
             guessed[id_], accepted[id_] = guessed[id_] + asked, accepted[id_] + right
         state = world.states[at]
         seqs, before = ({seq[0]: seq for seq in world.states[i]["seqs"]} for i in (at, at - 1))
@@ -178,7 +178,11 @@ def assert_ghosts_lie_where_the_engine_has_them(world: Watched, moments: list[An
             number = Counter(kind for kind, *_ in own)
             assert counts == [guessed[id_], accepted[id_]] and number["asked"] == under_way.get(id_, 0)
             if id_ in checks:
-                assert [number["accepted"], number["rejected"], number["bonus"]] == [checks[id_][1], len(checks[id_][2]), 1]
+                assert [number["accepted"], number["rejected"], number["bonus"]] == [
+                    checks[id_][1],
+                    len(checks[id_][2]),
+                    1,
+                ]
                 assert number["accepted"] + 1 == num_tokens - before[id_][2], "the tokens of this moment"
             for kind, place, block in own:
                 in_cache = place < num_computed
@@ -186,7 +190,9 @@ def assert_ghosts_lie_where_the_engine_has_them(world: Watched, moments: list[An
                 if in_cache and block is not None:
                     assert table[place // world.watcher.block_size] == block
                 elif block is not None:
-                    assert state["cells"][block][1] or table[place // world.watcher.block_size] == block, "another's block"
+                    assert state["cells"][block][1] or table[place // world.watcher.block_size] == block, (
+                        "another's block"
+                    )
             found |= number.keys()
     return found
 

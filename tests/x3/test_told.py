@@ -37,7 +37,9 @@ def rejected_of(seen: list[Event]) -> Iterator[list[int]]:
     asked: dict[int, list[int]] = {}
     for event in seen:
         if isinstance(event, StepBegan):
-            asked |= {share.seq_id: share.token_ids[1:].tolist() for share in event.output.shares if share.num_draws > 1}
+            asked |= {
+                share.seq_id: share.token_ids[1:].tolist() for share in event.output.shares if share.num_draws > 1
+            }
         elif isinstance(event, GuessesChecked):
             yield asked[event.seq_id][event.num_accepted :]
 
@@ -71,7 +73,9 @@ def test_watcher_recording_digest_and_log(milestone: str) -> None:
     found: Recording = assert_replays(taped)
     entries = [entry for line in found.lines if line[0] == "turn" for entry in line[3]]
     kinds = {entry[0] for entry in entries}
-    assert [entry[4] for entry in entries if entry[0] == "guess"] == list(rejected_of(taped.seen)), "the wrong ones, by name"
+    assert [entry[4] for entry in entries if entry[0] == "guess"] == list(rejected_of(taped.seen)), (
+        "the wrong ones, by name"
+    )
     spans = Counter(span["name"] for span in traced.events() if span["pid"] == REQUESTS and span["ph"] == "X")
     assert sum(spans[f"check {k}"] for k in range(1, 6)) == sum(
         share.num_draws > 1 for event in taped.seen if isinstance(event, StepEnded) for share in event.output.shares
