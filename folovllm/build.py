@@ -227,11 +227,18 @@ def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[
 
 
 def attention_backend(setup: EngineSetup) -> AttentionBackend:
-    """Who attends: the backend of that name (M1 to M4)."""
+    """Who attends: the backend of that name (M1 to M4), or one with a kernel for steps with guesses (X3)."""
     if own := builders.own(setup.config, "prefill"):
         from folovllm.attention.backends.triton import TritonBackend
 
         return TritonBackend(setup.attention, own)
+    if setup.config.speculation is not None and setup.backend == "triton":
+        from folovllm.attention.backends import checking
+        from folovllm.step.verify import most_draws
+
+        if checking.serves(setup.device):
+            most_tokens = setup.config.speculation.num_speculative_tokens + 1
+            return checking.CheckingTritonBackend(setup.attention, most_tokens, most_draws(setup.max_num_seqs))
     return make_backend(setup.backend, setup.attention)
 
 

@@ -26,6 +26,8 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from folovllm.kernels.activation import silu_and_mul_kernel
+from folovllm.kernels.check import check_config, check_kernel, num_warps_of, tile_shape
+from folovllm.kernels.check_plan import list_checks_kernel, plan_checks_kernel
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel
 from folovllm.kernels.decode_plan import plan_kernel
 from folovllm.kernels.draw_tokens import plain_kernel, special_kernel
@@ -57,7 +59,7 @@ LIMIT_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227}
 HQ, HKV = 16, 8
 
 
-OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
+OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
              ("finish_kernel", "weight_ptr"): "*fp32", ("finish_kernel", "token_ptr"): "*i32",
              ("small_linear_kernel", "x_ptr"): "*i32", ("small_linear_kernel", "weight_ptr"): "*i32",
              ("quant_linear_kernel", "x_ptr"): "*i32", ("quant_linear_kernel", "weight_ptr"): "*i16",
@@ -68,7 +70,7 @@ OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"
              ("int4_unpack_kernel", "scale_ptr"): "*fp16", ("add_parts_kernel", "part_ptr"): "*fp32"}  # fmt: skip
 
 
-CACHES = {("decode_kernel", "k_ptr"), ("decode_kernel", "v_ptr"), ("prefill_kernel", "k_ptr"), ("prefill_kernel", "v_ptr"),
+CACHES = {("decode_kernel", "k_ptr"), ("decode_kernel", "v_ptr"), ("check_kernel", "k_ptr"), ("check_kernel", "v_ptr"), ("prefill_kernel", "k_ptr"), ("prefill_kernel", "v_ptr"),
           ("qk_norm_rope_store_kernel", "k_cache_ptr"), ("qk_norm_rope_store_kernel", "v_cache_ptr")}  # fmt: skip
 
 
@@ -87,7 +89,8 @@ def pointer_type(name: str, dtype: str) -> str:
         return "*i64"
     if name in ("table_ptr", "start_ptr", "len_ptr", "item_ptr", "header_ptr", "queue_ptr", "done_ptr", "at_ptr",
                 "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr", "row_ptr", "word_ptr", "draws_ptr",
-                "hot_ptr", "id_ptr", "last_ptr", "drawn_ptr", "given_ptr", "query_len_ptr", "tile_ptr"):  # fmt: skip
+                "hot_ptr", "id_ptr", "last_ptr", "drawn_ptr", "given_ptr", "query_len_ptr", "tile_ptr", "place_ptr", "end_ptr",
+                "count_ptr"):  # fmt: skip
         return "*i32"
     if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr", "largest_ptr",
                 "value_ptr", "scaled_ptr", "floor_ptr"):  # fmt: skip
@@ -277,6 +280,29 @@ def kernels_of_int4(capability: int):
     yield add_parts_kernel, {"PARTS": 6, "RESIDUAL": True, "BLOCK": 1024}, 4, 3
 
 
+def kernels_of_x3(capability: int, head_dim: int, block_size: int):
+    """Attention of checked rows, with few and with the most in a tile; not on cards older than Ampere, where it is not used."""
+    if capability < 80:
+        return
+    if (head_dim, block_size) == (128, 16):
+        config = check_config(32, head_dim, 2, False)
+        chunks = {"MIN_CHUNK": config.min_chunk, "MAX_CHUNK": config.max_chunk, "QUEUE_CHUNK": config.queue_chunk}
+        yield list_checks_kernel, {"TILE_TOKENS": 8, "WIDTH": 128}, 1, 3
+        yield plan_checks_kernel, {"HKV": HKV, "TILE": 32, "TILES": 256, "STEP": 32, "MAX_PARTS": 32, **chunks}, 4, 3
+    strides = {"STRIDE_BLOCK": HKV * block_size * head_dim, "STRIDE_TOKEN": head_dim, "STRIDE_HEAD": block_size * head_dim}
+    shapes = [(5, 2, False), (16, 8, False)]  # tokens, query heads that share a KV head, FP8
+    if capability in (80, 90) and head_dim == 128:
+        shapes += [(16, 2, False), (8, 7, False)]
+    if capability >= 89 and head_dim == 128:
+        shapes += [(5, 2, True), (16, 4, True)][: 2 if capability == 90 else 1]
+    for tokens, group, is_fp8 in shapes:
+        _, rows = tile_shape(tokens, group, 2 * head_dim)
+        config, cache = check_config(rows, head_dim, 2, is_fp8), {"cache": "fp8e4nv"} if is_fp8 else {}
+        yield (check_kernel, {**strides, **cache, "B": block_size, "HKV": HKV, "G": group, "D": head_dim, "TILE": config.tile,
+                              "M": rows, "ROWS": 16, "STEP": config.merge_step, "PDL": capability >= 90},
+               num_warps_of(rows, 2 * head_dim), config.num_stages)  # fmt: skip
+
+
 def kernels_of_x4(capability: int, head_dim: int, block_size: int):
     """Those of a mixture of experts, in the shapes of Qwen3-30B-A3B: a tile for few, some, and many pairs of each expert."""
     if (head_dim, block_size) != (128, 16):
@@ -298,7 +324,7 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
 
 def variants(capability: int, milestone: str) -> list[dict]:
     """Compile in the dtype that is usual on the card: bf16 where it has that."""
-    kernels_of = {"m4": kernels, "m6": kernels_of_m6, "x2": kernels_of_x2, "x4": kernels_of_x4}[milestone]
+    kernels_of = {"m4": kernels, "m6": kernels_of_m6, "x2": kernels_of_x2, "x3": kernels_of_x3, "x4": kernels_of_x4}[milestone]
     dtype = "bf16" if capability >= 80 else "fp16"
     rows = []
     for head_dim, block_size in SHAPES[capability]:
