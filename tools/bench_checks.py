@@ -62,7 +62,9 @@ def bench_attention_of_checks(
             read = 2 * batch * context * heads[1] * head_dim * dtype.itemsize
             plain = TritonBackend(config)
             us = measure(plain, query[:batch], caches, decodes)
-            print(f"attention {batch:3} x {context:5}: decode {us:8.1f} us {read / us / bandwidth / 1e6:4.0%}", flush=True)
+            print(
+                f"attention {batch:3} x {context:5}: decode {us:8.1f} us {read / us / bandwidth / 1e6:4.0%}", flush=True
+            )
             for width in widths:
                 step, own = checks_of(decodes, width), CheckingTritonBackend(config, width, batch * width)
                 took = [measure(backend, query[: batch * width], caches, step) for backend in (plain, own)]

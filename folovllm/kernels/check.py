@@ -48,7 +48,9 @@ def fold_chunk(
 
 
 @triton.jit
-def store_rows(out_ptr, first_row, num_rows, row_sum, acc, v_scale, G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr):
+def store_rows(
+    out_ptr, first_row, num_rows, row_sum, acc, v_scale, G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr
+):
     """Write the rows from `first_row` on of a tile's output, those below `num_rows`; `out_ptr` is at its first token's first row."""
     r, dims = first_row + tl.arange(0, acc.shape[0]), tl.arange(0, D)
     row_ptr = out_ptr + (r // G * (HKV * G) + r % G)[:, None] * D
@@ -177,7 +179,9 @@ class SplitKVCheck:
         items = self.max_chunks + max_tiles
         rows = items * num_kv_heads * self.rows
         self.places = torch.zeros(max_tiles, PLACE.value, dtype=torch.int32, device=device)
-        self.ends, self.items = (torch.zeros(n, dtype=torch.int32, device=device) for n in (max_tiles, items * ITEM.value))
+        self.ends, self.items = (
+            torch.zeros(n, dtype=torch.int32, device=device) for n in (max_tiles, items * ITEM.value)
+        )
         self.count, self.header, self.queue = torch.zeros(3, 2, dtype=torch.int32, device=device)
         self.done = torch.zeros(max_tiles * num_kv_heads, dtype=torch.int32, device=device)
         self.part_max, self.part_sum = torch.zeros(2, rows, dtype=torch.float32, device=device)
@@ -199,7 +203,14 @@ class SplitKVCheck:
         num_seqs, c = len(seq_lens), self.config
         self.num_tiles = self.tiles_of(num_seqs, num_tokens)
         list_checks_kernel[(num_seqs,)](
-            query_start_loc, seq_lens, self.places, self.ends, self.count, TILE_TOKENS=self.tokens, WIDTH=128, num_warps=1
+            query_start_loc,
+            seq_lens,
+            self.places,
+            self.ends,
+            self.count,
+            TILE_TOKENS=self.tokens,
+            WIDTH=128,
+            num_warps=1,
         )
         plan_checks_kernel[(self.num_tiles,)](
             self.count, self.ends, self.items, self.header, self._num_programs(self.num_tiles), self.max_chunks,

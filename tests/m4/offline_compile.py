@@ -289,12 +289,16 @@ def kernels_of_x3(capability: int, head_dim: int, block_size: int):
         chunks = {"MIN_CHUNK": config.min_chunk, "MAX_CHUNK": config.max_chunk, "QUEUE_CHUNK": config.queue_chunk}
         yield list_checks_kernel, {"TILE_TOKENS": 8, "WIDTH": 128}, 1, 3
         yield plan_checks_kernel, {"HKV": HKV, "TILE": 32, "TILES": 256, "STEP": 32, "MAX_PARTS": 32, **chunks}, 4, 3
-    strides = {"STRIDE_BLOCK": HKV * block_size * head_dim, "STRIDE_TOKEN": head_dim, "STRIDE_HEAD": block_size * head_dim}
-    shapes = [(5, 2, False), (16, 8, False)]  # tokens, query heads that share a KV head, FP8
-    if capability in (80, 90) and head_dim == 128:
-        shapes += [(16, 2, False), (8, 7, False)]
-    if capability >= 89 and head_dim == 128:
-        shapes += [(5, 2, True), (16, 4, True)][: 2 if capability == 90 else 1]
+    strides = {
+        "STRIDE_BLOCK": HKV * block_size * head_dim,
+        "STRIDE_TOKEN": head_dim,
+        "STRIDE_HEAD": block_size * head_dim,
+    }
+    shapes = [(16, 8, False)]  # tokens, query heads that share a KV head, FP8
+    if capability in (80, 90):
+        shapes += [(5, 2, False), (16, 2, False), (8, 7, False)] if head_dim == 128 else [(5, 2, False)]
+    if capability == 90 and head_dim == 128:
+        shapes += [(5, 2, True), (16, 4, True)]
     for tokens, group, is_fp8 in shapes:
         _, rows = tile_shape(tokens, group, 2 * head_dim)
         config, cache = check_config(rows, head_dim, 2, is_fp8), {"cache": "fp8e4nv"} if is_fp8 else {}
@@ -324,7 +328,9 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
 
 def variants(capability: int, milestone: str) -> list[dict]:
     """Compile in the dtype that is usual on the card: bf16 where it has that."""
-    kernels_of = {"m4": kernels, "m6": kernels_of_m6, "x2": kernels_of_x2, "x3": kernels_of_x3, "x4": kernels_of_x4}[milestone]
+    kernels_of = {"m4": kernels, "m6": kernels_of_m6, "x2": kernels_of_x2, "x3": kernels_of_x3, "x4": kernels_of_x4}[
+        milestone
+    ]
     dtype = "bf16" if capability >= 80 else "fp16"
     rows = []
     for head_dim, block_size in SHAPES[capability]:

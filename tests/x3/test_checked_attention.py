@@ -30,6 +30,8 @@ from tests.m4.cases import DEVICE, Paged, assert_close, starts
 from tests.m4.conftest import like_a_gpu  # noqa: F401
 from tests.workloads import Request, serve
 from tests.x3.engines import Pair, speculation_of
+from tools.bench_attention import make_batch
+from tools.bench_checks import checks_of
 
 SMALL = DecodeConfig(tile=16, min_chunk=32, max_chunk=32, queue_chunk=32, merge_step=2)
 LENS = [70, 1, 33, 16, 47, 0, 17, 130]  # tokens of each sequence; of which new:
@@ -62,7 +64,9 @@ def check(
 
 
 class TestPlan:
-    @given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)), min_size=1, max_size=5), st.sampled_from([2, 8]))
+    @given(
+        st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)), min_size=1, max_size=5), st.sampled_from([2, 8])
+    )
     @settings(max_examples=12, deadline=None)
     def test_every_new_token_is_in_one_tile(self, seqs: list[tuple[int, int]], most: int) -> None:
         """Sequences of (tokens before, new tokens); the last tile's last token sees all, and padding gets nothing."""
@@ -155,10 +159,21 @@ class TestBackend:
         lens, new = map(list, zip(*seqs, strict=True))
         paged, query = Paged.make(lens, 16, 2, 32), torch.randn(sum(new), 4, 32, device=DEVICE)
         batch, backend = batch_of(lens, new, paged, num_decodes), CheckingTritonBackend(self.CONFIG, 6, 24)
+        backend.plan(replace(batch, num_decodes=0, max_query_len=6))  # another step, which leaves no trace
         backend.plan(batch)
         assert (backend._check.num_tiles > 0) is is_its_own
         expected = TorchNaiveBackend(self.CONFIG).forward(query, paged.kv_cache, batch)
         assert_close(backend.forward(query, paged.kv_cache, batch), expected)
+
+    def test_the_benchmark_compares_like_with_like(self) -> None:
+        """Both kernels are given the same recorded step."""
+        torch.manual_seed(0)
+        paged, query = Paged.make([40, 40], 16, 2, 32), torch.randn(8, 4, 32, device=DEVICE)
+        step = checks_of(replace(make_batch([40, 40], 16, True, DEVICE), block_tables=paged.block_tables), 4)
+        for backend in TritonBackend(self.CONFIG), CheckingTritonBackend(self.CONFIG, 4, 8):
+            backend.plan(step)
+            out = backend.forward(query, paged.kv_cache, step)
+            assert_close(out, paged.attention(query, [4, 4]))
 
     def test_a_recorded_step_writes_no_row_of_padding(self) -> None:
         """A prompt and guesses with room for two sequences and four tokens more; then nothing but padding."""
@@ -188,7 +203,9 @@ class TestBackend:
         backend = CheckingTritonBackend(replace(self.CONFIG, kv_dtype=FP8), 6, 13)
         backend.plan(batch)
         out = backend.of_layer(scales).forward(query, cache, batch)
-        whole = torch.stack([decode(cache[0], scales.key, torch.float32), decode(cache[1], scales.value, torch.float32)])
+        whole = torch.stack(
+            [decode(cache[0], scales.key, torch.float32), decode(cache[1], scales.value, torch.float32)]
+        )
         assert_close(out, TorchNaiveBackend(self.CONFIG).forward(query, whole, batch))
 
 
@@ -196,7 +213,12 @@ class TestEngine:
     @pytest.mark.parametrize("guesses", [None, 3])
     def test_who_attends(self, guesses: int | None) -> None:
         """Without guesses the very class that was there before."""
-        fields = {"model": str(tiny_checkpoint()), "device": str(DEVICE), "dtype": "float32", "attention_backend": "triton"}
+        fields = {
+            "model": str(tiny_checkpoint()),
+            "device": str(DEVICE),
+            "dtype": "float32",
+            "attention_backend": "triton",
+        }
         if guesses:
             fields |= {"speculative_method": "ngram", "num_speculative_tokens": guesses}  # type: ignore[dict-item]
         backend = build.attention_backend(set_up(EngineConfig(**fields)))  # type: ignore[arg-type]
