@@ -294,11 +294,9 @@ def kernels_of_x3(capability: int, head_dim: int, block_size: int):
         "STRIDE_TOKEN": head_dim,
         "STRIDE_HEAD": block_size * head_dim,
     }
-    shapes = [(16, 8, False)]  # tokens, query heads that share a KV head, FP8
-    if capability in (80, 90):
-        shapes += [(5, 2, False), (16, 2, False), (8, 7, False)] if head_dim == 128 else [(5, 2, False)]
-    if capability == 90 and head_dim == 128:
-        shapes += [(5, 2, True), (16, 4, True)]
+    few, most = (5, 2, False), (16, 8, False)  # tokens, query heads that share a KV head, FP8
+    shapes = {(80, 128): [few, most], (86, 256): [most], (89, 128): [(5, 2, True)],
+              (90, 128): [few, most, (16, 4, True)]}.get((capability, head_dim), [])  # fmt: skip
     for tokens, group, is_fp8 in shapes:
         _, rows = tile_shape(tokens, group, 2 * head_dim)
         config, cache = check_config(rows, head_dim, 2, is_fp8), {"cache": "fp8e4nv"} if is_fp8 else {}
