@@ -54,7 +54,7 @@ def prefill_loop(
 
 @triton.jit(
     do_not_specialize=["stride_table", "first_seq"],
-    do_not_specialize_on_alignment=["table_ptr", "start_ptr", "len_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "start_ptr", "len_ptr", "tile_ptr"],
 )
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, start_ptr, len_ptr, tile_ptr,
