@@ -70,18 +70,18 @@ def grouped_quant_kernel(
         pair = tl.load(order_ptr + place, mask=inside, other=0).to(
             tl.int32
         )  # a row that is there for those that are not
-        x_ptr += (pair // ASKED)[None, :] * K
+        inputs = x_ptr + (pair // ASKED)[None, :] * K
         n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)[:, None]
         rows = expert.to(tl.int64) * (2 * N if GATED else N) + tl.where(n < N, n, 0)
         total = tl.zeros((TILE_N, TILE_M), tl.float32)
         total_up = tl.zeros((TILE_N, TILE_M), tl.float32)
         for tile in range(0, tl.cdiv(K, TILE_K)):
             total = add_tile(
-                total, x_ptr, code_ptr, scale_ptr, zero_ptr, rows, tile, exponent, K, GROUP_ROWS, GROUP, KIND, TILE_K
+                total, inputs, code_ptr, scale_ptr, zero_ptr, rows, tile, exponent, K, GROUP_ROWS, GROUP, KIND, TILE_K
             )  # fmt: skip
             if GATED:
                 total_up = add_tile(
-                    total_up, x_ptr, code_ptr, scale_ptr, zero_ptr, rows + N, tile, exponent, K, GROUP_ROWS, GROUP, KIND,
+                    total_up, inputs, code_ptr, scale_ptr, zero_ptr, rows + N, tile, exponent, K, GROUP_ROWS, GROUP, KIND,
                     TILE_K
                 )  # fmt: skip
         if KIND != "int4" and GROUP >= K:
@@ -120,7 +120,7 @@ def grouped_quant(
             f"{num_pairs} pairs of {max(n, k)} numbers are too many for a kernel: lower max_num_batched_tokens"
         )
     kind, group = kind_of(codes.weight), min(codes.columns, k)
-    shape = tiles(num_pairs // num_experts, k, group, kind, x.dtype, capability_of(x.device))
+    shape = tiles(num_pairs // num_experts, k, group, kind, x.dtype, gated, capability_of(x.device))
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (shape["TILE_M"] - 1)) // shape["TILE_M"]
     weight = codes.weight if kind == "int4" else codes.weight.view(torch.int8)
     grouped_quant_kernel[(triton.cdiv(n, shape["TILE_N"]), num_tiles)](
@@ -131,21 +131,21 @@ def grouped_quant(
     return out
 
 
-def tiles(each: int, k: int, group: int, kind: str, dtype: torch.dtype, capability: int) -> dict[str, int]:
+def tiles(each: int, k: int, group: int, kind: str, dtype: torch.dtype, gated: bool, capability: int) -> dict[str, int]:
     """Tiles of pairs, of outputs and of inputs; warps and stages. By the pairs `each` expert has when all have the same
     number. Not measured yet.
 
-    A tile of 8 bits lies within a group, for the sums of a group take its scale; one of words is at least the 16 inputs
-    long, of each of its 8 places, that the tensor cores take.
+    A tile of 8 bits lies within a group, for the sums of a group take its scale; one of words has at least the 16 that the
+    tensor cores take at a time. A gated product keeps two sums, so its tiles are half as wide where registers are short.
     """
     if dtype == torch.float32 or capability < 80:
         m, n, inputs, warps, stages = 16, 32, 32, 4, 2
     elif each <= 16:
         m, n, inputs, warps, stages = 16, 32, 128, 4, 4
     elif each <= 64:
-        m, n, inputs, warps, stages = 64, 64, 64, 4, 3
+        m, n, inputs, warps, stages = 64, 32 if gated else 64, 64, 4, 3
     else:
-        m, n, inputs, warps, stages = 128, 64, 64, 8, 3
+        m, n, inputs, warps, stages = 128, 32 if gated and capability < 90 else 64, 64, 8, 3
     if kind == "int4":
         inputs = 8 * min(32, max(16, group // 8 & -(group // 8)))
     elif group < k:

@@ -314,10 +314,10 @@ def grouped_codes(capability: int):
     ):
         for pairs in (8, 4096, 32768) if capability in (80, 90) else (8,) if kind != "int8" else ():
             for k, gated in ((hidden, True), (inner, False)):
-                shape = tiles_of_codes(pairs // experts, k, group or k, kind, torch.bfloat16, capability)
+                shape = tiles_of_codes(pairs // experts, k, group, kind, torch.bfloat16, capability)
                 num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
                 shape |= {"K": k, "E": experts, "WIDTH": experts, "ASKED": asked if gated else 1, "GATED": gated}
-                shape |= {"GROUP_ROWS": rows, "GROUP": group or k, "KIND": kind}
+                shape |= {"GROUP_ROWS": rows, "GROUP": group, "KIND": kind}
                 own = {"codes": "i32" if kind == "int4" else "i8", "scales": "fp16" if kind == "int4" else "fp32"}
                 none = {} if zeros else {"zero_ptr": None}
                 yield grouped_quant_kernel, {**shape, **none, **own}, num_warps, num_stages
