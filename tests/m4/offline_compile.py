@@ -303,24 +303,24 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
 
 
 def grouped_codes(capability: int):
-    """Experts in codes: FP8 in blocks, INT8, INT4 without zeros and with; few, some and many pairs, fewer on other cards."""
+    """Experts in codes, those that ask for most: FP8 in blocks, and INT4 with zeros in short groups, in the tiles for few, some
+    and many pairs; on other cards one. INT8, whose scale meets a row once, asks for less.
+    """
     hidden, inner, experts, asked = 2048, 768, 128, 8
     fp8 = "fp8" if capability >= 89 else "fp8_bits"
-    for kind, group, rows, zeros in (
-        (fp8, 128, 128, False),
-        ("int8", 0, 1, False),
-        ("int4", 128, 1, False),
-        ("int4", 32, 1, True),
-    ):
-        for pairs in (8, 4096, 32768) if capability in (80, 90) else (8,) if kind != "int8" else ():
-            for k, gated in ((hidden, True), (inner, False)):
-                shape = tiles_of_codes(pairs // experts, k, group, kind, torch.bfloat16, capability)
-                num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
-                shape |= {"K": k, "E": experts, "WIDTH": experts, "ASKED": asked if gated else 1, "GATED": gated}
-                shape |= {"GROUP_ROWS": rows, "GROUP": group, "KIND": kind}
-                own = {"codes": "i32" if kind == "int4" else "i8", "scales": "fp16" if kind == "int4" else "fp32"}
-                none = {} if zeros else {"zero_ptr": None}
-                yield grouped_quant_kernel, {**shape, **none, **own}, num_warps, num_stages
+    shapes = [(fp8, 8, True)]  # kind, pairs, gated
+    if capability in (80, 90):
+        shapes += [(fp8, 4096, False), (fp8, 32768, True), ("int4", 8, True), ("int4", 32768, True)]
+    for kind, pairs, gated in shapes:
+        k, group, rows = hidden if gated else inner, 128 if kind == fp8 else 32, 128 if kind == fp8 else 1
+        shape = tiles_of_codes(pairs // experts, k, group, kind, torch.bfloat16, gated, capability)
+        num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
+        shape |= {"K": k, "E": experts, "WIDTH": experts, "ASKED": asked if gated else 1, "GATED": gated}
+        shape |= {"GROUP_ROWS": rows, "GROUP": group, "KIND": kind}
+        shape |= (
+            {"codes": "i8", "scales": "fp32", "zero_ptr": None} if kind == fp8 else {"codes": "i32", "scales": "fp16"}
+        )
+        yield grouped_quant_kernel, shape, num_warps, num_stages
 
 
 def variants(capability: int, milestone: str) -> list[dict]:
