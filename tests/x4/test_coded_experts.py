@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
 from folovllm.bench.contenders import write_geometry
@@ -16,6 +18,9 @@ from folovllm.engine.setup import set_up
 from folovllm.layers.coded_experts import CodedExperts, ExpertStack, GroupedCodedExperts
 from folovllm.layers.linear import LinearBase
 from folovllm.models.quantization import expert_shapes, linear_bytes, linear_shapes
+from folovllm.quantize.methods import method_for
+from folovllm.quantize.options import QuantizeOptions
+from folovllm.quantize.run import quantize as quantize_folder
 from folovllm.worker.native_model import load_native_model, load_sharded_model
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
@@ -193,13 +198,17 @@ def test_experts_may_stay_plain(tmp_path: Path) -> None:
     assert_logits_equal(Driver(coded).step({0: [5, 9, 3]})[0], Driver(floats).step({0: [5, 9, 3]})[0])
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
-def test_random_weights(kind: str) -> None:
-    path = tiny_checkpoint(
-        "qwen2_moe", num_heads=2, num_kv_heads=1, num_hidden_layers=1, head_dim=64, hidden_size=128, num_experts=4,
+def tiny_wide(num_layers: int) -> Path:
+    """All sizes are multiples of 128."""
+    return tiny_checkpoint(
+        "qwen2_moe", num_heads=2, num_kv_heads=1, num_hidden_layers=num_layers, head_dim=64, hidden_size=128, num_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=128, shared_expert_intermediate_size=128,
     )  # fmt: skip
-    config = EngineConfig(model=str(path), device="cpu", random_weights=True, quantization=kind, use_tqdm=False)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_random_weights(kind: str) -> None:
+    config = EngineConfig(model=str(tiny_wide(1)), device="cpu", random_weights=True, quantization=kind, use_tqdm=False)
     model = load_native_model(set_up(config))
     linears = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
     plain = {name.rpartition(".")[2] for name, linear in linears.items() if "weight" in dict(linear.named_parameters())}
@@ -207,6 +216,36 @@ def test_random_weights(kind: str) -> None:
     for name, module in linears.items():
         if not name.endswith("gate"):
             assert 0.015 < module.format.dequantized(module, torch.float32).std() < 0.025, name
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+def test_quantize_writes_experts_in_codes(format: str, tmp_path: Path) -> None:
+    """And leaves routers as they were. Transformers has the numbers that the codes stand for."""
+    model, options = tiny_wide(2), QuantizeOptions(format=format)
+    quantize_folder(str(model), options, tmp_path / "coded", device="cpu", use_tqdm=False)
+    tensors, method = load_file(model / "model.safetensors"), method_for(options, torch.float32)
+    coded = {k: v for file in (tmp_path / "coded").glob("*.safetensors") for k, v in load_file(file).items()}
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        prefix = name.removesuffix("weight")
+        tensors[name] = method.decode({k.removeprefix(prefix): v for k, v in coded.items() if k.startswith(prefix)})
+    floats = shutil.copytree(model, tmp_path / "floats")
+    save_file(tensors, floats / "model.safetensors", {"format": "pt"})
+    (ids,) = prompts([9])
+    assert_logits_equal(Driver(tmp_path / "coded").step({0: ids})[0], hf_logits(floats, ids))
+    assert torch.equal(coded["model.layers.0.mlp.gate.weight"], tensors["model.layers.0.mlp.gate.weight"])
+    said = json.loads((tmp_path / "coded" / "config.json").read_text())["quantization_config"]
+    plain = [f"model.layers.{i}.mlp.{router}" for i in range(2) for router in ("gate", "shared_expert_gate")]
+    assert sorted(said.get("ignore") or said["modules_to_not_convert"]) == sorted(["lm_head", *plain])
+
+
+@pytest.mark.parametrize(("family", "format", "says"), [
+    ("qwen2_moe", "gptq", "experts would see too little of a calibration text: choose --format fp8 or int8"),
+    ("qwen2_moe", "fp8", "blocks of 128 x 128 do not divide experts of 32 x 64: add --per-channel"),
+    ("mixtral", "int8", "have names of their own for experts"),
+])  # fmt: skip
+def test_what_quantize_refuses(family: str, format: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        quantize_folder(str(source(family)), QuantizeOptions(format=format), tmp_path / "out", use_tqdm=False)
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("fp8", 8), ("int8", 8), ("int4", 4)])
