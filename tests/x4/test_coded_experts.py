@@ -27,8 +27,18 @@ from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_
 from tests.m6.ranks import ThreadGroup, on_ranks
 from tests.workloads import answered, make_engine, mixed_requests, serve
 from tests.x2.quantized import Quantize, compressed, packed, quantize_8, write_quantized
-from tests.x2.test_int4_weights import AWQ, GPTQ, PACKED, SORTED, quantize, to_awq, to_gptq, to_packed, to_sorted_gptq
-from tests.x4.checkpoints import FAMILIES
+from tests.x2.test_int4_weights import (
+    AWQ,
+    GPTQ,
+    GROUP,
+    SORTED,
+    quantize,
+    to_awq,
+    to_gptq,
+    to_packed_symmetric,
+    to_sorted_gptq,
+)  # fmt: skip
+from tests.x4.checkpoints import FAMILIES, wide_checkpoint
 
 E4M3 = torch.float8_e4m3fn
 # As Qwen3-30B-A3B-FP8 names what stays plain.
@@ -46,7 +56,11 @@ KINDS: dict[str, tuple[str, Quantize, dict[str, Any]]] = {
         packed(quantize_8(torch.int8, "weight_scale", None)),
         compressed(8, "int", "pack-quantized", "channel", ("lm_head", "re:.*gate$")),
     ),
-    "int4 packed": ("qwen3_moe", quantize(to_packed), PACKED | {"ignore": ["lm_head", "re:.*mlp.gate$"]}),
+    "int4 packed": (
+        "qwen3_moe",
+        quantize(to_packed_symmetric, symmetric=True),
+        compressed(4, "int", "pack-quantized", "group", ("lm_head", "re:.*mlp.gate$"), group_size=GROUP),
+    ),
     "gptq": ("qwen2_moe", quantize(to_gptq), GPTQ),
     "awq": ("mixtral", quantize(to_awq), AWQ | {"modules_to_not_convert": ["gate"]}),
 }
@@ -101,6 +115,16 @@ def test_answers_are_those_of_the_numbers_that_the_codes_stand_for(kind: str, wr
 def codes(stack: ExpertStack) -> list[torch.Tensor]:
     """What a stack keeps of weights."""
     return [stack.grouped.words] if hasattr(stack, "grouped") else [stack.weight]
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "int8 packed"])
+def test_transformers_reads_the_same_checkpoint_alike(kind: str, written: Any) -> None:
+    """In its own way, through the packages that it needs for it. Experts of 4 bits it rounds to their scales' dtype (5.23)."""
+    for package in ("compressed_tensors", "accelerate"):
+        pytest.importorskip(package, reason=f"transformers needs {package} for this (pip install -e '.[dev]')")
+    coded, _ = written(kind)
+    (ids,) = prompts([9])
+    assert_logits_equal(Driver(coded).step({0: ids})[0], hf_logits(coded, ids))
 
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "int8 packed", "gptq"])
@@ -198,17 +222,11 @@ def test_experts_may_stay_plain(tmp_path: Path) -> None:
     assert_logits_equal(Driver(coded).step({0: [5, 9, 3]})[0], Driver(floats).step({0: [5, 9, 3]})[0])
 
 
-def tiny_wide(num_layers: int) -> Path:
-    """All sizes are multiples of 128."""
-    return tiny_checkpoint(
-        "qwen2_moe", num_heads=2, num_kv_heads=1, num_hidden_layers=num_layers, head_dim=64, hidden_size=128, num_experts=4,
-        num_experts_per_tok=2, moe_intermediate_size=128, shared_expert_intermediate_size=128,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_random_weights(kind: str) -> None:
-    config = EngineConfig(model=str(tiny_wide(1)), device="cpu", random_weights=True, quantization=kind, use_tqdm=False)
+    config = EngineConfig(
+        model=str(wide_checkpoint(1)), device="cpu", random_weights=True, quantization=kind, use_tqdm=False
+    )
     model = load_native_model(set_up(config))
     linears = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
     plain = {name.rpartition(".")[2] for name, linear in linears.items() if "weight" in dict(linear.named_parameters())}
@@ -221,7 +239,7 @@ def test_random_weights(kind: str) -> None:
 @pytest.mark.parametrize("format", ["fp8", "int8"])
 def test_quantize_writes_experts_in_codes(format: str, tmp_path: Path) -> None:
     """And leaves routers as they were. Transformers has the numbers that the codes stand for."""
-    model, options = tiny_wide(2), QuantizeOptions(format=format)
+    model, options = wide_checkpoint(2), QuantizeOptions(format=format)
     quantize_folder(str(model), options, tmp_path / "coded", device="cpu", use_tqdm=False)
     tensors, method = load_file(model / "model.safetensors"), method_for(options, torch.float32)
     coded = {k: v for file in (tmp_path / "coded").glob("*.safetensors") for k, v in load_file(file).items()}
