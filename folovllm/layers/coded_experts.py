@@ -1,4 +1,4 @@
-"""Experts whose weights are codes. Every format that a linear layer may have, an expert may have."""
+"""Experts whose weights are codes, in the formats that linear layers have (`formats`), as far as these allow it."""
 
 from __future__ import annotations
 

@@ -44,10 +44,6 @@ class MoeForCausalLM(LlamaForCausalLM):
         }  # of experts in codes
         self.packed_modules_mapping = {**self.packed_modules_mapping, **stacks}
 
-    def moe(self) -> MoE:
-        """The first layer's: all are alike."""
-        return cast(MoE, cast(LlamaDecoderLayer, self.model.layers[0]).mlp)
-
     def own_name(self, name: str) -> str | None:
         """As `LlamaForCausalLM`: an expert that another rank holds is None."""
         named = super().own_name(name)
@@ -55,3 +51,7 @@ class MoeForCausalLM(LlamaForCausalLM):
             return named
         number = named.partition(EXPERTS)[2].split(".")[0]
         return None if number.isdecimal() and int(number) not in self.moe().held else named
+
+    def moe(self) -> MoE:
+        """The first layer's: all are alike."""
+        return cast(MoE, cast(LlamaDecoderLayer, self.model.layers[0]).mlp)

@@ -179,7 +179,8 @@ def check_experts(hf_config: Any, options: QuantizeOptions) -> None:
     """Raise ValueError where a mixture of experts cannot have the format."""
     if options.format in ("gptq", "awq"):
         raise ValueError(
-            "in a mixture of experts most experts would see too little of a calibration text: choose --format fp8 or int8"
+            f"a mixture of experts is rounded alone, since most experts would see too little of a text: {options.format} is "
+            "not for it, choose --format fp8 or int8"
         )
     if renamed_by(hf_config):
         raise ValueError(
