@@ -303,14 +303,14 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
 
 
 def grouped_codes(capability: int):
-    """Experts in codes, those that ask for most: FP8 in blocks, and INT4 with zeros in short groups, in the tiles for few, some
-    and many pairs; on other cards one. INT8, whose scale meets a row once, asks for less.
+    """Experts in codes, those that ask for most: FP8 in blocks, and INT4 with zeros in short groups, in the tiles for few and
+    many pairs; on other cards one. INT8, whose scale meets a row once, asks for less.
     """
     hidden, inner, experts, asked = 2048, 768, 128, 8
     fp8 = "fp8" if capability >= 89 else "fp8_bits"
     shapes = [(fp8, 8, True)]  # kind, pairs, gated
     if capability in (80, 90):
-        shapes += [(fp8, 4096, False), (fp8, 32768, True), ("int4", 8, True), ("int4", 32768, True)]
+        shapes += [(fp8, 32768, True), ("int4", 8, True), ("int4", 32768, True)]
     for kind, pairs, gated in shapes:
         k, group, rows = hidden if gated else inner, 128 if kind == fp8 else 32, 128 if kind == fp8 else 1
         shape = tiles_of_codes(pairs // experts, k, group, kind, torch.bfloat16, gated, capability)
