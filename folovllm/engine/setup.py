@@ -17,7 +17,7 @@ from folovllm.distributed.sharding import local_config
 from folovllm.kv_scales import FP8
 from folovllm.model_config import context_limit, head_dim_of, num_experts_of, num_kv_heads_of, num_positions
 from folovllm.models.quantization import check_known_to_transformers, check_quantization, quantized_as_asked
-from folovllm.models.registry import who_runs_it
+from folovllm.models.registry import renamed_by, who_runs_it
 from folovllm.setup import EngineSetup
 
 NAIVE = ("torch_naive", "native")  # the backend's name for what a growing cache does with our layers
@@ -41,7 +41,7 @@ def set_up(config: EngineConfig) -> EngineSetup:
         raise ValueError("enable_expert_parallel shares out experts, and this model has none: leave it out")
     share = local_config(hf_config, config.tensor_parallel_size, config.enable_expert_parallel)  # one rank's part
     if config.model_impl == "native":
-        check_quantization(hf_config, share)
+        check_quantization(hf_config, share, renamed_by(hf_config))
     else:
         check_known_to_transformers(hf_config)
     check_gpus(device, config.tensor_parallel_size)

@@ -5,6 +5,7 @@ Everything runs on a ragged batch: `T` tokens of all sequences end to end, `[T, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
@@ -148,7 +149,7 @@ class LlamaForCausalLM(nn.Module):
     """The model with its head. A family is a subclass that names another attention class."""
 
     attention_class: ClassVar[type[LlamaAttention]] = LlamaAttention
-    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {  # our module: the checkpoint's, in the order of its rows
+    packed_modules_mapping: Mapping[str, Sequence[str]] = {  # our module: the checkpoint's, in the order of its rows
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -51,6 +51,14 @@ def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
     return getattr(import_module(ARCHITECTURES[name]), name)
 
 
+def renamed_by(hf_config: PretrainedConfig) -> Mapping[str, str]:
+    """Parts of names in the model's checkpoints: what they are called here. None of an unknown model."""
+    try:
+        return get_model_class(hf_config).renamed
+    except UnsupportedModel:  # `build_model` says so
+        return {}
+
+
 def build_model(
     hf_config: PretrainedConfig,
     dtype: torch.dtype,
@@ -70,7 +78,9 @@ def build_model(
     """
     try:
         model_class = get_model_class(hf_config)
-        layers = replace(layers, quantized=formats_of(hf_config, model_class.packed_modules_mapping))
+        layers = replace(
+            layers, quantized=formats_of(hf_config, model_class.packed_modules_mapping, model_class.renamed)
+        )
         if absent := [field for field in NEEDED if getattr(hf_config, field, None) is None]:
             raise ValueError(f"config.json lacks {', '.join(absent)}, without which there is no {model_class.__name__}")
         with torch.device(device), _default_dtype(dtype):

@@ -33,6 +33,8 @@ from folovllm.kernels.decode_plan import plan_kernel
 from folovllm.kernels.draw_tokens import plain_kernel, special_kernel
 from folovllm.kernels.filter_logits import CAPACITY, CHUNK, WARPS, WIDE_CHUNK, finish_kernel, scan_kernel
 from folovllm.kernels.grouped_linear import grouped_linear_kernel, tiles_for
+from folovllm.kernels.grouped_quant import grouped_quant_kernel
+from folovllm.kernels.grouped_quant import tiles as tiles_of_codes
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_kernel
 from folovllm.kernels.int4_linear import int4_linear_kernel
 from folovllm.kernels.int4_linear import tiling as tiling_4
@@ -70,6 +72,7 @@ OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"):
              ("int4_unpack_kernel", "scale_ptr"): "*fp16", ("add_parts_kernel", "part_ptr"): "*fp32"}  # fmt: skip
 
 
+WEIGHTS = {"code_ptr": "codes", "scale_ptr": "scales"}
 CACHES = {("decode_kernel", "k_ptr"), ("decode_kernel", "v_ptr"), ("check_kernel", "k_ptr"), ("check_kernel", "v_ptr"), ("prefill_kernel", "k_ptr"), ("prefill_kernel", "v_ptr"),
           ("qk_norm_rope_store_kernel", "k_cache_ptr"), ("qk_norm_rope_store_kernel", "v_cache_ptr")}  # fmt: skip
 
@@ -100,11 +103,12 @@ def pointer_type(name: str, dtype: str) -> str:
 
 def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_warps=4, num_stages=2) -> dict[str, int]:
     """What `kernel` takes of sm_`capability`, its pointers and strides 16-byte aligned. `cache` among the constants is the
-    dtype of K/V, if it has one of its own, and `dtype` another than is usual.
+    dtype of K/V, if it has one of its own, and `dtype` another than is usual; `codes` and `scales` those of weights.
     """
     constants, signature, attributes = dict(constants), {}, {}
     dtype = constants.pop("dtype", dtype)
     cache = constants.pop("cache", dtype)
+    weights = {name: constants.pop(kind) for name, kind in WEIGHTS.items() if kind in constants}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
         if name in constants:
@@ -115,6 +119,7 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
         elif name.endswith("_ptr"):
             place = kernel.__name__, name
             own = f"*{cache}" if place in CACHES else OWN_TYPES.get(place)
+            own = f"*{weights[name]}" if name in weights else own
             signature[name] = own or pointer_type(name, dtype)
         else:
             signature[name] = (
@@ -316,12 +321,34 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
             tiles = {"TILE_M": tile_m, "TILE_N": tile_n, "TILE_K": tile_k, "PRECISION": "tf32"}
             shape = {"K": k, "E": experts, "WIDTH": experts, "ASKED": asked if gated else 1, "GATED": gated}
             yield grouped_linear_kernel, {**shape, **tiles}, num_warps, num_stages
+    yield from grouped_codes(capability)
     choice = {"E": experts, "WIDTH": experts, "TOP_K": asked, "NORMALISE": True}
     yield choose_kernel, {**choice, "TOKENS": 16, "SORT": True, "PAIRS": 128}, 8, 3
     yield choose_kernel, {**choice, "TOKENS": 1, "SORT": False, "PAIRS": 1}, 4, 3
     mixtral = {"E": 8, "WIDTH": 8, "TOP_K": 2, "NORMALISE": True}  # few experts: the most tokens in one program
     yield choose_kernel, {**mixtral, "TOKENS": 64, "SORT": True, "PAIRS": 128}, 8, 3
     yield combine_kernel, {"H": hidden, "TOP_K": asked, "WIDTH": 1024}, 4, 3
+
+
+def grouped_codes(capability: int):
+    """Experts in codes, those that ask for most: FP8 in blocks, and INT4 with zeros in short groups, in the tiles for few and
+    many pairs; on other cards one. INT8, whose scale meets a row once, asks for less.
+    """
+    hidden, inner, experts, asked = 2048, 768, 128, 8
+    fp8 = "fp8" if capability >= 89 else "fp8_bits"
+    shapes = [(fp8, 8, True)]  # kind, pairs, gated
+    if capability in (80, 90):
+        shapes += [(fp8, 32768, True), ("int4", 8, True), ("int4", 32768, True)]
+    for kind, pairs, gated in shapes:
+        k, group, rows = hidden if gated else inner, 128 if kind == fp8 else 32, 128 if kind == fp8 else 1
+        shape = tiles_of_codes(pairs // experts, k, group, kind, torch.bfloat16, gated, capability)
+        num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
+        shape |= {"K": k, "E": experts, "WIDTH": experts, "ASKED": asked if gated else 1, "GATED": gated}
+        shape |= {"GROUP_ROWS": rows, "GROUP": group, "KIND": kind}
+        shape |= (
+            {"codes": "i8", "scales": "fp32", "zero_ptr": None} if kind == fp8 else {"codes": "i32", "scales": "fp16"}
+        )
+        yield grouped_quant_kernel, shape, num_warps, num_stages
 
 
 def variants(capability: int, milestone: str) -> list[dict]:

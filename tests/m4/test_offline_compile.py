@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NUM_KERNELS = {"m4": 7, "m6": 11, "x2": 7, "x3": 3, "x4": 3}
+NUM_KERNELS = {"m4": 7, "m6": 11, "x2": 7, "x3": 3, "x4": 4}
 ON_HOPPER_ALONE = {"prefill_hopper_kernel"}
 FROM_AMPERE_ON = {"x3"}
 # The most registers of a thread, and bytes of stack, where what does not fit into registers goes: what Triton 3.6 and 3.7
@@ -22,7 +22,7 @@ MOST = {
     "gumbel_max_kernel": (96, 0), "best_of_tiles_kernel": (24, 0), "scan_kernel": (128, 0), "finish_kernel": (128, 16),
     "plain_kernel": (80, 0), "special_kernel": (128, 0), "note_drawn_kernel": (40, 0), "unpack_decode_kernel": (48, 0),
     "unpack_ragged_kernel": (64, 0), "list_tiles_kernel": (40, 0),
-    "grouped_linear_kernel": (255, 0), "choose_kernel": (255, 0), "combine_kernel": (40, 0),
+    "grouped_linear_kernel": (255, 0), "grouped_quant_kernel": (255, 0), "choose_kernel": (255, 0), "combine_kernel": (40, 0),
     "check_kernel": (255, 0), "list_checks_kernel": (48, 0), "plan_checks_kernel": (40, 0),
     "small_linear_kernel": (255, 0), "prefill_hopper_kernel": (168, 0),
     "quant_linear_kernel": (255, 0), "quant_matmul_kernel": (200, 0), "unpack_kernel": (48, 0),
