@@ -44,7 +44,9 @@ from folovllm.events import Events
 from folovllm.executor.abstract import Executor
 from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
+from folovllm.layers.expert_load import CountedLoad, ExpertLoad
 from folovllm.layers.layer_set import LayerSet
+from folovllm.model_config import num_experts_of
 from folovllm.models.files import load_tokenizer
 from folovllm.sample.draw_state import DrawState
 from folovllm.sample.sampler import Sampler
@@ -165,7 +167,7 @@ def tokens_of_step(config: EngineConfig) -> TokensOfStep:
 def make_executor(setup: EngineSetup) -> Executor:
     """The devices: one (M1), one that is sent packed steps, or several that share the model (M6)."""
     if not setup.config.packed_steps:
-        return GPUExecutor(GPUWorker(setup.device, make_runner(setup)))
+        return GPUExecutor(GPUWorker(setup.device, make_runner(setup, load := expert_load(setup)), load))
     if setup.config.tensor_parallel_size == 1:
         return LocalExecutor(setup.max_num_seqs, *make_packed_worker(setup))
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -177,22 +179,24 @@ def make_executor(setup: EngineSetup) -> Executor:
     return MultiprocExecutor(setup, make_packed_worker)
 
 
-def make_runner(setup: EngineSetup) -> Runner[SchedulerOutput, StepResult]:
+def make_runner(setup: EngineSetup, load: CountedLoad | None = None) -> Runner[SchedulerOutput, StepResult]:
     """The model: transformers' (M1), ours for one sequence (M1), ours for a batch (M2)."""
     if setup.config.model_impl == "hf":
         from folovllm.worker.hf_model_runner import HFModelRunner
 
         return HFModelRunner(setup)
-    load, sampler = partial(load_native_model, setup, layer_set(setup)), make_sampler(setup)
+    load_model, sampler = partial(load_native_model, setup, layer_set(setup, load)), make_sampler(setup)
     if loop := builders.own(setup.config, "decode_loop"):
         from folovllm.worker.loop_runner import LoopRunner
 
-        return LoopRunner(setup, load, sampler, loop)
+        return LoopRunner(setup, load_model, sampler, loop)
     if setup.config.kv_cache == "growing":
         from folovllm.worker.serial_model_runner import SerialModelRunner
 
-        return SerialModelRunner(setup, load, sampler)
-    return runner_kinds(setup)[0](setup, load, sampler, cache_manager(setup.config).slots, attention_backend(setup))
+        return SerialModelRunner(setup, load_model, sampler)
+    return runner_kinds(setup)[0](
+        setup, load_model, sampler, cache_manager(setup.config).slots, attention_backend(setup)
+    )
 
 
 def runner_kinds(setup: EngineSetup) -> tuple[type[ModelRunner], type[GraphRunner]]:
@@ -211,9 +215,10 @@ def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[
     `setup` describes the whole model, but for the device, which is the rank's own.
     """
     plain, graphed = runner_kinds(setup)
-    sampler, slots, layers = make_sampler(setup), cache_manager(setup.config).slots, layer_set(setup)
+    sampler, slots, load = make_sampler(setup), cache_manager(setup.config).slots, expert_load(setup)
     backend, graphs = attention_backend(setup), (builders.own(setup.config, "graph_cache") or AllGraphs)
     draw: StepDraw
+    layers = layer_set(setup, load)
     if group is None:
         draw = OwnDraw(setup.vocab_size, sampler, use_kernel=setup.device.type == "cuda" and not setup.config.compile)
         inner = plain(setup, partial(load_native_model, setup, layers), sampler, slots, backend)
@@ -223,7 +228,7 @@ def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[
         inner = plain(part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, draw.whole)
     rows_draw = DrawState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler)
     runner = graphed(setup, inner, draw, rows_draw, graphs(setup.max_num_seqs))
-    return GPUWorker(setup.device, runner), runner
+    return GPUWorker(setup.device, runner, load), runner
 
 
 def attention_backend(setup: EngineSetup) -> AttentionBackend:
@@ -242,9 +247,22 @@ def attention_backend(setup: EngineSetup) -> AttentionBackend:
     return make_backend(setup.backend, setup.attention)
 
 
-def layer_set(setup: EngineSetup) -> LayerSet:
-    """What the model is built from: plain torch (M1), one kernel instead of several operations (M4), kernels for few tokens,
-    and products that norm and add as they go (M6); or layers that are compiled, where that is asked for.
+def expert_load(setup: EngineSetup) -> CountedLoad | None:
+    """What a device counts its experts in, where that is asked for (X4)."""
+    if not setup.config.count_experts:
+        return None
+    return CountedLoad(setup.hf_config.num_hidden_layers, num_experts_of(setup.hf_config), setup.device)
+
+
+def layer_set(setup: EngineSetup, load: CountedLoad | None = None) -> LayerSet:
+    """What the model is built from; its experts are counted in `load` (X4)."""
+    layers = kernels_for(setup)
+    return layers if load is None else layers.having({ExpertLoad: lambda: load})
+
+
+def kernels_for(setup: EngineSetup) -> LayerSet:
+    """Plain torch (M1), one kernel instead of several operations (M4), kernels for few tokens, and products that norm and
+    add as they go (M6); or layers that are compiled, where that is asked for.
     """
     if setup.config.compile:
         from folovllm.layers.compiled import compiled_layers

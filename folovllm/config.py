@@ -57,8 +57,8 @@ class EngineConfig:
     What vLLM's engine knows beside them is taken where it changes nothing, and refused with a sentence elsewhere.
 
     Attributes:
-        model: a local directory or GGUF file, a hub id, or one of the names "stories-5m" (embedded), "smollm2" and
-            "smollm2-gguf" (downloaded).
+        model: a local directory or GGUF file, a hub id, or one of the names "stories-5m" and "stories-moe" (embedded),
+            "smollm2" and "smollm2-gguf" (downloaded).
         tokenizer: the same for the tokenizer; None takes the model's.
         milestone: the preset that fills what is left open; None takes the latest.
         model_impl: "hf" runs transformers' model, "native" ours.
@@ -91,6 +91,7 @@ class EngineConfig:
         max_logprobs: most likely tokens, beside the chosen one, whose log-probabilities a request may ask for.
         tensor_parallel_size: GPUs (or, on CPU, processes) that share each layer.
         enable_expert_parallel: in a mixture of experts, each of them holds some experts whole, not a part of each.
+        count_experts: in a mixture of experts, count how often each of them is asked, for `/metrics` and `--show-steps`.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
         quantization: how the weights are kept, which a checkpoint says by itself: "fp8", "compressed-tensors", "gptq", "awq".
@@ -137,6 +138,7 @@ class EngineConfig:
     max_logprobs: int = 20
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    count_experts: bool = False
     trust_remote_code: bool = False
     random_weights: bool = False
     quantization: str | None = None
@@ -251,6 +253,8 @@ class EngineConfig:
             raise ValueError('compile needs model_impl="native": it is our layers that are compiled')
         if self.random_weights and self.model_impl == "hf":
             raise ValueError('random_weights needs model_impl="native"')
+        if self.count_experts and self.kv_cache == "growing":
+            raise ValueError("count_experts needs batches: take milestone m2 or later")
         if self.speculative_config is not None and self.kv_cache == "growing":
             raise ValueError("speculative_config needs steps of several tokens: take milestone m2 or later")
         if self.speculative_config is not None and "scheduler" in builders.chosen(self):

@@ -37,7 +37,7 @@ def run_steps(
     from folovllm.watcher import Watcher
 
     answers, log, watcher = Answers([str(index) for index in range(len(prompts))], take), StepLog(), Watcher()
-    llm.engine.subscribe(log)
+    llm.engine.subscribe(log, experts=True)
     llm.engine.subscribe(watcher)
     for index, prompt in enumerate(prompts):
         llm.engine.add_request(str(index), prompt, params, stream=False)
@@ -61,10 +61,16 @@ def show_steps_taken(steps: Iterable[StepStats], watcher: Watcher) -> None:
 
 
 def step_line(stats: StepStats) -> str:
-    """`step 3     waiting 2   running 4   tokens 4      12.3 ms   KV blocks 40`; with guesses also how many were right."""
+    """`step 3     waiting 2   running 4   tokens 4      12.3 ms   KV blocks 40`; with guesses also how many were right.
+
+    Where experts are counted, also how uneven: the busiest one's load in multiples of an equal share.
+    """
     queues = f"waiting {stats.waiting:<4} running {stats.running:<4}"
     guesses = f"   guesses right {stats.num_accepted} of {stats.num_guessed}" if stats.num_guessed else ""
-    return f"step {stats.index:<5} {queues} tokens {stats.num_tokens:<6} {stats.seconds * 1e3:8.2f} ms   KV blocks {stats.kv_blocks_used}{guesses}"
+    from folovllm.engine.metrics import imbalance
+
+    load = f"   busiest expert {max(map(imbalance, stats.experts)):.1f}x" if stats.experts else ""
+    return f"step {stats.index:<5} {queues} tokens {stats.num_tokens:<6} {stats.seconds * 1e3:8.2f} ms   KV blocks {stats.kv_blocks_used}{guesses}{load}"
 
 
 def show(output: RequestOutput, llm: LLM, between: str) -> None:

@@ -18,7 +18,7 @@ from folovllm.engine.metrics import EngineStats, StepLog, StepStats
 from folovllm.engine.output_processor import OutputProcessor, RequestState
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.snapshot import added, engine_stats, snapshot
-from folovllm.events import Events, Finished, Listener, StepEnded
+from folovllm.events import Events, ExpertsAsked, Finished, Listener, StepEnded
 from folovllm.executor.abstract import Executor
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.outputs import RequestOutput
@@ -206,10 +206,17 @@ class LLMEngine:
         self._guides.advance(seqs, result.token_ids)
         return result
 
-    def subscribe(self, listener: Listener) -> None:
-        """Call `listener(events)` after each step with what happened (`folovllm.events`), and now with the present state."""
+    def subscribe(self, listener: Listener, experts: bool = False) -> None:
+        """Call `listener(events)` after each step with what happened (`folovllm.events`), and now with the present state.
+
+        With `experts`, what happened includes how often experts were asked (`ExpertsAsked`), where `count_experts` is set.
+        """
         state = snapshot(self.setup, self.scheduler.kv, self._num_steps, self._output.requests.values())
-        self.events.subscribe(listener, state)
+        experts = experts and self.setup.config.count_experts
+        self.events.subscribe(listener, state, experts)
+        if experts:
+            self.events.emit(ExpertsAsked(self.expert_load()))
+            self.events.drain()
 
     def unsubscribe(self, listener: Listener) -> None:
         """Tell `listener` nothing more. ValueError if it does not listen."""
@@ -227,7 +234,7 @@ class LLMEngine:
         self._log = None
         if steps is not None:
             self._log = StepLog(steps)
-            self.subscribe(self._log)
+            self.subscribe(self._log, experts=True)
 
     def _take_in(
         self, output: SchedulerOutput, seqs: list[Sequence], result: StepResult, start: float
@@ -245,6 +252,8 @@ class LLMEngine:
         if self.events.on:
             kv, waiting = self.scheduler.kv, len(self.scheduler.waiting)
             used = 0 if kv is None else kv.num_used
+            if self.events.wants_experts:
+                self.events.emit(ExpertsAsked(self.expert_load()))
             self.events.emit(StepEnded(self._num_steps, start, arrived, now, output, result, waiting, used))
             for seq in (seqs[i] for i in alive if seqs[i].status.is_finished):
                 self.events.emit(Finished(seq.seq_id, seq.status.value))
@@ -296,6 +305,16 @@ class LLMEngine:
         """Requests and KV cache as they are now."""
         self.require_open()
         return engine_stats(self.setup, self.scheduler, self.scheduler.kv, self._num_steps, self._num_preemptions)
+
+    def expert_load(self) -> list[list[int]]:
+        """How often each expert of each layer, [L][E], was asked since the start; waits for the steps under way.
+
+        A token asks k experts of a layer. ValueError where that is not counted.
+        """
+        self.require_open()
+        if not self.setup.config.count_experts:
+            raise ValueError("experts are not counted: set count_experts=True")
+        return self.executor.expert_load()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, as after a change of the weights. Raises ValueError where there is no cache."""

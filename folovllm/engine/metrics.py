@@ -6,7 +6,17 @@ from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from folovllm.events import Aborted, Event, Finished, GuessesChecked, RequestAdded, Snapshot, StepBegan, StepEnded
+from folovllm.events import (
+    Aborted,
+    Event,
+    ExpertsAsked,
+    Finished,
+    GuessesChecked,
+    RequestAdded,
+    Snapshot,
+    StepBegan,
+    StepEnded,
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -25,11 +35,19 @@ class StepStats:
     shares: tuple[tuple[str, int, int, int], ...]  # (request_id, index, first token, number of tokens)
     num_guessed: int = 0  # tokens that were guessed and checked
     num_accepted: int = 0  # and were right
+    experts: tuple[
+        tuple[int, ...], ...
+    ] = ()  # [L][E], how often each was asked since the step before, where that is counted
 
     @property
     def num_tokens(self) -> int:
         """T: tokens computed in the step."""
         return self.num_prefill_tokens + self.num_decode_tokens
+
+
+def imbalance(counts: SequenceOf[int]) -> float:
+    """The busiest of a layer's experts [E], in multiples of an equal share: 1 if all are asked alike, or none was asked."""
+    return max(counts) * len(counts) / sum(counts) if any(counts) else 1.0
 
 
 class StepLog:
@@ -43,6 +61,8 @@ class StepLog:
         )  # ended sequences: the last step that may tell of one, and its seq_id
         self._last_begun = self._last_ended = -1  # steps
         self._guessed = self._accepted = 0  # in the step that is being taken in
+        self._asked: SequenceOf[SequenceOf[int]] = ()  # how often each expert was asked by then
+        self._experts: tuple[tuple[int, ...], ...] = ()  # and of that in the step that is being taken in
 
     def __call__(self, events: SequenceOf[Event]) -> None:
         """Take in what happened."""
@@ -56,6 +76,10 @@ class StepLog:
             elif isinstance(event, GuessesChecked):
                 self._guessed += event.num_guessed
                 self._accepted += event.num_accepted
+            elif isinstance(event, ExpertsAsked):
+                pairs = zip(self._asked, event.counts, strict=bool(self._asked))
+                self._experts = tuple(tuple(b - a for a, b in zip(*layer, strict=True)) for layer in pairs)
+                self._asked = event.counts
             elif isinstance(event, RequestAdded):
                 self._added[event.seq_id] = event
             elif isinstance(event, Finished | Aborted):
@@ -91,6 +115,7 @@ class StepLog:
             shares=tuple(shares),
             num_guessed=self._guessed,
             num_accepted=self._accepted,
+            experts=self._experts,
         )
 
 

@@ -39,6 +39,8 @@ def set_up(config: EngineConfig) -> EngineSetup:
     wanted_block_size = max_model_len if config.kv_cache == "slots" else config.block_size
     if config.enable_expert_parallel and not num_experts_of(hf_config):
         raise ValueError("enable_expert_parallel shares out experts, and this model has none: leave it out")
+    if config.count_experts and not num_experts_of(hf_config):
+        raise ValueError("count_experts counts how often experts are asked, and this model has none: leave it out")
     share = local_config(hf_config, config.tensor_parallel_size, config.enable_expert_parallel)  # one rank's part
     if config.model_impl == "native":
         check_quantization(hf_config, share, renamed_by(hf_config))

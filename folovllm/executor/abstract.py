@@ -25,6 +25,9 @@ class Executor(Protocol):
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Run one step. Raises `NothingScheduled` if it is empty."""
 
+    def expert_load(self) -> list[list[int]]:
+        """How often each expert of each layer [L][E] was asked by all steps so far, with `count_experts`. It waits for them."""
+
     def shutdown(self) -> None:
         """Give everything back. A second call does nothing."""
 

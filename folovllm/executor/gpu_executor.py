@@ -24,6 +24,10 @@ class GPUExecutor:
             raise NothingScheduled
         return self._worker.execute_model(output)
 
+    def expert_load(self) -> list[list[int]]:
+        """As `Executor`."""
+        return self._worker.expert_load()
+
     def shutdown(self) -> None:
         """Drop the model and its cache. A second call does nothing."""
         self.__dict__.pop("_worker", None)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from folovllm.draw_row import DrawUpdate, RowField, line_width
+from folovllm.model_config import num_experts_of
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import Logprobs
 from folovllm.step.masks import Masks
@@ -20,6 +21,7 @@ from folovllm.step.schedule import StepResult
 STOP: Int32 = np.empty(0, np.int32)  # the last message of all
 HEADER = 11  # int32 numbers before a step
 MASKS = -1  # where a step has its number of sequences
+ASK_LOAD: Int32 = np.array([-2], np.int32)  # there, too: no step, but the question how often each expert was asked
 
 
 def encode_step(step: PackedStep) -> Int32:
@@ -81,13 +83,25 @@ def decode_result(message: Int32) -> StepResult:
     return StepResult(tokens, logprobs)
 
 
+def load_as_result(load: list[list[int]]) -> StepResult:
+    """How often each expert of each layer [L][E] was asked, as if a share had drawn each layer's 64-bit numbers."""
+    return StepResult(np.array(load, np.int64).view(np.int32).tolist(), {})
+
+
+def result_as_load(result: StepResult) -> list[list[int]]:
+    """What `load_as_result` made a result of."""
+    return np.array(result.token_ids, np.int32).view(np.int64).tolist()
+
+
 def longest_messages(setup: EngineSetup) -> tuple[int, int]:
     """Return how many numbers a step and a result can have at most. Memory is taken only as far as it is used."""
     rows, tokens, vocab_size = setup.max_num_seqs, setup.max_num_batched_tokens, setup.vocab_size
     blocks = -(-setup.max_model_len // setup.block_size)
     per_row = len(Field) + 3 * blocks + 1 + len(RowField) + 3 * line_width(vocab_size) + 2
     per_score = 2 + 3 * (1 + min(setup.config.max_logprobs, vocab_size))
-    return HEADER + rows * per_row + 5 * tokens, 1 + rows * (4 + 3 * (vocab_size + 1)) + per_score * tokens
+    load = 1 + setup.hf_config.num_hidden_layers * (1 + 2 * num_experts_of(setup.hf_config))
+    result = 1 + rows * (4 + 3 * (vocab_size + 1)) + per_score * tokens
+    return HEADER + rows * per_row + 5 * tokens, max(result, load)
 
 
 class _Reader:

@@ -16,7 +16,15 @@ import torch
 
 from folovllm.children import import_path, python_command
 from folovllm.distributed.group import child_environment
-from folovllm.executor.messages import STOP, decode_result, encode_masks, encode_step, longest_messages
+from folovllm.executor.messages import (
+    ASK_LOAD,
+    STOP,
+    decode_result,
+    encode_masks,
+    encode_step,
+    longest_messages,
+    result_as_load,
+)
 from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.executor.rank import Assignment, Failure, MakeRank, Ready, spin_seconds
 from folovllm.executor.ring import Ring, wait_for
@@ -211,6 +219,11 @@ class MultiprocExecutor(PackedExecutor):
         """Return the process ids by rank; none after the ranks have ended."""
         return self._ranks.pids
 
+    def expert_load(self) -> list[list[int]]:
+        """As `Executor`: rank 0 says it."""
+        self.check()
+        return result_as_load(self._ask(ASK_LOAD).wait())
+
     def check(self) -> None:
         """Raise `WorkerDied` if the ranks were ended, or one has just been heard to end."""
         if not self._ranks.pids:
@@ -222,7 +235,10 @@ class MultiprocExecutor(PackedExecutor):
 
     def _send(self, step: PackedStep | Masks) -> RemoteStep:
         """Start one step on all ranks and return at once. Raises `WorkerDied` if one of them has ended."""
-        self._write(encode_masks(step) if isinstance(step, Masks) else encode_step(step))
+        return self._ask(encode_masks(step) if isinstance(step, Masks) else encode_step(step))
+
+    def _ask(self, message: Int32) -> RemoteStep:
+        self._write(message)
         self._num_results += 1
         return RemoteStep(self._ranks, self._num_results - 1, self._spin)
 

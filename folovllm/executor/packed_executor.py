@@ -51,6 +51,10 @@ class PackedExecutor(ABC):
         return self._packer.pack(output)
 
     @abstractmethod
+    def expert_load(self) -> list[list[int]]:
+        """As `Executor`. No step may wait for its draw."""
+
+    @abstractmethod
     def check(self) -> None:
         """Raise an error if no step can be sent any more."""
 
@@ -78,6 +82,10 @@ class LocalExecutor(PackedExecutor):
     def check(self) -> None:
         """Raise RuntimeError after `shutdown`."""
         self._running()
+
+    def expert_load(self) -> list[list[int]]:
+        """As `Executor`."""
+        return self._running().expert_load()
 
     def shutdown(self) -> None:
         """Drop the model and its cache. A second call does nothing."""

@@ -16,11 +16,12 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from folovllm.distributed.group import PeersLost, ProcessGroup
-from folovllm.executor.messages import decode_step, encode_result, longest_messages
+from folovllm.executor.messages import ASK_LOAD, decode_step, encode_result, load_as_result, longest_messages
 from folovllm.executor.ring import Ring, wait_for
 from folovllm.setup import EngineSetup
 from folovllm.step.masks import Masks
 from folovllm.step.packed import Int32, PackedStep
+from folovllm.step.schedule import StepResult
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner, PendingStep
 
@@ -104,6 +105,21 @@ def rank_setup(setup: EngineSetup, rank: int) -> EngineSetup:
     return replace(setup, device=device, config=config, attention=replace(setup.attention, device=device))
 
 
+@dataclass(slots=True, frozen=True)
+class AskedLoad:
+    """Stands among the steps under way for the question how often each expert was asked by those before it."""
+
+    worker: GPUWorker[PackedStep | Masks, PendingStep | None]
+
+    def is_here(self) -> bool:
+        """The steps before it are, and so is the answer."""
+        return True
+
+    def wait(self) -> StepResult:
+        """As numbers."""
+        return load_as_result(self.worker.expert_load())
+
+
 class RankServer:
     """Runs the steps that come through one ring, and hands results back through another."""
 
@@ -112,7 +128,7 @@ class RankServer:
         self._rank = assignment.rank
         self._steps = Ring(assignment.size, longest_step, assignment.steps_fd)
         self._results = Ring(1, longest_result, assignment.results_fd)
-        self._started: deque[PendingStep] = deque()  # rank 0: not handed back yet
+        self._started: deque[PendingStep | AskedLoad] = deque()  # rank 0: not handed back yet
         self._spin = spin_seconds(setup)
         self.worker, self.runner = assignment.make_rank(setup, group)
         self.worker.load_model()
@@ -120,7 +136,9 @@ class RankServer:
     def serve(self) -> None:
         """Run steps as they come, until the empty message."""
         while len(message := wait_for(self._next_step, self._spin)):
-            pending = self.worker.execute_model(decode_step(message))
+            pending = (
+                AskedLoad(self.worker) if message[0] == ASK_LOAD else self.worker.execute_model(decode_step(message))
+            )
             if self._rank == 0 and pending is not None:
                 self._started.append(pending)
 

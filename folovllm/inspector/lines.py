@@ -60,6 +60,7 @@ class LineWriter:
             ev.Preempted: self._preempted,
             ev.Finished: self._finished,
             ev.Aborted: self._aborted,
+            ev.ExpertsAsked: lambda e: None,  # not drawn
             ev.StepBegan: self._began,
             ev.StepEnded: self._ended,
             ev.BlockClaimed: self._claimed,

@@ -138,7 +138,7 @@ class _Decoder:
         """The events of one entry of a turn."""
         name, *rest = line
         found = self._decoders[name](*rest)
-        events: list[ev.Event] = [found] if isinstance(found, ev.Event) else list(found)
+        events: list[Any] = [found] if isinstance(found, ev.Event) else list(found)
         for event in events:
             if isinstance(event, ev.BlockPublished):
                 self._names[event.block_id] = event.hash

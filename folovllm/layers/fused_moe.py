@@ -20,6 +20,7 @@ class FusedMoE(MoE):
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `MoE`."""
         weights, experts, placed = choose(self.gate(x), self.top_k, self.normalise, self.held)
+        self.load.note(experts)
         return weights, *(placed or sort_by_expert(experts - self.held.start, len(self.held)))
 
     def combine(self, answers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

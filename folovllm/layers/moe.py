@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.expert_load import ExpertLoad
 from folovllm.layers.formats.plain import Plain
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
@@ -160,7 +161,7 @@ class MoE(nn.Module):
             raise UnsupportedModel(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' is")
         hidden, num_experts = config.hidden_size, num_experts_of(config)
         self.top_k, self.normalise = config.num_experts_per_tok, getattr(config, "norm_topk_prob", True)
-        self.ranks = layers.make(ExpertRanks)
+        self.ranks, self.load = layers.make(ExpertRanks), layers.make(ExpertLoad)
         self.held = self.ranks.held(num_experts)
         self.gate = LinearBase(hidden, [num_experts], format=layers.format_of("mlp.gate"))  # whole on every rank
         self.experts = layers.make(Experts, self.held, num_experts, hidden, expert_size_of(config))
@@ -180,6 +181,7 @@ class MoE(nn.Module):
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, H] -> the weights of each token's experts [T, k], and the pairs' `order` and `starts` (`sort_by_expert`)."""
         weights, experts = route(self.gate(x), self.top_k, self.normalise)
+        self.load.note(experts)
         return weights, *sort_by_expert(experts - self.held.start, len(self.held))
 
     def combine(self, answers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

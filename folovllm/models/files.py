@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from folovllm.config import EngineConfig
+from folovllm.config import DEFAULT_MODEL, EngineConfig
 from folovllm.models.json_files import read_json, reading
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -74,6 +74,8 @@ def check_heads(fields: dict[str, Any]) -> None:
 def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder. Raises ValueError where there is none."""
     where = resolve_model(config.tokenizer) if config.tokenizer else path
+    if where.parent == ASSETS:  # the embedded models have one tokenizer
+        where = ASSETS / DEFAULT_MODEL
     if not any((where / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{where} has no tokenizer (tokenizer.json): name one with tokenizer=...")
     with reading(f"the tokenizer in {where}"):

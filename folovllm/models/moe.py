@@ -6,7 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from folovllm.distributed.sharding import EXPERTS
+from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.coded_experts import CodedExperts, formats_of_experts
+from folovllm.layers.expert_load import ExpertLoad
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.moe import Experts, MoE
 from folovllm.layers.unsupported import UnsupportedModel
@@ -14,6 +16,7 @@ from folovllm.model_config import num_experts_of
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
 
@@ -37,12 +40,19 @@ class MoeForCausalLM(LlamaForCausalLM):
             layers.having({LlamaMLP: choose_moe, LlamaDecoderLayer: LlamaDecoderLayer}),
             max_model_len,
         )
+        self.load = layers.make(ExpertLoad)  # the one that all layers tell
         held = self.moe().held
         stacks = {
             "gate_ups": [f"{e}.{part}" for e in held for part in self.packed_modules_mapping["gate_up_proj"]],
             "downs": [f"{e}.down_proj" for e in held],
         }  # of experts in codes
         self.packed_modules_mapping = {**self.packed_modules_mapping, **stacks}
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """As `LlamaForCausalLM`."""
+        hidden = super().forward(batch)
+        self.load.end(batch.slot_mapping)
+        return hidden
 
     def own_name(self, name: str) -> str | None:
         """As `LlamaForCausalLM`: an expert that another rank holds is None."""

@@ -154,6 +154,7 @@ class Api:
 
     async def metrics(self, request: Request) -> Response:
         """For Prometheus."""
+        await self._engine.ask_experts()
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:

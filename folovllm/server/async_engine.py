@@ -20,7 +20,7 @@ from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.counters import Counters
-from folovllm.server.messages import Abort, Failure, Load, News, Pace, Ready, Seen, Step, Watch
+from folovllm.server.messages import Abort, AskExperts, ExpertLoad, Failure, Load, News, Pace, Ready, Seen, Step, Watch
 from folovllm.server.stream import Mailbox, Stream, add_message
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.setup import EngineSetup
@@ -80,6 +80,8 @@ class AsyncEngine:
         self.died = asyncio.Event()
         self.is_over = asyncio.Event()  # nothing more comes: it was drained, closed, or died
         self.load = Load()
+        self.expert_load: list[list[int]] = []  # [L][E], when `ask_experts` last returned
+        self._asking: asyncio.Future[None] | None = None
         self.counters = Counters()
         self.on_seen: Callable[[list[bytes]], object] = lambda pieces: None  # gets what `watch` asks for
         self.num_queued = self.num_queued_tokens = 0  # requests without a token yet, and the tokens of their prompts
@@ -196,6 +198,7 @@ class AsyncEngine:
             self.abort(request_id)
         await self._transport.stop()
         self.is_over.set()
+        self._experts_told()
         self._readers.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:
@@ -211,6 +214,21 @@ class AsyncEngine:
         To ask again is to ask for a new beginning, for those who join (`folovllm.inspector`).
         """
         self._transport.send(Watch(is_on))
+
+    async def ask_experts(self) -> None:
+        """Bring `expert_load` up to date, where experts are counted: the engine reads it between two steps."""
+        if not self.config.count_experts or self.death is not None or self._is_closed:
+            return
+        if self._asking is None:
+            self._asking = asyncio.get_running_loop().create_future()
+            self._transport.send(AskExperts())
+        await asyncio.shield(self._asking)  # of several that wait, one may leave
+
+    def _experts_told(self) -> None:
+        """Let those go on that wait for `expert_load`: it is there, or nothing more comes."""
+        if self._asking is not None:
+            self._asking.set_result(None)
+            self._asking = None
 
     def pace(self, delay: float = 0.0, is_held: bool = False, step: int = 0) -> None:
         """Let the engine wait so many seconds between two steps, or hold it; held, it may take `step` more steps."""
@@ -247,6 +265,9 @@ class AsyncEngine:
                 self._die(Failure(f"{type(error).__name__}: {error}"))
         elif isinstance(news, Seen):
             self.on_seen(news.pieces)
+        elif isinstance(news, ExpertLoad):
+            self.expert_load = news.counts
+            self._experts_told()
         elif isinstance(news, Failure):
             self._die(news)
         elif not self._ready.done():
@@ -282,6 +303,7 @@ class AsyncEngine:
         self.death = EngineDead(failure.message)
         self.died.set()
         self.is_over.set()
+        self._experts_told()
         if not self._ready.done():
             self._ready.set_exception(ValueError(failure.message) if failure.is_user_error else self.death)
         for stream in list(self._streams.values()):

@@ -46,6 +46,10 @@ class Pace(msgspec.Struct, array_like=True, tag=True, frozen=True):
     step: int = 0
 
 
+class AskExperts(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Say how often each expert was asked (`ExpertLoad`)."""
+
+
 class Ready(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The engine is built. `setup` is a pickled `EngineSetup` whose configuration of the model is plain."""
 
@@ -102,6 +106,12 @@ class Seen(msgspec.Struct, array_like=True, tag=True, frozen=True):
     pieces: list[bytes]
 
 
+class ExpertLoad(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """How often each expert of each layer, [L][E], was asked since the start."""
+
+    counts: list[list[int]]
+
+
 class Failure(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The engine has ended. It says nothing more."""
 
@@ -110,8 +120,8 @@ class Failure(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 Work = Add | Abort | Stop
-Command = Work | Watch | Pace
-News = Ready | Step | Seen | Failure
+Command = Work | Watch | Pace | AskExperts
+News = Ready | Step | Seen | ExpertLoad | Failure
 
 encode = msgspec.msgpack.Encoder(enc_hook=lambda number: number.item()).encode  # NumPy's numbers are numbers too
 decode_command = msgspec.msgpack.Decoder(Command).decode

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from folovllm.engine.metrics import imbalance
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.counters import Histogram
 
@@ -42,6 +43,8 @@ class Metrics(Collector):
             yield self._counter("spec_decode_num_drafts", "Checks of guessed tokens.", load.num_drafts)
             yield self._counter("spec_decode_num_draft_tokens", "Guessed tokens.", load.num_guessed)
             yield self._counter("spec_decode_num_accepted_tokens", "Right guesses.", load.num_accepted)
+        if self._engine.expert_load:
+            yield from self._experts(self._engine.expert_load)
         yield self._counter("prompt_tokens", "Tokens of prompts.", counters.prompt_tokens)
         yield self._counter("generation_tokens", "Generated tokens.", counters.generation_tokens)
         finished = CounterMetricFamily(
@@ -60,6 +63,20 @@ class Metrics(Collector):
             ("request_generation_tokens", "Generated tokens of a request.", counters.request_generation_tokens),
         ):
             yield self._histogram(name, text, histogram)
+
+    def _experts(self, load: list[list[int]]) -> Iterator[Metric]:
+        """vLLM has no such metrics: these are ours."""
+        asked = CounterMetricFamily(
+            "folovllm:expert_tokens", "Tokens that asked an expert.", labels=(*LABELS, "layer", "expert")
+        )
+        uneven = GaugeMetricFamily(
+            "folovllm:expert_imbalance", "A layer's busiest expert, 1 is its share.", labels=(*LABELS, "layer")
+        )
+        for layer, counts in enumerate(load):
+            uneven.add_metric((*self._labels, str(layer)), imbalance(counts))
+            for expert, count in enumerate(counts):
+                asked.add_metric((*self._labels, str(layer), str(expert)), count)
+        yield from (asked, uneven)
 
     def _kv_usage(self) -> float:
         load = self._engine.load

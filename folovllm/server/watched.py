@@ -12,7 +12,7 @@ from folovllm.inspector import recorder
 from folovllm.inspector.live import LiveLines
 from folovllm.sampling_params import SamplingParams
 from folovllm.server import engine_loop as server
-from folovllm.server.messages import Command, Failure, News, Pace, Seen, Stop, Watch, Work
+from folovllm.server.messages import AskExperts, Command, ExpertLoad, Failure, News, Pace, Seen, Stop, Watch, Work
 
 
 class Watchable(server.Engine, recorder.Engine, Protocol):
@@ -20,6 +20,9 @@ class Watchable(server.Engine, recorder.Engine, Protocol):
 
     def prepare_forms(self) -> None:
         """Do what the first answer of a form would hold up others with."""
+
+    def expert_load(self) -> list[list[int]]:
+        """How often each expert of each layer was asked, [L][E]."""
 
 
 MakeWatchable = Callable[[EngineConfig], Watchable]
@@ -71,6 +74,10 @@ class PacedEngine:
         """As the engine has it."""
         self._engine.subscribe(listener)
 
+    def expert_load(self) -> list[list[int]]:
+        """As the engine has it."""
+        return self._engine.expert_load()
+
     def close(self) -> None:
         """As the engine has it."""
         self._engine.close()
@@ -87,7 +94,7 @@ class Link(Protocol):
 
 
 class WatchedLink:
-    """A link that takes `Watch` and `Pace` out of what arrives, and says between two turns what was seen."""
+    """A link that takes out of what arrives what those want who look, and answers between two turns."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -108,7 +115,7 @@ class WatchedLink:
     def receive(self, wait: bool) -> list[Work]:
         """As the loop's link has it; with `wait` there may be nothing left of what has arrived."""
         if self._live is None or self._engine is None:
-            return [command for command in self._link.receive(wait) if not isinstance(command, Watch | Pace)]
+            return [command for command in self._link.receive(wait) if isinstance(command, Work)]
         self._tell(self._live.take(all_of_it=wait or self._engine.is_slow))
         commands = self._link.receive(wait)
         left: list[Work] = []
@@ -117,6 +124,8 @@ class WatchedLink:
                 self._watch(command.is_on)
             elif isinstance(command, Pace):
                 self._engine.set(command)
+            elif isinstance(command, AskExperts):
+                self._link.send(ExpertLoad(self._engine.expert_load()))
             else:
                 left.append(command)
         if any(isinstance(command, Stop) for command in left):

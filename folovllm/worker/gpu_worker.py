@@ -8,6 +8,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from folovllm.layers.expert_load import CountedLoad
+
 Step = TypeVar("Step")
 Result = TypeVar("Result")
 StepIn = TypeVar("StepIn", contravariant=True)
@@ -34,9 +36,13 @@ class GPUWorker(Generic[Step, Result]):
     and stepped in another, and two engines may have a device each.
     """
 
-    def __init__(self, device: torch.device, runner: Runner[Step, Result]) -> None:
+    def __init__(
+        self, device: torch.device, runner: Runner[Step, Result], expert_load: CountedLoad | None = None
+    ) -> None:
+        """`expert_load` is what the model's experts are counted in, if they are."""
         self._device = device
         self.runner = runner
+        self._expert_load = expert_load
         self.num_kv_blocks = 0
 
     def load_model(self) -> None:
@@ -47,11 +53,18 @@ class GPUWorker(Generic[Step, Result]):
         with self.current():
             self.runner.load_model()
             self.num_kv_blocks = self.runner.initialize_kv_cache()
+            if self._expert_load is not None:
+                self._expert_load.counts.zero_()  # nobody asked for the tokens of the warm-up
 
     def execute_model(self, step: Step) -> Result:
         """Run one step, or start it, without autograd."""
         with self.current(), torch.inference_mode():
             return self.runner.execute_model(step)
+
+    def expert_load(self) -> list[list[int]]:
+        """How often each expert of each layer [L][E] was asked by all steps so far; the host waits for them."""
+        assert self._expert_load is not None, "experts are not counted"
+        return self._expert_load.counts.tolist()
 
     @contextmanager
     def current(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from .data import IGNORE, ROW, Batch, batches, make_batch
 from .tokenizer import VOCAB_SIZE, save_tokenizer, train_tokenizer
@@ -62,16 +62,11 @@ def model_config(**overrides: int) -> Qwen3Config:
     )
 
 
-def loss_of(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
+def loss_of(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy of the labels that count. ids, labels: [rows, ROW]"""
     with torch.autocast(ids.device.type, torch.bfloat16):
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # [rows, ROW, H]
-        return cross_entropy(model, hidden, labels)
-
-
-def cross_entropy(model: PreTrainedModel, hidden: Tensor, labels: Tensor) -> Tensor:
-    """hidden: [rows, ROW, H]"""
-    logits = model.lm_head(hidden[:, :-1])  # [rows, ROW - 1, V]
+        logits = model.lm_head(hidden[:, :-1])  # [rows, ROW - 1, V]
     return F.cross_entropy(logits.float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
 
 
@@ -82,7 +77,7 @@ def rate(step: int, run: Run) -> float:
     return run.learning_rate * (run.steps - step) / (run.steps - run.warmup)
 
 
-def optimizer_for(model: PreTrainedModel, run: Run) -> torch.optim.AdamW:
+def optimizer_for(model: Qwen3ForCausalLM, run: Run) -> torch.optim.AdamW:
     """AdamW; norms are not decayed."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": run.weight_decay},
@@ -95,17 +90,17 @@ def to_device(batch: Batch, device: str) -> list[Tensor]:
     return [torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True) for array in batch]
 
 
-def perplexity(loss: Callable[..., Tensor], model: PreTrainedModel, held_out: list[list[Tensor]]) -> float:
+def perplexity(loss: Callable[..., Tensor], model: Qwen3ForCausalLM, held_out: list[list[Tensor]]) -> float:
     with torch.no_grad():
         return math.exp(sum(loss(model, *batch).item() for batch in held_out) / len(held_out))
 
 
-def train(run: Run, make: Callable[[], PreTrainedModel], loss_of: Callable[..., Tensor] = loss_of) -> PreTrainedModel:
-    """Train what `make` gives, and write model, tokenizer, loss.json and loss.png to `run.out`."""
+def train(run: Run, **sizes: int) -> Qwen3ForCausalLM:
+    """Train, and write model, tokenizer, loss.json and loss.png to `run.out`."""
     torch.manual_seed(run.seed)
     tokenizer = train_tokenizer(run.tokenizer_documents)
     save_tokenizer(tokenizer, run.out, MAX_POSITIONS)
-    model = make().to(run.device)
+    model = Qwen3ForCausalLM(model_config(**sizes)).to(run.device)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     optimizer = optimizer_for(model, run)
     loss_fn = torch.compile(loss_of, dynamic=False) if run.compile else loss_of
@@ -134,7 +129,7 @@ def train(run: Run, make: Callable[[], PreTrainedModel], loss_of: Callable[..., 
     return model
 
 
-def save(model: PreTrainedModel, log: dict[str, list[list[float]]], folder: Path) -> None:
+def save(model: Qwen3ForCausalLM, log: dict[str, list[list[float]]], folder: Path) -> None:
     """The model in bf16, and the curve as data and as a picture."""
     model.generation_config = GenerationConfig(eos_token_id=[2, 0], pad_token_id=0)
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -162,41 +157,34 @@ def draw(log: dict[str, list[list[float]]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-TINY = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "intermediate_size": 128,
-}
-
-
-def smoke(out: Path, make: Callable[[], PreTrainedModel], loss_of: Callable[..., Tensor] = loss_of) -> None:
-    """All of the above in tiny: no claim about quality but that the loss falls."""
+def smoke(out: Path) -> None:
+    """All of the above in tiny: three layers of code paths, no claim about quality but that the loss falls."""
     run = Run(out, steps=30, rows=2, warmup=5, workers=1, device="cpu", compile=False, tokenizer_documents=2000)
-    train(run, make, loss_of)
+    train(
+        run,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=128,
+    )
     losses = [value for _, value in json.loads((out / "loss.json").read_text())["loss"]]
     if not losses[-1] < losses[0] - 0.5:
         raise SystemExit(f"the loss did not fall: {losses[0]:.2f} to {losses[-1]:.2f}")
 
 
-def arguments_of(description: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=Run.steps)
     parser.add_argument("--seed", type=int, default=Run.seed)
     parser.add_argument("--smoke", action="store_true", help="a tiny model for a few steps on CPU")
-    return parser.parse_args()
-
-
-def main() -> None:
-    arguments = arguments_of(__doc__)
+    arguments = parser.parse_args()
     if arguments.smoke:
-        smoke(arguments.out, lambda: Qwen3ForCausalLM(model_config(**TINY)))
+        smoke(arguments.out)
     else:
-        run = Run(arguments.out, seed=arguments.seed, steps=arguments.steps)
-        train(run, lambda: Qwen3ForCausalLM(model_config()))
+        train(Run(arguments.out, seed=arguments.seed, steps=arguments.steps))
 
 
 if __name__ == "__main__":

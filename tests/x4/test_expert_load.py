@@ -1,0 +1,153 @@
+"""How often each expert is asked: as transformers' router has it, with padding, overlap and ranks; and who gets to know it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from functools import cache
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from folovllm import LLM, SamplingParams
+from folovllm.build import make_engine
+from folovllm.config import EngineConfig
+from folovllm.engine.metrics import imbalance
+from folovllm.events import Event, ExpertsAsked
+from folovllm.layers.expert_load import CountedLoad
+from folovllm.server.async_engine import AsyncEngine
+from folovllm.server.metrics import Metrics
+from folovllm.terminal import step_line
+from tests.helpers import prompts, tiny_checkpoint
+from tests.x4.checkpoints import moe_checkpoint
+
+PROMPTS = prompts([11, 5, 2])
+PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+SMALL = {"max_model_len": 32, "block_size": 4, "num_kv_blocks": 40, "device": "cpu", "use_tqdm": False}
+
+
+def engine_of(family: str = "qwen3_moe", **fields):
+    return make_engine(EngineConfig(model=str(moe_checkpoint(family)), count_experts=True, **SMALL | fields))
+
+
+@cache
+def by_transformers(family: str, texts: tuple[tuple[int, ...], ...]) -> list[list[int]]:
+    """How often its routers ask each expert for these tokens."""
+    model = AutoModelForCausalLM.from_pretrained(moe_checkpoint(family), dtype=torch.float32).eval()
+    k, total = model.config.num_experts_per_tok, 0
+    for ids in texts:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
+        total = total + torch.stack(
+            [layer.topk(k).indices.flatten().bincount(minlength=layer.shape[1]) for layer in logits]
+        )
+    return total.tolist()
+
+
+def computed(outputs) -> tuple[tuple[int, ...], ...]:
+    """The tokens that the model was given: of each answer all but the last."""
+    return tuple((*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]) for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("qwen3_moe", {"milestone": "m3"}),
+        ("mixtral", {"milestone": "m5", "max_num_batched_tokens": 7}),
+        ("qwen2_moe", {"attention_backend": "torch_paged"}),
+        ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        pytest.param("qwen3_moe", {"device": "cuda", "dtype": "float32"}, marks=pytest.mark.gpu),
+    ],
+    ids=[
+        "a step at a time",
+        "prompts in chunks",
+        "recorded steps with padding, overlapped",
+        "two ranks, experts shared out",
+        "CUDA graphs",
+    ],
+)
+def test_counts_are_those_of_transformers(family: str, fields: dict) -> None:
+    """Twice: what is asked between steps, and in the middle of the second load, changes nothing."""
+    engine = engine_of(family, **fields)
+    try:
+        assert not any(map(any, engine.expert_load())), "what the warm-up asked is not counted"
+        outputs = engine.generate(PROMPTS, PARAMS)
+        expected = by_transformers(family, computed(outputs))
+        assert engine.expert_load() == expected
+        assert sum(expected[0]) == sum(map(len, computed(outputs))) * engine.setup.hf_config.num_experts_per_tok
+        seen: list[Event] = []
+        engine.subscribe(seen.extend, experts=True)
+        again = engine.generate([ids[::-1] for ids in PROMPTS], PARAMS)
+        told = [event.counts for event in seen if isinstance(event, ExpertsAsked)]
+        assert told[0] == expected and len(told) == 1 + sum(type(event).__name__ == "StepEnded" for event in seen)
+        more = by_transformers(family, computed(again))
+        assert told[-1] == [
+            [a + b for a, b in zip(*layers, strict=True)] for layers in zip(expected, more, strict=True)
+        ]
+    finally:
+        engine.close()
+
+
+def test_steps_say_how_uneven_they_are() -> None:
+    llm = LLM(str(moe_checkpoint()), milestone="m5", count_experts=True, **SMALL)
+    llm.generate(PROMPTS[:1], PARAMS)
+    llm.engine.history = []
+    (output,) = llm.generate(PROMPTS[1:2], PARAMS)
+    steps = llm.engine.history
+    assert [sum(steps[0].experts[0]), sum(steps[1].experts[1])] == [2 * 5, 2], "5 tokens, then 1: each asks 2 experts"
+    total = torch.tensor([step.experts for step in steps]).sum(0).tolist()
+    assert total == by_transformers("qwen3_moe", computed([output]))
+    assert step_line(steps[1]).endswith("busiest expert 4.0x"), (
+        "one token asks 2 of 8 experts: each of the two has 4 shares"
+    )
+    assert (imbalance([3, 1, 0, 0]), imbalance([2, 2]), imbalance([0, 0])) == (3, 1, 1)
+
+
+def test_prometheus_gets_counts() -> None:
+    async def scrape() -> tuple[str, list[list[int]]]:
+        config = EngineConfig(model=str(moe_checkpoint()), milestone="m5", count_experts=True, **SMALL)
+        async with AsyncEngine(config) as engine:
+            *_, output = [output async for output in engine.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS)]
+            await asyncio.gather(engine.ask_experts(), engine.ask_experts())
+            text = Metrics(engine, "tiny").text().decode()
+        await engine.ask_experts()  # of a closed one: nobody waits for ever
+        return text, by_transformers("qwen3_moe", computed([output]))
+
+    text, expected = asyncio.run(scrape())
+    found = re.findall(r'^folovllm:expert_tokens_total\{.*expert="(\d)",layer="(\d)",.*\} (\S+)$', text, re.M)
+    assert {(int(layer), int(e)): float(count) for e, layer, count in found} == {
+        (layer, e): count for layer, counts in enumerate(expected) for e, count in enumerate(counts)
+    }
+    (uneven,) = re.findall(r'^folovllm:expert_imbalance\{.*layer="1",.*\} (\S+)$', text, re.M)
+    assert float(uneven) == pytest.approx(imbalance(expected[1]))
+
+
+class TestOff:
+    def test_nothing_is_counted_unless_asked_for(self) -> None:
+        """No work on the device and no event, whoever listens."""
+        llm = LLM(str(moe_checkpoint()), milestone="m5", **SMALL)
+        seen: list[Event] = []
+        llm.engine.subscribe(seen.extend, experts=True)
+        llm.generate(PROMPTS[:1], PARAMS)
+        assert not any(isinstance(event, ExpertsAsked) for event in seen)
+        assert not any(isinstance(part, CountedLoad) for part in llm.engine.executor._worker.runner.model.modules())
+        with pytest.raises(ValueError, match="experts are not counted: set count_experts=True"):
+            llm.engine.expert_load()
+
+    def test_what_cannot_be_counted(self) -> None:
+        with pytest.raises(
+            ValueError, match="count_experts counts how often experts are asked, and this model has none"
+        ):
+            LLM(str(tiny_checkpoint()), count_experts=True, **SMALL)
+        with pytest.raises(ValueError, match="count_experts needs batches: take milestone m2 or later"):
+            EngineConfig(milestone="m1", count_experts=True)
+
+
+def test_choices_that_are_no_experts_count_nowhere() -> None:
+    """Of padding, and of a token whose logits are not numbers."""
+    load = CountedLoad(2, 4, torch.device("cpu"))
+    for _ in range(2):
+        load.note(torch.tensor([[0, 3], [7, -1], [2, 1]]))
+    load.end(torch.tensor([5, 6, -1]))
+    assert load.counts.tolist() == [[1, 0, 0, 1]] * 2
