@@ -238,7 +238,7 @@ class Driver:
         shape = (len(layers), 2, max_seqs * blocks, heads, block_size, head_dim)
         self.kv_cache = torch.full(shape, torch.nan, dtype=dtype, device=device).transpose(3, 4)  # [L, 2, N, B, Hkv, D]
         for layer, kv_cache in zip(layers, self.kv_cache, strict=True):
-            layer.backend = self.backend
+            layer.bind(self.backend)
             layer.kv_cache = GrowingKVCache() if backend == "torch_cat" else kv_cache
 
     def slots(self, seq: int, start: int, end: int) -> torch.Tensor:

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kv_scales import UNSCALED, KVScales
+from folovllm.layers.unsupported import UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers in a config
+
+
+def windows_of(config: PretrainedConfig) -> list[int | None]:
+    """How many tokens a token sees in each layer, itself included; None: all before it.
+
+    `layer_types` says which layers slide. Without it all do, if `sliding_window` is given.
+
+    Raises:
+        UnsupportedModel: a layer attends in a third way.
+    """
+    window = getattr(config, "sliding_window", None) or None
+    kinds = getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers
+    if unknown := sorted({*kinds} - {SLIDING, FULL}):
+        raise UnsupportedModel(f"layers of type {', '.join(unknown)} are not supported: only {SLIDING} and {FULL}")
+    return [window if kind == SLIDING else None for kind in kinds]
 
 
 class Attention(nn.Module):
@@ -16,6 +39,15 @@ class Attention(nn.Module):
     backend: AttentionBackend
     kv_cache: torch.Tensor  # [2, N, B, Hkv, D], or what the backend keeps instead
     scales: KVScales = UNSCALED  # of a cache in 8 bits
+
+    def __init__(self, window: int | None = None) -> None:
+        """A token sees `window` tokens, itself and those right before it; None: all before it."""
+        super().__init__()
+        self.window = window
+
+    def bind(self, backend: AttentionBackend) -> None:
+        """Let `backend` attend, as this layer needs it."""
+        self.backend = backend.of_layer(self.scales, self.window)
 
     def store(self, key: torch.Tensor, value: torch.Tensor, batch: ForwardBatch) -> None:
         """Cache the K/V of the new tokens, two [T, Hkv, D]."""
