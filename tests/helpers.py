@@ -38,7 +38,7 @@ from folovllm.models.loader import load_model
 from folovllm.models.registry import PLAIN_LAYERS, build_model
 
 transformers.utils.logging.disable_progress_bar()
-FAMILIES = ("qwen3", "llama", "qwen2", "mistral", "phi3")
+FAMILIES = ("qwen3", "llama", "qwen2", "mistral", "phi3", "gemma3_text")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # every byte, and these; odd, so that no kernel can count on a round number
 CHAT_TEMPLATE = (
@@ -130,6 +130,8 @@ def tiny_checkpoint(
     }  # fmt: skip
     if family == "phi3":
         fields["pad_token_id"] = None  # its own is no token of ours
+    if family == "gemma3_text":  # two layers with a window, one without; scores with a factor of their own
+        fields |= {"sliding_window": 12, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24}
     if family != "qwen2":
         fields["head_dim"] = head_dim
     fields |= overrides

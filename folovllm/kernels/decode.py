@@ -25,7 +25,7 @@ from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import take_in_token
-from folovllm.kernels.window import first_seen, window_edge
+from folovllm.kernels.window import attend_window, first_seen
 from folovllm.kv_scales import UNSCALED, KVScales
 
 
@@ -138,12 +138,10 @@ def decode_kernel(
             following = num_programs + tl.atomic_add(queue_ptr, 1, sem="relaxed")
         item, head = item_ptr + work // HKV * ITEM, work % HKV
         seq, c, seq_len, first_partial = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-        first, last = c * chunk, tl.minimum(seq_len, (c + 1) * chunk)
-        num_chunks = tl.cdiv(seq_len, chunk)
+        begin = 0  # of what the query sees
         if WINDOW:
             begin = first_seen(seq_len - 1, WINDOW, TILE)
-            first, last = begin + first, tl.minimum(seq_len, begin + (c + 1) * chunk)
-            num_chunks = tl.cdiv(seq_len - begin, chunk)
+        num_chunks = tl.cdiv(seq_len - begin, chunk)
         table = table_ptr + seq.to(tl.int64) * stride_table
         token_ptr = q_ptr + seq.to(tl.int64) * stride_q
         if RAW:
@@ -153,16 +151,15 @@ def decode_kernel(
         else:
             rows = (head * G + g)[:, None] * D
             q = tl.load(token_ptr + rows + dims[None, :], mask=real[:, None], other=0.0)  # [M, D]
-        edge = first  # of the window: the tile before it has keys that are out of sight
         if WINDOW:
-            edge = tl.maximum(first, tl.cdiv(tl.maximum(seq_len - WINDOW, 0), TILE) * TILE)
-        row_max, row_sum, acc = split(
-            q, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table, edge, last, scale,
-            STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, M, D)  # fmt: skip
-        if WINDOW:
-            row_max, row_sum, acc = window_edge(
-                q, row_max, row_sum, acc, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table,
-                tl.full([M], 0, tl.int32) + seq_len - 1, first, edge, last, scale, WINDOW, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, D)  # fmt: skip
+            row_max, row_sum, acc = attend_window(
+                q, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table, tl.full([M], 0, tl.int32) + seq_len - 1,
+                begin + c * chunk, tl.minimum(seq_len, begin + (c + 1) * chunk), scale, WINDOW,
+                STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, M, D)  # fmt: skip
+        else:
+            row_max, row_sum, acc = split(
+                q, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table, c * chunk,
+                tl.minimum(seq_len, (c + 1) * chunk), scale, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, M, D)  # fmt: skip
         out_row = (seq * HKV + head) * G
         if num_chunks <= 1:
             out = (normalize(row_sum, acc) * v_scale).to(out_ptr.dtype.element_ty)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from folovllm.kernels.fp8 import prefill_loop_fp8
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
-from folovllm.kernels.window import first_seen, window_edge
+from folovllm.kernels.window import attend_window, first_seen
 from folovllm.kv_scales import UNSCALED, KVScales
 
 
@@ -94,17 +94,15 @@ def prefill_kernel(
     acc = tl.zeros([TILE_M, D], tl.float32)
     full = (seq_len - query_len + row0 + 1) // TILE_N * TILE_N  # keys in whole tiles that the first query sees too
     last = tl.minimum(seq_len, seq_len - query_len + row0 + TILE_M)  # no query of this tile sees further
-    first = 0
     if WINDOW:
-        edge = tl.cdiv(tl.maximum(last - WINDOW, 0), TILE_N) * TILE_N  # from here on all queries see all keys before them
-        row_max, row_sum, acc = window_edge(
-            q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, first_seen(seq_len - query_len + row0, WINDOW, TILE_N), edge,
-            last, scale, WINDOW, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
-        first, full = edge, tl.maximum(full, edge)
-    row_max, row_sum, acc = loop(q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, first, full, scale,
-                                 False, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
-    row_max, row_sum, acc = loop(q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, full, last, scale,
-                                 True, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
+        row_max, row_sum, acc = attend_window(
+            q, k_ptr, v_ptr, table_ptr, positions, first_seen(seq_len - query_len + row0, WINDOW, TILE_N), last, scale,
+            WINDOW, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, TILE_M, D)  # fmt: skip
+    else:
+        row_max, row_sum, acc = loop(q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, 0, full, scale,
+                                     False, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
+        row_max, row_sum, acc = loop(q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, full, last, scale,
+                                     True, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
     out = (normalize(row_sum, acc) * v_scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * stride_out + head * D + dims[None, :], out, mask=inside)
 
