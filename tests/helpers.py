@@ -38,7 +38,7 @@ from folovllm.models.loader import load_model
 from folovllm.models.registry import PLAIN_LAYERS, build_model
 
 transformers.utils.logging.disable_progress_bar()
-FAMILIES = ("qwen3", "llama", "qwen2", "mistral", "phi3", "gemma3_text")
+FAMILIES = ("qwen3", "llama", "qwen2", "mistral", "phi3")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # every byte, and these; odd, so that no kernel can count on a round number
 CHAT_TEMPLATE = (
@@ -158,6 +158,8 @@ def _write_checkpoint(path: Path, family: str, fields: dict[str, Any], max_shard
                 parameter.data.uniform_(0.5, 1.5)  # ones would hide a norm that was not loaded
             elif name.endswith("bias"):
                 parameter.data.normal_(0.0, 0.3)
+            elif name.endswith("embed_tokens.weight") and family == "gemma3_text":
+                parameter.data *= 0.1  # it is scaled by sqrt(H) in the model: every token would predict itself
     model.save_pretrained(path, max_shard_size=max_shard_size)
     tiny_tokenizer().save_pretrained(path)
 

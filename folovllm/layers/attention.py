@@ -26,8 +26,8 @@ def windows_of(config: PretrainedConfig) -> list[int | None]:
     Raises:
         UnsupportedModel: a layer attends in a third way.
     """
-    window = getattr(config, "sliding_window", None) or None
-    kinds = getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers
+    window, count = getattr(config, "sliding_window", None) or None, config.num_hidden_layers
+    kinds = (getattr(config, "layer_types", None) or [SLIDING] * count)[:count]
     if unknown := sorted({*kinds} - {SLIDING, FULL}):
         raise UnsupportedModel(f"layers of type {', '.join(unknown)} are not supported: only {SLIDING} and {FULL}")
     return [window if kind == SLIDING else None for kind in kinds]

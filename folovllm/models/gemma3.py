@@ -67,12 +67,12 @@ class Gemma3Model(LlamaModel):
     @staticmethod
     def ropes(config: PretrainedConfig, layers: LayerSet, max_model_len: int) -> list[RotaryEmbedding]:
         """As `LlamaModel`, by the kind of the layer."""
-        tables = {}
-        for kind in set(config.layer_types):
+        kinds, tables = config.layer_types[: config.num_hidden_layers], {}
+        for kind in set(kinds):
             own = copy(config)
             own.rope_parameters = config.rope_parameters[kind]
             tables[kind] = LlamaModel.ropes(own, layers, max_model_len)[0]
-        return [tables[kind] for kind in config.layer_types]
+        return [tables[kind] for kind in kinds]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """As `LlamaModel`; the factor is rounded to the model's dtype, as in its training."""

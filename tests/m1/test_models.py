@@ -217,7 +217,7 @@ class TestRegistry:
 
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_every_known_architecture_builds(self, architecture: str) -> None:
-        family = architecture.removesuffix("ForCausalLM").lower().replace("moe", "_moe")
+        family = architecture.removesuffix("ForCausalLM").lower().replace("moe", "_moe").replace("gemma3", "gemma3_text")
         path = moe_checkpoint(family) if family in WITH_EXPERTS else tiny_checkpoint(family)
         model = build_model(AutoConfig.from_pretrained(path), torch.float32, "meta")
         assert type(model).__name__ == architecture
@@ -358,7 +358,7 @@ class TestConfigFacts:
         assert windows_of(SimpleNamespace(num_hidden_layers=2)) == [None, None]
         assert windows_of(SimpleNamespace(num_hidden_layers=2, sliding_window=0)) == [None, None]
         assert windows_of(SimpleNamespace(num_hidden_layers=2, sliding_window=64)) == [64, 64]
-        assert windows_of(SimpleNamespace(sliding_window=64, layer_types=mixed)) == [None, 64]
-        assert windows_of(SimpleNamespace(sliding_window=None, layer_types=mixed)) == [None, None]
+        assert windows_of(SimpleNamespace(num_hidden_layers=2, sliding_window=64, layer_types=mixed)) == [None, 64]
+        assert windows_of(SimpleNamespace(num_hidden_layers=2, sliding_window=None, layer_types=mixed)) == [None, None]
         with pytest.raises(ValueError, match="layers of type chunked_attention are not supported"):
-            windows_of(SimpleNamespace(sliding_window=64, layer_types=["chunked_attention"]))
+            windows_of(SimpleNamespace(num_hidden_layers=1, sliding_window=64, layer_types=["chunked_attention"]))

@@ -1,0 +1,102 @@
+"""Models with sliding windows against their Hugging Face twins: prompts longer than the window, on every backend and preset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from folovllm.build import make_engine
+from folovllm.config import EngineConfig
+from folovllm.layers.unsupported import UnsupportedModel
+from folovllm.models.registry import build_model
+from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
+from tests.workloads import ARRIVALS, MAX_MODEL_LEN, answered, mixed_requests, serve
+
+WINDOW = 12  # crosses blocks of 4 and of 16
+SLIDES = {"sliding_window": WINDOW, "use_sliding_window": True}
+FAMILIES = {
+    "gemma3_text": {},  # sliding, full, sliding (tests.helpers)
+    "mistral": {"sliding_window": WINDOW},
+    "mixtral": {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {"sliding_window": WINDOW},
+    "qwen2": {**SLIDES, "max_window_layers": 1},  # full, sliding, sliding
+    "qwen3": {**SLIDES, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+}
+
+
+def checkpoint(family: str) -> Path:
+    """A random model of three layers, some of which slide."""
+    return tiny_checkpoint(family, **FAMILIES[family])
+
+
+def feed(driver: Driver, ids: list[int], pieces: list[int]) -> torch.Tensor:
+    """Logits after each token of a sequence that comes in pieces."""
+    logits, start = [], 0
+    for length in pieces:
+        logits.append(driver.step({0: ids[start : start + length]})[0])
+        start += length
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [*((family, "torch_naive") for family in FAMILIES), ("gemma3_text", "torch_cat"), ("mistral", "triton")],
+)
+def test_logits_equal_hugging_face(family: str, backend: str) -> None:
+    """A prompt of three windows and a half, whole and in pieces, single tokens among them."""
+    path, (ids,) = checkpoint(family), prompts([42])
+    reference = hf_logits(path, ids)
+    for pieces in ([42], [5, 1, 19, 1, 1, 15]):
+        assert_logits_equal(feed(Driver(path, backend, block_size=4, max_seqs=1), ids, pieces), reference)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_window_matters(family: str) -> None:
+    """With a window that nobody reaches the logits are others: so the tests here would notice one that is not there."""
+    path, (ids,) = checkpoint(family), prompts([42])
+    driver, reference = Driver(path, "torch_naive", max_seqs=1), hf_logits(path, ids)
+    for layer in driver.model.model.layers:
+        layer.self_attn.attn.window = None
+        layer.self_attn.attn.bind(driver.backend)
+    logits = driver.step({0: ids})[0]
+    assert_logits_equal(logits[:WINDOW], reference[:WINDOW])
+    assert (logits[WINDOW:] - reference[WINDOW:]).abs().max() > 0.01 * reference.abs().max()
+
+
+SMALL = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}  # preemption, and prompts in chunks
+PRESETS = {
+    "m1, our layers": ("m1", {"model_impl": "native"}),
+    "m2": ("m2", {}),
+    "m3": ("m3", {"block_size": 4}),
+    "m5": ("m5", SMALL),
+    "m6": ("m6", SMALL),
+    "m6, cache in 8 bits": ("m6", {**SMALL, "kv_cache_dtype": "fp8_e4m3"}),
+}
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_answers_as_transformers(family: str, preset: str) -> None:
+    load = answered(checkpoint(family), mixed_requests("seeded", 8))
+    milestone, fields = PRESETS[preset]
+    config = EngineConfig(
+        model=str(load.model), milestone=milestone, max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False, **fields
+    )
+    outputs = serve(make_engine(config), load.requests, ARRIVALS[2])
+    if "8 bits" not in preset:
+        load.check(outputs)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
+def test_kernels_answer_as_transformers(family: str) -> None:
+    """M6 over kernels, all layers fused: decodes that store on the way, chunks, preemption."""
+    load = answered(checkpoint(family), mixed_requests("greedy", 3)[:2])
+    fields = {"max_num_seqs": 2, "max_num_batched_tokens": 24, "block_size": 4, "num_kv_blocks": 24}
+    config = EngineConfig(
+        model=str(load.model), milestone="m6", max_model_len=88, device="cpu", use_tqdm=False, attention_backend="triton",
+        dtype="float32", **fields,
+    )  # fmt: skip
+    load.check(serve(make_engine(config), load.requests))
