@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.activation import GeluAndMul
@@ -14,8 +15,9 @@ from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
 from folovllm.layers.unsupported import UnsupportedModel
+from folovllm.model_config import head_dim_of
 from folovllm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel
-from folovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM
+from folovllm.models.qwen3 import Qwen3ForCausalLM
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -28,9 +30,7 @@ class Gemma3RMSNorm(RMSNorm):
         super().__init__(size, eps)
         self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32))
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """As `RMSNorm`; rounded to the dtype of `x` once, at the end."""
         total = x if residual is None else x + residual
         normed = nn.functional.rms_norm(total.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
@@ -51,9 +51,7 @@ class Gemma3DecoderLayer(LlamaDecoderLayer):
         self.pre_feedforward_layernorm = layers.make(RMSNorm, config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = layers.make(RMSNorm, config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """As `LlamaDecoderLayer`."""
         x, residual = (self.input_layernorm(x), x) if residual is None else self.input_layernorm(x, residual)
         x = self.post_attention_layernorm(self.self_attn(x, batch))
@@ -67,36 +65,35 @@ class Gemma3Model(LlamaModel):
     @staticmethod
     def ropes(config: PretrainedConfig, layers: LayerSet, max_model_len: int) -> list[RotaryEmbedding]:
         """As `LlamaModel`, by the kind of the layer."""
-        kinds, tables = config.layer_types[: config.num_hidden_layers], {}
+        own, kinds, tables = copy(config), config.layer_types[: config.num_hidden_layers], {}
         for kind in set(kinds):
-            own = copy(config)
             own.rope_parameters = config.rope_parameters[kind]
             tables[kind] = LlamaModel.ropes(own, layers, max_model_len)[0]
         return [tables[kind] for kind in kinds]
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, input_ids: Tensor) -> Tensor:
         """As `LlamaModel`; the factor is rounded to the model's dtype, as in its training."""
         x = super().embed(input_ids)
         return x * torch.tensor(x.shape[1] ** 0.5, dtype=x.dtype, device="cpu").item()
 
 
+PLACES = {LlamaMLP: Gemma3MLP, LlamaDecoderLayer: Gemma3DecoderLayer, LlamaModel: Gemma3Model}
+
+
 class Gemma3ForCausalLM(Qwen3ForCausalLM):
     """The frame with Qwen3's attention, whose heads are normed."""
-
-    places: ClassVar = {LlamaMLP: Gemma3MLP, LlamaDecoderLayer: Gemma3DecoderLayer, LlamaModel: Gemma3Model}
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
             if getattr(config, name, None):
                 raise UnsupportedModel(f"{name} is not supported")
-        norms = {RMSNorm: lambda size, eps: layers.make(Gemma3RMSNorm, size, eps)}
-        super().__init__(config, layers.having({**self.places, **norms}), max_model_len)
-        self.query_scale = (self.model.layers[0].self_attn.head_dim / config.query_pre_attn_scalar) ** 0.5
+        norms = {RMSNorm: partial(layers.make, Gemma3RMSNorm)}
+        super().__init__(config, layers.having({**PLACES, **norms}), max_model_len)
+        self.query_scale = (head_dim_of(config) / config.query_pre_attn_scalar) ** 0.5
 
     def weights_loaded(self) -> None:
         """Add 1 to the norms' weights, and let those of the queries make up for scores that backends divide by sqrt(D)."""
         super().weights_loaded()
         for name, module in self.named_modules():
             if isinstance(module, Gemma3RMSNorm):
-                module.weight.data += 1
-                module.weight.data *= self.query_scale if name.endswith("q_norm") else 1
+                module.weight.data.add_(1).mul_(self.query_scale if name.endswith("q_norm") else 1)

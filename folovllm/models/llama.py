@@ -145,7 +145,9 @@ class LlamaModel(nn.Module):
     def ropes(config: PretrainedConfig, layers: LayerSet, max_model_len: int) -> list[RotaryEmbedding]:
         """Return the table of angles of each layer: one that all share."""
         frequencies = rope_frequencies(config, head_dim_of(config))
-        return [layers.make(RotaryEmbedding, frequencies, max_model_len, rope_amplitude(config))] * config.num_hidden_layers
+        return [
+            layers.make(RotaryEmbedding, frequencies, max_model_len, rope_amplitude(config))
+        ] * config.num_hidden_layers
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> what the first layer gets, [T, H]."""

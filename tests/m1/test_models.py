@@ -13,9 +13,8 @@ import torch
 from transformers import AutoConfig
 
 from folovllm import LLM, SamplingParams
-from folovllm.layers.attention import Attention
+from folovllm.layers.attention import Attention, windows_of
 from folovllm.layers.rotary_embedding import RotaryEmbedding
-from folovllm.layers.attention import windows_of
 from folovllm.model_config import head_dim_of, num_positions
 from folovllm.models.json_files import read_json
 from folovllm.models.registry import ARCHITECTURES, build_model
@@ -217,7 +216,9 @@ class TestRegistry:
 
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_every_known_architecture_builds(self, architecture: str) -> None:
-        family = architecture.removesuffix("ForCausalLM").lower().replace("moe", "_moe").replace("gemma3", "gemma3_text")
+        family = (
+            architecture.removesuffix("ForCausalLM").lower().replace("moe", "_moe").replace("gemma3", "gemma3_text")
+        )
         path = moe_checkpoint(family) if family in WITH_EXPERTS else tiny_checkpoint(family)
         model = build_model(AutoConfig.from_pretrained(path), torch.float32, "meta")
         assert type(model).__name__ == architecture

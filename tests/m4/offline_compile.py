@@ -178,7 +178,12 @@ def kernels(capability: int, head_dim: int, block_size: int):
                   "MAX_PARTS": MAX_PARTS}  # fmt: skip
         yield store_kvcache_kernel, {**strides, "HKV": HKV, "D": d, "WIDTH": HKV * d}, 4, 3
         for window in (0, WINDOW):
-            yield plan_kernel, {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, "STEP": 32, "WINDOW": window, **chunks}, 4, 3
+            yield (
+                plan_kernel,
+                {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, "STEP": 32, "WINDOW": window, **chunks},
+                4,
+                3,
+            )
         yield add_rms_norm_kernel, {"H": 1024, "WIDTH": 1024, "HAS_RESIDUAL": True}, 4, 3
         yield silu_and_mul_kernel, {"I": 3072, "WIDTH": 1024, "H": 1024, "STREAM_WIDTH": 1024, "SCALE": True}, 4, 3
 

@@ -63,7 +63,9 @@ def blocks_add_up(kv: Any, holders: Any) -> None:
     assert kv.num_free == kv.num_blocks - len(named)
     for seq in holders:
         gone = seq.block_table.count(GONE)
-        assert GONE not in seq.block_table[gone:] and len(seq.block_table) == -(-seq.num_computed_tokens // kv.block_size)
+        assert GONE not in seq.block_table[gone:] and len(seq.block_table) == -(
+            -seq.num_computed_tokens // kv.block_size
+        )
         assert gone * kv.block_size <= max(0, seq.num_computed_tokens - kv.window + 1)
 
 
@@ -152,13 +154,12 @@ def test_the_engine_gives_blocks_back(milestone: str) -> None:
     fields: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 22, "max_model_len": 88, "max_num_seqs": 4}
     if milestone == "m6":
         fields |= {"max_num_batched_tokens": 16, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
-    engine = make_engine(
-        EngineConfig(model=str(path), milestone=milestone, device="cpu", use_tqdm=False, **fields)
-    )
+    engine = make_engine(EngineConfig(model=str(path), milestone=milestone, device="cpu", use_tqdm=False, **fields))
     assert isinstance(engine.scheduler.kv, SlidingBlockManager)
     passed: list[ev.BlockPassed] = []
     engine.scheduler.kv.events.subscribe(
-        lambda events: passed.extend(e for e in events if isinstance(e, ev.BlockPassed)), ev.Snapshot(22, 4, 4, 16, 0, (), ())
+        lambda events: passed.extend(e for e in events if isinstance(e, ev.BlockPassed)),
+        ev.Snapshot(22, 4, 4, 16, 0, (), ()),
     )
     load.check(serve(engine, load.requests))
     assert passed

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.layers.unsupported import UnsupportedModel
+from folovllm.layers.layer_set import LayerSet
 from folovllm.models.registry import build_model
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, answered, mixed_requests, serve
@@ -100,3 +100,26 @@ def test_kernels_answer_as_transformers(family: str) -> None:
         dtype="float32", **fields,
     )  # fmt: skip
     load.check(serve(make_engine(config), load.requests))
+
+
+@pytest.mark.parametrize("backend", ["torch_paged", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_gemma_in_bfloat16(backend: str) -> None:
+    """Norms multiply in float32, so that it is as accurate as transformers' model in the same dtype."""
+    path, (ids,) = checkpoint("gemma3_text"), prompts([42])
+    device = "cuda" if backend == "triton" else "cpu"
+    layers = LayerSet()
+    if backend == "triton":
+        from folovllm.models.fused_layer import few_token_layers
+
+        layers = few_token_layers(32)
+    driver = Driver(path, backend, max_seqs=1, dtype=torch.bfloat16, device=device, layers=layers)
+    truth = hf_logits(path, ids)
+    assert_as_accurate(driver.step({0: ids})[0], hf_logits(path, ids, torch.bfloat16), truth)
+
+
+@pytest.mark.parametrize("name", ["attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"])
+def test_what_gemma_may_have_and_we_have_not(name: str) -> None:
+    config = AutoConfig.from_pretrained(checkpoint("gemma3_text"))
+    setattr(config, name, 30.0 if name.endswith("softcapping") else True)
+    with pytest.raises(ValueError, match=f"{name} is not supported"):
+        build_model(config, torch.float32, "meta")

@@ -46,7 +46,7 @@ class TritonBackend(AttentionBackend):
             raise ValueError("the triton backend is built for one block size: resolve it first")
         self._window: int | None = None  # of the layer
         self._decode = self._make_decode(config.block_size)
-        self._decodes = {self._window: self._decode}  # one for each window that a layer has; copies share it
+        self._decodes: dict[int | None, SplitKVDecode] = {None: self._decode}  # by window; copies share it
         self._own_prefill = own_prefill
         self.supports_prompt_graph = own_prefill is None  # of one's own nothing is asked but what its contract says
         self._hopper = None if own_prefill else _hopper(config)
