@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.registry import build_model
+from folovllm.sampling_params import SamplingParams
+from tests import contract
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
-from tests.workloads import ARRIVALS, MAX_MODEL_LEN, answered, mixed_requests, serve
+from tests.workloads import MAX_MODEL_LEN, Request, answered, mixed_requests, serve
 
 WINDOW = 12  # crosses blocks of 4 and of 16
 SLIDES = {"sliding_window": WINDOW, "use_sliding_window": True}
@@ -67,39 +70,27 @@ def test_the_window_matters(family: str) -> None:
 
 
 SMALL = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}  # preemption, and prompts in chunks
-PRESETS = {
-    "m1, our layers": ("m1", {"model_impl": "native"}),
-    "m2": ("m2", {}),
-    "m3": ("m3", {"block_size": 4}),
-    "m5": ("m5", SMALL),
-    "m6": ("m6", SMALL),
-    "m6, cache in 8 bits": ("m6", {**SMALL, "kv_cache_dtype": "fp8_e4m3"}),
-}
+PRESETS = {"m1": {"model_impl": "native"}, "m2": {}, "m3": {"block_size": 4}, "m5": SMALL, "m6": SMALL}
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_answers_as_transformers(family: str, preset: str) -> None:
-    load = answered(checkpoint(family), mixed_requests("seeded", 8))
-    milestone, fields = PRESETS[preset]
-    config = EngineConfig(
-        model=str(load.model), milestone=milestone, max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False, **fields
-    )
-    outputs = serve(make_engine(config), load.requests, ARRIVALS[2])
-    if "8 bits" not in preset:
-        load.check(outputs)
+@pytest.mark.parametrize(
+    ("family", "milestone"), [*(("gemma3_text", preset) for preset in PRESETS), ("mistral", "m2"), ("mistral", "m6")]
+)
+def test_every_preset_answers_as_transformers(family: str, milestone: str) -> None:
+    load = answered(checkpoint(family), mixed_requests("seeded", 5))
+    fields: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False, **PRESETS[milestone]}
+    load.check(serve(make_engine(EngineConfig(model=str(load.model), milestone=milestone, **fields)), load.requests))
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
 def test_kernels_answer_as_transformers(family: str) -> None:
     """M6 over kernels, all layers fused: decodes that store on the way, chunks, preemption."""
-    load = answered(checkpoint(family), mixed_requests("greedy", 3)[:2])
-    fields = {"max_num_seqs": 2, "max_num_batched_tokens": 24, "block_size": 4, "num_kv_blocks": 24}
-    config = EngineConfig(
-        model=str(load.model), milestone="m6", max_model_len=88, device="cpu", use_tqdm=False, attention_backend="triton",
-        dtype="float32", **fields,
-    )  # fmt: skip
-    load.check(serve(make_engine(config), load.requests))
+    path = tiny_checkpoint(family, **FAMILIES[family], num_hidden_layers=2)
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    load = answered(path, [Request(prompt, greedy) for prompt in prompts([30, 5])])
+    fields: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 24, "block_size": 4, "max_model_len": 40}
+    fields |= {"attention_backend": "triton", "dtype": "float32", "device": contract.DEVICE, "use_tqdm": False}
+    load.check(serve(make_engine(EngineConfig(model=str(path), milestone="m6", **fields)), load.requests))
 
 
 @pytest.mark.parametrize("backend", ["torch_paged", pytest.param("triton", marks=pytest.mark.gpu)])
