@@ -11,9 +11,10 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
     if importlib.util.find_spec("triton"):  # there is none for some platforms
-        from tests.interpreter import patch_the_language_once
+        from tests.interpreter import patch_the_language_once, stay_inside_the_arguments
 
         patch_the_language_once()
+        stay_inside_the_arguments()
 torch.set_num_threads(1)
 os.environ["FOLOVLLM_LANG"] = "en"  # whatever the system's locale is
 hypothesis.settings.register_profile("folovllm", deadline=None, derandomize=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -24,3 +25,66 @@ def patch_the_language_once() -> None:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_if_it_is_not
+
+
+def stay_inside_the_arguments() -> None:
+    """A kernel that touches memory outside its arguments fails, as it would on a GPU if the next bytes belong to nobody.
+
+    Without this the interpreter reads what lies there, and goes on.
+    """
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    extents: list[tuple[int, int]] = []  # the arguments' [first, last) addresses
+    take_over = executor._init_args_hst
+
+    def remember(self: Any, args: Any, kwargs: Any) -> Any:
+        hosts = take_over(self, args, kwargs)
+        extents[:] = sorted({extent_of(tensor) for tensor in tensors_in([*hosts[0], *hosts[1].values()])})
+        return hosts
+
+    def check(ptrs: Any, mask: Any) -> None:
+        first = ptrs.data[mask.data.astype(bool)] if mask is not None else ptrs.data.ravel()
+        if not first.size:
+            return
+        first = first.astype(np.int64)
+        starts, ends = np.array(extents, dtype=np.int64).reshape(-1, 2).T
+        at = np.maximum(np.searchsorted(starts, first, side="right") - 1, 0)
+        size = ptrs.get_element_ty().primitive_bitwidth // 8
+        outside = (first < starts[at]) | (first + size > ends[at])
+        assert not outside.any(), (
+            f"{outside.sum()} of {first.size} addresses lie outside the arguments of the kernel, the first one"
+            f" {(first - ends[at])[outside][0]} bytes behind the end of the nearest before it"
+        )
+
+    def checked(name: str, mask_at: int | None) -> None:
+        work = getattr(builder, name)
+
+        def run(self: Any, *args: Any) -> Any:
+            ptrs = args[1] if name == "create_atomic_rmw" else args[0]
+            check(ptrs, None if mask_at is None else args[mask_at])
+            return work(self, *args)
+
+        setattr(builder, name, run)
+
+    checked("create_masked_load", 1)
+    checked("create_masked_store", 2)
+    checked("create_atomic_cas", None)
+    checked("create_atomic_rmw", 3)
+    executor._init_args_hst = remember
+
+
+def tensors_in(values: Any) -> list[Any]:
+    """The tensors among arguments; those of tuples and descriptors, too."""
+    found = []
+    for value in values:
+        if isinstance(value, tuple):
+            found += tensors_in(value)
+        elif hasattr(value, "base"):
+            found += tensors_in([value.base])
+        elif hasattr(value, "data_ptr"):
+            found.append(value)
+    return found
+
+
+def extent_of(tensor: Any) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -11,19 +11,27 @@ from starlette.responses import Response
 from folovllm.server.errors import ApiError
 
 CLIENT_GONE = 499  # the status of a response that has no reader
+DROPPED = 64 << 20  # bytes of too long a body that are read all the same
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body. Raises ApiError (413) as soon as it is known to be too long."""
+    """The body. Raises ApiError (413) if it is longer than limit, in bytes.
+
+    The answer waits until the rest has come, which is dropped: most clients read no answer before they have sent all, and
+    a connection that is closed with bytes unread loses the answer, too. Nobody is waited for beyond DROPPED bytes.
+    """
     body = bytearray()
     announced = request.headers.get("content-length", "0")
-    too_long = int(announced) > limit if announced.isdecimal() else False
-    if not too_long:
+    size = int(announced) if announced.isdecimal() else 0
+    if size <= limit + DROPPED:
+        size = 0
         async for piece in request.stream():
-            body += piece
-            if too_long := len(body) > limit:
+            size += len(piece)
+            if size <= limit:
+                body += piece
+            elif size > limit + DROPPED:
                 break
-    if too_long:
+    if size > limit:
         message = f"the body is longer than {limit} bytes: send less, or start the server with --max-body-size"
         raise ApiError(413, message, headers={"Connection": "close"})
     return bytes(body)

@@ -70,7 +70,7 @@ for name, parameters in (("embedded model", 5.8e6), ("Qwen3-0.6B", 0.6e9), ("Qwe
 #
 # (It has the ideas of x2.1 and x2.5 in it. To find them yourself, read on from "Your turn" and come back.)
 #
-# No engine: a layer of random weights, inputs that depend on each other as real ones do, and three ways to round.
+# No engine: a layer of random weights, inputs that depend on each other as real ones do, and two ways to round.
 
 # %%
 def mini_round(w, bits, scale, zero):

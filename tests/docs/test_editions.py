@@ -13,8 +13,8 @@ import pytest
 
 from tests.docs.blocks import ROOT, links, pages
 
-SOURCE = "# Waste\n\nM3 wastes 1.4% of 48 GiB, 9,718 tokens in 16 ms ([M3](3.md#a)). See `free` and m3.1.\n\n```bash\nls  # all\n```\n"
-CHINESE = "# 浪费\n\nM3 只浪费 48 GiB 的 1.4%，16 ms 里 9,718 个 token（[M3](3.zh.md#a)）。见 `free` 和 m3.1。\n\n```bash\nls  # 全部\n```\n"
+SOURCE = "# Waste\n\nM3 wastes 1.4% of 48 GiB, 9,718 tokens in 16 ms of 4.0 billion ([M3](3.md#a)). See `free` and m3.1.\n\n```bash\nls  # all\n```\n"
+CHINESE = "# 浪费\n\nM3 只浪费 48 GiB 的 1.4%，16 ms 里 9,718 个 token，共 40 亿（[M3](3.zh.md#a)）。见 `free` 和 m3.1。\n\n```bash\nls  # 全部\n```\n"
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +87,7 @@ class TestDifferences:
             ("16 ms", "16 s", "quantities"),
             ("16 ms 里", "16 ms，也是 16 ms 里", "quantities"),
             ("9,718", "9,178", "quantities"),
+            ("40 亿", "4 亿", "quantities"),
             ("48 GiB", "48 GB", "quantities"),
             ("3.zh.md#a", "3.zh.md#b", "links"),
             ("m3.1", "m3.2", "exercises"),

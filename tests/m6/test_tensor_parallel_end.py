@@ -24,7 +24,7 @@ from folovllm.step.packed import Field, PackedStep
 from tests.helpers import tiny_checkpoint
 
 KILLS = int(os.environ.get("FOLOVLLM_KILLS", "2"))  # 20 for the whole proof
-SECONDS = 10.0  # an error must be there by then, on a busy machine too
+PATIENCE = 60.0  # seconds: an end must be there by then, on a busy machine too
 FOREVER = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
 
@@ -42,7 +42,7 @@ def exists(pid: int) -> bool:
         return False
 
 
-def assert_gone(pids: list[int], within: float = SECONDS) -> None:
+def assert_gone(pids: list[int], within: float = PATIENCE) -> None:
     deadline = time.monotonic() + within
     while any(map(exists, pids)):
         assert time.monotonic() < deadline, f"{[pid for pid in pids if exists(pid)]} are still there"
@@ -57,7 +57,7 @@ def kill(llm: LLM, victim: int) -> None:
     with pytest.raises(WorkerDied, match=rf"rank {victim} \(process {pids[victim]}\).*signal 9"):
         while True:
             llm.engine.step()
-    assert time.monotonic() - start < SECONDS
+    assert time.monotonic() - start < PATIENCE
     assert_gone(pids, 0.0)
     for _ in range(3):  # a loop until all requests have ended must not go on for ever
         assert llm.engine.has_unfinished_requests()
@@ -247,7 +247,7 @@ def test_the_parent_is_killed_while_its_ranks_start(tmp_path: Path) -> None:
         time.sleep(wait)
         ranks = in_session(parent)
         send(parent, number)
-        assert_gone(ranks, 5.0)
+        assert_gone(ranks)
         assert list(tmp_path.iterdir()) == []
     starter.communicate(timeout=60)
 

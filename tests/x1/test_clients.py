@@ -358,10 +358,10 @@ class TestLimits:
     def test_a_full_queue(self) -> None:
         """One prompt may wait. The next is answered 429 while it does; what was accepted is answered."""
         config = ServerConfig(max_queued_requests=1, max_body_size=20_000)
-        with Background(config, max_num_seqs=1, max_model_len=512) as server:
+        with Background(config, max_num_seqs=1, max_model_len=8192) as server:
             client = OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
             arguments: Any = {"model": "stories-5m", "prompt": STORY, "extra_body": {"ignore_eos": True}}
-            running = client.completions.create(**arguments, max_tokens=400, stream=True)
+            running = client.completions.create(**arguments, max_tokens=8000, stream=True)  # closed below
             next(running)
             waiting = client.completions.with_raw_response.create
             answers: list[str] = []

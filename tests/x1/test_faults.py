@@ -8,6 +8,7 @@ import json
 import random
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +64,9 @@ def read_to_the_end(connection: socket.socket) -> str:
     """What a stream says, without HTTP's own lines."""
     said = b""
     while not said.endswith(b"0\r\n\r\n"):
-        said += connection.recv(1 << 16)
+        piece = connection.recv(1 << 16)
+        assert piece, f"the server closed the connection after {said!r}"
+        said += piece
     pieces = [line[6:] for line in said.decode().splitlines() if line.startswith("data: {")]
     return "".join(choice["text"] for piece in pieces for choice in json.loads(piece)["choices"])
 
@@ -156,6 +159,22 @@ class TestNonsense:
     def test_wrong_ways(self, server: Background, method: str, path: str, content_type: str, status: int) -> None:
         got, said = send(server, method, path, b"{}", content_type)
         assert got == status and json.loads(said)["error"]["message"]
+
+    def test_too_long_a_body_is_heard_out(self, server: Background) -> None:
+        """Its sender reads the answer once all is sent: a connection that was closed before would have lost it."""
+        with raw(server, {"prompt": "x" * 100_000}, cut=100_000) as connection:
+            for _ in range(10):
+                time.sleep(0.01)  # as a slow line does
+                connection.sendall(b"x" * 10_000)
+            connection.shutdown(socket.SHUT_WR)
+            said = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        assert said.startswith(b"HTTP/1.1 413") and json.loads(said.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+    def test_a_body_without_end_is_not(self, server: Background) -> None:
+        head = "POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
+            connection.sendall(head.format(1 << 40).encode())
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413")
 
     def test_what_is_no_http(self, server: Background, whole_story: str) -> None:
         for nonsense in (b"\x00" * 50, b"GET\r\n\r\n", b"POST /v1/completions HTTP/9.9\r\n\r\n"):
