@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from folovllm.bench.workload import Workload
+from folovllm.layers.attention import windows_of
 from folovllm.model_config import expert_size_of, num_experts_of
 from folovllm.models.quantization import linear_bytes
 from folovllm.setup import EngineSetup
@@ -70,14 +72,22 @@ def roofline_seconds(workload: Workload, setup: EngineSetup, rates: Rates) -> fl
     decodes = [sum(request.output_len > step + 1 for request in requests) for step in range(steps)]
     weights: float = steps * (setup.num_layers * sizes.always + sizes.head)
     weights += setup.num_layers * sizes.expert * sum(experts_read(sizes, decoding) for decoding in decodes)
-    kv_tokens = sum(
-        (request.output_len - 1) * len(request.prompt) + request.output_len * (request.output_len - 1) // 2
-        for request in requests
-    )
-    decode = weights * setup.dtype.itemsize - steps * saved_bytes(setup) + kv_tokens * setup.kv_bytes_per_token
-    causal = sum(2 * len(request.prompt) ** 2 for request in requests) * a.num_heads * a.head_dim * setup.num_layers
+    kv_tokens = pairs = 0  # read by decodes, and products of prompts' queries and keys, over all layers
+    for window, layers in Counter(windows_of(setup.hf_config)).items():
+        kv_tokens += layers * sum(tokens_read(len(r.prompt), r.output_len, window) for r in requests)
+        pairs += layers * sum(
+            len(r.prompt) ** 2 - max(0, len(r.prompt) - (window or len(r.prompt))) ** 2 for r in requests
+        )
+    kv_bytes = kv_tokens * (setup.kv_bytes_per_token // setup.num_layers)
+    decode = weights * setup.dtype.itemsize - steps * saved_bytes(setup) + kv_bytes
+    causal = 2 * pairs * a.num_heads * a.head_dim
     products = 2 * setup.num_layers * (sizes.always + sizes.asked * sizes.expert) * workload.prompt_tokens
     return decode / rates.copy + (products + causal) / rates.matmul
+
+
+def tokens_read(prompt_len: int, output_len: int, window: int | None) -> int:
+    """Return how many tokens' K/V the decodes of one answer read in one layer; the answer's first token is no decode."""
+    return sum(min(n, window or n) for n in range(prompt_len + 1, prompt_len + output_len))
 
 
 def saved_bytes(setup: EngineSetup) -> int:

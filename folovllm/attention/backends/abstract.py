@@ -91,7 +91,12 @@ class AttentionBackend(ABC):
         return backend
 
     def sliding(self, window: int) -> AttentionBackend:
-        """Return the backend of a layer in which a token sees `window` tokens: itself and those right before it."""
+        """Return the backend of a layer in which a token sees `window` tokens: itself and those right before it.
+
+        Here that is plain torch in its place, which nothing can record. Raises `BackendUnavailable` where this one can be.
+        """
+        if self.supports_cuda_graph:
+            raise BackendUnavailable(f'{self.name} knows no sliding window: choose "triton" or "torch_paged"')
         from folovllm.attention.backends.sliding import SlidingBackend
 
         return SlidingBackend(self, window)
