@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import copy
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,7 +86,7 @@ class Gemma3ForCausalLM(Qwen3ForCausalLM):
         for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
             if getattr(config, name, None):
                 raise UnsupportedModel(f"{name} is not supported")
-        norms = {RMSNorm: partial(layers.make, Gemma3RMSNorm)}
+        norms = {RMSNorm: lambda size, eps: layers.make(Gemma3RMSNorm, size, eps)}
         super().__init__(config, layers.having({**PLACES, **norms}), max_model_len)
         self.query_scale = (head_dim_of(config) / config.query_pre_attn_scalar) ** 0.5
 

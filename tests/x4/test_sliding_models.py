@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from folovllm.bench.roofline import tokens_read
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.layers.layer_set import LayerSet
@@ -114,3 +115,10 @@ def test_what_gemma_may_have_and_we_have_not(name: str) -> None:
     setattr(config, name, 30.0 if name.endswith("softcapping") else True)
     with pytest.raises(ValueError, match=f"{name} is not supported"):
         build_model(config, torch.float32, "meta")
+
+
+def test_the_roofline_counts_what_a_window_reads() -> None:
+    """Decodes at lengths 8 and 9 read all of that without a window, and 4 tokens each with one of 4."""
+    assert tokens_read(7, 3, None) == 8 + 9
+    assert tokens_read(7, 3, 4) == 4 + 4
+    assert tokens_read(2, 4, 4) == 3 + 4 + 4
