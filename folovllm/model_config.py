@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
+
 
 def head_dim_of(config: PretrainedConfig) -> int:
     """D: as the config says, else the hidden size shared among the heads."""
@@ -31,6 +33,21 @@ def expert_size_of(config: PretrainedConfig) -> int:
 def hidden_act_of(config: PretrainedConfig) -> str | None:
     """The name of the MLP's activation. Gemma's configs have another word for it."""
     return getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+
+
+def windows_of(config: PretrainedConfig) -> list[int | None]:
+    """How many tokens a token sees in each layer, itself included; None: all before it.
+
+    `layer_types` says which layers slide. Without it all do, if `sliding_window` is given.
+
+    Raises:
+        ValueError: a layer attends in a third way.
+    """
+    window, count = getattr(config, "sliding_window", None) or None, config.num_hidden_layers
+    kinds = (getattr(config, "layer_types", None) or [SLIDING] * count)[:count]
+    if unknown := sorted({*kinds} - {SLIDING, FULL}):
+        raise ValueError(f"layers of type {', '.join(unknown)} are not supported: only {SLIDING} and {FULL}")
+    return [window if kind == SLIDING else None for kind in kinds]
 
 
 def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from folovllm.bench.workload import Workload
-from folovllm.layers.attention import windows_of
-from folovllm.model_config import expert_size_of, num_experts_of
+from folovllm.model_config import expert_size_of, num_experts_of, windows_of
 from folovllm.models.quantization import linear_bytes
 from folovllm.setup import EngineSetup
 

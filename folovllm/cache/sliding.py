@@ -14,7 +14,7 @@ from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager, notes_of
 from folovllm.events import BlockPassed, Events
-from folovllm.layers.attention import windows_of
+from folovllm.model_config import windows_of
 from folovllm.request import Sequence
 
 if TYPE_CHECKING:

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kv_scales import UNSCALED, KVScales
-from folovllm.layers.unsupported import UnsupportedModel
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers in a config
-
-
-def windows_of(config: PretrainedConfig) -> list[int | None]:
-    """How many tokens a token sees in each layer, itself included; None: all before it.
-
-    `layer_types` says which layers slide. Without it all do, if `sliding_window` is given.
-
-    Raises:
-        UnsupportedModel: a layer attends in a third way.
-    """
-    window, count = getattr(config, "sliding_window", None) or None, config.num_hidden_layers
-    kinds = (getattr(config, "layer_types", None) or [SLIDING] * count)[:count]
-    if unknown := sorted({*kinds} - {SLIDING, FULL}):
-        raise UnsupportedModel(f"layers of type {', '.join(unknown)} are not supported: only {SLIDING} and {FULL}")
-    return [window if kind == SLIDING else None for kind in kinds]
 
 
 class Attention(nn.Module):

@@ -12,14 +12,14 @@ from torch import nn
 
 from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.activation import SiluAndMul
-from folovllm.layers.attention import Attention, windows_of
+from folovllm.layers.attention import Attention
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_amplitude, rope_frequencies
 from folovllm.layers.unsupported import UnsupportedModel
-from folovllm.model_config import head_dim_of, hidden_act_of, num_kv_heads_of, num_positions
+from folovllm.model_config import head_dim_of, hidden_act_of, num_kv_heads_of, num_positions, windows_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

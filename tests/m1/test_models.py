@@ -13,9 +13,9 @@ import torch
 from transformers import AutoConfig
 
 from folovllm import LLM, SamplingParams
-from folovllm.layers.attention import Attention, windows_of
+from folovllm.layers.attention import Attention
 from folovllm.layers.rotary_embedding import RotaryEmbedding
-from folovllm.model_config import head_dim_of, num_positions
+from folovllm.model_config import head_dim_of, num_positions, windows_of
 from folovllm.models.json_files import read_json
 from folovllm.models.registry import ARCHITECTURES, build_model
 from tests.helpers import (
