@@ -7,7 +7,7 @@ than most of the calls. Only the outermost function puts the builtins back, so w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ def stay_inside_the_arguments() -> None:
 
     def remember(self: Any, args: Any, kwargs: Any) -> Any:
         hosts = take_over(self, args, kwargs)
-        extents[:] = sorted({extent_of(tensor) for tensor in tensors_in([*hosts[0], *hosts[1].values()])})
+        extents[:] = merged(map(extent_of, tensors_in([*hosts[0], *hosts[1].values()])))
         return hosts
 
     def check(ptrs: Any, mask: Any) -> None:
@@ -86,5 +86,18 @@ def tensors_in(values: Any) -> list[Any]:
 
 
 def extent_of(tensor: Any) -> tuple[int, int]:
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    """The addresses between which its numbers lie."""
+    start, size = tensor.data_ptr(), tensor.element_size()
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (start, start + (last + 1) * size) if tensor.numel() else (start, start)
+
+
+def merged(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Extents that overlap or touch, as views of one tensor do, are one."""
+    whole: list[tuple[int, int]] = []
+    for start, end in sorted(extents):
+        if whole and start <= whole[-1][1]:
+            whole[-1] = (whole[-1][0], max(end, whole[-1][1]))
+        else:
+            whole.append((start, end))
+    return whole

@@ -2,8 +2,8 @@
 # Every figure that the book owes to a GPU, each by its own command and with its own time limit, so that one that hangs or
 # fails costs no other. From the root of the repository, on a machine with a GPU and with torch, triton and pytest:
 #     tools/measure_gpu.sh OUT [STEP ...]
-# OUT gets a log for each step, and a JSON file from each benchmark; steps are the names below, all of them if none is
-# given (about 15 minutes).
+# OUT gets a log for each step, and a JSON file from each benchmark; steps are the names below, those of the milestones if
+# none is given (about 15 minutes); of the electives there are: electives looking bits guesses experts.
 set -uo pipefail
 out=${1:?usage: tools/measure_gpu.sh OUT [STEP ...]}
 shift
@@ -39,3 +39,20 @@ bench reuse reuse 120 reuse "${model[@]}" --milestone m5 --chunks 4096,2048,1024
 bench throughput_m6 throughput_m6 60 throughput "${model[@]}" --workload nano-vllm --repeats 3 --max-num-batched-tokens 16384
 bench ladder ladder_h200 240 ladder "${model[@]}" --workload nano-vllm --limit 6 --max-num-batched-tokens 16384
 step ladder ladder_chart 60 python3 tools/ladder_chart.py "$out/ladder_h200.json" "$out/ladder_h200.png"
+step electives electives 400 python3 -m pytest -v -n 14 -p no:cacheprovider tests/x1/test_late_draw.py tests/x2 tests/x3 tests/x4 \
+    tests/builders -m gpu
+step looking looking 200 python3 tools/measure_recording.py "${model[@]}" --rounds 3
+step looking looking_served 200 python3 tools/measure_recording.py "${model[@]}" --rounds 3 --served
+bench bits bits_throughput 240 throughput "${model[@]}" --workload nano-vllm --max-num-batched-tokens 16384 \
+    --compare m6,m6:kv_cache_dtype=fp8,m6:quantization=fp8:kv_cache_dtype=fp8
+for geometry in qwen3-0.6b qwen3-4b; do
+    bench bits "bits_latency_$geometry" 240 latency --random-weights $geometry --repeats 3 \
+        --compare m6,m6:quantization=fp8,m6:quantization=int8,m6:quantization=int4
+done
+for method in ngram suffix draft_model; do
+    step guesses "guesses_$method" 120 python3 -m tools.measure_speculation --method $method
+    step guesses "guesses_${method}_16" 120 python3 -m tools.measure_speculation --method $method --batch 16
+done
+step experts experts_layer 120 python3 tools/bench_experts.py
+bench experts experts_latency 200 latency --random-weights qwen3-30b-a3b --repeats 3 --milestone m6
+bench experts experts_throughput 240 throughput --random-weights qwen3-30b-a3b --workload nano-vllm --max-num-batched-tokens 16384
