@@ -14,6 +14,7 @@ from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.registry import build_model
+from folovllm.quantize.whole import logits_of
 from folovllm.sampling_params import SamplingParams
 from tests import contract
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
@@ -122,3 +123,11 @@ def test_the_roofline_counts_what_a_window_reads() -> None:
     assert tokens_read(7, 3, None) == 8 + 9
     assert tokens_read(7, 3, 4) == 4 + 4
     assert tokens_read(2, 4, 4) == 3 + 4 + 4
+
+
+def test_whole_sequences_without_a_cache() -> None:
+    """As perplexity is measured and codes are calibrated."""
+    path, texts = checkpoint("mistral"), prompts([42, 42])
+    model = Driver(path, "torch_naive", max_seqs=1).model
+    for logits, ids in zip(logits_of(model, torch.tensor(texts)), texts, strict=True):
+        assert_logits_equal(logits, hf_logits(path, ids))
