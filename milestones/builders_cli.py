@@ -1,11 +1,9 @@
 """`python -m milestones build` and `score`: begin a component of your own, and see what it is worth."""
 
 import os
-import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
 
@@ -13,9 +11,9 @@ from milestones.builders import begin, scores
 from milestones.language import t
 from milestones.manifest import Course
 from milestones.mine import Mine
+from milestones.say import console, say
 
 app = typer.Typer()
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 @app.command()
@@ -43,11 +41,11 @@ def build(
         console.print()
     said = t("new, yours to write") if is_new else t("there already, left as it is")
     console.print(f"{file}: {said}", soft_wrap=True)
-    console.print(t("  test    python -m milestones test {id}", id=builder.id))
-    console.print(t("  stuck   python -m milestones hint {id}", id=builder.id))
-    console.print(t("  score   python -m milestones score {id}", id=builder.milestone))
+    say("  test    python -m milestones test {id}", id=builder.id)
+    say("  stuck   python -m milestones hint {id}", id=builder.id)
+    say("  score   python -m milestones score {id}", id=builder.milestone)
     use = f"folovllm generate Hello --milestone {builder.milestone} --{builder.field} {builder.name} ..."
-    console.print(t("  use it  FOLOVLLM_MINE=mine {command}", command=use))
+    say("  use it  FOLOVLLM_MINE=mine {command}", command=use)
 
 
 @app.command()
@@ -64,4 +62,4 @@ def score(id: Annotated[str, typer.Argument(metavar="ID", help="A milestone, say
         table.add_row(t(label), *cells.values(), style="bold" if label == "yours" else "")
     console.print(table)
     if "yours" not in dict(rows):
-        console.print(t("Yours is not begun: python -m milestones build {id}", id=builder.milestone))
+        say("Yours is not begun: python -m milestones build {id}", id=builder.milestone)

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from milestones.language import t
-from milestones.manifest import Exercise
+from milestones.manifest import Builder, Exercise
 from milestones.mine import Mine
 from milestones.plugin import covers
+from milestones.say import console, say
 
 Outcomes = Mapping[str, tuple[str, str | None]]  # test: (passed, failed or skipped; the unwritten exercise it met)
 
@@ -58,3 +59,59 @@ def state_of(mine: Mine, exercise: Exercise) -> str:
     written = mine.written(exercise)
     outcomes = run_tests(mine, [*FIRST_FAILURE, "-q", *exercise.tests], quiet=True)[1] if written else {}
     return verdict(mine, exercise, outcomes)
+
+
+def note_outcome(mine: Mine, exercise: Exercise, status: int) -> None:
+    """Note whether what was written for an exercise failed, for those who only ask where they are."""
+    if status not in (0, 1):  # pytest did not get as far as the tests
+        return
+    state, others = mine.state, {*mine.state.failed} - {exercise.id}
+    state.failed = sorted({*others, exercise.id} if status and mine.written(exercise) else others)
+    mine.save(state)
+
+
+def run_builder(mine: Mine, builder: Builder, arguments: list[str]) -> int:
+    """Run the tests of a learner's component; pytest's status. ValueError where it is not begun."""
+    if not (mine.folder / builder.path).is_file():
+        said = "{path} is not in {folder}: python -m milestones build {id}"
+        raise ValueError(t(said, path=builder.path, folder=mine.folder, id=builder.milestone))
+    status, _ = run_tests(mine, [*FIRST_FAILURE[:1], *builder.tests, *arguments])
+    if status == 0 and not arguments:
+        said = "[green]{title}: yours passes.[/] What is it worth?  python -m milestones score {id}"
+        say(said, title=t(builder.title), id=builder.milestone)
+    return status
+
+
+def run_milestone(mine: Mine, exercise: Exercise) -> int:
+    """Run all tests of a milestone when its last exercise has passed, until they have passed once; pytest's status.
+
+    They take minutes, so the other exercises' own tests, which take seconds, are asked first.
+    """
+    state, id = mine.state, exercise.id.partition(".")[0]
+    exercises = mine.course.milestone(id).exercises
+    if id in state.passed or not all(map(mine.written, exercises)):
+        return 0
+    others = [e for e in exercises if e != exercise]
+    nodes = list(dict.fromkeys(test for e in others for test in e.tests))
+    outcomes = run_tests(mine, ["-q", *FIRST_FAILURE[1:], *nodes], quiet=True)[1] if nodes else {}
+    failing = [e.id for e in others if verdict(mine, e, outcomes) == "failing"]
+    for other in failing:
+        say("All of {id} is written, but [red]{other}[/] fails: python -m milestones test {other}", id=id, other=other)
+    if failing:
+        return 1
+    console.print()
+    say(
+        "That was the last exercise of {id}. Now all tests of {id}, in which your code works together (minutes):", id=id
+    )
+    status, _ = run_tests(mine, mine.course.tests(id))
+    if status == 0:
+        note_passed(mine, id)
+    return status
+
+
+def note_passed(mine: Mine, id: str) -> None:
+    """Keep in mind that all tests of a milestone have passed, and say so."""
+    state = mine.state
+    state.passed = sorted({*state.passed, id})
+    mine.save(state)
+    say("[green]{id} passes, all of it.[/] Next: python -m milestones", id=id)

@@ -71,6 +71,7 @@ NINE = [
 ]
 MEMORY = {"max_model_len": 96}  # as slots three of them, as blocks of 8 tokens 36
 ABC = [Ask(each.turn, each.prompt, each.max_tokens, name=each.name) for each in example().requests]
+DRAFT = {"method": "draft_model", "model": "stories-draft", "num_speculative_tokens": 4, "adaptive": False}
 CACHE = [
     Ask(0, LONG + "One day,", 16),
     Ask(3, LONG + "The dog", 16),
@@ -119,6 +120,12 @@ SCENES = [
         NINE,
     ),
     abc("6_abc", "A, B and C: everything on one clock", "m6"),
+    Scene(
+        BOOK / "x3_guesses.jsonl",
+        "A small model guesses",
+        {"milestone": "m5", "num_kv_blocks": 14, "block_size": 8, "speculative_config": DRAFT, **MEMORY},
+        FIVE[:1] + FIVE[2:3],
+    ),
 ]  # fmt: skip
 
 

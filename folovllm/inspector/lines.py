@@ -31,6 +31,7 @@ class Served:
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
     refused: ev.Budget | None = None
+    guesses: SequenceOf[int] = ()  # that the step under way checks
 
     def entry(self) -> Line:
         """Its place in a keyframe."""
@@ -191,11 +192,13 @@ class LineWriter:
     def _shares(self, shares: Iterable[Share]) -> list[int | Line]:
         """A number for a share that says nothing new, a line for others. Hundreds a step come here, so it is one loop."""
         entries: list[int | Line] = []
-        for seq_id, _, start, n, _, blocks, first, draws, _, _ in shares:
+        for seq_id, _, start, n, token_ids, blocks, first, draws, _, _ in shares:
             if (seq := self._sequences.get(seq_id)) is None:  # it ended while the step before was under way
                 entries.append([seq_id, start, n, draws, first, blocks])
                 continue
             is_next, seq.num_computed = seq.num_computed == start, start + n
+            if draws > 1:
+                seq.guesses = token_ids[1 - draws :].tolist()
             if blocks or first < len(seq.block_table):
                 entries.append([seq_id, start, n, draws, first, blocks])
                 seq.block_table[first:] = blocks
@@ -270,8 +273,11 @@ class LineWriter:
         return ["cut", *event]
 
     def _checked(self, event: ev.GuessesChecked) -> Line:
-        self._served(event.seq_id).num_computed -= event.num_guessed - event.num_accepted
-        return ["guess", *event]
+        seq = self._served(event.seq_id)
+        seq.num_computed -= event.num_guessed - event.num_accepted
+        rejected = list(seq.guesses[event.num_accepted :])
+        self._new.update(rejected)
+        return ["guess", *event, rejected]
 
     def _join(self, name: str, block_id: int) -> Line | None:
         """Add a block to the line before, if that is of the same name; else a line of its own."""

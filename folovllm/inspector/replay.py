@@ -191,7 +191,7 @@ class _Decoder:
         self._tables[seq] -= 1
         return ev.TableCut(seq, block)
 
-    def _guess(self, seq: int, guessed: int, accepted: int) -> ev.Event:
+    def _guess(self, seq: int, guessed: int, accepted: int, _rejected: list[int]) -> ev.Event:
         self._ends[seq] -= guessed - accepted
         return ev.GuessesChecked(seq, guessed, accepted)
 

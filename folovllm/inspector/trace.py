@@ -96,9 +96,10 @@ class Trace:
         for share in event.output.shares:
             if (added := self._added.get(share.seq_id)) is None:
                 continue
-            is_decode = share.num_new_tokens == 1 and share.start >= len(added.prompt_token_ids)
-            prefill += 0 if is_decode else share.num_new_tokens
-            name = "decode" if is_decode else f"prefill {share.num_new_tokens}"
+            n, num_guesses = share.num_new_tokens, max(0, share.num_draws - 1)
+            name = f"check {num_guesses}" if num_guesses else "decode"
+            if n > 1 + num_guesses or share.start < len(added.prompt_token_ids):
+                name, prefill = f"prefill {n}", prefill + n
             self._spans.append(self._span(REQUESTS, share.seq_id, name, start, event.arrived))
         tokens = {"sequences": len(event.output.shares), "prefill tokens": prefill}
         self._spans.append(self._span(ENGINE, DEVICE, f"step {event.step}", start, event.arrived, tokens))

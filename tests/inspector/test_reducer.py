@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -39,6 +41,18 @@ const states = recording.moments.map((_, at) => told(at));
 const strayed = it.walk.filter((at) => JSON.stringify(told(at)) !== JSON.stringify(states[at]));
 const tokens = Object.fromEntries([...recording.infos].map(([id, info]) => [id, [...info.prompt, ...info.drawn]]));
 return {states, strayed, tokens};
+"""
+
+
+GHOSTS = """
+const {readRecording} = await import("/lines.js");
+const {ghostsAt} = await import("/ghosts.js");
+const recording = await readRecording(it);
+return recording.moments.map((_, at) => {
+  const state = recording.stateAt(at);
+  return [...ghostsAt(recording, at, state)].map(([id, own]) =>
+    [id, own.map(({kind, place, block}) => [kind, place, block]), state.sequences.get(id).guessed, state.sequences.get(id).accepted]);
+});
 """
 
 
@@ -137,6 +151,50 @@ def test_wrong_guesses_leave_no_trace(here: Shown, milestone: str) -> None:
     assert speculation_of(world.engine).num_guessed > speculation_of(world.engine).num_accepted > 0
     for seq in (*world.engine.scheduler.running, *world.engine.scheduler.waiting):
         assert told["tokens"][str(seq.seq_id)] == seq.token_ids.tolist()
+    kinds = assert_ghosts_lie_where_the_engine_has_them(world, here.run(GHOSTS, world.data.decode()))
+    assert kinds == {"accepted", "bonus", "rejected"} | ({"asked"} if milestone == "m6" else set())
+
+
+def assert_ghosts_lie_where_the_engine_has_them(world: Watched, moments: list[Any]) -> set[str]:
+    """What counts is in the cache and in the text, what was rejected in neither; and all guesses are told. Returns their kinds."""
+    guessed, accepted, under_way, found = Counter[int](), Counter[int](), dict[int, int](), set[str]()
+    turns = [line[3] for line in map(json.loads, world.data.splitlines()[1:]) if line[0] == "turn"]
+    for at, events in enumerate(turns, 1):
+        checks = {event[1]: event[2:] for event in events if event[0] == "guess"}
+        for event in events:
+            if event[0] == "begin":
+                under_way |= {share[0]: share[3] - 1 for share in event[4] if isinstance(share, list) and share[3] > 1}
+            elif event[0] == "guess":
+                del under_way[event[1]]
+        for id_, (asked, right, rejected) in checks.items():
+            assert len(rejected) == asked - right
+            guessed[id_], accepted[id_] = guessed[id_] + asked, accepted[id_] + right
+        state = world.states[at]
+        seqs, before = ({seq[0]: seq for seq in world.states[i]["seqs"]} for i in (at, at - 1))
+        ghosts = {id_: (own, counts) for id_, own, *counts in moments[at]}
+        assert {id_ for id_ in checks if id_ in seqs} <= ghosts.keys()
+        for id_, (own, counts) in ghosts.items():
+            _, _, num_tokens, num_computed, table, _ = seqs[id_]
+            number = Counter(kind for kind, *_ in own)
+            assert counts == [guessed[id_], accepted[id_]] and number["asked"] == under_way.get(id_, 0)
+            if id_ in checks:
+                assert [number["accepted"], number["rejected"], number["bonus"]] == [
+                    checks[id_][1],
+                    len(checks[id_][2]),
+                    1,
+                ]
+                assert number["accepted"] + 1 == num_tokens - before[id_][2], "the tokens of this moment"
+            for kind, place, block in own:
+                in_cache = place < num_computed
+                assert in_cache if kind in ("accepted", "asked") else not in_cache or block is None, kind
+                if in_cache and block is not None:
+                    assert table[place // world.watcher.block_size] == block
+                elif block is not None:
+                    assert state["cells"][block][1] or table[place // world.watcher.block_size] == block, (
+                        "another's block"
+                    )
+            found |= number.keys()
+    return found
 
 
 @pytest.mark.parametrize("milestone", ["m5", "m6"])

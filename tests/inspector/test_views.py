@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from folovllm.inspector.page import inline_source, whole_page
 from tests.inspector.browser import HOST, SAMPLES, SHOWN, STATIC, Shown, chromium, lines_of, shown
 from tests.inspector.steady import Steady
 
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["m1.jsonl", "m2.jsonl", "m3.jsonl", "m5.jsonl", "m6.jsonl"]
+GUESSES = ROOT / "docs" / "assets" / "recordings" / "x3_guesses.jsonl"
+KIND = {"INS": "accepted", "MARK": "bonus", "DEL": "rejected"}
 MOST_LINES = 2500
 
 TICK = "inspector.player.clock.tick"
@@ -91,6 +95,69 @@ class TestStory:
     def test_the_numbers_count_from_one_step(self, here: Shown) -> None:
         here.open("m2.jsonl", t=1)
         assert here.run("return inspector.lanes[0].text").startswith("Step 1: ")
+
+
+class TestGuesses:
+    @pytest.fixture
+    def shown(self, here: Shown) -> Shown:
+        """The book's recording with guesses, of two requests."""
+        here.recordings["guesses.jsonl"] = GUESSES.read_text(encoding="utf-8")
+        here.open("guesses.jsonl")
+        return here
+
+    def test_accepted_bonus_and_rejected_tokens_at_every_moment(self, shown: Shown) -> None:
+        """In the row of a request: marked by what they are, in the order of the text, and counted."""
+        look = f"""
+          const {{recording}} = inspector.lanes[0];
+          const told = [];
+          for (let at = 0; at < recording.length; at++) {{
+            inspector.player.go(at);
+            await {SETTLED};
+            const rows = [...document.querySelectorAll(".running .pick")].map((row) => [
+              row.querySelector(".badge").innerText, row.querySelector(".what").innerText,
+              [...row.querySelectorAll(".newest > *")].map((e) => [e.tagName, e.textContent, e.title])]);
+            told.push([inspector.lanes[0].text, rows]);
+          }}
+          return told"""
+        lines = [json.loads(line) for line in GUESSES.read_text(encoding="utf-8").splitlines()]
+        words = {int(id_): text for line in lines[1:] if line[0] == "texts" for id_, text in line[1].items()}
+        turns = [line[3] for line in lines[1:] if line[0] == "turn"]
+        letters = dict(zip((e[1] for events in turns for e in events if e[0] == "add"), "AB", strict=True))
+        guessed, accepted, seen = Counter[str](), Counter[str](), Counter[str]()
+        for (text, rows), events in zip(shown.run(look)[1:], turns, strict=True):
+            (end,) = [event for event in events if event[0] == "end"]
+            drawn = {letters[id_]: [ids] if isinstance(ids, int) else ids for id_, ids in zip(*end[5:7], strict=True)}
+            row = {letter: rest for letter, *rest in rows}
+            for _, id_, asked, right, wrong in (event for event in events if event[0] == "guess"):
+                who = letters[id_]
+                guessed[who], accepted[who] = guessed[who] + asked, accepted[who] + right
+                assert f"{who} {right} of {asked}" in text
+                if who not in row:
+                    continue  # it has ended
+                what, tokens = row[who]
+                assert f"{accepted[who]} of {guessed[who]} guess" in what
+                *sure, bonus = [words[token] for token in drawn[who]]
+                expected = [("INS", word) for word in sure] + [("MARK", bonus)] + [("DEL", words[id_]) for id_ in wrong]
+                assert [(tag, word) for tag, word, _ in tokens] == expected
+                assert [title.split(":")[0] for _, _, title in tokens] == [KIND[tag] for tag, _ in expected]
+                seen.update(tag for tag, _ in expected)
+        assert seen.keys() == KIND.keys()
+
+    def test_in_the_cache_they_are_counted_named_and_told_apart(self, shown: Shown) -> None:
+        shown.run(f"inspector.player.go(9); await {SETTLED}")
+        assert "Guesses accepted: A 2 of 4 and B 0 of 4" in shown.run("return inspector.lanes[0].text")
+        legend = shown.page.locator(".memory .legend").inner_text()
+        assert all(words in legend for words in ("2 accepted", "2 bonus", "6 rejected"))
+        assert shown.page.locator(".memory .legend li[title^='rejected: a wrong guess']").count() == 1
+        shown.page.locator(".memory canvas").focus()
+        tips = set()
+        for _ in range(8):
+            key(shown, "ArrowRight")
+            tips |= set(shown.page.locator(".memory .tip").inner_text().split("\n"))
+        assert {"accepted “ saw”", "accepted “ a”", "bonus “ silver”", "rejected “ kite”"} <= tips
+        assert "checked" in shown.page.locator(".timeline .legend").inner_text()
+        shown.open("m5.jsonl")
+        assert not shown.page.locator(".timeline .guesses").is_visible(), "where nobody guesses, no word of it"
 
 
 class TestTime:

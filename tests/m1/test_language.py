@@ -23,6 +23,7 @@ CHINESE = language.messages("zh")
 SPEAKING = (
     "cli",
     "builders_cli",
+    "progress",
     "mine",
     "check",
     "manifest",
@@ -31,11 +32,11 @@ SPEAKING = (
 
 
 def said() -> set[str]:
-    """The sentences that the code hands to `t` or `_say`: literally, by a choice of two, or as a variable `said`."""
+    """The sentences that the code hands to `t` or `say`: literally, by a choice of two, or as a variable `said`."""
     found = set()
     for module in SPEAKING:
         for node in ast.walk(ast.parse((ROOT / "milestones" / f"{module}.py").read_text("utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("t", "_say") and node.args:
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("t", "say") and node.args:
                 value: ast.expr = node.args[0]
             elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("said", "left"):
                 value = node.value

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from folovllm.config import EngineConfig
+from folovllm.events import Event, GuessesChecked, StepBegan, StepEnded
 from folovllm.inspector.replay import Recording
+from folovllm.inspector.trace import REQUESTS, Trace
 from folovllm.server.digest import Digest
 from folovllm.spec.proposer import FixedDepth
 from folovllm.speculative_config import SpeculativeConfig
@@ -28,12 +32,26 @@ class NoJudge(NoDevice):
         return StepResult([tokens[: self.die.randint(1, max(1, s.num_draws))] for tokens, s in pairs], {})
 
 
+def rejected_of(seen: list[Event]) -> Iterator[list[int]]:
+    """The guesses of each check that were wrong, from what the steps were asked to compute."""
+    asked: dict[int, list[int]] = {}
+    for event in seen:
+        if isinstance(event, StepBegan):
+            asked |= {
+                share.seq_id: share.token_ids[1:].tolist() for share in event.output.shares if share.num_draws > 1
+            }
+        elif isinstance(event, GuessesChecked):
+            yield asked[event.seq_id][event.num_accepted :]
+
+
 @pytest.mark.parametrize("milestone", ["m2", "m3", "m5", "m6"])
 def test_watcher_recording_digest_and_log(milestone: str) -> None:
     served = engine(milestone, **guessing(Anything(), k=5))
     taped = Taped(served, seed=7)
     served.executor = NoJudge(served.executor.num_kv_blocks, taped.die)  # type: ignore[assignment]
     served.history = []
+    traced = Trace()
+    served.subscribe(traced)
     for _ in range(60):
         taped.turn()
     made, digest = speculation_of(served), Digest(has_prefix_cache=True)
@@ -53,7 +71,15 @@ def test_watcher_recording_digest_and_log(milestone: str) -> None:
     told = [step_line(step) for step in served.history if step.num_guessed]
     assert told and all("   guesses right " in line for line in told)
     found: Recording = assert_replays(taped)
-    kinds = {entry[0] for line in found.lines if line[0] == "turn" for entry in line[3]}
+    entries = [entry for line in found.lines if line[0] == "turn" for entry in line[3]]
+    kinds = {entry[0] for entry in entries}
+    assert [entry[4] for entry in entries if entry[0] == "guess"] == list(rejected_of(taped.seen)), (
+        "the wrong ones, by name"
+    )
+    spans = Counter(span["name"] for span in traced.events() if span["pid"] == REQUESTS and span["ph"] == "X")
+    assert sum(spans[f"check {k}"] for k in range(1, 6)) == sum(
+        share.num_draws > 1 for event in taped.seen if isinstance(event, StepEnded) for share in event.output.shares
+    )
     assert {"guess", "cut"} <= kinds if milestone != "m2" else "guess" in kinds
 
 

@@ -49,28 +49,29 @@ function drawHeld(ctx, { recording, state, theme }, held, [x, y, w, h], isSlot) 
 }
 
 /** The letter and the text of a slot, and how much of it is empty. */
-function drawSlot(ctx, recording, state, theme, { info, filled, full }, [x, y, w, h]) {
+function drawSlot(ctx, recording, state, theme, { info, seq, filled, full }, [x, y, w, h]) {
   write(ctx, info.letters, [x, y, 26, h], w * full > 20 ? inkOn(info.index) : theme.ink);
   const middle = y + h / 2 + 0.5;
   ctx.textAlign = "left";
   ctx.font = `${Math.min(11, h * 0.6)}px ${FONT}`;
-  clipped(ctx, [x, y, w * full, h], () => ctx.fillText(oneLine(recording.text(info, filled - 80, filled)), x + 28, middle));
+  clipped(ctx, [x, y, w * full, h], () => ctx.fillText(oneLine(recording.text(info, filled - 80, Math.min(filled, seq.numTokens))), x + 28, middle));
   ctx.fillStyle = theme.muted;
   ctx.textAlign = "right";
   if (w * (1 - full) > 70) ctx.fillText(`${count(state.blockSize - filled)} empty`, x + w - 6, middle);
 }
 
 /** The letter and the text of a large cell. */
-function drawTokens(ctx, recording, state, theme, { info, place, filled, full }, name, [x, y, w, h]) {
+function drawTokens(ctx, recording, state, theme, { info, seq, place, filled, full }, name, [x, y, w, h]) {
   const [from, half] = [place * state.blockSize, Math.ceil(filled / 2)];
-  const lines = [recording.text(info, from, from + half), recording.text(info, from + half, from + filled)].map(oneLine);
+  const known = Math.min(from + filled, seq.numTokens); // what is under way has no text yet
+  const lines = [recording.text(info, from, Math.min(from + half, known)), recording.text(info, from + half, known)].map(oneLine);
   const isShared = name !== info.letters;
   const isPlain = !isShared && full > 0.8; // one colour lies behind all of the text
   ctx.textAlign = "left";
   ctx.textBaseline = "middle";
   ctx.font = `10px ${FONT}`;
   clipped(ctx, [x, y, w, h], () => {
-    if (!isPlain) {
+    if (!isPlain && lines.some(Boolean)) {
       ctx.globalAlpha *= 0.78;
       ctx.fillStyle = theme.card;
       ctx.fillRect(x + 22, y + h / 2 - 13, Math.max(...lines.map((line) => ctx.measureText(line).width)) + 6, 26);

@@ -6,17 +6,8 @@ const SMOOTH = 24; // moments: over so many a rate is taken
 
 /** What is drawn: `lines` give [column of moment -> number, colour, filled?], `say` the value at a moment. */
 const CURVES = [
-  {
-    title: "tokens a second",
-    lines: [[(r, i) => rateAt(r, i), "accent", true]],
-    say: (r, i) => count(rateAt(r, i)),
-  },
-  {
-    title: "time to first token",
-    dots: true,
-    lines: [[(r, i) => r.columns.first[i], "accent", false]],
-    say: (r, i) => duration(lastFirst(r, i)),
-  },
+  { title: "tokens a second", lines: [[rateAt, "accent", true]], say: (r, i) => count(rateAt(r, i)) },
+  { title: "time to first token", dots: true, lines: [[(r, i) => r.columns.first[i], "accent", false]], say: (r, i) => duration(lastFirst(r, i)) },
   {
     title: "blocks used, empty",
     most: (r) => r.engine.num_kv_blocks,
@@ -27,13 +18,8 @@ const CURVES = [
     say: (r, i) => `${count(r.columns.used[i])}, ${(r.columns.wasted[i] / r.engine.block_size).toFixed(1)}`,
     hidden: (r) => !r.engine.num_kv_blocks,
   },
-  {
-    title: "prefix hit rate",
-    most: () => 1,
-    lines: [[(r, i) => r.columns.hitRate[i], "hit", true]],
-    say: (r, i) => `${Math.round(100 * r.columns.hitRate[i])}%`,
-    hidden: (r) => !r.engine.enable_prefix_caching,
-  },
+  shareOf("prefix hit rate", "hitRate", (r) => !r.engine.enable_prefix_caching),
+  shareOf("guesses accepted", "acceptance", (r) => !r.hasGuesses),
   {
     title: "running, waiting",
     lines: [
@@ -43,6 +29,12 @@ const CURVES = [
     say: (r, i) => `${count(r.columns.running[i])}, ${count(r.columns.waiting[i])}`,
   },
 ];
+
+/** A number from 0 to 1 that is told in percent. */
+function shareOf(title, column, hidden) {
+  const of = (r, i) => r.columns[column][i];
+  return { title, most: () => 1, lines: [[of, "hit", true]], say: (r, i) => `${Math.round(100 * of(r, i))}%`, hidden };
+}
 
 function rateAt({ columns: { drawn, time } }, i) {
   const before = Math.max(0, i - SMOOTH);

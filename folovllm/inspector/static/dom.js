@@ -12,9 +12,10 @@ export function el(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** A button that says what it does to those who cannot see its sign. */
-export function button(sign, title, onclick, more = {}) {
-  return el("button", { type: "button", title, "aria-label": title, onclick, ...more }, sign);
+/** A copy of one of the page's templates, and parts of it by their classes. */
+export function template(name, ...parts) {
+  const element = document.getElementById(name).content.firstElementChild.cloneNode(true);
+  return [element, ...parts.map((part) => element.querySelector(`.${part}`))];
 }
 
 /** Shows lines of text in a box beside a place of the picture that it lies in. */
@@ -70,9 +71,9 @@ export function widthOf(element) {
   return widths.get(element);
 }
 
-/** "1 token", "2 tokens". */
+/** "1 token", "2 tokens", "2 guesses". */
 export function plural(n, noun) {
-  return `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
+  return `${count(n)} ${noun}${n === 1 ? "" : noun.endsWith("s") ? "es" : "s"}`;
 }
 
 /** Seconds as a person says them. */
@@ -82,11 +83,6 @@ export function duration(seconds) {
   if (seconds < 0.1) return `${(seconds * 1e3).toFixed(1)} ms`;
   if (seconds < 1) return `${Math.round(seconds * 1e3)} ms`;
   return seconds < 100 ? `${seconds.toFixed(1)} s` : `${count(seconds)} s`;
-}
-
-/** "A, B and C". */
-export function listed(words) {
-  return words.length < 2 ? words.join("") : `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`;
 }
 
 /** How many of the numbers 0 to `length` come before the place that is sought: a binary search. */

@@ -1,12 +1,13 @@
 // One recording and its views. A race has two of them, side by side.
-import { count, duration, el, plural, widthOf } from "./dom.js";
+import { count, duration, el, plural, template, widthOf } from "./dom.js";
 import { CurvesView } from "./curves.js";
+import { ghostsAt } from "./ghosts.js";
 import { MemoryView } from "./memory.js";
 import { badge, RequestsView } from "./requests.js";
 import { plainText, sentencesOf } from "./summary.js";
 import { TimelineView } from "./timeline.js";
 
-const SIGNS = { preempt: "✕", refuse: "‖", add: "+", admit: "→", hit: "◆", evict: "⌫", begin: "·", finish: "■", abort: "⊘", key: "·" };
+const SIGNS = { preempt: "✕", refuse: "‖", add: "+", admit: "→", hit: "◆", evict: "⌫", begin: "·", finish: "■", abort: "⊘", key: "·", guess: "✓" };
 
 export class Lane {
   /** `onGo(lane, moment)` hears of clicks into time. */
@@ -20,15 +21,11 @@ export class Lane {
     this.requests = new RequestsView(pick);
     this.timeline = new TimelineView(go, pick, embed ? 9 : race ? 12 : 16);
     this.curves = new CurvesView(go);
-    this.step = el("b", { class: "step" });
-    this.said = el("div", { class: "said" });
-    this.score = el("p", { class: "score", hidden: !race });
-    this.element = el("article", { class: "lane" },
-      race ? el("h2", { class: "name" }, titleOf(recording)) : null,
-      this.score,
-      el("section", { class: "story", "aria-label": "What happened", "aria-live": "polite" }, this.step, this.said),
-      el("div", { class: "views" }, this.memory.element, this.requests.element, this.timeline.element, this.curves.element),
-    ); // prettier-ignore
+    let name, views;
+    [this.element, name, this.score, this.step, this.said, views] = template("lane", "name", "score", "step", "said", "views");
+    name.textContent = titleOf(recording);
+    name.hidden = this.score.hidden = !race;
+    views.append(this.memory.element, this.requests.element, this.timeline.element, this.curves.element);
   }
 
   pick(seqId) {
@@ -51,7 +48,7 @@ export class Lane {
       if (["new", "take", "claim"].includes(event[0])) event.slice(1).forEach((block) => news.add(block));
       else if (event[0] === "adopt") news.add(event[1]);
     }
-    this.frame = { recording, at, state, theme, news, selected: this.selected };
+    this.frame = { recording, at, state, theme, news, ghosts: ghostsAt(recording, at, state), selected: this.selected };
     this.#tell(isPlaying);
     for (const view of [this.memory, this.requests, this.timeline, this.curves]) if (widthOf(view.element)) view.draw(this.frame);
   }

@@ -1,36 +1,19 @@
 // The page: where recordings come from, what is on it, and what the keyboard does.
 import { Clock } from "./clock.js";
-import { button, el, setText } from "./dom.js";
+import { el, setText, template } from "./dom.js";
 import { describe, Lane, titleOf } from "./lane.js";
 import { fetchWithKey, KeyNeeded, LineReader, readRecording, readStream } from "./lines.js";
 import { readTheme } from "./palette.js";
 import { JUMPS, Player } from "./player.js";
 import { Playground } from "./playground.js";
 
-const KEYS = [
-  ["space", "play, pause"],
-  ["← →", "a moment back, on (with shift: ten)"],
-  ["Home End", "to the beginning, to the end"],
-  ...JUMPS.map(({ key, word }) => [key, `next ${word} (with shift: the one before)`]),
-  ["[ ]", "choose a request"],
-  ["+ − 0", "zoom into the cache, and out"],
-  ["< >", "slower, faster"],
-  ["f", "follow the engine (live)"],
-  ["c", "copy a link to this moment"],
-  ["t", "light or dark"],
-  ["Tab, arrows", "go through the blocks, with Enter for a prefix"],
-];
-
 const MOST_LIVE = 64e6; // characters of lines that a live page keeps
 
 const options = new URLSearchParams(`${location.search.slice(1)}&${location.hash.slice(1)}`);
 const root = document.documentElement;
 const page = document.getElementById("page");
-const app = { lanes: [], player: null, playground: null, drawing: false, embed: options.has("embed") || isSmallFrame() };
-
-function isSmallFrame() {
-  return window.self !== window.top && innerHeight < 700;
-}
+const keyTable = document.getElementById("keys");
+const app = { lanes: [], player: null, playground: null, drawing: false, embed: options.has("embed") || (window.self !== window.top && innerHeight < 700) };
 
 /** Draws everything at the next frame, however often it is asked for. */
 function draw() {
@@ -80,23 +63,21 @@ function show(recordings, { live = false } = {}) {
 }
 
 function header(title, facts) {
-  const file = el("input", { type: "file", multiple: true, accept: ".jsonl", hidden: true, onchange: () => openFiles(file.files) });
-  const tabs = ["memory", "requests", "steps"].map((name) => {
-    const choose = () => {
-      page.className = page.className.replace(/tab-\w+/, `tab-${name}`);
-      tabs.forEach((tab) => tab.setAttribute("aria-pressed", String(tab.textContent === name)));
+  const [element, open, keys, theme] = template("top", "open", "help", "theme");
+  const [file, tabs] = [element.querySelector("input"), element.querySelectorAll(".tabs button")];
+  element.querySelector("h1").textContent = title;
+  element.querySelector("p").textContent = facts;
+  file.onchange = () => openFiles(file.files);
+  open.onclick = () => file.click();
+  [keys.onclick, theme.onclick] = [() => keyTable.showModal(), toggleTheme];
+  for (const tab of tabs) {
+    tab.onclick = () => {
+      page.className = page.className.replace(/tab-\w+/, `tab-${tab.textContent}`);
+      tabs.forEach((other) => other.setAttribute("aria-pressed", String(other === tab)));
       draw();
     };
-    return el("button", { type: "button", class: `for-${name}`, "aria-pressed": String(name === "memory"), onclick: choose }, name);
-  });
-  return el("header", { class: "top" },
-    el("h1", {}, title), el("p", {}, facts),
-    el("span", { class: "tabs", role: "group", "aria-label": "View" }, tabs),
-    el("span", { class: "tools" },
-      file, el("span", { class: "open" }, button("Open…", "Open a recording, or two for a race", () => file.click())),
-      button("?", "Keys (?)", help), button("◐", "Light or dark (t)", toggleTheme),
-    ),
-  ); // prettier-ignore
+  }
+  return element;
 }
 
 /** Says something in the place of the recording. */
@@ -214,16 +195,6 @@ async function copyLink() {
   }
 }
 
-function help() {
-  const dialog = el("dialog", { onclose: () => dialog.remove() },
-    el("h2", {}, "Keys"),
-    el("table", {}, KEYS.map(([key, what]) => el("tr", {}, el("th", {}, key), el("td", {}, what)))),
-    el("form", { method: "dialog" }, el("button", { class: "main" }, "Close")),
-  ); // prettier-ignore
-  document.body.append(dialog);
-  dialog.showModal();
-}
-
 function onKey(event) {
   const { key, target } = event;
   const { player } = app;
@@ -241,7 +212,7 @@ function onKey(event) {
   else if (key === "f") player.follow();
   else if (key === "c") copyLink();
   else if (key === "t") toggleTheme();
-  else if (key === "?") help();
+  else if (key === "?") keyTable.showModal();
   else return;
   event.preventDefault();
 }

@@ -1,6 +1,7 @@
 // The KV cache as a picture: a cell for each block. Hover for what it holds, click for the chain of its prefix.
 import { drawCell, drawToken, outline, stateOfCell, write } from "./cells.js";
-import { button, contextOf, count, el, plural, setText, showTip, widthOf } from "./dom.js";
+import { drawGhost, GHOSTS } from "./ghosts.js";
+import { contextOf, count, el, plural, setText, showTip, template, widthOf } from "./dom.js";
 
 const [MIN_CELL, MAX_CELL, MAX_ASPECT] = [1.5, 60, 2.6]; // CSS pixels; how much wider than high a cell of a small pool may be
 
@@ -11,6 +12,7 @@ const LEGEND = {
   cached: "cached: nobody's, but it can be found again; the paler, the longer ago",
   lost: "lost: not free, and nobody counts it",
   torn: "torn: free, and held",
+  ...GHOSTS,
 };
 
 export class MemoryView {
@@ -25,21 +27,8 @@ export class MemoryView {
   constructor(onPick, maxHeight) {
     this.onPick = onPick;
     this.maxHeight = maxHeight;
-    this.canvas = el("canvas", { tabindex: 0, role: "img", class: "cells" });
-    this.tip = el("div", { class: "tip", hidden: true, role: "status" });
-    this.facts = el("p", { class: "facts" });
-    this.legend = el("ul", { class: "legend" });
-    this.zoomers = el("span", { class: "zoomers" },
-      button("−", "Zoom out (-)", () => this.zoom(1 / 1.5)),
-      button("+", "Zoom in (+)", () => this.zoom(1.5)),
-      button("fit", "Show all blocks (0)", () => this.zoom(0)),
-    ); // prettier-ignore
-    this.stage = el("div", { class: "stage" }, this.canvas, this.tip);
-    this.element = el("section", { class: "memory" },
-      el("header", {}, el("h2", {}, "KV cache"), this.facts, this.zoomers),
-      this.stage,
-      this.legend,
-    ); // prettier-ignore
+    [this.element, this.facts, this.stage, this.canvas, this.tip, this.legend] = template("memory", "facts", "stage", "cells", "tip", "legend");
+    this.element.querySelectorAll("button").forEach((button, i) => (button.onclick = () => this.zoom([1 / 1.5, 1.5, 0][i])));
     this.#listen();
   }
 
@@ -128,8 +117,25 @@ export class MemoryView {
       else if (news.has(i) && w > 6) outline(ctx, box, theme.accent, 2);
       if (order.has(i) && w >= 26 && !this.isWide) write(ctx, `${order.get(i)}`, [x + w - 16, y + 1, 15, 13], "#111", true);
     }
+    this.#drawGhosts(ctx);
+    ctx.globalAlpha = 1;
     this.#drawChain(ctx, theme);
     if (this.#cell !== null) outline(ctx, this.#box(this.#cell), theme.accent, 2.5);
+  }
+
+  /** The last first: a bonus lies over the guess that it stands for. */
+  #drawGhosts(ctx) {
+    const { ghosts, recording, state, theme, selected } = this.#frame;
+    for (const [id, own] of ghosts) {
+      ctx.globalAlpha = state.sequences.has(selected) && selected !== id ? 0.3 : 1;
+      for (const { kind, place, block } of own.toReversed()) {
+        if (block === null) continue;
+        const [x, y, w, h] = this.#box(block);
+        const gap = w > 8 ? 1.5 : 0;
+        const wide = (w - 2 * gap) / state.blockSize;
+        drawGhost(ctx, theme, recording.infos.get(id).index, kind, [x + gap + (place % state.blockSize) * wide, y + gap, wide, h - 2 * gap]);
+      }
+    }
   }
 
   #drawChain(ctx, theme) {
@@ -157,7 +163,7 @@ export class MemoryView {
 
   /** The numbers above the picture, the legend below, and what a screen reader says instead of the picture. */
   #tell() {
-    const { state } = this.#frame;
+    const { state, recording } = this.#frame;
     if (!state.numBlocks) {
       setText(this.facts, this.num ? `no pool: the cache of the one that runs has grown to ${plural(this.num, "token")}` : "no pool: nobody runs, and no cache is there");
       this.canvas.setAttribute("aria-label", this.facts.textContent);
@@ -166,6 +172,7 @@ export class MemoryView {
     }
     const counts = Object.fromEntries(Object.keys(LEGEND).map((kind) => [kind, 0]));
     for (let i = 0; i < this.num; i++) counts[stateOfCell(state, i)]++;
+    for (const own of this.#frame.ghosts.values()) for (const { kind } of own) counts[kind]++;
     let [reserved, filled] = [0, 0];
     for (const seq of state.sequences.values()) {
       if (seq.isRunning && seq.table.length) [reserved, filled] = [reserved + seq.table.length * state.blockSize, filled + seq.numComputed];
@@ -174,7 +181,7 @@ export class MemoryView {
     setText(this.facts, `${count(state.numUsed)} of ${plural(state.numBlocks, "block")} of ${state.blockSize} used; ${waste}% of that empty`);
     const said = Object.keys(LEGEND).filter((kind) => counts[kind]).map((kind) => `${count(counts[kind])} ${kind}`);
     this.canvas.setAttribute("aria-label", `KV cache: ${said.join(", ")}. Arrow keys go from block to block.`);
-    const shown = Object.keys(LEGEND).filter((kind) => counts[kind] || kind === "free" || kind === "owned");
+    const shown = Object.keys(LEGEND).filter((kind) => counts[kind] || kind === "free" || kind === "owned" || (recording.hasGuesses && kind in GHOSTS && kind !== "asked"));
     if (this.shown !== shown.join()) {
       this.shown = shown.join();
       this.numbers = new Map(shown.map((kind) => [kind, el("b", {})]));
@@ -204,8 +211,11 @@ export class MemoryView {
       if (!held.length && contents.info) lines.push(`tokens ${contents.from} to ${contents.to} of ${contents.info.letters}`);
       if (text) lines.push(`“${text.length > 160 ? `${text.slice(0, 160)}…` : text}”`);
     }
+    for (const own of this.#frame.ghosts.values()) {
+      for (const { kind, text, block } of own) if (block === i) lines.push(`${kind}${text ? ` “${text}”` : ""}`);
+    }
     if (state.hash[i] !== null) {
-      const parent = state.parent[i] ? state.serial.indexOf(state.parent[i]) : -1;
+      const parent = state.parentOf(i);
       const after = state.parent[i] ? (parent < 0 ? "follows a block that is gone" : `follows block ${parent}`) : "begins a prefix";
       lines.push(`hash ${state.hash[i]}, ${after}`);
     }
@@ -221,11 +231,7 @@ export class MemoryView {
   #pick(i) {
     const { state, at } = this.#frame;
     this.#chain = [];
-    if (state.numBlocks && state.hash[i] !== null) {
-      const bySerial = new Map();
-      for (let j = 0; j < this.num; j++) if (state.hash[j] !== null) bySerial.set(state.serial[j], j);
-      for (let j = i; j !== undefined; j = bySerial.get(state.parent[j])) this.#chain.unshift(j);
-    }
+    if (state.numBlocks && state.hash[i] !== null) for (let j = i; j >= 0; j = state.parentOf(j)) this.#chain.unshift(j);
     this.#chain.at = at;
     const owner = state.numBlocks ? this.held[i]?.[0]?.seq : this.#growing()[i]?.seq;
     this.onPick(owner ? owner.seqId : null);
@@ -254,8 +260,7 @@ export class MemoryView {
       if (!this.#drag?.far) i === null ? this.onPick(null) : (this.#point(i), this.#pick(i));
       this.#drag = null;
     });
-    canvas.addEventListener("pointerleave", () => (this.#point(null), (this.tip.hidden = true)));
-    canvas.addEventListener("blur", () => (this.#point(null), (this.tip.hidden = true)));
+    canvas.onpointerleave = canvas.onblur = () => (this.#point(null), (this.tip.hidden = true));
     canvas.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && !event.metaKey) return; // a plain wheel scrolls the page
       event.preventDefault();

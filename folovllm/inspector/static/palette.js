@@ -23,40 +23,34 @@ export function inkOn(n) {
 }
 
 /** The pattern's number, 0 for plain: it tells sequences of the same hue apart. */
-export function patternOf(n) {
+function patternOf(n) {
   return Math.floor(n / HUES.length) % NUM_PATTERNS;
 }
 
+const tiles = new Map(); // pictures of patterns
+
 /** A CSS background of the sequence's hue and pattern. */
 export function cssFill(n) {
-  const line = inkOn(n) === "#fff" ? "rgba(255,255,255,.45)" : "rgba(0,0,0,.35)";
-  const over = [
-    "",
-    `repeating-linear-gradient(45deg, ${line} 0 1.5px, transparent 1.5px 5px)`,
-    `radial-gradient(${line} 1.2px, transparent 1.4px) 0 0 / 5px 5px`,
-    `repeating-linear-gradient(0deg, ${line} 0 1px, transparent 1px 4px)`,
-  ][patternOf(n)];
-  return over ? `${over}, ${hueOf(n)}` : hueOf(n);
+  return patternOf(n) ? `url(${tileOf(n).toDataURL()}), ${hueOf(n)}` : hueOf(n);
 }
-
-const tiles = new Map();
 
 /** Draws the pattern of sequence n over a rectangle that is filled already. */
 export function drawPattern(ctx, n, x, y, w, h) {
-  const pattern = patternOf(n);
-  if (pattern === 0 || w < 4 || h < 4) return;
-  const ink = inkOn(n) === "#fff" ? "rgba(255,255,255,.5)" : "rgba(0,0,0,.35)";
-  const key = `${ink} ${pattern}`;
-  if (!tiles.has(key)) tiles.set(key, ctx.createPattern(tileOf(pattern, ink), "repeat"));
-  ctx.fillStyle = tiles.get(key);
+  if (!patternOf(n) || w < 4 || h < 4) return;
+  const tile = tileOf(n);
+  ctx.fillStyle = tile.pattern ??= ctx.createPattern(tile, "repeat");
   ctx.fillRect(x, y, w, h);
 }
 
-function tileOf(pattern, ink) {
+function tileOf(n) {
+  const [pattern, isDark] = [patternOf(n), inkOn(n) === "#fff"];
+  const key = `${isDark} ${pattern}`;
+  if (tiles.has(key)) return tiles.get(key);
   const tile = document.createElement("canvas");
+  tiles.set(key, tile);
   tile.width = tile.height = 6;
   const ctx = tile.getContext("2d");
-  ctx.strokeStyle = ctx.fillStyle = ink;
+  ctx.strokeStyle = ctx.fillStyle = isDark ? "rgba(255,255,255,.5)" : "rgba(0,0,0,.35)";
   ctx.lineWidth = 1.4;
   ctx.beginPath();
   if (pattern === 1) for (const d of [-6, 0, 6]) ctx.moveTo(d - 1, 7), ctx.lineTo(d + 7, -1);

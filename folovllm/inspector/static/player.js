@@ -1,18 +1,18 @@
 // The controls of time: play, step, scrub, speed, and the next of each kind of event.
-import { button, contextOf, count, duration, el, setText, widthOf } from "./dom.js";
+import { contextOf, count, duration, setText, template, widthOf } from "./dom.js";
 import { KINDS } from "./recording.js";
 
-const SPEEDS = [1, 2, 4, 10, 30, 100, 400];
+/** What can be looked for, in the order of the buttons. */
 export const JUMPS = [
-  { kind: "preempt", sign: "✕", word: "preemption", key: "p", colour: "alarm" },
-  { kind: "hit", sign: "◆", word: "prefix hit", key: "h", colour: "hit" },
-  { kind: "refuse", sign: "‖", word: "refusal", key: "r", colour: "muted" },
-  { kind: "evict", sign: "⌫", word: "eviction", key: "e", colour: "cached" },
+  { kind: "preempt", key: "p", colour: "alarm" },
+  { kind: "hit", key: "h", colour: "hit" },
+  { kind: "refuse", key: "r", colour: "muted" },
+  { kind: "evict", key: "e", colour: "cached" },
 ];
 const TRACK = 20; // pixels
 
 export class Player {
-  #playing = false;
+  playing = false;
   #rest = 0;
   #last = 0;
 
@@ -20,40 +20,25 @@ export class Player {
   constructor(clock, onMove, { live = false } = {}) {
     Object.assign(this, { clock, onMove, live });
     this.follows = live;
-    this.playButton = button("▶", "Play (space)", () => this.toggle(), { class: "play" });
-    this.speed = el("select", { "aria-label": "Speed", title: "Speed (< and >)" }, SPEEDS.map((speed) => el("option", { value: speed }, `${speed}/s`)));
-    this.speed.value = live ? 30 : 4;
-    this.range = el("input", { type: "range", min: 0, step: 1, "aria-label": "Moment", oninput: () => this.go(Number(this.range.value)) });
-    this.track = el("canvas", { class: "track", "aria-hidden": "true" });
-    this.scrub = el("div", { class: "scrub" }, this.track, this.range);
-    this.where = el("output", { class: "where" });
-    this.jumps = JUMPS.map(({ kind, sign, word, key, colour }) => {
-      const title = `Next ${word} (${key}; with shift: the one before)`;
-      const act = (event) => this.jump(kind, event.shiftKey ? -1 : 1);
-      return { kind, chosen: button([el("b", {}, sign), el("span", {}, ` ${word}`)], title, act, { class: `jump ${colour}` }) };
-    });
-    this.liveButton = live ? button("● live", "Follow the engine (f)", () => this.follow(), { class: "live" }) : null;
-    this.element = el("nav", { class: "player", "aria-label": "Time" },
-      this.scrub,
-      el("div", { class: "buttons" },
-        button("«", "To the beginning (Home)", () => this.go(0), { class: "first" }),
-        button("‹", "One moment back (←; with shift: ten)", (event) => this.go(this.clock.tick - (event.shiftKey ? 10 : 1)), { class: "back" }),
-        this.playButton,
-        button("›", "One moment on (→; with shift: ten)", (event) => this.go(this.clock.tick + (event.shiftKey ? 10 : 1)), { class: "forward" }),
-        button("»", "To the end (End)", () => this.go(this.clock.length - 1), { class: "last" }),
-        this.speed, this.liveButton, this.where,
-        el("span", { class: "jumps", role: "group", "aria-label": "Next" }, this.jumps.map(({ chosen }) => chosen)),
-      ),
-    ); // prettier-ignore
-  }
-
-  get playing() {
-    return this.#playing;
+    let first, back, forward, last, jumps;
+    [this.element, this.playButton, this.speed, this.range, this.track, this.scrub, this.where, this.liveButton, first, back, forward, last, jumps] =
+      template("player", "play", "speed", "range", "track", "scrub", "where", "live", "first", "back", "forward", "last", "jumps");
+    this.playButton.onclick = () => this.toggle();
+    this.range.oninput = () => this.go(Number(this.range.value));
+    first.onclick = () => this.go(0);
+    back.onclick = (event) => this.go(this.clock.tick - (event.shiftKey ? 10 : 1));
+    forward.onclick = (event) => this.go(this.clock.tick + (event.shiftKey ? 10 : 1));
+    last.onclick = () => this.go(this.clock.length - 1);
+    this.liveButton.onclick = () => this.follow();
+    this.liveButton.hidden = !live;
+    if (live) this.speed.value = 30;
+    this.jumps = [...jumps.children].map((chosen, i) => ({ chosen, kind: JUMPS[i].kind }));
+    for (const { chosen, kind } of this.jumps) chosen.onclick = (event) => this.jump(kind, event.shiftKey ? -1 : 1);
   }
 
   go(tick) {
     this.follows = false;
-    this.#playing = false;
+    this.playing = false;
     this.#move(tick);
   }
 
@@ -71,7 +56,7 @@ export class Player {
   follow() {
     if (!this.live) return;
     this.follows = true;
-    this.#playing = false;
+    this.playing = false;
     this.#move(this.clock.length - 1);
   }
 
@@ -83,32 +68,31 @@ export class Player {
 
   toggle() {
     this.follows = false;
-    this.#playing = !this.#playing;
+    this.playing = !this.playing;
     this.#rest = 0;
     this.#last = performance.now();
-    if (this.#playing && this.clock.tick === this.clock.length - 1) this.clock.go(0);
-    if (this.#playing) requestAnimationFrame((now) => this.#run(now));
+    if (this.playing && this.clock.tick === this.clock.length - 1) this.clock.go(0);
+    if (this.playing) requestAnimationFrame((now) => this.#run(now));
     this.onMove();
   }
 
   faster(by) {
-    const i = SPEEDS.indexOf(Number(this.speed.value)) + by;
-    if (SPEEDS[i]) this.speed.value = SPEEDS[i];
+    if (this.speed.options[this.speed.selectedIndex + by]) this.speed.selectedIndex += by;
   }
 
   #run(now) {
-    if (!this.#playing) return;
+    if (!this.playing) return;
     const before = this.clock.tick;
     this.#rest = this.clock.advance(Math.min(0.25, Math.max(0, now - this.#last) / 1000), Number(this.speed.value), this.#rest);
     this.#last = now;
-    if (this.clock.tick === this.clock.length - 1) this.#playing = false;
-    if (this.clock.tick !== before || !this.#playing) this.onMove();
-    if (this.#playing) requestAnimationFrame((later) => this.#run(later));
+    if (this.clock.tick === this.clock.length - 1) this.playing = false;
+    if (this.clock.tick !== before || !this.playing) this.onMove();
+    if (this.playing) requestAnimationFrame((later) => this.#run(later));
   }
 
   draw({ theme }) {
     const { clock } = this;
-    const [title, sign] = this.#playing ? ["Pause (space)", "❚❚"] : ["Play (space)", "▶"];
+    const [title, sign] = this.playing ? ["Pause (space)", "❚❚"] : ["Play (space)", "▶"];
     setText(this.playButton, sign);
     this.playButton.setAttribute("aria-label", title);
     this.playButton.title = title;
@@ -117,7 +101,7 @@ export class Player {
     this.range.value = clock.tick;
     this.range.setAttribute("aria-valuetext", `moment ${clock.tick} of ${clock.length - 1}`);
     setText(this.where, `${count(clock.tick)} / ${count(clock.length - 1)} · ${duration(clock.time)}`);
-    this.liveButton?.setAttribute("aria-pressed", String(this.follows));
+    this.liveButton.setAttribute("aria-pressed", String(this.follows));
     for (const { kind, chosen } of this.jumps) chosen.disabled = !clock.recordings.some((recording) => has(recording, kind));
     this.#drawTrack(theme);
   }

@@ -14,7 +14,7 @@ export const KINDS = { preempt: 1, hit: 2, refuse: 4, evict: 8, finish: 16, abor
 
 const COLUMNS = [
   "flags", "time", "step", "prefill", "decode", "idle", "width", "schedule", "device", "take",
-  "running", "waiting", "used", "wasted", "drawn", "hitRate", "first",
+  "running", "waiting", "used", "wasted", "drawn", "hitRate", "first", "guesses", "acceptance",
 ]; // prettier-ignore
 
 /** Events by moment, the sequences' histories, numbers for each moment, and the state at any of them. */
@@ -42,6 +42,7 @@ export class Recording {
     this.blockTokens = {}; // of blocks that were cached when the recording began
     this.stepsBefore = 0; // that the engine had made when the recording began
     this.how = null; // it ended
+    this.hasGuesses = false;
     this.first = 0; // the first moment that is still known
     this.size = 0; // characters of the lines that are known
     this.start = Infinity; // microseconds
@@ -171,13 +172,14 @@ export class Recording {
   #append(events, time) {
     const at = this.moments.length;
     this.moments.push(events);
-    const row = { flags: 0, prefill: 0, decode: 0, idle: 0, width: 0, schedule: 0, device: 0, take: 0, first: 0 };
+    const row = { flags: 0, prefill: 0, decode: 0, idle: 0, width: 0, schedule: 0, device: 0, take: 0, first: 0, guesses: 0 };
     for (const event of events) {
       NOTES[event[0]]?.(this, event, at, row);
       if (event[0] === "begin") this.#stepBegan(event, at, row);
       else if (event[0] === "end") this.#stepEnded(event, at, row);
       else if (event[0] === "add") this.#info(event.slice(1), at);
       else if (event[0] === "refuse") this.#refused(event, at, row);
+      else if (event[0] === "guess") this.#checked(event, at);
       this.#head.apply(event);
     }
     this.#refusal = row.refusal ?? "";
@@ -206,7 +208,10 @@ export class Recording {
       reason: null,
       at: [], // its shares: the moment of each,
       from: [], // its first token
-      size: [], // and how many
+      size: [], // and how many,
+      guesses: [], // how many of them were guesses,
+      accepted: [], // and of these, once they are checked, right
+      checks: new Map(), // by the moment in which guesses were judged: {from, accepted, rejected, first, blocks}
       marks: [], // {at, kind, n, other}: what else happened to it
       ttft: null, // seconds
     };
@@ -228,15 +233,19 @@ export class Recording {
     row.schedule = (scheduled - start) / 1e6;
     row.idle = budgetLeft;
     for (const share of shares) {
-      const [seqId, from, size] = shareOf(this.#head, share);
+      const [seqId, from, size, draws] = shareOf(this.#head, share);
       const info = this.infos.get(seqId);
+      const guesses = Math.max(0, draws - 1);
       row[isPrefill(share, info) ? "prefill" : "decode"] += size;
+      row.guesses += guesses;
       if (!info) continue;
       info.at.push(at);
       info.from.push(from);
       info.size.push(size);
+      info.guesses.push(guesses);
     }
-    row.width = row.prefill ? 0 : this.engine.graph_widths?.find((width) => width >= shares.length) ?? 0;
+    this.hasGuesses ||= row.guesses > 0;
+    row.width = row.prefill || row.guesses ? 0 : this.engine.graph_widths?.find((width) => width >= shares.length) ?? 0;
   }
 
   #stepEnded([, step, start, arrived, end, seqIds, tokens], at, row) {
@@ -254,6 +263,17 @@ export class Recording {
     this.#began.delete(step);
   }
 
+  /** Guesses were judged: the first of them lies at `from`, in the first of `blocks`, which is block `first` of the sequence. */
+  #checked([, seqId, guessed, accepted, rejected], at) {
+    const seq = this.#head.sequences.get(seqId);
+    if (!seq) return;
+    const info = this.infos.get(seqId);
+    const from = seq.numComputed - guessed;
+    const first = Math.floor(from / this.#head.blockSize);
+    info.accepted[info.at.length - 1] = accepted;
+    info.checks.set(at, { from, accepted, rejected, first, blocks: seq.table.slice(first) });
+  }
+
   /** The numbers that the state gives. */
   #measure(row, time) {
     const head = this.#head;
@@ -269,14 +289,15 @@ export class Recording {
     row.used = head.numUsed;
     row.drawn = head.totals.drawn;
     row.hitRate = head.totals.asked ? head.totals.hit / head.totals.asked : 0;
+    row.acceptance = head.totals.guessed ? head.totals.accepted / head.totals.guessed : 0;
   }
 }
 
 const DECODER = new TextDecoder();
 
-/** Whether a share computes a prompt, or what a preemption lost; else it decodes. */
+/** Whether a share computes a prompt, or what a preemption lost; else it decodes, or checks guesses. */
 export function isPrefill(share, info) {
-  return typeof share !== "number" && (share[2] > 1 || !info || share[1] < info.prompt.length);
+  return typeof share !== "number" && (share[2] > Math.max(1, share[3]) || !info || share[1] < info.prompt.length);
 }
 
 // What a sequence's history learns from an event, and the moment's flags.

@@ -11,7 +11,7 @@ export class EngineState {
     this.numUsed = 0; // blocks that are not free
     this.sequences = new Map(); // by number, in the order of their arrival
     this.clock = 0; // counts what is freed: the order of the least recently used
-    this.totals = { preempted: 0, lost: 0, evicted: 0, finished: 0, aborted: 0, drawn: 0, asked: 0, hit: 0 };
+    this.totals = { preempted: 0, lost: 0, evicted: 0, finished: 0, aborted: 0, drawn: 0, asked: 0, hit: 0, guessed: 0, accepted: 0 };
     this.refCount = new Int32Array(numBlocks);
     this.isFree = new Uint8Array(numBlocks).fill(1);
     this.hash = new Array(numBlocks).fill(null); // the name under which others find a block, as 16 hexadecimal digits
@@ -35,6 +35,11 @@ export class EngineState {
     for (const [id, seq] of this.sequences) copy.sequences.set(id, { ...seq, table: seq.table.slice() });
     copy.totals = { ...this.totals };
     return copy;
+  }
+
+  /** The block before block i in the chain of its prefix, -1 if there is none, or it is gone. */
+  parentOf(i) {
+    return this.parent[i] ? this.serial.indexOf(this.parent[i]) : -1;
   }
 
   /** Who holds each block: for each of [N] null, or a list of {seq, place, filled}; several are a shared prefix. */
@@ -66,6 +71,9 @@ function newSequence(seqId, numPrompt) {
     cached: null, // tokens that were in the cache when it was admitted
     victimOf: null, // for whom it gave way, while it waits again,
     lost: 0, // and the tokens that it must compute again
+    guesses: 0, // that the step under way checks: the last of the computed tokens
+    guessed: 0, // that were checked so far,
+    accepted: 0, // and were right
   };
 }
 
@@ -113,7 +121,7 @@ const REDUCERS = {
   preempt(state, [, seqId, victimOf, lost]) {
     state.totals.preempted++;
     state.totals.lost += lost;
-    Object.assign(state.sequences.get(seqId) ?? {}, { isRunning: false, numComputed: 0, victimOf, lost });
+    Object.assign(state.sequences.get(seqId) ?? {}, { isRunning: false, numComputed: 0, guesses: 0, victimOf, lost });
   },
   finish(state, [, seqId]) {
     state.sequences.delete(seqId);
@@ -125,10 +133,11 @@ const REDUCERS = {
   },
   begin(state, [, , , , shares]) {
     for (const share of shares) {
-      const [seqId, start, tokens, , first, blocks] = shareOf(state, share);
+      const [seqId, start, tokens, draws, first, blocks] = shareOf(state, share);
       const seq = state.sequences.get(seqId);
       if (!seq) continue;
       seq.numComputed = start + tokens;
+      seq.guesses = Math.max(0, draws - 1);
       if (blocks) seq.table.splice(first, Infinity, ...blocks);
     }
   },
@@ -181,8 +190,9 @@ const REDUCERS = {
     state.sequences.get(seqId)?.table.pop();
   },
   guess(state, [, seqId, guessed, accepted]) {
+    for (const counts of [state.totals, state.sequences.get(seqId) ?? {}]) [counts.guessed, counts.accepted] = [counts.guessed + guessed, counts.accepted + accepted];
     const seq = state.sequences.get(seqId);
-    if (seq) seq.numComputed -= guessed - accepted;
+    if (seq) [seq.numComputed, seq.guesses] = [seq.numComputed - guessed + accepted, 0];
   },
 };
 

@@ -1,10 +1,12 @@
 // The sequences: who runs, who waits and why, who has finished; what of each is cached, computed, drawn; its text.
-import { count, el, plural, setText } from "./dom.js";
+import { count, el, plural, setText, template } from "./dom.js";
+import { GHOSTS } from "./ghosts.js";
 import { cssFill, hueOf, inkOn } from "./palette.js";
 import { whyRefused } from "./summary.js";
 
 const MOST_WAITING = 12; // shown; the rest is a number
 const MOST_ENDED = 6;
+const TAGS = { accepted: "ins", rejected: "del" };
 const MOST_LETTERS = 220; // of a text: its end
 
 /** The letters of a sequence on its colour. */
@@ -19,15 +21,9 @@ export class RequestsView {
   /** `onPick(seqId or null)` hears which sequence was chosen. */
   constructor(onPick) {
     this.onPick = onPick;
-    this.groups = Object.fromEntries(["running", "waiting", "ended"].map((name) => [name, this.#group(name)]));
-    this.element = el("section", { class: "requests" }, Object.values(this.groups).map((group) => group.element));
-  }
-
-  #group(name) {
-    const title = el("h2", {});
-    const list = el("ul", { class: "rows" });
-    const rest = el("p", { class: "rest", hidden: true });
-    return { title, list, rest, element: el("div", { class: `group ${name}` }, title, list, rest) };
+    let groups;
+    [this.element, ...groups] = template("requests", "running", "waiting", "ended");
+    this.groups = groups.map((element) => ({ element, title: element.children[0], list: element.children[1], rest: element.children[2] }));
   }
 
   draw(frame) {
@@ -37,35 +33,35 @@ export class RequestsView {
     const waiting = all.filter((seq) => !seq.isRunning).sort(orderOf(recording));
     const infos = recording.endedBy(at, MOST_ENDED);
     const total = state.totals.finished + state.totals.aborted;
-    this.#fill("running", `Running ${running.length} of ${recording.engine.max_num_seqs}`, running, running.length, frame);
-    this.#fill("waiting", `Waiting ${count(waiting.length)}`, waiting.slice(0, MOST_WAITING), waiting.length, frame);
-    this.#fill("ended", `Ended ${count(total)}`, infos.map((info) => ({ seqId: info.seqId, info })), total, frame);
+    this.#fill(0, `Running ${running.length} of ${recording.engine.max_num_seqs}`, running, running.length, frame);
+    this.#fill(1, `Waiting ${count(waiting.length)}`, waiting.slice(0, MOST_WAITING), waiting.length, frame);
+    this.#fill(2, `Ended ${count(total)}`, infos.map((info) => ({ seqId: info.seqId, info })), total, frame);
   }
 
-  #fill(name, title, seqs, total, frame) {
-    const { title: heading, list, rest, element } = this.groups[name];
+  #fill(group, title, seqs, total, frame) {
+    const { title: heading, list, rest, element } = this.groups[group];
     setText(heading, title);
     element.classList.toggle("empty", total === 0);
     rest.hidden = total <= seqs.length;
     setText(rest, `and ${count(total - seqs.length)} more`);
     const rows = seqs.map((seq) => {
-      const row = this.#row(name, seq.seqId, frame.recording);
+      const row = this.#row(group, seq.seqId, frame.recording);
       seq.info ? this.#showEnded(row, seq.info, frame) : this.#show(row, seq, frame);
       return row.element;
     });
     if (rows.length !== list.children.length || rows.some((row, i) => row !== list.children[i])) list.replaceChildren(...rows);
   }
 
-  #row(name, seqId, recording) {
-    const key = `${name} ${seqId}`;
+  #row(group, seqId, recording) {
+    const key = `${group} ${seqId}`;
     let row = this.#rows.get(key);
     if (row?.recording === recording) return row;
     const info = recording.infos.get(seqId);
-    const [what, text, last] = [el("span", { class: "what" }), el("span", {}), el("mark", {})];
-    const bar = el("span", { class: "bar", "aria-hidden": "true", style: `--hue:${hueOf(info.index)}` }, ...["cached", "computed", "answer", "lost", "border"].map((part) => el("i", { class: part })));
-    const prompt = el("span", { class: "prompt" });
-    const pick = el("button", { type: "button", class: "pick", onclick: () => this.onPick(seqId) }, badge(info), what, bar, el("span", { class: "text" }, prompt, text, last));
-    row = { recording, info, what, bar, prompt, text, last, pick, element: el("li", {}, pick) };
+    const [element, pick, what, bar, prompt, text, last] = template("request", "pick", "what", "bar", "prompt", "drawn", "newest");
+    pick.onclick = () => this.onPick(seqId);
+    pick.prepend(badge(info));
+    bar.style.setProperty("--hue", hueOf(info.index));
+    row = { recording, info, what, bar, prompt, text, last, pick, element };
     this.#rows.set(key, row);
     if (this.#rows.size > 400) this.#rows.delete(this.#rows.keys().next().value);
     return row;
@@ -98,18 +94,20 @@ export class RequestsView {
     this.#showText(row, info.prompt.length + info.drawn.length, frame);
   }
 
-  #showText(row, numTokens, { recording, at }) {
+  #showText(row, numTokens, { recording, at, ghosts }) {
     const { info } = row;
-    if (row.shown === `${numTokens} ${info.drawn.length >= numTokens - info.prompt.length} ${at === row.at}`) return;
-    row.shown = `${numTokens} true true`;
-    row.at = at;
+    const shown = `${at} ${numTokens} ${info.drawn.length}`;
+    if (row.shown === shown) return;
+    row.shown = shown;
     const numPrompt = info.prompt.length;
     const prompt = recording.text(info, Math.max(0, Math.min(numPrompt, numTokens) - 60), Math.min(numPrompt, numTokens));
-    const before = recording.text(info, Math.max(numPrompt, numTokens - 60), numTokens - 1);
-    const last = numTokens > numPrompt ? recording.text(info, numTokens - 1, numTokens) : "";
+    const newest = numTokens > numPrompt ? recording.text(info, numTokens - 1, numTokens) : "";
+    const last = ghosts.get(info.seqId)?.filter(({ kind }) => kind !== "asked") ?? [{ text: newest }];
+    const numNew = last.filter(({ kind }) => kind !== "rejected").length;
+    const before = recording.text(info, Math.max(numPrompt, numTokens - 60), numTokens - numNew);
     setText(row.prompt, cut(prompt, Math.max(24, MOST_LETTERS - before.length)));
     setText(row.text, cut(before, MOST_LETTERS));
-    setText(row.last, last);
+    row.last.replaceChildren(...last.map(({ kind, text }) => el(TAGS[kind] ?? "mark", { class: kind, title: GHOSTS[kind] }, text)));
   }
 }
 
@@ -123,8 +121,7 @@ function cut(text, most) {
 }
 
 function orderOf(recording) {
-  if (recording.engine.scheduling !== "priority") return (a, b) => a.seqId - b.seqId;
-  const priority = (seq) => recording.infos.get(seq.seqId).priority;
+  const priority = (seq) => (recording.engine.scheduling === "priority" ? recording.infos.get(seq.seqId).priority : 0);
   return (a, b) => priority(a) - priority(b) || a.seqId - b.seqId;
 }
 
@@ -132,7 +129,8 @@ function progressOf(seq, info) {
   const drawn = seq.numTokens - info.prompt.length;
   const hit = seq.cached ? `, ${count(seq.cached)} cached` : "";
   if (seq.numComputed < info.prompt.length) return `prompt ${count(seq.numComputed)} of ${count(info.prompt.length)}${hit}`;
-  return `${count(drawn)} of ${count(info.maxTokens)} drawn${hit}`;
+  const guessed = seq.guessed ? `, ${count(seq.accepted)} of ${plural(seq.guessed, "guess")} accepted` : "";
+  return `${count(drawn)} of ${count(info.maxTokens)} drawn${guessed}${hit}`;
 }
 
 function reasonOf(seq, { recording, state }) {

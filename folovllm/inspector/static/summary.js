@@ -1,8 +1,8 @@
 // What happened in a moment, in plain sentences. A sentence is a list of texts and of sequences {seq}.
-import { count, listed, plural } from "./dom.js";
+import { count, plural } from "./dom.js";
 import { isPrefill, KINDS } from "./recording.js";
 
-const MOST = 6; // names in one sentence
+const MOST = 6; // items of a list in one sentence
 
 /** The sentences of moment `at`, the most telling first: [{kind, parts}]. `state` is the state after it. */
 export function sentencesOf(recording, at, state) {
@@ -15,6 +15,7 @@ export function sentencesOf(recording, at, state) {
   sayMany(by.add, say, arrival, " came, and wait.");
   for (const event of by.admit ?? []) sayAdmitted(say, event, recording, at);
   sayEvicted(say, (by.evict ?? []).flatMap((event) => event.slice(1)));
+  sayChecked(say, by.guess ?? []);
   for (const event of by.begin ?? []) sayStep(say, event, recording);
   sayMany(by.finish, say, (event) => finish(event, recording), " have finished.");
   sayMany(by.abort, say, ([, seq]) => [{ seq }, " was aborted from outside."], " were aborted from outside.");
@@ -39,10 +40,15 @@ export function whyRefused(budget, state, engine) {
   }[budget];
 }
 
+/** "A, B and C": of each item its parts. */
+function listed(items, partsOf) {
+  const words = items.slice(0, MOST).map(partsOf);
+  if (items.length > MOST) words.push(`${items.length - MOST} more`);
+  return words.flatMap((word, i) => [i === 0 ? "" : i === words.length - 1 ? " and " : ", ", word].flat());
+}
+
 function names(seqIds) {
-  const words = seqIds.slice(0, MOST).map((seq) => ({ seq }));
-  if (seqIds.length > MOST) words.push(`${seqIds.length - MOST} more`);
-  return words.flatMap((word, i) => (i === 0 ? [word] : [i === words.length - 1 ? " and " : ", ", word]));
+  return listed(seqIds, (seq) => ({ seq }));
 }
 
 function sayMany(events, say, one, all) {
@@ -78,29 +84,32 @@ function sayAdmitted(say, [, seq, cached], recording, at) {
 }
 
 function sayEvicted(say, blocks) {
-  if (!blocks.length) return;
-  const named = blocks.slice(0, MOST).map(String);
-  if (blocks.length > MOST) named.push(`${blocks.length - MOST} more`);
-  say("evict", blocks.length === 1 ? `Block ${named[0]} lost its cached contents.` : `Blocks ${listed(named)} lost their cached contents.`);
+  if (blocks.length) say("evict", blocks.length === 1 ? "Block " : "Blocks ", listed(blocks, String), blocks.length === 1 ? " lost its cached contents." : " lost their cached contents.");
 }
 
 function sayStep(say, [, , , , shares, budgetLeft], recording) {
   const budget = recording.engine.num_kv_blocks && recording.engine.max_num_batched_tokens; // M1 has none
   const prefills = [];
   const decodes = [];
-  let tokens = 0;
+  let [tokens, guesses] = [0, 0];
   for (const share of shares) {
-    const seq = typeof share === "number" ? share : share[0];
-    tokens += typeof share === "number" ? 1 : share[2];
+    const seq = share[0] ?? share;
+    tokens += share[2] ?? 1;
+    guesses += Math.max(0, (share[3] ?? 1) - 1);
     (isPrefill(share, recording.infos.get(seq)) ? prefills : decodes).push(share);
   }
   const parts = prefills.length === 1 ? onePrefill(prefills[0], recording) : prefills.length ? manyPrefills(prefills) : [];
   if (decodes.length) {
     if (parts.length) parts.push("; ");
-    parts.push(...names(decodes.map((share) => (typeof share === "number" ? share : share[0]))));
-    parts.push(decodes.length === 1 ? " decoded one token" : " decoded one token each");
+    parts.push(...names(decodes.map((share) => share[0] ?? share)));
+    parts.push(guesses ? ` checked ${plural(guesses, "guess")}` : " decoded one token", decodes.length === 1 ? "" : guesses ? " in all" : " each");
   }
   say("begin", ...parts, budgetLeft === 0 && budget && tokens > 1 ? `; that is the whole budget of ${count(budget)} tokens.` : ".");
+}
+
+function sayChecked(say, events) {
+  const each = listed(events, ([, seq, guessed, accepted]) => [{ seq }, ` ${accepted} of ${guessed}`]);
+  if (events.length) say("guess", "Guesses accepted: ", each, "; and a bonus token each.");
 }
 
 function onePrefill([seq, start, n], recording) {

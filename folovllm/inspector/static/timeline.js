@@ -1,5 +1,6 @@
 // Steps: above, how each spent its budget of tokens and its time; below, a row for each sequence (a Gantt picture).
-import { button, contextOf, count, duration, el, FONT, placeOf, plural, setText, showTip, widthOf } from "./dom.js";
+import { contextOf, count, duration, FONT, placeOf, plural, setText, showTip, template, widthOf } from "./dom.js";
+import { write } from "./cells.js";
 import { drawPattern, hueOf, inkOn } from "./palette.js";
 
 const [BUDGET, TIMES, ROW, GAP] = [58, 26, 17, 8]; // heights in pixels
@@ -14,21 +15,8 @@ export class TimelineView {
   constructor(onGo, onPick, maxRows) {
     Object.assign(this, { onGo, onPick, maxRows });
     this.factor = 1; // of what fits
-    this.canvas = el("canvas", { class: "steps", role: "img" });
-    this.tip = el("div", { class: "tip", hidden: true });
-    this.facts = el("p", { class: "facts" });
-    const key = (name, text) => el("li", {}, el("i", { class: `key ${name}` }), text);
-    const mark = (sign, text) => el("li", {}, el("b", {}, sign), ` ${text}`);
-    this.legend = el("ul", { class: "legend" },
-      key("prefill", " prefill"), key("decode", " decode"), key("idle", " idle budget"),
-      key("device", " device and draw"), key("schedule", " schedule"), key("take", " take in"), mark(MARKS.hit, "prefix hit"), mark(MARKS.preempt, "preempted"), mark(MARKS.finish, "finished"), mark("┄", "waits"),
-    ); // prettier-ignore
-    this.stage = el("div", { class: "stage" }, this.canvas, this.tip);
-    this.element = el("section", { class: "timeline" },
-      el("header", {}, el("h2", {}, "Steps"), this.facts, el("span", { class: "zoomers" }, button("−", "More steps", () => this.zoom(0.7)), button("+", "Fewer steps", () => this.zoom(1.4)))),
-      this.stage,
-      this.legend,
-    ); // prettier-ignore
+    [this.element, this.facts, this.stage, this.canvas, this.tip, this.checkKey] = template("timeline", "facts", "stage", "steps", "tip", "guesses");
+    this.element.querySelectorAll("button").forEach((button, i) => (button.onclick = () => this.zoom([0.7, 1.4][i])));
     this.canvas.addEventListener("click", (event) => this.#click(event));
     this.canvas.addEventListener("pointermove", (event) => this.#hover(event));
     this.canvas.addEventListener("pointerleave", () => (this.tip.hidden = true));
@@ -69,12 +57,10 @@ export class TimelineView {
     for (const info of recording.infos.values()) if (info.start < this.to && info.end >= this.from) there.push(info);
     this.numThere = there.length;
     if (there.length <= this.maxRows) return there;
-    const ranked = there.map((info) => {
-      const isNow = info.start <= at && info.end >= at && info.at.length && info.at[0] <= at;
-      return { info, rank: info.seqId === selected ? 0 : isNow ? 1 : info.at[0] < this.to ? 2 : 3 };
-    });
-    ranked.sort((a, b) => a.rank - b.rank || a.info.index - b.info.index);
-    return ranked.slice(0, this.maxRows).map(({ info }) => info).sort((a, b) => a.index - b.index);
+    const isNow = (info) => info.start <= at && info.end >= at && info.at[0] <= at;
+    const rank = (info) => (info.seqId === selected ? 0 : isNow(info) ? 1 : info.at[0] < this.to ? 2 : 3);
+    const byIndex = (a, b) => a.index - b.index;
+    return there.sort((a, b) => rank(a) - rank(b) || byIndex(a, b)).slice(0, this.maxRows).sort(byIndex);
   }
 
   #drawCursor(ctx, at) {
@@ -100,14 +86,11 @@ export class TimelineView {
       if (!prefill && !decode) continue;
       const high = (n) => (Math.min(n, scale) / scale) * BUDGET;
       const [x, w] = [this.#x(i) + gap / 2, wide - gap];
-      ctx.globalAlpha = 0.16;
-      ctx.fillStyle = theme.muted;
-      ctx.fillRect(x, BUDGET - high(prefill + decode + idle), w, high(prefill + decode + idle));
-      ctx.globalAlpha = 1;
-      ctx.fillStyle = theme.decode;
-      ctx.fillRect(x, BUDGET - high(decode), w, high(decode));
-      ctx.fillStyle = theme.prefill;
-      ctx.fillRect(x, BUDGET - high(prefill + decode), w, high(prefill));
+      const bars = [[theme.muted, 0.16, 0, prefill + decode + idle], [theme.decode, 1, 0, decode], [theme.prefill, 1, decode, prefill + decode]]; // prettier-ignore
+      for (const [colour, alpha, from, to] of bars) {
+        [ctx.fillStyle, ctx.globalAlpha] = [colour, alpha];
+        ctx.fillRect(x, BUDGET - high(to), w, high(to) - high(from));
+      }
       ctx.strokeStyle = theme.decode; // what a recorded graph computes besides, for it is wider than the step
       ctx.lineWidth = 1;
       if (columns.width[i] > decode) ctx.strokeRect(x + 0.5, BUDGET - high(columns.width[i]), w - 1, high(columns.width[i] - decode));
@@ -158,10 +141,16 @@ export class TimelineView {
     ctx.stroke();
     ctx.setLineDash([]);
     for (let k = placeOf(info.at.length, (i) => info.at[i] < this.from); k < info.at.length && info.at[k] < this.to; k++) {
-      const isPrefill = info.size[k] > 1 || info.from[k] < info.prompt.length;
-      const [x, w, h] = [this.#x(info.at[k]) + 0.5, this.perStep - 1, isPrefill ? ROW - 3 : ROW - 9];
-      ctx.fillStyle = hue;
-      ctx.fillRect(x, middle - h / 2, w, h);
+      const guesses = info.guesses[k];
+      const isPrefill = info.size[k] > 1 + guesses || info.from[k] < info.prompt.length;
+      const [x, w, h] = [this.#x(info.at[k]) + 0.5, this.perStep - 1, isPrefill || guesses ? ROW - 3 : ROW - 9];
+      const each = h / (1 + guesses); // a bar for each token that counts, and a frame in the place of those that do not
+      const kept = 1 + (info.accepted[k] ?? 0);
+      ctx.fillStyle = theme.card;
+      if (guesses) ctx.fillRect(x, middle - h / 2, w, h);
+      ctx.fillStyle = ctx.strokeStyle = hue;
+      for (let i = 1; i <= kept; i++) ctx.fillRect(x, middle + h / 2 - each * i, w, guesses ? each * 0.7 : h);
+      if (kept <= guesses) ctx.strokeRect(x + 0.5, middle - h / 2 + 0.5, w - 1, h - each * kept - 1);
       if (isPrefill) drawPattern(ctx, info.index, x, middle - h / 2, w, h);
     }
     for (const { at: when, kind } of info.marks) {
@@ -170,11 +159,7 @@ export class TimelineView {
     const isThere = info.start <= at && info.end >= at;
     ctx.fillStyle = isThere ? hue : theme.faint;
     ctx.fillRect(2, y + 1, LEFT - 8, ROW - 2);
-    ctx.fillStyle = isThere ? inkOn(info.index) : theme.muted;
-    ctx.font = `600 10px ${FONT}`;
-    ctx.textAlign = "center";
-    ctx.textBaseline = "middle";
-    ctx.fillText(info.letters, 2 + (LEFT - 8) / 2, middle + 0.5);
+    write(ctx, info.letters, [2, y + 1, LEFT - 8, ROW - 2], isThere ? inkOn(info.index) : theme.muted);
     ctx.globalAlpha = 1;
   }
 
@@ -194,6 +179,7 @@ export class TimelineView {
     const { recording, at } = this.#frame;
     const { columns } = recording;
     const hidden = this.numThere - this.rows.length;
+    this.checkKey.hidden = !recording.hasGuesses;
     const width = columns.width[at] ? `; graph of ${columns.width[at]} (${columns.width[at] - columns.decode[at]} padded)` : "";
     const times = `schedule ${duration(columns.schedule[at])}, device and draw ${duration(columns.device[at])}, take in ${duration(columns.take[at])}`;
     setText(this.facts, columns.prefill[at] + columns.decode[at] ? `${times}${width}${hidden > 0 ? `; ${count(hidden)} rows not shown` : ""}` : "");
@@ -201,8 +187,9 @@ export class TimelineView {
   }
 
   #numbers(at) {
-    const { prefill, decode, idle } = this.#frame.recording.columns;
-    return `${plural(prefill[at], "token")} of prefill, ${count(decode[at])} of decode, ${count(idle[at])} idle`;
+    const { prefill, decode, idle, guesses } = this.#frame.recording.columns;
+    const guessed = guesses[at] ? ` (${count(guesses[at])} guessed)` : "";
+    return `${plural(prefill[at], "token")} of prefill, ${count(decode[at])} of decode${guessed}, ${count(idle[at])} idle`;
   }
 
   #under(event) {
@@ -230,7 +217,8 @@ export class TimelineView {
     const lines = [`${at ? `turn ${at}` : "the beginning"}, at ${duration(columns.time[at])}: ${this.#numbers(at)}`];
     if (!info) return lines;
     const k = placeOf(info.at.length, (i) => info.at[i] < at);
-    if (info.at[k] === at) lines.push(`${info.letters}: tokens ${info.from[k]} to ${info.from[k] + info.size[k]}`);
+    const checked = info.guesses[k] ? `, ${info.accepted[k] ?? 0} of ${plural(info.guesses[k], "guess")} accepted` : "";
+    if (info.at[k] === at) lines.push(`${info.letters}: tokens ${info.from[k]} to ${info.from[k] + info.size[k]}${checked}`);
     for (const mark of info.marks) {
       if (mark.at === at) lines.push(`${info.letters}: ${WORDS[mark.kind]}${mark.kind === "preempt" ? ` for ${this.#frame.recording.name(mark.other)}` : ""} ${mark.n || ""}`);
     }

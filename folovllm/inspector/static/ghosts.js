@@ -1,0 +1,56 @@
+// Guesses at the next tokens, as ghosts: what a step accepted and rejected, its bonus, and what the step under way checks.
+import { write } from "./cells.js";
+import { hueOf, inkOn } from "./palette.js";
+
+/** The kinds of ghosts, in words. */
+export const GHOSTS = {
+  accepted: "accepted: a guess that was right; it is a token of the text",
+  bonus: "bonus: the token that the model drew behind the accepted guesses; the next step computes it",
+  rejected: "rejected: a wrong guess; what it left in the cache is read by nobody, and written over",
+  asked: "asked: a guess that the step under way checks",
+};
+const SIGNS = { accepted: "✓", bonus: "★", rejected: "✕", asked: "?" };
+
+/**
+ * The ghosts of a moment: by sequence [{kind, text, place, block}], in the order of the text. `place` is the token's in its
+ * sequence; `block` is null where its place in the cache has been given away, or written over.
+ */
+export function ghostsAt(recording, at, state) {
+  const all = new Map();
+  if (!recording.hasGuesses) return all;
+  for (const [id, seq] of state.sequences) {
+    const [info, ghosts] = [recording.infos.get(id), []];
+    const blockOf = (place) => Math.floor(place / state.blockSize);
+    const add = (kind, place, text, block) => ghosts.push({ kind, place, text, block });
+    const check = info.checks.get(at);
+    if (check) {
+      const { from, accepted, rejected, first, blocks } = check;
+      const left = (place) => {
+        const block = blocks[blockOf(place) - first];
+        return place >= seq.numComputed && (state.isFree[block] || seq.table[blockOf(place)] === block) ? block : null;
+      };
+      for (let i = from; i < from + accepted; i++) add("accepted", i, recording.text(info, i, i + 1), seq.table[blockOf(i)]);
+      add("bonus", from + accepted, recording.text(info, from + accepted, from + accepted + 1), left(from + accepted));
+      rejected.forEach((token, i) => add("rejected", from + accepted + i, recording.decode([token]), left(from + accepted + i)));
+    }
+    for (let i = seq.numComputed - seq.guesses; i < seq.numComputed; i++) add("asked", i, "", seq.table[blockOf(i)]);
+    if (ghosts.length) all.set(id, ghosts);
+  }
+  return all;
+}
+
+/** Draws a ghost at the foot of its slot, [x, y, w, h]. */
+export function drawGhost(ctx, theme, index, kind, [x, y, w, h]) {
+  const high = Math.max(3, Math.min(14, h / 3));
+  const box = [x + 0.5, y + h - high + 0.5, Math.max(0.5, w - 1), high - 1];
+  const ink = { accepted: inkOn(index), bonus: theme.accent, rejected: theme.alarm, asked: theme.ink }[kind];
+  const isFull = kind === "accepted" || kind === "bonus";
+  ctx.fillStyle = isFull ? ink : theme.card;
+  ctx.fillRect(...box);
+  ctx.strokeStyle = kind === "bonus" ? theme.card : ink;
+  ctx.lineWidth = 1;
+  ctx.setLineDash(kind === "asked" ? [2, 2] : []);
+  ctx.strokeRect(...box);
+  ctx.setLineDash([]);
+  if (w >= 7 && high >= 8) write(ctx, SIGNS[kind], box, kind === "accepted" ? hueOf(index) : isFull ? theme.card : ink, false, 1);
+}
