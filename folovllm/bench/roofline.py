@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from folovllm.bench.workload import Workload
-from folovllm.model_config import num_experts_of
+from folovllm.model_config import num_experts_of, windows_of
 from folovllm.models.quantization import Shapes, expert_shapes, linear_bytes, linear_shapes
 from folovllm.models.registry import renamed_by
 from folovllm.setup import EngineSetup
@@ -72,12 +73,14 @@ def roofline_seconds(workload: Workload, setup: EngineSetup, rates: Rates) -> fl
     weights = steps * (weight_bytes(setup, linear_shapes(setup.hf_config)) + sizes.head * setup.dtype.itemsize)
     expert = weight_bytes(setup, expert_shapes(setup.hf_config))
     read = weights + expert * sum(experts_read(sizes, decoding) for decoding in decodes)
-    kv_tokens = sum(
-        (request.output_len - 1) * len(request.prompt) + request.output_len * (request.output_len - 1) // 2
-        for request in requests
-    )
-    decode = read + kv_tokens * setup.kv_bytes_per_token
-    causal = sum(2 * len(request.prompt) ** 2 for request in requests) * a.num_heads * a.head_dim * setup.num_layers
+    kv_tokens = pairs = 0  # read by decodes, and products of prompts' queries and keys, over all layers
+    for window, layers in Counter(windows_of(setup.hf_config)).items():
+        kv_tokens += layers * sum(tokens_read(len(r.prompt), r.output_len, window) for r in requests)
+        pairs += layers * sum(
+            len(r.prompt) ** 2 - max(0, len(r.prompt) - (window or len(r.prompt))) ** 2 for r in requests
+        )
+    decode = read + kv_tokens * (setup.kv_bytes_per_token // setup.num_layers)
+    causal = 2 * pairs * a.num_heads * a.head_dim
     products = 2 * setup.num_layers * (sizes.always + sizes.asked * sizes.expert) * workload.prompt_tokens
     return decode / rates.copy + (products + causal) / rates.matmul
 
@@ -85,6 +88,11 @@ def roofline_seconds(workload: Workload, setup: EngineSetup, rates: Rates) -> fl
 def weight_bytes(setup: EngineSetup, shapes: Shapes) -> int:
     """Bytes of such matrices in all layers, as they are kept: of codes, with their scales."""
     return linear_bytes(setup.hf_config, setup.dtype, shapes, renamed_by(setup.hf_config))
+
+
+def tokens_read(prompt_len: int, output_len: int, window: int | None) -> int:
+    """Return how many tokens' K/V the decodes of one answer read in one layer; the answer's first token is no decode."""
+    return sum(min(n, window or n) for n in range(prompt_len + 1, prompt_len + output_len))
 
 
 @dataclass(frozen=True, slots=True)

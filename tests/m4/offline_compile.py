@@ -59,6 +59,7 @@ SHAPES = {75: [(128, 16)], 80: [(128, 16), (256, 256)], 86: [(128, 16), (256, 25
 # Most shared memory one block may ask for, in KiB (CUDA C++ Programming Guide, table of compute capabilities).
 LIMIT_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227}
 HQ, HKV = 16, 8
+WINDOW = 1024  # of a layer that has one
 
 
 OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
@@ -159,29 +160,35 @@ def kernels(capability: int, head_dim: int, block_size: int):
     d, b, major_minor = head_dim, block_size, divmod(capability, 10)
     strides = {"STRIDE_BLOCK": HKV * b * d, "STRIDE_TOKEN": d, "STRIDE_HEAD": b * d, "B": b}
     prefill, decode = prefill_config(d, 2, major_minor), DecodeConfig()
-    for listed in (False, True):
+    windows = [WINDOW] * (capability in (80, 90))  # there the tests look at registers
+    for listed, window in ((False, 0), (True, 0), *((True, window) for window in windows)):
         yield (prefill_kernel, {**strides, "G": HQ // HKV, "D": d, "TILE_M": prefill.tile_m, "TILE_N": prefill.tile_n,
-                                "LISTED": listed}, prefill.num_warps, prefill.num_stages)  # fmt: skip
+                                "LISTED": listed, "WINDOW": window}, prefill.num_warps, prefill.num_stages)  # fmt: skip
     group = HQ // HKV
     shape = {"HKV": HKV, "G": group, "GROUP": group, "D": d, "TILE": decode.tile, "M": 16, "STEP": decode.merge_step,
-             "PDL": capability >= 90, "NORM": True}  # fmt: skip
+             "PDL": capability >= 90, "NORM": True, "WINDOW": 0}  # fmt: skip
     for raw, num_warps in ((False, 2), (False, 4), (True, 2), (True, 4)):
         yield decode_kernel, {**strides, **shape, "RAW": raw}, num_warps, decode.num_stages
+    for window in windows:
+        yield decode_kernel, {**strides, **shape, "RAW": True, "WINDOW": window}, 2, decode.num_stages
     heads = {"HQ": HQ, "HKV": HKV, "D": d, "QS": HQ, "KVS": HKV, "NORM": True, "H": 1024, "WIDTH": 1024, "SCALE": True,
              "PDL": capability >= 90}  # fmt: skip
     yield qk_norm_rope_store_kernel, {**strides, **heads}, 4, 3
     if capability >= 89 and (d, b) == (128, 16):
         fp8, tiles = {**strides, "cache": "fp8e4nv"}, {"TILE_M": prefill.tile_m, "TILE_N": prefill.tile_n}
-        yield (prefill_kernel, {**fp8, **tiles, "G": HQ // HKV, "D": d, "LISTED": True}, prefill.num_warps,
-               prefill.num_stages)  # fmt: skip
-        for raw in (False, True):
-            yield decode_kernel, {**fp8, **shape, "TILE": 64, "RAW": raw}, 4, decode.num_stages
+        for window in (0, WINDOW):
+            yield (prefill_kernel, {**fp8, **tiles, "G": HQ // HKV, "D": d, "LISTED": True, "WINDOW": window},
+                   prefill.num_warps, prefill.num_stages)  # fmt: skip
+        for raw, window in ((False, 0), (True, 0), (True, WINDOW)):
+            yield decode_kernel, {**fp8, **shape, "TILE": 64, "RAW": raw, "WINDOW": window}, 4, decode.num_stages
         yield qk_norm_rope_store_kernel, {**fp8, **heads}, 4, 3
     if (d, b) == (128, 16):  # those below depend on neither
         chunks = {"MIN_CHUNK": decode.min_chunk, "MAX_CHUNK": decode.max_chunk, "QUEUE_CHUNK": decode.queue_chunk,
                   "MAX_PARTS": MAX_PARTS}  # fmt: skip
         yield store_kvcache_kernel, {**strides, "HKV": HKV, "D": d, "WIDTH": HKV * d}, 4, 3
-        yield plan_kernel, {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, "STEP": 32, **chunks}, 4, 3
+        plan = {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, "STEP": 32, **chunks}
+        for window in (0, *windows):
+            yield plan_kernel, {**plan, "WINDOW": window}, 4, 3
         yield add_rms_norm_kernel, {"H": 1024, "WIDTH": 1024, "HAS_RESIDUAL": True}, 4, 3
         yield silu_and_mul_kernel, {"I": 3072, "WIDTH": 1024, "H": 1024, "STREAM_WIDTH": 1024, "SCALE": True}, 4, 3
 
