@@ -20,6 +20,7 @@ from folovllm.attention.backends.registry import make_backend
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
+from folovllm.cache.sliding import sliding
 from folovllm.cache.slot_manager import SlotManager
 from folovllm.config import EngineConfig
 from folovllm.distributed.group import Group
@@ -96,7 +97,7 @@ def make_scheduler(
     config = setup.config
     if config.kv_cache == "growing":
         return SerialScheduler(events)
-    kv = cache_manager(config)(num_kv_blocks, setup.block_size, events)
+    kv = sliding(cache_manager(config), setup.hf_config)(num_kv_blocks, setup.block_size, events)
     if own := builders.own(config, "scheduler"):
         return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens_of_step(config))
     kind: Callable[..., Scheduler] = OverlapScheduler if config.async_scheduling else Scheduler  # M6; M2
@@ -232,11 +233,18 @@ def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[
 
 
 def attention_backend(setup: EngineSetup) -> AttentionBackend:
-    """Who attends: the backend of that name (M1 to M4)."""
+    """Who attends: the backend of that name (M1 to M4), or one with a kernel for steps with guesses (X3)."""
     if own := builders.own(setup.config, "prefill"):
         from folovllm.attention.backends.triton import TritonBackend
 
         return TritonBackend(setup.attention, own)
+    if setup.config.speculation is not None and setup.backend == "triton":
+        from folovllm.attention.backends import checking
+        from folovllm.step.verify import most_draws
+
+        if checking.serves(setup.device):
+            most_tokens = setup.config.speculation.num_speculative_tokens + 1
+            return checking.CheckingTritonBackend(setup.attention, most_tokens, most_draws(setup.max_num_seqs))
     return make_backend(setup.backend, setup.attention)
 
 

@@ -150,6 +150,15 @@ class BlockEvicted(NamedTuple):
     hash: int
 
 
+class BlockPassed(NamedTuple):
+    """A sequence gave back a block that lies behind its window."""
+
+    seq_id: int
+    place: int  # which block of it
+    block_id: int
+    ref_count: int  # holders that are left
+
+
 class TableFreed(NamedTuple):
     """A sequence gave back its blocks."""
 
@@ -209,8 +218,8 @@ class Snapshot(NamedTuple):
 
 Event = (
     RequestAdded | Refused | Admitted | PrefixHit | Preempted | Finished | Aborted | StepBegan | StepEnded | ExpertsAsked
-    | BlockClaimed | BlockFreed | BlockTaken | BlockAdopted | BlockPublished | BlockEvicted | TableFreed | TableCut
-    | GuessesChecked | Snapshot
+    | BlockClaimed | BlockFreed | BlockTaken | BlockAdopted | BlockPublished | BlockEvicted | BlockPassed | TableFreed
+    | TableCut | GuessesChecked | Snapshot
 )  # fmt: skip
 Listener = Callable[[SequenceOf[Event]], None]
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
+
 
 def head_dim_of(config: PretrainedConfig) -> int:
     """D: as the config says, else the hidden size shared among the heads."""
@@ -28,10 +30,24 @@ def expert_size_of(config: PretrainedConfig) -> int:
     return int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
 
 
-def sliding_window_of(config: PretrainedConfig) -> int | None:
-    """How many tokens a layer with a sliding window sees; None if there is no such layer."""
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    return getattr(config, "sliding_window", None) if slides else None
+def hidden_act_of(config: PretrainedConfig) -> str | None:
+    """The name of the MLP's activation. Gemma's configs have another word for it."""
+    return getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+
+
+def windows_of(config: PretrainedConfig) -> list[int | None]:
+    """How many tokens a token sees in each layer, itself included; None: all before it.
+
+    `layer_types` says which layers slide. Without it all do, if `sliding_window` is given.
+
+    Raises:
+        ValueError: a layer attends in a third way.
+    """
+    window, count = getattr(config, "sliding_window", None) or None, config.num_hidden_layers
+    kinds = (getattr(config, "layer_types", None) or [SLIDING] * count)[:count]
+    if unknown := sorted({*kinds} - {SLIDING, FULL}):
+        raise ValueError(f"layers of type {', '.join(unknown)} are not supported: only {SLIDING} and {FULL}")
+    return [window if kind == SLIDING else None for kind in kinds]
 
 
 def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
@@ -51,17 +67,8 @@ def rope_kind(config: PretrainedConfig) -> str:
 
 
 def num_positions(config: PretrainedConfig) -> int:
-    """The positions a model knows: what the config says, and under YaRN at least `factor` times the first training's."""
+    """The longest context, in tokens: what the config says, and under YaRN at least `factor` times the first training's."""
     limit, parameters = int(config.max_position_embeddings), rope_parameters(config)
     if rope_kind(config) != "yarn":
         return limit
     return max(limit, int(parameters.get("original_max_position_embeddings", 0) * parameters["factor"]))
-
-
-def context_limit(config: PretrainedConfig) -> int:
-    """The longest context, in tokens, for which full attention is what the model was trained with.
-
-    Layers with a sliding window see everything as long as the context fits into the window, so the window is the limit.
-    """
-    limit = num_positions(config)
-    return min(limit, sliding_window_of(config) or limit)

@@ -64,6 +64,7 @@ class Watcher:
             ev.BlockAdopted: self._adopted,
             ev.BlockPublished: self._published,
             ev.BlockEvicted: self._evicted,
+            ev.BlockPassed: self._passed,
             ev.TableFreed: self._table_freed,
             ev.TableCut: self._table_cut,
             ev.GuessesChecked: self._checked,
@@ -84,7 +85,8 @@ class Watcher:
         held: list[list[tuple[Watched, int]]] = [[] for _ in self.cells]
         for seq in self.sequences.values():
             for i, block_id in enumerate(seq.block_table if seq.is_running else ()):
-                held[block_id].append((seq, max(0, min(size, seq.num_computed_tokens - i * size))))
+                if block_id >= 0:  # else it lies behind the window
+                    held[block_id].append((seq, max(0, min(size, seq.num_computed_tokens - i * size))))
         return held
 
     def _snapshot(self, event: ev.Snapshot) -> None:
@@ -146,6 +148,12 @@ class Watcher:
     def _evicted(self, event: ev.BlockEvicted) -> None:
         cell = self.cells[event.block_id]
         cell.hash, cell.serial, cell.parent = None, 0, 0
+
+    def _passed(self, event: ev.BlockPassed) -> None:
+        self.cells[event.block_id].ref_count = event.ref_count
+        table = self.sequences[event.seq_id].block_table
+        if event.place < len(table):  # else the share that names it will say so
+            table[event.place] = -1
 
     def _table_freed(self, event: ev.TableFreed) -> None:
         for block_id, ref_count in event.blocks:

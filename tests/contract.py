@@ -14,6 +14,7 @@ import torch
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.attention.backends.registry import BACKENDS, get_backend
 from folovllm.forward_batch import ForwardBatch
+from folovllm.kv_scales import UNSCALED
 
 PAGED = tuple(name for name in BACKENDS if name != "torch_cat")  # the others keep their K/V in blocks
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,6 +32,7 @@ class Case:
     num_kv_heads: int = 2
     head_dim: int = 32
     block_size: int = 16
+    window: int | None = None  # tokens that a token sees
 
     def __str__(self) -> str:
         return self.name
@@ -100,7 +102,10 @@ def make_problem(config: AttentionConfig, case: Case, seed: int = 0) -> Problem:
         cache[:, slot[:cached] // b, slot[:cached] % b] = own[:, :cached]
         after[:, slot // b, slot % b] = own
     key, value = torch.cat([own[:, n - k :] for own, n, k in zip(kv, lens, new, strict=True)], dim=1)
-    expected = [attention_float64(q, *own) for q, own in zip(query.split(new), kv, strict=True)]
+    expected = [attention_float64(q, *own, case.window) for q, own in zip(query.split(new), kv, strict=True)]
+    for own, n, k in zip(owned, lens, new, strict=True):  # blocks that no new token sees may be others' by now
+        behind = 0 if case.window is None else max(0, n - k + 1 - case.window) // b
+        cache[:, own[:behind]] = after[:, own[:behind]] = torch.nan
     on = config.device
     batch = ForwardBatch(
         input_ids=torch.zeros(sum(new), dtype=torch.int64, device=on),
@@ -123,14 +128,16 @@ def as_allocated(cache: torch.Tensor) -> torch.Tensor:
     return cache.transpose(2, 3).contiguous().transpose(2, 3)
 
 
-def attention_float64(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def attention_float64(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None = None
+) -> torch.Tensor:
     """Causal attention of the last tokens of one sequence, [n, Hq, D] over [m, Hkv, D], token by token and head by head."""
     q, k, v = query.double(), key.double(), value.double()
     group, first = q.shape[1] // k.shape[1], len(k) - len(q)
     out = torch.empty_like(q)
     for i in range(len(q)):
         for head in range(q.shape[1]):
-            seen = slice(0, first + i + 1)
+            seen = slice(0 if window is None else max(0, first + i + 1 - window), first + i + 1)
             weights = (k[seen, head // group] @ q[i, head] / q.shape[2] ** 0.5).softmax(0)
             out[i, head] = weights @ v[seen, head // group]
     return out
@@ -138,9 +145,9 @@ def attention_float64(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 
 def check(name: str, case: Case, dtype: torch.dtype = torch.float32, device: str = DEVICE) -> None:
     """Store, then attend: new tokens land in their slots and nowhere else, and the result is float64's up to rounding."""
-    backend = make_backend(name, case, dtype, device)
-    p = make_problem(backend.config, case)
-    backend.plan(p.batch)
+    whole = make_backend(name, case, dtype, device)
+    p, backend = make_problem(whole.config, case), whole.of_layer(UNSCALED, case.window)
+    whole.plan(p.batch)
     backend.store(p.key, p.value, p.kv_cache, p.batch.slot_mapping)
     assert_same_cache(p.kv_cache, p.cache_after)
     out = backend.forward(p.query, p.kv_cache, p.batch)

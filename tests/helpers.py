@@ -130,6 +130,8 @@ def tiny_checkpoint(
     }  # fmt: skip
     if family == "phi3":
         fields["pad_token_id"] = None  # its own is no token of ours
+    if family == "gemma3_text":  # two layers with a window, one without; scores with a factor of their own
+        fields |= {"sliding_window": 12, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24}
     if family != "qwen2":
         fields["head_dim"] = head_dim
     fields |= overrides
@@ -156,6 +158,8 @@ def _write_checkpoint(path: Path, family: str, fields: dict[str, Any], max_shard
                 parameter.data.uniform_(0.5, 1.5)  # ones would hide a norm that was not loaded
             elif name.endswith("bias"):
                 parameter.data.normal_(0.0, 0.3)
+            elif name.endswith("embed_tokens.weight") and family == "gemma3_text":
+                parameter.data *= 0.1  # it is scaled by sqrt(H) in the model: every token would predict itself
     model.save_pretrained(path, max_shard_size=max_shard_size)
     tiny_tokenizer().save_pretrained(path)
 
@@ -238,7 +242,7 @@ class Driver:
         shape = (len(layers), 2, max_seqs * blocks, heads, block_size, head_dim)
         self.kv_cache = torch.full(shape, torch.nan, dtype=dtype, device=device).transpose(3, 4)  # [L, 2, N, B, Hkv, D]
         for layer, kv_cache in zip(layers, self.kv_cache, strict=True):
-            layer.backend = self.backend
+            layer.bind(self.backend)
             layer.kv_cache = GrowingKVCache() if backend == "torch_cat" else kv_cache
 
     def slots(self, seq: int, start: int, end: int) -> torch.Tensor:

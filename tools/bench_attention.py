@@ -77,7 +77,7 @@ def make_batch(lens: list[int], block_size: int, decode: bool, device: torch.dev
 
 def measure(backend: AttentionBackend, query: torch.Tensor, caches: list[torch.Tensor], batch: ForwardBatch) -> float:
     """Median microseconds a layer: plan, then `LAYERS` times attention, the caches in turn."""
-    layers = LAYERS if batch.num_decodes else 3  # a prefill is long enough
+    layers = LAYERS if batch.max_query_len <= 16 else 3  # a prefill is long enough
 
     def step() -> None:
         backend.plan(batch)

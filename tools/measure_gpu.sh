@@ -53,6 +53,7 @@ for method in ngram suffix draft_model; do
     step guesses "guesses_$method" 120 python3 -m tools.measure_speculation --method $method
     step guesses "guesses_${method}_16" 120 python3 -m tools.measure_speculation --method $method --batch 16
 done
+step guesses guesses_checks 200 python3 -m tools.bench_checks
 step experts experts_layer 120 python3 tools/bench_experts.py
 bench experts experts_latency 200 latency --random-weights qwen3-30b-a3b --repeats 3 --milestone m6
 bench experts experts_throughput 240 throughput --random-weights qwen3-30b-a3b --workload nano-vllm --max-num-batched-tokens 16384

@@ -26,7 +26,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 MODELS = (
     ("Llama 2, SmolLM2, TinyLlama", "llama", "LlamaForCausalLM", {}),
     ("Llama 3, 3.1, 3.2", "llama", "LlamaForCausalLM", {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}),
-    ("Mistral 7B", "mistral", "MistralForCausalLM", {"sliding_window": None}),
+    ("Mistral 7B", "mistral", "MistralForCausalLM", {"sliding_window": 4096}),
     ("Qwen2, Qwen2.5", "qwen2", "Qwen2ForCausalLM", {}),
     ("Qwen3", "qwen3", "Qwen3ForCausalLM", {}),
     ("any of these with YaRN", "qwen3", "Qwen3ForCausalLM", {"rope_parameters": YARN | {"rope_theta": 1e6}}),
@@ -42,7 +42,7 @@ MODELS = (
     ("Qwen2-MoE", "qwen2_moe", "Qwen2MoeForCausalLM", {}),
     ("Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM", {}),
     ("Llama 4", "llama4_text", "Llama4ForCausalLM", {}),
-    ("Gemma 3", "gemma3_text", "Gemma3ForCausalLM", {}),
+    ("Gemma 3 (text)", "gemma3_text", "Gemma3ForCausalLM", {}),
     ("Phi-3, Phi-4", "phi3", "Phi3ForCausalLM", {}),
     ("with LongRoPE (Phi-3's 128k, Phi-4-mini)", "phi3", "Phi3ForCausalLM", {"rope_parameters": LONG}),
 )

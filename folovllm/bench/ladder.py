@@ -24,7 +24,7 @@ from folovllm.bench.workload import load_workload
 from folovllm.children import import_path, python_command
 from folovllm.config import PRESETS, EngineConfig
 from folovllm.engine.setup import choose_device, set_up
-from folovllm.model_config import context_limit
+from folovllm.model_config import num_positions
 
 FIRST_WITH_BACKENDS = "m4"
 SLOTS = 4  # of a CPU: few enough that M3 has something to gain
@@ -64,7 +64,7 @@ def for_cpu(contenders: list[Contender], workload_name: str, count: int | None) 
     """
     setup = set_up(EngineConfig(**contenders[0][1]))
     longest = load_workload(workload_name, setup.vocab_size, count).longest
-    context = setup.config.max_model_len or min(longest, context_limit(setup.hf_config))
+    context = setup.config.max_model_len or min(longest, num_positions(setup.hf_config))
     little = {"max_model_len": context, "kv_cache_memory": SLOTS * context * setup.kv_bytes_per_token}
     found = []
     for name, fields in contenders:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from folovllm.bench.workload import Workload
-from folovllm.model_config import expert_size_of, num_experts_of
-from folovllm.models.quantization import linear_bytes
+from folovllm.model_config import num_experts_of, windows_of
+from folovllm.models.quantization import Shapes, expert_shapes, linear_bytes, linear_shapes
+from folovllm.models.registry import renamed_by
 from folovllm.setup import EngineSetup
 
 
@@ -68,25 +70,29 @@ def roofline_seconds(workload: Workload, setup: EngineSetup, rates: Rates) -> fl
     a, requests = setup.attention, workload.requests
     steps = max(request.output_len for request in requests) - 1  # the first token comes from the prefill
     decodes = [sum(request.output_len > step + 1 for request in requests) for step in range(steps)]
-    weights: float = steps * (setup.num_layers * sizes.always + sizes.head)
-    weights += setup.num_layers * sizes.expert * sum(experts_read(sizes, decoding) for decoding in decodes)
-    kv_tokens = sum(
-        (request.output_len - 1) * len(request.prompt) + request.output_len * (request.output_len - 1) // 2
-        for request in requests
-    )
-    decode = weights * setup.dtype.itemsize - steps * saved_bytes(setup) + kv_tokens * setup.kv_bytes_per_token
-    causal = sum(2 * len(request.prompt) ** 2 for request in requests) * a.num_heads * a.head_dim * setup.num_layers
+    weights = steps * (weight_bytes(setup, linear_shapes(setup.hf_config)) + sizes.head * setup.dtype.itemsize)
+    expert = weight_bytes(setup, expert_shapes(setup.hf_config))
+    read = weights + expert * sum(experts_read(sizes, decoding) for decoding in decodes)
+    kv_tokens = pairs = 0  # read by decodes, and products of prompts' queries and keys, over all layers
+    for window, layers in Counter(windows_of(setup.hf_config)).items():
+        kv_tokens += layers * sum(tokens_read(len(r.prompt), r.output_len, window) for r in requests)
+        pairs += layers * sum(
+            len(r.prompt) ** 2 - max(0, len(r.prompt) - (window or len(r.prompt))) ** 2 for r in requests
+        )
+    decode = read + kv_tokens * (setup.kv_bytes_per_token // setup.num_layers)
+    causal = 2 * pairs * a.num_heads * a.head_dim
     products = 2 * setup.num_layers * (sizes.always + sizes.asked * sizes.expert) * workload.prompt_tokens
     return decode / rates.copy + (products + causal) / rates.matmul
 
 
-def saved_bytes(setup: EngineSetup) -> int:
-    """How much less a step reads of quantized layers than it would in the model's dtype."""
-    if getattr(setup.hf_config, "quantization_config", None) is None:
-        return 0
-    return setup.num_layers * MatrixSizes.of(setup).always * setup.dtype.itemsize - linear_bytes(
-        setup.hf_config, setup.dtype
-    )
+def weight_bytes(setup: EngineSetup, shapes: Shapes) -> int:
+    """Bytes of such matrices in all layers, as they are kept: of codes, with their scales."""
+    return linear_bytes(setup.hf_config, setup.dtype, shapes, renamed_by(setup.hf_config))
+
+
+def tokens_read(prompt_len: int, output_len: int, window: int | None) -> int:
+    """Return how many tokens' K/V the decodes of one answer read in one layer; the answer's first token is no decode."""
+    return sum(min(n, window or n) for n in range(prompt_len + 1, prompt_len + output_len))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +113,13 @@ class MatrixSizes:
     @classmethod
     def of(cls, setup: EngineSetup) -> MatrixSizes:
         """Those of the whole model."""
-        a, config = setup.attention, setup.hf_config
-        hidden, num_experts = config.hidden_size, num_experts_of(config)
-        attention = hidden * a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads)
-        head = setup.vocab_size * hidden
-        if not num_experts:
-            return cls(attention + 3 * hidden * config.intermediate_size, 0, head, 0, 0)
-        shared = getattr(config, "shared_expert_intermediate_size", None) or 0
-        always = attention + hidden * num_experts + 3 * hidden * shared
-        return cls(always, 3 * hidden * expert_size_of(config), head, num_experts, config.num_experts_per_tok)
+        config = setup.hf_config
+        always, expert = (
+            sum(outputs * inputs for outputs, inputs in shapes.values())
+            for shapes in (linear_shapes(config), expert_shapes(config))
+        )
+        head, num_experts = setup.vocab_size * config.hidden_size, num_experts_of(config)
+        return cls(always, expert, head, num_experts, config.num_experts_per_tok if num_experts else 0)
 
 
 def experts_read(sizes: MatrixSizes, num_tokens: int) -> float:

@@ -8,7 +8,7 @@ import torch
 
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
-from folovllm.model_config import context_limit
+from folovllm.model_config import num_positions
 from folovllm.models.files import load_hf_config, resolve_model
 from folovllm.setup import EngineSetup
 
@@ -27,7 +27,7 @@ def draft_setup(setup: EngineSetup, model: str) -> EngineSetup:
         max_num_batched_tokens=setup.max_num_batched_tokens, enable_prefix_caching=False, enforce_eager=large.enforce_eager,
         num_threads=large.num_threads, trust_remote_code=large.trust_remote_code, use_tqdm=large.use_tqdm,
     )  # fmt: skip
-    limit = context_limit(load_hf_config(resolve_model(model), config))
+    limit = num_positions(load_hf_config(resolve_model(model), config))
     draft = set_up(replace(config, max_model_len=min(limit, setup.max_model_len)))
     if draft.vocab_size != setup.vocab_size:
         raise ValueError(

@@ -15,9 +15,9 @@ from folovllm.attention.backends.select import choose_backend
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config
 from folovllm.kv_scales import FP8
-from folovllm.model_config import context_limit, head_dim_of, num_experts_of, num_kv_heads_of, num_positions
+from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of, num_positions
 from folovllm.models.quantization import check_known_to_transformers, check_quantization, quantized_as_asked
-from folovllm.models.registry import who_runs_it
+from folovllm.models.registry import renamed_by
 from folovllm.setup import EngineSetup
 
 NAIVE = ("torch_naive", "native")  # the backend's name for what a growing cache does with our layers
@@ -32,7 +32,7 @@ def set_up(config: EngineConfig) -> EngineSetup:
     path = resolve_model(config.model)
     hf_config = quantized_as_asked(load_hf_config(path, config), config)
     device = choose_device(config.device)
-    max_model_len = choose_max_model_len(config, hf_config)
+    max_model_len = config.resolve_max_model_len(num_positions(hf_config))
     budget = config.resolve_max_num_batched_tokens(max_model_len)
     dtype = choose_dtype(config.dtype, device, hf_config)
     assert config.max_num_seqs is not None
@@ -43,7 +43,7 @@ def set_up(config: EngineConfig) -> EngineSetup:
         raise ValueError("count_experts counts how often experts are asked, and this model has none: leave it out")
     share = local_config(hf_config, config.tensor_parallel_size, config.enable_expert_parallel)  # one rank's part
     if config.model_impl == "native":
-        check_quantization(hf_config, share)
+        check_quantization(hf_config, share, renamed_by(hf_config))
     else:
         check_known_to_transformers(hf_config)
     check_gpus(device, config.tensor_parallel_size)
@@ -61,7 +61,7 @@ def set_up(config: EngineConfig) -> EngineSetup:
     backend, block_size = _choose_attention(config, attention, max_model_len)
     attention = replace(attention, block_size=block_size)
     if config.max_model_len is None:
-        logger.info("max_model_len is %d (the model's own limit: %d)", max_model_len, own_limit(config, hf_config))
+        logger.info("max_model_len is %d (the model's own limit: %d)", max_model_len, num_positions(hf_config))
     return EngineSetup(
         config=config, path=path, hf_config=hf_config, device=device, dtype=dtype, max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=budget, attention=attention, backend=backend,
@@ -80,22 +80,6 @@ def _choose_attention(config: EngineConfig, attention: AttentionConfig, max_mode
             )
         return ("" if config.model_impl == "hf" else "torch_cat"), max_model_len
     return choose_backend(config.attention_backend or "auto", attention)
-
-
-def own_limit(config: EngineConfig, hf_config: Any) -> int:
-    """The longest context that the model takes: Hugging Face's own layers look through sliding windows, ours do not."""
-    return num_positions(hf_config) if config.model_impl == "hf" else context_limit(hf_config)
-
-
-def choose_max_model_len(config: EngineConfig, hf_config: Any) -> int:
-    """The context in tokens. Raises ValueError where the model has none so long, or a sliding window would matter."""
-    limit = own_limit(config, hf_config)
-    if config.max_model_len and limit < config.resolve_max_model_len(num_positions(hf_config)):
-        raise ValueError(
-            f"max_model_len {config.max_model_len} exceeds the model's sliding window of {limit} tokens, and attention "
-            f"that slides is not supported: lower it{who_runs_it(hf_config)}"
-        )
-    return config.resolve_max_model_len(limit)
 
 
 def choose_device(name: str | None) -> torch.device:

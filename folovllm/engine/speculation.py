@@ -102,4 +102,4 @@ class Speculation:
 
     def _state(self, seq: Sequence, end: int | None = None) -> RowState:
         tokens = seq.tokens(0, seq.num_tokens if end is None else end)
-        return RowState(seq.seq_id, tokens, seq.num_prompt_tokens, self._specs[seq.seq_id])
+        return RowState(seq.seq_id, tokens, seq.num_prompt_tokens, self._specs[seq.seq_id], seq.request.cache_salt)

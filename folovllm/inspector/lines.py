@@ -69,6 +69,7 @@ class LineWriter:
             ev.BlockAdopted: self._adopted,
             ev.BlockPublished: self._published,
             ev.BlockEvicted: self._evicted,
+            ev.BlockPassed: self._passed,
             ev.TableFreed: self._table_freed,
             ev.TableCut: self._table_cut,
             ev.GuessesChecked: self._checked,
@@ -252,6 +253,13 @@ class LineWriter:
     def _evicted(self, event: ev.BlockEvicted) -> Line | None:
         self._names.pop(event.block_id, None)
         return self._join("evict", event.block_id)
+
+    def _passed(self, event: ev.BlockPassed) -> Line:
+        self._refs[event.block_id] = event.ref_count
+        table = self._served(event.seq_id).block_table
+        if event.place < len(table):
+            table[event.place] = -1
+        return ["pass", *event]
 
     def _table_freed(self, event: ev.TableFreed) -> Line:
         for block_id, ref_count in event.blocks:

@@ -126,6 +126,7 @@ class _Decoder:
                 block, seq, place, int(hash_, 16), serial, parent
             ),
             "evict": self._evict,
+            "pass": ev.BlockPassed,
             "table": self._table,
             "cut": self._cut,
             "guess": self._guess,

@@ -25,6 +25,7 @@ from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import take_in_token
+from folovllm.kernels.window import attend_window, first_seen
 from folovllm.kv_scales import UNSCALED, KVScales
 
 
@@ -115,11 +116,13 @@ def decode_kernel(
     STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
     B: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     TILE: tl.constexpr, M: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr, RAW: tl.constexpr, NORM: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Work through the plan's items, KV head by KV head. G query heads share one; GROUP and M round that up.
 
     queue = [items taken, programs gone] and done [S * Hkv] are zero before and after every launch. RAW: `q_ptr` is the
     projection [S, (Hq + 2 Hkv) D], and new keys and values are not in the cache yet (`take_in_token`).
+    WINDOW: how many keys a query sees; 0: all.
     """
     split: tl.constexpr = decode_split_fp8 if k_ptr.dtype.element_ty == tl.float8e4nv else decode_split
     let_next_start(PDL)
@@ -135,7 +138,10 @@ def decode_kernel(
             following = num_programs + tl.atomic_add(queue_ptr, 1, sem="relaxed")
         item, head = item_ptr + work // HKV * ITEM, work % HKV
         seq, c, seq_len, first_partial = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-        num_chunks = tl.cdiv(seq_len, chunk)
+        begin = 0  # of what the query sees
+        if WINDOW:
+            begin = first_seen(seq_len - 1, WINDOW, TILE)
+        num_chunks = tl.cdiv(seq_len - begin, chunk)
         table = table_ptr + seq.to(tl.int64) * stride_table
         token_ptr = q_ptr + seq.to(tl.int64) * stride_q
         if RAW:
@@ -145,9 +151,15 @@ def decode_kernel(
         else:
             rows = (head * G + g)[:, None] * D
             q = tl.load(token_ptr + rows + dims[None, :], mask=real[:, None], other=0.0)  # [M, D]
-        row_max, row_sum, acc = split(
-            q, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table, c * chunk,
-            tl.minimum(seq_len, (c + 1) * chunk), scale, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, M, D)  # fmt: skip
+        if WINDOW:
+            row_max, row_sum, acc = attend_window(
+                q, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table, tl.full([M], 0, tl.int32) + seq_len - 1,
+                begin + c * chunk, tl.minimum(seq_len, begin + (c + 1) * chunk), scale, WINDOW,
+                STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, M, D)  # fmt: skip
+        else:
+            row_max, row_sum, acc = split(
+                q, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table, c * chunk,
+                tl.minimum(seq_len, (c + 1) * chunk), scale, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, M, D)  # fmt: skip
         out_row = (seq * HKV + head) * G
         if num_chunks <= 1:
             out = (normalize(row_sum, acc) * v_scale).to(out_ptr.dtype.element_ty)
@@ -201,14 +213,15 @@ class SplitKVDecode:
     """Buffers and launches of the split-KV decode for up to `max_num_seqs` sequences.
 
     `plan` runs once a step and a call once a layer; both are device work alone and may be captured in a graph. Calls
-    must follow one another on one stream, since they share the buffers. `num_programs` overrides the grid's size.
+    must follow one another on one stream, since they share the buffers. `num_programs` overrides the grid's size. With a
+    `window` a token sees no more than so many, itself included, and what is before them is not read.
     """
 
     def __init__(
         self, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
-        device: torch.device, config: DecodeConfig | None = None, num_programs: int | None = None,
+        device: torch.device, config: DecodeConfig | None = None, num_programs: int | None = None, window: int | None = None,
     ) -> None:  # fmt: skip
-        self.config = config or DecodeConfig()
+        self.config, self.window = config or DecodeConfig(), window or 0
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.block_size = head_dim, block_size
         self.num_programs = num_programs
@@ -236,7 +249,7 @@ class SplitKVDecode:
             seq_lens, self.items, self.header, num_seqs, self._launch_shape(num_seqs)[0], self.max_chunks,
             HKV=self.num_kv_heads, TILE=self.config.tile, SEQS=self.seqs, STEP=32,
             MIN_CHUNK=self.config.min_chunk, MAX_CHUNK=self.config.max_chunk,
-            QUEUE_CHUNK=self.config.queue_chunk, MAX_PARTS=MAX_PARTS,
+            QUEUE_CHUNK=self.config.queue_chunk, MAX_PARTS=MAX_PARTS, WINDOW=self.window,
         )  # fmt: skip
 
     def __call__(
@@ -260,7 +273,7 @@ class SplitKVDecode:
             STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head,
             B=self.block_size, HKV=self.num_kv_heads, G=self.num_heads // self.num_kv_heads, GROUP=self.group,
             D=self.head_dim, TILE=self.config.tile, M=max(16, self.group), STEP=self.config.merge_step,
-            RAW=preparation is not None, NORM=raw.q_weight is not None, num_warps=num_warps,
+            RAW=preparation is not None, NORM=raw.q_weight is not None, WINDOW=self.window, num_warps=num_warps,
             num_stages=self.config.num_stages, **launch_options(query.device, num_seqs),
         )  # fmt: skip
         return out

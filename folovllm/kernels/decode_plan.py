@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from folovllm.kernels.window import first_seen
+
 ITEM = tl.constexpr(4)  # int32s of a work item: sequence, chunk, tokens of the sequence, its first partial result
 
 
@@ -13,6 +15,7 @@ def plan_kernel(
     len_ptr, item_ptr, header_ptr, num_seqs, num_programs, max_chunks,
     HKV: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr, STEP: tl.constexpr,
     MIN_CHUNK: tl.constexpr, MAX_CHUNK: tl.constexpr, QUEUE_CHUNK: tl.constexpr, MAX_PARTS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """List one sequence's work items; one program a sequence, and the first writes header = [items, chunk length].
 
@@ -20,10 +23,12 @@ def plan_kernel(
     there is none, QUEUE_CHUNK. It is longer where a sequence would have over MAX_PARTS results to merge, or the buffers
     for `max_chunks` would not do. Full chunks come first, then the last, partial ones from long to short: the shortest
     work ends the list. A sequence of length 0 (padding) gets one empty item, which writes its zeros. SEQS is a power of
-    two from `num_seqs` up.
+    two from `num_seqs` up. With a WINDOW (0: none) chunks are counted from the tile in which the last token's begins.
     """
     seq, i = tl.program_id(0), tl.arange(0, SEQS)
     lens = tl.load(len_ptr + i, mask=i < num_seqs, other=0)  # [SEQS]
+    if WINDOW:
+        lens -= first_seen(lens - 1, WINDOW, TILE)
     used = tl.where(i < num_seqs, tl.maximum(lens, 1), 0)
     chunk = MIN_CHUNK
     while (chunk < MAX_CHUNK) & (tl.sum(tl.cdiv(used, chunk)) * HKV > num_programs):
@@ -40,7 +45,10 @@ def plan_kernel(
         tl.store(header_ptr + 1, chunk)
 
     my_len = tl.load(len_ptr + seq)
-    my_full, my_rest = my_len // chunk, my_len % chunk
+    seen = my_len
+    if WINDOW:
+        seen -= first_seen(my_len - 1, WINDOW, TILE)
+    my_full, my_rest = seen // chunk, seen % chunk
     first_partial = tl.sum(tl.where(i < seq, full + has_tail.to(tl.int32), 0))
     first_item = tl.sum(tl.where(i < seq, full, 0))
     for c0 in range(0, my_full, STEP):

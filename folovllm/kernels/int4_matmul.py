@@ -17,6 +17,32 @@ MANY = 512  # tokens, from which on codes are unpacked before they are multiplie
 PROGRAMS = 256  # that there should be
 
 
+@triton.jit
+def load_tile(
+    word_ptr, scale_ptr, zero_ptr, rows, tile, K: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    """A tile of words of some `rows` [rows, 1]: [rows, WORDS].
+
+    Returns the words; two factors (`load_scales`), [rows, 1] where the tile lies within a group and [rows, WORDS] where it
+    does not; which inputs codes 0 meet [WORDS]; and which of them there are. Codes i meet those i * GROUP / 8 further on.
+    """
+    OF_GROUP: tl.constexpr = GROUP // 8  # words
+    word = tile * WORDS + tl.arange(0, WORDS)
+    inside = word < K // 8
+    if OF_GROUP % WORDS == 0:  # one group, of which the tile is a part
+        TILES: tl.constexpr = OF_GROUP // WORDS
+        group = tile // TILES
+        input = group * GROUP + tile % TILES * WORDS + tl.arange(0, WORDS)
+        scale, offset = load_scales(scale_ptr, zero_ptr, rows * (K // GROUP) + group, rows >= 0)
+    else:
+        group = word // OF_GROUP
+        input = group * GROUP + word % OF_GROUP
+        at = rows * (K // GROUP) + group[None, :]
+        scale, offset = load_scales(scale_ptr, zero_ptr, at, inside[None, :])
+    words = tl.load(word_ptr + rows * (K // 8) + word[None, :], mask=inside[None, :], other=0)
+    return words, scale, offset, input, inside
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def int4_matmul_kernel(
     x_ptr, word_ptr, scale_ptr, zero_ptr, residual_ptr, out_ptr, stride_x, num_tokens, num_rows, exponent,
@@ -29,28 +55,15 @@ def int4_matmul_kernel(
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     PRECISION: tl.constexpr = "ieee" if DTYPE == tl.float32 else "tf32"  # noqa: SIM300
-    OF_GROUP: tl.constexpr = GROUP // 8  # words
     outputs = tl.program_id(0) * BN + tl.arange(0, BN)
     tokens = tl.program_id(1) * BM + tl.arange(0, BM)
     rows = tl.minimum(outputs, num_rows - 1).to(tl.int64)[:, None]
     x_ptr += tl.minimum(tokens, num_tokens - 1)[None, :].to(tl.int64) * stride_x
     acc = tl.zeros([BN, BM], tl.float32)
     for tile in range(tl.program_id(2), tl.cdiv(K // 8, WORDS), PARTS):
-        word = tile * WORDS + tl.arange(0, WORDS)
-        inside = word < K // 8
-        if OF_GROUP % WORDS == 0:  # one group, of which the tile is a part
-            TILES: tl.constexpr = OF_GROUP // WORDS
-            group = tile // TILES
-            input = group * GROUP + tile % TILES * WORDS + tl.arange(0, WORDS)
-            scale, offset = load_scales(scale_ptr, zero_ptr, rows * (K // GROUP) + group, rows >= 0)
-        else:
-            group = word // OF_GROUP
-            input = group * GROUP + word % OF_GROUP
-            at = rows * (K // GROUP) + group[None, :]
-            scale, offset = load_scales(scale_ptr, zero_ptr, at, inside[None, :])
-        words = tl.load(word_ptr + rows * (K // 8) + word[None, :], mask=inside[None, :], other=0)
+        words, scale, offset, input, inside = load_tile(word_ptr, scale_ptr, zero_ptr, rows, tile, K, GROUP, WORDS)
         for i in tl.static_range(8):
-            x = tl.load(x_ptr + (input + i * OF_GROUP)[:, None], mask=inside[:, None], other=0)
+            x = tl.load(x_ptr + (input + i * (GROUP // 8))[:, None], mask=inside[:, None], other=0)
             weights = code(words, i, exponent) * scale
             if zero_ptr is not None:
                 weights += offset

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from folovllm.kernels.fp8 import prefill_loop_fp8
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
+from folovllm.kernels.window import attend_window, first_seen
 from folovllm.kv_scales import UNSCALED, KVScales
 
 
@@ -54,17 +55,18 @@ def prefill_loop(
 
 @triton.jit(
     do_not_specialize=["stride_table", "first_seq"],
-    do_not_specialize_on_alignment=["table_ptr", "start_ptr", "len_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "start_ptr", "len_ptr", "tile_ptr"],
 )
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, start_ptr, len_ptr, tile_ptr,
     stride_q, stride_out, stride_table, first_seq, scale, v_scale,
     STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
     B: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LISTED: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """TILE_M queries of one head of one sequence; grid (Hq, tiles of the longest query, sequences).
 
-    LISTED: `tile_ptr` [n, 2] says which sequence and first query; grid (Hq, n).
+    LISTED: `tile_ptr` [n, 2] says which sequence and first query; grid (Hq, n). WINDOW: keys that a query sees; 0: all.
     """
     loop: tl.constexpr = prefill_loop_fp8 if k_ptr.dtype.element_ty == tl.float8e4nv else prefill_loop
     head = tl.program_id(0)
@@ -92,10 +94,15 @@ def prefill_kernel(
     acc = tl.zeros([TILE_M, D], tl.float32)
     full = (seq_len - query_len + row0 + 1) // TILE_N * TILE_N  # keys in whole tiles that the first query sees too
     last = tl.minimum(seq_len, seq_len - query_len + row0 + TILE_M)  # no query of this tile sees further
-    row_max, row_sum, acc = loop(q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, 0, full, scale,
-                                 False, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
-    row_max, row_sum, acc = loop(q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, full, last, scale,
-                                 True, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
+    if WINDOW:
+        row_max, row_sum, acc = attend_window(
+            q, k_ptr, v_ptr, table_ptr, positions, first_seen(seq_len - query_len + row0, WINDOW, TILE_N), last, scale,
+            WINDOW, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, TILE_M, D)  # fmt: skip
+    else:
+        row_max, row_sum, acc = loop(q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, 0, full, scale,
+                                     False, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
+        row_max, row_sum, acc = loop(q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, full, last, scale,
+                                     True, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
     out = (normalize(row_sum, acc) * v_scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * stride_out + head * D + dims[None, :], out, mask=inside)
 
@@ -163,6 +170,7 @@ def prefill(
     config: PrefillConfig | None = None,
     tiles: torch.Tensor | None = None,
     scales: KVScales = UNSCALED,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of a ragged batch of queries over their sequences' blocks, GQA included.
 
@@ -177,6 +185,7 @@ def prefill(
         first_seq: the first sequence to compute (those before it are decodes).
         tiles: [n, 2] int32, the work (`list_tiles`), where a program for each tile that there might be is too many.
         scales: of K and V in the cache.
+        window: how many tokens a token sees, itself included; None: all before it.
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     num_seqs = seq_lens.shape[0] - first_seq
@@ -192,6 +201,6 @@ def prefill(
         query.stride(0), out.stride(0), block_tables.stride(0), first_seq, scale * scales.key * LOG2_E, scales.value,
         STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head,
         B=block_size, G=num_heads // num_kv_heads, D=head_dim, TILE_M=config.tile_m, TILE_N=config.tile_n,
-        LISTED=tiles is not None, num_warps=config.num_warps, num_stages=config.num_stages,
+        LISTED=tiles is not None, WINDOW=window or 0, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

@@ -33,13 +33,15 @@ FEW = (1, 2, 4)  # tokens; above, the tensor cores are better (`quant_matmul`)
 class Codes:
     """W [outputs, inputs]: `weight`, of FP8 (E4M3) or int8, times `scale` of the block it lies in.
 
-    `scale` is float32 [outputs / rows, inputs / columns], and `columns` a multiple of UNIT.
+    `scale` is float32 [outputs / rows, inputs / columns], and `columns` a multiple of UNIT. Experts may be in 4 bits, too:
+    `weight` is then int32, scales are any floats, and `zeros` [outputs, inputs / columns] as `int4_linear` has them.
     """
 
     weight: torch.Tensor
     scale: torch.Tensor
     rows: int
     columns: int
+    zeros: torch.Tensor | None = None
 
 
 # One instruction for both, to float16, which holds all of FP8; then one for each.
@@ -228,8 +230,8 @@ def quant_linear(
 
 def kind_of(weight: torch.Tensor) -> str:
     """How a kernel unpacks these codes."""
-    if weight.dtype == torch.int8:
-        return "int8"
+    if weight.dtype in (torch.int8, torch.int32):
+        return "int8" if weight.dtype == torch.int8 else "int4"
     return "fp8" if has_fp8(weight.device) else "fp8_bits"
 
 

@@ -17,6 +17,15 @@ class Attention(nn.Module):
     kv_cache: torch.Tensor  # [2, N, B, Hkv, D], or what the backend keeps instead
     scales: KVScales = UNSCALED  # of a cache in 8 bits
 
+    def __init__(self, window: int | None = None) -> None:
+        """A token sees `window` tokens, itself and those right before it; None: all before it."""
+        super().__init__()
+        self.window = window
+
+    def bind(self, backend: AttentionBackend) -> None:
+        """Let `backend` attend, as this layer needs it."""
+        self.backend = backend.of_layer(self.scales, self.window)
+
     def store(self, key: torch.Tensor, value: torch.Tensor, batch: ForwardBatch) -> None:
         """Cache the K/V of the new tokens, two [T, Hkv, D]."""
         self.backend.store(key, value, self.kv_cache, batch.slot_mapping)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import nn
 
 from folovllm.kernels.grouped_linear import grouped_linear
 from folovllm.kernels.route import choose, combine
+from folovllm.layers.coded_experts import CodedExperts, GroupedCodedExperts
 from folovllm.layers.moe import Experts, MoE, sort_by_expert
 
 
@@ -33,7 +38,8 @@ class GroupedExperts(Experts):
         return grouped_linear(hidden, self.down, order, starts, out=answers)
 
 
-EXPERT_KERNELS = {
+EXPERT_KERNELS: dict[Any, Callable[..., nn.Module]] = {
+    CodedExperts: GroupedCodedExperts,
     Experts: GroupedExperts,
     MoE: FusedMoE,
 }  # where steps are recorded, no layer may read what the device computed

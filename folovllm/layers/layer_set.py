@@ -41,8 +41,11 @@ class LayerSet:
 
     def format_of(self, name: str) -> WeightFormat:
         """Return the format of a linear layer by its name within the module that is being built."""
-        own = None if self.quantized is None else self.quantized(self.prefix + name)
-        return own or self.format
+        return self.coded(name) or self.format
+
+    def coded(self, name: str) -> WeightFormat | None:
+        """The same where the checkpoint has the layer in codes; else None."""
+        return None if self.quantized is None else self.quantized(self.prefix + name)
 
     def having(self, places: Stand, format: WeightFormat | None = None) -> LayerSet:
         """Return this set with other layers in these places."""

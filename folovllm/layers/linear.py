@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ class LinearBase(nn.Module):
     of several small ones. The weights are uninitialised until a checkpoint fills them.
     """
 
+    is_stack: ClassVar[bool] = False  # whether its parts are experts, of which each product takes some
     weight: torch.Tensor  # what a format's parameter is mostly called
     scale: torch.Tensor  # and what its codes are multiples of
     grouped: Any  # codes of 4 bits, with all that belongs to them (`formats.int4.Grouped`)

@@ -7,6 +7,7 @@ but for the torch path of `Experts`, which only runs where steps are not recorde
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -112,12 +113,22 @@ class Experts(nn.ModuleDict):
 
         `order` and `starts` are those of `sort_by_expert`. A pair whose expert is elsewhere is answered with zeros.
         """
-        answers, top_k = x.new_zeros(len(order), x.shape[1]), len(order) // max(1, len(x))
-        for expert, (first, end) in zip(self.values(), pairwise(starts.tolist()), strict=True):
-            if first < end:
-                pairs = order[first:end]
-                answers[pairs] = expert(x[pairs // top_k])
-        return answers
+        return ask_one_by_one(self.values(), x, order, starts)
+
+
+def ask_one_by_one(
+    experts: Iterable[Callable[[torch.Tensor], torch.Tensor]],
+    x: torch.Tensor,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+) -> torch.Tensor:
+    """What `Experts` promises, from experts that each turn [n, H] into [n, H]."""
+    answers, top_k = x.new_zeros(len(order), x.shape[1]), len(order) // max(1, len(x))
+    for expert, (first, end) in zip(experts, pairwise(starts.tolist()), strict=True):
+        if first < end:
+            pairs = order[first:end]
+            answers[pairs] = expert(x[pairs // top_k])
+    return answers
 
 
 class ExpertRanks(nn.Module):
@@ -138,10 +149,9 @@ class SharedExpert(nn.Module):
     def __init__(self, config: PretrainedConfig, layers: LayerSet) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.shared_expert_intermediate_size
-        self.gate_up_proj = layers.make(MergedColumnParallelLinear, hidden, [inner] * 2, False, layers.format)
-        self.down_proj = RowParallelLinear(
-            inner, hidden, format=layers.format
-        )  # the sum over ranks comes with the others'
+        gate_up, down = (layers.format_of(f"mlp.shared_expert.{name}") for name in ("gate_up_proj", "down_proj"))
+        self.gate_up_proj = layers.make(MergedColumnParallelLinear, hidden, [inner] * 2, False, gate_up)
+        self.down_proj = RowParallelLinear(inner, hidden, format=down)  # the sum over ranks comes with the others'
         self.act_fn = layers.make(SiluAndMul)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -160,12 +170,12 @@ class MoE(nn.Module):
         self.top_k, self.normalise = config.num_experts_per_tok, getattr(config, "norm_topk_prob", True)
         self.ranks, self.load = layers.make(ExpertRanks), layers.make(ExpertLoad)
         self.held = self.ranks.held(num_experts)
-        self.gate = LinearBase(hidden, [num_experts], format=layers.format)  # whole on every rank
+        self.gate = LinearBase(hidden, [num_experts], format=layers.format_of("mlp.gate"))  # whole on every rank
         self.experts = layers.make(Experts, self.held, num_experts, hidden, expert_size_of(config))
         self.shared_expert = self.shared_expert_gate = None
         if getattr(config, "shared_expert_intermediate_size", None):
             self.shared_expert = SharedExpert(config, layers)
-            self.shared_expert_gate = LinearBase(hidden, [1], format=layers.format)
+            self.shared_expert_gate = LinearBase(hidden, [1], format=layers.format_of("mlp.shared_expert_gate"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""

@@ -15,6 +15,7 @@ from folovllm.layers.fused import FusedRMSNorm, FusedSiluAndMul
 from folovllm.layers.fused_moe import EXPERT_KERNELS
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
+from folovllm.models.gemma3 import Gemma3RMSNorm
 from folovllm.models.llama import LlamaAttention
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
@@ -46,6 +47,10 @@ class FusedQwen3Attention(FusedLlamaAttention, Qwen3Attention):
         return Preparation(self.rope.cos_sin_cache, *weights, self.q_norm.eps, self.attn.backend.scales)
 
 
+class FusedGemma3RMSNorm(FusedRMSNorm, Gemma3RMSNorm):
+    """The kernel takes weights of any dtype."""
+
+
 class FusedQwen2Attention(FusedLlamaAttention, Qwen2Attention):
     """The same as Llama's: the families differ in their biases alone."""
 
@@ -63,6 +68,6 @@ def fused_layers(head_dim: int) -> LayerSet:
     Attention stays plain where head_dim is no power of two, which a kernel's tile must be (flash-attn takes 80).
     """
     places: dict[type[nn.Module], Callable[..., nn.Module]] = {
-        RMSNorm: FusedRMSNorm, SiluAndMul: FusedSiluAndMul,
+        RMSNorm: FusedRMSNorm, SiluAndMul: FusedSiluAndMul, Gemma3RMSNorm: FusedGemma3RMSNorm,
     }  # fmt: skip
     return LayerSet(places | EXPERT_KERNELS | (ATTENTION if head_dim & (head_dim - 1) == 0 else {}))

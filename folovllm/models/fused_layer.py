@@ -112,7 +112,7 @@ class LastTokensModel(LlamaModel):
         left_out = len(batch.input_ids) - batch.num_seqs if batch.only_last else 0
         if left_out < MANY or not _leaves_a_stream(last):
             return super().forward(batch)
-        x, residual = self.embed_tokens(batch.input_ids), None
+        x, residual = self.embed(batch.input_ids), None
         for layer in self.layers[:-1]:
             x, residual = layer(x, residual, batch)
         return self.norm(cast(LateNormDecoderLayer, last).forward_last_tokens(x, batch))

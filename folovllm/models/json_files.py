@@ -63,8 +63,10 @@ FIELDS: dict[str, dict[str, Kind]] = {  # what is read of each file, here or in 
         "architectures": TEXTS, "model_type": TEXT, "dtype": DTYPE, "torch_dtype": DTYPE, "vocab_size": SIZE,
         "hidden_size": SIZE, "intermediate_size": SIZES, "num_hidden_layers": LAYERS, "num_attention_heads": SIZE,
         "num_key_value_heads": SIZE, "head_dim": SIZE, "max_position_embeddings": SIZE, "rms_norm_eps": ABOVE_0,
-        "hidden_act": TEXT, "tie_word_embeddings": SWITCH, "attention_bias": SWITCH, "mlp_bias": SWITCH,
-        "sliding_window": WINDOW, "layer_types": TEXTS, "rope_theta": ABOVE_0, "rope_scaling": OBJECT,
+        "hidden_act": TEXT, "hidden_activation": TEXT, "query_pre_attn_scalar": ABOVE_0, "sliding_window_pattern": SIZE,
+        "tie_word_embeddings": SWITCH, "attention_bias": SWITCH, "mlp_bias": SWITCH,
+        "sliding_window": WINDOW, "layer_types": TEXTS, "rope_theta": ABOVE_0, "rope_local_base_freq": ABOVE_0,
+        "rope_scaling": OBJECT,
         "rope_parameters": OBJECT, "partial_rotary_factor": ABOVE_0, "eos_token_id": IDS,
         "quantization_config": OBJECT,
     },
@@ -97,7 +99,11 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file.name} must hold an object {{...}}, not {_short(content)}")
     check_fields(file.name, content, FIELDS[file.name])
     for name in ("rope_scaling", "rope_parameters"):
-        check_fields(f"{file.name}: {name}", content.get(name) or {}, ROPE, may_be_null=False)
+        given = content.get(name) or {}
+        check_fields(f"{file.name}: {name}", given, ROPE, may_be_null=False)
+        for kind, own in given.items():  # Gemma's, one for each kind of layers
+            if isinstance(own, dict):
+                check_fields(f"{file.name}: {name}: {kind}", own, ROPE, may_be_null=False)
     return content
 
 

@@ -5,6 +5,7 @@ Everything runs on a ragged batch: `T` tokens of all sequences end to end, `[T, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
@@ -19,7 +20,7 @@ from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_amplitude, rope_frequencies
 from folovllm.layers.unsupported import UnsupportedModel
-from folovllm.model_config import context_limit, head_dim_of, num_kv_heads_of
+from folovllm.model_config import head_dim_of, hidden_act_of, num_kv_heads_of, num_positions, windows_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 class LlamaAttention(nn.Module):
     """Projections, position, cache, attention, projection."""
 
-    def __init__(self, config: PretrainedConfig, rope: RotaryEmbedding, layers: LayerSet) -> None:
+    def __init__(
+        self, config: PretrainedConfig, rope: RotaryEmbedding, layers: LayerSet, window: int | None = None
+    ) -> None:
+        """A token sees `window` tokens (`Attention`)."""
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = num_kv_heads_of(config)
@@ -43,7 +47,7 @@ class LlamaAttention(nn.Module):
             layers.format_of("self_attn.o_proj"),
         )  # fmt: skip
         self.rope = rope
-        self.attn = Attention()
+        self.attn = Attention(window)
 
     @staticmethod
     def biases(config: PretrainedConfig) -> tuple[bool, bool]:
@@ -75,16 +79,19 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), with gate and up in one matrix product."""
 
+    activation: ClassVar[tuple[str, type[nn.Module]]] = "silu", SiluAndMul  # its name in a config
+
     def __init__(self, config: PretrainedConfig, layers: LayerSet) -> None:
         super().__init__()
-        if config.hidden_act != "silu":
-            raise UnsupportedModel(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' is")
+        (name, activation), asked = self.activation, hidden_act_of(config)
+        if asked != name:
+            raise UnsupportedModel(f"hidden_act {asked!r} is not supported: only {name!r} is")
         hidden, inner, bias = config.hidden_size, config.intermediate_size, getattr(config, "mlp_bias", False)
         self.gate_up_proj = layers.make(
             MergedColumnParallelLinear, hidden, [inner] * 2, bias, layers.format_of("mlp.gate_up_proj")
         )
         self.down_proj = layers.make(RowParallelLinear, inner, hidden, bias, layers.format_of("mlp.down_proj"))
-        self.act_fn = layers.make(SiluAndMul)
+        self.act_fn = layers.make(activation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
@@ -121,24 +128,35 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, layers, final norm. All layers share one table of angles."""
+    """Embedding, layers, final norm."""
 
     def __init__(
         self, config: PretrainedConfig, attention_class: type[LlamaAttention], layers: LayerSet, max_model_len: int
     ) -> None:
         super().__init__()
-        frequencies = rope_frequencies(config, head_dim_of(config))
-        rope = layers.make(RotaryEmbedding, frequencies, max_model_len, rope_amplitude(config))
+        each = zip(self.ropes(config, layers, max_model_len), windows_of(config), strict=True)
         self.embed_tokens = layers.make(VocabParallelEmbedding, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            layers.make(LlamaDecoderLayer, config, layers.make(attention_class, config, rope, own), own)
-            for own in (layers.within(f"model.layers.{i}") for i in range(config.num_hidden_layers))
+            layers.make(LlamaDecoderLayer, config, layers.make(attention_class, config, rope, own, window), own)
+            for own, rope, window in ((layers.within(f"model.layers.{i}"), *one) for i, one in enumerate(each))
         )
         self.norm = layers.make(RMSNorm, config.hidden_size, config.rms_norm_eps)
 
+    @staticmethod
+    def ropes(config: PretrainedConfig, layers: LayerSet, max_model_len: int) -> list[RotaryEmbedding]:
+        """Return the table of angles of each layer: one that all share."""
+        frequencies = rope_frequencies(config, head_dim_of(config))
+        return [
+            layers.make(RotaryEmbedding, frequencies, max_model_len, rope_amplitude(config))
+        ] * config.num_hidden_layers
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> what the first layer gets, [T, H]."""
+        return self.embed_tokens(input_ids)
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """The batch's tokens -> their last hidden states, [T, H]."""
-        x, residual = self.embed_tokens(batch.input_ids), None
+        x, residual = self.embed(batch.input_ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
         return self.norm(x) if residual is None else self.norm(x, residual)[0]
@@ -148,7 +166,7 @@ class LlamaForCausalLM(nn.Module):
     """The model with its head. A family is a subclass that names another attention class."""
 
     attention_class: ClassVar[type[LlamaAttention]] = LlamaAttention
-    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {  # our module: the checkpoint's, in the order of its rows
+    packed_modules_mapping: Mapping[str, Sequence[str]] = {  # our module: the checkpoint's, in the order of its rows
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
@@ -156,7 +174,7 @@ class LlamaForCausalLM(nn.Module):
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         super().__init__()
-        limit = max_model_len or context_limit(config)
+        limit = max_model_len or num_positions(config)
         self.model = layers.make(LlamaModel, config, self.attention_class, layers, limit)
         self.lm_head = layers.make(ParallelLMHead, config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:

@@ -1,4 +1,4 @@
-"""Mistral: Llama's layers. Its sliding window, where there is one, bounds the context (`context_limit`)."""
+"""Mistral: Llama's layers, some of which see no further than a sliding window (`windows_of`)."""
 
 from __future__ import annotations
 

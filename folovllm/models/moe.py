@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from folovllm.distributed.sharding import EXPERTS
 from folovllm.forward_batch import ForwardBatch
+from folovllm.layers.coded_experts import CodedExperts, formats_of_experts
 from folovllm.layers.expert_load import ExpertLoad
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.moe import MoE
+from folovllm.layers.moe import Experts, MoE
 from folovllm.layers.unsupported import UnsupportedModel
+from folovllm.model_config import num_experts_of
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 
 if TYPE_CHECKING:
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 
 def choose_moe(config: PretrainedConfig, layers: LayerSet) -> MoE:
     """The mixture of experts that stands in the place of the MLP, of the set's own kind."""
+    formats = formats_of_experts(layers.coded, range(num_experts_of(config)))
+    if formats is not None:
+        layers = layers.having({Experts: partial(layers.places.get(CodedExperts, CodedExperts), formats)})
     return layers.make(MoE, config, layers)
 
 
@@ -35,6 +41,12 @@ class MoeForCausalLM(LlamaForCausalLM):
             max_model_len,
         )
         self.load = layers.make(ExpertLoad)  # the one that all layers tell
+        held = self.moe().held
+        stacks = {
+            "gate_ups": [f"{e}.{part}" for e in held for part in self.packed_modules_mapping["gate_up_proj"]],
+            "downs": [f"{e}.down_proj" for e in held],
+        }  # of experts in codes
+        self.packed_modules_mapping = {**self.packed_modules_mapping, **stacks}
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """As `LlamaForCausalLM`."""
@@ -47,8 +59,9 @@ class MoeForCausalLM(LlamaForCausalLM):
         named = super().own_name(name)
         if named is None or EXPERTS not in named:
             return named
-        moe, number = (
-            cast(MoE, cast(LlamaDecoderLayer, self.model.layers[0]).mlp),
-            named.partition(EXPERTS)[2].split(".")[0],
-        )
-        return None if number.isdecimal() and int(number) not in moe.held else named
+        number = named.partition(EXPERTS)[2].split(".")[0]
+        return None if number.isdecimal() and int(number) not in self.moe().held else named
+
+    def moe(self) -> MoE:
+        """The first layer's: all are alike."""
+        return cast(MoE, cast(LlamaDecoderLayer, self.model.layers[0]).mlp)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from folovllm.layers.formats.abstract import WeightFormat
 from folovllm.layers.layer_set import LayerSet
@@ -42,7 +42,7 @@ class WholeGateUp(MergedColumnParallelLinear):
 class Phi3ForCausalLM(LlamaForCausalLM):
     """The frame; each of its layers is one tensor of the checkpoint."""
 
-    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
+    packed_modules_mapping: Mapping[str, Sequence[str]] = {}
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         whole = {QKVParallelLinear: WholeQKV, MergedColumnParallelLinear: WholeGateUp}

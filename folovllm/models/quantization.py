@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from folovllm.layers.formats.fp8 import Fp8
 from folovllm.layers.formats.int4_checkpoints import Awq, Gptq, SortedGptq
 from folovllm.layers.layer_set import FormatOf
 from folovllm.layers.linear import PLAIN
-from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of
+from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, num_kv_heads_of
 from folovllm.models.compressed_tensors import read_compressed_tensors
 from folovllm.models.gguf_codes import read_gguf_types
 from folovllm.models.json_files import reading
@@ -26,7 +27,10 @@ from folovllm.models.json_files import reading
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+ROUTERS = ("gate", "shared_expert_gate")  # that GPTQ and AWQ leave plain without a word
 Said = Mapping[str, Any]  # a `quantization_config`
+Shapes = dict[str, tuple[int, int]]  # [outputs, inputs] of linear layers, by their names within a decoder layer
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 def read_fp8(said: Said) -> FormatOf:
@@ -49,7 +53,7 @@ def read_gptq(said: Said) -> FormatOf:
         raise ValueError(f"GPTQ checkpoints with {odd[0]} are not supported: all projections must be quantized alike")
     kind = SortedGptq if said.get("desc_act") else Gptq
     format = kind(group_size_4("gptq", said.get("bits"), said), one_less=layout == "gptq")
-    return lambda name: format
+    return lambda name: None if is_named(name, ROUTERS) else format
 
 
 def read_awq(said: Said) -> FormatOf:
@@ -58,7 +62,7 @@ def read_awq(said: Said) -> FormatOf:
     if version != "gemm" or not said.get("zero_point", True):
         raise ValueError(f"AWQ's version {version!r}, or without zero points, is not supported: 'gemm' with them is")
     format = Awq(group_size_4("awq", said.get("bits", said.get("w_bit")), said))
-    plain = said.get("modules_to_not_convert") or []
+    plain = [*(said.get("modules_to_not_convert") or []), *ROUTERS]
     return lambda name: None if is_named(name, plain) else format
 
 
@@ -78,10 +82,11 @@ READERS: dict[str, Callable[[Said], FormatOf]] = {  # by `quant_method`
     "compressed-tensors": read_compressed_tensors,
 }
 MADE_UP: dict[str, dict[str, Any]] = {  # by what random weights may be asked to be
-    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ROUTERS},
     "int8": {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
+        "ignore": ["re:.*gate$"],
         "config_groups": {
             "0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
         },
@@ -89,6 +94,7 @@ MADE_UP: dict[str, dict[str, Any]] = {  # by what random weights may be asked to
     "int4": {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
+        "ignore": ["re:.*gate$"],
         "config_groups": {
             "0": {
                 "targets": ["Linear"],
@@ -107,11 +113,14 @@ def is_named(name: str, patterns: Sequence[str]) -> bool:
     )
 
 
-def formats_of(hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]]) -> FormatOf | None:
+def formats_of(
+    hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]], renamed: Mapping[str, str] = NO_NAMES
+) -> FormatOf | None:
     """How the layers of a model are quantized, by their names; None if they are not.
 
     Args:
         packed: the checkpoint's layers in each of ours that merges some (`packed_modules_mapping`).
+        renamed: parts of names in the checkpoint: what they are called here.
 
     Raises:
         ValueError: in a way that is not supported; the function that is returned, for layers that cannot be merged.
@@ -126,17 +135,13 @@ def formats_of(hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]])
             f"this checkpoint is quantized by {method!r} (quant_method in its config.json), which is not supported: the "
             f"known ones are {', '.join(READERS)}"
         )
-    if num_experts_of(hf_config):
-        raise ValueError(
-            "a mixture of experts with quantized weights is not supported: use one with plain float weights"
-        )
     with reading("the quantization_config in config.json"):
         format_of = READERS[method](said)
 
     def of_merged(name: str) -> WeightFormat | None:
         parent, _, leaf = name.rpartition(".")
         parts = packed.get(leaf, [leaf])
-        first, *others = (format_of(f"{parent}.{part}") for part in parts)
+        first, *others = (format_of(as_in_checkpoint(f"{parent}.{part}", renamed)) for part in parts)
         if any(other != first for other in others):
             raise ValueError(
                 f"{', '.join(parts)} of {parent} are one layer here, so all must be quantized in one way, or none of them"
@@ -144,6 +149,14 @@ def formats_of(hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]])
         return first
 
     return of_merged
+
+
+def as_in_checkpoint(name: str, renamed: Mapping[str, str]) -> str:
+    """What the checkpoint calls one of our layers."""
+    name += "."
+    for theirs, ours in renamed.items():
+        name = name.replace(ours, theirs)
+    return name.removesuffix(".")
 
 
 def quantized_as_asked(hf_config: Any, config: EngineConfig) -> Any:
@@ -167,25 +180,31 @@ def quantized_as_asked(hf_config: Any, config: EngineConfig) -> Any:
     return hf_config
 
 
-def check_quantization(hf_config: PretrainedConfig, part: PretrainedConfig) -> None:
+def check_quantization(
+    hf_config: PretrainedConfig, part: PretrainedConfig, renamed: Mapping[str, str] = NO_NAMES
+) -> None:
     """Raise ValueError, before a weight is read, if the quantization is unknown or ranks cannot share the layers.
 
     Args:
         part: the configuration of one rank's part (`local_config`), the same object where there is one rank.
+        renamed: as of `formats_of`.
     """
-    format_of = formats_of(hf_config, {})
+    format_of = formats_of(hf_config, {}, renamed)
     if format_of is None:
         return
+    whole, parts = (linear_shapes(config) | expert_shapes(config) for config in (hf_config, part))
+    cut = {name: shape for name, shape in parts.items() if shape != whole[name]}
     for i in range(part.num_hidden_layers):
-        for name, (outputs, inputs) in linear_shapes(part).items():
+        for name, (outputs, inputs) in cut.items():
             format = format_of(f"model.layers.{i}.{name}")
-            if format is not None and part is not hf_config:
-                try:
+            try:
+                if format is not None:
                     format.check_part(outputs, inputs)
-                except ValueError as error:
-                    raise ValueError(
-                        f"so many ranks cannot share {name}: {error}; lower tensor_parallel_size"
-                    ) from error
+            except ValueError as error:
+                instead = "set enable_expert_parallel, or " if "experts" in name else ""
+                raise ValueError(
+                    f"so many ranks cannot share {name}: {error}; {instead}lower tensor_parallel_size"
+                ) from error
 
 
 def check_known_to_transformers(hf_config: PretrainedConfig) -> None:
@@ -198,20 +217,38 @@ def check_known_to_transformers(hf_config: PretrainedConfig) -> None:
         )
 
 
-def linear_bytes(hf_config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of all decoder layers' matrices, which a step reads, with their scales."""
-    format_of, total = formats_of(hf_config, {}) or (lambda name: None), 0
+def linear_bytes(
+    hf_config: PretrainedConfig, dtype: torch.dtype, shapes: Shapes, renamed: Mapping[str, str] = NO_NAMES
+) -> int:
+    """Bytes of matrices of these shapes in all decoder layers, with their scales."""
+    format_of, total = formats_of(hf_config, {}, renamed) or (lambda name: None), 0
     for i in range(hf_config.num_hidden_layers):
-        for name, (outputs, inputs) in linear_shapes(hf_config).items():
+        for name, (outputs, inputs) in shapes.items():
             format = format_of(f"model.layers.{i}.{name}") or PLAIN
             total += format.num_bytes(outputs, inputs, dtype)
     return total
 
 
-def linear_shapes(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
-    """[outputs, inputs] of the linear layers of a decoder layer, by their names in the checkpoint."""
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, head_dim_of(config)
+def linear_shapes(config: PretrainedConfig) -> Shapes:
+    """[outputs, inputs] of the linear layers of a decoder layer that each token is multiplied by, by their names."""
+    hidden, head_dim = config.hidden_size, head_dim_of(config)
     query, kv = config.num_attention_heads * head_dim, num_kv_heads_of(config) * head_dim
     shapes = {"q_proj": (query, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, query)}
-    mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-    return {f"self_attn.{name}": shape for name, shape in shapes.items()} | {f"mlp.{n}": s for n, s in mlp.items()}
+    attention = {f"self_attn.{name}": shape for name, shape in shapes.items()}
+    if not num_experts_of(config):
+        return attention | mlp_shapes("mlp", hidden, config.intermediate_size)
+    attention["mlp.gate"] = (num_experts_of(config), hidden)
+    if shared := getattr(config, "shared_expert_intermediate_size", None):
+        attention |= {"mlp.shared_expert_gate": (1, hidden), **mlp_shapes("mlp.shared_expert", hidden, shared)}
+    return attention
+
+
+def expert_shapes(config: PretrainedConfig) -> Shapes:
+    """The same of one expert, which stands for all; none in a model without."""
+    return mlp_shapes("mlp.experts.0", config.hidden_size, expert_size_of(config)) if num_experts_of(config) else {}
+
+
+def mlp_shapes(prefix: str, hidden: int, inner: int) -> Shapes:
+    """The three matrices of an MLP."""
+    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    return {f"{prefix}.{name}": shape for name, shape in shapes.items()}

@@ -23,8 +23,10 @@ Qwen3Model = LlamaModel
 class Qwen3Attention(LlamaAttention):
     """Adds QK-norm: one weight [D] for all query heads of a layer, one for its key heads."""
 
-    def __init__(self, config: PretrainedConfig, rope: RotaryEmbedding, layers: LayerSet) -> None:
-        super().__init__(config, rope, layers)
+    def __init__(
+        self, config: PretrainedConfig, rope: RotaryEmbedding, layers: LayerSet, window: int | None = None
+    ) -> None:
+        super().__init__(config, rope, layers, window)
         self.q_norm = layers.make(RMSNorm, self.head_dim, config.rms_norm_eps)
         self.k_norm = layers.make(RMSNorm, self.head_dim, config.rms_norm_eps)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -12,6 +12,7 @@ import torch
 
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.unsupported import UnsupportedModel
+from folovllm.model_config import hidden_act_of
 from folovllm.models.quantization import formats_of
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from folovllm.models.llama import LlamaForCausalLM
 
 ARCHITECTURES: dict[str, str] = {
+    "Gemma3ForCausalLM": "folovllm.models.gemma3",
     "LlamaForCausalLM": "folovllm.models.llama",
     "MistralForCausalLM": "folovllm.models.mistral",
     "MixtralForCausalLM": "folovllm.models.mixtral",
@@ -29,7 +31,7 @@ ARCHITECTURES: dict[str, str] = {
     "Qwen3ForCausalLM": "folovllm.models.qwen3",
     "Qwen3MoeForCausalLM": "folovllm.models.qwen3_moe",
 }
-NEEDED = ("intermediate_size", "rms_norm_eps", "hidden_act", "tie_word_embeddings")  # beside what any model has
+NEEDED = ("intermediate_size", "rms_norm_eps", "tie_word_embeddings")  # beside what any model has
 
 
 PLAIN_LAYERS = LayerSet()
@@ -51,6 +53,14 @@ def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
     return getattr(import_module(ARCHITECTURES[name]), name)
 
 
+def renamed_by(hf_config: PretrainedConfig) -> Mapping[str, str]:
+    """Parts of names in the model's checkpoints: what they are called here. None of an unknown model."""
+    try:
+        return get_model_class(hf_config).renamed
+    except UnsupportedModel:  # `build_model` says so
+        return {}
+
+
 def build_model(
     hf_config: PretrainedConfig,
     dtype: torch.dtype,
@@ -70,8 +80,11 @@ def build_model(
     """
     try:
         model_class = get_model_class(hf_config)
-        layers = replace(layers, quantized=formats_of(hf_config, model_class.packed_modules_mapping))
-        if absent := [field for field in NEEDED if getattr(hf_config, field, None) is None]:
+        layers = replace(
+            layers, quantized=formats_of(hf_config, model_class.packed_modules_mapping, model_class.renamed)
+        )
+        absent = [field for field in NEEDED if getattr(hf_config, field, None) is None]
+        if absent := absent + ["hidden_act"] * (hidden_act_of(hf_config) is None):
             raise ValueError(f"config.json lacks {', '.join(absent)}, without which there is no {model_class.__name__}")
         with torch.device(device), _default_dtype(dtype):
             return model_class(hf_config, layers, max_model_len).requires_grad_(False).eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,19 +16,18 @@ from folovllm.quantize.groups import find_scales, quantize_groups, round_to_code
 from folovllm.quantize.inputs import Inputs
 from folovllm.quantize.nearest import FP8, round_blocks, round_channels, spread_blocks
 from folovllm.quantize.one_layer import OneLayer, Tensors
-from folovllm.quantize.options import QuantizeOptions
+from folovllm.quantize.options import BLOCK, QuantizeOptions
 
 BITS = 4
-BLOCK = 128
 NOT_CLIPPED = ("q_proj", "k_proj")  # their outputs are multiplied by each other (AutoAWQ leaves them, too)
 
 
 class Method(ABC):
     """One kind of checkpoint. Weights and what `decode` returns are [outputs, inputs] float32."""
 
-    def __init__(self, options: QuantizeOptions, dtype: torch.dtype) -> None:
-        """`dtype` is the checkpoint's: of all that is not quantised, and of scales."""
-        self.options, self.dtype = options, dtype
+    def __init__(self, options: QuantizeOptions, dtype: torch.dtype, plain: Sequence[str] = ()) -> None:
+        """`dtype` is the checkpoint's: of all that is not quantised, and of scales. `plain`: layers that are not, but the head."""
+        self.options, self.dtype, self.plain = options, dtype, ["lm_head", *plain]
 
     def prepare(self, layer: OneLayer, inputs: dict[str, Inputs]) -> None:
         """Change the layer's weights, not its outputs, before they are encoded. Does nothing here."""
@@ -138,7 +138,7 @@ class Fp8Blocks(Method):
     def config(self) -> dict[str, Any]:
         """As Qwen's checkpoints have it."""
         said = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-        return {"quant_method": "fp8", **said, "modules_to_not_convert": ["lm_head"]}
+        return {"quant_method": "fp8", **said, "modules_to_not_convert": self.plain}
 
 
 class Fp8Channels(Method):
@@ -156,7 +156,7 @@ class Fp8Channels(Method):
     def config(self) -> dict[str, Any]:
         """As llm-compressor writes it for FP8_DYNAMIC."""
         inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
-        return compressed_tensors("float-quantized", "float", inputs)
+        return compressed_tensors("float-quantized", "float", inputs, self.plain)
 
 
 class Int8Channels(Method):
@@ -175,20 +175,20 @@ class Int8Channels(Method):
 
     def config(self) -> dict[str, Any]:
         """As llm-compressor writes it for W8A16."""
-        return compressed_tensors("pack-quantized", "int", None)
+        return compressed_tensors("pack-quantized", "int", None, self.plain)
 
 
-def compressed_tensors(layout: str, kind: str, inputs: dict[str, Any] | None) -> dict[str, Any]:
+def compressed_tensors(layout: str, kind: str, inputs: dict[str, Any] | None, plain: list[str]) -> dict[str, Any]:
     """The `quantization_config` of weights in 8 bits with a scale for each output."""
     weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-    said = {"format": layout, "quantization_status": "compressed", "ignore": ["lm_head"]}
+    said = {"format": layout, "quantization_status": "compressed", "ignore": plain}
     return {"quant_method": "compressed-tensors", **said, "config_groups": {"group_0": group}}
 
 
-def method_for(options: QuantizeOptions, dtype: torch.dtype) -> Method:
-    """The method that the options ask for, for a checkpoint in `dtype`. GPTQ and AWQ know no scales in float32."""
+def method_for(options: QuantizeOptions, dtype: torch.dtype, plain: Sequence[str] = ()) -> Method:
+    """The method that the options ask for, as of `Method`. GPTQ and AWQ know no scales in float32."""
     kinds: dict[str, type[Method]] = {"gptq": Gptq, "awq": Awq, "fp8": Fp8Blocks, "int8": Int8Channels}
     kind = Fp8Channels if options.per_channel else kinds[options.format]
     in_16_bits = kind in (Gptq, Awq) and dtype == torch.float32
-    return kind(options, torch.float16 if in_16_bits else dtype)
+    return kind(options, torch.float16 if in_16_bits else dtype, plain)

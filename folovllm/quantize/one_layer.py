@@ -13,6 +13,7 @@ from folovllm.layers.linear import LinearBase
 from folovllm.models.kv_scales import is_kv_scale
 from folovllm.models.llama import LlamaDecoderLayer
 from folovllm.models.loader import IGNORED_SUFFIX, checkpoint_files, checkpoint_places, copy_weight, opened
+from folovllm.models.quantization import ROUTERS
 from folovllm.models.registry import build_model
 from folovllm.quantize.inputs import Inputs
 from folovllm.quantize.whole import TOKENS_AT_ONCE, attend_within, whole_batch
@@ -53,7 +54,8 @@ class OneLayer:
     """The engine's decoder layer, and the checkpoint's names for its parts.
 
     `linears` are the merged layers ("self_attn.qkv_proj"); `parts` says for each which of the checkpoint's projections it
-    holds, and where: "self_attn.q_proj" -> a view of its rows.
+    holds, and where: "self_attn.q_proj" -> a view of its rows. `routers`, of a mixture of experts, are in neither: they stay
+    plain, for a small error in them would ask other experts.
     """
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device, length: int) -> None:
@@ -64,14 +66,18 @@ class OneLayer:
         places = checkpoint_places(model)
         self.module: LlamaDecoderLayer = model.model.layers[0]  # type: ignore[assignment]
         self._places = {name.removeprefix(prefix): place for name, place in places.items() if name.startswith(prefix)}
-        self.linears = {name: m for name, m in self.module.named_modules() if isinstance(m, LinearBase)}
+        linears = {name: m for name, m in self.module.named_modules() if isinstance(m, LinearBase)}
+        self.routers = [name for name in linears if name.rpartition(".")[2] in ROUTERS]
+        self.linears = {name: m for name, m in linears.items() if name not in self.routers}
         self.parts: dict[str, Tensors] = {}
         for name, linear in self.linears.items():
             parent, _, leaf = name.rpartition(".")
             leaves = model.packed_modules_mapping.get(leaf, [leaf])
             rows = linear.weight.data.split(linear.output_sizes)
             self.parts[name] = {f"{parent}.{part}": view for part, view in zip(leaves, rows, strict=True)}
-        found = {f"{part}.weight" for parts in self.parts.values() for part in parts}
+        found = {
+            f"{name}.weight" for name in (*self.routers, *(part for parts in self.parts.values() for part in parts))
+        }
         if others := [name for name, place in self._places.items() if place.view.dim() > 1 and name not in found]:
             raise ValueError(
                 f"{others[0]} is in no linear layer: a model that has such weights cannot be quantised here"

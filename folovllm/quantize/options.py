@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+BLOCK = 128  # rows and columns that share a scale (fp8)
 FORMATS = ("gptq", "awq", "fp8", "int8")
 CALIBRATED = ("gptq", "awq")  # these look at inputs
 

@@ -18,14 +18,15 @@ from tqdm import tqdm
 
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import choose_device
-from folovllm.model_config import head_dim_of
+from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of
 from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
+from folovllm.models.registry import renamed_by
 from folovllm.quantize.calibration import read_texts, split_rows
 from folovllm.quantize.folder import OutputFolder
 from folovllm.quantize.inputs import Inputs
 from folovllm.quantize.methods import Method, method_for
-from folovllm.quantize.one_layer import Checkpoint, OneLayer, Tensors
-from folovllm.quantize.options import QuantizeOptions
+from folovllm.quantize.one_layer import PREFIX, Checkpoint, OneLayer, Tensors
+from folovllm.quantize.options import BLOCK, QuantizeOptions
 from folovllm.quantize.perplexity import Quality, compare
 
 OWN_TEXT = "calibration.jsonl"  # in the embedded model's folder
@@ -149,10 +150,11 @@ def quantize(
     if (done := folder.finished()) is not None:
         return Report(out, checkpoint.num_bytes, folder.num_bytes(), Quality(**done) if done else None)
     streams = start_streams(checkpoint.rest(), *(ids.to(on) for ids in rows))
-    method = method_for(options, checkpoint.rest()[EMBEDDING].dtype)
     layer = OneLayer(
         hf_config, torch.float32, on, options.length
     )  # 16 bits would hide small errors, and it is one layer
+    routers = [f"{PREFIX}{i}.{router}" for i in range(folder.num_layers) for router in layer.routers]
+    method = method_for(options, checkpoint.rest()[EMBEDDING].dtype, routers)
     walk(checkpoint, layer, method, folder, streams, use_tqdm)
     quality = measure(checkpoint.rest(), hf_config, streams, rows[1].to(on)) if len(rows[1]) else None
     folder.finish(path, checkpoint.rest(), method.config(), asdict(quality) if quality else {})
@@ -163,12 +165,32 @@ def check_model(hf_config: Any, options: QuantizeOptions) -> None:
     """Raise ValueError where the model is quantised already, or its sizes do not fit the format."""
     if getattr(hf_config, "quantization_config", None) is not None:
         raise ValueError("the model is quantized already: start from the one with plain weights")
+    if num_experts_of(hf_config):
+        check_experts(hf_config, options)
     heads = hf_config.num_attention_heads * head_dim_of(hf_config)
     for size in (hf_config.hidden_size, hf_config.intermediate_size, heads):
         if options.format in ("gptq", "awq") and size % options.group_size:
             raise ValueError(
                 f"groups of {options.group_size} do not divide {size} inputs: choose --group-size 64 or 32"
             )
+
+
+def check_experts(hf_config: Any, options: QuantizeOptions) -> None:
+    """Raise ValueError where a mixture of experts cannot have the format."""
+    if options.format in ("gptq", "awq"):
+        raise ValueError(
+            f"a mixture of experts is rounded alone, since most experts would see too little of a text: {options.format} is "
+            "not for it, choose --format fp8 or int8"
+        )
+    if renamed_by(hf_config):
+        raise ValueError(
+            "checkpoints of this family have names of their own for experts: they cannot be quantised here"
+        )
+    sizes = (hf_config.hidden_size, expert_size_of(hf_config))
+    if options.format == "fp8" and not options.per_channel and any(size % BLOCK for size in sizes):
+        raise ValueError(
+            f"blocks of {BLOCK} x {BLOCK} do not divide experts of {sizes[1]} x {sizes[0]}: add --per-channel"
+        )
 
 
 def rows_of(

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from folovllm.attention.backends.abstract import AttentionBackend
+from folovllm.attention.ops import create_causal_mask
 from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.attention import Attention
 from folovllm.models.llama import LlamaForCausalLM
@@ -16,12 +17,16 @@ TOKENS_AT_ONCE = 4096  # more would only need more memory
 
 
 class WholeSequences(AttentionBackend):
-    """Causal attention within sequences of `length` tokens, of which every one is new."""
+    """Causal attention within sequences of `length` tokens, of which every one is new. It sees `window` tokens back, or all."""
 
     name = "whole"
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __init__(self, length: int, window: int | None = None) -> None:
+        self.length, self.window = length, window
+
+    def sliding(self, window: int) -> WholeSequences:
+        """As `AttentionBackend`."""
+        return WholeSequences(self.length, window)
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Keep `key` and `value` [n * length, Hkv, D] for `forward`, which comes next."""
@@ -32,7 +37,11 @@ class WholeSequences(AttentionBackend):
         q, k, v = (
             x.unflatten(0, (-1, self.length)).transpose(1, 2) for x in (query, *self.new)
         )  # [n, heads, length, D]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        if self.window is None or self.window >= self.length:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            mask = create_causal_mask(self.length, self.length, q.device).triu(1 - self.window)
+            out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -41,7 +50,8 @@ def attend_within(module: nn.Module, length: int) -> None:
     backend = WholeSequences(length)
     for layer in module.modules():
         if isinstance(layer, Attention):
-            layer.backend, layer.kv_cache = backend, torch.empty(0)
+            layer.backend = backend if layer.window is None else backend.sliding(layer.window)
+            layer.kv_cache = torch.empty(0)
 
 
 def whole_batch(ids: torch.Tensor) -> ForwardBatch:

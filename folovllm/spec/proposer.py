@@ -16,6 +16,7 @@ class RowState(NamedTuple):
     token_ids: TokenIds  # [n] int32: prompt and answer so far, a view to read only. The first guess is for position n
     num_prompt_tokens: int
     draw: DrawSpec  # how its tokens are drawn; with the seed and a position a draft draws with the same noise
+    cache_salt: str | None = None  # what is learnt from a sequence may serve those of the same salt
 
 
 class Proposer(ABC):

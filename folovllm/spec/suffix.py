@@ -5,7 +5,8 @@ After SuffixDecoding (Oliaro et al., arXiv 2411.04975), with suffix automata in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from folovllm.spec.automaton import NOWHERE, Place, SuffixAutomaton
@@ -13,6 +14,8 @@ from folovllm.spec.proposer import Proposer, RowState
 
 ANSWER_ENDS = -1  # stands behind a past answer; no token has this id
 RECENT = 64  # tokens of a text that are looked for in past answers
+
+Generations = tuple[SuffixAutomaton, ...]
 
 
 class Guess(NamedTuple):
@@ -56,7 +59,12 @@ class PastAnswers:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self.generations = (SuffixAutomaton(), SuffixAutomaton())  # younger, older
+        self.generations: Generations = (SuffixAutomaton(), SuffixAutomaton())  # younger, older
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens are kept."""
+        return sum(text.num_tokens for text in self.generations)
 
     def add(self, answer: Iterable[int]) -> None:
         """Remember an answer."""
@@ -66,14 +74,42 @@ class PastAnswers:
             self.generations[0].append(token)
 
 
+class AnswersBySalt:
+    """Past answers, each to be seen by requests of its own cache salt alone: of them no other can tell by its speed.
+
+    There are at most `2 * capacity` tokens in all: where many salts share the room, those whose last answer is longest ago go.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._by_salt: dict[str | None, PastAnswers] = {}  # the one with the newest answer comes last
+        self.num_tokens = 0
+
+    def add(self, salt: str | None, answer: Iterable[int]) -> None:
+        """Remember an answer."""
+        past = self._by_salt.pop(salt, None) or PastAnswers(self._capacity)
+        self._by_salt[salt] = past
+        self.num_tokens -= past.num_tokens
+        past.add(answer)
+        self.num_tokens += past.num_tokens
+        while self.num_tokens > 2 * self._capacity:
+            self.num_tokens -= self._by_salt.pop(next(iter(self._by_salt))).num_tokens
+
+    def generations(self, salt: str | None) -> Generations:
+        """What is kept under a salt, by age."""
+        past = self._by_salt.get(salt)
+        return past.generations if past else ()
+
+
 class Memory:
     """What is kept for one running sequence: its own text, and where it stands in past answers."""
 
-    def __init__(self, past: PastAnswers) -> None:
+    def __init__(self, past: Callable[[], Generations]) -> None:
+        """`past` gives the generations of past answers that it may look at."""
         self.own = SuffixAutomaton()
         self._past = past
         self._recent: list[int] = []
-        self._generations: tuple[SuffixAutomaton, ...] = ()
+        self._generations: Generations = ()
         self._places: list[Place] = []
 
     def extend(self, token_ids: list[int]) -> None:
@@ -85,8 +121,8 @@ class Memory:
 
     def guess(self, k: int, least: float) -> Guess:
         """The best of the guesses from the text itself and from each generation of past answers."""
-        if self._generations != self._past.generations:
-            self._generations = self._past.generations
+        if self._generations != (generations := self._past()):
+            self._generations = generations
             self._places = [NOWHERE] * len(self._generations)
             self._follow(self._recent)
         texts = [(self.own, self.own.longest_repeat()), *zip(self._generations, self._places, strict=True)]
@@ -101,8 +137,8 @@ class Memory:
 class SuffixProposer(Proposer):
     """Suffix decoding for each sequence: from its own text and from the answers that ended before.
 
-    Past answers serve all requests, whoever asked: how fast an answer comes can tell what others were told. Where that
-    matters, take prompt lookup.
+    Past answers serve requests of the same cache salt. Requests without one share theirs: how fast an answer comes can tell
+    what others were told.
     """
 
     def __init__(self, capacity: int = 32_768, least: float = 0.2) -> None:
@@ -110,25 +146,27 @@ class SuffixProposer(Proposer):
 
         `least`: a guess ends before a token whose chance is smaller.
         """
-        self._past, self._least = PastAnswers(capacity), least
+        self._past, self._least = AnswersBySalt(capacity), least
         self._texts: dict[int, Memory] = {}
-        self._answers: dict[int, list[int]] = {}
+        self._answers: dict[int, tuple[str | None, list[int]]] = {}  # of running sequences, with their salts
 
     def admit(self, state: RowState) -> None:
         """As `Proposer`."""
-        self._answers[state.seq_id] = state.token_ids[state.num_prompt_tokens :].tolist()
+        self._answers[state.seq_id] = state.cache_salt, state.token_ids[state.num_prompt_tokens :].tolist()
 
     def propose(self, state: RowState, k: int) -> list[int]:
         """As `Proposer`: as many tokens as are likely enough."""
-        text = self._texts.setdefault(state.seq_id, Memory(self._past))
+        if state.seq_id not in self._texts:
+            self._texts[state.seq_id] = Memory(partial(self._past.generations, state.cache_salt))
+        text = self._texts[state.seq_id]
         text.extend(state.token_ids[text.own.num_tokens :].tolist())
         return text.guess(k, self._least).token_ids
 
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
         """As `Proposer`."""
-        self._answers[seq_id].extend(token_ids)
+        self._answers[seq_id][1].extend(token_ids)
 
     def finish(self, seq_id: int) -> None:
         """As `Proposer`: the answer is remembered."""
         self._texts.pop(seq_id, None)
-        self._past.add(self._answers.pop(seq_id))
+        self._past.add(*self._answers.pop(seq_id))

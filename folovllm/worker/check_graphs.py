@@ -22,6 +22,11 @@ class CheckRoom(Room):
         """Sequences, and one more for padding."""
         return self.tokens + 1
 
+    @property
+    def has_guesses(self) -> bool:
+        """As `Room`."""
+        return True
+
 
 class CheckGraphs(PromptGraphs):
     """The recorded steps. What a graph leaves are the hidden states of all tokens after which one is drawn."""

@@ -84,7 +84,7 @@ class LoopRunner(SerialModelRunner):
         backend = get_backend("torch_cat")(self._setup.attention)
         self._layers = attention_layers(self.model)
         for attention in self._layers:
-            attention.backend = backend
+            attention.bind(backend)
         self._loop = self._make_loop(self._forward, len(self._layers), self._setup.max_model_len)
         return 0
 

@@ -55,7 +55,7 @@ class ModelRunner:
 
     def _bind_backends(self) -> None:
         for attention in attention_layers(self.model):
-            attention.backend = self._backend.of_layer(attention.scales)
+            attention.bind(self._backend)
 
     def initialize_kv_cache(self) -> int:
         """Find out how many blocks fit, and allocate them; returns their number. On a GPU, compile what steps need."""
@@ -86,7 +86,7 @@ class ModelRunner:
         self.allocate_kv_cache(len(shares[0].new_blocks), setup.dtype)
         self.kv_cache.zero_()
         for attention in layers:
-            attention.backend = whole
+            attention.bind(whole)
         with torch.inference_mode():
             batch = self._input_batch.build(shares)
             whole.plan(batch)

@@ -60,6 +60,11 @@ class Room(NamedTuple):
         """Columns of the matrix."""
         return self.decodes + self.prompts
 
+    @property
+    def has_guesses(self) -> bool:
+        """Whether it is for sequences with guesses."""
+        return False
+
     def holds(self, step: PackedStep) -> bool:
         """Whether a step fits."""
         num_prompts = step.num_seqs - step.num_decodes
@@ -138,6 +143,7 @@ class PromptGraphs:
             query_lens_host=query_lens.tolist() if on_cpu else [],
             seq_lens_host=seq_lens.tolist() if on_cpu else [],
             is_padded=True,
+            has_guesses=room.has_guesses,
         )
         hidden = self._runner.forward_hidden(batch)
         torch.index_select(hidden, 0, last, out=self._last_hidden[: room.num_seqs])

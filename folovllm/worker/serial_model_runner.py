@@ -39,7 +39,8 @@ class SerialModelRunner:
         backend = get_backend("torch_cat")(self._setup.attention)
         for attention in attention_layers(self.model):
             cache = GrowingKVCache()
-            attention.backend, attention.kv_cache = backend, cache  # type: ignore[assignment]  # this backend's own kind
+            attention.bind(backend)
+            attention.kv_cache = cache  # type: ignore[assignment]  # this backend's own kind
             self._caches.append(cache)
         return 0
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from folovllm import LLM, SamplingParams
 from folovllm.layers.attention import Attention
 from folovllm.layers.rotary_embedding import RotaryEmbedding
-from folovllm.model_config import context_limit, head_dim_of
+from folovllm.model_config import head_dim_of, num_positions, windows_of
 from folovllm.models.json_files import read_json
 from folovllm.models.registry import ARCHITECTURES, build_model
 from tests.helpers import (
@@ -216,7 +216,9 @@ class TestRegistry:
 
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_every_known_architecture_builds(self, architecture: str) -> None:
-        family = architecture.removesuffix("ForCausalLM").lower().replace("moe", "_moe")
+        family = (
+            architecture.removesuffix("ForCausalLM").lower().replace("moe", "_moe").replace("gemma3", "gemma3_text")
+        )
         path = moe_checkpoint(family) if family in WITH_EXPERTS else tiny_checkpoint(family)
         model = build_model(AutoConfig.from_pretrained(path), torch.float32, "meta")
         assert type(model).__name__ == architecture
@@ -277,14 +279,13 @@ class TestWhatOnlyTransformersHas:
             build_model(config, torch.float32, "cpu")
         assert "m1" not in str(caught.value), "what transformers would need for it may not be installed"
 
-    def test_beyond_a_sliding_window(self) -> None:
+    @pytest.mark.parametrize("milestone", ["m1", "m2"])
+    def test_beyond_a_sliding_window(self, milestone: str) -> None:
         path, (prompt,) = tiny_checkpoint("mistral", sliding_window=40), prompts([60])
-        with pytest.raises(ValueError, match=r"100 exceeds the model's sliding window of 40 tokens.*milestone=\"m1\""):
-            LLM(str(path), milestone="m2", max_model_len=100, use_tqdm=False)
         with pytest.raises(ValueError, match="600 exceeds the model's context of 512"):
-            LLM(str(path), milestone="m2", max_model_len=600, use_tqdm=False)
+            LLM(str(path), milestone=milestone, max_model_len=600, use_tqdm=False)
         greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-        llm = LLM(str(path), milestone="m1", max_model_len=100, use_tqdm=False)
+        llm = LLM(str(path), milestone=milestone, max_model_len=100, use_tqdm=False)
         answer = llm.generate([prompt], greedy, use_tqdm=False)[0]["token_ids"]
         assert_tokens_equal(answer, *hf_greedy(path, prompt, 20))
 
@@ -339,10 +340,10 @@ class TestConfigFacts:
     def test_yarn_makes_the_context_longer(self) -> None:
         """Qwen3's model card adds the scaling to a config.json whose `max_position_embeddings` stays at 40,960."""
         qwen3 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-        assert context_limit(SimpleNamespace(max_position_embeddings=40960, rope_scaling=qwen3)) == 131072
-        assert context_limit(SimpleNamespace(max_position_embeddings=163840, rope_scaling=qwen3)) == 163840
+        assert num_positions(SimpleNamespace(max_position_embeddings=40960, rope_scaling=qwen3)) == 131072
+        assert num_positions(SimpleNamespace(max_position_embeddings=163840, rope_scaling=qwen3)) == 163840
         whole = {"rope_type": "yarn", "factor": 4.0}
-        assert context_limit(SimpleNamespace(max_position_embeddings=40960, rope_scaling=whole)) == 40960
+        assert num_positions(SimpleNamespace(max_position_embeddings=40960, rope_scaling=whole)) == 40960
 
     @pytest.mark.parametrize("milestone", ["m1", pytest.param("m2", marks=pytest.mark.m2)])
     def test_a_yarn_checkpoint_may_be_used_beyond_its_first_training(self, milestone: str) -> None:
@@ -353,10 +354,12 @@ class TestConfigFacts:
         answer = llm.generate([prompt], greedy, use_tqdm=False)[0]["token_ids"]
         assert_tokens_equal(answer, *hf_greedy(path, prompt, 8))
 
-    def test_a_sliding_window_bounds_the_context(self) -> None:
-        full, slides = ["full_attention"] * 2, ["full_attention", "sliding_attention"]
-        assert context_limit(SimpleNamespace(max_position_embeddings=512)) == 512
-        assert context_limit(SimpleNamespace(max_position_embeddings=512, sliding_window=None)) == 512
-        assert context_limit(SimpleNamespace(max_position_embeddings=512, sliding_window=64)) == 64
-        assert context_limit(SimpleNamespace(max_position_embeddings=512, sliding_window=64, layer_types=full)) == 512
-        assert context_limit(SimpleNamespace(max_position_embeddings=512, sliding_window=64, layer_types=slides)) == 64
+    def test_which_layers_slide(self) -> None:
+        mixed = ["full_attention", "sliding_attention"]
+        assert windows_of(SimpleNamespace(num_hidden_layers=2)) == [None, None]
+        assert windows_of(SimpleNamespace(num_hidden_layers=2, sliding_window=0)) == [None, None]
+        assert windows_of(SimpleNamespace(num_hidden_layers=2, sliding_window=64)) == [64, 64]
+        assert windows_of(SimpleNamespace(num_hidden_layers=2, sliding_window=64, layer_types=mixed)) == [None, 64]
+        assert windows_of(SimpleNamespace(num_hidden_layers=2, sliding_window=None, layer_types=mixed)) == [None, None]
+        with pytest.raises(ValueError, match="layers of type chunked_attention are not supported"):
+            windows_of(SimpleNamespace(num_hidden_layers=1, sliding_window=64, layer_types=["chunked_attention"]))

@@ -26,11 +26,15 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from folovllm.kernels.activation import silu_and_mul_kernel
+from folovllm.kernels.check import check_config, check_kernel, num_warps_of, tile_shape
+from folovllm.kernels.check_plan import list_checks_kernel, plan_checks_kernel
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel
 from folovllm.kernels.decode_plan import plan_kernel
 from folovllm.kernels.draw_tokens import plain_kernel, special_kernel
 from folovllm.kernels.filter_logits import CAPACITY, CHUNK, WARPS, WIDE_CHUNK, finish_kernel, scan_kernel
 from folovllm.kernels.grouped_linear import grouped_linear_kernel, tiles_for
+from folovllm.kernels.grouped_quant import grouped_quant_kernel
+from folovllm.kernels.grouped_quant import tiles as tiles_of_codes
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_kernel
 from folovllm.kernels.int4_linear import int4_linear_kernel
 from folovllm.kernels.int4_linear import tiling as tiling_4
@@ -55,9 +59,10 @@ SHAPES = {75: [(128, 16)], 80: [(128, 16), (256, 256)], 86: [(128, 16), (256, 25
 # Most shared memory one block may ask for, in KiB (CUDA C++ Programming Guide, table of compute capabilities).
 LIMIT_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227}
 HQ, HKV = 16, 8
+WINDOW = 1024  # of a layer that has one
 
 
-OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
+OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
              ("finish_kernel", "weight_ptr"): "*fp32", ("finish_kernel", "token_ptr"): "*i32",
              ("small_linear_kernel", "x_ptr"): "*i32", ("small_linear_kernel", "weight_ptr"): "*i32",
              ("quant_linear_kernel", "x_ptr"): "*i32", ("quant_linear_kernel", "weight_ptr"): "*i16",
@@ -68,7 +73,8 @@ OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"
              ("int4_unpack_kernel", "scale_ptr"): "*fp16", ("add_parts_kernel", "part_ptr"): "*fp32"}  # fmt: skip
 
 
-CACHES = {("decode_kernel", "k_ptr"), ("decode_kernel", "v_ptr"), ("prefill_kernel", "k_ptr"), ("prefill_kernel", "v_ptr"),
+WEIGHTS = {"code_ptr": "codes", "scale_ptr": "scales"}
+CACHES = {("decode_kernel", "k_ptr"), ("decode_kernel", "v_ptr"), ("check_kernel", "k_ptr"), ("check_kernel", "v_ptr"), ("prefill_kernel", "k_ptr"), ("prefill_kernel", "v_ptr"),
           ("qk_norm_rope_store_kernel", "k_cache_ptr"), ("qk_norm_rope_store_kernel", "v_cache_ptr")}  # fmt: skip
 
 
@@ -87,7 +93,8 @@ def pointer_type(name: str, dtype: str) -> str:
         return "*i64"
     if name in ("table_ptr", "start_ptr", "len_ptr", "item_ptr", "header_ptr", "queue_ptr", "done_ptr", "at_ptr",
                 "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr", "row_ptr", "word_ptr", "draws_ptr",
-                "hot_ptr", "id_ptr", "last_ptr", "drawn_ptr", "given_ptr", "query_len_ptr", "tile_ptr"):  # fmt: skip
+                "hot_ptr", "id_ptr", "last_ptr", "drawn_ptr", "given_ptr", "query_len_ptr", "tile_ptr", "place_ptr", "end_ptr",
+                "count_ptr"):  # fmt: skip
         return "*i32"
     if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr", "largest_ptr",
                 "value_ptr", "scaled_ptr", "floor_ptr"):  # fmt: skip
@@ -97,11 +104,12 @@ def pointer_type(name: str, dtype: str) -> str:
 
 def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_warps=4, num_stages=2) -> dict[str, int]:
     """What `kernel` takes of sm_`capability`, its pointers and strides 16-byte aligned. `cache` among the constants is the
-    dtype of K/V, if it has one of its own, and `dtype` another than is usual.
+    dtype of K/V, if it has one of its own, and `dtype` another than is usual; `codes` and `scales` those of weights.
     """
     constants, signature, attributes = dict(constants), {}, {}
     dtype = constants.pop("dtype", dtype)
     cache = constants.pop("cache", dtype)
+    weights = {name: constants.pop(kind) for name, kind in WEIGHTS.items() if kind in constants}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
         if name in constants:
@@ -112,6 +120,7 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
         elif name.endswith("_ptr"):
             place = kernel.__name__, name
             own = f"*{cache}" if place in CACHES else OWN_TYPES.get(place)
+            own = f"*{weights[name]}" if name in weights else own
             signature[name] = own or pointer_type(name, dtype)
         else:
             signature[name] = (
@@ -151,29 +160,35 @@ def kernels(capability: int, head_dim: int, block_size: int):
     d, b, major_minor = head_dim, block_size, divmod(capability, 10)
     strides = {"STRIDE_BLOCK": HKV * b * d, "STRIDE_TOKEN": d, "STRIDE_HEAD": b * d, "B": b}
     prefill, decode = prefill_config(d, 2, major_minor), DecodeConfig()
-    for listed in (False, True):
+    windows = [WINDOW] * (capability in (80, 90))  # there the tests look at registers
+    for listed, window in ((False, 0), (True, 0), *((True, window) for window in windows)):
         yield (prefill_kernel, {**strides, "G": HQ // HKV, "D": d, "TILE_M": prefill.tile_m, "TILE_N": prefill.tile_n,
-                                "LISTED": listed}, prefill.num_warps, prefill.num_stages)  # fmt: skip
+                                "LISTED": listed, "WINDOW": window}, prefill.num_warps, prefill.num_stages)  # fmt: skip
     group = HQ // HKV
     shape = {"HKV": HKV, "G": group, "GROUP": group, "D": d, "TILE": decode.tile, "M": 16, "STEP": decode.merge_step,
-             "PDL": capability >= 90, "NORM": True}  # fmt: skip
+             "PDL": capability >= 90, "NORM": True, "WINDOW": 0}  # fmt: skip
     for raw, num_warps in ((False, 2), (False, 4), (True, 2), (True, 4)):
         yield decode_kernel, {**strides, **shape, "RAW": raw}, num_warps, decode.num_stages
+    for window in windows:
+        yield decode_kernel, {**strides, **shape, "RAW": True, "WINDOW": window}, 2, decode.num_stages
     heads = {"HQ": HQ, "HKV": HKV, "D": d, "QS": HQ, "KVS": HKV, "NORM": True, "H": 1024, "WIDTH": 1024, "SCALE": True,
              "PDL": capability >= 90}  # fmt: skip
     yield qk_norm_rope_store_kernel, {**strides, **heads}, 4, 3
     if capability >= 89 and (d, b) == (128, 16):
         fp8, tiles = {**strides, "cache": "fp8e4nv"}, {"TILE_M": prefill.tile_m, "TILE_N": prefill.tile_n}
-        yield (prefill_kernel, {**fp8, **tiles, "G": HQ // HKV, "D": d, "LISTED": True}, prefill.num_warps,
-               prefill.num_stages)  # fmt: skip
-        for raw in (False, True):
-            yield decode_kernel, {**fp8, **shape, "TILE": 64, "RAW": raw}, 4, decode.num_stages
+        for window in (0, WINDOW):
+            yield (prefill_kernel, {**fp8, **tiles, "G": HQ // HKV, "D": d, "LISTED": True, "WINDOW": window},
+                   prefill.num_warps, prefill.num_stages)  # fmt: skip
+        for raw, window in ((False, 0), (True, 0), (True, WINDOW)):
+            yield decode_kernel, {**fp8, **shape, "TILE": 64, "RAW": raw, "WINDOW": window}, 4, decode.num_stages
         yield qk_norm_rope_store_kernel, {**fp8, **heads}, 4, 3
     if (d, b) == (128, 16):  # those below depend on neither
         chunks = {"MIN_CHUNK": decode.min_chunk, "MAX_CHUNK": decode.max_chunk, "QUEUE_CHUNK": decode.queue_chunk,
                   "MAX_PARTS": MAX_PARTS}  # fmt: skip
         yield store_kvcache_kernel, {**strides, "HKV": HKV, "D": d, "WIDTH": HKV * d}, 4, 3
-        yield plan_kernel, {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, "STEP": 32, **chunks}, 4, 3
+        plan = {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, "STEP": 32, **chunks}
+        for window in (0, *windows):
+            yield plan_kernel, {**plan, "WINDOW": window}, 4, 3
         yield add_rms_norm_kernel, {"H": 1024, "WIDTH": 1024, "HAS_RESIDUAL": True}, 4, 3
         yield silu_and_mul_kernel, {"I": 3072, "WIDTH": 1024, "H": 1024, "STREAM_WIDTH": 1024, "SCALE": True}, 4, 3
 
@@ -277,6 +292,31 @@ def kernels_of_int4(capability: int):
     yield add_parts_kernel, {"PARTS": 6, "RESIDUAL": True, "BLOCK": 1024}, 4, 3
 
 
+def kernels_of_x3(capability: int, head_dim: int, block_size: int):
+    """Attention of checked rows, with few and with the most in a tile; not on cards older than Ampere, where it is not used."""
+    if capability < 80:
+        return
+    if (head_dim, block_size) == (128, 16):
+        config = check_config(32, head_dim, 2, False)
+        chunks = {"MIN_CHUNK": config.min_chunk, "MAX_CHUNK": config.max_chunk, "QUEUE_CHUNK": config.queue_chunk}
+        yield list_checks_kernel, {"TILE_TOKENS": 8, "WIDTH": 128}, 1, 3
+        yield plan_checks_kernel, {"HKV": HKV, "TILE": 32, "TILES": 256, "STEP": 32, "MAX_PARTS": 32, **chunks}, 4, 3
+    strides = {
+        "STRIDE_BLOCK": HKV * block_size * head_dim,
+        "STRIDE_TOKEN": head_dim,
+        "STRIDE_HEAD": block_size * head_dim,
+    }
+    few, most = (5, 2, False), (16, 8, False)  # tokens, query heads that share a KV head, FP8
+    shapes = {(80, 128): [few, most], (86, 256): [most], (89, 128): [(5, 2, True)],
+              (90, 128): [few, most, (16, 4, True)]}.get((capability, head_dim), [])  # fmt: skip
+    for tokens, group, is_fp8 in shapes:
+        _, rows = tile_shape(tokens, group, 2 * head_dim)
+        config, cache = check_config(rows, head_dim, 2, is_fp8), {"cache": "fp8e4nv"} if is_fp8 else {}
+        yield (check_kernel, {**strides, **cache, "B": block_size, "HKV": HKV, "G": group, "D": head_dim, "TILE": config.tile,
+                              "M": rows, "ROWS": 16, "STEP": config.merge_step, "PDL": capability >= 90},
+               num_warps_of(rows, 2 * head_dim), config.num_stages)  # fmt: skip
+
+
 def kernels_of_x4(capability: int, head_dim: int, block_size: int):
     """Those of a mixture of experts, in the shapes of Qwen3-30B-A3B: a tile for few, some, and many pairs of each expert."""
     if (head_dim, block_size) != (128, 16):
@@ -288,6 +328,7 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
             tiles = {"TILE_M": tile_m, "TILE_N": tile_n, "TILE_K": tile_k, "PRECISION": "tf32"}
             shape = {"K": k, "E": experts, "WIDTH": experts, "ASKED": asked if gated else 1, "GATED": gated}
             yield grouped_linear_kernel, {**shape, **tiles}, num_warps, num_stages
+    yield from grouped_codes(capability)
     choice = {"E": experts, "WIDTH": experts, "TOP_K": asked, "NORMALISE": True}
     yield choose_kernel, {**choice, "TOKENS": 16, "SORT": True, "PAIRS": 128}, 8, 3
     yield choose_kernel, {**choice, "TOKENS": 1, "SORT": False, "PAIRS": 1}, 4, 3
@@ -296,9 +337,32 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
     yield combine_kernel, {"H": hidden, "TOP_K": asked, "WIDTH": 1024}, 4, 3
 
 
+def grouped_codes(capability: int):
+    """Experts in codes, those that ask for most: FP8 in blocks, and INT4 with zeros in short groups, in the tiles for few and
+    many pairs; on other cards one. INT8, whose scale meets a row once, asks for less.
+    """
+    hidden, inner, experts, asked = 2048, 768, 128, 8
+    fp8 = "fp8" if capability >= 89 else "fp8_bits"
+    shapes = [(fp8, 8, True)]  # kind, pairs, gated
+    if capability in (80, 90):
+        shapes += [(fp8, 32768, True), ("int4", 8, True), ("int4", 32768, True)]
+    for kind, pairs, gated in shapes:
+        k, group, rows = hidden if gated else inner, 128 if kind == fp8 else 32, 128 if kind == fp8 else 1
+        shape = tiles_of_codes(pairs // experts, k, group, kind, torch.bfloat16, gated, capability)
+        num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
+        shape |= {"K": k, "E": experts, "WIDTH": experts, "ASKED": asked if gated else 1, "GATED": gated}
+        shape |= {"GROUP_ROWS": rows, "GROUP": group, "KIND": kind}
+        shape |= (
+            {"codes": "i8", "scales": "fp32", "zero_ptr": None} if kind == fp8 else {"codes": "i32", "scales": "fp16"}
+        )
+        yield grouped_quant_kernel, shape, num_warps, num_stages
+
+
 def variants(capability: int, milestone: str) -> list[dict]:
     """Compile in the dtype that is usual on the card: bf16 where it has that."""
-    kernels_of = {"m4": kernels, "m6": kernels_of_m6, "x2": kernels_of_x2, "x4": kernels_of_x4}[milestone]
+    kernels_of = {"m4": kernels, "m6": kernels_of_m6, "x2": kernels_of_x2, "x3": kernels_of_x3, "x4": kernels_of_x4}[
+        milestone
+    ]
     dtype = "bf16" if capability >= 80 else "fp16"
     rows = []
     for head_dim, block_size in SHAPES[capability]:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
+PROJECTIONS = ("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 Quantize = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]  # W -> tensors by kind, and the W that they stand for
 
 
@@ -23,7 +24,7 @@ def write_quantized(
     for name, tensor in load_file(source / "model.safetensors").items():
         if name.endswith("norm.weight"):
             tensor *= 0.75 + 0.75 * torch.rand(tensor.shape, generator=generator)
-        if name.endswith("proj.weight") and not any(part in name for part in plain):
+        if name.endswith(PROJECTIONS) and not any(part in name for part in plain):
             parts, floats[name] = quantize(tensor.float())
             coded |= {name.removesuffix("weight") + kind: part.contiguous() for kind, part in parts.items()}
         else:

@@ -20,7 +20,7 @@ from folovllm.layers.formats.int8 import Int8
 from folovllm.layers.formats.scaled import Scaled
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import load_model
-from folovllm.models.quantization import formats_of, linear_bytes
+from folovllm.models.quantization import formats_of, linear_bytes, linear_shapes
 from folovllm.setup import EngineSetup
 from folovllm.worker.native_model import load_native_model, load_sharded_model
 from tests.contract import DEVICE
@@ -310,18 +310,12 @@ def test_transformers_reads_the_same_checkpoint_alike(kind: str, tmp_path: Path)
     assert_logits_equal(Driver(coded).step({0: tokens})[0], hf_logits(coded, tokens))
 
 
-def test_a_mixture_of_experts_is_refused() -> None:
-    config = AutoConfig.from_pretrained(tiny_checkpoint("qwen3"))
-    config.num_experts, config.quantization_config = 4, FP8_BLOCKS
-    with pytest.raises(ValueError, match="mixture of experts with quantized weights is not supported"):
-        formats_of(config, {})
-
-
 def test_what_a_step_reads() -> None:
     """Of 16 bits: half the bytes and the scales, and all of what is plain."""
     config = AutoConfig.from_pretrained(tiny_checkpoint("qwen3"))
-    whole = linear_bytes(config, torch.bfloat16)
+    shapes = linear_shapes(config)
+    whole = linear_bytes(config, torch.bfloat16, shapes)
     config.quantization_config = FP8_BLOCKS | {"weight_block_size": [8, 8]}
-    assert linear_bytes(config, torch.bfloat16) == whole // 2 + whole // 2 // 64 * 4
+    assert linear_bytes(config, torch.bfloat16, shapes) == whole // 2 + whole // 2 // 64 * 4
     config.quantization_config = FP8_BLOCKS | {"modules_to_not_convert": ["model"]}
-    assert linear_bytes(config, torch.bfloat16) == whole
+    assert linear_bytes(config, torch.bfloat16, shapes) == whole

@@ -11,12 +11,13 @@ from folovllm.engine import speculative_scheduler
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.events import Event, GuessesChecked, StepEnded
 from folovllm.sampling_params import SamplingParams
+from folovllm.spec.proposer import RowState
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.worker import verify_graph_runner
 from folovllm.worker.warm_up import dummy_shares
 from tests.helpers import prompts
 from tests.workloads import Request, assert_nothing_left, serve
-from tests.x3.engines import Pair, guessing, make_engine, make_proposer, speculation_of
+from tests.x3.engines import Anything, Pair, guessing, make_engine, make_proposer, speculation_of
 
 PLAIN = SamplingParams(temperature=0.8, seed=1, max_tokens=20, ignore_eos=True)
 SMALL = {"block_size": 4, "num_kv_blocks": 34, "max_num_batched_tokens": 18, "max_num_seqs": 6}
@@ -144,3 +145,19 @@ def test_a_step_draws_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyP
     (share,) = dummy_shares([10], 16)
     with pytest.raises(RuntimeError, match="a step draws 10 tokens, and there is room for 9"):
         engine.executor.execute_model(SchedulerOutput((share._replace(num_draws=10),)))
+
+
+def test_a_proposer_knows_each_salt() -> None:
+    """What it learns from a request may serve those of the same salt alone."""
+    salts: dict[int, str | None] = {}
+
+    class Listening(Anything):
+        def admit(self, state: RowState) -> None:
+            salts[len(state.token_ids)] = state.cache_salt
+
+    engine = make_engine(milestone="m3", **guessing(Listening()))
+    engine.add_request("1", {"prompt_token_ids": [5, 6, 7], "cache_salt": "s"}, replace(PLAIN, max_tokens=2))
+    engine.add_request("2", [5, 6], replace(PLAIN, max_tokens=2))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert salts == {3: "s", 2: None}

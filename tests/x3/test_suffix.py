@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from folovllm.spec import automaton
 from folovllm.spec.automaton import NOWHERE, Place, SuffixAutomaton
 from folovllm.spec.proposer import RowState
-from folovllm.spec.suffix import ANSWER_ENDS, PastAnswers, SuffixProposer, most_frequent
+from folovllm.spec.suffix import ANSWER_ENDS, AnswersBySalt, PastAnswers, SuffixProposer, most_frequent
 from folovllm.step.draw import DrawSpec
 from tests.tiny import worked_case
 
@@ -175,13 +175,30 @@ class TestPastAnswers:
         assert max(kept) <= capacity
         assert sum(kept) >= min(total, capacity)
 
+    @given(
+        st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.lists(st.integers(0, 5), max_size=12)), max_size=12)
+    )
+    def test_of_many_salts_the_latest_are_kept(self, answers: list[tuple[str | None, list[int]]]) -> None:
+        past, alone = AnswersBySalt(10), {salt: PastAnswers(10) for salt in (None, "a", "b")}
+        for salt, answer in answers:
+            past.add(salt, answer)
+            alone[salt].add(answer)
+            assert past.num_tokens == sum(kept.num_tokens for kept in past._by_salt.values()) <= 20
+            found = [text.num_tokens for text in past.generations(salt)]
+            if len({one for one, _ in answers}) == 1:
+                assert found == [text.num_tokens for text in alone[salt].generations], (
+                    "with one salt, as if there were none"
+                )
+            assert sum(found) > min(9, len(answer)), "the newest is there"
+        assert past.generations("c") == ()
+
 
 class TestProposer:
-    def state(self, seq_id: int, *tokens: int) -> RowState:
-        return RowState(seq_id, np.array(tokens, np.int32), 2, DrawSpec())
+    def state(self, seq_id: int, *tokens: int, salt: str | None = None) -> RowState:
+        return RowState(seq_id, np.array(tokens, np.int32), 2, DrawSpec(), salt)
 
-    def answer(self, proposer: SuffixProposer, seq_id: int, *tokens: int) -> None:
-        proposer.admit(self.state(seq_id, 0, 1, tokens[0]))
+    def answer(self, proposer: SuffixProposer, seq_id: int, *tokens: int, salt: str | None = None) -> None:
+        proposer.admit(self.state(seq_id, 0, 1, tokens[0], salt=salt))
         proposer.observe(seq_id, tokens[1:])
         proposer.finish(seq_id)
 
@@ -191,6 +208,16 @@ class TestProposer:
         proposer.admit(self.state(2, 3, 4))
         assert proposer.propose(self.state(2, 3, 4), 4) == [], "nothing in common so far"
         assert proposer.propose(self.state(2, 3, 4, 5, 6), 4) == [7, 8], "another answer went on like this, and ended"
+
+    def test_answers_of_another_salt_are_not_seen(self) -> None:
+        proposer = SuffixProposer(least=0.1)
+        self.answer(proposer, 1, 5, 6, 7, 8, salt="a")
+        for seq_id, (salt, found) in enumerate([("b", []), (None, []), ("a", [7, 8])], 2):
+            state = self.state(seq_id, 3, 4, 5, 6, salt=salt)
+            proposer.admit(state)
+            assert proposer.propose(state, 4) == found, f"salt {salt}"
+        self.answer(proposer, 9, 5, 6, 9, 9, salt="b")
+        assert proposer.propose(self.state(2, 3, 4, 5, 6, salt="b"), 2) == [9, 9], "what ended meanwhile"
 
     def test_a_place_survives_a_new_generation(self) -> None:
         proposer = SuffixProposer(capacity=5, least=0.1)

@@ -19,3 +19,11 @@ FAMILIES = {
 def moe_checkpoint(family: str = "qwen3_moe") -> Path:
     """A random model of this family with its few experts."""
     return tiny_checkpoint(family, **FAMILIES[family])
+
+
+def wide_checkpoint(num_layers: int) -> Path:
+    """All sizes are multiples of 128."""
+    return tiny_checkpoint(
+        "qwen2_moe", num_heads=2, num_kv_heads=1, num_hidden_layers=num_layers, head_dim=64, hidden_size=128, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=128, shared_expert_intermediate_size=128,
+    )  # fmt: skip

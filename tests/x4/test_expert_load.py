@@ -57,12 +57,14 @@ def computed(outputs) -> tuple[tuple[int, ...], ...]:
         ("mixtral", {"milestone": "m5", "max_num_batched_tokens": 7}),
         ("qwen2_moe", {"attention_backend": "torch_paged"}),
         ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        pytest.param("qwen3_moe", {"device": "cuda", "dtype": "float32"}, marks=pytest.mark.gpu),
     ],
     ids=[
         "a step at a time",
         "prompts in chunks",
         "recorded steps with padding, overlapped",
         "two ranks, experts shared out",
+        "CUDA graphs",
     ],
 )
 def test_counts_are_those_of_transformers(family: str, fields: dict) -> None:

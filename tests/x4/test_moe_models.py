@@ -20,6 +20,7 @@ from folovllm.build import layer_set, make_engine
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.layers.moe import Experts, MoE, route
+from folovllm.models.registry import PLAIN_LAYERS
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, answered, mixed_requests, serve
 from tests.x4.checkpoints import FAMILIES, moe_checkpoint
@@ -27,15 +28,20 @@ from tests.x4.checkpoints import FAMILIES, moe_checkpoint
 SMALL = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}  # preemption, and prompts in chunks
 
 
-@pytest.mark.parametrize("backend", ["torch_naive", "triton"])
+@pytest.mark.parametrize("experts", ["one by one", "grouped"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_hugging_face(family: str, backend: str) -> None:
-    """A whole prompt, and one in pieces. With Triton's layers the experts run in the grouped kernel."""
-    path = moe_checkpoint(family)
-    (ids,) = prompts([21])
+def test_logits_equal_hugging_face(family: str, experts: str) -> None:
+    """A whole prompt, and one in pieces; in fewer where the experts run in the grouped kernel."""
+    path, layers, ways = moe_checkpoint(family), PLAIN_LAYERS, ([21], [13, 1, 7])
+    if experts == "grouped":
+        pytest.importorskip("triton", reason="Triton is for Linux only")
+        from folovllm.layers.fused_moe import EXPERT_KERNELS
+
+        layers, ways = layers.having(EXPERT_KERNELS), ([8, 1],)
+    (ids,) = prompts([sum(ways[0])])
     reference = hf_logits(path, ids)
-    for pieces in ([21], [13, 1, 7]):
-        driver, logits, start = Driver(path, backend, max_seqs=1), [], 0
+    for pieces in ways:
+        driver, logits, start = Driver(path, max_seqs=1, layers=layers), [], 0
         for length in pieces:
             logits.append(driver.step({0: ids[start : start + length]})[0])
             start += length

@@ -77,16 +77,29 @@ class AttentionBackend(ABC):
         """Whether a step can be recorded on `device`. On CPU any can: there it is called again, not replayed."""
         return cls.supports_cuda_graph or device.type == "cpu"
 
-    def of_layer(self, scales: KVScales) -> AttentionBackend:
-        """Return the backend of a layer whose cache has `scales`: itself, or where the cache is in 8 bits a copy with them.
+    def of_layer(self, scales: KVScales, window: int | None = None) -> AttentionBackend:
+        """Return the backend of a layer whose cache has `scales`, and whose tokens see `window` tokens, if that is not None.
 
-        A step is planned once, by the original. So what a plan leaves must lie in an object that copies share.
+        It is this one itself, unless the layer has a window or a cache in 8 bits. A step is planned once, by the original.
+        So what a plan leaves must lie in an object that copies share.
         """
+        backend = self if window is None else self.sliding(window)
         if not self.config.is_fp8:
-            return self
-        backend = copy(self)
+            return backend
+        backend = copy(backend)
         backend.scales = scales
         return backend
+
+    def sliding(self, window: int) -> AttentionBackend:
+        """Return the backend of a layer in which a token sees `window` tokens: itself and those right before it.
+
+        Here that is plain torch in its place, which nothing can record. Raises `BackendUnavailable` where this one can be.
+        """
+        if self.supports_cuda_graph:
+            raise BackendUnavailable(f'{self.name} knows no sliding window: choose "triton" or "torch_paged"')
+        from folovllm.attention.backends.sliding import SlidingBackend
+
+        return SlidingBackend(self, window)
 
     def as_bytes(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor

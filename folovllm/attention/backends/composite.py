@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,14 @@ def prefills_of(batch: ForwardBatch) -> ForwardBatch:
     )  # fmt: skip
 
 
+@dataclass(slots=True)
+class Parts:
+    """Those of the planned step; None: there is none."""
+
+    prefills: ForwardBatch | None = None
+    decodes: ForwardBatch | None = None
+
+
 class CompositeBackend(AttentionBackend):
     """Splits each batch after its decodes. Made by `compose`, which fills in the two classes."""
 
@@ -45,8 +54,7 @@ class CompositeBackend(AttentionBackend):
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
         self.prefill, self.decode = self.prefill_class(config), self.decode_class(config)
-        self._prefills: ForwardBatch | None = None  # the parts of the planned step; None: there is none
-        self._decodes: ForwardBatch | None = None
+        self._parts = Parts()
 
     @classmethod
     def check_available(cls, config: AttentionConfig) -> None:
@@ -59,14 +67,21 @@ class CompositeBackend(AttentionBackend):
         """Whether both read blocks of `block_size` tokens."""
         return cls.prefill_class.supports_block_size(block_size) and cls.decode_class.supports_block_size(block_size)
 
+    def sliding(self, window: int) -> AttentionBackend:
+        """As `AttentionBackend`: a copy, of copies."""
+        backend = copy(self)
+        backend.prefill, backend.decode = self.prefill.sliding(window), self.decode.sliding(window)
+        return backend
+
     def plan(self, batch: ForwardBatch) -> None:
         """Cut the batch in two and let each backend plan its part."""
-        self._decodes = decodes_of(batch) if batch.num_decodes else None
-        self._prefills = prefills_of(batch) if batch.num_seqs > batch.num_decodes else None
-        if self._decodes is not None:
-            self.decode.plan(self._decodes)
-        if self._prefills is not None:
-            self.prefill.plan(self._prefills)
+        parts = self._parts
+        parts.decodes = decodes_of(batch) if batch.num_decodes else None
+        parts.prefills = prefills_of(batch) if batch.num_seqs > batch.num_decodes else None
+        if parts.decodes is not None:
+            self.decode.plan(parts.decodes)
+        if parts.prefills is not None:
+            self.prefill.plan(parts.prefills)
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write `key` and `value` [T, Hkv, D] to their slots; both read the same layout."""
@@ -74,12 +89,12 @@ class CompositeBackend(AttentionBackend):
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[T, Hq, D] -> [T, Hq, D], of the batch that was planned; only a mixed one costs a copy."""
-        n, parts = batch.num_decodes, []
-        if self._decodes is not None:
-            parts.append(self.decode.forward(query[:n], kv_cache, self._decodes))
-        if self._prefills is not None:
-            parts.append(self.prefill.forward(query[n:], kv_cache, self._prefills))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        n, parts, results = batch.num_decodes, self._parts, []
+        if parts.decodes is not None:
+            results.append(self.decode.forward(query[:n], kv_cache, parts.decodes))
+        if parts.prefills is not None:
+            results.append(self.prefill.forward(query[n:], kv_cache, parts.prefills))
+        return results[0] if len(results) == 1 else torch.cat(results)
 
     def forward_raw(
         self, qkv: torch.Tensor, preparation: Preparation, kv_cache: torch.Tensor, batch: ForwardBatch

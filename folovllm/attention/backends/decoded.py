@@ -21,10 +21,10 @@ class DecodedCache(AttentionBackend):
         super().__init__(inner.config)
         self._inner = inner
 
-    def of_layer(self, scales: KVScales) -> AttentionBackend:
+    def of_layer(self, scales: KVScales, window: int | None = None) -> AttentionBackend:
         """As `AttentionBackend`."""
         backend = copy(self)
-        backend.scales, backend._inner = scales, self._inner.of_layer(scales)
+        backend.scales, backend._inner = scales, self._inner.of_layer(scales, window)
         return backend
 
     def plan(self, batch: ForwardBatch) -> None:

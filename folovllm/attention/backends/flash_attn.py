@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -42,6 +43,10 @@ class FlashAttentionBackend(AttentionBackend):
         if config.block_size is not None and not cls.supports_block_size(config.block_size):
             raise BackendUnavailable(f"{name} needs a block_size that is a multiple of 256, not {config.block_size}")
 
+    def sliding(self, window: int) -> AttentionBackend:
+        """As `AttentionBackend`."""
+        return SlidingFlashAttention(self, window)
+
     def plan(self, batch: ForwardBatch) -> None:
         """Where each prefill's queries and keys start; every decode before them is one query."""
         first = batch.num_decodes
@@ -71,3 +76,22 @@ class FlashAttentionBackend(AttentionBackend):
                 block_table=batch.block_tables[n : batch.num_seqs], softmax_scale=scale, causal=True,
             ))  # fmt: skip
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class SlidingFlashAttention(FlashAttentionBackend):
+    """The same in a layer with a window. The step is planned by `whole`, the one without."""
+
+    def __init__(self, whole: FlashAttentionBackend, window: int) -> None:
+        AttentionBackend.__init__(self, whole.config)
+        self._whole = whole
+        before = window - 1, 0  # tokens that a token sees on its two sides
+        self._prefill, self._decode = (partial(f, window_size=before) for f in (whole._prefill, whole._decode))
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Let `whole` do it."""
+        self._whole.plan(batch)
+
+    def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """As `FlashAttentionBackend`."""
+        self._query_starts, self._key_starts = self._whole._query_starts, self._whole._key_starts
+        return super().forward(query, kv_cache, batch)

@@ -31,6 +31,12 @@ class TorchCatBackend(AttentionBackend):
         """Append `key` and `value` [T, Hkv, D]."""
         kv_cache.append(key, value)
 
+    def sliding(self, window: int) -> AttentionBackend:
+        """As `AttentionBackend`."""
+        from folovllm.attention.backends.sliding import SlidingCat
+
+        return SlidingCat(self, window)
+
     def forward(  # type: ignore[override]
         self, query: torch.Tensor, kv_cache: GrowingKVCache, batch: ForwardBatch
     ) -> torch.Tensor:

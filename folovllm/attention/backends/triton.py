@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -43,10 +44,9 @@ class TritonBackend(AttentionBackend):
         super().__init__(config)
         if config.block_size is None:
             raise ValueError("the triton backend is built for one block size: resolve it first")
-        self._decode = SplitKVDecode(
-            config.max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim, config.block_size, config.device,
-            DecodeConfig(tile=64) if config.is_fp8 else DecodeConfig(),
-        )  # fmt: skip
+        self._window: int | None = None  # of the layer
+        self._decode = self._make_decode(config.block_size)
+        self._decodes: dict[int | None, SplitKVDecode] = {None: self._decode}  # by window; copies share it
         self._own_prefill = own_prefill
         self.supports_prompt_graph = own_prefill is None  # of one's own nothing is asked but what its contract says
         self._hopper = None if own_prefill else _hopper(config)
@@ -79,11 +79,26 @@ class TritonBackend(AttentionBackend):
                 f"not {config.head_dim} in {config.dtype}: choose another dtype, or torch_paged"
             )
 
+    def _make_decode(self, block_size: int) -> SplitKVDecode:
+        c = self.config
+        tiles = DecodeConfig(tile=64) if c.is_fp8 else DecodeConfig()
+        shape = c.num_heads, c.num_kv_heads, c.head_dim, block_size
+        return SplitKVDecode(c.max_num_seqs, *shape, c.device, tiles, window=self._window)
+
+    def sliding(self, window: int) -> TritonBackend:
+        """As `AttentionBackend`: a copy, whose decodes have a plan of their own."""
+        backend = copy(self)
+        backend._window = window
+        if window not in self._decodes:
+            self._decodes[window] = backend._make_decode(self._decode.block_size)
+        backend._decode = self._decodes[window]
+        return backend
+
     def plan(self, batch: ForwardBatch) -> None:
         """List the decodes' work, and in a recorded step that of the prompts: it is the same in all layers."""
         n, self._planned.tiles = batch.num_decodes, None
-        if n:
-            self._decode.plan(batch.seq_lens, n)
+        for decode in self._decodes.values() if n else ():
+            decode.plan(batch.seq_lens, n)
         if batch.is_padded:
             self._planned.tiles = list_tiles(
                 batch.query_start_loc, batch.seq_lens, len(batch.input_ids), n, self._tile_m
@@ -109,9 +124,9 @@ class TritonBackend(AttentionBackend):
         return out
 
     def _prefill_kernel(self, num_tokens: int, max_query_len: int) -> PrefillKernel:
-        """Which of the two serves a step of so many tokens, whose longest share is given."""
-        if self._planned.tiles is not None:
-            return partial(prefill, tiles=self._planned.tiles, scales=self.scales)
+        """Which of the two serves a step of so many tokens, whose longest share is given. Only one knows windows."""
+        if self._planned.tiles is not None or self._window is not None:
+            return partial(prefill, tiles=self._planned.tiles, scales=self.scales, window=self._window)
         hopper = self._hopper
         if hopper is not None and hopper.is_ahead(self.config.head_dim, num_tokens, max_query_len):
             kernel: PrefillKernel = hopper.prefill_hopper

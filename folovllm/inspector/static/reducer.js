@@ -48,6 +48,7 @@ export class EngineState {
     for (const seq of this.sequences.values()) {
       if (!seq.isRunning) continue;
       seq.table.forEach((block, place) => {
+        if (block < 0) return; // behind its window
         const filled = Math.max(0, Math.min(this.blockSize, seq.numComputed - place * this.blockSize));
         (held[block] ??= []).push({ seq, place, filled });
       });
@@ -174,6 +175,11 @@ const REDUCERS = {
     [state.hash[i], state.serial[i], state.parent[i], state.originSeq[i]] = [null, 0, 0, -1];
     state.totals.evicted++;
   }),
+  pass(state, [, seqId, place, block, left]) {
+    state.refCount[block] = left;
+    const table = state.sequences.get(seqId)?.table ?? [];
+    if (place < table.length) table[place] = -1;
+  },
   table(state, [, seqId, blocks, left]) {
     blocks.forEach((block, i) => (state.refCount[block] = left ? left[i] : 0));
     Object.assign(state.sequences.get(seqId) ?? {}, { table: [] });

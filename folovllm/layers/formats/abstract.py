@@ -13,10 +13,12 @@ from folovllm.layers.activation import SiluAndMul
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
+    from folovllm.kernels.quant_linear import Codes
     from folovllm.layers.linear import LinearBase
 
     Cut = Callable[[Weight], torch.Tensor]  # a whole tensor [outputs, inputs] or [outputs] -> one rank's part of it
 
+ALL = slice(None)
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the dtypes whose numbers are the weights themselves
 
 
@@ -103,6 +105,20 @@ class WeightFormat(ABC):
         """Do what `apply` promises in one kernel. Called only where `fuses` said so."""
         raise NotImplementedError(f"{type(self).__name__} has no such kernel")
 
+    def check_stack(self, layer: LinearBase) -> None:
+        """Raise ValueError unless the parts of `layer` may be experts, each of which is multiplied by itself: the end of a
+        sentence about them.
+        """
+        raise ValueError(f"{type(self).__name__} does not unpack a part of a layer")
+
+    def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
+        """W [outputs, inputs] of some of the `output_sizes` in `dtype`, a copy. Works after `check_stack`."""
+        raise NotImplementedError(f"{type(self).__name__} does not unpack")
+
+    def codes_of(self, layer: LinearBase) -> Codes:
+        """What a kernel is told of the weights. Works after `check_stack`."""
+        raise NotImplementedError(f"{type(self).__name__} has no codes")
+
     def can_fold(self, layer: LinearBase) -> bool:
         """Whether `fold` works, and the product of an `x` that is divided only afterwards is as exact."""
         return False
@@ -110,6 +126,12 @@ class WeightFormat(ABC):
     def fold(self, layer: LinearBase, scale: torch.Tensor) -> None:
         """Multiply the columns of W by `scale` [inputs], for good: (x * scale) W^T is x (W * scale)^T."""
         raise NotImplementedError(f"{type(self).__name__} cannot fold")
+
+
+def rows_of(sizes: Sequence[int], parts: slice) -> slice:
+    """The rows of some parts, whose `sizes` say how many each has."""
+    first, end, _ = parts.indices(len(sizes))
+    return slice(sum(sizes[:first]), sum(sizes[:end]))
 
 
 def on_gpu(x: torch.Tensor) -> bool:

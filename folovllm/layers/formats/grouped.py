@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +66,12 @@ class Grouped:
         if self.scales.device.type == "cpu" and LibraryWeight.serves(len(self.scales), self.group_size, self.dtype):
             self.library = LibraryWeight(self.codes(), *self.scales_and_minimums())
             self.words = None
+
+    def rows(self, rows: slice) -> Grouped:
+        """Some of W's rows: views."""
+        assert self.words is not None
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, words=self.words[rows], scales=self.scales[rows], zeros=zeros)
 
     def scales_and_minimums(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Two [outputs, groups] float32: W is code * scale + minimum. Both are exact, for codes are small."""

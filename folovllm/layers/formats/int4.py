@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from folovllm.layers.formats import packing
-from folovllm.layers.formats.abstract import FLOATS, WeightFormat
+from folovllm.layers.formats.abstract import ALL, FLOATS, WeightFormat, rows_of
 from folovllm.layers.formats.grouped import Grouped, narrowest
 
 if TYPE_CHECKING:
+    from folovllm.kernels.quant_linear import Codes
     from folovllm.layers.linear import LinearBase
 
 MULTIPLE = 32  # of inputs that a group has: what a thread of the kernel reads at once
@@ -109,7 +110,26 @@ class Int4(WeightFormat):
             kept.zeros = narrowest(kept.zeros)
         elif kept.zeros is not None and (kept.zeros == 8).all():
             kept.zeros = None
-        kept.settle()
+        if not layer.is_stack:  # of which single experts are unpacked
+            kept.settle()
+
+    def check_stack(self, layer: LinearBase) -> None:
+        """As `WeightFormat`: all rows must have their inputs in one order."""
+        if self.order_name:
+            raise ValueError("each sorts its inputs in an order of its own (desc_act)")
+
+    def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
+        """As `WeightFormat`."""
+        w: torch.Tensor = layer.grouped.rows(rows_of(layer.output_sizes, parts)).dequantized(dtype)
+        return w
+
+    def codes_of(self, layer: LinearBase) -> Codes:
+        """As `WeightFormat`."""
+        from folovllm.kernels.quant_linear import Codes
+
+        kept: Grouped = layer.grouped
+        assert kept.words is not None
+        return Codes(kept.words, kept.scales, 1, kept.group_size, kept.zeros)
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """As `WeightFormat`."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from folovllm.layers.formats.abstract import FLOATS, WeightFormat, on_gpu
+from folovllm.layers.formats.abstract import ALL, FLOATS, WeightFormat, on_gpu, rows_of
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
@@ -154,12 +154,23 @@ class Scaled(WeightFormat):
         layer.columns = scale.clone() if layer.columns is None else layer.columns * scale
 
     def has_kernels(self, layer: LinearBase, x: torch.Tensor) -> bool:
-        """Whether a kernel can multiply: on a GPU, and where scales are for whole units and rows of blocks do not overlap."""
+        """Whether a kernel can multiply: on a GPU, and where it can read the scales."""
+        return self.is_aligned(layer) and on_gpu(x)
+
+    def is_aligned(self, layer: LinearBase) -> bool:
+        """Whether scales are for whole units, and rows of blocks do not overlap."""
         rows, columns = self.block_of(layer.input_size)
-        aligned = layer.input_size % 16 == columns % 16 == 0 and not any(
-            size % rows for size in layer.output_sizes[:-1]
-        )
-        return aligned and on_gpu(x)
+        overlap = any(size % rows for size in layer.output_sizes[:-1])
+        return layer.input_size % 16 == columns % 16 == 0 and not overlap
+
+    def check_stack(self, layer: LinearBase) -> None:
+        """As `WeightFormat`: a kernel must be able to read them."""
+        if not self.is_aligned(layer):
+            rows, columns = self.block_of(layer.input_size)
+            raise ValueError(
+                f"blocks of {rows} x {columns} weights with a scale do not divide [{layer.output_sizes[0]}, "
+                f"{layer.input_size}] into multiples of 16 inputs"
+            )
 
     def codes_of(self, layer: LinearBase) -> Codes:
         """What a kernel is told of the weights."""
@@ -167,14 +178,15 @@ class Scaled(WeightFormat):
 
         return Codes(layer.weight, layer.scale, *self.block_of(layer.input_size))
 
-    def dequantized(self, layer: LinearBase, dtype: torch.dtype) -> torch.Tensor:
-        """W [outputs, inputs] in `dtype`, the one copy that is made."""
-        weight, (rows, columns) = layer.weight.to(dtype), self.block_of(layer.input_size)
+    def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
+        """As `WeightFormat`: the one copy that is made."""
+        sizes, scale_rows, (rows, columns) = layer.output_sizes, self.scale_rows(layer), self.block_of(layer.input_size)
+        weight, scales = layer.weight[rows_of(sizes, parts)].to(dtype), layer.scale[rows_of(scale_rows, parts)]
         if rows == 1 and layer.input_size % columns == 0:
-            weight.unflatten(1, (-1, columns)).mul_(layer.scale[:, :, None])
+            weight.unflatten(1, (-1, columns)).mul_(scales[:, :, None])
             return weight
-        scales = torch.split(layer.scale, self.scale_rows(layer))
-        for part, scale in zip(torch.split(weight, layer.output_sizes), scales, strict=True):
+        each = torch.split(weight, sizes[parts]), torch.split(scales, scale_rows[parts])
+        for part, scale in zip(*each, strict=True):
             wide = scale.repeat_interleave(columns, 1)[:, : layer.input_size]  # [rows of blocks, inputs]
             for block, factors in zip(part.split(rows), wide, strict=True):
                 block *= factors

@@ -1,0 +1,62 @@
+"""Attention through a sliding window (Mistral 7B; Jiang et al., 2023), in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from folovllm.attention.backends.abstract import AttentionBackend
+from folovllm.attention.backends.torch_naive import gather_kv
+from folovllm.attention.growing_cache import GrowingKVCache
+from folovllm.attention.ops import create_causal_mask, naive_attention
+from folovllm.forward_batch import ForwardBatch
+
+
+def attend_window(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int
+) -> torch.Tensor:
+    """Attention of the last tokens of a sequence, [n, Hq, D], each over itself and the `window - 1` tokens before it.
+
+    Args:
+        key: [m, Hkv, D], as `value`: the sequence's last m tokens, n <= m. Tokens before them are out of sight.
+    """
+    new, total = len(query), len(key)
+    mask = create_causal_mask(new, total, query.device).triu(total - new - window + 1)  # [n, m]
+    return naive_attention(query, key, value, scale, mask)
+
+
+class SlidingBackend(AttentionBackend):
+    """Stands in the place of a backend in plain torch, in a layer with a window. That one stores."""
+
+    supports_prompt_graph = True
+
+    def __init__(self, inner: AttentionBackend, window: int) -> None:
+        super().__init__(inner.config)
+        self._inner, self._window = inner, window
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """As the other backend."""
+        self._inner.plan(batch)
+
+    def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """As the other backend."""
+        self._inner.store(key, value, kv_cache, slot_mapping)
+
+    def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, Hq, D] -> [T, Hq, D], sequence by sequence. Blocks that no new token sees are not read: they may be others' by now."""
+        outputs, block_size = [], kv_cache.shape[2]
+        queries = torch.split(query, batch.query_lens_host)
+        for new, table, seq_len in zip(queries, batch.block_tables, batch.seq_lens_host, strict=True):
+            first = max(0, seq_len - len(new) + 1 - self._window) // block_size  # block that a new token sees
+            key, value = gather_kv(kv_cache, table[first:], seq_len - first * block_size)
+            outputs.append(attend_window(new, key, value, self.config.scale, self._window))
+        return torch.cat(outputs)
+
+
+class SlidingCat(SlidingBackend):
+    """The same over a cache that grows, of one sequence."""
+
+    def forward(  # type: ignore[override]  # a cache that grows cannot be one tensor
+        self, query: torch.Tensor, kv_cache: GrowingKVCache, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """[T, Hq, D] -> [T, Hq, D]."""
+        return attend_window(query, kv_cache.key, kv_cache.value, self.config.scale, self._window)

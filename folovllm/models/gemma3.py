@@ -1,0 +1,98 @@
+"""Gemma 3, its text part (Gemma Team, 2025): most layers see a sliding window, every sixth sees all, with other angles."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from folovllm.forward_batch import ForwardBatch
+from folovllm.layers.activation import GeluAndMul
+from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.layernorm import RMSNorm
+from folovllm.layers.rotary_embedding import RotaryEmbedding
+from folovllm.layers.unsupported import UnsupportedModel
+from folovllm.model_config import head_dim_of
+from folovllm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel
+from folovllm.models.qwen3 import Qwen3ForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Gemma3RMSNorm(RMSNorm):
+    """Multiplies by 1 + what the checkpoint has, which would lose digits in half precision: in float32."""
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__(size, eps)
+        self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32))
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """As `RMSNorm`; rounded to the dtype of `x` once, at the end."""
+        total = x if residual is None else x + residual
+        normed = nn.functional.rms_norm(total.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        return normed if residual is None else (normed, total)
+
+
+class Gemma3MLP(LlamaMLP):
+    """With another gate."""
+
+    activation = "gelu_pytorch_tanh", GeluAndMul
+
+
+class Gemma3DecoderLayer(LlamaDecoderLayer):
+    """Norms what attention and MLP give, too, before it is added to the stream."""
+
+    def __init__(self, config: PretrainedConfig, attention: LlamaAttention, layers: LayerSet) -> None:
+        super().__init__(config, attention, layers)
+        self.pre_feedforward_layernorm = layers.make(RMSNorm, config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = layers.make(RMSNorm, config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """As `LlamaDecoderLayer`."""
+        x, residual = (self.input_layernorm(x), x) if residual is None else self.input_layernorm(x, residual)
+        x = self.post_attention_layernorm(self.self_attn(x, batch))
+        x, residual = self.pre_feedforward_layernorm(x, residual)
+        return self.post_feedforward_layernorm(self.mlp(x)), residual
+
+
+class Gemma3Model(LlamaModel):
+    """Layers that slide and layers that do not have an angle table each; embeddings are scaled by sqrt(H)."""
+
+    @staticmethod
+    def ropes(config: PretrainedConfig, layers: LayerSet, max_model_len: int) -> list[RotaryEmbedding]:
+        """As `LlamaModel`, by the kind of the layer."""
+        own, kinds, tables = copy(config), config.layer_types[: config.num_hidden_layers], {}
+        for kind in set(kinds):
+            own.rope_parameters = config.rope_parameters[kind]
+            tables[kind] = LlamaModel.ropes(own, layers, max_model_len)[0]
+        return [tables[kind] for kind in kinds]
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """As `LlamaModel`; the factor is rounded to the model's dtype, as in its training."""
+        x = super().embed(input_ids)
+        return x * torch.tensor(x.shape[1] ** 0.5, dtype=x.dtype, device="cpu").item()
+
+
+PLACES = {LlamaMLP: Gemma3MLP, LlamaDecoderLayer: Gemma3DecoderLayer, LlamaModel: Gemma3Model}
+
+
+class Gemma3ForCausalLM(Qwen3ForCausalLM):
+    """The frame with Qwen3's attention, whose heads are normed."""
+
+    def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
+        for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+            if getattr(config, name, None):
+                raise UnsupportedModel(f"{name} is not supported")
+        norms = {RMSNorm: lambda size, eps: layers.make(Gemma3RMSNorm, size, eps)}
+        super().__init__(config, layers.having({**PLACES, **norms}), max_model_len)
+        self.query_scale = (head_dim_of(config) / config.query_pre_attn_scalar) ** 0.5
+
+    def weights_loaded(self) -> None:
+        """Add 1 to the norms' weights, and let those of the queries make up for scores that backends divide by sqrt(D)."""
+        super().weights_loaded()
+        for name, module in self.named_modules():
+            if isinstance(module, Gemma3RMSNorm):
+                module.weight.data.add_(1).mul_(self.query_scale if name.endswith("q_norm") else 1)

@@ -1,0 +1,282 @@
+"""Checkpoints whose experts are quantized, as their writers lay them out: answers, ranks, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from folovllm import EngineConfig
+from folovllm.bench.contenders import write_geometry
+from folovllm.engine.setup import set_up
+from folovllm.layers.coded_experts import CodedExperts, ExpertStack, GroupedCodedExperts
+from folovllm.layers.linear import LinearBase
+from folovllm.models.quantization import expert_shapes, linear_bytes, linear_shapes
+from folovllm.quantize.methods import method_for
+from folovllm.quantize.options import QuantizeOptions
+from folovllm.quantize.run import quantize as quantize_folder
+from folovllm.worker.native_model import load_native_model, load_sharded_model
+from tests.contract import DEVICE
+from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
+from tests.m6.ranks import ThreadGroup, on_ranks
+from tests.workloads import answered, make_engine, mixed_requests, serve
+from tests.x2.quantized import Quantize, compressed, packed, quantize_8, write_quantized
+from tests.x2.test_int4_weights import (
+    AWQ,
+    GPTQ,
+    GROUP,
+    SORTED,
+    quantize,
+    to_awq,
+    to_gptq,
+    to_packed_symmetric,
+    to_sorted_gptq,
+)  # fmt: skip
+from tests.x4.checkpoints import FAMILIES, wide_checkpoint
+
+E4M3 = torch.float8_e4m3fn
+# As Qwen3-30B-A3B-FP8 names what stays plain.
+PLAIN = ["lm_head", *(f"model.layers.{i}.{part}" for i in range(2) for part in ("input_layernorm", "mlp.gate"))]
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": PLAIN}
+KINDS: dict[str, tuple[str, Quantize, dict[str, Any]]] = {
+    "fp8 blocks": ("qwen3_moe", quantize_8(E4M3, "weight_scale_inv", (16, 16)), BLOCKS),
+    "fp8 channel": (
+        "mixtral",
+        quantize_8(E4M3, "weight_scale", None),
+        compressed(8, "float", "float-quantized", "channel", ("lm_head", "re:.*block_sparse_moe.gate")),
+    ),
+    "int8 packed": (
+        "qwen2_moe",
+        packed(quantize_8(torch.int8, "weight_scale", None)),
+        compressed(8, "int", "pack-quantized", "channel", ("lm_head", "re:.*gate$")),
+    ),
+    "int4 packed": (
+        "qwen3_moe",
+        quantize(to_packed_symmetric, symmetric=True),
+        compressed(4, "int", "pack-quantized", "group", ("lm_head", "re:.*mlp.gate$"), group_size=GROUP),
+    ),
+    "gptq": ("qwen2_moe", quantize(to_gptq), GPTQ),
+    "awq": ("mixtral", quantize(to_awq), AWQ | {"modules_to_not_convert": ["gate"]}),
+}
+SIZES = {
+    "qwen3_moe": {"moe_intermediate_size": 96},
+    "qwen2_moe": {
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+    },
+    "mixtral": {"intermediate_size": 96},
+}
+
+
+def source(family: str) -> Path:
+    """Two layers of 64 columns."""
+    fields = {"num_hidden_layers": 2, "hidden_size": 64, **FAMILIES[family], **SIZES[family]}
+    return tiny_checkpoint(family, **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A kind -> its checkpoint, and the same model in plain floats; each is made once."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def write(kind: str) -> tuple[Path, Path]:
+        if kind not in made:
+            family, quantize, config = KINDS[kind]
+            made[kind] = write_quantized(source(family), tmp_path_factory.mktemp("coded"), quantize, config)
+        return made[kind]
+
+    return write
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_the_numbers_that_the_codes_stand_for(kind: str, written: Any) -> None:
+    """Transformers has the numbers. A whole prompt, and one in pieces; experts stay codes, and routers floats."""
+    coded, floats = written(kind)
+    (ids,) = prompts([20])
+    driver, logits, start = Driver(coded, "torch_naive", max_seqs=1), [], 0
+    for length in (14, 1, 5):
+        logits.append(driver.step({0: ids[start : start + length]})[0])
+        start += length
+    assert_logits_equal(torch.cat(logits), hf_logits(floats, ids))
+    mlp: Any = driver.model.model.layers[1].mlp
+    assert type(mlp.experts) is CodedExperts and mlp.gate.weight.dtype == torch.float32
+    stacks = [module for module in driver.model.modules() if isinstance(module, ExpertStack)]
+    assert len(stacks) == 4 and not any(p.is_floating_point() and p.dtype != E4M3 for m in stacks for p in codes(m))
+
+
+def codes(stack: ExpertStack) -> list[torch.Tensor]:
+    """What a stack keeps of weights."""
+    return [stack.grouped.words] if hasattr(stack, "grouped") else [stack.weight]
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "int8 packed"])
+def test_transformers_reads_the_same_checkpoint_alike(kind: str, written: Any) -> None:
+    """In its own way, through the packages that it needs for it. Experts of 4 bits it rounds to their scales' dtype (5.23)."""
+    for package in ("compressed_tensors", "accelerate"):
+        pytest.importorskip(package, reason=f"transformers needs {package} for this (pip install -e '.[dev]')")
+    coded, _ = written(kind)
+    (ids,) = prompts([9])
+    assert_logits_equal(Driver(coded).step({0: ids})[0], hf_logits(coded, ids))
+
+
+@pytest.mark.parametrize("kind", ["int8 packed", "gptq"])
+def test_the_grouped_kernel_in_the_model(kind: str, written: Any) -> None:
+    pytest.importorskip("triton", reason="Triton is for Linux only")
+    from folovllm.models.fused import fused_layers
+
+    coded, floats = written(kind)
+    (ids,) = prompts([6])
+    driver = Driver(coded, "torch_paged", max_seqs=1, device=DEVICE, layers=fused_layers(32))
+    assert_logits_equal(driver.step({0: ids})[0], hf_logits(floats, ids))
+    mlp: Any = driver.model.model.layers[0].mlp
+    assert type(mlp.experts) is GroupedCodedExperts
+
+
+def test_in_16_bits_on_cpu(written: Any) -> None:
+    """Where torch has a kernel for a whole layer of 4 bits, which would not give up single experts."""
+    x, answers = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)), []
+    for dtype in (torch.bfloat16, torch.float32):
+        mlp: Any = Driver(written("gptq")[0], dtype=dtype).model.model.layers[0].mlp
+        answers.append(mlp.experts(x.to(dtype), torch.arange(6), torch.tensor([0, 2, 2, 3, 3, 3, 6])).float())
+    torch.testing.assert_close(*answers, rtol=2e-2, atol=2e-2 * float(answers[1].abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "int4 packed"])
+def test_the_engine_answers_as_transformers(kind: str, written: Any) -> None:
+    coded, floats = written(kind)
+    load = answered(floats, mixed_requests(count=4))
+    load.check(serve(make_engine(coded, milestone="m6"), load.requests, "random"))
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["each expert cut", "experts shared out"])
+@pytest.mark.parametrize("kind", ["fp8 blocks", "int8 packed", "gptq", "awq"])
+def test_ranks_hold_their_parts_of_codes_and_scales(kind: str, expert_parallel: bool, tmp_path: Path) -> None:
+    family, quantize, config = KINDS[kind]
+    wide = {name: 64 for name in SIZES[family] if name.endswith("intermediate_size")}
+    fields = {"num_hidden_layers": 2, "hidden_size": 64, **FAMILIES[family], **SIZES[family], **wide}
+    coded, _ = write_quantized(tiny_checkpoint(family, **fields), tmp_path, quantize, config)  # type: ignore[arg-type]
+    one = EngineConfig(model=str(coded), device="cpu", use_tqdm=False)
+    setup = set_up(replace(one, tensor_parallel_size=2, enable_expert_parallel=expert_parallel))
+    whole: Any = load_native_model(set_up(one)).model.layers[1]
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+
+    def work(group: ThreadGroup) -> torch.Tensor:
+        layer: Any = load_sharded_model(setup, group).model.layers[1]
+        assert layer.mlp.experts.is_part == expert_parallel
+        return layer.mlp(x)
+
+    with torch.inference_mode():
+        for summed in on_ranks(2, work):
+            torch.testing.assert_close(summed, whole.mlp(x), rtol=1e-4, atol=1e-4)
+
+
+class TestRefusals:
+    def refused(self, coded: Path, says: str, said: dict[str, Any] | None = None, **fields: Any) -> None:
+        if said is not None:
+            config = json.loads((coded / "config.json").read_text()) | {"quantization_config": said}
+            (coded / "config.json").write_text(json.dumps(config))
+        (coded / "model.safetensors").write_bytes(b"")  # no weight is read
+        with pytest.raises(ValueError, match=says):
+            load_native_model(set_up(EngineConfig(model=str(coded), device="cpu", **fields)))
+
+    @pytest.fixture
+    def coded(self, tmp_path: Path) -> Path:
+        return write_quantized(source("qwen3_moe"), tmp_path, *KINDS["fp8 blocks"][1:])[0]
+
+    def test_ranks_that_would_cut_blocks(self, coded: Path) -> None:
+        """Of experts; where these stay whole it is the attention's turn, or nobody's."""
+        says = (
+            r"cannot share mlp.experts.0.gate_proj: a rank's part \[48, 64\] would not hold whole blocks of 32 x 16 .*"
+        )
+        said = BLOCKS | {"weight_block_size": [32, 16]}
+        self.refused(coded, says + "set enable_expert_parallel, or lower", said, tensor_parallel_size=2)
+        set_up(EngineConfig(model=str(coded), device="cpu", tensor_parallel_size=2, enable_expert_parallel=True))
+
+    def test_blocks_over_two_experts(self, coded: Path) -> None:
+        says = r"experts with such weights are not supported: blocks of 64 x 16 weights .* do not divide \[96, 64\]"
+        self.refused(coded, says, BLOCKS | {"weight_block_size": [64, 16]})
+
+    def test_experts_of_two_kinds(self, coded: Path) -> None:
+        says = "all experts of a layer must be quantized in one way, or none of them"
+        self.refused(coded, says, BLOCKS | {"modules_to_not_convert": [*PLAIN, "experts.3"]})
+
+    def test_sorted_inputs(self, tmp_path: Path) -> None:
+        coded, _ = write_quantized(source("qwen3_moe"), tmp_path, quantize(to_sorted_gptq), SORTED)
+        self.refused(
+            coded, r"experts with such weights are not .*: each sorts its inputs in an order of its own \(desc_"
+        )
+
+
+def test_experts_may_stay_plain(tmp_path: Path) -> None:
+    """And everything else is in codes."""
+    config = BLOCKS | {"modules_to_not_convert": [*PLAIN, "mlp.experts"]}
+    coded, floats = write_quantized(source("qwen3_moe"), tmp_path, KINDS["fp8 blocks"][1], config, ("experts",))
+    assert_logits_equal(Driver(coded).step({0: [5, 9, 3]})[0], Driver(floats).step({0: [5, 9, 3]})[0])
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_random_weights(kind: str) -> None:
+    config = EngineConfig(
+        model=str(wide_checkpoint(1)), device="cpu", random_weights=True, quantization=kind, use_tqdm=False
+    )
+    model = load_native_model(set_up(config))
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
+    plain = {name.rpartition(".")[2] for name, linear in linears.items() if "weight" in dict(linear.named_parameters())}
+    assert plain >= {"gate", "shared_expert_gate"}
+    for name, module in linears.items():
+        if not name.endswith("gate"):
+            assert 0.015 < module.format.dequantized(module, torch.float32).std() < 0.025, name
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+def test_quantize_writes_experts_in_codes(format: str, tmp_path: Path) -> None:
+    """And leaves routers as they were. Transformers has the numbers that the codes stand for."""
+    model, options = wide_checkpoint(2), QuantizeOptions(format=format)
+    quantize_folder(str(model), options, tmp_path / "coded", device="cpu", use_tqdm=False)
+    tensors, method = load_file(model / "model.safetensors"), method_for(options, torch.float32)
+    coded = {k: v for file in (tmp_path / "coded").glob("*.safetensors") for k, v in load_file(file).items()}
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        prefix = name.removesuffix("weight")
+        tensors[name] = method.decode({k.removeprefix(prefix): v for k, v in coded.items() if k.startswith(prefix)})
+    floats = shutil.copytree(model, tmp_path / "floats")
+    save_file(tensors, floats / "model.safetensors", {"format": "pt"})
+    (ids,) = prompts([9])
+    assert_logits_equal(Driver(tmp_path / "coded").step({0: ids})[0], hf_logits(floats, ids))
+    assert torch.equal(coded["model.layers.0.mlp.gate.weight"], tensors["model.layers.0.mlp.gate.weight"])
+    said = json.loads((tmp_path / "coded" / "config.json").read_text())["quantization_config"]
+    plain = [f"model.layers.{i}.mlp.{router}" for i in range(2) for router in ("gate", "shared_expert_gate")]
+    assert sorted(said.get("ignore") or said["modules_to_not_convert"]) == sorted(["lm_head", *plain])
+
+
+@pytest.mark.parametrize(("family", "format", "says"), [
+    ("qwen2_moe", "gptq", "most experts would see too little of a text: gptq is not for it, choose --format fp8 or int8"),
+    ("qwen2_moe", "fp8", "blocks of 128 x 128 do not divide experts of 32 x 64: add --per-channel"),
+    ("mixtral", "int8", "have names of their own for experts"),
+])  # fmt: skip
+def test_what_quantize_refuses(family: str, format: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        quantize_folder(str(source(family)), QuantizeOptions(format=format), tmp_path / "out", use_tqdm=False)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("fp8", 8), ("int8", 8), ("int4", 4)])
+def test_what_a_step_reads_of_qwen3_30b(kind: str, bits: int, tmp_path: Path) -> None:
+    """Codes and their scales; routers are plain."""
+    path = write_geometry("qwen3-30b-a3b", tmp_path)
+    config = EngineConfig(
+        model=str(path), tokenizer=str(tiny_checkpoint()), random_weights=True, device="cpu", quantization=kind
+    )
+    hf_config = set_up(config).hf_config
+    weights = 48 * 3 * 2048 * 768
+    read = linear_bytes(hf_config, torch.bfloat16, expert_shapes(hf_config))
+    assert weights * bits / 8 < read < weights * (bits + 0.15) / 8
+    shapes = linear_shapes(hf_config)
+    routers = linear_bytes(hf_config, torch.bfloat16, {"mlp.gate": shapes["mlp.gate"]})
+    assert routers == 48 * 128 * 2048 * 2

@@ -1,0 +1,165 @@
+"""Blocks behind a window are given back while a sequence runs, and nothing that a token sees is ever another's."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from folovllm import events as ev
+from folovllm.build import make_engine
+from folovllm.cache.block_manager import BlockManager
+from folovllm.cache.prefix_cache import PrefixCachingBlockManager
+from folovllm.cache.sliding import GONE, SlidingBlockManager, SlidingPrefixCachingBlockManager, sliding
+from folovllm.config import EngineConfig
+from folovllm.step.schedule import SchedulerOutput
+from folovllm.step.verify import accept
+from tests.helpers import tiny_checkpoint
+from tests.sequences import make_seq
+from tests.workloads import answered, mixed_requests, serve
+from tests.x3 import test_cut_back
+from tests.x3.test_cut_back import POISON, Device, Loop, next_token, sequence
+
+
+class SlidingDevice(Device):
+    """Reads the K/V in each token's window. A block that nobody can find again is poison as soon as it is free."""
+
+    def __init__(self, kv: Any) -> None:
+        super().__init__(kv)
+        self.window, self.forgets, self.texts = kv.window, not isinstance(kv, PrefixCachingBlockManager), {}
+        self.given_back = 0
+
+    def hear(self, events: Any) -> None:
+        super().hear(events)
+        for event in events:
+            self.given_back += isinstance(event, ev.BlockPassed)
+            if isinstance(event, ev.BlockFreed) and self.forgets:
+                self.slots[event.block_id] = [POISON] * self.size
+
+    def run(self, output: SchedulerOutput) -> list[list[int]]:
+        drawn = []
+        texts = [self.write(share) for share in output.shares]
+        for share, text in zip(output.shares, texts, strict=True):
+            for end in range(share.start + 1, share.end + 1):
+                seen = range(max(0, end - self.window), end)
+                read = [self.slots[self.tables[share.row][p // self.size]][p % self.size] for p in seen]
+                assert read == [tuple(text[: p + 1]) for p in seen], "a token saw K/V that is not its own"
+            first = share.end - share.num_draws + 1
+            tokens = [next_token(text[:end]) for end in range(first, share.end + 1)]
+            drawn.append(accept(tokens, text[first:]) if tokens else [])
+            self.newest[share.row] = drawn[-1][-1] if drawn[-1] else -1
+        return drawn
+
+
+def blocks_add_up(kv: Any, holders: Any) -> None:
+    """Each reference is a table's entry; what is gone is in front, out of sight, and all of it that has a name at least."""
+    named = Counter(block_id for seq in holders for block_id in seq.block_table)
+    del named[GONE]
+    assert [block.ref_count for block in kv.blocks] == [named[i] for i in range(kv.num_blocks)]
+    assert kv.num_free == kv.num_blocks - len(named)
+    for seq in holders:
+        gone = seq.block_table.count(GONE)
+        assert GONE not in seq.block_table[gone:] and len(seq.block_table) == -(
+            -seq.num_computed_tokens // kv.block_size
+        )
+        assert gone * kv.block_size <= max(0, seq.num_computed_tokens - kv.window + 1)
+
+
+@settings(max_examples=50)
+@given(
+    seed=st.integers(0, 1 << 30), num_blocks=st.integers(14, 30), block_size=st.integers(1, 4), k=st.integers(0, 5),
+    budget=st.integers(4, 30), window=st.integers(2, 9), caching=st.booleans(),
+)  # fmt: skip
+def test_nothing_in_sight_is_given_away(
+    seed: int, num_blocks: int, block_size: int, k: int, budget: int, window: int, caching: bool
+) -> None:
+    """Chunks, preemption, shared prefixes, guesses and aborts, over overlapped steps; the device checks what it reads."""
+    rng = random.Random(seed)
+    kind = SlidingPrefixCachingBlockManager if caching else SlidingBlockManager
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_cut_back, "Device", SlidingDevice)
+        patch.setattr(test_cut_back, "assert_blocks_add_up", blocks_add_up)
+        loop = Loop(kind(num_blocks, block_size, window=window), rng, k, budget)
+        seqs, longest = [], min(40, num_blocks * block_size)
+        for turn in range(10_000):
+            if turn < 12 and rng.random() < 0.7:
+                prompt = [rng.randrange(2) for _ in range(rng.randint(1, longest // 2))]
+                seqs.append(sequence(prompt, rng.randint(1, longest - len(prompt))))
+                loop.add(seqs[-1])
+            if rng.random() < 0.03 and seqs and not (victim := rng.choice(seqs)).status.is_finished:
+                loop.scheduler.abort(victim)
+            if turn >= 12 and all(seq.status.is_finished for seq in seqs):
+                break
+            loop.step()
+        loop.collect()
+        loop.check()
+    assert loop.kv.num_used == 0 and all(seq.status.is_finished for seq in seqs)
+    for seq in seqs:
+        text = seq.token_ids.tolist()
+        assert all(next_token(text[:i]) == text[i] for i in range(seq.num_prompt_tokens, len(text)))
+
+
+def test_by_hand() -> None:
+    """Blocks of 4, a window of 6: the token at 13 sees 8 to 13, so blocks 0 and 1 are of no use to it."""
+    kv = SlidingBlockManager(8, 4, window=6)
+    seq = make_seq(13)
+    assert kv.reserve(seq, 13) and seq.block_table == [0, 1, 2, 3]
+    seq.start()
+    seq.num_computed_tokens = 12
+    assert kv.reserve(seq, 1) and seq.block_table == [GONE, 1, 2, 3], "the token at 12 still sees 7"
+    seq.num_computed_tokens = 13
+    assert kv.reserve(seq, 1) and seq.block_table == [GONE, GONE, 2, 3] and kv.num_used == 2
+    kv.free(seq)
+    assert seq.block_table == [] and kv.num_used == 0
+
+
+def test_a_sequence_longer_than_the_pool() -> None:
+    """At a step's pace it never holds more than its window and the block that it writes to."""
+    kv = SlidingBlockManager(4, 4, window=6)
+    seq = make_seq(1)
+    for length in range(1, 200):
+        assert kv.reserve(seq, 1) and kv.num_used <= 3
+        if length == 1:
+            seq.start()
+        seq.num_computed_tokens = length
+    assert seq.block_table.count(GONE) == 48
+
+
+def test_who_stands_where() -> None:
+    """Every layer must slide, and a learner's own manager stays what it is."""
+    from types import SimpleNamespace
+
+    every, some = (SimpleNamespace(num_hidden_layers=2, sliding_window=8, layer_types=kinds) for kinds in (
+        None, ["sliding_attention", "full_attention"]))  # fmt: skip
+    made: Any = sliding(PrefixCachingBlockManager, every)(10, 4)
+    assert type(made) is SlidingPrefixCachingBlockManager and made.window == 8
+    assert sliding(BlockManager, some) is BlockManager
+    assert sliding(BlockManager, SimpleNamespace(num_hidden_layers=2)) is BlockManager
+
+    class Own(BlockManager):
+        pass
+
+    assert sliding(Own, every) is Own
+
+
+def test_the_engine_gives_blocks_back() -> None:
+    """A model that slides, in a cache that would not hold four of its texts whole; a guess now and then."""
+    path = tiny_checkpoint("mistral", sliding_window=12)
+    load = answered(path, mixed_requests("greedy", 6))
+    fields: dict[str, Any] = {
+        "block_size": 4, "num_kv_blocks": 22, "max_model_len": 88, "max_num_seqs": 4, "max_num_batched_tokens": 16,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+    }  # fmt: skip
+    engine = make_engine(EngineConfig(model=str(path), milestone="m6", device="cpu", use_tqdm=False, **fields))
+    assert isinstance(engine.scheduler.kv, SlidingBlockManager)
+    passed: list[ev.BlockPassed] = []
+    engine.scheduler.kv.events.subscribe(
+        lambda events: passed.extend(e for e in events if isinstance(e, ev.BlockPassed)),
+        ev.Snapshot(22, 4, 4, 16, 0, (), ()),
+    )
+    load.check(serve(engine, load.requests))
+    assert passed

@@ -1,0 +1,133 @@
+"""Models with sliding windows against their Hugging Face twins: prompts longer than the window, on every backend and preset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from folovllm.bench.roofline import tokens_read
+from folovllm.build import make_engine
+from folovllm.config import EngineConfig
+from folovllm.layers.layer_set import LayerSet
+from folovllm.models.registry import build_model
+from folovllm.quantize.whole import logits_of
+from folovllm.sampling_params import SamplingParams
+from tests import contract
+from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
+from tests.workloads import MAX_MODEL_LEN, Request, answered, mixed_requests, serve
+
+WINDOW = 12  # crosses blocks of 4 and of 16
+SLIDES = {"sliding_window": WINDOW, "use_sliding_window": True}
+FAMILIES = {
+    "gemma3_text": {},  # sliding, full, sliding (tests.helpers)
+    "mistral": {"sliding_window": WINDOW},
+    "mixtral": {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {"sliding_window": WINDOW},
+    "qwen2": {**SLIDES, "max_window_layers": 1},  # full, sliding, sliding
+    "qwen3": {**SLIDES, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+}
+
+
+def checkpoint(family: str) -> Path:
+    """A random model of three layers, some of which slide."""
+    return tiny_checkpoint(family, **FAMILIES[family])
+
+
+def feed(driver: Driver, ids: list[int], pieces: list[int]) -> torch.Tensor:
+    """Logits after each token of a sequence that comes in pieces."""
+    logits, start = [], 0
+    for length in pieces:
+        logits.append(driver.step({0: ids[start : start + length]})[0])
+        start += length
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [*((family, "torch_naive") for family in FAMILIES), ("gemma3_text", "torch_cat"), ("mistral", "triton")],
+)
+def test_logits_equal_hugging_face(family: str, backend: str) -> None:
+    """A prompt of three windows and a half, whole and in pieces, single tokens among them."""
+    path, (ids,) = checkpoint(family), prompts([42])
+    reference = hf_logits(path, ids)
+    for pieces in ([42], [5, 1, 19, 1, 1, 15]):
+        assert_logits_equal(feed(Driver(path, backend, block_size=4, max_seqs=1), ids, pieces), reference)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_window_matters(family: str) -> None:
+    """With a window that nobody reaches the logits are others: so the tests here would notice one that is not there."""
+    path, (ids,) = checkpoint(family), prompts([42])
+    driver, reference = Driver(path, "torch_naive", max_seqs=1), hf_logits(path, ids)
+    for layer in driver.model.model.layers:
+        layer.self_attn.attn.window = None
+        layer.self_attn.attn.bind(driver.backend)
+    logits = driver.step({0: ids})[0]
+    assert_logits_equal(logits[:WINDOW], reference[:WINDOW])
+    assert (logits[WINDOW:] - reference[WINDOW:]).abs().max() > 0.01 * reference.abs().max()
+
+
+SMALL = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}  # preemption, and prompts in chunks
+PRESETS = {"m1": {"model_impl": "native"}, "m2": {}, "m3": {"block_size": 4}, "m5": SMALL, "m6": SMALL}
+
+
+@pytest.mark.parametrize(
+    ("family", "milestone"), [*(("gemma3_text", preset) for preset in PRESETS), ("mistral", "m2"), ("mistral", "m6")]
+)
+def test_every_preset_answers_as_transformers(family: str, milestone: str) -> None:
+    load = answered(checkpoint(family), mixed_requests("seeded", 5))
+    fields: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False, **PRESETS[milestone]}
+    load.check(serve(make_engine(EngineConfig(model=str(load.model), milestone=milestone, **fields)), load.requests))
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
+def test_kernels_answer_as_transformers(family: str) -> None:
+    """M6 over kernels, all layers fused: decodes that store on the way, chunks, preemption."""
+    path = tiny_checkpoint(family, **FAMILIES[family], num_hidden_layers=2)
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    load = answered(path, [Request(prompt, greedy) for prompt in prompts([30, 5])])
+    fields: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 24, "block_size": 4, "max_model_len": 40}
+    fields |= {"attention_backend": "triton", "dtype": "float32", "device": contract.DEVICE, "use_tqdm": False}
+    load.check(serve(make_engine(EngineConfig(model=str(path), milestone="m6", **fields)), load.requests))
+
+
+@pytest.mark.parametrize("backend", ["torch_paged", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_gemma_in_bfloat16(backend: str) -> None:
+    """Norms multiply in float32, so that it is as accurate as transformers' model in the same dtype."""
+    path, (ids,) = checkpoint("gemma3_text"), prompts([42])
+    device = "cuda" if backend == "triton" else "cpu"
+    layers = LayerSet()
+    if backend == "triton":
+        from folovllm.models.fused_layer import few_token_layers
+
+        layers = few_token_layers(32)
+    driver = Driver(path, backend, max_seqs=1, dtype=torch.bfloat16, device=device, layers=layers)
+    truth = hf_logits(path, ids)
+    assert_as_accurate(driver.step({0: ids})[0], hf_logits(path, ids, torch.bfloat16), truth)
+
+
+@pytest.mark.parametrize("name", ["attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"])
+def test_what_gemma_may_have_and_we_have_not(name: str) -> None:
+    config = AutoConfig.from_pretrained(checkpoint("gemma3_text"))
+    setattr(config, name, 30.0 if name.endswith("softcapping") else True)
+    with pytest.raises(ValueError, match=f"{name} is not supported"):
+        build_model(config, torch.float32, "meta")
+
+
+def test_the_roofline_counts_what_a_window_reads() -> None:
+    """Decodes at lengths 8 and 9 read all of that without a window, and 4 tokens each with one of 4."""
+    assert tokens_read(7, 3, None) == 8 + 9
+    assert tokens_read(7, 3, 4) == 4 + 4
+    assert tokens_read(2, 4, 4) == 3 + 4 + 4
+
+
+def test_whole_sequences_without_a_cache() -> None:
+    """As perplexity is measured and codes are calibrated."""
+    path, texts = checkpoint("mistral"), prompts([42, 42])
+    model = Driver(path, "torch_naive", max_seqs=1).model
+    for logits, ids in zip(logits_of(model, torch.tensor(texts)), texts, strict=True):
+        assert_logits_equal(logits, hf_logits(path, ids))
