@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import choose_device
-from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of
+from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, windows_of
 from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
 from folovllm.models.registry import renamed_by
 from folovllm.quantize.calibration import read_texts, split_rows
@@ -162,9 +162,17 @@ def quantize(
 
 
 def check_model(hf_config: Any, options: QuantizeOptions) -> None:
-    """Raise ValueError where the model is quantised already, or its sizes do not fit the format."""
+    """Raise ValueError where the model is quantised already, is not of equal layers, or its sizes do not fit the format."""
     if getattr(hf_config, "quantization_config", None) is not None:
         raise ValueError("the model is quantized already: start from the one with plain weights")
+    if hf_config.model_type == "gemma3_text":
+        raise ValueError("Gemma scales its embeddings, and its norms in another way: it cannot be quantised here")
+    seen = {min(window or options.length, options.length) for window in windows_of(hf_config)}
+    if len(seen) > 1:
+        raise ValueError(
+            f"some layers see {min(seen)} tokens and others more, but here one layer stands for all: texts of that length "
+            f"make no difference, choose --length {min(seen)}"
+        )
     if num_experts_of(hf_config):
         check_experts(hf_config, options)
     heads = hf_config.num_attention_heads * head_dim_of(hf_config)
