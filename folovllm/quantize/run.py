@@ -150,9 +150,8 @@ def quantize(
     if (done := folder.finished()) is not None:
         return Report(out, checkpoint.num_bytes, folder.num_bytes(), Quality(**done) if done else None)
     streams = start_streams(checkpoint.rest(), *(ids.to(on) for ids in rows))
-    layer = OneLayer(
-        hf_config, torch.float32, on, options.length
-    )  # 16 bits would hide small errors, and it is one layer
+    # 16 bits would hide small errors, and it is one layer.
+    layer = OneLayer(hf_config, torch.float32, on, options.length)
     routers = [f"{PREFIX}{i}.{router}" for i in range(folder.num_layers) for router in layer.routers]
     method = method_for(options, checkpoint.rest()[EMBEDDING].dtype, routers)
     walk(checkpoint, layer, method, folder, streams, use_tqdm)
