@@ -17,8 +17,8 @@ FORMULA = re.compile(r"\$\$.*?\$\$|(?<![\w$])\$[^$]+\$", re.S)
 EXERCISE = re.compile(r"(?<![A-Za-z0-9_.])[mx]\d\.\d+(?![A-Za-z0-9_])")
 UNITS = r"%|[KMGT]i?B(?:/s)?|[mµn]?s|T?FLOPs?(?:/s)?|[KMG]?Hz|W"
 QUANTITY = re.compile(rf"(?<![A-Za-z0-9_.,-])(\d[\d,]*(?:\.\d+)*)(?: ?({UNITS})(?![A-Za-z0-9]))?(?![A-Za-z0-9_])")
-LARGE = {"billion": 10**9, "million": 10**6, "M": 10**6, "亿": 10**8, "万": 10**4}  # 4.0 billion is 40 亿
-COUNTED = re.compile(rf"(\d[\d,]*(?:\.\d+)?) ?({'|'.join(LARGE)})(?![A-Za-z0-9])")
+LARGE = {"billion": 10**9, "million": 10**6, "M": 10**6, "亿": 10**8, "万": 10**4}  # 4.0 billion or 4.0-billion: 40 亿
+COUNTED = re.compile(rf"(\d[\d,]*(?:\.\d+)?)[ -]?({'|'.join(LARGE)})(?![A-Za-z0-9])")
 MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]  # fmt: skip
 MONTH = re.compile(rf"(?:(\d+) )?({'|'.join(MONTHS)}) (\d{{4}})")
 

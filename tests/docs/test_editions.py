@@ -79,6 +79,8 @@ def test_every_chinese_file_translates_something(editions: ModuleType) -> None:
 class TestDifferences:
     def test_a_translation_has_none(self, alike: ModuleType) -> None:
         assert alike.differences(SOURCE, CHINESE) == []
+        assert alike.differences("A 30-billion model.\n", "300 亿参数的模型。\n") == []
+        assert alike.differences("A 30-billion model.\n", "30 亿参数的模型。\n")
 
     @pytest.mark.parametrize(
         ("old", "new", "kind"),
