@@ -70,7 +70,7 @@ class SlidingPrefixCachingBlockManager(SlidingBlockManager, PrefixCachingBlockMa
         return min(super().num_behind(seq), len(notes_of(seq).serials))
 
 
-SLIDING: dict[type[KVCacheManager], type[SlidingBlockManager]] = {
+WITH_WINDOW: dict[type[KVCacheManager], type[SlidingBlockManager]] = {
     BlockManager: SlidingBlockManager,
     PrefixCachingBlockManager: SlidingPrefixCachingBlockManager,
 }
@@ -79,6 +79,6 @@ SLIDING: dict[type[KVCacheManager], type[SlidingBlockManager]] = {
 def sliding(kind: type[KVCacheManager], hf_config: PretrainedConfig) -> Callable[..., KVCacheManager]:
     """What makes the cache manager: `kind`, or if every layer of the model slides, the one that gives blocks back."""
     windows = windows_of(hf_config)
-    if kind not in SLIDING or None in windows:
+    if kind not in WITH_WINDOW or None in windows:
         return kind
-    return partial(SLIDING[kind], window=max(window for window in windows if window is not None))
+    return partial(WITH_WINDOW[kind], window=max(window for window in windows if window is not None))

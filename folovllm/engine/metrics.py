@@ -35,9 +35,7 @@ class StepStats:
     shares: tuple[tuple[str, int, int, int], ...]  # (request_id, index, first token, number of tokens)
     num_guessed: int = 0  # tokens that were guessed and checked
     num_accepted: int = 0  # and were right
-    experts: tuple[
-        tuple[int, ...], ...
-    ] = ()  # [L][E], how often each was asked since the step before, where that is counted
+    experts: tuple[tuple[int, ...], ...] = ()  # [L][E], how often asked since the step before, where that is counted
 
     @property
     def num_tokens(self) -> int:

@@ -55,4 +55,4 @@ def plan_checks_kernel(
     count = tl.load(count_ptr)
     if tl.program_id(0) < tl.maximum(count, 1):
         plan_kernel(end_ptr, item_ptr, header_ptr, count, num_programs, max_chunks, HKV, TILE, TILES, STEP,
-                    MIN_CHUNK, MAX_CHUNK, QUEUE_CHUNK, MAX_PARTS)  # fmt: skip
+                    MIN_CHUNK, MAX_CHUNK, QUEUE_CHUNK, MAX_PARTS, 0)  # fmt: skip

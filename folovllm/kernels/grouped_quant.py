@@ -67,9 +67,8 @@ def grouped_quant_kernel(
         DTYPE: tl.constexpr = out_ptr.dtype.element_ty
         place = begin.to(tl.int32) + tl.arange(0, TILE_M)
         inside = place < end.to(tl.int32)
-        pair = tl.load(order_ptr + place, mask=inside, other=0).to(
-            tl.int32
-        )  # a row that is there for those that are not
+        # Places behind the expert's last take pair 0: a row that is there, whose product is not stored.
+        pair = tl.load(order_ptr + place, mask=inside, other=0).to(tl.int32)
         inputs = x_ptr + (pair // ASKED)[None, :] * K
         n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)[:, None]
         rows = expert.to(tl.int64) * (2 * N if GATED else N) + tl.where(n < N, n, 0)

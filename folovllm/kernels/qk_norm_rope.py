@@ -17,6 +17,12 @@ from folovllm.kernels.rms_norm import inverse_rms
 
 
 @triton.jit
+def _weighted(normed, weight_ptr, dtype):
+    """`normed` is rounded to the dtype of the weight, multiplied by it, and rounded to the model's. Gemma's weight is float32."""
+    return (normed.to(weight_ptr.dtype.element_ty) * tl.load(weight_ptr)).to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _norm_rope(
     x_ptr, weight_ptr, cos, sin, offsets, mask, scale, eps, NORM: tl.constexpr, HALF: tl.constexpr
 ):  # the two halves of each head: [heads, D/2]
@@ -26,8 +32,8 @@ def _norm_rope(
     if NORM:
         inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
         i = tl.arange(0, HALF)[None, :]
-        first = ((first * inverse).to(dtype) * tl.load(weight_ptr + i)).to(tl.float32)
-        second = ((second * inverse).to(dtype) * tl.load(weight_ptr + HALF + i)).to(tl.float32)
+        first = _weighted(first * inverse, weight_ptr + i, dtype)
+        second = _weighted(second * inverse, weight_ptr + HALF + i, dtype)
     return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 
@@ -45,8 +51,8 @@ def _norm_rope_whole(x_ptr, rows, weight_ptr, angle_ptr, mask, eps, NORM: tl.con
     other = tl.load(x_ptr + rows + partner, mask=mask, other=0.0).to(tl.float32)
     if NORM:
         inverse = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = ((x * inverse).to(dtype) * tl.load(weight_ptr + i)).to(tl.float32)
-        other = ((other * inverse).to(dtype) * tl.load(weight_ptr + partner)).to(tl.float32)
+        x = _weighted(x * inverse, weight_ptr + i, dtype)
+        other = _weighted(other * inverse, weight_ptr + partner, dtype)
     cos, sin = tl.load(angle_ptr + i % HALF), tl.load(angle_ptr + HALF + i % HALF)
     return (x * cos + tl.where(i < HALF, -other, other) * sin).to(dtype)
 

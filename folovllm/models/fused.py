@@ -48,7 +48,7 @@ class FusedQwen3Attention(FusedLlamaAttention, Qwen3Attention):
 
 
 class FusedGemma3RMSNorm(FusedRMSNorm, Gemma3RMSNorm):
-    """The kernel takes weights of any dtype."""
+    """The kernel takes weights of any dtype; it rounds once more than `Gemma3RMSNorm`, right before the weight."""
 
 
 class FusedQwen2Attention(FusedLlamaAttention, Qwen2Attention):

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import choose_device
-from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of
+from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, windows_of
 from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
 from folovllm.models.registry import renamed_by
 from folovllm.quantize.calibration import read_texts, split_rows
@@ -150,9 +150,8 @@ def quantize(
     if (done := folder.finished()) is not None:
         return Report(out, checkpoint.num_bytes, folder.num_bytes(), Quality(**done) if done else None)
     streams = start_streams(checkpoint.rest(), *(ids.to(on) for ids in rows))
-    layer = OneLayer(
-        hf_config, torch.float32, on, options.length
-    )  # 16 bits would hide small errors, and it is one layer
+    # 16 bits would hide small errors, and it is one layer.
+    layer = OneLayer(hf_config, torch.float32, on, options.length)
     routers = [f"{PREFIX}{i}.{router}" for i in range(folder.num_layers) for router in layer.routers]
     method = method_for(options, checkpoint.rest()[EMBEDDING].dtype, routers)
     walk(checkpoint, layer, method, folder, streams, use_tqdm)
@@ -162,9 +161,17 @@ def quantize(
 
 
 def check_model(hf_config: Any, options: QuantizeOptions) -> None:
-    """Raise ValueError where the model is quantised already, or its sizes do not fit the format."""
+    """Raise ValueError where the model is quantised already, is not of equal layers, or its sizes do not fit the format."""
     if getattr(hf_config, "quantization_config", None) is not None:
         raise ValueError("the model is quantized already: start from the one with plain weights")
+    if hf_config.model_type == "gemma3_text":
+        raise ValueError("Gemma scales its embeddings, and its norms in another way: it cannot be quantised here")
+    seen = {min(window or options.length, options.length) for window in windows_of(hf_config)}
+    if len(seen) > 1:
+        raise ValueError(
+            f"some layers see {min(seen)} tokens and others more, but here one layer stands for all: texts of that length "
+            f"make no difference, choose --length {min(seen)}"
+        )
     if num_experts_of(hf_config):
         check_experts(hf_config, options)
     heads = hf_config.num_attention_heads * head_dim_of(hf_config)

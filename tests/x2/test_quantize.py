@@ -239,6 +239,17 @@ def test_rounding_needs_no_text(tmp_path: Path) -> None:
         quantize(str(tiny()), options("awq"), tmp_path / "awq", use_tqdm=False)
 
 
+def test_layers_that_differ_are_refused(tmp_path: Path) -> None:
+    """One layer is built, and all weights go through it: it has one window, and no way to scale embeddings."""
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="Gemma scales its embeddings"):
+        quantize(str(tiny_checkpoint("gemma3_text")), options("int8"), out, use_tqdm=False)
+    slides = {"sliding_window": 12, "use_sliding_window": True, "max_window_layers": 1}
+    with pytest.raises(ValueError, match=r"some layers see 12 tokens .* choose --length 12"):
+        quantize(str(tiny_checkpoint("qwen2", **slides)), options("int8"), out, use_tqdm=False)
+    assert not out.exists()
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

@@ -22,7 +22,7 @@ from folovllm.engine.setup import set_up
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.check import SplitKVCheck, tile_shape
 from folovllm.kernels.decode import DecodeConfig
-from folovllm.kv_scales import FP8, KVScales, decode, encode
+from folovllm.kv_scales import FP8, UNSCALED, KVScales, decode, encode
 from folovllm.sampling_params import SamplingParams
 from folovllm.worker import check_graphs
 from tests.helpers import prompts, tiny_checkpoint
@@ -191,6 +191,22 @@ class TestBackend:
         out.fill_(float("nan"))
         backend._check(query, paged.kv_cache, *arguments)
         assert out.isnan().all() and not backend._check.header[0]
+
+    @pytest.mark.parametrize("is_padded", [False, True])
+    def test_a_layer_with_a_window(self, is_padded: bool) -> None:
+        """The step is planned once, for layers with and without; the prefill kernel is the one that knows windows."""
+        torch.manual_seed(0)
+        lens, new, window = [70, 40, 0], [5, 6, 2], 12
+        paged, query = Paged.make(lens, 16, 2, 32), torch.randn(sum(new), 4, 32, device=DEVICE)
+        batch = replace(batch_of(lens, new, paged, 0), is_padded=is_padded, has_guesses=is_padded)
+        backend, naive = CheckingTritonBackend(self.CONFIG, 6, 13), TorchNaiveBackend(self.CONFIG)
+        layers = [(backend.of_layer(UNSCALED, size), naive.of_layer(UNSCALED, size)) for size in (window, None)]
+        backend.plan(batch)
+        assert backend._check.num_tiles > 0
+        real = replace(batch_of(lens[:2], new[:2], paged, 0), block_tables=paged.block_tables[:2])
+        for ours, expected in layers:
+            out = ours.forward(query, paged.kv_cache, batch)[:11]
+            assert_close(out, expected.forward(query[:11], paged.kv_cache, real))
 
     def test_numbers_of_8_bits(self) -> None:
         """Their scales belong to a layer, the plan to the step: what is planned serves the copy with scales."""

@@ -131,3 +131,20 @@ def test_whole_sequences_without_a_cache() -> None:
     model = Driver(path, "torch_naive", max_seqs=1).model
     for logits, ids in zip(logits_of(model, torch.tensor(texts)), texts, strict=True):
         assert_logits_equal(logits, hf_logits(path, ids))
+
+
+def test_queries_of_gemma_are_rounded_once() -> None:
+    """Weights in float32 meet numbers that are not rounded yet: else the norm would lose half a bit."""
+    pytest.importorskip("triton", reason="Triton is for Linux only")
+    from folovllm.kernels.preparation import Preparation
+    from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
+
+    generator = torch.Generator().manual_seed(0)
+    weight = (1 + 0.3 * torch.randn(64, generator=generator)).to(contract.DEVICE)
+    x = torch.randn(32, 2, 64, generator=generator).to(contract.DEVICE, torch.float16)
+    still = torch.cat((torch.ones(1, 32), torch.zeros(1, 32)), 1).to(contract.DEVICE)  # position 0: no angle
+    where = torch.zeros(32, dtype=torch.int64, device=contract.DEVICE)
+    cache = torch.zeros(2, 1, 16, 2, 64, dtype=x.dtype, device=contract.DEVICE)
+    found = qk_norm_rope_store(x, x, x, where, cache, where - 1, Preparation(still, weight, weight, 1e-6))
+    exact = torch.nn.functional.rms_norm(x.double(), (64,), weight.double(), 1e-6)
+    assert ((found - exact) / exact).abs().max() < 1.01 * 2**-11, "half of the last bit"

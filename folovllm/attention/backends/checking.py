@@ -20,7 +20,7 @@ class CheckingTritonBackend(TritonBackend):
     """A `TritonBackend` that sends sequences with few new tokens, as those with guesses are, to a kernel of their own.
 
     In a recorded step with guesses that serves all sequences. A prompt among them is cut into tiles: slower than by the
-    prefill kernel, and still faster than a step that is not recorded.
+    prefill kernel, and still faster than a step that is not recorded. Layers with a window take the prefill kernel.
     """
 
     def __init__(self, config: AttentionConfig, most_tokens: int, most_draws: int) -> None:
@@ -39,7 +39,8 @@ class CheckingTritonBackend(TritonBackend):
         if not self._takes(batch, num_tokens):
             super().plan(batch)
             return
-        super().plan(replace(batch, is_padded=False))  # else it would list the tiles of prompts
+        needs_tiles = len(self._decodes) > 1  # some layers have a window, which the other kernel does not know
+        super().plan(batch if needs_tiles else replace(batch, is_padded=False))
         self._check.plan(batch.query_start_loc[n:], batch.seq_lens[n:], num_tokens)
 
     def _takes(self, batch: ForwardBatch, num_tokens: int) -> bool:
@@ -48,7 +49,7 @@ class CheckingTritonBackend(TritonBackend):
         return is_short and 0 < self._check.tiles_of(num_seqs, num_tokens) <= self._check.max_tiles
 
     def _prefill_kernel(self, num_tokens: int, max_query_len: int) -> PrefillKernel:
-        if self._check.num_tiles:
+        if self._check.num_tiles and self._window is None:
             return partial(self._check, scales=self.scales)
         return super()._prefill_kernel(num_tokens, max_query_len)
 
