@@ -54,7 +54,7 @@ class FakeEngine:
         self.said[request_id] = ""
         self.stream = stream
 
-    def subscribe(self, listener: Listener) -> None:
+    def subscribe(self, listener: Listener, experts: bool = False) -> None:
         self.listeners.append(listener)
 
     def has_unfinished_requests(self) -> bool:

@@ -214,9 +214,10 @@ def test_ctrl_c(script: Start, tmp_path: Path) -> None:
 
 
 STARTS = """
-import os, sys, time
+import os, signal, sys, time
 import folovllm.executor.multiproc_executor
 from folovllm import LLM
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # who runs the tests may ignore it, as nohup does
 while sys.stdin.readline():
     child = os.fork()
     if child == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import signal
 import socket
@@ -145,8 +146,12 @@ class TestServersThatFail:
             def serve() -> None:
                 for _ in range(2):
                     connection, _ = listener.accept()
-                    with connection:
-                        connection.recv(1 << 16)
+                    with connection, connection.makefile("rb") as request:
+                        length = 0
+                        for line in itertools.takewhile(lambda line: line != b"\r\n", request):
+                            if line.lower().startswith(b"content-length:"):
+                                length = int(line.split()[1])
+                        request.read(length)  # to close before would lose the response
                         connection.sendall(response)
 
             thread = threading.Thread(target=serve, daemon=True)

@@ -103,21 +103,15 @@ const REDUCERS = {
       state.sequences.set(seqId, seq);
     }
   },
-  add(state, [, seqId, , , prompt]) {
-    state.sequences.set(seqId, newSequence(seqId, prompt.length));
-  },
-  refuse(state, [, seqId, budget]) {
-    Object.assign(state.sequences.get(seqId) ?? {}, { refused: budget });
-  },
+  add: (state, [, seqId, , , prompt]) => state.sequences.set(seqId, newSequence(seqId, prompt.length)),
+  refuse: (state, [, seqId, budget]) => Object.assign(state.sequences.get(seqId) ?? {}, { refused: budget }),
   admit(state, [, seqId, cached]) {
     const seq = state.sequences.get(seqId);
     if (!seq) return;
     Object.assign(seq, { isRunning: true, numComputed: cached, cached, refused: null, victimOf: null });
     state.totals.asked += seq.numTokens;
   },
-  hit(state, [, , tokens]) {
-    state.totals.hit += tokens;
-  },
+  hit: (state, [, , tokens]) => (state.totals.hit += tokens),
   preempt(state, [, seqId, victimOf, lost]) {
     state.totals.preempted++;
     state.totals.lost += lost;
@@ -155,10 +149,7 @@ const REDUCERS = {
     state.isFree[i] = 0;
   }),
   take: forEachBlock((state, i) => (state.refCount[i] = 1)),
-  new: forEachBlock((state, i) => {
-    state.numUsed += state.isFree[i];
-    [state.isFree[i], state.refCount[i]] = [0, 1];
-  }),
+  new: (state, event) => [REDUCERS.claim, REDUCERS.take].forEach((reduce) => reduce(state, event)),
   free: forEachBlock((state, i) => {
     state.numUsed -= 1 - state.isFree[i];
     state.isFree[i] = 1;
