@@ -137,7 +137,7 @@ def virtual_seconds(
     texts: dict[int, list[int]], proposer: Proposer, depth: Depth, cost: StepCost
 ) -> tuple[float, list[int]]:
     """The time to write all texts, and the sum of guesses asked for in each step, as an engine would go about it."""
-    written, seconds, asked, rest, ks = dict.fromkeys(texts, 1), 0.0, [], 0, {}
+    written, seconds, asked, resting, ks = dict.fromkeys(texts, 1), 0.0, [], 0, {}
 
     def state(seq_id: int) -> RowState:
         return RowState(seq_id, np.array(texts[seq_id][: written[seq_id]], np.int32), 1, DrawSpec())
@@ -146,11 +146,11 @@ def virtual_seconds(
         proposer.admit(state(seq_id))
     while written:
         ids = list(written)
-        if not rest:
+        if not resting:
             idle = [i for i in ids if not ks.get(i)]
             proposer.look([state(i) for i in idle[: proposer.num_looks()]])
-        chosen = depth.choose(ids) if not rest else [0] * len(ids)
-        ks, rest = dict(zip(ids, chosen, strict=True)), 0 if any(chosen) else (rest or depth.rest or 1) - 1
+        chosen = depth.choose(ids) if not resting else [0] * len(ids)
+        ks, resting = dict(zip(ids, chosen, strict=True)), 0 if any(chosen) else (resting or depth.rest or 1) - 1
         guesses = proposer.propose_all([state(i) for i in ids], chosen) if any(chosen) else [[] for _ in ids]
         width = len(ids) + sum(map(len, guesses))
         deepest = np.array([max(chosen)])
