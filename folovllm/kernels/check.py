@@ -146,11 +146,10 @@ def tile_shape(most_tokens: int, group: int, row_bytes: int) -> tuple[int, int]:
 
 
 def check_config(rows: int, head_dim: int, itemsize: int, is_fp8: bool) -> DecodeConfig:
-    """Longer chunks than a decode's, for there is more to merge of each; and less in flight where rows take the place."""
+    """A decode's, with less in flight where rows take the place."""
     return DecodeConfig(
         tile=64 if is_fp8 and rows < 64 else 32,
         num_stages=2 if head_dim * itemsize > 256 else 3,
-        min_chunk=128,
         merge_step=max(1, 2048 // head_dim),
     )
 

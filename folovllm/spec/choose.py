@@ -18,7 +18,8 @@ import numpy.typing as npt
 from folovllm.spec.proposer import Depth
 
 Floats = npt.NDArray[np.float64]
-NEWS = 0.1  # what one measurement counts against all before it
+NEWS, RARE_NEWS = 0.1, 0.3  # what one measurement counts against all before it
+LEAST = 0.1  # of the table
 
 
 class Curve(NamedTuple):
@@ -51,27 +52,39 @@ class StepCost:
     plain: Curve  # steps without guesses
     checked: Curve  # steps with guesses. The host waits for the last tokens before them
     guess: float = 0.0  # seconds that the proposer takes for each further guess, of all sequences together
-    plain_factor: float = 1.0  # what steps take in truth, as a multiple of the table
-    checked_factor: float = 1.0
+    plain_more: float = 0.0  # seconds that steps take in truth, more than the table says, whatever their width
+    checked_more: float = 0.0
 
     def of_plain(self, num_tokens: float) -> float:
         """Seconds of a step without guesses."""
-        return self.plain_factor * self.plain.at(num_tokens)
+        return corrected(self.plain.at(num_tokens), self.plain_more)
 
     def of_narrow(self, num_tokens: float) -> float:
         """Seconds of a step with guesses of which the fewest came; without arrays, as `of_plain`."""
-        return self.checked_factor * self.checked.at(num_tokens)
+        return corrected(self.checked.at(num_tokens), self.checked_more)
 
     def of_checked(self, num_tokens: Floats, depths: npt.NDArray[np.integer]) -> Floats:
         """Seconds [n] of steps with guesses, as many as `depths` for the sequence with most, and of guessing."""
-        return self.checked_factor * self.checked.of(num_tokens) + self.guess * depths
+        table = self.checked.of(num_tokens)
+        return np.maximum(table + self.checked_more, LEAST * table) + self.guess * depths
 
     def note(self, num_tokens: int, is_checked: bool, seconds: float) -> None:
-        """A step took so long. One that took far too long, or that was interrupted, counts no more than twice its time."""
-        name = "checked" if is_checked else "plain"
-        factor, curve = getattr(self, f"{name}_factor"), getattr(self, name)
-        ratio = seconds / (factor * curve.at(num_tokens))
-        setattr(self, f"{name}_factor", factor * min(2.0, max(0.5, ratio)) ** NEWS)
+        """A step took so long. One that took far too long, or that was interrupted, counts no more than twice its time.
+
+        What is missing in the table is mostly the host's: a form, a penalty, many requests. So it is added, not multiplied.
+        Plain steps are timed now and then, and count more.
+        """
+        if is_checked:
+            expected = self.of_narrow(num_tokens)
+            self.checked_more += NEWS * (min(seconds, 2 * expected) - expected)
+        else:
+            expected = self.of_plain(num_tokens)
+            self.plain_more += RARE_NEWS * (min(seconds, 2 * expected) - expected)
+
+
+def corrected(table: float, more: float) -> float:
+    """Seconds of a step by the table and by what is added; they never come near zero."""
+    return max(table + more, LEAST * table)
 
 
 @dataclass
@@ -215,7 +228,7 @@ class AdaptiveDepth(Depth):
     def observe_guessing(self, num_guesses: int, seconds: float) -> None:
         """The proposer took so long for as many guesses in turn, of all sequences together."""
         self._guessing += seconds
-        self._cost.guess += NEWS * (seconds / num_guesses - self._cost.guess)
+        self._cost.guess += (NEWS if self._cost.guess else 1.0) * (seconds / num_guesses - self._cost.guess)
 
     def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float) -> None:
         """As `Depth`. The time for guessing is not the step's. Steps with parts of prompts say nothing here.

@@ -16,6 +16,7 @@ class Shadow(Proposer):
     """
 
     SHARE = 0.01  # of the time, for looks
+    LONGEST = 0.0005  # seconds after which no further sequence is looked at: a step waits
     REACH, STRIDE = 24, 4  # tokens: how far a look goes back, and from one guess that says nothing to the next
 
     def __init__(
@@ -53,10 +54,12 @@ class Shadow(Proposer):
 
     def look(self, states: Sequence[RowState]) -> None:
         """As `Proposer`."""
-        start = self._clock()
+        start = end = self._clock()
         for state in states:
+            if end - start > self.LONGEST:
+                break
             self._score(state)
-        end = self._clock()
+            end = self._clock()
         self._next_look = end + (end - start) / self.SHARE
 
     def _score(self, state: RowState) -> None:

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from folovllm.draw_row import BAD, WORDS, RowField
+from folovllm.draw_row import BAD, WORDS, RowField, mask_width
 from folovllm.sample.logprobs import by_share
 from folovllm.sample.rules import bits_of
 from folovllm.setup import EngineSetup
-from folovllm.step.draw import Logprobs
+from folovllm.step.draw import DrawSpec, Logprobs
 from folovllm.step.masks import Masks
-from folovllm.step.packed import NO_SCORES, Field, Int32, PackedStep
-from folovllm.step.schedule import StepResult
+from folovllm.step.packed import NO_SCORES, Field, Int32, PackedStep, StepPacker
+from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.step.verify import NO_GUESS, Draws, accept, most_draws
 from folovllm.worker.check_graphs import CheckGraphs
 from folovllm.worker.graph_runner import Computed, GraphRunner, PendingStep
 from folovllm.worker.model_runner import ModelRunner
-from folovllm.worker.warm_up import steps_with_guesses
+from folovllm.worker.warm_up import dummy_shares, steps_with_guesses
 
 
 @dataclass(slots=True, frozen=True, eq=False, kw_only=True)
@@ -79,6 +79,17 @@ class VerifyingGraphRunner(GraphRunner):
         """As `GraphRunner`, with guesses too."""
         super().compile_kernels()
         self._warm_up(steps_with_guesses(self._setup))
+        self._warm_up_forms()
+
+    def _warm_up_forms(self) -> None:
+        """Draw twice in a step that stops at its logits, as an answer with a form does."""
+        (share,) = dummy_shares([2], self._setup.block_size, DrawSpec(has_form=True))
+        step = StepPacker(self._setup.max_num_seqs, []).pack(SchedulerOutput((share._replace(num_draws=2),)))
+        step.draws_late = True
+        bits = np.full((2, mask_width(self._setup.vocab_size)), -1, np.int32)
+        with torch.inference_mode():
+            self.execute_model(step)
+            self._draw_late(Masks(np.zeros(2, np.int32), bits)).wait()
 
     def capture_cudagraph(self) -> None:
         """As `GraphRunner`, with guesses too."""

@@ -95,16 +95,33 @@ class TestStepCost:
         for _ in range(60):
             depth.observe_guessing(2, 0.1)
             depth.observe_step(1, 3, 2, 1.6)
-        assert cost.checked_factor == pytest.approx(1.5, rel=0.01), "the tenth that guessing took is no part of it"
+        assert cost.checked_more == pytest.approx(0.5, rel=0.01), "the tenth that guessing took is no part of it"
         assert cost.guess == pytest.approx(0.05, rel=0.01)
-        assert cost.plain_factor == 1.0
+        assert cost.plain_more == 0.0
         depth.observe_step(1, 30, 0, 9.0)
-        assert cost.plain_factor == 1.0, "a prompt says nothing of decodes"
+        assert cost.plain_more == 0.0, "a prompt says nothing of decodes"
+
+    def test_a_step_that_waited_in_vain_cost_the_wait(self) -> None:
+        cost = costs((1.0, 9.0), (1.0, 1.0), wait=2.0)
+        depth = AdaptiveDepth(cost, 8)
+        assert depth.choose([0]) == [0] and depth.rest == depth.PAUSE, "so much waiting does not pay"
+        for _ in range(30):
+            depth.observe_step(1, 1, 0, 3.0)  # forms, say, for which a step waits anyway
+        assert cost.of_plain(1) == pytest.approx(3.0, rel=0.01) and cost.checked_more == 0.0
+        assert depth.choose([0]) != [0]
+        depth.observe_step(1, 1, 0, 4.0)
+        assert cost.of_narrow(1) == pytest.approx(3.1) and cost.of_plain(1) == pytest.approx(3.0, rel=0.01)
+
+    def test_a_table_that_is_too_high_is_never_corrected_to_nothing(self) -> None:
+        cost = costs((1.0, 2.0), (1.0, 9.0))
+        for _ in range(99):
+            cost.note(2, False, 0.0)
+        assert cost.of_plain(1) > 0 and cost.of_plain(2) < 2
 
     def test_an_interrupted_step_changes_little(self) -> None:
         cost = costs((1.0, 2.0), (1.0, 1.0))
         cost.note(1, True, 1000.0)
-        assert cost.checked_factor < 1.08
+        assert cost.checked_more <= 0.1
 
 
 def test_an_estimate_follows_the_text() -> None:
