@@ -111,23 +111,25 @@ def merge_checks_kernel(
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (group of ROWS rows, KV head, tile): merge what the tile's chunks have left, if it has several.
+    """Program (group of ROWS rows, KV head, tile): merge what the tile's chunks have left, if it has several; then the next
+    rows for which there is no program.
 
     A decode leaves that to the program that comes last. Here there are up to 128 rows to merge: in one program, one after
     the other, that took longer than all else.
     """
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    first, head, tile, i = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2), tl.arange(0, TILES)
+    head, tile, i = tl.program_id(1), tl.program_id(2), tl.arange(0, TILES)
     chunk, place = tl.load(header_ptr + 1), place_ptr + tile * PLACE
     num_chunks, num_rows = tl.cdiv(tl.load(end_ptr + tile), chunk), tl.load(place + 2) * G
-    if (tile < tl.load(count_ptr)) & (num_chunks > 1) & (first < num_rows):
+    if (tile < tl.load(count_ptr)) & (num_chunks > 1):
         before = tl.sum(tl.cdiv(tl.load(end_ptr + i, mask=i < tile, other=0), chunk))  # partial results of other tiles
-        total, merged = merge_partials(
-            max_ptr, sum_ptr, acc_ptr, (before * HKV + head) * M + first, num_chunks, HKV * M, ROWS, D, STEP
-        )
         out_ptr += (tl.load(place + 1).to(tl.int64) * HKV + head) * (G * D)
-        store_rows(out_ptr, first, num_rows, total, merged, v_scale, G, HKV, D)
+        for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+            total, merged = merge_partials(
+                max_ptr, sum_ptr, acc_ptr, (before * HKV + head) * M + first, num_chunks, HKV * M, ROWS, D, STEP
+            )
+            store_rows(out_ptr, first, num_rows, total, merged, v_scale, G, HKV, D)
 
 
 MOST_BYTES = 1 << 15  # of a tile's queries
@@ -181,7 +183,7 @@ class SplitKVCheck:
         self.num_programs = num_programs
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         self.num_tiles = 0  # that the planned step may have
-        self.max_chunks = max(64, 2 * self._num_programs(max_tiles) // num_kv_heads)
+        self.max_chunks = max(64, self._num_programs(max_tiles) // num_kv_heads)
         items = self.max_chunks + max_tiles
         rows = items * num_kv_heads * self.rows
         self.places = torch.zeros(max_tiles, PLACE.value, dtype=torch.int32, device=device)
@@ -193,8 +195,9 @@ class SplitKVCheck:
         self.part_acc = torch.zeros(rows, head_dim, dtype=torch.float32, device=device)
 
     def _num_programs(self, num_tiles: int) -> int:
-        busy = num_tiles * self.num_kv_heads > self.num_sms
-        return self.num_programs or self.num_sms * (4 if busy else 2)
+        """As `launch_shape` of a decode has them, by measurement (`docs/performance_log.md`)."""
+        work = num_tiles * self.num_kv_heads
+        return self.num_programs or self.num_sms * (2 if work <= self.num_sms else 4 if work <= 4 * self.num_sms else 8)
 
     def tiles_of(self, num_seqs: int, num_tokens: int) -> int:
         """The most tiles that so many sequences with so many new tokens can have."""
@@ -240,7 +243,9 @@ class SplitKVCheck:
             num_warps=self.num_warps, num_stages=self.config.num_stages, **launch_options(query.device, len(query)),
         )  # fmt: skip
         rows, num_warps = MERGED
-        merge_checks_kernel[(self.rows // rows, self.num_kv_heads, self.num_tiles)](
+        work = self.num_tiles * self.num_kv_heads
+        groups = max(1, min(self.rows // rows, 4 * self.num_sms // work))  # with many tiles a program goes on to the next
+        merge_checks_kernel[(groups, self.num_kv_heads, self.num_tiles)](
             out, self.places, self.ends, self.count, self.header, self.part_max, self.part_sum, self.part_acc, scales.value,
             G=self.group, HKV=self.num_kv_heads, D=self.head_dim, M=self.rows, ROWS=rows, STEP=self.config.merge_step,
             TILES=triton.next_power_of_2(self.max_tiles), num_warps=num_warps, **launch_options(query.device, len(query)),
