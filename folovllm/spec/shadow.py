@@ -11,11 +11,11 @@ from folovllm.spec.proposer import Depth, Proposer, RowState
 class Shadow(Proposer):
     """A proposer whose guesses are scored also for sequences that no guess is asked for.
 
-    It looks back at texts that have grown meanwhile, at a few of them and now and then, so that looking takes no more than a
-    hundredth of the time, however large the batch is; `Depth` takes them for a sample.
+    It looks back at texts that have grown meanwhile, at a few of them and now and then, so that looking takes no more than
+    `SHARE` of the time, however large the batch is; `Depth` takes them for a sample.
     """
 
-    SHARE = 0.01  # of the time, for looks
+    SHARE = 0.005  # of the time, for looks
     LONGEST = 0.0005  # seconds after which no further sequence is looked at: a step waits
     REACH, STRIDE = 24, 4  # tokens: how far a look goes back, and from one guess that says nothing to the next
 

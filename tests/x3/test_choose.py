@@ -124,6 +124,20 @@ class TestStepCost:
         assert cost.checked_more <= 0.1
 
 
+@pytest.mark.parametrize("wait", [0.0, 0.1, 0.4, 2.0])
+@pytest.mark.parametrize("num_seqs", [1, 3, 30])
+def test_what_cannot_pay_is_seen_without_asking_for_the_best_depths(num_seqs: int, wait: float) -> None:
+    """Never where guesses would pay; and at once where there are hardly any."""
+    cost, rng = costs((1.0, 2.0, 8.0, 64.0), (1.0, 1.2, 1.3, 3.0), wait), np.random.default_rng(num_seqs)
+    for scale in [1.0, 0.3] * 50 + [0.01]:
+        depth = AdaptiveDepth(cost, 8)
+        hits, rights = scale * rng.random(num_seqs) ** 3, rng.random(num_seqs)
+        depth._own = {i: Estimate(h, 1 - h, a, 1 - a) for i, (h, a) in enumerate(zip(hits, rights, strict=True))}
+        can_pay = depth._can_pay(range(num_seqs))
+        assert can_pay or not any(best_depths(hits, rights, cost, 8, depth.MARGIN))
+    assert not can_pay or wait == 0.0
+
+
 def test_an_estimate_follows_the_text() -> None:
     known = Estimate(1.0, 0.0, 0.5, 0.5)
     for _ in range(30):
