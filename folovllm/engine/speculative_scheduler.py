@@ -26,11 +26,11 @@ class GuessingRows(Rows):
 
     def expect(self, guesses: dict[int, list[int]]) -> None:
         """The coming step has these guesses, by seq_id. Where there are none, shares are made as ever, with nothing between."""
-        self.guesses = guesses
         if guesses:
             self.share = self._share_with_guesses  # type: ignore[method-assign]
-        else:
-            self.__dict__.pop("share", None)
+        elif self.guesses:
+            del self.share
+        self.guesses = guesses
 
     def _share_with_guesses(self, seq: Sequence, num_new_tokens: int) -> Share:
         """As `share`; of a sequence with guesses all tokens but these and the newest are computed."""
@@ -62,20 +62,23 @@ class SpeculativeScheduler(Scheduler):
 
     def schedule(self) -> SchedulerOutput:
         """As `Scheduler`. Sequences with guesses come behind other decodes, which have a kernel of their own."""
-        guesses, num_running = self._fitting(self.speculation.guess(self.running)), len(self.running)
-        self._rows.expect(guesses)
-        self._tokens_of_step, self._checked = self._own_tokens, {}
-        if guesses:
-            self._tokens_of_step = self._tokens_with_guesses
-            self.running.sort(key=lambda seq: seq.seq_id in guesses)
+        guesses, num_running = self.speculation.guess(self.running), len(self.running)
+        if guesses or self._rows.guesses:
+            self._expect(self._fitting(guesses))
         output = super().schedule()
-        if guesses:
+        if self._rows.guesses or self._checked:
             self._checked = {share.seq_id: share.num_draws - 1 for share in output.shares if share.num_draws > 1}
         if output.shares:
             self.speculation.began(output)
         if len(self.running) > num_running:
             self.speculation.wake()
         return output
+
+    def _expect(self, guesses: dict[int, list[int]]) -> None:
+        self._rows.expect(guesses)
+        self._tokens_of_step = self._tokens_with_guesses if guesses else self._own_tokens
+        if guesses:
+            self.running.sort(key=lambda seq: seq.seq_id in guesses)
 
     def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
         """As `Scheduler`: a share with guesses that drew m tokens counts as m steps of one token each.
