@@ -114,7 +114,9 @@ def main() -> None:
             for name, loop in loops.items():
                 found[name].append(1e6 * loop.window(WINDOW))
         plain = statistics.median(found["plain"])
-        told = (f"{name} {(us := statistics.median(own)):.1f} us ({us / plain - 1:+.1%})" for name, own in found.items())
+        told = (
+            f"{name} {(us := statistics.median(own)):.1f} us ({us / plain - 1:+.1%})" for name, own in found.items()
+        )
         print(f"{batch} sequences: " + ", ".join(told), flush=True)
 
 

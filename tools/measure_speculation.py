@@ -66,7 +66,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="stories-5m")
     parser.add_argument("--method", default="ngram")
-    parser.add_argument("--draft", default=None, help="the small model of draft_model; the embedded one if none is named")
+    parser.add_argument(
+        "--draft", default=None, help="the small model of draft_model; the embedded one if none is named"
+    )
     parser.add_argument("--tokens", type=int, default=8, help="guesses for a sequence in a step, at most")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)

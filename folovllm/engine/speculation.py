@@ -40,9 +40,11 @@ class Known:
     num_told: int  # tokens that the proposer has heard of
 
     def state(self) -> RowState:
-        """As it is now."""
+        """As far as the proposer has heard of it."""
         seq = self.seq
-        return RowState(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, self.spec, seq.request.cache_salt)
+        return RowState(
+            seq.seq_id, seq.tokens(0, self.num_told), seq.num_prompt_tokens, self.spec, seq.request.cache_salt
+        )
 
 
 class Speculation:
@@ -150,9 +152,9 @@ class Speculation:
         """A sequence of which the proposer has now heard all."""
         known = self._known.get(seq.seq_id)
         if known is None:
-            known = self._known[seq.seq_id] = Known(seq, draw_spec(seq), seq.num_tokens)
+            known = self._known[seq.seq_id] = Known(seq, draw_spec(seq), seq.num_prompt_tokens)
             self.proposer.admit(known.state())
-        elif known.num_told < seq.num_tokens:
+        if known.num_told < seq.num_tokens:
             self.proposer.observe(seq.seq_id, seq.tokens(known.num_told, seq.num_tokens).tolist())
             known.num_told = seq.num_tokens
         return known

@@ -38,7 +38,7 @@ class Proposer(ABC):
         return [list(self.propose(state, k)) if k else [] for state, k in zip(states, ks, strict=True)]
 
     def admit(self, state: RowState) -> None:
-        """A sequence came; its prompt is computed, and it may have tokens of its answer."""
+        """A sequence came; its prompt is computed."""
 
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
         """These tokens were drawn and kept, one or several, whether they were guessed or not."""

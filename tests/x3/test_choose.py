@@ -205,7 +205,7 @@ def noise(length: int, seed: int = 0) -> list[int]:
     return [Random(seed * 10**6 + i).randrange(200) for i in range(length)]
 
 
-def FREE() -> float:  # noqa: N802 -- a clock that stands still: looks cost nothing
+def FREE() -> float:  # a clock that stands still: looks cost nothing
     return 0.0
 
 
@@ -233,7 +233,9 @@ def test_on_repetition_it_guesses_far() -> None:
 
 def test_it_comes_back_when_the_text_begins_to_repeat_itself() -> None:
     depth = AdaptiveDepth(FLAT, 8)
-    _, asked = virtual_seconds({0: noise(300) + noise(30, 9) * 10}, Shadow(NgramProposer(1, 3), depth, clock=FREE), depth, FLAT)
+    _, asked = virtual_seconds(
+        {0: noise(300) + noise(30, 9) * 10}, Shadow(NgramProposer(1, 3), depth, clock=FREE), depth, FLAT
+    )
     assert not any(asked[200:290]), "off while nothing repeats"
     assert asked[-1] == 8, "on again: guesses were scored in the shadow"
 
