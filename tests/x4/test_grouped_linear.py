@@ -71,22 +71,40 @@ def test_any_crowd(asked: list[int]) -> None:
         torch.testing.assert_close(answer, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 2), (5, 6, 3), (16, 128, 8), (17, 60, 8), (3, 1, 1)])  # T, E, k
+ROUTED = [  # T, E, k: one chunk of tokens, several, and so many that their counts are read in turns
+    (0, 8, 2), (1, 8, 2), (5, 6, 3), (16, 128, 8), (17, 60, 8), (3, 1, 1), (70, 20, 6), (40, 4, 4),
+    *(pytest.param(shape, marks=pytest.mark.gpu) for shape in [(64, 128, 8), (1500, 128, 8), (4096, 60, 4), (9000, 8, 2)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", ROUTED)
 @pytest.mark.parametrize("normalise", [True, False])
-def test_the_kernel_chooses_as_torch(shape: tuple[int, int, int], normalise: bool) -> None:
-    """Also of the experts of one rank; the kernel leaves many pairs to torch."""
+def test_the_kernel_chooses_and_sorts_as_torch(shape: tuple[int, int, int], normalise: bool) -> None:
+    """Also of the experts of one rank: the pairs of the others come last."""
     from folovllm.kernels.route import choose
 
     num_tokens, num_experts, top_k = shape
     logits = torch.randn(num_tokens, num_experts, generator=torch.Generator().manual_seed(3)).to(ON)
-    for held in (range(num_experts), range(num_experts // 2, num_experts)):
+    for held in (range(num_experts), range(num_experts // 2, num_experts), range(num_experts // 3)):
         weights, experts = route(logits, top_k, normalise)
-        own_weights, own_experts, placed = choose(logits, top_k, normalise, held)
+        own_weights, own_experts, order, starts = choose(logits, top_k, normalise, held)
         torch.testing.assert_close(own_weights, weights)
         assert torch.equal(own_experts, experts)
-        assert (placed is not None) == (num_tokens * top_k <= 128)
-        for actual, wanted in zip(placed or (), sort_by_expert(experts - held.start, len(held)), strict=bool(placed)):
-            assert torch.equal(actual, wanted)
+        wanted_order, wanted_starts = sort_by_expert(experts - held.start, len(held))
+        assert torch.equal(order, wanted_order)
+        assert torch.equal(starts, wanted_starts)
+
+
+def test_counts_of_many_chunks_are_read_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from folovllm.kernels import route as module
+
+    monkeypatch.setattr(module, "STEP", 2)
+    monkeypatch.setattr(module, "MOST_PAIRS", 1)
+    monkeypatch.setattr(module, "CHUNK_PAIRS", 16)
+    logits = torch.randn(29, 5, generator=torch.Generator().manual_seed(5)).to(ON)
+    _, experts, *placed = module.choose(logits, 3, True, range(1, 4))
+    for actual, wanted in zip(placed, sort_by_expert(experts - 1, 3), strict=True):
+        assert torch.equal(actual, wanted)
 
 
 def test_of_equal_logits_the_kernel_chooses_the_same() -> None:
