@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from folovllm.kernels.few_pairs import few_pairs, finish_tile, serves
+
 
 @triton.jit
 def find_tile(starts_ptr, tile, E: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr):
@@ -62,7 +64,7 @@ def multiply_tile(
     total = tl.zeros((token.shape[0], rows.shape[0]), tl.float32)
     total_up = tl.zeros((token.shape[0], rows.shape[0]), tl.float32)
     for start in range(0, K, TILE_K):
-        there = k < K - start
+        there = (k < K - start) | (K % TILE_K == 0)  # where this is known to the compiler, there is no mask
         x = tl.load(inputs + start, mask=inside[:, None] & there[None, :], other=0.0)
         w = tl.load(weights + start, mask=there[:, None], other=0.0)
         total = tl.dot(x, w, total, input_precision=PRECISION)
@@ -91,11 +93,7 @@ def grouped_linear_kernel(
         rows = tl.where(n < N, n, 0)  # what is past the last output reads the first again, and is not stored
         matrix_ptr = weight_ptr + expert.to(tl.int64) * (2 * N if GATED else N) * K
         total, total_up = multiply_tile(x_ptr, matrix_ptr, pair // ASKED, inside, rows, N, K, GATED, TILE_K, PRECISION)
-        DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-        result = total.to(DTYPE)
-        if GATED:
-            gate = result.to(tl.float32)
-            result = (gate / (1.0 + tl.exp(-gate))).to(DTYPE) * total_up.to(DTYPE)
+        result = finish_tile(total, total_up, out_ptr.dtype.element_ty, GATED)
         tl.store(out_ptr + pair[:, None] * N + n[None, :], result, mask=inside[:, None] & (n < N)[None, :])
 
 
@@ -128,6 +126,8 @@ def grouped_linear(
         raise ValueError(
             f"{num_pairs} pairs of {max(n, k)} numbers are too many for a kernel: lower max_num_batched_tokens"
         )
+    if serves(num_pairs, num_experts):
+        return few_pairs(x, weight, order, starts, gated, out)
     tile_m, tile_n, tile_k, warps, stages = tiles_for(num_pairs, num_experts, x.dtype, gated, capability_of(x.device))
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (tile_m - 1)) // tile_m
     grouped_linear_kernel[(triton.cdiv(n, tile_n), num_tiles)](

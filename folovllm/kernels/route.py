@@ -16,9 +16,8 @@ import triton.language as tl
 
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 
-MOST_PAIRS = 128  # of the tokens that one kernel serves alone
-CHUNK_PAIRS = 256  # of a chunk's tokens, where there are several: each meets each
-STEP = 32  # chunks whose counts are read at a time
+CHUNK_PAIRS = 128  # of a chunk's tokens: each of them meets each
+STEP = 64  # chunks whose counts are read at a time
 
 
 @triton.jit
@@ -46,8 +45,8 @@ def store_order(order_ptr, starts_ptr, key, pair, real, totals, before, held):
     """Put a chunk's pairs in their places. `totals` [WIDTH] are the pairs of each key, `before` those of earlier chunks."""
     e, i = tl.arange(0, totals.shape[0]), tl.arange(0, key.shape[0])
     start = tl.cumsum(totals, 0) - totals
-    place = tl.sum(tl.where(key[:, None] == e[None, :], (start + before)[None, :], 0), 1)
-    place += tl.sum(((key[:, None] == key[None, :]) & (i[:, None] > i[None, :])).to(tl.int32), 1)
+    earlier = (key[:, None] == key[None, :]) & (i[:, None] < i[None, :])
+    place = tl.gather(start + before, tl.maximum(key, 0), 0) + tl.sum(earlier.to(tl.int32), 0)
     tl.store(order_ptr + place, pair.to(tl.int64), mask=real)
     tl.store(starts_ptr + e, start.to(tl.int64), mask=e < held)
     tl.store(starts_ptr + held, tl.sum(tl.where(e < held, totals, 0), 0).to(tl.int64))
@@ -108,7 +107,7 @@ def order_kernel(
     totals, before = tl.zeros((WIDTH,), tl.int32), tl.zeros((WIDTH,), tl.int32)
     for begin in range(0, num_chunks, STEP):
         other = begin + tl.arange(0, STEP)[:, None]
-        counts = tl.load(count_ptr + other * WIDTH + tl.arange(0, WIDTH)[None, :], mask=other < num_chunks, other=0)
+        counts = tl.load(count_ptr + other * WIDTH + tl.arange(0, WIDTH)[None, :], mask=other < num_chunks, other=0).to(tl.int32)
         totals += tl.sum(counts, 0)
         before += tl.sum(tl.where(other < chunk, counts, 0), 0)
     key, pair, real = pairs_of_chunk(chosen, token, num_tokens, first, held, TOP_K)
@@ -136,10 +135,10 @@ def choose(
     starts = experts.new_empty(len(held) + 1)
     width, choices = triton.next_power_of_2(num_experts), triton.next_power_of_2(top_k)
     tokens = triton.next_power_of_2(num_tokens)  # so that all steps between two powers share a variant
-    alone = tokens * choices <= MOST_PAIRS
-    tokens = tokens if alone else max(1, CHUNK_PAIRS // choices)
+    alone = tokens * choices <= CHUNK_PAIRS
+    tokens = min(tokens, max(1, CHUNK_PAIRS // choices))
     num_chunks = triton.cdiv(num_tokens, tokens)
-    counts = order if alone else torch.empty(num_chunks, width, dtype=torch.int32, device=logits.device)
+    counts = order if alone else torch.empty(num_chunks, width, dtype=torch.int16, device=logits.device)
     shape = {"WIDTH": width, "TOP_K": top_k, "CHOICES": choices, "TOKENS": tokens, **launch_options(logits.device, num_tokens)}
     choose_kernel[(num_chunks,)](
         logits, weights, experts, order, starts, counts, num_tokens, held.start, len(held), E=num_experts,
@@ -147,7 +146,7 @@ def choose(
     )  # fmt: skip
     if not alone:
         order_kernel[(num_chunks,)](
-            experts, counts, order, starts, num_tokens, held.start, len(held), num_chunks, STEP=STEP, num_warps=8,
+            experts, counts, order, starts, num_tokens, held.start, len(held), num_chunks, STEP=STEP, num_warps=4,
             **shape,
         )  # fmt: skip
     return weights, experts, order, starts

@@ -30,8 +30,10 @@ SHAPES = [  # T, k, E, N, K
     (5, 1, 3, 33, 64),
     (9, 3, 8, 16, 20),
     (7, 2, 5, 40, 129),
+    (1, 2, 8, 24, 40),  # so few pairs that each is by itself
+    (2, 2, 16, 33, 129),
     *(pytest.param(shape, marks=pytest.mark.gpu) for shape in [
-        (1, 8, 128, 768, 2048), (64, 8, 128, 768, 2048), (777, 8, 128, 96, 2048), (4096, 2, 8, 512, 1000),
+        (1, 8, 128, 768, 2048), (4, 8, 128, 2048, 768), (64, 8, 128, 768, 2048), (777, 8, 128, 96, 2048), (4096, 2, 8, 512, 1000),
     ]),
 ]  # fmt: skip
 
@@ -55,15 +57,15 @@ def test_the_kernel_multiplies_as_a_loop(shape: tuple[int, ...], gated: bool) ->
 
 
 @settings(max_examples=8, deadline=None)
-@given(st.lists(st.integers(-1, 3), min_size=0, max_size=40))
-def test_any_crowd(asked: list[int]) -> None:
+@given(st.lists(st.integers(-1, 3), min_size=0, max_size=40), st.sampled_from([4, 24]))
+def test_any_crowd(asked: list[int], num_experts: int) -> None:
     """All at one expert, none at another, none at all; pairs of other ranks' experts leave `out` as it was."""
     from folovllm.kernels.grouped_linear import grouped_linear
 
     experts = torch.tensor(asked, dtype=torch.int64, device=ON).view(-1, 1)
     x = torch.randn(len(asked), 16, generator=torch.Generator().manual_seed(1)).to(ON)
-    weight = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(2)).to(ON)
-    order, starts = sort_by_expert(experts, 4)
+    weight = torch.randn(num_experts, 8, 16, generator=torch.Generator().manual_seed(2)).to(ON)
+    order, starts = sort_by_expert(experts, num_experts)
     out = torch.full((len(asked), 8), 7.0, device=ON)
     actual = grouped_linear(x, weight, order, starts, out=out)
     for row, answer, expert in zip(x, actual, asked, strict=True):
@@ -99,7 +101,6 @@ def test_counts_of_many_chunks_are_read_in_turns(monkeypatch: pytest.MonkeyPatch
     from folovllm.kernels import route as module
 
     monkeypatch.setattr(module, "STEP", 2)
-    monkeypatch.setattr(module, "MOST_PAIRS", 1)
     monkeypatch.setattr(module, "CHUNK_PAIRS", 16)
     logits = torch.randn(29, 5, generator=torch.Generator().manual_seed(5)).to(ON)
     _, experts, *placed = module.choose(logits, 3, True, range(1, 4))
