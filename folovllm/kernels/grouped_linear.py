@@ -75,26 +75,45 @@ def multiply_tile(
 
 
 @triton.jit
+def answer_tile(
+    x_ptr, weight_ptr, order_ptr, out_ptr, expert, begin, end, N, K: tl.constexpr, ASKED: tl.constexpr,
+    GATED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute and store what an `expert` says to the pairs at the places from `begin` on, TILE_M at most, up to `end`."""
+    place = begin.to(tl.int32) + tl.arange(0, TILE_M)
+    inside = place < end.to(tl.int32)
+    pair = tl.load(order_ptr + place, mask=inside, other=0).to(tl.int32)
+    n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    rows = tl.where(n < N, n, 0)  # what is past the last output reads the first again, and is not stored
+    matrix_ptr = weight_ptr + expert.to(tl.int64) * (2 * N if GATED else N) * K
+    total, total_up = multiply_tile(x_ptr, matrix_ptr, pair // ASKED, inside, rows, N, K, GATED, TILE_K, PRECISION)
+    result = finish_tile(total, total_up, out_ptr.dtype.element_ty, GATED)
+    tl.store(out_ptr + pair[:, None] * N + n[None, :], result, mask=inside[:, None] & (n < N)[None, :])
+
+
+@triton.jit
 def grouped_linear_kernel(
     x_ptr, weight_ptr, order_ptr, starts_ptr, out_ptr, N, K: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr,
     ASKED: tl.constexpr, GATED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, tile of pairs): out[pair] = x[pair // ASKED] W[expert]^T, [TILE_M, TILE_N].
 
-    GATED: W is gate and up stacked, N rows each, and the output silu(gate) * up, both rounded before they meet.
+    GATED: W is gate and up stacked, N rows each, and the output silu(gate) * up, both rounded before they meet. HALF: a
+    tile whose pairs fill at most half of it is multiplied as half a tile.
     """
     expert, begin, end = find_tile(starts_ptr, tl.program_id(1), E, WIDTH, TILE_M)
     if expert < E:
-        place = begin.to(tl.int32) + tl.arange(0, TILE_M)
-        inside = place < end.to(tl.int32)
-        pair = tl.load(order_ptr + place, mask=inside, other=0).to(tl.int32)
-        n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
-        rows = tl.where(n < N, n, 0)  # what is past the last output reads the first again, and is not stored
-        matrix_ptr = weight_ptr + expert.to(tl.int64) * (2 * N if GATED else N) * K
-        total, total_up = multiply_tile(x_ptr, matrix_ptr, pair // ASKED, inside, rows, N, K, GATED, TILE_K, PRECISION)
-        result = finish_tile(total, total_up, out_ptr.dtype.element_ty, GATED)
-        tl.store(out_ptr + pair[:, None] * N + n[None, :], result, mask=inside[:, None] & (n < N)[None, :])
+        if HALF:
+            if end - begin > TILE_M // 2:
+                answer_tile(x_ptr, weight_ptr, order_ptr, out_ptr, expert, begin, end, N, K, ASKED, GATED,
+                            TILE_M, TILE_N, TILE_K, PRECISION)  # fmt: skip
+            else:
+                answer_tile(x_ptr, weight_ptr, order_ptr, out_ptr, expert, begin, end, N, K, ASKED, GATED,
+                            TILE_M // 2, TILE_N, TILE_K, PRECISION)  # fmt: skip
+        else:
+            answer_tile(x_ptr, weight_ptr, order_ptr, out_ptr, expert, begin, end, N, K, ASKED, GATED,
+                        TILE_M, TILE_N, TILE_K, PRECISION)  # fmt: skip
 
 
 def grouped_linear(
@@ -128,12 +147,18 @@ def grouped_linear(
         )
     if serves(num_pairs, num_experts):
         return few_pairs(x, weight, order, starts, gated, out)
-    tile_m, tile_n, tile_k, warps, stages = tiles_for(num_pairs, num_experts, x.dtype, gated, capability_of(x.device))
+    tile_m, tile_n, tile_k, warps, stages, *more = tiles_for(num_pairs, num_experts, x.dtype, gated, capability_of(x.device))
+    boxes, half = more or (0, 0)
+    if boxes:
+        from folovllm.kernels.grouped_hopper import grouped_hopper
+
+        return grouped_hopper(x, weight, order, starts, gated, out, (tile_m, tile_n, tile_k, warps, stages, half))
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (tile_m - 1)) // tile_m
     grouped_linear_kernel[(triton.cdiv(n, tile_n), num_tiles)](
         x, weight, order, starts, out, n, K=k, E=num_experts, WIDTH=triton.next_power_of_2(num_experts),
         ASKED=num_pairs // len(x), GATED=gated, TILE_M=tile_m, TILE_N=tile_n, TILE_K=tile_k,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", HALF=bool(half), num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
     return out
 
