@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from folovllm.kernels import few_pairs, grouped_linear, grouped_quant
+from folovllm.kernels import few_pairs, grouped_hopper, grouped_linear, grouped_quant
 from folovllm.kernels.quant_linear import Codes
 from folovllm.kernels.route import choose, combine
 
@@ -133,7 +133,8 @@ def using(tiles: Tiles) -> Iterator[None]:
     with (
         patch.object(grouped_quant, "tiles", lambda *_: coded),
         patch.object(grouped_linear, "tiles_for", lambda *_: tiles),
-        patch.object(grouped_linear, "serves", lambda *_: len(tiles) == 3),
+        patch.object(grouped_hopper, "serves", lambda *_: False),
+        patch.object(few_pairs, "serves", lambda *_: len(tiles) == 3),
         patch.object(few_pairs, "tiling", lambda *_: tiles),
     ):
         yield

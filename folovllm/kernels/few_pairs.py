@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
-from folovllm.kernels.small_linear import load_chunk, load_rows, multiply_add
+from folovllm.kernels.small_linear import MAX_WARPS, load_chunk, load_rows, multiply_add
 
 SPARSE = 4  # times as many experts as pairs: of 128 experts 32 pairs ask 28 or so
+PROGRAM_BYTES = 12288  # of weights
 
 
 @triton.jit
@@ -67,8 +68,14 @@ def serves(num_pairs: int, num_experts: int) -> bool:
 
 
 def tiling(row_bytes: int) -> tuple[int, int, int]:
-    """(warps, rows, elements of 4 bytes that are read at a time) of a program; gate and up together are one row here."""
-    return 4, 4, 512
+    """(warps, rows, elements of 4 bytes that are read at a time) of a program; gate and up together are one row here.
+
+    As many rows as PROGRAM_BYTES has room for, a power of two, and so many warps that a thread reads 128 bytes. Warps that
+    are more than the rows share them.
+    """
+    rows = 1 << max(0, (PROGRAM_BYTES // row_bytes).bit_length() - 1)
+    warps = min(MAX_WARPS, triton.next_power_of_2(triton.cdiv(rows * row_bytes, 128 * 32)))
+    return warps, rows, 4 * 32 * max(1, warps // rows)
 
 
 def few_pairs(

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.kernels.few_pairs import few_pairs, finish_tile, serves
+from folovllm.kernels import few_pairs
+from folovllm.kernels.few_pairs import finish_tile
 
 
 @triton.jit
@@ -64,7 +65,7 @@ def multiply_tile(
     total = tl.zeros((token.shape[0], rows.shape[0]), tl.float32)
     total_up = tl.zeros((token.shape[0], rows.shape[0]), tl.float32)
     for start in range(0, K, TILE_K):
-        there = (k < K - start) | (K % TILE_K == 0)  # where this is known to the compiler, there is no mask
+        there = k < K - start
         x = tl.load(inputs + start, mask=inside[:, None] & there[None, :], other=0.0)
         w = tl.load(weights + start, mask=there[:, None], other=0.0)
         total = tl.dot(x, w, total, input_precision=PRECISION)
@@ -75,45 +76,26 @@ def multiply_tile(
 
 
 @triton.jit
-def answer_tile(
-    x_ptr, weight_ptr, order_ptr, out_ptr, expert, begin, end, N, K: tl.constexpr, ASKED: tl.constexpr,
-    GATED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute and store what an `expert` says to the pairs at the places from `begin` on, TILE_M at most, up to `end`."""
-    place = begin.to(tl.int32) + tl.arange(0, TILE_M)
-    inside = place < end.to(tl.int32)
-    pair = tl.load(order_ptr + place, mask=inside, other=0).to(tl.int32)
-    n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
-    rows = tl.where(n < N, n, 0)  # what is past the last output reads the first again, and is not stored
-    matrix_ptr = weight_ptr + expert.to(tl.int64) * (2 * N if GATED else N) * K
-    total, total_up = multiply_tile(x_ptr, matrix_ptr, pair // ASKED, inside, rows, N, K, GATED, TILE_K, PRECISION)
-    result = finish_tile(total, total_up, out_ptr.dtype.element_ty, GATED)
-    tl.store(out_ptr + pair[:, None] * N + n[None, :], result, mask=inside[:, None] & (n < N)[None, :])
-
-
-@triton.jit
 def grouped_linear_kernel(
     x_ptr, weight_ptr, order_ptr, starts_ptr, out_ptr, N, K: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr,
     ASKED: tl.constexpr, GATED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    PRECISION: tl.constexpr, HALF: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, tile of pairs): out[pair] = x[pair // ASKED] W[expert]^T, [TILE_M, TILE_N].
 
-    GATED: W is gate and up stacked, N rows each, and the output silu(gate) * up, both rounded before they meet. HALF: a
-    tile whose pairs fill at most half of it is multiplied as half a tile.
+    GATED: W is gate and up stacked, N rows each, and the output silu(gate) * up, both rounded before they meet.
     """
     expert, begin, end = find_tile(starts_ptr, tl.program_id(1), E, WIDTH, TILE_M)
     if expert < E:
-        if HALF:
-            if end - begin > TILE_M // 2:
-                answer_tile(x_ptr, weight_ptr, order_ptr, out_ptr, expert, begin, end, N, K, ASKED, GATED,
-                            TILE_M, TILE_N, TILE_K, PRECISION)  # fmt: skip
-            else:
-                answer_tile(x_ptr, weight_ptr, order_ptr, out_ptr, expert, begin, end, N, K, ASKED, GATED,
-                            TILE_M // 2, TILE_N, TILE_K, PRECISION)  # fmt: skip
-        else:
-            answer_tile(x_ptr, weight_ptr, order_ptr, out_ptr, expert, begin, end, N, K, ASKED, GATED,
-                        TILE_M, TILE_N, TILE_K, PRECISION)  # fmt: skip
+        place = begin.to(tl.int32) + tl.arange(0, TILE_M)
+        inside = place < end.to(tl.int32)
+        pair = tl.load(order_ptr + place, mask=inside, other=0).to(tl.int32)
+        n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+        rows = tl.where(n < N, n, 0)  # what is past the last output reads the first again, and is not stored
+        matrix_ptr = weight_ptr + expert.to(tl.int64) * (2 * N if GATED else N) * K
+        total, total_up = multiply_tile(x_ptr, matrix_ptr, pair // ASKED, inside, rows, N, K, GATED, TILE_K, PRECISION)
+        result = finish_tile(total, total_up, out_ptr.dtype.element_ty, GATED)
+        tl.store(out_ptr + pair[:, None] * N + n[None, :], result, mask=inside[:, None] & (n < N)[None, :])
 
 
 def grouped_linear(
@@ -145,20 +127,19 @@ def grouped_linear(
         raise ValueError(
             f"{num_pairs} pairs of {max(n, k)} numbers are too many for a kernel: lower max_num_batched_tokens"
         )
-    if serves(num_pairs, num_experts):
-        return few_pairs(x, weight, order, starts, gated, out)
-    tile_m, tile_n, tile_k, warps, stages, *more = tiles_for(num_pairs, num_experts, x.dtype, gated, capability_of(x.device))
-    boxes, half = more or (0, 0)
-    if boxes:
-        from folovllm.kernels.grouped_hopper import grouped_hopper
+    from folovllm.kernels import grouped_hopper  # whose kernel takes a function of ours
 
-        return grouped_hopper(x, weight, order, starts, gated, out, (tile_m, tile_n, tile_k, warps, stages, half))
+    each, capability = num_pairs // num_experts, capability_of(x.device)
+    if few_pairs.serves(num_pairs, num_experts):
+        return few_pairs.few_pairs(x, weight, order, starts, gated, out)
+    if grouped_hopper.serves(each, weight, capability):
+        return grouped_hopper.grouped_hopper(x, weight, order, starts, gated, out)
+    tile_m, tile_n, tile_k, warps, stages = tiles_for(each, x.dtype, gated, capability)
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (tile_m - 1)) // tile_m
     grouped_linear_kernel[(triton.cdiv(n, tile_n), num_tiles)](
         x, weight, order, starts, out, n, K=k, E=num_experts, WIDTH=triton.next_power_of_2(num_experts),
         ASKED=num_pairs // len(x), GATED=gated, TILE_M=tile_m, TILE_N=tile_n, TILE_K=tile_k,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", HALF=bool(half), num_warps=warps,
-        num_stages=stages,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -170,19 +151,18 @@ def capability_of(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def tiles_for(
-    num_pairs: int, num_experts: int, dtype: torch.dtype, gated: bool, capability: int
-) -> tuple[int, int, int, int, int]:
+def tiles_for(each: int, dtype: torch.dtype, gated: bool, capability: int) -> tuple[int, int, int, int, int]:
     """Tile of pairs, of outputs and along K, warps, stages. By the pairs that an expert has when all have the same number.
 
-    With few, the weights are read once, and small tiles of outputs make programs enough to read them. A gated product
-    keeps two sums, so its tiles are half as wide where registers are short.
+    Weights should be read once, so a tile holds the pairs of most experts: up to two or three square roots more than
+    `each`. A gated product keeps two sums, so its tiles are half as wide where registers are short.
     """
-    each = num_pairs // num_experts
     if dtype == torch.float32 or capability < 80:
         return 16, 32, 32, 4, 2
-    if each <= 16:
-        return 16, 32, 128, 4, 4
-    if each <= 64:
+    if each <= 8:
+        return 16, 32 if gated else 64, 128, 4, 4
+    if each <= 24:
+        return 32, 64, 128 if capability == 90 else 64, 4, 3
+    if each <= 48:
         return 64, 64, 64, 4, 3
     return 128, 64 if gated or capability < 90 else 128, 32 if capability < 90 else 64, 8, 3

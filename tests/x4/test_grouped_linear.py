@@ -56,6 +56,26 @@ def test_the_kernel_multiplies_as_a_loop(shape: tuple[int, ...], gated: bool) ->
     torch.testing.assert_close(actual, expected, **tol)
 
 
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("shape", [(9, 3, 8, 16, 32), (40, 1, 3, 33, 40)])
+def test_boxes_of_weights_give_the_same(
+    shape: tuple[int, ...], gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only Hopper runs, in small tiles: whole ones, those half full, and boxes that reach past the matrix."""
+    from folovllm.kernels import grouped_hopper as hopper
+
+    num_tokens, top_k, num_experts, n, k = shape
+    for name, size in {"TILE_M": 32, "ROWS": 32, "TILE_K": 16}.items():
+        monkeypatch.setattr(hopper, name, size)
+    generator = torch.Generator().manual_seed(num_tokens)
+    x = torch.randn(num_tokens, k, generator=generator).to(ON, torch.float16)
+    weight = (torch.randn(num_experts, n * (1 + gated), k, generator=generator) / k**0.5).to(ON, torch.float16)
+    asked = torch.rand(num_tokens, num_experts, generator=generator).topk(top_k).indices.to(ON)
+    order, starts = sort_by_expert(asked, num_experts)
+    actual = hopper.grouped_hopper(x, weight, order, starts, gated, x.new_empty(len(order), n))
+    torch.testing.assert_close(actual, by_loop(x, weight, asked, gated).half(), atol=4e-3, rtol=4e-3)
+
+
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.integers(-1, 3), min_size=0, max_size=40), st.sampled_from([4, 24]))
 def test_any_crowd(asked: list[int], num_experts: int) -> None:
