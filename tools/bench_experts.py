@@ -63,8 +63,8 @@ def microseconds(work: Callable[[int], object], replays: int = 20) -> float:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for layer in range(LAYERS * ROUNDS):
-            work(layer % LAYERS)
+        for layer in [*range(LAYERS)] * ROUNDS:
+            work(layer)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 3)]
     for event in events:
         event.record()
@@ -95,16 +95,16 @@ class Shape:
         """Of one layer; what is in them does not matter, but for the time that random numbers take."""
         rows, k = (2 * self.inner, self.hidden) if part == "gate_up" else (self.hidden, self.inner)
         rows *= self.experts
-        on = {"device": "cuda"}
-        if self.format == "bf16":
-            return torch.randn(self.experts, rows // self.experts, k, dtype=torch.bfloat16, **on) / 50
-        if self.format == "fp8":
-            codes = torch.randint(0, 120, (rows, k), dtype=torch.uint8, **on).view(torch.float8_e4m3fn)
-            return Codes(codes, torch.rand(rows // 128, k // 128, **on), 128, 128)
-        if self.format == "int8":
-            return Codes(torch.randint(-127, 128, (rows, k), dtype=torch.int8, **on), torch.rand(rows, 1, **on), 1, k)
-        words = torch.randint(-(2**31), 2**31, (rows, k // 8), dtype=torch.int32, **on)
-        return Codes(words, torch.rand(rows, k // 128, dtype=torch.float16, **on), 1, 128)
+        with torch.device("cuda"):
+            if self.format == "bf16":
+                return torch.randn(self.experts, rows // self.experts, k, dtype=torch.bfloat16) / 50
+            if self.format == "fp8":
+                codes = torch.randint(0, 120, (rows, k), dtype=torch.uint8).view(torch.float8_e4m3fn)
+                return Codes(codes, torch.rand(rows // 128, k // 128), 128, 128)
+            if self.format == "int8":
+                return Codes(torch.randint(-127, 128, (rows, k), dtype=torch.int8), torch.rand(rows, 1), 1, k)
+            words = torch.randint(-(2**31), 2**31, (rows, k // 8), dtype=torch.int32)
+            return Codes(words, torch.rand(rows, k // 128, dtype=torch.float16), 1, 128)
 
     def multiply(
         self, part: str, weights: torch.Tensor | Codes, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
@@ -164,7 +164,7 @@ class Work:
         self.answers = self.back(0).view(tokens, shape.asked, shape.hidden)
 
     def choose(self, _: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        weights, _, order, starts = choose(self.logits, self.shape.asked, True, range(self.shape.experts))
+        weights, _experts, order, starts = choose(self.logits, self.shape.asked, True, range(self.shape.experts))
         return weights, order, starts
 
     def up(self, i: int) -> torch.Tensor:
@@ -179,7 +179,9 @@ class Work:
     def all(self, i: int) -> torch.Tensor:
         weights, order, starts = self.choose(i)
         inner = self.shape.multiply("gate_up", self.layers["gate_up"][i], self.x, order, starts)
-        return combine(self.shape.multiply("down", self.layers["down"][i], inner, order, starts).view_as(self.answers), weights)
+        return combine(
+            self.shape.multiply("down", self.layers["down"][i], inner, order, starts).view_as(self.answers), weights
+        )
 
     def dense(self, weights: list[torch.Tensor], i: int) -> object:
         """All pairs as if they asked one expert."""
@@ -188,7 +190,8 @@ class Work:
 
 def bytes_of(weights: torch.Tensor | Codes) -> int:
     """Of a layer's experts, scales included."""
-    return weights.weight.nbytes + weights.scale.nbytes if isinstance(weights, Codes) else weights.nbytes
+    tensors = [weights.weight, weights.scale] if isinstance(weights, Codes) else [weights]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 Try = tuple[Shape, str, int, Tiles]
@@ -208,7 +211,9 @@ def main() -> None:
     parser.add_argument("--inner", type=int, default=768)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--asked", type=int, default=8)
-    parser.add_argument("--format", choices=FORMATS, nargs="+", default=["bf16"], help="of the weights (codes are made up)")
+    parser.add_argument(
+        "--format", choices=FORMATS, nargs="+", default=["bf16"], help="of the weights (codes are made up)"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--tiles", action="store_true", help="search for better tiles")
     args = parser.parse_args()
@@ -216,7 +221,12 @@ def main() -> None:
     rate = copy_rate()
     print(f"copy {rate / 1e6:.2f} TB/s")
     with ProcessPoolExecutor(max(1, (cpu_count() or 1) - 1), get_context("spawn")) as pool:
-        tried = [(one, pool.submit(compile_tiles, *one)) for shape in shapes if args.tiles for one in searched(shape, args.tokens)]
+        tried = [
+            (one, pool.submit(compile_tiles, *one))
+            for shape in shapes
+            if args.tiles
+            for one in searched(shape, args.tokens)
+        ]
         for shape in shapes:
             measure(shape, args.tokens, rate, [one for one in tried if one[0][0] == shape])
 

@@ -107,7 +107,9 @@ def order_kernel(
     totals, before = tl.zeros((WIDTH,), tl.int32), tl.zeros((WIDTH,), tl.int32)
     for begin in range(0, num_chunks, STEP):
         other = begin + tl.arange(0, STEP)[:, None]
-        counts = tl.load(count_ptr + other * WIDTH + tl.arange(0, WIDTH)[None, :], mask=other < num_chunks, other=0).to(tl.int32)
+        counts = tl.load(count_ptr + other * WIDTH + tl.arange(0, WIDTH)[None, :], mask=other < num_chunks, other=0).to(
+            tl.int32
+        )
         totals += tl.sum(counts, 0)
         before += tl.sum(tl.where(other < chunk, counts, 0), 0)
     key, pair, real = pairs_of_chunk(chosen, token, num_tokens, first, held, TOP_K)
@@ -139,7 +141,13 @@ def choose(
     tokens = min(tokens, max(1, CHUNK_PAIRS // choices))
     num_chunks = triton.cdiv(num_tokens, tokens)
     counts = order if alone else torch.empty(num_chunks, width, dtype=torch.int16, device=logits.device)
-    shape = {"WIDTH": width, "TOP_K": top_k, "CHOICES": choices, "TOKENS": tokens, **launch_options(logits.device, num_tokens)}
+    shape = {
+        "WIDTH": width,
+        "TOP_K": top_k,
+        "CHOICES": choices,
+        "TOKENS": tokens,
+        **launch_options(logits.device, num_tokens),
+    }
     choose_kernel[(num_chunks,)](
         logits, weights, experts, order, starts, counts, num_tokens, held.start, len(held), E=num_experts,
         NORMALISE=normalise, ALONE=alone, num_warps=min(8, tokens), **shape,

@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 
+from folovllm.kernels import grouped_hopper
 from folovllm.kernels.activation import silu_and_mul_kernel
 from folovllm.kernels.check import check_config, check_kernel, num_warps_of, tile_shape
 from folovllm.kernels.check_plan import list_checks_kernel, plan_checks_kernel
@@ -34,7 +35,6 @@ from folovllm.kernels.draw_tokens import plain_kernel, special_kernel
 from folovllm.kernels.few_pairs import few_pairs_kernel
 from folovllm.kernels.few_pairs import tiling as tiling_of_pairs
 from folovllm.kernels.filter_logits import CAPACITY, CHUNK, WARPS, WIDE_CHUNK, finish_kernel, scan_kernel
-from folovllm.kernels import grouped_hopper
 from folovllm.kernels.grouped_linear import grouped_linear_kernel, tiles_for
 from folovllm.kernels.grouped_quant import grouped_quant_kernel
 from folovllm.kernels.grouped_quant import tiles as tiles_of_codes

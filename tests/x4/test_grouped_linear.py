@@ -58,9 +58,7 @@ def test_the_kernel_multiplies_as_a_loop(shape: tuple[int, ...], gated: bool) ->
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("shape", [(9, 3, 8, 16, 32), (40, 1, 3, 33, 40)])
-def test_boxes_of_weights_give_the_same(
-    shape: tuple[int, ...], gated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_boxes_of_weights_give_the_same(shape: tuple[int, ...], gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What only Hopper runs, in small tiles: whole ones, those half full, and boxes that reach past the matrix."""
     from folovllm.kernels import grouped_hopper as hopper
 
