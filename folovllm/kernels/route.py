@@ -17,7 +17,7 @@ import triton.language as tl
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 
 CHUNK_PAIRS = 128  # of a chunk's tokens: each of them meets each
-STEP = 64  # chunks whose counts are read at a time
+STEP = 32  # chunks whose counts are read at a time
 
 
 @triton.jit
@@ -104,16 +104,15 @@ def order_kernel(
     token, j = chunk * TOKENS + tl.arange(0, TOKENS), tl.arange(0, CHOICES)[None, :]
     kept = (token < num_tokens)[:, None] & (j < TOP_K)
     chosen = tl.load(experts_ptr + token[:, None] * TOP_K + j, mask=kept, other=0).to(tl.int32)
-    totals, before = tl.zeros((WIDTH,), tl.int32), tl.zeros((WIDTH,), tl.int32)
+    totals, before = tl.zeros((STEP, WIDTH), tl.int32), tl.zeros((STEP, WIDTH), tl.int32)
     for begin in range(0, num_chunks, STEP):
         other = begin + tl.arange(0, STEP)[:, None]
-        counts = tl.load(count_ptr + other * WIDTH + tl.arange(0, WIDTH)[None, :], mask=other < num_chunks, other=0).to(
-            tl.int32
-        )
-        totals += tl.sum(counts, 0)
-        before += tl.sum(tl.where(other < chunk, counts, 0), 0)
+        at = count_ptr + other * WIDTH + tl.arange(0, WIDTH)[None, :]
+        counts = tl.load(at, mask=other < num_chunks, other=0).to(tl.int32)
+        totals += counts
+        before += tl.where(other < chunk, counts, 0)
     key, pair, real = pairs_of_chunk(chosen, token, num_tokens, first, held, TOP_K)
-    store_order(order_ptr, starts_ptr, key, pair, real, totals, before, held)
+    store_order(order_ptr, starts_ptr, key, pair, real, tl.sum(totals, 0), tl.sum(before, 0), held)
 
 
 def choose(
