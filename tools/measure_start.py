@@ -74,6 +74,9 @@ def main() -> None:
     import torch
 
     clock.add("import torch")
+    import transformers  # noqa: F401
+
+    clock.add("import transformers")
     from folovllm import LLM, SamplingParams
     from folovllm.bench.contenders import random_model
     from folovllm.worker.graph_runner import GraphRunner
@@ -95,17 +98,21 @@ def main() -> None:
         owner = ModelRunner if name == "fit_kv_cache" else GraphRunner
         if hasattr(owner, name):
             clock.watch(owner, name, phase)
-    with tempfile.TemporaryDirectory() as folder:
-        with LLM(**random_model(given.geometry, Path(folder), {"use_tqdm": False})) as llm:
-            clock.add("the rest")
-            llm.generate([list(range(100))], SamplingParams(max_tokens=1), use_tqdm=False)
-            clock.add("first token")
-            total = clock.now()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LLM(**random_model(given.geometry, Path(folder), {"use_tqdm": False})) as llm,
+    ):
+        clock.add("the rest")
+        llm.generate([list(range(100))], SamplingParams(max_tokens=1), use_tqdm=False)
+        clock.add("first token")
+        total = clock.now()
     for phase, seconds in clock.phases.items():
         print(f"{phase:24}{seconds:8.2f} s")
     new = [one for one in compiled if not one[2]]
     print(f"{'to the first token':24}{total:8.2f} s")
-    print(f"{len(compiled)} kernels, {len(new)} of them compiled, in {sum(one[0] for one in new):.1f} s of their threads")
+    print(
+        f"{len(compiled)} kernels, {len(new)} of them compiled, in {sum(one[0] for one in new):.1f} s of their threads"
+    )
     for seconds, name, _ in sorted(new, reverse=True) if given.kernels else ():
         print(f"  {seconds:6.2f} s  {name}")
 

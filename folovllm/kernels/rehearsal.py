@@ -22,9 +22,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 from triton import knobs
+from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-MOST_THREADS = 16  # a third of the work is Python's, which does one thing at a time
+MOST_THREADS = 16
 _turn = threading.Lock()  # a rehearsal changes what all threads use
 
 
@@ -45,15 +46,17 @@ def rehearsal(device: torch.device, num_processes: int = 1, show_progress: bool 
     num_threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // num_processes))
     pool = ThreadPoolExecutor(num_threads, "compile", *initializer_for(device))
     with _turn, tqdm(total=0, desc="Compiling kernels", unit="kernel", disable=not show_progress) as progress:
-        before = knobs.runtime.jit_cache_hook, JITFunction.run
         asked = Asked(pool, progress)
-        knobs.runtime.jit_cache_hook, JITFunction.run = asked.is_asked, asked.launcher()
         try:
-            with Zeros():
-                yield
-            asked.wait()
+            with (
+                replaced(JITFunction, "run", asked.instead_of(JITFunction.run)),
+                replaced(knobs.runtime, "jit_cache_hook", asked.is_asked),
+                replaced(ASTSource, "make_ir", one_at_a_time(ASTSource.make_ir)),
+            ):
+                with Zeros():
+                    yield
+                asked.wait()
         finally:
-            knobs.runtime.jit_cache_hook, JITFunction.run = before
             pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -67,9 +70,8 @@ class Asked:
         self._compile: Callable[[], Any] | None = None  # of the launch that is asked for now
         self._futures: dict[tuple[Any, str], Future[None]] = {}
 
-    def launcher(self) -> Callable[..., Any]:
-        """What stands in for Triton's launch: other threads launch as ever."""
-        launch = JITFunction.run
+    def instead_of(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        """What this thread does when it should launch. Other threads launch as ever."""
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
@@ -99,6 +101,32 @@ class Asked:
 def compile_and_load(compile_it: Callable[[], Any]) -> None:
     """Compile a kernel, or find it in Triton's cache, and do all that its first launch would do."""
     _ = compile_it().run
+
+
+def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for several threads, one of which does it at a time.
+
+    A fifth of the work is Python's: reading the kernel's source. The rest is done by libraries and other programs. If all
+    threads read at once, in turns of 5 ms, then none begins with the rest before all have read.
+    """
+    lock = threading.Lock()
+
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return function(*args, **kwargs)
+
+    return locked
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within this, an attribute has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def initializer_for(device: torch.device) -> tuple[Callable[..., None], tuple[torch.device]] | tuple[()]:

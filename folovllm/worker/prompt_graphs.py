@@ -102,7 +102,10 @@ class PromptGraphs:
 
     def _hidden_of_largest(self) -> torch.Tensor:
         """Make the place for the hidden states of any room."""
-        most, width = max((room.num_seqs for room in self._wanted()), default=0), self._runner.model.lm_head.weight.shape[1]
+        most, width = (
+            max((room.num_seqs for room in self._wanted()), default=0),
+            self._runner.model.lm_head.weight.shape[1],
+        )
         return torch.zeros(most, width, dtype=self._setup.dtype, device=self._setup.device)
 
     def pad(self, step: PackedStep) -> tuple[Room | None, Int32]:

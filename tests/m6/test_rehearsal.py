@@ -26,7 +26,9 @@ def test_rehearsal(tmp_path: Path) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["launched in the rehearsal"] == ["other"], "only another thread launches, and that as ever"
     assert found["written"] == 0, "what a kernel would have written is zero"
-    assert found["compiled in the rehearsal"] == 3 + 1, "of four lengths three variants, each once; and the other thread's"
+    assert found["compiled in the rehearsal"] == 3 + 1, (
+        "of four lengths three variants, each once; and the other thread's"
+    )
     assert found["loaded"] == 3 + 1, "the first launch finds its kernel on the device"
     assert (found["launched"], found["compiled later"]) == (4, 0)
     assert found["wrong"] == "CompilationError", "what the compiler says reaches the caller"
