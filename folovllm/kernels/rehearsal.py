@@ -4,8 +4,8 @@ Triton compiles a kernel when it is first launched, and the launch waits: the fi
 No list says ahead which kernels a step needs, for that depends on the model, on sizes, and on how tensors lie in memory. But
 it does not depend on what a step computes.
 
-`triton.AsyncCompileMode` is made for a list. A launch within it waits as ever; left by an exception, it can never be
-entered again; and in Triton 3.6 it leaves out what launches a kernel, which takes a C compiler as long as the kernel takes.
+`triton.AsyncCompileMode` is made for such a list. A launch within it waits as ever. After one error of the compiler (Triton
+3.6 to 3.7) no such mode can be entered again. And what launches a kernel, a C compiler's work in Triton 3.6, it leaves out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 from triton import knobs
-from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 MOST_THREADS = 16
@@ -51,7 +50,6 @@ def rehearsal(device: torch.device, num_processes: int = 1, show_progress: bool 
             with (
                 replaced(JITFunction, "run", asked.instead_of(JITFunction.run)),
                 replaced(knobs.runtime, "jit_cache_hook", asked.is_asked),
-                replaced(ASTSource, "make_ir", one_at_a_time(ASTSource.make_ir)),
             ):
                 with Zeros():
                     yield
@@ -101,21 +99,6 @@ class Asked:
 def compile_and_load(compile_it: Callable[[], Any]) -> None:
     """Compile a kernel, or find it in Triton's cache, and do all that its first launch would do."""
     _ = compile_it().run
-
-
-def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for several threads, one of which does it at a time.
-
-    A fifth of the work is Python's: reading the kernel's source. The rest is done by libraries and other programs. If all
-    threads read at once, in turns of 5 ms, then none begins with the rest before all have read.
-    """
-    lock = threading.Lock()
-
-    def locked(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return function(*args, **kwargs)
-
-    return locked
 
 
 @contextmanager

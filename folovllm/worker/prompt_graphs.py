@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from folovllm.forward_batch import ForwardBatch
 from folovllm.setup import EngineSetup
@@ -91,8 +92,10 @@ class PromptGraphs:
         """Let steps be recorded from now on. On a GPU record all, the largest first, so that all others fit into its memory."""
         self.rooms = self._wanted()
         self._last_hidden = self._hidden_of_largest()
-        for room in self.rooms[::-1] if self._setup.device.type == "cuda" else ():
-            self.graph(room)
+        if self._setup.device.type == "cuda":
+            silent = not self._setup.config.use_tqdm
+            for room in tqdm(self.rooms[::-1], desc="Capturing graphs of prompts", disable=silent):
+                self.graph(room)
 
     def rehearse(self) -> None:
         """Do all the work that will be recorded, once."""
