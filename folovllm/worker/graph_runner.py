@@ -25,8 +25,9 @@ from folovllm.worker.graph_cache import GraphStore
 from folovllm.worker.host_ring import HostRing
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.prompt_graphs import PromptGraphs
+from folovllm.worker.rehearse import compile_at_once
 from folovllm.worker.step_graph import Recorder, StepGraph
-from folovllm.worker.warm_up import one_layer_of_each_kind, small_steps
+from folovllm.worker.warm_up import small_steps
 
 logger = logging.getLogger("folovllm")
 
@@ -137,16 +138,8 @@ class GraphRunner:
         return num_blocks
 
     def compile_at_once(self, records: bool) -> None:
-        """Rehearse the start, so that its kernels are compiled many at once. Where one is missed, it compiles that itself."""
-        from folovllm.kernels.rehearsal import rehearsal  # here, for not every machine has Triton
-
-        setup, config = self._setup, self._setup.config
-        with (
-            one_layer_of_each_kind(self.model.model),
-            torch.inference_mode(),
-            rehearsal(setup.device, config.tensor_parallel_size, config.use_tqdm),
-        ):
-            self._rehearse(records)
+        """Compile all kernels of the start, many at a time."""
+        compile_at_once(self._setup, self.model.model, lambda: self._rehearse(records))
 
     def _rehearse(self, records: bool) -> None:
         """Do once, over a small cache, what the start does: the largest step, small ones, and what is recorded."""
@@ -202,7 +195,6 @@ class GraphRunner:
 
     def _recorded(self, width: int, work: Callable[[torch.Tensor], None]) -> StepGraph:
         """The graph of `work` on the fields of a decode step. Records it now, with nothing but padding, if none is kept."""
-
         return self._graphs.get(width, work.__name__, lambda: self._recorder.record(self._padding(width), work))
 
     def execute_model(self, step: PackedStep | Masks) -> PendingStep | None:

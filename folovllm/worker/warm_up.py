@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
-from torch import nn
 
 from folovllm.model_config import num_experts_of
-from folovllm.models.llama import LlamaModel
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput, Share
@@ -77,20 +74,3 @@ def dummy_shares(lengths: list[int], block_size: int, draw: DrawSpec = FILTERED)
         )
         for row, length in enumerate(lengths)
     )
-
-
-@contextmanager
-def one_layer_of_each_kind(model: LlamaModel) -> Iterator[None]:
-    """Within this, `model` has one of all the layers that ask for the same kernels, and the last, of which less is read."""
-    whole = model.layers
-    model.layers = nn.ModuleList([*{kind_of(layer): layer for layer in whole[:-1]}.values(), whole[-1]])
-    try:
-        yield
-    finally:
-        model.layers = whole
-
-
-def kind_of(layer: nn.Module) -> tuple[object, ...]:
-    """What a layer is made of: layers of the same kind ask for the same kernels."""
-    modules = ((type(m), type(getattr(m, "format", None)), getattr(m, "window", None)) for m in layer.modules())
-    return *modules, *((weight.dtype, weight.shape) for weight in layer.parameters())

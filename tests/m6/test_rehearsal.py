@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from folovllm.layers.attention import Attention
-from folovllm.worker.warm_up import one_layer_of_each_kind
+from folovllm.worker.rehearse import one_layer_of_each_kind
 
 ROOT = Path(__file__).parents[2]
 
