@@ -91,6 +91,10 @@ class VerifyingGraphRunner(GraphRunner):
             self.execute_model(step)
             self._draw_late(Masks(np.zeros(2, np.int32), bits)).wait()
 
+    def _rehearse_graphs(self) -> None:
+        super()._rehearse_graphs()
+        self._checks.rehearse()
+
     def capture_cudagraph(self) -> None:
         """As `GraphRunner`, with guesses too."""
         super().capture_cudagraph()
