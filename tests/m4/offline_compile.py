@@ -38,7 +38,7 @@ from folovllm.kernels.grouped_quant import tiles as tiles_of_codes
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_kernel
 from folovllm.kernels.int4_linear import int4_linear_kernel
 from folovllm.kernels.int4_linear import tiling as tiling_4
-from folovllm.kernels.int4_matmul import add_parts_kernel, int4_matmul_kernel, int4_unpack_kernel
+from folovllm.kernels.int4_matmul import int4_matmul_kernel, int4_unpack_kernel
 from folovllm.kernels.int4_matmul import tiling as tiling_4_many
 from folovllm.kernels.note_drawn import note_drawn_kernel
 from folovllm.kernels.prefill import prefill_config, prefill_kernel
@@ -70,7 +70,8 @@ OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"):
              ("quant_matmul_kernel", "weight_ptr"): "*i8", ("quant_matmul_kernel", "scale_ptr"): "*fp32",
              ("unpack_kernel", "weight_ptr"): "*i8", ("unpack_kernel", "scale_ptr"): "*fp32",
              ("int4_linear_kernel", "scale_ptr"): "*fp16", ("int4_matmul_kernel", "scale_ptr"): "*fp16",
-             ("int4_unpack_kernel", "scale_ptr"): "*fp16", ("add_parts_kernel", "part_ptr"): "*fp32"}  # fmt: skip
+             ("int4_unpack_kernel", "scale_ptr"): "*fp16", ("int4_matmul_kernel", "part_ptr"): "*fp32",
+             ("quant_matmul_kernel", "part_ptr"): "*fp32"}  # fmt: skip
 
 
 WEIGHTS = {"code_ptr": "codes", "scale_ptr": "scales"}
@@ -256,13 +257,14 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
     for tokens, kind in some:
         group = {"GROUP_ROWS": 1, "GROUP": 9728} if kind == "int8" else {"GROUP_ROWS": 128, "GROUP": 128}
         shape = tiles(tokens, 1 << 30 if kind == "int8" else 128, 2)
+        split = {"SPLIT": shape.pop("programs") > 0}
         num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
-        yield quant_matmul_kernel, {"K": 9728, **group, "KIND": kind, "RESIDUAL": True, **shape}, num_warps, num_stages
+        yield quant_matmul_kernel, {"K": 9728, **group, **split, "KIND": kind, "RESIDUAL": True, **shape}, num_warps, num_stages
     if capability == 86:  # little shared memory, and floats of 32 bits, which one may ask for
         for tokens in (16, 64):
             shape = tiles(tokens, 1 << 30, 4)
             num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
-            group = {"GROUP_ROWS": 1, "GROUP": 9728, "KIND": "int8", "dtype": "fp32"}
+            group = {"GROUP_ROWS": 1, "GROUP": 9728, "KIND": "int8", "dtype": "fp32", "SPLIT": shape.pop("programs") > 0}
             yield quant_matmul_kernel, {"K": 9728, **group, "RESIDUAL": True, **shape}, num_warps, num_stages
     yield unpack_kernel, {"K": 2560, "GROUP_ROWS": 128, "GROUP": 128, "KIND": fp8, "BLOCK": 2048}, 4, 3
     yield from kernels_of_int4(capability)
@@ -283,13 +285,13 @@ def kernels_of_int4(capability: int):
                                    "ROWS": per_program, "QUADS": quads, "PDL": capability >= 90, **none}, num_warps, 3  # fmt: skip
     some = [(*one, 2) for one in some] + [(256, 128, 4)] * (capability == 86)
     for tokens, group, itemsize in some:
-        shape = tiling_4_many(tokens, 9728, 2560, group, itemsize)
+        shape = tiling_4_many(tokens, group, itemsize)
+        split = {"SPLIT": shape.pop("programs") > 0}
         num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
         none = {} if group == 32 else {"zero_ptr": None}
         none |= {"dtype": "fp32"} if itemsize == 4 else {}
-        yield int4_matmul_kernel, {"K": 2560, "GROUP": group, "RESIDUAL": True, **shape, **none}, num_warps, num_stages
+        yield int4_matmul_kernel, {"K": 2560, "GROUP": group, "RESIDUAL": True, **split, **shape, **none}, num_warps, num_stages
     yield int4_unpack_kernel, {"K": 2560, "GROUP": 128, "WORDS": 512}, 4, 3
-    yield add_parts_kernel, {"PARTS": 6, "RESIDUAL": True, "BLOCK": 1024}, 4, 3
 
 
 def kernels_of_x3(capability: int, head_dim: int, block_size: int):

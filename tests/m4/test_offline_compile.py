@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NUM_KERNELS = {"m4": 7, "m6": 11, "x2": 7, "x3": 3, "x4": 4}
+NUM_KERNELS = {"m4": 7, "m6": 11, "x2": 6, "x3": 3, "x4": 4}
 ON_HOPPER_ALONE = {"prefill_hopper_kernel"}
 FROM_AMPERE_ON = {"x3"}
 # The most registers of a thread, and bytes of stack, where what does not fit into registers goes: what Triton 3.6 and 3.7
@@ -26,7 +26,7 @@ MOST = {
     "check_kernel": (255, 0), "list_checks_kernel": (48, 0), "plan_checks_kernel": (40, 0),
     "small_linear_kernel": (255, 0), "prefill_hopper_kernel": (168, 0),
     "quant_linear_kernel": (255, 0), "quant_matmul_kernel": (200, 0), "unpack_kernel": (48, 0),
-    "int4_linear_kernel": (255, 0), "int4_matmul_kernel": (255, 0), "int4_unpack_kernel": (64, 0), "add_parts_kernel": (48, 0),
+    "int4_linear_kernel": (255, 0), "int4_matmul_kernel": (255, 0), "int4_unpack_kernel": (64, 0),
 }  # fmt: skip
 STACK_OF_WIDE_HEADS = 64  # of the attention kernels where D is 256
 
