@@ -81,10 +81,10 @@ def add_group(
     return acc + part * tl.load(scale_ptr + at).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_parts", "size"])
+@triton.jit(do_not_specialize=["num_tokens", "num_parts"])
 def int4_matmul_kernel(
     x_ptr, word_ptr, scale_ptr, zero_ptr, residual_ptr, part_ptr, done_ptr, out_ptr, stride_x, num_tokens, num_rows,
-    num_parts, size, exponent, K: tl.constexpr, GROUP: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
+    num_parts, exponent, K: tl.constexpr, GROUP: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Program (p, q, s): outputs p * BN to p * BN + BN of tokens q * BM to q * BM + BM; SPLIT: of every num_parts-th tile
@@ -117,10 +117,8 @@ def int4_matmul_kernel(
                 if zero_ptr is not None:
                     weights += offset
                 acc = tl.dot(weights.to(DTYPE), x, acc, input_precision=PRECISION)
-    at = tokens[None, :].to(tl.int64) * num_rows + outputs[:, None]
-    kept = (tokens < num_tokens)[None, :] & (outputs < num_rows)[:, None]
-    done_ptr += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    store_sum(acc, part_ptr, done_ptr, residual_ptr, out_ptr, at, kept, tl.program_id(2), num_parts, size, SPLIT, RESIDUAL)
+    store_sum(
+        acc, part_ptr, done_ptr, residual_ptr, out_ptr, num_tokens, num_rows, num_parts, SPLIT, RESIDUAL)  # fmt: skip
 
 
 @triton.jit
@@ -173,7 +171,7 @@ def int4_matmul(
     grid = (row_tiles, triton.cdiv(num_tokens, shape["BM"]), parts)
     int4_matmul_kernel[grid](
         x, words, scales, zeros, out if residual is None else residual, parts_for(x, out, parts), counters(x.device), out,
-        x.stride(0), num_tokens, rows, parts, out.numel(), EXPONENT, K=width, GROUP=group_size,
+        x.stride(0), num_tokens, rows, parts, EXPONENT, K=width, GROUP=group_size,
         RESIDUAL=residual is not None, SPLIT=parts > 1, **shape,
     )  # fmt: skip
     return out

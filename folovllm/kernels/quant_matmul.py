@@ -46,10 +46,10 @@ def unpack(codes, KIND: tl.constexpr, DTYPE: tl.constexpr):
     return numbers
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_parts", "size"])
+@triton.jit(do_not_specialize=["num_tokens", "num_parts"])
 def quant_matmul_kernel(
     x_ptr, weight_ptr, scale_ptr, residual_ptr, part_ptr, done_ptr, out_ptr, stride_x, num_tokens, num_rows, num_parts,
-    size, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
+    K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
     SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Program (p, q, s): outputs p * BN to p * BN + BN of tokens q * BM to q * BM + BM; SPLIT: of every num_parts-th tile
@@ -82,10 +82,8 @@ def quant_matmul_kernel(
             acc += tl.dot(numbers, x, input_precision=PRECISION) * tl.load(scale_ptr + start // GROUP)[:, None]
     if GROUP >= K:
         acc *= tl.load(scale_ptr)[:, None]
-    at = tokens[None, :].to(tl.int64) * num_rows + outputs[:, None]
-    kept = (tokens < num_tokens)[None, :] & (outputs < num_rows)[:, None]
-    done_ptr += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    store_sum(acc, part_ptr, done_ptr, residual_ptr, out_ptr, at, kept, tl.program_id(2), num_parts, size, SPLIT, RESIDUAL)
+    store_sum(
+        acc, part_ptr, done_ptr, residual_ptr, out_ptr, num_tokens, num_rows, num_parts, SPLIT, RESIDUAL)  # fmt: skip
 
 
 def tiles(num_tokens: int, columns: int, itemsize: int) -> dict[str, int]:
@@ -122,7 +120,7 @@ def quant_matmul(x: torch.Tensor, codes: Codes, residual: torch.Tensor | None = 
     grid = (row_tiles, triton.cdiv(num_tokens, shape["BM"]), parts)
     quant_matmul_kernel[grid](
         x, codes.weight.view(torch.int8), codes.scale, out if residual is None else residual, parts_for(x, out, parts),
-        counters(x.device), out, x.stride(0), num_tokens, rows, parts, out.numel(), K=width, GROUP_ROWS=codes.rows,
+        counters(x.device), out, x.stride(0), num_tokens, rows, parts, K=width, GROUP_ROWS=codes.rows,
         GROUP=codes.columns, KIND=kind_of(codes.weight), RESIDUAL=residual is not None, SPLIT=parts > 1, **shape,
     )  # fmt: skip
     return out

@@ -17,24 +17,32 @@ MOST_TILES = 1 << 16  # of one product
 
 @triton.jit
 def store_sum(
-    acc, part_ptr, done_ptr, residual_ptr, out_ptr, at, kept, part, num_parts, size, SPLIT: tl.constexpr,
+    acc, part_ptr, done_ptr, residual_ptr, out_ptr, num_tokens, num_rows, num_parts, SPLIT: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile `acc` at places `at` of `out`, with the residual that is there; SPLIT: once all its parts are there.
+    """Store a tile `acc` [BN, BM] of `out` [num_tokens, num_rows], with the residual that is there; SPLIT: once all its parts
+    are there. Program (p, q, s) has part s of tile p of outputs, q of tokens.
 
-    `part_ptr` [num_parts, size] takes the parts, and `done_ptr`, zero before and after, counts those of this tile.
+    `part_ptr` takes `num_parts` of `out`. `done_ptr`, zero before and after, counts the parts of each tile. Places count from
+    the tile on, so that 32 bits are enough for them: registers are short here.
     """
+    row, token = tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :]
+    first_row, first_token = tl.program_id(0) * acc.shape[0], tl.program_id(1) * acc.shape[1]
+    first, size = first_token.to(tl.int64) * num_rows + first_row, num_tokens.to(tl.int64) * num_rows
+    at, kept = token * num_rows + row, (token < num_tokens - first_token) & (row < num_rows - first_row)
     if SPLIT:
-        tl.store(part_ptr + part.to(tl.int64) * size + at, acc, mask=kept)
+        part_ptr += first
+        done_ptr += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(part_ptr + tl.program_id(2) * size + at, acc, mask=kept)
         tl.debug_barrier()  # all threads have stored before one of them says so
         if tl.atomic_add(done_ptr, 1, sem="acq_rel") == num_parts - 1:
             tl.store(done_ptr, 0)
             total = tl.zeros(acc.shape, tl.float32)
-            for other in range(num_parts):
-                total += tl.load(part_ptr + tl.cast(other, tl.int64) * size + at, mask=kept, other=0)
-            store_tile(total, residual_ptr, out_ptr, at, kept, RESIDUAL)
+            for part in range(num_parts):
+                total += tl.load(part_ptr + part * size + at, mask=kept, other=0)
+            store_tile(total, residual_ptr + first, out_ptr + first, at, kept, RESIDUAL)
     else:
-        store_tile(acc, residual_ptr, out_ptr, at, kept, RESIDUAL)
+        store_tile(acc, residual_ptr + first, out_ptr + first, at, kept, RESIDUAL)
 
 
 @triton.jit

@@ -1,0 +1,309 @@
+"""Products with weights of fewer bits: microseconds a layer, format by format, from one token to thousands.
+
+    python -m tools.bench_weights            # on a machine with a CUDA GPU
+    python -m tools.bench_weights --tiles    # and which tiles are best
+
+The four products of a layer of Qwen3-4B and 0.6B, as the engine calls them (with few tokens norms, gate and residual ride
+along), by each way that a format has: `few` (a kernel for 1, 2 and 4 tokens), `tiles` (tensor cores, unpacked on the way),
+`unpacked` (once, then the library's product in bfloat16), and of FP8 `both` (activations in FP8 too). Graphs are
+captured over several layers, so that no weight waits in the L2 cache; medians. The floor is the larger of two times: that of
+reading codes at the card's own copy bandwidth, and that of computing at its own matrix rate.
+
+Kernels are compiled first, by many processes at once, which leave them in Triton's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from folovllm.kernels import int4_matmul as four
+from folovllm.kernels import quant_matmul as eight
+from folovllm.kernels.int4_linear import int4_linear
+from folovllm.kernels.quant_linear import Codes, quant_linear
+from folovllm.kernels.quantize_rows import quantize_rows
+from folovllm.kernels.small_linear import serves, small_linear
+
+GEOMETRIES = {"4B": (2560, 6144, 4096, 9728), "0.6B": (1024, 4096, 2048, 3072)}  # hidden, qkv, heads, MLP
+TOKENS = (1, 2, 4, 8, 16, 64, 256, 512, 2048, 8192)
+WAYS = {
+    "bf16": ("library", "few"),
+    "fp8 channel": ("few", "tiles", "unpacked", "both"),
+    "fp8 block": ("few", "tiles", "unpacked", "both"),
+    "int8": ("few", "tiles", "unpacked"),
+    "int4": ("few", "tiles", "unpacked"),
+    "int4 zeros": ("few", "tiles", "unpacked"),
+}
+LARGER_THAN_L2 = 160 << 20  # bytes of weights to go through
+EPS = 1e-6
+
+# Candidates by the most tokens that they are for.
+TILES_8 = {
+    16: [(16, 32, 128, 2, 4, 0), (16, 64, 128, 4, 4, 0), (16, 64, 128, 4, 6, 0), (16, 64, 64, 4, 6, 0), (16, 128, 128, 4, 3, 0)],
+    64: [(64, 64, 128, 4, 3, 0), (64, 64, 64, 4, 4, 0), (64, 128, 64, 8, 4, 0), (64, 128, 128, 8, 3, 0), (64, 64, 64, 4, 4, 128)],
+    256: [(128, 128, 64, 8, 3, 0), (128, 128, 64, 8, 3, 128), (128, 64, 64, 4, 3, 0), (128, 64, 64, 4, 4, 168),
+          (256, 128, 64, 8, 3, 0), (128, 128, 128, 8, 2, 0), (64, 128, 64, 4, 4, 0)],
+}  # fmt: skip
+TILES_4 = {
+    16: [(16, 64, 16, 4, 3, 0), (16, 64, 16, 4, 5, 0), (16, 32, 16, 2, 4, 0), (16, 128, 16, 8, 3, 0)],
+    64: [(64, 64, 16, 4, 3, 0), (64, 64, 16, 4, 3, 128), (64, 128, 16, 8, 3, 0), (32, 64, 16, 4, 4, 0)],
+    256: [(128, 64, 16, 4, 2, 0), (128, 64, 16, 4, 2, 168), (128, 128, 16, 8, 3, 0), (64, 64, 16, 4, 3, 128), (64, 128, 16, 8, 3, 128),
+          (256, 64, 16, 8, 2, 0)],
+}  # fmt: skip
+PROGRAMS = (132, 264, 528)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A layer's products: one of `GEOMETRIES`, one of `WAYS`, so many tokens, and tiles that are not the engine's."""
+
+    geometry: str
+    format: str
+    way: str
+    tokens: int
+    tiles: tuple[int, ...] | None = None
+
+    def shape(self) -> dict[str, int]:
+        """The tiles as the engine's own function has them."""
+        assert self.tiles is not None
+        names = ("BM", "BN", "WORDS" if self.format.startswith("int4") else "BK", "num_warps", "num_stages", "maxnreg", "programs")
+        shape = dict(zip(names, self.tiles, strict=True))
+        return {name: value for name, value in shape.items() if name != "maxnreg" or value}
+
+
+def shapes_of(geometry: str) -> dict[str, tuple[int, int]]:
+    """[outputs, inputs] of each product."""
+    hidden, qkv, heads, mlp = GEOMETRIES[geometry]
+    return {"qkv": (qkv, hidden), "o": (hidden, heads), "gate_up": (2 * mlp, hidden), "down": (hidden, mlp)}
+
+
+def weight_of(format: str, outputs: int, inputs: int) -> object:
+    """Made-up weights as the kernels take them."""
+    cuda = {"device": "cuda"}
+    if format == "bf16":
+        return torch.randn(outputs, inputs, dtype=torch.bfloat16, **cuda) * 0.02
+    if format.startswith("int4"):
+        words = torch.randint(-(2**31), 2**31 - 1, (outputs, inputs // 8), dtype=torch.int32, **cuda)
+        scales = torch.full((outputs, inputs // 128), 0.005, dtype=torch.float16, **cuda)
+        zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8, **cuda) if format == "int4 zeros" else None
+        return words, scales, zeros
+    rows, columns = (128, 128) if format == "fp8 block" else (1, inputs)
+    scale = torch.full((outputs // rows, inputs // columns), 0.0005, **cuda)
+    codes = (torch.randn(outputs, inputs, **cuda) * 40).clamp_(-127, 127)
+    return Codes(codes.to(torch.int8 if format == "int8" else torch.float8_e4m3fn), scale, rows, columns)
+
+
+def bytes_of(weight: object) -> int:
+    """What a product must read of it."""
+    if isinstance(weight, Codes):
+        return weight.weight.nbytes + weight.scale.nbytes
+    return sum(t.nbytes for t in (weight if isinstance(weight, tuple) else (weight,)) if t is not None)
+
+
+@cache
+def layers_of(geometry: str, format: str) -> list[dict[str, object]]:
+    """As many layers as the L2 cache does not hold."""
+
+    def layer() -> dict[str, object]:
+        return {name: weight_of(format, *shape) for name, shape in shapes_of(geometry).items()}
+
+    first = layer()
+    return [first, *(layer() for _ in range(LARGER_THAN_L2 // sum(map(bytes_of, first.values()))))]
+
+
+def multiply(job: Job, name: str, weight: object, x: torch.Tensor, residual: torch.Tensor) -> None:
+    """One product, in the job's way."""
+    added, normed = residual if name in ("o", "down") else None, EPS if name in ("qkv", "gate_up") else None
+    fused = (normed, name == "gate_up", added)
+    if job.format == "bf16" and job.way == "few":
+        small_linear(x, weight, *fused)
+    elif job.format == "bf16":
+        by_library(x, weight, added)
+    elif isinstance(weight, Codes):
+        if job.way == "few":
+            quant_linear(x, weight, *fused)
+        elif job.way == "tiles":
+            eight.quant_matmul(x, weight, added)
+        elif job.way == "unpacked":
+            by_library(x, eight.unpacked(weight, x.dtype), added)
+        else:
+            both_fp8(x, weight, added)
+    else:
+        if job.way == "few":
+            int4_linear(x, *weight, *fused)
+        elif job.way == "tiles":
+            four.int4_matmul(x, *weight, added)
+        else:
+            by_library(x, four.unpacked(*weight, x.dtype), added)
+
+
+def by_library(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
+    """The product in bfloat16."""
+    if residual is None:
+        F.linear(x, weight)
+    else:
+        residual.addmm_(x, weight.t())
+
+
+def both_fp8(x: torch.Tensor, codes: Codes, residual: torch.Tensor | None) -> None:
+    """The product of FP8 with FP8."""
+    blocks = codes.rows > 1
+    x_codes, x_scales = quantize_rows(x, 128 if blocks else None)
+    scale = codes.scale.t()
+    if blocks and scale.shape[0] % 4:
+        padded = codes.scale.new_zeros(codes.scale.shape[0], -(-scale.shape[0] // 4) * 4)
+        scale = padded.t()[: scale.shape[0]]
+    y = torch._scaled_mm(x_codes, codes.weight.t(), x_scales, scale, out_dtype=x.dtype, use_fast_accum=False)
+    if residual is not None:
+        residual.add_(y)
+
+
+def step_of(job: Job, num_layers: int | None = None) -> Callable[[], None]:
+    """The products of some layers, one after the other; and how many layers there are."""
+    layers = layers_of(job.geometry, job.format)[:num_layers]
+    xs = {name: torch.randn(job.tokens, k, dtype=torch.bfloat16, device="cuda") for name, (_, k) in shapes_of(job.geometry).items()}
+    residual = torch.zeros(job.tokens, GEOMETRIES[job.geometry][0], dtype=torch.bfloat16, device="cuda")
+
+    def step() -> None:
+        for layer in layers:
+            for name, weight in layer.items():
+                multiply(job, name, weight, xs[name], residual)
+
+    return step
+
+
+def with_tiles(job: Job) -> patch:
+    """Within this, the job's tiles are the engine's."""
+    module, name = (four, "tiling") if job.format.startswith("int4") else (eight, "tiles")
+    return patch.object(module, name, (lambda *_: job.shape()) if job.tiles else getattr(module, name))
+
+
+def microseconds(job: Job) -> float:
+    """The median of a layer."""
+    with with_tiles(job):
+        step = step_of(job, 2 if job.tokens > 512 else None)
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+    layers = min(len(layers_of(job.geometry, job.format)), 2 if job.tokens > 512 else 1 << 30)
+    return float(triton.testing.do_bench(graph.replay, warmup=2, rep=8, return_mode="median")) * 1e3 / layers
+
+
+def compile_job(job: Job) -> str:
+    """Launch each kernel once, in a process that does nothing else."""
+    try:
+        with with_tiles(job):
+            step_of(job, 1)()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{job}: {str(error)[:300]}"
+    return ""
+
+
+def compiles(job: Job) -> bool:
+    """Whether it has kernels of ours."""
+    return (job.format, job.way) != ("bf16", "library")
+
+
+def serves_all(job: Job) -> bool:
+    """Whether the way is one for so many tokens."""
+    if job.way == "few" and job.format == "bf16":
+        return all(serves(job.tokens, torch.empty(shape, device="meta")) for shape in shapes_of(job.geometry).values())
+    return {"few": job.tokens in (1, 2, 4), "tiles": 4 < job.tokens <= 1024, "unpacked": job.tokens >= 64,
+            "both": job.tokens > 4, "library": True}[job.way]  # fmt: skip
+
+
+def default_jobs(geometries: list[str], formats: list[str], tokens: list[int]) -> Iterator[Job]:
+    """Every way of every format."""
+    for geometry in geometries:
+        for format in formats:
+            for way in WAYS[format]:
+                yield from filter(serves_all, (Job(geometry, format, way, count) for count in tokens))
+
+
+def tile_jobs(geometries: list[str], formats: list[str], tokens: list[int]) -> Iterator[Job]:
+    """Candidates."""
+    for format in formats:
+        if "tiles" in WAYS[format]:
+            for count, candidates in (TILES_4 if format.startswith("int4") else TILES_8).items():
+                for geometry in geometries if count in tokens else ():
+                    for tile in candidates:
+                        for programs in PROGRAMS:
+                            yield Job(geometry, format, "tiles", count, (*tile, programs))
+
+
+def measured(jobs: list[Job]) -> Iterator[tuple[Job, float]]:
+    """Compile all at once, then measure one after the other. What does not run is said."""
+    began = time.perf_counter()
+    ours = list({(job.geometry, job.format, job.way, job.tokens, job.tiles and job.tiles[:-1]): job for job in jobs if compiles(job)}.values())
+    ours.sort(key=lambda job: (job.way != "few", -job.tokens))
+    with multiprocessing.get_context("fork").Pool(max(1, min(14, (os.cpu_count() or 1) - 1))) as pool:
+        for failure in filter(None, pool.imap_unordered(compile_job, ours)):
+            print(failure, flush=True)
+    print(f"compiled {len(ours)} jobs in {time.perf_counter() - began:.1f} s", flush=True)
+    for job in jobs:
+        try:
+            yield job, microseconds(job)
+        except Exception as error:
+            print(f"{job}: {str(error)[:200]}", flush=True)
+
+
+def rates() -> tuple[float, float]:
+    """Bytes that a copy moves, and operations of a product in bfloat16, both a microsecond."""
+    source = torch.randn(1 << 29, dtype=torch.bfloat16, device="cuda")
+    target, square = torch.empty_like(source), source[: 1 << 26].view(1 << 13, 1 << 13)
+    copied = triton.testing.do_bench(lambda: target.copy_(source), warmup=5, rep=40, return_mode="median")
+    multiplied = triton.testing.do_bench(partial(torch.matmul, square, square), warmup=5, rep=40, return_mode="median")
+    return 2 * source.nbytes / copied / 1e3, 2 * 2.0**39 / multiplied / 1e3
+
+
+def main() -> None:
+    """Print a line for each way, with a column for each number of tokens."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiles", action="store_true", help="measure candidates for tiles first")
+    parser.add_argument("--geometries", nargs="+", default=list(GEOMETRIES))
+    parser.add_argument("--formats", nargs="+", default=list(WAYS))
+    parser.add_argument("--tile-formats", nargs="+", default=["fp8 channel", "fp8 block", "int4"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    args = parser.parse_args()
+    jobs = list(default_jobs(args.geometries, args.formats, args.tokens))
+    tried = list(tile_jobs(args.geometries, args.tile_formats, args.tokens)) if args.tiles else []
+    found = measured(tried + jobs)
+    best: dict[tuple[str, str, int], list[tuple[float, tuple[int, ...]]]] = {}
+    lines: dict[tuple[str, str, str], dict[int, float]] = {}
+    for job, us in found:
+        if job.tiles:
+            best.setdefault((job.format, job.geometry, job.tokens), []).append((us, job.tiles))
+        else:
+            lines.setdefault((job.geometry, job.format, job.way), {})[job.tokens] = us
+    for key, candidates in best.items():
+        print(*key, "  ".join(f"{us:.1f} {','.join(map(str, tile))}" for us, tile in sorted(candidates)), flush=True)
+    copy, multiply_ = rates()
+    print(f"copy {copy / 1e6:.2f} TB/s, bfloat16 {multiply_ / 1e6:.0f} TFLOP/s; microseconds a layer, by tokens")
+    print(" " * 24 + "".join(f"{count:9}" for count in args.tokens))
+    for (geometry, format, way), by_tokens in lines.items():
+        print(f"{geometry:5}{format:12}{way:9}" + "".join(f"{by_tokens.get(n, float('nan')):9.1f}" for n in args.tokens))
+    for geometry in args.geometries:
+        weights = sum(a * b for a, b in shapes_of(geometry).values())
+        for format, size in (("bf16", 2.0), ("8 bits", 1.0), ("int4", 0.516)):
+            floors = [max(weights * size / copy, 2 * weights * n / multiply_) for n in args.tokens]
+            print(f"{geometry:5}{format:12}{'floor':9}" + "".join(f"{us:9.1f}" for us in floors))
+
+
+if __name__ == "__main__":
+    if torch.version.cuda is None:
+        sys.exit("this benchmark needs a CUDA GPU")
+    main()
