@@ -77,7 +77,15 @@ class Job:
     def shape(self) -> dict[str, int]:
         """The tiles as the engine's own function has them."""
         assert self.tiles is not None
-        names = ("BM", "BN", "WORDS" if self.format.startswith("int4") else "BK", "num_warps", "num_stages", "maxnreg", "programs")
+        names = (
+            "BM",
+            "BN",
+            "WORDS" if self.format.startswith("int4") else "BK",
+            "num_warps",
+            "num_stages",
+            "maxnreg",
+            "programs",
+        )
         shape = dict(zip(names, self.tiles, strict=True))
         return {name: value for name, value in shape.items() if name != "maxnreg" or value}
 
@@ -112,67 +120,53 @@ def bytes_of(weight: object) -> int:
 
 
 @cache
-def layers_of(geometry: str, format: str) -> list[dict[str, object]]:
-    """As many layers as the L2 cache does not hold."""
+def layers_of(geometry: str, format: str, most: int) -> list[dict[str, object]]:
+    """As many layers as the L2 cache does not hold, and at most `most`."""
 
     def layer() -> dict[str, object]:
         return {name: weight_of(format, *shape) for name, shape in shapes_of(geometry).items()}
 
     first = layer()
-    return [first, *(layer() for _ in range(LARGER_THAN_L2 // sum(map(bytes_of, first.values()))))]
+    return [first, *(layer() for _ in range(min(most - 1, LARGER_THAN_L2 // sum(map(bytes_of, first.values())))))]
 
 
-def multiply(job: Job, name: str, weight: object, x: torch.Tensor, residual: torch.Tensor) -> None:
+def multiply(job: Job, name: str, weight: object, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """One product, in the job's way."""
     added, normed = residual if name in ("o", "down") else None, EPS if name in ("qkv", "gate_up") else None
     fused = (normed, name == "gate_up", added)
-    if job.format == "bf16" and job.way == "few":
-        small_linear(x, weight, *fused)
-    elif job.format == "bf16":
-        by_library(x, weight, added)
-    elif isinstance(weight, Codes):
-        if job.way == "few":
-            quant_linear(x, weight, *fused)
-        elif job.way == "tiles":
-            eight.quant_matmul(x, weight, added)
-        elif job.way == "unpacked":
-            by_library(x, eight.unpacked(weight, x.dtype), added)
-        else:
-            both_fp8(x, weight, added)
-    else:
-        if job.way == "few":
-            int4_linear(x, *weight, *fused)
-        elif job.way == "tiles":
-            four.int4_matmul(x, *weight, added)
-        else:
-            by_library(x, four.unpacked(*weight, x.dtype), added)
+    if job.format == "bf16":
+        return small_linear(x, weight, *fused) if job.way == "few" else by_library(x, weight, added)
+    if isinstance(weight, Codes):
+        ways = {"few": partial(quant_linear, x, weight, *fused), "tiles": partial(eight.quant_matmul, x, weight, added),
+                "both": partial(both_fp8, x, weight, added)}  # fmt: skip
+        return ways[job.way]() if job.way in ways else by_library(x, eight.unpacked(weight, x.dtype), added)
+    ways = {"few": partial(int4_linear, x, *weight, *fused), "tiles": partial(four.int4_matmul, x, *weight, added)}
+    return ways[job.way]() if job.way in ways else by_library(x, four.unpacked(*weight, x.dtype), added)
 
 
-def by_library(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
+def by_library(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     """The product in bfloat16."""
-    if residual is None:
-        F.linear(x, weight)
-    else:
-        residual.addmm_(x, weight.t())
+    return F.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
 
 
-def both_fp8(x: torch.Tensor, codes: Codes, residual: torch.Tensor | None) -> None:
+def both_fp8(x: torch.Tensor, codes: Codes, residual: torch.Tensor | None) -> torch.Tensor:
     """The product of FP8 with FP8."""
     blocks = codes.rows > 1
     x_codes, x_scales = quantize_rows(x, 128 if blocks else None)
-    scale = codes.scale.t()
-    if blocks and scale.shape[0] % 4:
-        padded = codes.scale.new_zeros(codes.scale.shape[0], -(-scale.shape[0] // 4) * 4)
-        scale = padded.t()[: scale.shape[0]]
-    y = torch._scaled_mm(x_codes, codes.weight.t(), x_scales, scale, out_dtype=x.dtype, use_fast_accum=False)
-    if residual is not None:
-        residual.add_(y)
+    y = torch._scaled_mm(
+        x_codes, codes.weight.t(), x_scales, codes.scale.t(), out_dtype=x.dtype,
+        use_fast_accum=False,
+    )  # fmt: skip
+    return y if residual is None else residual.add_(y)
 
 
-def step_of(job: Job, num_layers: int | None = None) -> Callable[[], None]:
+def step_of(job: Job, num_layers: int) -> Callable[[], None]:
     """The products of some layers, one after the other; and how many layers there are."""
-    layers = layers_of(job.geometry, job.format)[:num_layers]
-    xs = {name: torch.randn(job.tokens, k, dtype=torch.bfloat16, device="cuda") for name, (_, k) in shapes_of(job.geometry).items()}
+    layers = layers_of(job.geometry, job.format, num_layers)
+    xs = {
+        name: torch.randn(job.tokens, k, dtype=torch.bfloat16, device="cuda")
+        for name, (_, k) in shapes_of(job.geometry).items()
+    }
     residual = torch.zeros(job.tokens, GEOMETRIES[job.geometry][0], dtype=torch.bfloat16, device="cuda")
 
     def step() -> None:
@@ -191,26 +185,44 @@ def with_tiles(job: Job) -> patch:
 
 def microseconds(job: Job) -> float:
     """The median of a layer."""
+    most = 2 if job.tokens > 512 else 1 << 30
     with with_tiles(job):
-        step = step_of(job, 2 if job.tokens > 512 else None)
+        step = step_of(job, most)
         step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()
-    layers = min(len(layers_of(job.geometry, job.format)), 2 if job.tokens > 512 else 1 << 30)
-    return float(triton.testing.do_bench(graph.replay, warmup=2, rep=8, return_mode="median")) * 1e3 / layers
+    milliseconds = triton.testing.do_bench(graph.replay, warmup=2, rep=8, return_mode="median")
+    return float(milliseconds) * 1e3 / len(layers_of(job.geometry, job.format, most))
 
 
-def compile_job(job: Job) -> str:
-    """Launch each kernel once, in a process that does nothing else."""
-    try:
-        with with_tiles(job):
-            step_of(job, 1)()
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"{job}: {str(error)[:300]}"
-    return ""
+def compile_jobs(jobs: list[Job]) -> str:
+    """Launch each kernel once, in a process that does nothing else, and look at what it computes. Says what is wrong."""
+    wrong = []
+    for job in jobs:
+        try:
+            with with_tiles(job):
+                step_of(job, 1)()
+                error = error_of(job)
+            if not error < (0.06 if job.way == "both" else 0.01):
+                wrong.append(f"{job}: is wrong by {error:.2%}")
+        except Exception as error:  # of this job alone
+            wrong.append(f"{job}: {str(error)[:300]}")
+    return "\n".join(wrong)
+
+
+def error_of(job: Job) -> float:
+    """How far a product is from that of the unpacked weight, as a share."""
+    if job.way not in ("tiles", "both") or job.tokens > 512:
+        return 0.0
+    (layer,) = layers_of(job.geometry, job.format, 1)
+    weight, (_, width) = layer["qkv"], shapes_of(job.geometry)["qkv"]
+    x = torch.randn(job.tokens, width, dtype=torch.bfloat16, device="cuda")
+    exact = by_library(
+        x, eight.unpacked(weight, x.dtype) if isinstance(weight, Codes) else four.unpacked(*weight, x.dtype), None
+    )
+    return float((multiply(job, "qkv", weight, x, x) - exact).float().norm() / exact.float().norm())
 
 
 def compiles(job: Job) -> bool:
@@ -239,7 +251,7 @@ def tile_jobs(geometries: list[str], formats: list[str], tokens: list[int]) -> I
     for format in formats:
         if "tiles" in WAYS[format]:
             for count, candidates in (TILES_4 if format.startswith("int4") else TILES_8).items():
-                for geometry in geometries if count in tokens else ():
+                for geometry in (one for one in geometries if count in tokens and (one == "4B" or count == 256)):
                     for tile in candidates:
                         for programs in PROGRAMS:
                             yield Job(geometry, format, "tiles", count, (*tile, programs))
@@ -248,12 +260,14 @@ def tile_jobs(geometries: list[str], formats: list[str], tokens: list[int]) -> I
 def measured(jobs: list[Job]) -> Iterator[tuple[Job, float]]:
     """Compile all at once, then measure one after the other. What does not run is said."""
     began = time.perf_counter()
-    ours = list({(job.geometry, job.format, job.way, job.tokens, job.tiles and job.tiles[:-1]): job for job in jobs if compiles(job)}.values())
-    ours.sort(key=lambda job: (job.way != "few", -job.tokens))
-    with multiprocessing.get_context("fork").Pool(max(1, min(14, (os.cpu_count() or 1) - 1))) as pool:
-        for failure in filter(None, pool.imap_unordered(compile_job, ours)):
+    ours: dict[tuple[object, ...], list[Job]] = {}
+    for job in filter(compiles, jobs):
+        ours.setdefault((job.geometry, job.format, job.way, job.tokens, job.tiles and job.tiles[:-1]), []).append(job)
+    units = sorted(ours.values(), key=lambda unit: (unit[0].way != "few", -unit[0].tokens))
+    with multiprocessing.get_context("fork").Pool(max(1, min(15, (os.cpu_count() or 1) - 1))) as pool:
+        for failure in filter(None, pool.imap_unordered(compile_jobs, units)):
             print(failure, flush=True)
-    print(f"compiled {len(ours)} jobs in {time.perf_counter() - began:.1f} s", flush=True)
+    print(f"compiled {len(units)} units in {time.perf_counter() - began:.1f} s", flush=True)
     for job in jobs:
         try:
             yield job, microseconds(job)
@@ -295,7 +309,9 @@ def main() -> None:
     print(f"copy {copy / 1e6:.2f} TB/s, bfloat16 {multiply_ / 1e6:.0f} TFLOP/s; microseconds a layer, by tokens")
     print(" " * 24 + "".join(f"{count:9}" for count in args.tokens))
     for (geometry, format, way), by_tokens in lines.items():
-        print(f"{geometry:5}{format:12}{way:9}" + "".join(f"{by_tokens.get(n, float('nan')):9.1f}" for n in args.tokens))
+        print(
+            f"{geometry:5}{format:12}{way:9}" + "".join(f"{by_tokens.get(n, float('nan')):9.1f}" for n in args.tokens)
+        )
     for geometry in args.geometries:
         weights = sum(a * b for a, b in shapes_of(geometry).values())
         for format, size in (("bf16", 2.0), ("8 bits", 1.0), ("int4", 0.516)):

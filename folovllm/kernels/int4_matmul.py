@@ -44,20 +44,40 @@ def load_tile(
     return words, scale, offset, input, inside
 
 
-# The codes at bits 0 to 3 of one byte of two words, $1 and $2, as two numbers of bfloat16, 128 more than they are: its
-# fraction counts ones from 128 on.
-PAIRS = tl.constexpr(tuple("""{ .reg .b32 both;
-    prmt.b32 both, $1, $2, %s;
-    lop3.b32 $0, both, 0x000F000F, 0x43004300, 0xEA; }""" % bytes_ for bytes_ in ("0x4400", "0x5511", "0x6622", "0x7733")))  # fmt: skip
+def of_byte(select: str) -> tl.constexpr:
+    """Assembly: the codes at bits 0 to 3 of one byte of two words, as two numbers of bfloat16, 128 more than they are.
+
+    A bfloat16's fraction counts ones from 128 on.
+    """
+    return tl.constexpr(
+        f"{{ .reg .b32 both; prmt.b32 both, $1, $2, {select}; lop3.b32 $0, both, 0x000F000F, 0x43004300, 0xEA; }}"
+    )
+
+
+BYTE_0, BYTE_1, BYTE_2, BYTE_3 = of_byte("0x4400"), of_byte("0x5511"), of_byte("0x6622"), of_byte("0x7733")
+
+
+@triton.jit
+def raised_codes(words, i: tl.constexpr):
+    """Codes i of each word, and 128, in bfloat16."""
+    if i % 2 == 1:
+        words = words >> 4
+    if i < 2:
+        codes = tl.inline_asm_elementwise(BYTE_0, "=r,r,r", [words], tl.bfloat16, True, 2)
+    elif i < 4:
+        codes = tl.inline_asm_elementwise(BYTE_1, "=r,r,r", [words], tl.bfloat16, True, 2)
+    elif i < 6:
+        codes = tl.inline_asm_elementwise(BYTE_2, "=r,r,r", [words], tl.bfloat16, True, 2)
+    else:
+        codes = tl.inline_asm_elementwise(BYTE_3, "=r,r,r", [words], tl.bfloat16, True, 2)
+    return codes
 
 
 @triton.jit
 def whole_codes(words, zero, i: tl.constexpr, exponent, DTYPE: tl.constexpr):
     """Codes i of each word less `zero`, exact in DTYPE."""
     if DTYPE == tl.bfloat16 and not INTERPRETED:  # noqa: SIM300
-        if i % 2 == 1:
-            words = words >> 4
-        numbers = tl.inline_asm_elementwise(PAIRS[i // 2], "=r,r,r", [words], tl.bfloat16, True, 2) - (128 + zero)
+        numbers = raised_codes(words, i) - (128 + zero)
     else:
         numbers = code(words, i, exponent).to(DTYPE) - (zero - 8)
     return numbers
