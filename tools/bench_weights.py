@@ -19,9 +19,11 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import groupby
 from unittest.mock import patch
 
 import torch
@@ -50,16 +52,15 @@ EPS = 1e-6
 
 # Candidates by the most tokens that they are for.
 TILES_8 = {
-    16: [(16, 32, 128, 2, 4, 0), (16, 64, 128, 4, 4, 0), (16, 64, 128, 4, 6, 0), (16, 64, 64, 4, 6, 0), (16, 128, 128, 4, 3, 0)],
-    64: [(64, 64, 128, 4, 3, 0), (64, 64, 64, 4, 4, 0), (64, 128, 64, 8, 4, 0), (64, 128, 128, 8, 3, 0), (64, 64, 64, 4, 4, 128)],
-    256: [(128, 128, 64, 8, 3, 0), (128, 128, 64, 8, 3, 128), (128, 64, 64, 4, 3, 0), (128, 64, 64, 4, 4, 168),
-          (256, 128, 64, 8, 3, 0), (128, 128, 128, 8, 2, 0), (64, 128, 64, 4, 4, 0)],
+    16: [(16, 64, 128, 4, 4, 0), (16, 64, 128, 4, 6, 0), (16, 32, 128, 2, 4, 0)],
+    64: [(64, 64, 128, 4, 3, 0), (64, 64, 64, 4, 4, 128), (64, 128, 64, 8, 4, 128)],
+    256: [(128, 128, 64, 8, 3, 0), (128, 64, 64, 4, 4, 168), (64, 128, 64, 8, 4, 128), (64, 64, 128, 4, 3, 128),
+          (128, 128, 128, 8, 2, 0)],
 }  # fmt: skip
 TILES_4 = {
-    16: [(16, 64, 16, 4, 3, 0), (16, 64, 16, 4, 5, 0), (16, 32, 16, 2, 4, 0), (16, 128, 16, 8, 3, 0)],
-    64: [(64, 64, 16, 4, 3, 0), (64, 64, 16, 4, 3, 128), (64, 128, 16, 8, 3, 0), (32, 64, 16, 4, 4, 0)],
-    256: [(128, 64, 16, 4, 2, 0), (128, 64, 16, 4, 2, 168), (128, 128, 16, 8, 3, 0), (64, 64, 16, 4, 3, 128), (64, 128, 16, 8, 3, 128),
-          (256, 64, 16, 8, 2, 0)],
+    16: [(16, 64, 16, 4, 3, 0), (16, 64, 16, 4, 5, 0), (16, 128, 16, 8, 3, 0)],
+    64: [(64, 64, 16, 4, 3, 0), (64, 64, 16, 4, 3, 128), (64, 128, 16, 8, 3, 128)],
+    256: [(128, 64, 16, 4, 2, 168), (128, 128, 16, 8, 3, 0), (64, 64, 16, 4, 3, 128), (64, 128, 16, 8, 3, 128)],
 }  # fmt: skip
 PROGRAMS = (132, 264, 528)
 
@@ -257,21 +258,24 @@ def tile_jobs(geometries: list[str], formats: list[str], tokens: list[int]) -> I
                             yield Job(geometry, format, "tiles", count, (*tile, programs))
 
 
-def measured(jobs: list[Job]) -> Iterator[tuple[Job, float]]:
-    """Compile all at once, then measure one after the other. What does not run is said."""
-    began = time.perf_counter()
-    ours: dict[tuple[object, ...], list[Job]] = {}
+def compile_all(jobs: list[Job]) -> None:
+    """Compile what the jobs need, and say what is wrong."""
+    began, units = time.perf_counter(), defaultdict(list)
     for job in filter(compiles, jobs):
-        ours.setdefault((job.geometry, job.format, job.way, job.tokens, job.tiles and job.tiles[:-1]), []).append(job)
-    units = sorted(ours.values(), key=lambda unit: (unit[0].way != "few", -unit[0].tokens))
+        units[job.geometry, job.format, job.way, job.tokens, job.tiles and job.tiles[:-1]].append(job)
+    slow_first = sorted(units.values(), key=lambda unit: (unit[0].way != "few", -unit[0].tokens))
     with multiprocessing.get_context("fork").Pool(max(1, min(15, (os.cpu_count() or 1) - 1))) as pool:
-        for failure in filter(None, pool.imap_unordered(compile_jobs, units)):
+        for failure in filter(None, pool.imap_unordered(compile_jobs, slow_first)):
             print(failure, flush=True)
-    print(f"compiled {len(units)} units in {time.perf_counter() - began:.1f} s", flush=True)
+    print(f"compiled {len(units)} kinds of work in {time.perf_counter() - began:.1f} s", flush=True)
+
+
+def measured(jobs: Iterable[Job]) -> Iterator[tuple[Job, float]]:
+    """Each job and its microseconds. What does not run is said."""
     for job in jobs:
         try:
             yield job, microseconds(job)
-        except Exception as error:
+        except Exception as error:  # of this job alone
             print(f"{job}: {str(error)[:200]}", flush=True)
 
 
@@ -290,28 +294,22 @@ def main() -> None:
     parser.add_argument("--tiles", action="store_true", help="measure candidates for tiles first")
     parser.add_argument("--geometries", nargs="+", default=list(GEOMETRIES))
     parser.add_argument("--formats", nargs="+", default=list(WAYS))
-    parser.add_argument("--tile-formats", nargs="+", default=["fp8 channel", "fp8 block", "int4"])
+    parser.add_argument("--tile-formats", nargs="+", default=["fp8 block", "int4"])
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     args = parser.parse_args()
     jobs = list(default_jobs(args.geometries, args.formats, args.tokens))
     tried = list(tile_jobs(args.geometries, args.tile_formats, args.tokens)) if args.tiles else []
-    found = measured(tried + jobs)
-    best: dict[tuple[str, str, int], list[tuple[float, tuple[int, ...]]]] = {}
-    lines: dict[tuple[str, str, str], dict[int, float]] = {}
-    for job, us in found:
-        if job.tiles:
-            best.setdefault((job.format, job.geometry, job.tokens), []).append((us, job.tiles))
-        else:
-            lines.setdefault((job.geometry, job.format, job.way), {})[job.tokens] = us
-    for key, candidates in best.items():
-        print(*key, "  ".join(f"{us:.1f} {','.join(map(str, tile))}" for us, tile in sorted(candidates)), flush=True)
+    compile_all(tried + jobs)
     copy, multiply_ = rates()
+    for key, group in groupby(tried, key=lambda job: (job.format, job.geometry, job.tokens)):
+        candidates = sorted((us, job.tiles) for job, us in measured(group))
+        print(*key, "  ".join(f"{us:.1f} {','.join(map(str, tile))}" for us, tile in candidates), flush=True)
     print(f"copy {copy / 1e6:.2f} TB/s, bfloat16 {multiply_ / 1e6:.0f} TFLOP/s; microseconds a layer, by tokens")
-    print(" " * 24 + "".join(f"{count:9}" for count in args.tokens))
-    for (geometry, format, way), by_tokens in lines.items():
-        print(
-            f"{geometry:5}{format:12}{way:9}" + "".join(f"{by_tokens.get(n, float('nan')):9.1f}" for n in args.tokens)
-        )
+    print(" " * 26 + "".join(f"{count:9}" for count in args.tokens))
+    for key, group in groupby(jobs, key=lambda job: (job.geometry, job.format, job.way)):
+        by_tokens = {job.tokens: us for job, us in measured(group)}
+        columns = "".join(f"{by_tokens[n]:9.1f}" if n in by_tokens else " " * 9 for n in args.tokens)
+        print("{:5}{:12}{:9}".format(*key) + columns, flush=True)
     for geometry in args.geometries:
         weights = sum(a * b for a, b in shapes_of(geometry).values())
         for format, size in (("bf16", 2.0), ("8 bits", 1.0), ("int4", 0.516)):

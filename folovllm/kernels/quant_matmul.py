@@ -55,7 +55,9 @@ def quant_matmul_kernel(
     """Program (p, q, s): outputs p * BN to p * BN + BN of tokens q * BM to q * BM + BM; SPLIT: of every num_parts-th tile
     of inputs, from s on.
 
-    The weights are the first factor: on Hopper only that may come from registers, in which codes are unpacked.
+    The weights are the first factor: on Hopper only that may come from registers, in which codes are unpacked. Each tile's
+    product meets its scale at once, which makes the program wait for it. Products that follow each other without that
+    would have their weights overwritten while the tensor cores still read them (Triton 3.6, github.com/triton-lang/triton/issues/9433).
     """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     PRECISION: tl.constexpr = "ieee" if DTYPE == tl.float32 else "tf32"  # noqa: SIM300
@@ -65,7 +67,7 @@ def quant_matmul_kernel(
     weight_ptr += rows[:, None].to(tl.int64) * K
     x_ptr += tl.minimum(tokens, num_tokens - 1)[None, :].to(tl.int64) * stride_x
     scale_ptr += rows // GROUP_ROWS * tl.cdiv(K, GROUP)
-    acc = tl.zeros([BN, BM], tl.float32)
+    acc, scale = tl.zeros([BN, BM], tl.float32), tl.load(scale_ptr)
     first, step = (tl.program_id(2) * BK, num_parts * BK) if SPLIT else (0, BK)
     for start in range(first, K, step):
         k = start + tl.arange(0, BK)
@@ -76,12 +78,9 @@ def quant_matmul_kernel(
             codes = tl.load(weight_ptr + k[None, :], mask=k[None, :] < K, other=0)
             x = tl.load(x_ptr + k[:, None], mask=k[:, None] < K, other=0)
         numbers = unpack(codes, KIND, DTYPE)
-        if GROUP >= K:
-            acc = tl.dot(numbers, x, acc, input_precision=PRECISION)
-        else:  # sums of a group first: a scale is for all of it
-            acc += tl.dot(numbers, x, input_precision=PRECISION) * tl.load(scale_ptr + start // GROUP)[:, None]
-    if GROUP >= K:
-        acc *= tl.load(scale_ptr)[:, None]
+        if GROUP < K:
+            scale = tl.load(scale_ptr + start // GROUP)
+        acc += tl.dot(numbers, x, input_precision=PRECISION) * scale[:, None]
     store_sum(
         acc, part_ptr, done_ptr, residual_ptr, out_ptr, num_tokens, num_rows, num_parts, SPLIT, RESIDUAL)  # fmt: skip
 
