@@ -15,7 +15,7 @@ from folovllm.kernels.fp8 import INTERPRETED
 from folovllm.kernels.int4_linear import EXPONENT, code, load_scales
 from folovllm.kernels.split_sum import counters, num_parts, parts_for, store_sum, token_tiles
 
-MANY = 512  # tokens, from which on codes are unpacked before they are multiplied (a guess: not measured yet)
+MANY = 129  # as in `quant_matmul`; not measured yet
 
 
 @triton.jit
@@ -103,8 +103,8 @@ def add_group(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_parts"])
 def int4_matmul_kernel(
-    x_ptr, word_ptr, scale_ptr, zero_ptr, residual_ptr, part_ptr, done_ptr, out_ptr, stride_x, num_tokens, num_rows,
-    num_parts, exponent, K: tl.constexpr, GROUP: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
+    x_ptr, word_ptr, scale_ptr, zero_ptr, residual_ptr, part_ptr, done_ptr, out_ptr, stride_x, num_tokens, num_parts, exponent,
+    OUTPUTS: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Program (p, q, s): outputs p * BN to p * BN + BN of tokens q * BM to q * BM + BM; SPLIT: of every num_parts-th tile
@@ -117,7 +117,7 @@ def int4_matmul_kernel(
     WHOLE: tl.constexpr = GROUP // 8 % WORDS == 0 and (zero_ptr is None or zero_ptr.dtype.element_ty == tl.uint8)
     outputs = tl.program_id(0) * BN + tl.arange(0, BN)
     tokens = tl.program_id(1) * BM + tl.arange(0, BM)
-    rows = tl.minimum(outputs, num_rows - 1).to(tl.int64)[:, None]
+    rows = tl.minimum(outputs, OUTPUTS - 1).to(tl.int64)[:, None]
     x_ptr += tl.minimum(tokens, num_tokens - 1)[None, :].to(tl.int64) * stride_x
     acc = tl.zeros([BN, BM], tl.float32)
     first, step = (tl.program_id(2), num_parts) if SPLIT else (0, 1)
@@ -138,7 +138,7 @@ def int4_matmul_kernel(
                     weights += offset
                 acc = tl.dot(weights.to(DTYPE), x, acc, input_precision=PRECISION)
     store_sum(
-        acc, part_ptr, done_ptr, residual_ptr, out_ptr, num_tokens, num_rows, num_parts, SPLIT, RESIDUAL)  # fmt: skip
+        acc, part_ptr, done_ptr, residual_ptr, out_ptr, num_tokens, num_parts, OUTPUTS, SPLIT, RESIDUAL)  # fmt: skip
 
 
 @triton.jit
@@ -160,7 +160,8 @@ def int4_unpack_kernel(
 
 
 def tiling(num_tokens: int, group_size: int, itemsize: int) -> dict[str, int]:
-    """Tokens, outputs and words of a program's tile, its warps, tiles on their way, and programs that there should be.
+    """Tokens, outputs and words of a program's tile, its warps, tiles on their way, and programs that there should be (not
+    measured yet: chosen by registers and shared memory).
 
     A tile of words lies within a group where that has at least the 16 that the tensor cores take at a time. `itemsize` is
     that of `x`, as in `quant_matmul.tiles`.
@@ -191,7 +192,7 @@ def int4_matmul(
     grid = (row_tiles, triton.cdiv(num_tokens, shape["BM"]), parts)
     int4_matmul_kernel[grid](
         x, words, scales, zeros, out if residual is None else residual, parts_for(x, out, parts), counters(x.device), out,
-        x.stride(0), num_tokens, rows, parts, EXPONENT, K=width, GROUP=group_size,
+        x.stride(0), num_tokens, parts, EXPONENT, OUTPUTS=rows, K=width, GROUP=group_size,
         RESIDUAL=residual is not None, SPLIT=parts > 1, **shape,
     )  # fmt: skip
     return out

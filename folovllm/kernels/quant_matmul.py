@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.fp8 import INTERPRETED
+from folovllm.kernels.grouped_linear import capability_of
 from folovllm.kernels.quant_linear import Codes, kind_of
 from folovllm.kernels.split_sum import counters, num_parts, parts_for, store_sum, token_tiles
 
-MANY = 512  # tokens, from which on codes are unpacked before they are multiplied (a guess: not measured yet)
+MANY = 129  # tokens, from which on codes are unpacked before they are multiplied: a second tile would unpack all of them again
 
 
 # Two codes of FP8, bytes 0 and 1 of $1, as bfloat16: the bits of a bfloat16 whose exponent counts from another number, 120
@@ -48,8 +49,8 @@ def unpack(codes, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "num_parts"])
 def quant_matmul_kernel(
-    x_ptr, weight_ptr, scale_ptr, residual_ptr, part_ptr, done_ptr, out_ptr, stride_x, num_tokens, num_rows, num_parts,
-    K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, residual_ptr, part_ptr, done_ptr, out_ptr, stride_x, num_tokens, num_parts,
+    OUTPUTS: tl.constexpr, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
     SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Program (p, q, s): outputs p * BN to p * BN + BN of tokens q * BM to q * BM + BM; SPLIT: of every num_parts-th tile
@@ -63,7 +64,7 @@ def quant_matmul_kernel(
     PRECISION: tl.constexpr = "ieee" if DTYPE == tl.float32 else "tf32"  # noqa: SIM300
     outputs = tl.program_id(0) * BN + tl.arange(0, BN)
     tokens = tl.program_id(1) * BM + tl.arange(0, BM)
-    rows = tl.minimum(outputs, num_rows - 1)
+    rows = tl.minimum(outputs, OUTPUTS - 1)
     weight_ptr += rows[:, None].to(tl.int64) * K
     x_ptr += tl.minimum(tokens, num_tokens - 1)[None, :].to(tl.int64) * stride_x
     scale_ptr += rows // GROUP_ROWS * tl.cdiv(K, GROUP)
@@ -82,25 +83,31 @@ def quant_matmul_kernel(
             scale = tl.load(scale_ptr + start // GROUP)
         acc += tl.dot(numbers, x, input_precision=PRECISION) * scale[:, None]
     store_sum(
-        acc, part_ptr, done_ptr, residual_ptr, out_ptr, num_tokens, num_rows, num_parts, SPLIT, RESIDUAL)  # fmt: skip
+        acc, part_ptr, done_ptr, residual_ptr, out_ptr, num_tokens, num_parts, OUTPUTS, SPLIT, RESIDUAL)  # fmt: skip
 
 
-def tiles(num_tokens: int, columns: int, itemsize: int) -> dict[str, int]:
+def tiles(num_tokens: int, columns: int, itemsize: int, capability: int) -> dict[str, int]:
     """Tokens, outputs and inputs of a program's tile, its warps, how many tiles are on their way, and programs that there
-    should be.
+    should be: what was fastest on an H200 (`tools/bench_weights.py`).
 
     With few tokens a program has few outputs, so that there are enough programs to keep the memory busy, and each asks for
     many inputs at a time. A tile lies within a group of `columns` inputs. Of float32, of which an item has 4 bytes, there
     is one at a time: small cards have no shared memory for more.
     """
     if num_tokens <= 16:
-        shape = {"BM": 16, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4, "programs": 528}
-    elif num_tokens <= 32:
-        shape = {"BM": 32, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4, "programs": 396}
+        shape = {"BM": 16, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4, "programs": 264}
     elif num_tokens <= 64:
-        shape = {"BM": 64, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3, "programs": 264}
+        shape = {
+            "BM": triton.next_power_of_2(num_tokens),
+            "BN": 64,
+            "BK": 128,
+            "num_warps": 4,
+            "num_stages": 3,
+            "programs": 264,
+        }
     else:
-        shape = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3, "programs": 264}
+        bk = 64 if capability >= 90 else 32  # before Hopper, `x` is in registers too
+        shape = {"BM": 128, "BN": 128, "BK": bk, "num_warps": 8, "num_stages": 3, "programs": 132}
     within = min(shape["BK"], columns & -columns)  # the largest power of two that divides a group
     return shape | {"BK": within} | ({"num_stages": 1} if itemsize == 4 else {})
 
@@ -111,7 +118,7 @@ def quant_matmul(x: torch.Tensor, codes: Codes, residual: torch.Tensor | None = 
     rows = len(codes.weight)
     out = x.new_empty(num_tokens, rows)
     per_output = codes.columns >= width
-    shape = tiles(num_tokens, 1 << 30 if per_output else codes.columns, x.itemsize)
+    shape = tiles(num_tokens, 1 << 30 if per_output else codes.columns, x.itemsize, capability_of(x.device))
     shape["BK"] = min(shape["BK"], triton.next_power_of_2(width))
     row_tiles, programs = triton.cdiv(rows, shape["BN"]), shape.pop("programs")
     most = width // (4 * shape["BK"])  # four tiles are worth a program
@@ -119,7 +126,7 @@ def quant_matmul(x: torch.Tensor, codes: Codes, residual: torch.Tensor | None = 
     grid = (row_tiles, triton.cdiv(num_tokens, shape["BM"]), parts)
     quant_matmul_kernel[grid](
         x, codes.weight.view(torch.int8), codes.scale, out if residual is None else residual, parts_for(x, out, parts),
-        counters(x.device), out, x.stride(0), num_tokens, rows, parts, K=width, GROUP_ROWS=codes.rows,
+        counters(x.device), out, x.stride(0), num_tokens, parts, OUTPUTS=rows, K=width, GROUP_ROWS=codes.rows,
         GROUP=codes.columns, KIND=kind_of(codes.weight), RESIDUAL=residual is not None, SPLIT=parts > 1, **shape,
     )  # fmt: skip
     return out

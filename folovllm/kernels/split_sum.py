@@ -17,19 +17,19 @@ MOST_TILES = 1 << 16  # of one product
 
 @triton.jit
 def store_sum(
-    acc, part_ptr, done_ptr, residual_ptr, out_ptr, num_tokens, num_rows, num_parts, SPLIT: tl.constexpr,
+    acc, part_ptr, done_ptr, residual_ptr, out_ptr, num_tokens, num_parts, OUTPUTS: tl.constexpr, SPLIT: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile `acc` [BN, BM] of `out` [num_tokens, num_rows], with the residual that is there; SPLIT: once all its parts
+    """Store a tile `acc` [BN, BM] of `out` [num_tokens, OUTPUTS], with the residual that is there; SPLIT: once all its parts
     are there. Program (p, q, s) has part s of tile p of outputs, q of tokens.
 
-    `part_ptr` takes `num_parts` of `out`. `done_ptr`, zero before and after, counts the parts of each tile. Places count from
-    the tile on, so that 32 bits are enough for them: registers are short here.
+    `part_ptr` takes `num_parts` of `out`. `done_ptr`, zero before and after, counts the parts of each tile. OUTPUTS is a
+    constant because then places differ by constants, and take one register instead of a hundred.
     """
     row, token = tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :]
     first_row, first_token = tl.program_id(0) * acc.shape[0], tl.program_id(1) * acc.shape[1]
-    first, size = first_token.to(tl.int64) * num_rows + first_row, num_tokens.to(tl.int64) * num_rows
-    at, kept = token * num_rows + row, (token < num_tokens - first_token) & (row < num_rows - first_row)
+    first, size = first_token.to(tl.int64) * OUTPUTS + first_row, num_tokens.to(tl.int64) * OUTPUTS
+    at, kept = token.to(tl.int64) * OUTPUTS + row, (token < num_tokens - first_token) & (row < OUTPUTS - first_row)
     if SPLIT:
         part_ptr += first
         done_ptr += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)

@@ -256,16 +256,32 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
                                     "RESIDUAL": not gated, "M": tokens, "ROWS": per_program, "CHUNK": units, **pdl}, num_warps, 3  # fmt: skip
     for tokens, kind in some:
         group = {"GROUP_ROWS": 1, "GROUP": 9728} if kind == "int8" else {"GROUP_ROWS": 128, "GROUP": 128}
-        shape = tiles(tokens, 1 << 30 if kind == "int8" else 128, 2)
+        shape = tiles(tokens, 1 << 30 if kind == "int8" else 128, 2, capability)
         split = {"SPLIT": shape.pop("programs") > 0}
         num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
-        yield quant_matmul_kernel, {"K": 9728, **group, **split, "KIND": kind, "RESIDUAL": True, **shape}, num_warps, num_stages
+        yield (
+            quant_matmul_kernel,
+            {"OUTPUTS": 2560, "K": 9728, **group, **split, "KIND": kind, "RESIDUAL": True, **shape},
+            num_warps,
+            num_stages,
+        )
     if capability == 86:  # little shared memory, and floats of 32 bits, which one may ask for
         for tokens in (16, 64):
-            shape = tiles(tokens, 1 << 30, 4)
+            shape = tiles(tokens, 1 << 30, 4, capability)
             num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
-            group = {"GROUP_ROWS": 1, "GROUP": 9728, "KIND": "int8", "dtype": "fp32", "SPLIT": shape.pop("programs") > 0}
-            yield quant_matmul_kernel, {"K": 9728, **group, "RESIDUAL": True, **shape}, num_warps, num_stages
+            group = {
+                "GROUP_ROWS": 1,
+                "GROUP": 9728,
+                "KIND": "int8",
+                "dtype": "fp32",
+                "SPLIT": shape.pop("programs") > 0,
+            }
+            yield (
+                quant_matmul_kernel,
+                {"OUTPUTS": 2560, "K": 9728, **group, "RESIDUAL": True, **shape},
+                num_warps,
+                num_stages,
+            )
     yield unpack_kernel, {"K": 2560, "GROUP_ROWS": 128, "GROUP": 128, "KIND": fp8, "BLOCK": 2048}, 4, 3
     yield from kernels_of_int4(capability)
 
@@ -290,7 +306,12 @@ def kernels_of_int4(capability: int):
         num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
         none = {} if group == 32 else {"zero_ptr": None}
         none |= {"dtype": "fp32"} if itemsize == 4 else {}
-        yield int4_matmul_kernel, {"K": 2560, "GROUP": group, "RESIDUAL": True, **split, **shape, **none}, num_warps, num_stages
+        yield (
+            int4_matmul_kernel,
+            {"OUTPUTS": 9728, "K": 2560, "GROUP": group, "RESIDUAL": True, **split, **shape, **none},
+            num_warps,
+            num_stages,
+        )
     yield int4_unpack_kernel, {"K": 2560, "GROUP": 128, "WORDS": 512}, 4, 3
 
 
