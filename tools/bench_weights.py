@@ -5,7 +5,7 @@
 
 The four products of a layer of Qwen3-4B and 0.6B, as the engine calls them (with few tokens norms, gate and residual ride
 along), by each way that a format has: `few` (a kernel for 1, 2 and 4 tokens), `tiles` (tensor cores, unpacked on the way),
-`unpacked` (once, then the library's product in bfloat16), and of FP8 `both` (activations in FP8 too). Graphs are
+`unpacked` (once, then the library's product in bfloat16), and of FP8 `both` (activations in FP8 too, `quantize_activations`). Graphs are
 captured over several layers, so that no weight waits in the L2 cache; medians. The floor is the larger of two times: that of
 reading codes at the card's own copy bandwidth, and that of computing at its own matrix rate.
 
@@ -34,7 +34,7 @@ from folovllm.kernels import int4_matmul as four
 from folovllm.kernels import quant_matmul as eight
 from folovllm.kernels.int4_linear import int4_linear
 from folovllm.kernels.quant_linear import Codes, quant_linear
-from folovllm.kernels.quantize_rows import quantize_rows
+from folovllm.kernels.quantize_rows import fp8_matmul
 from folovllm.kernels.small_linear import serves, small_linear
 
 GEOMETRIES = {"4B": (2560, 6144, 4096, 9728), "0.6B": (1024, 4096, 2048, 3072)}  # hidden, qkv, heads, MLP
@@ -62,7 +62,7 @@ TILES_4 = {
     64: [(64, 64, 16, 4, 3, 0), (64, 64, 16, 4, 3, 128), (64, 128, 16, 8, 3, 128)],
     256: [(128, 64, 16, 4, 2, 168), (128, 128, 16, 8, 3, 0), (64, 64, 16, 4, 3, 128), (64, 128, 16, 8, 3, 128)],
 }  # fmt: skip
-PROGRAMS = (132, 264, 528)
+PROGRAMS = (132, 264)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +152,7 @@ def by_library(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | N
 
 def both_fp8(x: torch.Tensor, codes: Codes, residual: torch.Tensor | None) -> torch.Tensor:
     """The product of FP8 with FP8."""
-    blocks = codes.rows > 1
-    x_codes, x_scales = quantize_rows(x, 128 if blocks else None)
-    y = torch._scaled_mm(
-        x_codes, codes.weight.t(), x_scales, codes.scale.t(), out_dtype=x.dtype,
-        use_fast_accum=False,
-    )  # fmt: skip
+    y = fp8_matmul(x, codes)
     return y if residual is None else residual.add_(y)
 
 
@@ -187,13 +182,15 @@ def with_tiles(job: Job) -> patch:
 def microseconds(job: Job) -> float:
     """The median of a layer."""
     most = 2 if job.tokens > 512 else 1 << 30
-    with with_tiles(job):
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with with_tiles(job), torch.cuda.stream(stream):  # `torch.cuda.graph` would empty torch's store of memory each time
         step = step_of(job, most)
         step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
+        stream.synchronize()
+        graph.capture_begin()
+        step()
+        graph.capture_end()
+    torch.cuda.synchronize()
     milliseconds = triton.testing.do_bench(graph.replay, warmup=2, rep=8, return_mode="median")
     return float(milliseconds) * 1e3 / len(layers_of(job.geometry, job.format, most))
 
@@ -291,7 +288,7 @@ def rates() -> tuple[float, float]:
 def main() -> None:
     """Print a line for each way, with a column for each number of tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiles", action="store_true", help="measure candidates for tiles first")
+    parser.add_argument("--tiles", action="store_true", help="measure candidates for tiles too")
     parser.add_argument("--geometries", nargs="+", default=list(GEOMETRIES))
     parser.add_argument("--formats", nargs="+", default=list(WAYS))
     parser.add_argument("--tile-formats", nargs="+", default=["fp8 block", "int4"])
@@ -301,9 +298,6 @@ def main() -> None:
     tried = list(tile_jobs(args.geometries, args.tile_formats, args.tokens)) if args.tiles else []
     compile_all(tried + jobs)
     copy, multiply_ = rates()
-    for key, group in groupby(tried, key=lambda job: (job.format, job.geometry, job.tokens)):
-        candidates = sorted((us, job.tiles) for job, us in measured(group))
-        print(*key, "  ".join(f"{us:.1f} {','.join(map(str, tile))}" for us, tile in candidates), flush=True)
     print(f"copy {copy / 1e6:.2f} TB/s, bfloat16 {multiply_ / 1e6:.0f} TFLOP/s; microseconds a layer, by tokens")
     print(" " * 26 + "".join(f"{count:9}" for count in args.tokens))
     for key, group in groupby(jobs, key=lambda job: (job.geometry, job.format, job.way)):
@@ -315,6 +309,9 @@ def main() -> None:
         for format, size in (("bf16", 2.0), ("8 bits", 1.0), ("int4", 0.516)):
             floors = [max(weights * size / copy, 2 * weights * n / multiply_) for n in args.tokens]
             print(f"{geometry:5}{format:12}{'floor':9}" + "".join(f"{us:9.1f}" for us in floors))
+    for key, group in groupby(tried, key=lambda job: (job.format, job.geometry, job.tokens)):
+        candidates = sorted((us, job.tiles) for job, us in measured(group))
+        print(*key, "  ".join(f"{us:.1f} {','.join(map(str, tile))}" for us, tile in candidates), flush=True)
 
 
 if __name__ == "__main__":

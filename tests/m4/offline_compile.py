@@ -47,6 +47,7 @@ from folovllm.kernels.prefill_tiles import list_tiles_kernel
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
 from folovllm.kernels.quant_linear import quant_linear_kernel, tile_of
 from folovllm.kernels.quant_matmul import quant_matmul_kernel, tiles, unpack_kernel
+from folovllm.kernels.quantize_rows import quantize_rows_kernel
 from folovllm.kernels.rms_norm import add_rms_norm_kernel
 from folovllm.kernels.route import choose_kernel, combine_kernel
 from folovllm.kernels.small_linear import serves, small_linear_kernel, tiling
@@ -71,7 +72,8 @@ OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"):
              ("unpack_kernel", "weight_ptr"): "*i8", ("unpack_kernel", "scale_ptr"): "*fp32",
              ("int4_linear_kernel", "scale_ptr"): "*fp16", ("int4_matmul_kernel", "scale_ptr"): "*fp16",
              ("int4_unpack_kernel", "scale_ptr"): "*fp16", ("int4_matmul_kernel", "part_ptr"): "*fp32",
-             ("quant_matmul_kernel", "part_ptr"): "*fp32"}  # fmt: skip
+             ("quant_matmul_kernel", "part_ptr"): "*fp32", ("quantize_rows_kernel", "code_ptr"): "*fp8e4nv",
+             ("quantize_rows_kernel", "scale_ptr"): "*fp32"}  # fmt: skip
 
 
 WEIGHTS = {"code_ptr": "codes", "scale_ptr": "scales"}
@@ -283,6 +285,9 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
                 num_stages,
             )
     yield unpack_kernel, {"K": 2560, "GROUP_ROWS": 128, "GROUP": 128, "KIND": fp8, "BLOCK": 2048}, 4, 3
+    if capability >= 89:
+        for group in (9728, 128):
+            yield quantize_rows_kernel, {"K": 9728, "GROUP": group, "WIDTH": 16384}, 8, 3
     yield from kernels_of_int4(capability)
 
 
