@@ -38,7 +38,7 @@ from folovllm.kernels.quantize_rows import fp8_matmul
 from folovllm.kernels.small_linear import serves, small_linear
 
 GEOMETRIES = {"4B": (2560, 6144, 4096, 9728), "0.6B": (1024, 4096, 2048, 3072)}  # hidden, qkv, heads, MLP
-TOKENS = (1, 2, 4, 8, 16, 64, 256, 512, 2048, 8192)
+TOKENS = (1, 2, 4, 8, 16, 64, 128, 256, 512, 2048, 8192)
 WAYS = {
     "bf16": ("library", "few"),
     "fp8 channel": ("few", "tiles", "unpacked", "both"),
@@ -54,13 +54,13 @@ EPS = 1e-6
 TILES_8 = {
     16: [(16, 64, 128, 4, 4, 0), (16, 64, 128, 4, 6, 0), (16, 32, 128, 2, 4, 0)],
     64: [(64, 64, 128, 4, 3, 0), (64, 64, 64, 4, 4, 128), (64, 128, 64, 8, 4, 128)],
-    256: [(128, 128, 64, 8, 3, 0), (128, 64, 64, 4, 4, 168), (64, 128, 64, 8, 4, 128), (64, 64, 128, 4, 3, 128),
+    128: [(128, 128, 64, 8, 3, 0), (128, 64, 64, 4, 4, 168), (64, 128, 64, 8, 4, 128), (64, 64, 128, 4, 3, 128),
           (128, 128, 128, 8, 2, 0)],
 }  # fmt: skip
 TILES_4 = {
     16: [(16, 64, 16, 4, 3, 0), (16, 64, 16, 4, 5, 0), (16, 128, 16, 8, 3, 0)],
     64: [(64, 64, 16, 4, 3, 0), (64, 64, 16, 4, 3, 128), (64, 128, 16, 8, 3, 128)],
-    256: [(128, 64, 16, 4, 2, 168), (128, 128, 16, 8, 3, 0), (64, 64, 16, 4, 3, 128), (64, 128, 16, 8, 3, 128)],
+    128: [(128, 64, 16, 4, 2, 168), (128, 128, 16, 8, 3, 0), (64, 64, 16, 4, 3, 128), (64, 128, 16, 8, 3, 128)],
 }  # fmt: skip
 PROGRAMS = (132, 264)
 
@@ -249,7 +249,7 @@ def tile_jobs(geometries: list[str], formats: list[str], tokens: list[int]) -> I
     for format in formats:
         if "tiles" in WAYS[format]:
             for count, candidates in (TILES_4 if format.startswith("int4") else TILES_8).items():
-                for geometry in (one for one in geometries if count in tokens and (one == "4B" or count == 256)):
+                for geometry in (one for one in geometries if count in tokens and (one == "4B" or count == 128)):
                     for tile in candidates:
                         for programs in PROGRAMS:
                             yield Job(geometry, format, "tiles", count, (*tile, programs))
