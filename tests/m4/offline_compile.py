@@ -367,7 +367,7 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
 
 def grouped_codes(capability: int):
     """Experts in codes, those that ask for most: FP8 in blocks, and INT4 with zeros in short groups, in the tiles for few and
-    many pairs; on other cards one. INT8, whose scale meets a row once, asks for less.
+    many pairs; on other cards one. INT8 asks for less.
     """
     hidden, inner, experts, asked = 2048, 768, 128, 8
     fp8 = "fp8" if capability >= 89 else "fp8_bits"
