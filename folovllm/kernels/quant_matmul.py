@@ -58,7 +58,7 @@ def quant_matmul_kernel(
 
     The weights are the first factor: on Hopper only that may come from registers, in which codes are unpacked. Each tile's
     product meets its scale at once, which makes the program wait for it. Products that follow each other without that
-    would have their weights overwritten while the tensor cores still read them (Triton 3.6, github.com/triton-lang/triton/issues/9433).
+    would have their weights overwritten while the tensor cores still read them (github.com/triton-lang/triton/issues/9433).
     """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     PRECISION: tl.constexpr = "ieee" if DTYPE == tl.float32 else "tf32"  # noqa: SIM300
