@@ -27,7 +27,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from folovllm.kernels import grouped_hopper
 from folovllm.kernels.activation import silu_and_mul_kernel
-from folovllm.kernels.check import check_config, check_kernel, num_warps_of, tile_shape
+from folovllm.kernels.check import MERGED, check_config, check_kernel, merge_checks_kernel, num_warps_of, tile_shape
 from folovllm.kernels.check_plan import list_checks_kernel, plan_checks_kernel
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel
 from folovllm.kernels.decode_plan import plan_kernel
@@ -66,7 +66,7 @@ HQ, HKV = 16, 8
 WINDOW = 1024  # of a layer that has one
 
 
-OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
+OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"): "*fp32", ("merge_checks_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
              ("finish_kernel", "weight_ptr"): "*fp32", ("finish_kernel", "token_ptr"): "*i32",
              ("small_linear_kernel", "x_ptr"): "*i32", ("small_linear_kernel", "weight_ptr"): "*i32",
              ("quant_linear_kernel", "x_ptr"): "*i32", ("quant_linear_kernel", "weight_ptr"): "*i16",
@@ -348,8 +348,9 @@ def kernels_of_x3(capability: int, head_dim: int, block_size: int):
         _, rows = tile_shape(tokens, group, 2 * head_dim)
         config, cache = check_config(rows, head_dim, 2, is_fp8), {"cache": "fp8e4nv"} if is_fp8 else {}
         yield (check_kernel, {**strides, **cache, "B": block_size, "HKV": HKV, "G": group, "D": head_dim, "TILE": config.tile,
-                              "M": rows, "ROWS": 16, "STEP": config.merge_step, "PDL": capability >= 90},
-               num_warps_of(rows, 2 * head_dim), config.num_stages)  # fmt: skip
+                              "M": rows, "PDL": capability >= 90}, num_warps_of(rows, 2 * head_dim), config.num_stages)  # fmt: skip
+        yield (merge_checks_kernel, {"HKV": HKV, "G": group, "D": head_dim, "M": rows, "ROWS": MERGED[0], "STEP": config.merge_step,
+                                     "TILES": 256, "PDL": capability >= 90}, MERGED[1], 3)  # fmt: skip
 
 
 def kernels_of_x4(capability: int, head_dim: int, block_size: int):
