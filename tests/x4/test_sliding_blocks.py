@@ -7,7 +7,6 @@ from collections import Counter
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given, settings
 
 from folovllm import events as ev
@@ -16,13 +15,10 @@ from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.cache.sliding import GONE, SlidingBlockManager, SlidingPrefixCachingBlockManager, sliding
 from folovllm.config import EngineConfig
-from folovllm.step.schedule import SchedulerOutput
-from folovllm.step.verify import accept
 from tests.helpers import tiny_checkpoint
 from tests.sequences import make_seq
 from tests.workloads import answered, mixed_requests, serve
-from tests.x3 import test_cut_back
-from tests.x3.test_cut_back import POISON, Device, Loop, next_token, sequence
+from tests.x3.guessing_loop import POISON, Device, Loop
 
 
 class SlidingDevice(Device):
@@ -30,29 +26,16 @@ class SlidingDevice(Device):
 
     def __init__(self, kv: Any) -> None:
         super().__init__(kv)
-        self.window, self.forgets, self.texts = kv.window, not isinstance(kv, PrefixCachingBlockManager), {}
-        self.given_back = 0
+        self.window, self.forgets = kv.window, not isinstance(kv, PrefixCachingBlockManager)
 
     def hear(self, events: Any) -> None:
         super().hear(events)
         for event in events:
-            self.given_back += isinstance(event, ev.BlockPassed)
             if isinstance(event, ev.BlockFreed) and self.forgets:
                 self.slots[event.block_id] = [POISON] * self.size
 
-    def run(self, output: SchedulerOutput) -> list[list[int]]:
-        drawn = []
-        texts = [self.write(share) for share in output.shares]
-        for share, text in zip(output.shares, texts, strict=True):
-            for end in range(share.start + 1, share.end + 1):
-                seen = range(max(0, end - self.window), end)
-                read = [self.slots[self.tables[share.row][p // self.size]][p % self.size] for p in seen]
-                assert read == [tuple(text[: p + 1]) for p in seen], "a token saw K/V that is not its own"
-            first = share.end - share.num_draws + 1
-            tokens = [next_token(text[:end]) for end in range(first, share.end + 1)]
-            drawn.append(accept(tokens, text[first:]) if tokens else [])
-            self.newest[share.row] = drawn[-1][-1] if drawn[-1] else -1
-        return drawn
+    def seen(self, end: int) -> range:
+        return range(max(0, end - self.window), end)
 
 
 def blocks_add_up(kv: Any, holders: Any) -> None:
@@ -78,29 +61,9 @@ def test_nothing_in_sight_is_given_away(
     seed: int, num_blocks: int, block_size: int, k: int, budget: int, window: int, caching: bool
 ) -> None:
     """Chunks, preemption, shared prefixes, guesses and aborts, over overlapped steps; the device checks what it reads."""
-    rng = random.Random(seed)
-    kind = SlidingPrefixCachingBlockManager if caching else SlidingBlockManager
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_cut_back, "Device", SlidingDevice)
-        patch.setattr(test_cut_back, "assert_blocks_add_up", blocks_add_up)
-        loop = Loop(kind(num_blocks, block_size, window=window), rng, k, budget)
-        seqs, longest = [], min(40, num_blocks * block_size)
-        for turn in range(10_000):
-            if turn < 12 and rng.random() < 0.7:
-                prompt = [rng.randrange(2) for _ in range(rng.randint(1, longest // 2))]
-                seqs.append(sequence(prompt, rng.randint(1, longest - len(prompt))))
-                loop.add(seqs[-1])
-            if rng.random() < 0.03 and seqs and not (victim := rng.choice(seqs)).status.is_finished:
-                loop.scheduler.abort(victim)
-            if turn >= 12 and all(seq.status.is_finished for seq in seqs):
-                break
-            loop.step()
-        loop.collect()
-        loop.check()
-    assert loop.kv.num_used == 0 and all(seq.status.is_finished for seq in seqs)
-    for seq in seqs:
-        text = seq.token_ids.tolist()
-        assert all(next_token(text[:i]) == text[i] for i in range(seq.num_prompt_tokens, len(text)))
+    kv = (SlidingPrefixCachingBlockManager if caching else SlidingBlockManager)(num_blocks, block_size, window=window)
+    loop = Loop(kv, SlidingDevice(kv), random.Random(seed), k, budget, blocks_add_up)
+    loop.run(longest=min(40, num_blocks * block_size))
 
 
 def test_by_hand() -> None:
