@@ -186,7 +186,7 @@ def kernels(capability: int, head_dim: int, block_size: int):
         chunks = {"MIN_CHUNK": decode.min_chunk, "MAX_CHUNK": decode.max_chunk, "QUEUE_CHUNK": decode.queue_chunk,
                   "MAX_PARTS": MAX_PARTS}  # fmt: skip
         yield store_kvcache_kernel, {**strides, "HKV": HKV, "D": d, "WIDTH": HKV * d}, 4, 3
-        plan = {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, "STEP": 32, **chunks}
+        plan = {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, **chunks}
         for window in (0, *windows):
             yield plan_kernel, {**plan, "WINDOW": window}, 4, 3
         yield add_rms_norm_kernel, {"H": 1024, "WIDTH": 1024, "HAS_RESIDUAL": True}, 4, 3
@@ -300,7 +300,7 @@ def kernels_of_x3(capability: int, head_dim: int, block_size: int):
         config = check_config(32, head_dim, 2, False)
         chunks = {"MIN_CHUNK": config.min_chunk, "MAX_CHUNK": config.max_chunk, "QUEUE_CHUNK": config.queue_chunk}
         yield list_checks_kernel, {"TILE_TOKENS": 8, "WIDTH": 128}, 1, 3
-        yield plan_checks_kernel, {"HKV": HKV, "TILE": 32, "TILES": 256, "STEP": 32, "MAX_PARTS": 32, **chunks}, 4, 3
+        yield plan_checks_kernel, {"HKV": HKV, "TILE": 32, "TILES": 256, "MAX_PARTS": 32, **chunks}, 4, 3
     strides = {
         "STRIDE_BLOCK": HKV * block_size * head_dim,
         "STRIDE_TOKEN": head_dim,
