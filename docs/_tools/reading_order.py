@@ -24,6 +24,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("engine/setup.py", "", ""),
         ("step/schedule.py", "", "v1/core/sched/output.py"),
         ("step/draw.py", "", ""),
+        ("engine/serial_scheduler.py", "", ""),
         ("engine/plan.py", "", ""),
         ("events.py", "", ""),
         ("watcher.py", "", ""),
