@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, replace
-from numbers import Integral, Real
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from folovllm import builders
+from folovllm import config_checks
 from folovllm.speculative_config import SpeculativeConfig
 from folovllm.vllm_arguments import ENGINE, also_takes
 
@@ -30,23 +29,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 LATEST = "m6"
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "model_impl": ("hf", "native"),
-    "kv_cache": ("growing", "slots", "paged"),
-    "scheduling": ("fcfs", "priority"),
-    "kv_cache_dtype": ("auto", "fp8_e4m3"),
-}
 OTHER_NAMES = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}  # of dtypes
-KINDS = {"str": (str, "a text"), "bool": (bool, "True or False"), "float": (Real, "a number")}  # by annotation
-# None: the engine decides
-MAY_BE_OPEN = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "num_threads")
-# max_model_len: a token to read and one to write; of what is not named here 1
-LEAST = {"long_prefill_token_threshold": 0, "max_logprobs": 0, "max_model_len": 2}
-COUNTS = (
-    *MAY_BE_OPEN, "max_num_seqs", "kv_cache_memory", "tensor_parallel_size", "long_prefill_token_threshold", "max_n",
-    "max_logprobs",
-)  # fmt: skip
 
 
 @also_takes(ENGINE)
@@ -155,7 +138,7 @@ class EngineConfig:
         self.dtype = OTHER_NAMES.get(name, name)
         self.kv_cache_dtype = OTHER_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype)
         self._gather_speculation()
-        self._validate_kinds()
+        config_checks.check_kinds(self)
         preset = PRESETS.get(self.milestone or LATEST)
         if preset is None:
             raise ValueError(f"unknown milestone {self.milestone!r}: choose one of {', '.join(PRESETS)}")
@@ -173,20 +156,13 @@ class EngineConfig:
         for name, value in {**defaults, **preset}.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        self._validate()
+        config_checks.check_values(self)
+        config_checks.check_combinations(self)
 
     @classmethod
     def for_milestone(cls, milestone: str, **overrides: Any) -> EngineConfig:
         """The preset of one milestone, with single choices changed."""
         return cls(milestone=milestone, **overrides)
-
-    def _validate_kinds(self) -> None:
-        """Texts, switches and fractions. Any text is true, so a switch must not be one."""
-        for own in fields(self):
-            kind, _, may_be_open = str(own.type).partition(" | ")
-            value, (types, says) = getattr(self, own.name), KINDS.get(kind, (object, ""))
-            if not isinstance(value, types) and not (value is None and may_be_open):
-                raise ValueError(f"{own.name} must be {says}, not {value!r}")
 
     def _gather_speculation(self) -> None:
         """Make one `SpeculativeConfig` of what was said about guesses; None: there are none."""
@@ -209,57 +185,6 @@ class EngineConfig:
         """How tokens are guessed; None: they are not."""
         assert not isinstance(self.speculative_config, (str, dict))
         return self.speculative_config
-
-    def _validate(self) -> None:
-        for name, known in CHOICES.items():
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")
-        for name in COUNTS:
-            value, least = getattr(self, name), LEAST.get(name, 1)
-            if value is None and name in MAY_BE_OPEN:
-                continue
-            if not (_is_whole(value) and value >= least):
-                raise ValueError(f"{name} must be at least {least} (a whole number), not {value!r}")
-        if not _is_whole(self.seed) or not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be a whole number between 0 and 2**63 - 1, not {self.seed!r}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
-        self._validate_combinations()
-
-    def _validate_combinations(self) -> None:
-        if self.model_impl == "hf" and self.kv_cache != "growing":
-            raise ValueError('model_impl="hf" keeps its own growing cache: use milestone="m1", or model_impl="native"')
-        if self.kv_cache == "growing" and self.scheduling != "fcfs":
-            raise ValueError(
-                'kv_cache="growing" serves in the order of arrival: leave scheduling at "fcfs", or use "m2"'
-            )
-        if self.kv_cache == "growing" and self.max_num_seqs != 1:
-            raise ValueError('kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, or use "m2"')
-        if self.kv_cache == "growing" and self.kv_cache_dtype != "auto":
-            raise ValueError(
-                'kv_cache="growing" keeps K/V in the dtype of the model: leave kv_cache_dtype out, or use "m2"'
-            )
-        if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
-            raise ValueError('calculate_kv_scales is of use with kv_cache_dtype="fp8_e4m3" only')
-        if self.enable_prefix_caching and self.kv_cache != "paged":
-            raise ValueError('enable_prefix_caching needs blocks: kv_cache="paged", as from milestone m3 on')
-        if self.enable_chunked_prefill and self.kv_cache == "growing":
-            raise ValueError("enable_chunked_prefill needs batches: take milestone m2 or later")
-        if self.packed_steps and self.kv_cache != "paged":
-            raise ValueError(
-                'CUDA graphs, async_scheduling and tensor_parallel_size need kv_cache="paged", as from milestone m3 on'
-            )
-        if self.compile and self.model_impl == "hf":
-            raise ValueError('compile needs model_impl="native": it is our layers that are compiled')
-        if self.random_weights and self.model_impl == "hf":
-            raise ValueError('random_weights needs model_impl="native"')
-        if self.count_experts and self.kv_cache == "growing":
-            raise ValueError("count_experts needs batches: take milestone m2 or later")
-        if self.speculative_config is not None and self.kv_cache == "growing":
-            raise ValueError("speculative_config needs steps of several tokens: take milestone m2 or later")
-        if self.speculative_config is not None and "scheduler" in builders.chosen(self):
-            raise ValueError("speculative_config needs the engine's own scheduler: leave it out of builders")
-        builders.check(self)
 
     @property
     def packed_steps(self) -> bool:
@@ -305,7 +230,3 @@ class ModelConfig:
     def for_engine(self, **overrides: Any) -> EngineConfig:
         """The whole configuration: the latest milestone's, with `overrides`."""
         return EngineConfig(**{**asdict(self), **overrides})
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -13,7 +13,8 @@ from folovllm.engine.detokenizer_stream import make_detokenizer
 from folovllm.inputs import Prompt, PromptParts, parse_prompt
 from folovllm.models.files import eos_token_ids
 from folovllm.request import Request, Sequence
-from folovllm.sampling_params import SamplingParams, require
+from folovllm.require import require
+from folovllm.sampling_params import SamplingParams
 from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:
