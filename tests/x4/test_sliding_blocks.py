@@ -7,13 +7,15 @@ from collections import Counter
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from folovllm import events as ev
 from folovllm.build import make_engine
+from folovllm.cache import prefix_cache
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
-from folovllm.cache.sliding import GONE, SlidingBlockManager, SlidingPrefixCachingBlockManager, sliding
+from folovllm.cache.sliding import GONE, SlidingBlockManager, SlidingPrefixCachingBlockManager, most_held, sliding
 from folovllm.config import EngineConfig
 from tests.helpers import tiny_checkpoint
 from tests.sequences import make_seq
@@ -66,6 +68,43 @@ def test_nothing_in_sight_is_given_away(
     loop.run(longest=min(40, num_blocks * block_size))
 
 
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 1 << 30), block_size=st.integers(1, 4), k=st.integers(0, 5), budget=st.integers(4, 20),
+    window=st.integers(2, 20), caching=st.booleans(), collides=st.booleans(),
+)  # fmt: skip
+def test_texts_longer_than_the_pool(
+    seed: int, block_size: int, k: int, budget: int, window: int, caching: bool, collides: bool
+) -> None:
+    """`most_held` blocks are enough for texts of any length to end, also where hashes of different blocks are the same."""
+    kind = SlidingPrefixCachingBlockManager if caching else SlidingBlockManager
+    kv = kind(most_held(window, budget, block_size), block_size, window=window)
+    with pytest.MonkeyPatch.context() as patch:
+        if collides:
+            patch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: int(tokens.sum()))
+        Loop(kv, SlidingDevice(kv), random.Random(seed), k, budget, blocks_add_up).run(longest=150)
+
+
+@pytest.mark.parametrize(
+    ("window", "step", "block_size"), [(9, 3, 4), (9, 3, 1), (10, 4, 4), (2, 5, 4), (5, 4, 3), (3, 2, 8)]
+)
+def test_the_most_that_one_sequence_holds(window: int, step: int, block_size: int) -> None:
+    """A step is under way, and the next is reserved: with the worst beginning they take as much as is said, and never more."""
+    found = []
+    for begun in range(1, 3 * (window + block_size)):
+        kv = SlidingPrefixCachingBlockManager(99, block_size, window=window)
+        seq = make_seq(begun + 2 * step)
+        assert kv.reserve(seq, begun)
+        seq.start()
+        seq.num_computed_tokens = begun
+        kv.publish(seq)
+        for _ in range(2):
+            assert kv.reserve(seq, step)
+            seq.num_computed_tokens += step
+        found.append(kv.num_used)
+    assert max(found) == most_held(window, step, block_size)
+
+
 def test_by_hand() -> None:
     """Blocks of 4, a window of 6: the token at 13 sees 8 to 13, so blocks 0 and 1 are of no use to it."""
     kv = SlidingBlockManager(8, 4, window=6)
@@ -110,11 +149,11 @@ def test_who_stands_where() -> None:
 
 
 def test_the_engine_gives_blocks_back() -> None:
-    """A model that slides, in a cache that would not hold four of its texts whole; a guess now and then."""
+    """A model that slides, in a cache for less than `max_model_len` tokens of one text; a guess now and then."""
     path = tiny_checkpoint("mistral", sliding_window=12)
     load = answered(path, mixed_requests("greedy", 6))
     fields: dict[str, Any] = {
-        "block_size": 4, "num_kv_blocks": 22, "max_model_len": 88, "max_num_seqs": 4, "max_num_batched_tokens": 16,
+        "block_size": 4, "num_kv_blocks": 12, "max_model_len": 88, "max_num_seqs": 4, "max_num_batched_tokens": 16,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
     }  # fmt: skip
     engine = make_engine(EngineConfig(model=str(path), milestone="m6", device="cpu", use_tqdm=False, **fields))
@@ -122,7 +161,7 @@ def test_the_engine_gives_blocks_back() -> None:
     passed: list[ev.BlockPassed] = []
     engine.scheduler.kv.events.subscribe(
         lambda events: passed.extend(e for e in events if isinstance(e, ev.BlockPassed)),
-        ev.Snapshot(22, 4, 4, 16, 0, (), ()),
+        ev.Snapshot(12, 4, 4, 16, 0, (), ()),
     )
     load.check(serve(engine, load.requests))
     assert passed
