@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from folovllm.kernels.activation import silu_and_mul_kernel
+from folovllm.kernels.activation import act_and_mul_kernel
 from folovllm.kernels.check import check_config, check_kernel, num_warps_of, tile_shape
 from folovllm.kernels.check_plan import list_checks_kernel, plan_checks_kernel
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel
@@ -190,7 +190,9 @@ def kernels(capability: int, head_dim: int, block_size: int):
         for window in (0, *windows):
             yield plan_kernel, {**plan, "WINDOW": window}, 4, 3
         yield add_rms_norm_kernel, {"H": 1024, "WIDTH": 1024, "HAS_RESIDUAL": True}, 4, 3
-        yield silu_and_mul_kernel, {"I": 3072, "WIDTH": 1024, "H": 1024, "STREAM_WIDTH": 1024, "SCALE": True}, 4, 3
+        gate = {"I": 3072, "WIDTH": 1024, "H": 1024, "STREAM_WIDTH": 1024}
+        yield act_and_mul_kernel, {**gate, "SCALE": True, "GELU": False}, 4, 3
+        yield act_and_mul_kernel, {**gate, "SCALE": False, "GELU": True}, 4, 3
 
 
 def kernels_of_m6(capability: int, head_dim: int, block_size: int):
