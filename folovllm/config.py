@@ -42,25 +42,28 @@ class EngineConfig:
     Attributes:
         model: a local directory or GGUF file, a hub id, or one of the names "stories-5m" and "stories-moe" (embedded),
             "smollm2" and "smollm2-gguf" (downloaded).
-        tokenizer: the same for the tokenizer; None takes the model's.
-        milestone: the preset that fills what is left open; None takes the latest.
+        tokenizer: a directory or hub id with another tokenizer than the model's own.
+        milestone: "m1" to "m6": the preset for whatever is not said here; if left out, the latest.
         model_impl: "hf" runs transformers' model, "native" ours.
         kv_cache: "growing" (one request at a time, cache by concatenation), "slots" (a contiguous block of
             `max_model_len` tokens per sequence) or "paged".
-        dtype: "auto" is float32 on CPU and the checkpoint's own on a GPU; "half" and "float" are other names of two.
-        device: "cuda", "cpu" or None for CUDA where there is one.
-        seed: of the engine's own draws (requests without a seed, random weights).
-        max_model_len: longest prompt plus answer, in tokens; None is the smaller of the model's and 4,096.
+        dtype: "float32" (or "float"), "bfloat16", "float16" (or "half"), or "auto": float32 on a CPU, the checkpoint's own
+            on a GPU.
+        device: "cuda" or "cpu"; if left out, CUDA where there is one.
+        seed: the seed of the engine's own draws (requests without a seed, random weights).
+        max_model_len: longest prompt plus answer, in tokens; if left out, the smaller of the model's and 4,096.
         max_num_seqs: most sequences in one step.
-        max_num_batched_tokens: most tokens in one step; None fits at least one whole prompt.
-        block_size: tokens a block holds; None is the smallest from 16 up that the attention backend accepts.
-        num_kv_blocks: blocks of the KV cache, instead of measuring how many fit; enough for one `max_model_len`.
+        max_num_batched_tokens: most tokens in one step; if left out, at least one whole prompt fits.
+        block_size: tokens a block holds; if left out, the smallest from 16 up that the attention backend accepts.
+        num_kv_blocks: blocks of the KV cache, instead of measuring how many fit; at least what a sequence of
+            `max_model_len` needs.
         gpu_memory_utilization: share of the card's memory that the engine may fill.
-        kv_cache_memory: bytes of KV cache on CPU.
+        kv_cache_memory: bytes of the KV cache on a CPU.
         kv_cache_dtype: "auto" is the model's own; "fp8_e4m3" (or "fp8") keeps K/V in 8 bits, half of what 16 bits take.
-        calculate_kv_scales: find out what K/V in 8 bits are multiples of by running made-up tokens, instead of taking the
-            checkpoint's scales, or 1.
-        attention_backend: a name, "auto", or "prefill,decode".
+        calculate_kv_scales: choose the scales of K/V in 8 bits by running made-up tokens, instead of taking the
+            checkpoint's, or 1.
+        attention_backend: "torch_naive", "torch_paged", "triton", "flash_attn", or "auto": the fastest that runs here. Two
+            names with a comma between them are for prefill and for decode.
         scheduling: "fcfs" (first come, first served) or "priority" (smaller first).
         enable_prefix_caching: find the K/V of prefixes that were computed before.
         enable_chunked_prefill: compute long prompts over several steps, beside the decodes of others.
@@ -68,13 +71,13 @@ class EngineConfig:
         enforce_eager: no CUDA graphs.
         async_scheduling: schedule a step while the one before it runs.
         compile: put element-wise layers and the draw through torch.compile instead of our kernels.
-        num_threads: of torch, in the whole process; ranks divide them. None on a CPU: one for a small model, else as many
-            as a short measurement shows to be of use, at most `OMP_NUM_THREADS`.
+        num_threads: threads of torch, in the whole process; ranks divide them. If left out on a CPU: one for a small model,
+            else as many as a short measurement shows to be of use, at most `OMP_NUM_THREADS`.
         max_n: most answers to one prompt that a request may ask for.
         max_logprobs: most likely tokens, beside the chosen one, whose log-probabilities a request may ask for.
         tensor_parallel_size: GPUs (or, on CPU, processes) that share each layer.
-        enable_expert_parallel: in a mixture of experts, each of them holds some experts whole, not a part of each.
-        count_experts: in a mixture of experts, count how often each of them is asked, for `/metrics` and `--show-steps`.
+        enable_expert_parallel: in a mixture of experts, each of these GPUs holds some experts whole, not a part of each.
+        count_experts: in a mixture of experts, count how often each expert is asked, for `/metrics` and `--show-steps`.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
         quantization: how the weights are kept, which a checkpoint says by itself: "fp8", "compressed-tensors", "gptq", "awq".

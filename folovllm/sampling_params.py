@@ -47,7 +47,7 @@ class SamplingParams:
         top_k: keep the k most likely tokens; -1 or 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches `top_p`.
         min_p: drop tokens less likely than `min_p` times the most likely one.
-        seed: the same seed gives the same text, whatever runs beside it; None or -1 draws one.
+        seed: the same seed gives the same text, whatever runs beside it; if left out, or -1, one is drawn.
         max_tokens: generate at most this many tokens (vLLM's default is 16); None fills the context.
         min_tokens: no end-of-text or stop before this many tokens.
         stop: strings that end the text (and are cut off it unless `include_stop_str_in_output`).
@@ -62,7 +62,7 @@ class SamplingParams:
         presence_penalty: subtracted once from each token that the answer already holds; -2 to 2, as elsewhere.
         frequency_penalty: subtracted once per occurrence in the answer; -2 to 2.
         logit_bias: what is added to the logits of some tokens, by token id; -100 to 100, rounded to float16.
-        allowed_token_ids: draw only these tokens; None: all.
+        allowed_token_ids: draw only these tokens; if left out, all.
         bad_words: texts that the answer must not hold: the tokens that write one, as it stands or after a space, are
             not drawn all in a row.
         skip_special_tokens: leave tokens such as `<|im_end|>` out of the text.
