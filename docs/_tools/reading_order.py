@@ -111,6 +111,8 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("layers/formats/few_tokens.py", "", ""),
         ("models/fused_layer.py", "", ""),
         ("kernels/prefill_hopper.py", "", ""),
+        ("kernels/rehearsal.py", "", ""),
+        ("worker/rehearse.py", "", ""),
         ("worker/host_ring.py", "", ""),
         ("engine/overlap_scheduler.py", "", "v1/core/sched/async_scheduler.py"),
         ("engine/overlap.py", "", "v1/engine/core.py"),
