@@ -14,7 +14,8 @@ def inspect(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="A recording to replay, or two to race. Without one: a playground, where an engine runs.", show_default=False
+            help="A recording to replay, or two to race. Without one: a playground, where an engine runs.",
+            show_default=False,
         ),
     ] = None,
     html: Annotated[
