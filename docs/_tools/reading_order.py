@@ -205,6 +205,8 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("layers/moe.py", "", "model_executor/layers/fused_moe/layer.py"),
         ("kernels/grouped_linear.py", "", "model_executor/layers/fused_moe/fused_moe.py"),
         ("kernels/route.py", "", "model_executor/layers/fused_moe/moe_align_block_size.py"),
+        ("kernels/few_pairs.py", "", ""),
+        ("kernels/grouped_hopper.py", "", ""),
         ("layers/fused_moe.py", "", "model_executor/layers/fused_moe/fused_moe.py"),
         ("layers/expert_load.py", "", ""),
     ],
