@@ -82,6 +82,8 @@ def check_combinations(config: EngineConfig) -> None:
         raise ValueError('compile needs model_impl="native": it is our layers that are compiled')
     if config.random_weights and config.model_impl == "hf":
         raise ValueError('random_weights needs model_impl="native"')
+    if config.quantize_activations and config.model_impl == "hf":
+        raise ValueError('quantize_activations needs model_impl="native"')
     if config.count_experts and config.kv_cache == "growing":
         raise ValueError("count_experts needs batches: take milestone m2 or later")
     if config.speculative_config is not None and config.kv_cache == "growing":
