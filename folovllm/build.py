@@ -30,16 +30,8 @@ from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.llm_engine import LLMEngine, Parts
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.engine.overlap_scheduler import OverlapScheduler
-from folovllm.engine.scheduler import (
-    Scheduler,
-    SchedulerLike,
-    SerialScheduler,
-    TokensOfStep,
-    chunk,
-    preempt,
-    wait,
-    whole_prompt,
-)
+from folovllm.engine.scheduler import Scheduler, SchedulerLike, TokensOfStep, chunk, preempt, wait, whole_prompt
+from folovllm.engine.serial_scheduler import SerialScheduler
 from folovllm.engine.setup import set_up
 from folovllm.events import Events
 from folovllm.executor.abstract import Executor

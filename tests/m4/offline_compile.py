@@ -26,7 +26,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from folovllm.kernels import grouped_hopper
-from folovllm.kernels.activation import silu_and_mul_kernel
+from folovllm.kernels.activation import act_and_mul_kernel
 from folovllm.kernels.check import MERGED, check_config, check_kernel, merge_checks_kernel, num_warps_of, tile_shape
 from folovllm.kernels.check_plan import list_checks_kernel, plan_checks_kernel
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel
@@ -196,11 +196,13 @@ def kernels(capability: int, head_dim: int, block_size: int):
         chunks = {"MIN_CHUNK": decode.min_chunk, "MAX_CHUNK": decode.max_chunk, "QUEUE_CHUNK": decode.queue_chunk,
                   "MAX_PARTS": MAX_PARTS}  # fmt: skip
         yield store_kvcache_kernel, {**strides, "HKV": HKV, "D": d, "WIDTH": HKV * d}, 4, 3
-        plan = {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, "STEP": 32, **chunks}
+        plan = {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, **chunks}
         for window in (0, *windows):
             yield plan_kernel, {**plan, "WINDOW": window}, 4, 3
         yield add_rms_norm_kernel, {"H": 1024, "WIDTH": 1024, "HAS_RESIDUAL": True}, 4, 3
-        yield silu_and_mul_kernel, {"I": 3072, "WIDTH": 1024, "H": 1024, "STREAM_WIDTH": 1024, "SCALE": True}, 4, 3
+        gate = {"I": 3072, "WIDTH": 1024, "H": 1024, "STREAM_WIDTH": 1024}
+        yield act_and_mul_kernel, {**gate, "SCALE": True, "GELU": False}, 4, 3
+        yield act_and_mul_kernel, {**gate, "SCALE": False, "GELU": True}, 4, 3
 
 
 def kernels_of_m6(capability: int, head_dim: int, block_size: int):
@@ -335,7 +337,7 @@ def kernels_of_x3(capability: int, head_dim: int, block_size: int):
         config = check_config(32, head_dim, 2, False)
         chunks = {"MIN_CHUNK": config.min_chunk, "MAX_CHUNK": config.max_chunk, "QUEUE_CHUNK": config.queue_chunk}
         yield list_checks_kernel, {"TILE_TOKENS": 8, "WIDTH": 128}, 1, 3
-        yield plan_checks_kernel, {"HKV": HKV, "TILE": 32, "TILES": 256, "STEP": 32, "MAX_PARTS": 32, **chunks}, 4, 3
+        yield plan_checks_kernel, {"HKV": HKV, "TILE": 32, "TILES": 256, "MAX_PARTS": 32, **chunks}, 4, 3
     strides = {
         "STRIDE_BLOCK": HKV * block_size * head_dim,
         "STRIDE_TOKEN": head_dim,

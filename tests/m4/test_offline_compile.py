@@ -19,7 +19,7 @@ WITH_FP8_ALONE = {"x2": {"quantize_rows_kernel"}}  # compute capability 8.9
 # make of a kernel on sm_80 and sm_90, and a little more. A stack is memory, and slow.
 MOST = {
     "prefill_kernel": (255, 0), "decode_kernel": (255, 16), "qk_norm_rope_store_kernel": (72, 0),
-    "store_kvcache_kernel": (32, 0), "plan_kernel": (40, 0), "add_rms_norm_kernel": (40, 0), "silu_and_mul_kernel": (48, 0),
+    "store_kvcache_kernel": (32, 0), "plan_kernel": (40, 0), "add_rms_norm_kernel": (40, 0), "act_and_mul_kernel": (48, 0),
     "gumbel_max_kernel": (96, 0), "best_of_tiles_kernel": (24, 0), "scan_kernel": (128, 0), "finish_kernel": (128, 16),
     "plain_kernel": (80, 0), "special_kernel": (128, 0), "note_drawn_kernel": (40, 0), "unpack_decode_kernel": (48, 0),
     "unpack_ragged_kernel": (64, 0), "list_tiles_kernel": (40, 0),
