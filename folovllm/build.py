@@ -49,6 +49,9 @@ from folovllm.layers.expert_load import CountedLoad, ExpertLoad
 from folovllm.layers.layer_set import LayerSet
 from folovllm.model_config import num_experts_of
 from folovllm.models.files import load_tokenizer
+from folovllm.models.quantization import expert_shapes, linear_bytes, linear_shapes
+from folovllm.models.registry import renamed_by
+from folovllm.models.smollm2 import cache_dir
 from folovllm.sample.draw_state import DrawState
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
@@ -63,7 +66,10 @@ from folovllm.worker.native_model import load_native_model, load_sharded_model
 
 if TYPE_CHECKING:
     from folovllm.engine.speculation import Speculation
+    from folovllm.kernels.cpu.ops import CpuKernels
     from folovllm.spec.proposer import Proposer
+
+LARGE = 50_000_000  # bytes of weights: more than a processor's cache holds
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
@@ -245,7 +251,32 @@ def attention_backend(setup: EngineSetup) -> AttentionBackend:
         if checking.serves(setup.device):
             most_tokens = setup.config.speculation.num_speculative_tokens + 1
             return checking.CheckingTritonBackend(setup.attention, most_tokens, most_draws(setup.max_num_seqs))
+    if (cpu := cpu_kernels(setup)) and setup.backend == "torch_paged" and not setup.attention.is_fp8:
+        from folovllm.attention.backends.cpu_paged import CpuPagedBackend
+
+        return CpuPagedBackend(setup.attention, cpu)
     return make_backend(setup.backend, setup.attention)
+
+
+def cpu_kernels(setup: EngineSetup) -> CpuKernels | None:
+    """Kernels of a CPU, where they are wanted and can be had (M6). A small model is read from the processor's cache, and would
+    wait for the compiler in vain.
+    """
+    wanted = setup.device.type == "cpu" and setup.config.packed_steps and not setup.config.compile
+    if not wanted or weight_bytes(setup) < LARGE:
+        return None
+    from folovllm.kernels.cpu.library import load
+    from folovllm.kernels.cpu.ops import CpuKernels
+
+    library = load(setup.dtype, cache_dir())
+    return None if library is None else CpuKernels(library, setup.dtype)
+
+
+def weight_bytes(setup: EngineSetup) -> int:
+    """Bytes of all matrices of the model."""
+    shapes = linear_shapes(setup.hf_config) | expert_shapes(setup.hf_config)
+    head = setup.vocab_size * int(setup.hf_config.hidden_size) * setup.dtype.itemsize
+    return linear_bytes(setup.hf_config, setup.dtype, shapes, renamed_by(setup.hf_config)) + head
 
 
 def expert_load(setup: EngineSetup) -> CountedLoad | None:
@@ -273,6 +304,10 @@ def kernels_for(setup: EngineSetup) -> LayerSet:
         from folovllm.layers.fused_moe import EXPERT_KERNELS
 
         return compiled_layers().having(EXPERT_KERNELS)
+    if cpu := cpu_kernels(setup):
+        from folovllm.models.cpu_layers import cpu_layers
+
+        return cpu_layers(cpu)
     if "triton" not in setup.backend and "flash_attn" not in setup.backend:
         return LayerSet()
     from folovllm.models.fused import fused_layers
