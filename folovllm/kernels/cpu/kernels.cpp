@@ -10,13 +10,10 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#if defined(__AVX512F__)
+#ifdef __F16C__
 #include <immintrin.h>
 #endif
 
-struct BFloat16 { uint16_t bits; };  // the upper half of a float32
-using Float16 = _Float16;
-using Number = NUMBER;
 using Index = int64_t;
 
 constexpr Index LANES = 16;
@@ -30,33 +27,50 @@ template <class To, class From> To copy_bits(const From *from) {
     return to;
 }
 
+// Each kind of number: as float32, 16 of them as float32, and back, rounded to the nearest, of two as near to the even one.
 inline float wide(float x) { return x; }
-inline float wide(Float16 x) { return x; }
+inline Floats load(const float *p) { return copy_bits<Floats>(p); }
+template <class T> T narrow(float x) { return T(x); }
+
+struct BFloat16 { uint16_t bits; };  // the upper half of a float32
 inline float wide(BFloat16 x) {
     uint32_t bits = x.bits << 16;
     return copy_bits<float>(&bits);
 }
-
-template <class T> T narrow(float x) { return T(x); }
-template <> BFloat16 narrow(float x) {  // to the nearest, of two as near to the even one
+inline Floats load(const BFloat16 *p) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(copy_bits<__m256i>(p)), 16);
+#else
+    return (Floats)(__builtin_convertvector(copy_bits<Shorts>(p), Ints) << 16);
+#endif
+}
+template <> BFloat16 narrow(float x) {
     uint32_t bits = copy_bits<uint32_t>(&x);
     return {uint16_t(x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
+
+#ifdef __FLT16_MAX__  // a compiler that knows them
+using Float16 = _Float16;
+inline float wide(Float16 x) { return x; }
+inline Floats load(const Float16 *p) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_cvtph_ps(copy_bits<__m256i>(p));
+#elif defined(__F16C__)
+    __m256 halves[] = {_mm256_cvtph_ps(copy_bits<__m128i>(p)), _mm256_cvtph_ps(copy_bits<__m128i>(p + LANES / 2))};
+    return copy_bits<Floats>(halves);
+#else
+    return __builtin_convertvector(copy_bits<Float16 __attribute__((vector_size(2 * LANES)))>(p), Floats);
+#endif
+}
+#endif
+
+using Number = NUMBER;  // what the model computes with
 inline float rounded(float x) { return wide(narrow<Number>(x)); }
 
-inline Floats load(const float *p) { return copy_bits<Floats>(p); }
-#if defined(__AVX512F__)
+#ifdef __AVX512F__
 constexpr int TILE = 4;  // rows of weights, and of x, that meet in registers
-inline Floats load(const BFloat16 *p) { return (Floats)(_mm512_cvtepu16_epi32(copy_bits<__m256i>(p)) << 16); }
-inline Floats load(const Float16 *p) { return (Floats)_mm512_cvtph_ps(copy_bits<__m256i>(p)); }
 #else
 constexpr int TILE = 2;
-inline Floats load(const BFloat16 *p) { return (Floats)(__builtin_convertvector(copy_bits<Shorts>(p), Ints) << 16); }
-inline Floats load(const Float16 *p) {
-    Floats v;
-    for (int i = 0; i < LANES; i++) v[i] = p[i];
-    return v;
-}
 #endif
 
 inline float total(Floats v) {

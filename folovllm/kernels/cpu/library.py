@@ -67,7 +67,7 @@ def compiled(dtype: torch.dtype, folder: Path, compiler: str) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             object_file, library = f"{scratch}/kernels.o", f"{scratch}/kernels.so"
             run(compiler, *flags, "-c", str(SOURCE), "-o", object_file)
-            run(compiler, "-shared", "-nodefaultlibs", object_file, "-o", library)  # what it needs, torch has loaded
+            run(compiler, "-shared", "-nodefaultlibs", object_file, "-lgcc", "-o", library)  # torch has loaded the rest
             os.replace(library, target)
     return target
 

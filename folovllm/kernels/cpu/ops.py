@@ -30,7 +30,7 @@ class CpuKernels:
 
     def multiplies(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether `linear` is the product to take for the rows of `x`: they are few."""
-        return len(x) <= MAX_ROWS[self.dtype] and x.dtype == weight.dtype == self.dtype and weight.is_contiguous()
+        return x.shape[0] <= MAX_ROWS[self.dtype] and x.dtype == weight.dtype == self.dtype and weight.is_contiguous()
 
     def linear(
         self,
@@ -45,10 +45,10 @@ class CpuKernels:
         All is added up in float32 and rounded once. Rows of `x` may be apart; their numbers are not.
         """
         outputs, inputs = weight.shape
-        out = x.new_empty(len(x), outputs) if out is None else out
+        out = x.new_empty(x.shape[0], outputs) if out is None else out
         assert x.stride(1) == 1 or inputs == 1
         self._library.linear(
-            x.data_ptr(), at(weight), at(bias), at(residual), at(out), len(x), x.stride(0), inputs, outputs,
+            x.data_ptr(), at(weight), at(bias), at(residual), at(out), x.shape[0], x.stride(0), inputs, outputs,
             num_threads(weight.numel()),
         )  # fmt: skip
         return out
@@ -78,10 +78,10 @@ class CpuKernels:
         """
         p, kv_heads, size = preparation, kv_cache.shape[3], kv_cache.shape[4]
         heads = qkv.shape[1] // size - 2 * kv_heads
-        query = qkv.new_empty(len(qkv), heads, size)
+        query = qkv.new_empty(qkv.shape[0], heads, size)
         self._library.prepare(
             at(qkv), at(p.q_weight), at(p.k_weight), at(p.cos_sin_cache), at(positions), at(slots), at(query),
-            ctypes.byref(described(kv_cache)), len(qkv), heads, kv_heads, size, p.eps,
+            ctypes.byref(described(kv_cache)), qkv.shape[0], heads, kv_heads, size, p.eps,
             num_threads(qkv.numel()),
         )  # fmt: skip
         return query
