@@ -251,18 +251,12 @@ def attention_backend(setup: EngineSetup) -> AttentionBackend:
         if checking.serves(setup.device):
             most_tokens = setup.config.speculation.num_speculative_tokens + 1
             return checking.CheckingTritonBackend(setup.attention, most_tokens, most_draws(setup.max_num_seqs))
-    if (cpu := cpu_kernels(setup)) and setup.backend == "torch_paged" and not setup.attention.is_fp8:
-        from folovllm.attention.backends.cpu_paged import CpuPagedBackend
-
-        return CpuPagedBackend(setup.attention, cpu)
     return make_backend(setup.backend, setup.attention)
 
 
 def cpu_kernels(setup: EngineSetup) -> CpuKernels | None:
-    """Kernels of a CPU, where they are wanted and can be had (M6). A small model is read from the processor's cache, and would
-    wait for the compiler in vain.
-    """
-    wanted = setup.device.type == "cpu" and setup.config.packed_steps and not setup.config.compile
+    """Kernels for a CPU, where they can be had (M6). A small model would wait for the compiler, and gain little."""
+    wanted = setup.device.type == "cpu" and setup.backend == "torch_paged" and setup.config.packed_steps
     if not wanted or weight_bytes(setup) < LARGE:
         return None
     from folovllm.kernels.cpu.library import load
@@ -304,10 +298,10 @@ def kernels_for(setup: EngineSetup) -> LayerSet:
         from folovllm.layers.fused_moe import EXPERT_KERNELS
 
         return compiled_layers().having(EXPERT_KERNELS)
-    if cpu := cpu_kernels(setup):
+    if (kernels := cpu_kernels(setup)) is not None:
         from folovllm.models.cpu_layers import cpu_layers
 
-        return cpu_layers(cpu)
+        return cpu_layers(kernels)
     if "triton" not in setup.backend and "flash_attn" not in setup.backend:
         return LayerSet()
     from folovllm.models.fused import fused_layers

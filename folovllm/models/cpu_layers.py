@@ -1,4 +1,8 @@
-"""The layers of a decode on a CPU: what lies between its products is one kernel instead of a dozen small operations."""
+"""A decode on a CPU: a decoder layer is one call.
+
+Torch's product for one row leaves most of the memory's bandwidth unused, and between the products a layer has two dozen small
+operations, each of which Python calls for. With few tokens both together take far longer than reading the weights.
+"""
 
 from __future__ import annotations
 
@@ -8,61 +12,61 @@ from typing import Any
 import torch
 
 from folovllm.forward_batch import ForwardBatch
-from folovllm.kernels.cpu.ops import CpuKernels
-from folovllm.kernels.preparation import Preparation
+from folovllm.kernels.cpu.ops import CpuKernels, Heads, Layer, at, linear_of
 from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.formats.cpu import CpuPlain
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.layernorm import RMSNorm
-from folovllm.models.llama import LlamaAttention
+from folovllm.layers.linear import LinearBase, RowParallelLinear
+from folovllm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
 
 
-class CpuRMSNorm(RMSNorm):
-    """Adds and norms in one pass."""
+class CpuDecoderLayer(LlamaDecoderLayer):
+    """Computes few decodes in one call, and any other batch as `LlamaDecoderLayer`."""
 
-    def __init__(self, size: int, eps: float = 1e-6, *, kernels: CpuKernels) -> None:
-        super().__init__(size, eps)
+    def __init__(self, *args: Any, kernels: CpuKernels) -> None:
+        super().__init__(*args)
         self._kernels = kernels
+        self._layer: Layer | None = None
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As `RMSNorm`."""
-        normed, total = self._kernels.rms_norm(x.contiguous(), residual, self.weight, self.eps)
-        return normed if residual is None else (normed, total)
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `LlamaDecoderLayer`; both may be written over."""
+        cache = self.self_attn.attn.kv_cache
+        if self._layer is None or not self._kernels.decodes(batch, cache):
+            return super().forward(x, residual, batch)
+        residual = torch.zeros_like(x) if residual is None else residual
+        self._kernels.decoder_layer(self._layer, cache, batch, x, residual)
+        return x, residual
+
+    def weights_loaded(self) -> None:
+        """Note where the weights are; not of layers that have more to do: experts, codes, ranks, a window."""
+        attention, mlp = self.self_attn, self.mlp
+        kinds = type(attention), type(mlp), type(attention.o_proj)
+        ours = kinds[0] in ATTENTION and kinds[1:] == (LlamaMLP, RowParallelLinear) and attention.attn.window is None
+        self._layer = None
+        if ours and all(type(m.format) is CpuPlain for m in self.modules() if isinstance(m, LinearBase)):
+            linears = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+            norms = self.input_layernorm, self.post_attention_layernorm
+            self._layer = Layer(
+                *(linear_of(linear.weight, linear.bias) for linear in linears), heads_of(attention),
+                *(at(norm.weight) for norm in norms), *(norm.eps for norm in norms),
+            )  # fmt: skip
 
 
-class CpuLlamaAttention(LlamaAttention):
-    """Rotates and stores into the cache in one pass, with QK-norm where the model has one."""
-
-    def __init__(self, *args: Any, kernels: CpuKernels, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._kernels = kernels
-
-    def prepare(self, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """As `LlamaAttention`. A cache in 8 bits, and norms whose weights are of another dtype, are torch's."""
-        needed, cache = self.preparation(), self.attn.kv_cache
-        if {cache.dtype} | {w.dtype for w in (needed.q_weight, needed.k_weight) if w is not None} != {qkv.dtype}:
-            return super().prepare(qkv, batch)
-        return self._kernels.prepare(qkv, needed, batch.positions, batch.slot_mapping, cache)
-
-    def preparation(self) -> Preparation:
-        """Return what the kernel needs besides `qkv`."""
-        return Preparation(self.rope.cos_sin_cache)
+ATTENTION = (LlamaAttention, Qwen2Attention, Qwen3Attention)
 
 
-class CpuQwen2Attention(CpuLlamaAttention, Qwen2Attention):
-    """The same as Llama's: the families differ in their biases alone."""
-
-
-class CpuQwen3Attention(CpuLlamaAttention, Qwen3Attention):
-    """With QK-norm."""
-
-    def preparation(self) -> Preparation:
-        """As `CpuLlamaAttention`."""
-        return Preparation(self.rope.cos_sin_cache, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+def heads_of(attention: LlamaAttention) -> Heads:
+    """What the heads of a layer go through."""
+    a, norms = attention, (None, None)
+    eps = 0.0
+    if isinstance(a, Qwen3Attention):
+        norms, eps = (a.q_norm.weight, a.k_norm.weight), a.q_norm.eps
+    shape = a.num_heads, a.num_kv_heads, a.head_dim
+    return Heads(*shape, a.head_dim**-0.5, eps, *map(at, norms), at(a.rope.cos_sin_cache))
 
 
 class CpuHead(ParallelLMHead):
@@ -75,19 +79,11 @@ class CpuHead(ParallelLMHead):
     def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """As `ParallelLMHead`."""
         if self._kernels.multiplies(hidden, self.weight):
-            return self._kernels.linear(hidden, self.weight, out=out)
+            return self._kernels.multiply(hidden, self.weight, out=out)
         return super().forward(hidden, out)
 
 
-PLACES = {
-    RMSNorm: CpuRMSNorm,
-    LlamaAttention: CpuLlamaAttention,
-    Qwen2Attention: CpuQwen2Attention,
-    Qwen3Attention: CpuQwen3Attention,
-    ParallelLMHead: CpuHead,
-}
-
-
 def cpu_layers(kernels: CpuKernels) -> LayerSet:
-    """Return the set in which every layer with a kernel for a CPU uses it."""
-    return LayerSet({kind: partial(own, kernels=kernels) for kind, own in PLACES.items()}, CpuPlain(kernels))
+    """Return the set in which few tokens go through the kernels for a CPU."""
+    places = {LlamaDecoderLayer: CpuDecoderLayer, ParallelLMHead: CpuHead}
+    return LayerSet({kind: partial(own, kernels=kernels) for kind, own in places.items()}, CpuPlain(kernels))

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,14 @@ import torch
 
 from folovllm import build
 from folovllm.attention.backends.abstract import AttentionConfig
-from folovllm.attention.backends.cpu_paged import CpuPagedBackend
-from folovllm.attention.backends.torch_paged import TorchPagedBackend
+from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.kernels.cpu import library
-from folovllm.kernels.cpu.ops import MAX_ROWS, CpuKernels
-from folovllm.kernels.preparation import Preparation
-from folovllm.layers.attention import Attention
+from folovllm.kernels.cpu.ops import MAX_ROWS, CpuKernels, Heads
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
-from folovllm.models.cpu_layers import CpuRMSNorm, cpu_layers
+from folovllm.models.cpu_layers import cpu_layers
 from tests import contract
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import serve, workload
@@ -57,24 +53,21 @@ def assert_rounded(actual: torch.Tensor, truth: torch.Tensor, terms: torch.Tenso
 @COMPILER
 @DTYPES
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (15, 3), (16, 4), (77, 9), (576, 70), (40, 1030)])
-def test_linear(dtype: torch.dtype, inputs: int, outputs: int) -> None:
-    """Any number of rows, with and without bias and residual, and rows that lie apart; no row's bits depend on the others."""
-    cpu, weight = kernels(dtype), normal(outputs, inputs, dtype=dtype)
-    apart, bias = normal(9, inputs + 3, dtype=dtype, seed=1)[:, :inputs], normal(outputs, dtype=dtype, seed=2)
-    residual = normal(9, outputs, dtype=dtype, seed=3)
-    product = apart.double() @ weight.double().T
+def test_multiply(dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    """Any number of rows, and rows that lie apart; a row's bits depend neither on the others nor on threads."""
+    cpu, weight, bias = kernels(dtype), normal(outputs, inputs, dtype=dtype), normal(outputs, dtype=dtype, seed=2)
+    apart = normal(9, inputs + 3, dtype=dtype, seed=1)[:, :inputs]
+    expected = apart.double() @ weight.double().T
     terms = apart.double().abs() @ weight.double().abs().T + 1
+    alone = torch.cat([cpu.multiply(row[None], weight, bias) for row in apart])
     for rows in range(1, 10):
-        x, expected = apart[:rows], product[:rows]
-        assert_rounded(cpu.linear(x, weight), expected, terms[:rows])
-        added = cpu.linear(x, weight, bias, residual[:rows].contiguous())
-        assert_rounded(added, expected + bias.double() + residual[:rows].double(), 2 * terms[:rows])
-        alone = [cpu.linear(row[None], weight, bias) for row in x]
-        assert torch.equal(cpu.linear(x, weight, bias), torch.cat(alone)), f"{rows} rows"
-    before = cpu.linear(apart, weight)
+        assert_rounded(cpu.multiply(apart[:rows], weight), expected[:rows], terms[:rows])
+        added = cpu.multiply(apart[:rows], weight, bias)
+        assert_rounded(added, expected[:rows] + bias.double(), 2 * terms[:rows])
+        assert torch.equal(added, alone[:rows]), f"{rows} rows"
     torch.set_num_threads(2)
     try:
-        assert torch.equal(cpu.linear(apart, weight), before), "threads share the outputs, and nothing within one"
+        assert torch.equal(cpu.multiply(apart, weight, bias), alone)
     finally:
         torch.set_num_threads(1)
 
@@ -83,153 +76,124 @@ def test_linear(dtype: torch.dtype, inputs: int, outputs: int) -> None:
 @DTYPES
 def test_few_rows_are_the_kernels(dtype: torch.dtype) -> None:
     cpu, most = kernels(dtype), MAX_ROWS[dtype]
-    weight = normal(8, 16, dtype=dtype)
-    assert [cpu.multiplies(normal(rows, 16, dtype=dtype), weight) for rows in (1, most, most + 1)] == [
-        True,
-        True,
-        False,
-    ]
-    other = torch.float16 if dtype == torch.float32 else torch.float32
+    weight, other = normal(8, 16, dtype=dtype), torch.float16 if dtype == torch.float32 else torch.float32
+    served = [cpu.multiplies(normal(rows, 16, dtype=dtype), weight) for rows in (1, most, most + 1)]
+    assert served == [True, True, False]
     assert not cpu.multiplies(normal(1, 16, dtype=other), weight.to(other))
 
 
+BORDERS = contract.Case("at the borders of blocks", tuple((n, 1) for n in (0, 1, 14, 15, 16, 31, 32, 100)))
+
+
 @COMPILER
 @DTYPES
-@pytest.mark.parametrize("size", [5, 16, 70])
-def test_rms_norm(dtype: torch.dtype, size: int) -> None:
-    """Each rounding is where the plain layer has it."""
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "block"), [(4, 2, 32, 16), (9, 3, 64, 16), (3, 1, 40, 1)])
+def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: int, block: int) -> None:
+    """Beside torch, with heads that are normed and turned; K and V are in their slots, and nothing else has changed."""
+    config = AttentionConfig(heads, kv_heads, size, dtype, torch.device("cpu"), block, max_num_seqs=8)
+    p = contract.make_problem(config, BORDERS)
+    rope = RotaryEmbedding(torch.linspace(1, 0.01, size // 2), 200)
+    norms = [RMSNorm(size).to(dtype) for _ in range(2)]
     with torch.inference_mode():
-        plain, own = RMSNorm(size).to(dtype), CpuRMSNorm(size, kernels=kernels(dtype)).to(dtype)
-        own.weight.copy_(plain.weight.copy_(normal(size, dtype=dtype)))
-        x, residual = normal(3, size, dtype=dtype, seed=1), normal(3, size, dtype=dtype, seed=2)
-        (normed, total), (expected, expected_total) = own(x, residual), plain(x, residual)
-        assert torch.equal(total, expected_total)
-        assert_rounded(normed, expected.double(), 1 + 0 * expected.double(), roundings=2)
-        assert_rounded(own(x), plain(x).double(), 1 + 0 * expected.double(), roundings=2)
+        for norm in norms:
+            norm.weight.copy_(normal(size, dtype=dtype, seed=5))
+        query, key = rope(p.batch.positions, norms[0](p.query), norms[1](p.key))
+        naive, after = TorchNaiveBackend(config), p.kv_cache.clone()
+        naive.store(key, p.value, after, p.batch.slot_mapping)
+        expected = naive.forward(query, after, p.batch)
+    weights = [norm.weight.data_ptr() for norm in norms]
+    described = Heads(heads, kv_heads, size, size**-0.5, 1e-6, *weights, rope.cos_sin_cache.data_ptr())
+    qkv = torch.cat((p.query, p.key, p.value), dim=1).flatten(1)
+    actual = kernels(dtype).attention(described, p.kv_cache, p.batch, qkv).view_as(expected)
+    tol = contract.TOLERANCE[dtype]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tol)
+    torch.testing.assert_close(p.kv_cache, after, rtol=tol, atol=tol, equal_nan=True)
+    assert torch.equal(p.kv_cache[1].nan_to_num(), after[1].nan_to_num())
 
 
 @COMPILER
-@DTYPES
-@pytest.mark.parametrize("normed", [False, True], ids=["llama", "qwen3"])
-def test_prepare(dtype: torch.dtype, normed: bool) -> None:
-    """Queries turned, keys and values in their slots and nowhere else; a token of slot -1 is in none."""
-    heads, kv_heads, size, block = 3, 2, 6, 4
-    qkv = normal(4, (heads + 2 * kv_heads) * size, dtype=dtype)
-    rope = RotaryEmbedding(torch.tensor([1.0, 0.3, 0.01]), 50)
-    positions, slots = torch.tensor([0, 7, 49, 3]), torch.tensor([19, 0, -1, 6])
-    cache = torch.full((2, 5, kv_heads, block, size), 7.0, dtype=dtype).transpose(2, 3)
-    after = cache.clone()
-    weights = [normal(size, dtype=dtype, seed=seed) for seed in (1, 2)] if normed else []
-    query, key, value = qkv.view(4, -1, size).split([heads, kv_heads, kv_heads], dim=1)
-    with torch.inference_mode():
-        if normed:
-            norms = [RMSNorm(size).to(dtype) for _ in weights]
-            for norm, weight in zip(norms, weights, strict=True):
-                norm.weight.copy_(weight)
-            query, key = norms[0](query), norms[1](key)
-        query, key = rope(positions, query, key)
-    TorchPagedBackend.store(None, key, value, after, slots)  # type: ignore[arg-type]  # it needs nothing of its own
-    needed = Preparation(rope.cos_sin_cache, *weights, eps=1e-6)
-    actual = kernels(dtype).prepare(qkv, needed, positions, slots, cache)
-    tol = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(actual, query, rtol=tol, atol=2 * tol)
-    torch.testing.assert_close(cache[0], after[0], rtol=tol, atol=2 * tol)
-    assert torch.equal(cache[1], after[1])
-
-
-@COMPILER
-@DTYPES
-def test_attention(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What every backend promises, at the borders of blocks, with prompts behind the decodes."""
-
-    class Backend(CpuPagedBackend):
-        def __init__(self, config: AttentionConfig) -> None:
-            super().__init__(config, kernels(config.dtype))
-
-    monkeypatch.setattr(contract, "get_backend", lambda _: Backend)
-    cases = [*contract.CASES, contract.Case("heads of 40", contract.MIXED, head_dim=40)]
-    for case in cases if dtype == torch.float32 else cases[3:5]:
-        contract.check("", case, dtype, "cpu")
-
-
-@COMPILER
-def test_attention_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence of length 0 gets zeros, and the sequences beside it have the bits that they have alone."""
-    case = contract.Case("decodes", ((5, 1), (16, 1), (40, 1)))
+def test_padding_stores_nothing_and_gets_zeros() -> None:
+    """A sequence of length 0 and slot -1; those beside it have the bits that they have without."""
     config = AttentionConfig(4, 2, 32, torch.float32, torch.device("cpu"), 16, max_num_seqs=8)
-    p, backend = contract.make_problem(config, case), CpuPagedBackend(config, kernels(torch.float32))
-    backend.store(p.key, p.value, p.kv_cache, p.batch.slot_mapping)
-    together = backend.forward(p.query, p.kv_cache, p.batch)
-    p.batch.seq_lens[1] = p.batch.seq_lens_host[1] = 0
-    beside = backend.forward(p.query, p.kv_cache, p.batch)
-    assert torch.equal(beside[[0, 2]], together[[0, 2]]) and not beside[1].any()
+    cpu, p, table = kernels(torch.float32), contract.make_problem(config, BORDERS), torch.ones(200, 32)
+    heads = Heads(4, 2, 32, 32**-0.5, 0.0, None, None, table.data_ptr())
+    qkv = torch.cat((p.query, p.key, p.value), dim=1).flatten(1)
+    together = cpu.attention(heads, p.kv_cache, p.batch, qkv)
+    p.batch.seq_lens[3], p.batch.slot_mapping[3] = 0, -1
+    before, qkv[3] = p.kv_cache.clone(), torch.nan
+    beside = cpu.attention(heads, p.kv_cache, p.batch, qkv)
+    others = [i for i in range(8) if i != 3]
+    assert torch.equal(beside[others], together[others]) and not beside[3].any()
+    contract.assert_same_cache(p.kv_cache, before)
+
+
+# --- a model ----------------------------------------------------------------------------------------------------------
 
 
 @COMPILER
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text"])
-def test_models(family: str) -> None:
-    """Prompts in pieces, then decodes beside each other, along the same tokens: in float32 the reference's logits."""
-    path = tiny_checkpoint(family)
-    tokens = dict(enumerate(prompts([30, 21])))
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "gemma3_text"])
+def test_models(family: str, calls: list[int]) -> None:
+    """Prompts in pieces, then decodes beside each other, along the same tokens, beside the layers in torch."""
+    path, tokens = tiny_checkpoint(family), dict(enumerate(prompts([24, 12])))
     steps = [{0: tokens[0][:17]}, {1: tokens[1][:3], 0: tokens[0][17:18]}]
-    steps += [{0: [tokens[0][18 + i]], 1: [tokens[1][3 + i]]} for i in range(12)]
-    for dtype in (torch.float32, torch.bfloat16):
-        ours, plain = driven(path, dtype, own=True), driven(path, dtype, own=False)
-        logits: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-        for step in steps:
-            for own, driver in ((True, ours), (False, plain)):
-                logits[own] += [each for _, each in sorted(driver.step(step).items())]
-        kept, rival = torch.cat(logits[True]), torch.cat(logits[False])
-        if dtype == torch.float32:
-            truth = rival
-            reference = hf_logits(path, tokens[0][:17])
-            assert_logits_equal(logits[True][0], reference)
-            assert_logits_equal(kept, rival)
-        else:
-            assert_as_accurate(kept, rival, truth)
+    steps += [{0: [tokens[0][18 + i]], 1: [tokens[1][3 + i]]} for i in range(6)]
+    truth = logits_of(Driver(path, "torch_paged"), steps)
+    assert not calls
+    assert_logits_equal(truth[:17], hf_logits(path, tokens[0][:17]))
+    assert_logits_equal(logits_of(driver(path, torch.float32), steps), truth)
+    rival = logits_of(Driver(path, "torch_paged", dtype=torch.bfloat16), steps)
+    assert_as_accurate(logits_of(driver(path, torch.bfloat16), steps), rival, truth)
+    assert calls == ([] if family == "gemma3_text" else [2] * 2 * 3 * 6), "its layers do more: they have products alone"
 
 
-def driven(path: Path, dtype: torch.dtype, own: bool) -> Driver:
-    """A model driven by hand, in the kernels or in plain torch."""
-    if not own:
-        return Driver(path, "torch_paged", dtype=dtype)
-    cpu = kernels(dtype)
-    driver = Driver(path, "torch_paged", dtype=dtype, layers=cpu_layers(cpu))
-    driver.backend = CpuPagedBackend(driver.backend.config, cpu)
-    for module in driver.model.modules():
-        if isinstance(module, Attention):
-            module.bind(driver.backend)
-    return driver
+@COMPILER
+def test_a_sequence_has_the_same_bits_in_any_batch(calls: list[int]) -> None:
+    path, tokens = tiny_checkpoint(), prompts([9, 22, 14, 5])
+    one, all_at_once = driver(path, torch.float32), driver(path, torch.float32)
+    for each in (one, all_at_once):
+        for seq, ids in enumerate(tokens):
+            each.step({seq: ids[:-3]})
+    for i in (-3, -2, -1):
+        together = all_at_once.step({seq: [ids[i]] for seq, ids in enumerate(tokens)})
+        for seq, ids in enumerate(tokens):
+            assert torch.equal(one.step({seq: [ids[i]]})[seq], together[seq])
+    assert set(calls) == {1, 4}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sequences each call of a decoder layer had."""
+    calls: list[int] = []
+    layer = CpuKernels.decoder_layer
+    monkeypatch.setattr(CpuKernels, "decoder_layer", lambda *given: calls.append(given[3].num_seqs) or layer(*given))
+    return calls
+
+
+def driver(path: Path, dtype: torch.dtype) -> Driver:
+    return Driver(path, "torch_paged", dtype=dtype, layers=cpu_layers(kernels(dtype)))
+
+
+def logits_of(driver: Driver, steps: list[dict[int, list[int]]]) -> torch.Tensor:
+    """After every token of all steps, [n, V]."""
+    return torch.cat([logits for step in steps for _, logits in sorted(driver.step(step).items())])
 
 
 # --- the whole engine -------------------------------------------------------------------------------------------------
 
 
 @COMPILER
-def test_the_engine_answers_as_m1_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_answers_as_m1_does(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     """M6 takes the kernels for a large model, of which this one plays the part; M5 never does."""
     monkeypatch.setattr(build, "LARGE", 0)
     monkeypatch.setenv("FOLOVLLM_CACHE", str(FOLDER))
-    rows: list[int] = []
-    linear = CpuKernels.linear
-    monkeypatch.setattr(
-        CpuKernels, "linear", lambda self, x, *rest, **kw: rows.append(len(x)) or linear(self, x, *rest, **kw)
-    )
-    load = workload("greedy", count=6)
-    fields: dict[str, Any] = {
-        "max_model_len": 128,
-        "max_num_seqs": 6,
-        "device": "cpu",
-        "use_tqdm": False,
-        "num_kv_blocks": 8,
-    }
+    load, own = workload("greedy", count=6), {"max_num_seqs": 6, "num_kv_blocks": 32, "block_size": 4}
+    fields: dict[str, Any] = {"max_model_len": 128, "device": "cpu", "use_tqdm": False} | own
     engine = make_engine(EngineConfig(model=str(load.model), milestone="m6", **fields))
     load.check(serve(engine, load.requests))
-    assert engine.stats().preemptions > 0
-    assert {1, 2, 6} <= set(rows) and max(rows) <= MAX_ROWS[torch.float32]
-    rows.clear()
-    load.check(serve(make_engine(EngineConfig(model=str(load.model), milestone="m5", **fields)), load.requests[:1]))
-    assert not rows
+    assert engine.stats().preemptions > 0 and {1, 2} < set(calls)
+    calls.clear()
+    load.check(serve(make_engine(EngineConfig(model=str(load.model), milestone="m5", **fields)), load.requests))
+    assert not calls
 
 
 def test_a_small_model_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

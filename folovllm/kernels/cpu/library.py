@@ -21,12 +21,11 @@ NUMBERS = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "F
 FLAGS = ("-x", "c++", "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-exceptions", "-fPIC")
 SECONDS = 120  # it takes one or two
 
-POINTER, INDEX, FLOAT, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+POINTER, INDEX, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 ARGUMENTS = {
-    "linear": [POINTER] * 5 + [INDEX] * 4 + [INT],
-    "rms_norm": [POINTER] * 5 + [INDEX] * 2 + [FLOAT, INT],
-    "prepare": [POINTER] * 8 + [INDEX] * 4 + [FLOAT, INT],
-    "decode": [POINTER] * 5 + [INDEX] * 5 + [FLOAT, INT],
+    "multiply": [POINTER, POINTER, POINTER, INDEX, INT],
+    "attention": [POINTER] * 6 + [INT],
+    "decoder_layer": [POINTER] * 5 + [INT],
 }
 
 

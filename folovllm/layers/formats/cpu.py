@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class CpuPlain(Plain):
-    """With few rows the kernel adds bias and residual, too."""
+    """The library's product for one row reaches a third of the memory's bandwidth in bfloat16 and float32."""
 
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """As `WeightFormat`."""
-        if self._kernels.multiplies(x, layer.weight):
-            return self._kernels.linear(x, layer.weight, layer.bias, residual)
+        if residual is None and self._kernels.multiplies(x, layer.weight):
+            return self._kernels.multiply(x, layer.weight, layer.bias)
         return super().product(layer, x, residual)
