@@ -61,12 +61,12 @@ ATTENTION = (LlamaAttention, Qwen2Attention, Qwen3Attention)
 
 def heads_of(attention: LlamaAttention) -> Heads:
     """What the heads of a layer go through."""
-    a, norms = attention, (None, None)
-    eps = 0.0
-    if isinstance(a, Qwen3Attention):
-        norms, eps = (a.q_norm.weight, a.k_norm.weight), a.q_norm.eps
-    shape = a.num_heads, a.num_kv_heads, a.head_dim
-    return Heads(*shape, a.head_dim**-0.5, eps, *map(at, norms), at(a.rope.cos_sin_cache))
+    shape = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    heads = Heads(*shape, attention.head_dim**-0.5, cos_sin=at(attention.rope.cos_sin_cache))
+    if isinstance(attention, Qwen3Attention):
+        query, key = attention.q_norm, attention.k_norm
+        heads.query_norm, heads.key_norm, heads.eps = at(query.weight), at(key.weight), query.eps
+    return heads
 
 
 class CpuHead(ParallelLMHead):
