@@ -25,7 +25,7 @@ from folovllm.cache.slot_manager import SlotManager
 from folovllm.config import EngineConfig
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import local_config
-from folovllm.engine.cpu_threads import use_threads
+from folovllm.engine.cpu_threads import largest_product, use_threads
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.llm_engine import LLMEngine, Parts
 from folovllm.engine.overlap import OverlappedEngine
@@ -49,8 +49,6 @@ from folovllm.layers.expert_load import CountedLoad, ExpertLoad
 from folovllm.layers.layer_set import LayerSet
 from folovllm.model_config import num_experts_of
 from folovllm.models.files import load_tokenizer
-from folovllm.models.quantization import expert_shapes, linear_bytes, linear_shapes
-from folovllm.models.registry import renamed_by
 from folovllm.models.smollm2 import cache_dir
 from folovllm.sample.draw_state import DrawState
 from folovllm.sample.sampler import Sampler
@@ -267,10 +265,9 @@ def cpu_kernels(setup: EngineSetup) -> CpuKernels | None:
 
 
 def weight_bytes(setup: EngineSetup) -> int:
-    """Bytes of all matrices of the model."""
-    shapes = linear_shapes(setup.hf_config) | expert_shapes(setup.hf_config)
-    head = setup.vocab_size * int(setup.hf_config.hidden_size) * setup.dtype.itemsize
-    return linear_bytes(setup.hf_config, setup.dtype, shapes, renamed_by(setup.hf_config)) + head
+    """Bytes of the head and of all MLPs, about: most of a model."""
+    outputs, inputs = largest_product(setup, 1)
+    return inputs * (setup.vocab_size + 3 * setup.num_layers * outputs) * setup.dtype.itemsize
 
 
 def expert_load(setup: EngineSetup) -> CountedLoad | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 
@@ -119,6 +118,6 @@ def cache_of(kv_cache: torch.Tensor) -> Cache:
 
 def batch_of(batch: ForwardBatch) -> Batch:
     """What the kernels must know of a batch of decodes."""
-    tables: Any = batch.block_tables
+    tables = batch.block_tables
     pointers = at(batch.positions), at(batch.slot_mapping), at(tables), at(batch.seq_lens)
     return Batch(batch.num_seqs, tables.shape[1], *pointers)
