@@ -42,7 +42,7 @@ def stay_inside_the_arguments() -> None:
         return hosts
 
     def check(ptrs: Any, mask: Any) -> None:
-        first = ptrs.data[mask.data.astype(bool)] if mask is not None else ptrs.data.ravel()
+        first = ptrs.data[np.asarray(mask.data, dtype=bool)] if mask is not None else ptrs.data.ravel()
         if not first.size:
             return
         first = first.astype(np.int64)
@@ -58,10 +58,10 @@ def stay_inside_the_arguments() -> None:
     def checked(name: str, mask_at: int | None) -> None:
         work = getattr(builder, name)
 
-        def run(self: Any, *args: Any) -> Any:
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             ptrs = args[1] if name == "create_atomic_rmw" else args[0]
             check(ptrs, None if mask_at is None else args[mask_at])
-            return work(self, *args)
+            return work(self, *args, **kwargs)
 
         setattr(builder, name, run)
 

@@ -1,48 +1,77 @@
-"""A layer of experts by itself: `python tools/bench_experts.py` on a machine with a CUDA GPU.
+"""A layer of experts by itself: `python -m tools.bench_experts` on a machine with a CUDA GPU.
 
 Qwen3-30B-A3B's geometry (128 experts of 768, of which a token asks 8, hidden size 2,048) unless told otherwise. For each number
 of tokens the microseconds of each kernel in a captured graph, several layers in turn so that no weight is found in the L2
-cache. Two bounds beside them: few tokens can be no faster than the bytes of the experts that are asked, at the rate of a plain
-copy in the same run; many no faster than one dense product of the same size, which the library computes.
-`--tiles` tries other tiles and prints the best.
+cache, and of all four one after the other. Two bounds beside them: few tokens can be no faster than the bytes of the experts
+that are asked, at the rate of a plain copy in the same run; many no faster than one dense product of the same size, which the
+library computes. `--tiles` tries other tiles, too, which several processes compile meanwhile, and prints the best.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import pairwise
+from multiprocessing import get_context
+from os import cpu_count
+from statistics import median
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 import triton
 
-from folovllm.kernels import grouped_linear as kernels
-from folovllm.kernels.grouped_linear import grouped_linear
+from folovllm.kernels import few_pairs, grouped_hopper, grouped_linear, grouped_quant
+from folovllm.kernels.quant_linear import Codes
 from folovllm.kernels.route import choose, combine
-from folovllm.layers.moe import sort_by_expert
 
 TOKENS = (1, 2, 4, 16, 64, 256, 1024, 4096)
-LAYERS = 6
-CANDIDATES = [
-    (m, n, k, warps, stages)
-    for m, (n, k), warps, stages in product(
-        (16, 32, 64, 128), ((16, 128), (32, 128), (32, 256), (64, 64), (64, 128), (128, 64)), (4, 8), (2, 3, 4, 5)
-    )
-]
+LAYERS, ROUNDS = 6, 4
+FORMATS = ("bf16", "fp8", "int8", "int4")
+Tiles = tuple[int, ...]
+FEW: dict[str, list[Tiles]] = {  # warps, rows, elements at a time
+    "gate_up": [(1, 1, 128), (2, 1, 256), (2, 2, 256), (4, 2, 512), (4, 4, 512), (4, 4, 128), (8, 8, 256), (8, 8, 128), (8, 4, 1024)],
+    "down": [(1, 4, 128), (2, 4, 128), (2, 8, 128), (4, 8, 128), (4, 16, 128), (8, 16, 128), (8, 32, 128), (4, 8, 512)],
+}  # fmt: skip
+DENSE: list[tuple[int, list[Tiles]]] = [  # up to so many pairs of each expert: pairs, outputs, along K, warps, stages
+    (8, [(16, 16, 256, 4, 4), (16, 32, 128, 4, 4), (16, 32, 256, 4, 3), (16, 32, 128, 4, 6), (16, 64, 128, 4, 4)]),
+    (32, [(16, 32, 128, 4, 4), (32, 32, 128, 4, 4), (32, 64, 64, 4, 4), (32, 64, 128, 4, 3), (32, 128, 64, 4, 4),
+          (64, 64, 64, 4, 4), (64, 128, 64, 8, 3)]),
+    (128, [(64, 64, 64, 4, 4), (64, 128, 64, 4, 2), (64, 128, 64, 8, 3), (64, 128, 64, 8, 4), (128, 64, 64, 8, 4),
+           (128, 128, 64, 8, 3), (64, 256, 64, 8, 3), (128, 256, 64, 8, 3)]),
+    (1 << 30, [(128, 64, 64, 8, 3), (128, 64, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 32, 8, 5),
+               (64, 128, 64, 4, 2), (256, 64, 64, 8, 3), (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3)]),
+]  # fmt: skip
+CODED: list[tuple[int, list[Tiles]]] = [
+    (8, [(16, 32, 128, 4, 4), (16, 32, 128, 2, 4), (16, 64, 128, 4, 3), (16, 64, 128, 4, 4), (16, 128, 128, 8, 3)]),
+    (32, [(16, 32, 128, 4, 4), (16, 64, 128, 4, 4), (32, 32, 128, 4, 3), (32, 64, 128, 4, 3), (32, 128, 128, 8, 3)]),
+    (128, [(64, 32, 64, 4, 3), (64, 64, 64, 4, 3), (64, 64, 128, 4, 3), (64, 64, 128, 8, 3), (64, 128, 64, 8, 3),
+           (64, 128, 128, 8, 3), (128, 64, 128, 8, 3)]),
+    (1 << 30, [(128, 64, 64, 8, 3), (128, 64, 128, 8, 3), (128, 64, 64, 8, 4), (64, 128, 64, 8, 3), (256, 64, 64, 8, 3)]),
+]  # fmt: skip
+NAMES = ("TILE_M", "TILE_N", "TILE_K", "num_warps", "num_stages")
 
 
-def microseconds(work: Callable[[int], object]) -> float:
-    """Median time of `work(layer)`, of all layers in one graph."""
+def microseconds(work: Callable[[int], object], replays: int = 20) -> float:
+    """Median time of `work(layer)`, of all layers in one graph, some rounds."""
     for layer in range(LAYERS):
         work(layer)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for layer in range(LAYERS):
+        for layer in [*range(LAYERS)] * ROUNDS:
             work(layer)
-    return float(triton.testing.do_bench(graph.replay, return_mode="median")) * 1e3 / LAYERS
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 3)]
+    for event in events:
+        event.record()
+        graph.replay()
+    torch.cuda.synchronize()
+    times = [begin.elapsed_time(end) for begin, end in pairwise(events[2:])]  # the first two only warm up
+    return median(times) * 1e3 / (LAYERS * ROUNDS)
 
 
 def copy_rate() -> float:
@@ -52,84 +81,182 @@ def copy_rate() -> float:
     return 2 * source.nbytes / (triton.testing.do_bench(lambda: target.copy_(source), return_mode="median") * 1e3)
 
 
-def best_tiles(run: Callable[[int], object], few: bool) -> tuple[float, tuple[int, ...]]:
-    """The fastest of `CANDIDATES`; what a card cannot hold is left out."""
-    found, ours = [], kernels.tiles_for
-    for tiles in CANDIDATES:
-        if few != (tiles[0] == 16):
-            continue
-        kernels.tiles_for = lambda *_, tiles=tiles: tiles
-        try:
-            found.append((microseconds(run), tiles))
-        except triton.runtime.errors.OutOfResources:
-            continue
-    kernels.tiles_for = ours
-    return min(found)
+@dataclass(frozen=True)
+class Shape:
+    """Of a layer with experts, and the format of their weights."""
+
+    hidden: int
+    inner: int
+    experts: int
+    asked: int
+    format: str
+
+    def weights(self, part: str) -> torch.Tensor | Codes:
+        """Of one layer; what is in them does not matter, but for the time that random numbers take."""
+        rows, k = (2 * self.inner, self.hidden) if part == "gate_up" else (self.hidden, self.inner)
+        rows *= self.experts
+        with torch.device("cuda"):
+            if self.format == "bf16":
+                return torch.randn(self.experts, rows // self.experts, k, dtype=torch.bfloat16) / 50
+            if self.format == "fp8":
+                codes = torch.randint(0, 120, (rows, k), dtype=torch.uint8).view(torch.float8_e4m3fn)
+                return Codes(codes, torch.rand(rows // 128, k // 128), 128, 128)
+            if self.format == "int8":
+                return Codes(torch.randint(-127, 128, (rows, k), dtype=torch.int8), torch.rand(rows, 1), 1, k)
+            words = torch.randint(-(2**31), 2**31, (rows, k // 8), dtype=torch.int32)
+            return Codes(words, torch.rand(rows, k // 128, dtype=torch.float16), 1, 128)
+
+    def multiply(
+        self, part: str, weights: torch.Tensor | Codes, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
+    ) -> torch.Tensor:
+        """The product of all experts."""
+        gated = part == "gate_up"
+        if isinstance(weights, Codes):
+            return grouped_quant.grouped_quant(x, weights, self.experts, order, starts, gated)
+        return grouped_linear.grouped_linear(x, weights, order, starts, gated)
+
+    def candidates(self, part: str, tokens: int) -> list[Tiles]:
+        """Tiles that may suit so many tokens."""
+        each = tokens * self.asked / self.experts
+        found = next(tiles for most, tiles in (DENSE if self.format == "bf16" else CODED) if each <= most)
+        if self.format == "int4":  # a tile has at most the 16 words of a group
+            found = list(dict.fromkeys((m, n, 128, warps, stages) for m, n, _, warps, stages in found))
+        if self.format == "bf16":
+            found = [t for t in found if part == "down" or t[0] * t[1] <= 128 * 128]
+        return found + (FEW[part] if self.format == "bf16" and each <= 0.5 else [])
+
+
+@contextmanager
+def using(tiles: Tiles) -> Iterator[None]:
+    """Whatever is multiplied meanwhile, these tiles are taken."""
+    coded = dict(zip(NAMES, tiles, strict=False))
+    with (
+        patch.object(grouped_quant, "tiles", lambda *_: coded),
+        patch.object(grouped_linear, "tiles_for", lambda *_: tiles),
+        patch.object(grouped_hopper, "serves", lambda *_: False),
+        patch.object(few_pairs, "serves", lambda *_: len(tiles) == 3),
+        patch.object(few_pairs, "tiling", lambda *_: tiles),
+    ):
+        yield
+
+
+def compile_tiles(shape: Shape, part: str, tokens: int, tiles: Tiles) -> bool:
+    """Compile for these tiles, in this process for all: Triton keeps it on disk. False if the card cannot hold them."""
+    pairs = tokens * shape.asked
+    x = torch.empty(tokens if part == "gate_up" else pairs, shape.hidden if part == "gate_up" else shape.inner,
+                    dtype=torch.bfloat16, device="cuda")  # fmt: skip
+    nobody = torch.zeros(shape.experts + 1, dtype=torch.int64, device="cuda")
+    with using(tiles), suppress(triton.runtime.errors.OutOfResources):
+        shape.multiply(part, shape.weights(part), x, torch.zeros(pairs, dtype=torch.int64, device="cuda"), nobody)
+        return True
+    return False
 
 
 class Work:
     """What a layer does for some tokens; each method takes the number of the layer."""
 
-    def __init__(self, tokens: int, asked: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        self.gate_up, self.down, self.asked = gate_up, down, asked
-        _, num_experts, hidden, inner = down.shape
-        draw = partial(torch.randn, dtype=down.dtype, device="cuda")
-        self.x, self.logits = draw(tokens, hidden), draw(tokens, num_experts)
+    def __init__(self, shape: Shape, tokens: int, layers: dict[str, list[torch.Tensor | Codes]]) -> None:
+        self.shape, self.layers = shape, layers
+        draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+        self.x, self.logits = draw(tokens, shape.hidden), draw(tokens, shape.experts)
         self.weights, self.order, self.starts = self.choose(0)
-        self.inner, self.answers = self.up(0), self.back_of(draw(tokens * asked, inner), 0).view(tokens, asked, hidden)
-        self.rows = draw(tokens * asked, hidden)
+        self.inner, self.rows = (draw(tokens * shape.asked, n) for n in (shape.inner, shape.hidden))
+        self.answers = self.back(0).view(tokens, shape.asked, shape.hidden)
 
     def choose(self, _: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        held = range(self.logits.shape[1])
-        weights, experts, placed = choose(self.logits, self.asked, True, held)
-        return weights, *(placed or sort_by_expert(experts, len(held)))
+        weights, _experts, order, starts = choose(self.logits, self.shape.asked, True, range(self.shape.experts))
+        return weights, order, starts
 
     def up(self, i: int) -> torch.Tensor:
-        return grouped_linear(self.x, self.gate_up[i], self.order, self.starts, gated=True)
-
-    def back_of(self, inner: torch.Tensor, i: int) -> torch.Tensor:
-        return grouped_linear(inner, self.down[i], self.order, self.starts)
+        return self.shape.multiply("gate_up", self.layers["gate_up"][i], self.x, self.order, self.starts)
 
     def back(self, i: int) -> torch.Tensor:
-        return self.back_of(self.inner, i)
+        return self.shape.multiply("down", self.layers["down"][i], self.inner, self.order, self.starts)
 
     def add(self, _: int) -> torch.Tensor:
         return combine(self.answers, self.weights)
 
-    def dense(self, i: int) -> object:
+    def all(self, i: int) -> torch.Tensor:
+        weights, order, starts = self.choose(i)
+        inner = self.shape.multiply("gate_up", self.layers["gate_up"][i], self.x, order, starts)
+        return combine(
+            self.shape.multiply("down", self.layers["down"][i], inner, order, starts).view_as(self.answers), weights
+        )
+
+    def dense(self, weights: list[torch.Tensor], i: int) -> object:
         """All pairs as if they asked one expert."""
-        return F.linear(self.rows, self.gate_up[i, 0]), F.linear(self.inner, self.down[i, 0])
+        return F.linear(self.rows, weights[0][i]), F.linear(self.inner, weights[1][i])
+
+
+def bytes_of(weights: torch.Tensor | Codes) -> int:
+    """Of a layer's experts, scales included."""
+    tensors = [weights.weight, weights.scale] if isinstance(weights, Codes) else [weights]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+Try = tuple[Shape, str, int, Tiles]
+
+
+def searched(shape: Shape, tokens: list[int]) -> Iterator[Try]:
+    """All that `--tiles` tries."""
+    for n in tokens:
+        for part in ("gate_up", "down"):
+            yield from ((shape, part, n, tiles) for tiles in shape.candidates(part, n))
 
 
 def main() -> None:
-    """A row for each number of tokens."""
+    """Read the command line, measure each format."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--inner", type=int, default=768)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--asked", type=int, default=8)
+    parser.add_argument(
+        "--format", choices=FORMATS, nargs="+", default=["bf16"], help="of the weights (codes are made up)"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--tiles", action="store_true", help="search for better tiles")
     args = parser.parse_args()
+    shapes = [Shape(args.hidden, args.inner, args.experts, args.asked, format) for format in args.format]
     rate = copy_rate()
-    shape = (LAYERS, args.experts, args.hidden, args.inner)
-    down = torch.randn(shape, dtype=torch.bfloat16, device="cuda") / 50
-    gate_up = torch.randn(LAYERS, args.experts, 2 * args.inner, args.hidden, dtype=down.dtype, device="cuda") / 50
     print(f"copy {rate / 1e6:.2f} TB/s")
-    print("tokens  choose  gate_up    down  combine     sum  experts read  floor   dense  share")
-    for tokens in args.tokens:
-        work = Work(tokens, args.asked, gate_up, down)
-        times = [microseconds(part) for part in (work.choose, work.up, work.back, work.add)]
+    with ProcessPoolExecutor(max(1, (cpu_count() or 1) - 1), get_context("spawn")) as pool:
+        tried = [
+            (one, pool.submit(compile_tiles, *one))
+            for shape in shapes
+            if args.tiles
+            for one in searched(shape, args.tokens)
+        ]
+        for shape in shapes:
+            measure(shape, args.tokens, rate, [one for one in tried if one[0][0] == shape])
+
+
+def measure(shape: Shape, tokens_of: list[int], rate: float, tried: list[tuple[Try, Future[bool]]]) -> None:
+    """A row for each number of tokens; then the tiles that were tried, the best first."""
+    layers = {part: [shape.weights(part) for _ in range(LAYERS)] for part in ("gate_up", "down")}
+    plain = [torch.randn(LAYERS, *size, dtype=torch.bfloat16, device="cuda") / 50
+             for size in ((2 * shape.inner, shape.hidden), (shape.hidden, shape.inner))]  # fmt: skip
+    each = sum(bytes_of(weights[0]) for weights in layers.values()) / shape.experts
+    works = {}
+    print(f"{shape.format:6s}  choose  gate_up    down  combine   layer  experts read  floor   dense  share")
+    for tokens in tokens_of:
+        works[tokens] = work = Work(shape, tokens, layers)
+        times = [microseconds(part) for part in (work.choose, work.up, work.back, work.add, work.all)]
         read = int((work.starts.diff() > 0).sum())
-        floor, dense = read * 3 * args.hidden * args.inner * 2 / rate, microseconds(work.dense)
+        floor, dense = read * each / rate, microseconds(partial(work.dense, plain))
         print(
-            f"{tokens:6d} {times[0]:7.1f} {times[1]:8.1f} {times[2]:7.1f} {times[3]:8.1f} {sum(times):7.1f} {read:13d} "
+            f"{tokens:6d} {times[0]:7.1f} {times[1]:8.1f} {times[2]:7.1f} {times[3]:8.1f} {times[4]:7.1f} {read:13d} "
             f"{floor:6.1f} {dense:7.1f} {max(floor, dense) / (times[1] + times[2]):6.0%}", flush=True,
         )  # fmt: skip
-        if args.tiles:
-            for name, part in (("gate_up", work.up), ("down", work.back)):
-                best, tiles = best_tiles(part, tokens * args.asked // args.experts <= 16)
-                print(f"       {name}: {best:.1f} us with tiles {tiles}", flush=True)
+    found: dict[tuple[int, str], list[tuple[float, Tiles]]] = {}
+    for (_, part, tokens, tiles), fits in tried:
+        if fits.result():
+            run = works[tokens].up if part == "gate_up" else works[tokens].back
+            with using(tiles):
+                found.setdefault((tokens, part), []).append((microseconds(run, 5), tiles))
+    for (tokens, part), times_of in found.items():
+        best = "  ".join(f"{time:.1f} {tiles}" for time, tiles in sorted(times_of)[:5])
+        print(f"{tokens:6d} {part}: {best}", flush=True)
 
 
 if __name__ == "__main__":

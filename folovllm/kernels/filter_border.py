@@ -45,13 +45,13 @@ def weight(z, top):
 def candidates(row, scale, start, CHUNK: tl.constexpr):
     """CHUNK candidates from `start` on: (logits, the same over the temperature, token ids, which of them there are).
 
-    `row` is (logits, words, fields, position, V, candidates' logits, scaled logits, ids, their number), `scale` is
-    (temperature, largest scaled logit, scaled logit below which min_p lets nothing live).
+    `row` is (logits, words, fields, position, V, candidates' logits, scaled logits, ids, their number, whether they are
+    written down), `scale` is (temperature, largest scaled logit, scaled logit below which min_p lets nothing live).
     """
-    logits_ptr, word_ptr, field_ptr, position, vocab_size, value_ptr, scaled_ptr, id_ptr, count = row
+    logits_ptr, word_ptr, field_ptr, position, vocab_size, value_ptr, scaled_ptr, id_ptr, count, is_written = row
     index = start + tl.arange(0, CHUNK)
     inside = index < count
-    if count == vocab_size:  # too many, or just all of them: from the logits
+    if not is_written:  # known when the kernel is compiled: there is a loop for each
         x = adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size)
         z = divide(x, scale[0])
         ids = index

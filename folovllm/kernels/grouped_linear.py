@@ -12,6 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from folovllm.kernels import few_pairs
+from folovllm.kernels.few_pairs import finish_tile
+
 
 @triton.jit
 def find_tile(starts_ptr, tile, E: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr):
@@ -91,11 +94,7 @@ def grouped_linear_kernel(
         rows = tl.where(n < N, n, 0)  # what is past the last output reads the first again, and is not stored
         matrix_ptr = weight_ptr + expert.to(tl.int64) * (2 * N if GATED else N) * K
         total, total_up = multiply_tile(x_ptr, matrix_ptr, pair // ASKED, inside, rows, N, K, GATED, TILE_K, PRECISION)
-        DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-        result = total.to(DTYPE)
-        if GATED:
-            gate = result.to(tl.float32)
-            result = (gate / (1.0 + tl.exp(-gate))).to(DTYPE) * total_up.to(DTYPE)
+        result = finish_tile(total, total_up, out_ptr.dtype.element_ty, GATED)
         tl.store(out_ptr + pair[:, None] * N + n[None, :], result, mask=inside[:, None] & (n < N)[None, :])
 
 
@@ -128,7 +127,14 @@ def grouped_linear(
         raise ValueError(
             f"{num_pairs} pairs of {max(n, k)} numbers are too many for a kernel: lower max_num_batched_tokens"
         )
-    tile_m, tile_n, tile_k, warps, stages = tiles_for(num_pairs, num_experts, x.dtype, gated, capability_of(x.device))
+    from folovllm.kernels import grouped_hopper  # whose kernel takes a function of ours
+
+    each, capability = num_pairs // num_experts, capability_of(x.device)
+    if few_pairs.serves(num_pairs, num_experts):
+        return few_pairs.few_pairs(x, weight, order, starts, gated, out)
+    if grouped_hopper.serves(each, weight, capability):
+        return grouped_hopper.grouped_hopper(x, weight, order, starts, gated, out)
+    tile_m, tile_n, tile_k, warps, stages = tiles_for(each, x.dtype, gated, capability)
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (tile_m - 1)) // tile_m
     grouped_linear_kernel[(triton.cdiv(n, tile_n), num_tiles)](
         x, weight, order, starts, out, n, K=k, E=num_experts, WIDTH=triton.next_power_of_2(num_experts),
@@ -145,19 +151,18 @@ def capability_of(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def tiles_for(
-    num_pairs: int, num_experts: int, dtype: torch.dtype, gated: bool, capability: int
-) -> tuple[int, int, int, int, int]:
+def tiles_for(each: int, dtype: torch.dtype, gated: bool, capability: int) -> tuple[int, int, int, int, int]:
     """Tile of pairs, of outputs and along K, warps, stages. By the pairs that an expert has when all have the same number.
 
-    With few, the weights are read once, and small tiles of outputs make programs enough to read them. A gated product
-    keeps two sums, so its tiles are half as wide where registers are short.
+    Weights should be read once, so a tile holds the pairs of most experts: up to two or three square roots more than
+    `each`. A gated product keeps two sums, so its tiles are half as wide where registers are short.
     """
-    each = num_pairs // num_experts
     if dtype == torch.float32 or capability < 80:
         return 16, 32, 32, 4, 2
-    if each <= 16:
-        return 16, 32, 128, 4, 4
-    if each <= 64:
+    if each <= 8:
+        return 16, 32 if gated else 64, 128, 4, 4
+    if each <= 24:
+        return 32, 64, 128 if capability == 90 else 64, 4, 3
+    if each <= 48:
         return 64, 64, 64, 4, 3
     return 128, 64 if gated or capability < 90 else 128, 32 if capability < 90 else 64, 8, 3

@@ -132,19 +132,24 @@ def grouped_quant(
 
 def tiles(each: int, k: int, group: int, kind: str, dtype: torch.dtype, gated: bool, capability: int) -> dict[str, int]:
     """Tiles of pairs, of outputs and of inputs; warps and stages. By the pairs `each` expert has when all have the same
-    number. Not measured yet.
+    number.
 
     A tile of 8 bits lies within a group, for the sums of a group take its scale; one of words has at least the 16 that the
-    tensor cores take at a time. A gated product keeps two sums, so its tiles are half as wide where registers are short.
+    tensor cores take at a time. A gated product keeps two sums, so its tiles are half as wide, and more so where both
+    factors must be in registers. More than 64 pairs at a time leave no registers for the codes; up to there a tile holds
+    the pairs of most experts.
     """
+    n, warps, stages = (64 if capability >= 90 else 32, 4, 3) if gated else (128, 8, 3)
     if dtype == torch.float32 or capability < 80:
         m, n, inputs, warps, stages = 16, 32, 32, 4, 2
-    elif each <= 16:
-        m, n, inputs, warps, stages = 16, 32, 128, 4, 4
-    elif each <= 64:
-        m, n, inputs, warps, stages = 64, 32 if gated else 64, 64, 4, 3
+    elif each <= 8:
+        m, inputs = 16, 128
+        if kind == "int4":  # eight products for each word: more programs rather than larger ones
+            n, warps, stages = 32, 2, 4
+    elif each <= 24:
+        m, inputs = 32, 128
     else:
-        m, n, inputs, warps, stages = 128, 32 if gated and capability < 90 else 64, 64, 8, 3
+        m, inputs = 64, 64
     if kind == "int4":
         inputs = 8 * min(32, max(16, group // 8 & -(group // 8)))
     elif group < k:

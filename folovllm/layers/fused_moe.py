@@ -11,7 +11,7 @@ from torch import nn
 from folovllm.kernels.grouped_linear import grouped_linear
 from folovllm.kernels.route import choose, combine
 from folovllm.layers.coded_experts import CodedExperts, GroupedCodedExperts
-from folovllm.layers.moe import Experts, MoE, sort_by_expert
+from folovllm.layers.moe import Experts, MoE
 
 
 class FusedMoE(MoE):
@@ -19,9 +19,9 @@ class FusedMoE(MoE):
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `MoE`."""
-        weights, experts, placed = choose(self.gate(x), self.top_k, self.normalise, self.held)
+        weights, experts, order, starts = choose(self.gate(x), self.top_k, self.normalise, self.held)
         self.load.note(experts)
-        return weights, *(placed or sort_by_expert(experts - self.held.start, len(self.held)))
+        return weights, order, starts
 
     def combine(self, answers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """As `MoE`."""

@@ -25,6 +25,7 @@ from folovllm.worker.graph_cache import GraphStore
 from folovllm.worker.host_ring import HostRing
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.prompt_graphs import PromptGraphs
+from folovllm.worker.rehearse import compile_at_once
 from folovllm.worker.step_graph import Recorder, StepGraph
 from folovllm.worker.warm_up import small_steps
 
@@ -127,12 +128,35 @@ class GraphRunner:
         if records:  # before the cache takes what is left
             shape = setup.max_num_seqs, len(self.model.lm_head.weight)
             self._logits = torch.zeros(shape, dtype=setup.dtype, device=setup.device)
+        if setup.device.type == "cuda" and not setup.config.compile:
+            self.compile_at_once(records)
         num_blocks = self._runner.fit_kv_cache(self._prompts.largest() if records else 0.0)
         if setup.device.type == "cuda":
             self.compile_kernels()
         if records:
             self.capture_cudagraph()
         return num_blocks
+
+    def compile_at_once(self, records: bool) -> None:
+        """Compile all kernels of the start, many at a time."""
+        compile_at_once(self._setup, self.model.model, lambda: self._rehearse(records))
+
+    def _rehearse(self, records: bool) -> None:
+        """Do once, over a small cache, what the start does: the largest step, small ones, and what is recorded."""
+        setup = self._setup
+        self._runner.warmup_model()
+        self._runner.allocate_kv_cache(-(-min(setup.max_model_len, setup.max_num_batched_tokens) // setup.block_size))
+        self.compile_kernels()
+        if records:
+            self._rehearse_graphs()
+        self._runner.allocate_kv_cache(0)
+
+    def _rehearse_graphs(self) -> None:
+        """Do the work that will be recorded."""
+        for width in self._graphs.widths:
+            for work in self._works():
+                work(torch.from_numpy(self._padding(width)).to(self._setup.device))
+        self._prompts.rehearse()
 
     def compile_kernels(self) -> None:
         """Run one operation after the other, so that all of their kernels are compiled before the first request."""
@@ -158,17 +182,20 @@ class GraphRunner:
 
     def _record(self, width: int) -> None:
         """Record all that steps of this width may need, so that no later step waits for it."""
-        for work in (self._decode, self._forward, self._draw_recorded):
+        for work in self._works():
             self._recorded(width, work)
+
+    def _works(self) -> tuple[Callable[[torch.Tensor], None], ...]:
+        """What is recorded of each width."""
+        return self._decode, self._forward, self._draw_recorded
+
+    def _padding(self, width: int) -> Int32:
+        """The fields of a decode step of nothing but padding."""
+        return StepPacker(self._setup.max_num_seqs, []).pack_decode([], width).fields
 
     def _recorded(self, width: int, work: Callable[[torch.Tensor], None]) -> StepGraph:
         """The graph of `work` on the fields of a decode step. Records it now, with nothing but padding, if none is kept."""
-
-        def record() -> StepGraph:
-            padding = StepPacker(self._setup.max_num_seqs, []).pack_decode([], width)
-            return self._recorder.record(padding.fields, work)
-
-        return self._graphs.get(width, work.__name__, record)
+        return self._graphs.get(width, work.__name__, lambda: self._recorder.record(self._padding(width), work))
 
     def execute_model(self, step: PackedStep | Masks) -> PendingStep | None:
         """Start a packed step, or the draw of the one that has its logits; the host does not wait for anything.

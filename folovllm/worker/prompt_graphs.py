@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from folovllm.forward_batch import ForwardBatch
 from folovllm.setup import EngineSetup
@@ -89,11 +90,26 @@ class PromptGraphs:
 
     def open(self) -> None:
         """Let steps be recorded from now on. On a GPU record all, the largest first, so that all others fit into its memory."""
-        self.rooms, hidden_size = self._wanted(), self._runner.model.lm_head.weight.shape[1]
-        most = max((room.num_seqs for room in self.rooms), default=0)
-        self._last_hidden = torch.zeros(most, hidden_size, dtype=self._setup.dtype, device=self._setup.device)
-        for room in self.rooms[::-1] if self._setup.device.type == "cuda" else ():
-            self.graph(room)
+        self.rooms = self._wanted()
+        self._last_hidden = self._hidden_of_largest()
+        if self._setup.device.type == "cuda":
+            silent = not self._setup.config.use_tqdm
+            for room in tqdm(self.rooms[::-1], desc="Capturing graphs of prompts", disable=silent):
+                self.graph(room)
+
+    def rehearse(self) -> None:
+        """Do all the work that will be recorded, once."""
+        self._last_hidden = self._hidden_of_largest()
+        for room in self._wanted():
+            self._compute(room, torch.from_numpy(self._nothing_in(room)).to(self._setup.device))
+
+    def _hidden_of_largest(self) -> torch.Tensor:
+        """Make the place for the hidden states of any room."""
+        most, width = (
+            max((room.num_seqs for room in self._wanted()), default=0),
+            self._runner.model.lm_head.weight.shape[1],
+        )
+        return torch.zeros(most, width, dtype=self._setup.dtype, device=self._setup.device)
 
     def pad(self, step: PackedStep) -> tuple[Room | None, Int32]:
         """Return the smallest room that holds the step, and its numbers there. None if there is no such room, or if the
@@ -114,11 +130,17 @@ class PromptGraphs:
     def graph(self, room: Room) -> StepGraph:
         """Return the recorded step. Records it now, with nothing but padding, if it is not yet there."""
         if room not in self._graphs:
-            nothing = np.zeros(len(Line) * room.num_seqs + room.tokens, np.int32)
-            nothing[: room.num_seqs] = self._setup.max_num_seqs
-            nothing[(Line.QUERY_LEN + 1) * room.num_seqs - 1] = room.tokens
-            self._graphs[room] = self._recorder.record(nothing, lambda numbers: self._compute(room, numbers))
+            self._graphs[room] = self._recorder.record(
+                self._nothing_in(room), lambda numbers: self._compute(room, numbers)
+            )
         return self._graphs[room]
+
+    def _nothing_in(self, room: Room) -> Int32:
+        """The numbers of a step that is nothing but padding."""
+        nothing = np.zeros(len(Line) * room.num_seqs + room.tokens, np.int32)
+        nothing[: room.num_seqs] = self._setup.max_num_seqs
+        nothing[(Line.QUERY_LEN + 1) * room.num_seqs - 1] = room.tokens
+        return nothing
 
     def _compute(self, room: Room, numbers: torch.Tensor) -> None:
         """The work that is recorded."""

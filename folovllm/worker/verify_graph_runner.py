@@ -76,6 +76,10 @@ class VerifyingGraphRunner(GraphRunner):
         super().compile_kernels()
         self._warm_up(steps_with_guesses(self._setup))
 
+    def _rehearse_graphs(self) -> None:
+        super()._rehearse_graphs()
+        self._checks.rehearse()
+
     def capture_cudagraph(self) -> None:
         """As `GraphRunner`, with guesses too."""
         super().capture_cudagraph()

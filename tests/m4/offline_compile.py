@@ -25,12 +25,15 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 
+from folovllm.kernels import grouped_hopper
 from folovllm.kernels.activation import silu_and_mul_kernel
 from folovllm.kernels.check import check_config, check_kernel, num_warps_of, tile_shape
 from folovllm.kernels.check_plan import list_checks_kernel, plan_checks_kernel
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel
 from folovllm.kernels.decode_plan import plan_kernel
 from folovllm.kernels.draw_tokens import plain_kernel, special_kernel
+from folovllm.kernels.few_pairs import few_pairs_kernel
+from folovllm.kernels.few_pairs import tiling as tiling_of_pairs
 from folovllm.kernels.filter_logits import CAPACITY, CHUNK, WARPS, WIDE_CHUNK, finish_kernel, scan_kernel
 from folovllm.kernels.grouped_linear import grouped_linear_kernel, tiles_for
 from folovllm.kernels.grouped_quant import grouped_quant_kernel
@@ -48,7 +51,7 @@ from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
 from folovllm.kernels.quant_linear import quant_linear_kernel, tile_of
 from folovllm.kernels.quant_matmul import quant_matmul_kernel, tiles, unpack_kernel
 from folovllm.kernels.rms_norm import add_rms_norm_kernel
-from folovllm.kernels.route import choose_kernel, combine_kernel
+from folovllm.kernels.route import STEP, choose_kernel, combine_kernel, late_combine_kernel, order_kernel
 from folovllm.kernels.small_linear import serves, small_linear_kernel, tiling
 from folovllm.kernels.store import store_kvcache_kernel
 from folovllm.kernels.unpack_step import unpack_decode_kernel, unpack_ragged_kernel
@@ -69,6 +72,8 @@ OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"):
              ("quant_linear_kernel", "columns_ptr"): "*i32", ("quant_linear_kernel", "scale_ptr"): "*fp32",
              ("quant_matmul_kernel", "weight_ptr"): "*i8", ("quant_matmul_kernel", "scale_ptr"): "*fp32",
              ("unpack_kernel", "weight_ptr"): "*i8", ("unpack_kernel", "scale_ptr"): "*fp32",
+             ("few_pairs_kernel", "x_ptr"): "*i32", ("few_pairs_kernel", "weight_ptr"): "*i32",
+             ("choose_kernel", "count_ptr"): "*i16", ("order_kernel", "count_ptr"): "*i16",
              ("int4_linear_kernel", "scale_ptr"): "*fp16", ("int4_matmul_kernel", "scale_ptr"): "*fp16",
              ("int4_unpack_kernel", "scale_ptr"): "*fp16", ("add_parts_kernel", "part_ptr"): "*fp32"}  # fmt: skip
 
@@ -114,6 +119,8 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
         name = parameter.name
         if name in constants:
             signature[name] = "constexpr"
+        elif name.endswith("_desc") and not isinstance(kernel, GluonJITFunction):
+            signature[name] = f"tensordesc<{dtype}[{constants['PARTS']}, {constants['TILE_N']}, {constants['TILE_K']}]>"
         elif name.endswith("_desc"):
             box = f"{dtype}[{min(constants['B'], 128)}, 64]"
             signature[name] = f"tensordesc<{box},{NVMMASharedLayout(128, 16, 2)!r}>"
@@ -128,7 +135,7 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
             )
         aligned = (
             signature[name].startswith("*")
-            or name == "vocab_size"
+            or name in ("vocab_size", "N")
             or (name.startswith("stride") and name != "stride_table")
         )
         if aligned and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
@@ -318,23 +325,36 @@ def kernels_of_x3(capability: int, head_dim: int, block_size: int):
 
 
 def kernels_of_x4(capability: int, head_dim: int, block_size: int):
-    """Those of a mixture of experts, in the shapes of Qwen3-30B-A3B: a tile for few, some, and many pairs of each expert."""
+    """Those of a mixture of experts, in the shapes of Qwen3-30B-A3B: for few, some, and many pairs of each expert."""
     if (head_dim, block_size) != (128, 16):
         return
     hidden, inner, experts, asked = 2048, 768, 128, 8
-    for pairs in (8, 4096, 32768):
-        for k, gated in ((hidden, True), (inner, False)):
-            tile_m, tile_n, tile_k, num_warps, num_stages = tiles_for(pairs, experts, torch.bfloat16, gated, capability)
+    pdl = {"PDL": capability >= 90}
+    for k, gated in ((hidden, True), (inner, False)):
+        shape = {"K": k, "E": experts, "ASKED": asked if gated else 1}
+        warps, rows, chunk = tiling_of_pairs(2 * k * (1 + gated))
+        yield few_pairs_kernel, {**shape, "ALL": experts, "GATED": gated, "ROWS": rows, "CHUNK": chunk, **pdl}, warps, 3
+        shape["WIDTH"] = experts
+        for each in (0, 16, 32, 256) if capability in (80, 90) else (0, 256):
+            tile_m, tile_n, tile_k, num_warps, num_stages = tiles_for(each, torch.bfloat16, gated, capability)
             tiles = {"TILE_M": tile_m, "TILE_N": tile_n, "TILE_K": tile_k, "PRECISION": "tf32"}
-            shape = {"K": k, "E": experts, "WIDTH": experts, "ASKED": asked if gated else 1, "GATED": gated}
-            yield grouped_linear_kernel, {**shape, **tiles}, num_warps, num_stages
+            yield grouped_linear_kernel, {**shape, "GATED": gated, **tiles}, num_warps, num_stages
+        if capability == 90:
+            h, parts = grouped_hopper, 1 + gated
+            tiles = {"PARTS": parts, "TILE_M": h.TILE_M, "TILE_N": h.ROWS // parts, "TILE_K": h.TILE_K}
+            yield h.grouped_hopper_kernel, {**shape, **tiles}, h.WARPS, h.STAGES
     yield from grouped_codes(capability)
-    choice = {"E": experts, "WIDTH": experts, "TOP_K": asked, "NORMALISE": True}
-    yield choose_kernel, {**choice, "TOKENS": 16, "SORT": True, "PAIRS": 128}, 8, 3
-    yield choose_kernel, {**choice, "TOKENS": 1, "SORT": False, "PAIRS": 1}, 4, 3
-    mixtral = {"E": 8, "WIDTH": 8, "TOP_K": 2, "NORMALISE": True}  # few experts: the most tokens in one program
-    yield choose_kernel, {**mixtral, "TOKENS": 64, "SORT": True, "PAIRS": 128}, 8, 3
-    yield combine_kernel, {"H": hidden, "TOP_K": asked, "WIDTH": 1024}, 4, 3
+    choice = {"WIDTH": experts, "TOP_K": asked, "CHOICES": asked, "TOKENS": 16}
+    mixtral = {"WIDTH": 8, "TOP_K": 2, "CHOICES": 2, "TOKENS": 64}  # few experts: the most tokens in one program
+    for alone in (True, False):
+        yield choose_kernel, {**choice, "E": experts, "NORMALISE": True, "ALONE": alone, "PDL": False}, 8, 3
+    yield choose_kernel, {**choice, "E": experts, "TOKENS": 1, "NORMALISE": True, "ALONE": True, **pdl}, 1, 3
+    yield choose_kernel, {**mixtral, "E": 8, "NORMALISE": True, "ALONE": True, "PDL": False}, 8, 3
+    for shape in (choice, mixtral):
+        yield order_kernel, {**shape, "STEP": STEP, "PDL": False}, 4, 3
+    combined = {"H": hidden, "TOP_K": asked, "WIDTH": 1024}
+    yield combine_kernel, combined, 4, 3
+    yield late_combine_kernel, combined | pdl, 4, 3
 
 
 def grouped_codes(capability: int):
@@ -345,7 +365,7 @@ def grouped_codes(capability: int):
     fp8 = "fp8" if capability >= 89 else "fp8_bits"
     shapes = [(fp8, 8, True)]  # kind, pairs, gated
     if capability in (80, 90):
-        shapes += [(fp8, 32768, True), ("int4", 8, True), ("int4", 32768, True)]
+        shapes += [(fp8, 2048, False), (fp8, 32768, True), ("int4", 8, True), ("int4", 32768, True)]
     for kind, pairs, gated in shapes:
         k, group, rows = hidden if gated else inner, 128 if kind == fp8 else 32, 128 if kind == fp8 else 1
         shape = tiles_of_codes(pairs // experts, k, group, kind, torch.bfloat16, gated, capability)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NUM_KERNELS = {"m4": 7, "m6": 11, "x2": 7, "x3": 3, "x4": 4}
-ON_HOPPER_ALONE = {"prefill_hopper_kernel"}
+NUM_KERNELS = {"m4": 7, "m6": 11, "x2": 7, "x3": 3, "x4": 7}
+ON_HOPPER_ALONE = {"m6": {"prefill_hopper_kernel"}, "x4": {"grouped_hopper_kernel"}}
 FROM_AMPERE_ON = {"x3"}
 # The most registers of a thread, and bytes of stack, where what does not fit into registers goes: what Triton 3.6 and 3.7
 # make of a kernel on sm_80 and sm_90, and a little more. A stack is memory, and slow.
@@ -22,7 +22,8 @@ MOST = {
     "gumbel_max_kernel": (96, 0), "best_of_tiles_kernel": (24, 0), "scan_kernel": (128, 0), "finish_kernel": (128, 16),
     "plain_kernel": (80, 0), "special_kernel": (128, 0), "note_drawn_kernel": (40, 0), "unpack_decode_kernel": (48, 0),
     "unpack_ragged_kernel": (64, 0), "list_tiles_kernel": (40, 0),
-    "grouped_linear_kernel": (255, 0), "grouped_quant_kernel": (255, 0), "choose_kernel": (255, 0), "combine_kernel": (40, 0),
+    "grouped_linear_kernel": (255, 0), "grouped_quant_kernel": (255, 0), "choose_kernel": (128, 0), "combine_kernel": (40, 0),
+    "few_pairs_kernel": (96, 0), "grouped_hopper_kernel": (224, 0), "order_kernel": (168, 0), "late_combine_kernel": (40, 0),
     "check_kernel": (255, 0), "list_checks_kernel": (48, 0), "plan_checks_kernel": (40, 0),
     "small_linear_kernel": (255, 0), "prefill_hopper_kernel": (168, 0),
     "quant_linear_kernel": (255, 0), "quant_matmul_kernel": (200, 0), "unpack_kernel": (48, 0),
@@ -55,13 +56,14 @@ def check(capability: int, milestone: str, rows: list[dict]) -> None:
     where = f"on sm_{capability}"
     names = {row["kernel"] for row in rows}
     is_too_old = capability < 80 and milestone in FROM_AMPERE_ON
-    assert len(names - ON_HOPPER_ALONE) == (0 if is_too_old else NUM_KERNELS[milestone]), where
-    assert (names >= ON_HOPPER_ALONE) == (capability == 90 and milestone == "m6"), where
+    hoppers = ON_HOPPER_ALONE.get(milestone, set())
+    assert len(names - hoppers) == (0 if is_too_old else NUM_KERNELS[milestone]), where
+    assert names & hoppers == (hoppers if capability == 90 else set()), where
     too_large = [row for row in rows if row["shared"] > row["limit"]]
     assert not too_large, f"more shared memory than a block can have {where}"
     too_many = [row for row in rows if row["registers"] * row["warps"] * 32 > 65536]
     assert not too_many, f"more registers than there are {where}"
-    in_flight = ("small_linear_kernel", "quant_linear_kernel", "int4_linear_kernel")
+    in_flight = ("few_pairs_kernel", "small_linear_kernel", "quant_linear_kernel", "int4_linear_kernel")
     spilled = [row for row in rows if row["stack"] and row["kernel"] in in_flight]
     assert not spilled, f"weights that a program asks for ahead of time must stay in registers {where}"
     for row in rows if capability in (80, 90) else ():
@@ -79,4 +81,4 @@ def test_no_kernel_is_left_out():
     modules = [import_module(f"folovllm.kernels.{m.name}") for m in pkgutil.iter_modules(folovllm.kernels.__path__)]
     names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert names == MOST.keys()
-    assert len(names) == sum(NUM_KERNELS.values()) + len(ON_HOPPER_ALONE)
+    assert len(names) == sum(NUM_KERNELS.values()) + sum(map(len, ON_HOPPER_ALONE.values()))

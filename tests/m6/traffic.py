@@ -93,6 +93,7 @@ def assert_the_start_meets_every_variant(module: str, steps: int = 200) -> None:
     assert found.keys() == import_module(module).ENGINES.keys()
     for name, engine in found.items():
         assert engine["at start"] >= 9 and engine["steps"] >= steps, name
+        assert not engine["not rehearsed"], f"{name}, compiled one after the other: {engine['not rehearsed']}"
         assert not engine["later"], f"{name}: {engine['later']}"
 
 

@@ -1,0 +1,116 @@
+"""Rehearse launches of two kernels with no GPU: Triton compiles for one, and a driver that stands in for CUDA's loads nothing.
+
+A program of its own, because Triton decides when it is first imported whether it interprets: `python -m tests.m6.rehearse_kernels`
+prints a JSON object of what happened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from types import SimpleNamespace
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from folovllm.kernels.rehearsal import rehearsal
+
+CPU = torch.device("cpu")
+launched: list[str] = []  # by which thread
+loaded: list[str] = []  # names of kernels
+compiled: list[str] = []  # as `loaded`
+
+
+@triton.jit
+def copy_kernel(out_ptr, x_ptr, n, WIDTH: tl.constexpr):
+    at = tl.arange(0, WIDTH)
+    tl.store(out_ptr + at, tl.load(x_ptr + at, mask=at < n), mask=at < n)
+
+
+@triton.jit
+def wrong_kernel(out_ptr):
+    tl.store(out_ptr, no_such_name)  # noqa: F821
+
+
+class Launcher:
+    """Notes a launch."""
+
+    def __init__(self, *_):
+        pass
+
+    def __call__(self, *_):
+        launched.append(threading.current_thread().name)
+
+
+def load_binary(name, *_):
+    loaded.append(name)
+    return 1, 1, 0, 0, 1024
+
+
+def copy(n: int, width: int = 16) -> torch.Tensor:
+    """Launch a kernel whose variant depends on whether n is 1, or a multiple of 16. The result is not initialised here."""
+    out = torch.empty(width)
+    copy_kernel[(1,)](out, torch.ones(width), n, WIDTH=width)
+    return out
+
+
+def outcome(body) -> str:
+    """The name of the exception that ends a rehearsal."""
+    try:
+        with rehearsal(CPU):
+            body()
+    except BaseException as error:
+        return type(error).__name__
+    return ""
+
+
+def main() -> dict[str, object]:
+    """Rehearse, launch, and rehearse what fails."""
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+            launcher_cls=Launcher,
+            utils=SimpleNamespace(
+                load_binary=load_binary, get_device_properties=lambda device: {"max_shared_mem": 1 << 20}
+            ),
+        )
+    )
+    triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: compiled.append(fn.name.rpartition(".")[2])
+    untouched = triton.runtime.JITFunction.run
+    found: dict[str, object] = {}
+    torch.full((16,), 7.0)  # leaves memory that is not zero
+    with rehearsal(CPU):
+        results = [copy(n) for n in (1, 2, 3, 16, 2)]
+        other = threading.Thread(target=copy, args=[2, 32], name="other")
+        other.start()
+        other.join()
+    found["written"] = sum(int(out.count_nonzero()) for out in results)
+    found["launched in the rehearsal"] = list(launched)
+    found["loaded"], found["compiled in the rehearsal"] = len(loaded), len(compiled)
+    launched.clear()
+    compiled.clear()
+    for n in (1, 2, 3, 16):
+        copy(n)
+    found["launched"], found["compiled later"] = len(launched), len(compiled)
+
+    def interrupt() -> None:
+        copy(4)
+        raise KeyboardInterrupt
+
+    found["wrong"] = outcome(lambda: wrong_kernel[(1,)](torch.empty(1)))
+    found["interrupted"] = outcome(interrupt)
+    found["once more"] = outcome(lambda: copy(5))
+    found["as before"] = triton.runtime.JITFunction.run is untouched and not triton.knobs.runtime.jit_cache_hook
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))
