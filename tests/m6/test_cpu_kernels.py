@@ -75,9 +75,9 @@ def test_multiply(dtype: torch.dtype, inputs: int, outputs: int) -> None:
 @COMPILER
 @DTYPES
 def test_few_rows_are_the_kernels(dtype: torch.dtype) -> None:
-    cpu, most = kernels(dtype), MAX_ROWS[dtype]
+    cpu = kernels(dtype)
     weight, other = normal(8, 16, dtype=dtype), torch.float16 if dtype == torch.float32 else torch.float32
-    served = [cpu.multiplies(normal(rows, 16, dtype=dtype), weight) for rows in (1, most, most + 1)]
+    served = [cpu.multiplies(normal(rows, 16, dtype=dtype), weight) for rows in (1, MAX_ROWS, MAX_ROWS + 1)]
     assert served == [True, True, False]
     assert not cpu.multiplies(normal(1, 16, dtype=other), weight.to(other))
 

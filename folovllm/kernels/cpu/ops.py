@@ -8,7 +8,7 @@ import torch
 
 from folovllm.forward_batch import ForwardBatch
 
-MAX_ROWS = {torch.float32: 8, torch.float16: 8, torch.bfloat16: 4}  # beyond, the library's product is as fast
+MAX_ROWS = 16  # beyond, computing counts, at which the library is better
 POINTER, INDEX, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
@@ -62,11 +62,11 @@ class CpuKernels:
 
     def multiplies(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether `multiply` is the product to take for the rows of `x`: they are few."""
-        return x.shape[0] <= MAX_ROWS[self.dtype] and x.dtype == weight.dtype == self.dtype
+        return x.shape[0] <= MAX_ROWS and x.dtype == weight.dtype == self.dtype
 
     def decodes(self, batch: ForwardBatch, kv_cache: torch.Tensor) -> bool:
         """Whether `decoder_layer` serves a batch: few sequences of one new token each."""
-        only_decodes = batch.num_decodes == batch.num_seqs <= MAX_ROWS[self.dtype] and not batch.is_padded
+        only_decodes = batch.num_decodes == batch.num_seqs <= MAX_ROWS and not batch.is_padded
         return only_decodes and kv_cache.dtype == self.dtype
 
     def multiply(
