@@ -214,6 +214,13 @@ def runner_kinds(setup: EngineSetup) -> tuple[type[ModelRunner], type[GraphRunne
     return VerifyingModelRunner, VerifyingGraphRunner
 
 
+def most_draws_of(setup: EngineSetup) -> int:
+    """How many tokens a step draws at most: one for each row, or more of them (X3)."""
+    from folovllm.step.verify import most_draws
+
+    return setup.max_num_seqs if setup.config.speculation is None else most_draws(setup.max_num_seqs)
+
+
 def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[PackedWorker, GraphRunner]:
     """A worker for packed steps, with the whole model or, with a group, a rank's part of it (M6).
 
@@ -231,7 +238,7 @@ def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[
         draw = RanksDraw(setup.vocab_size, group)
         part = setup.with_hf_config(local_config(setup.hf_config, group.size, setup.config.enable_expert_parallel))
         inner = plain(part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, draw.whole)
-    rows_draw = DrawState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler)
+    rows_draw = DrawState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler, most_draws_of(setup))
     runner = graphed(setup, inner, draw, rows_draw, graphs(setup.max_num_seqs))
     return GPUWorker(setup.device, runner, load), runner
 
@@ -244,11 +251,10 @@ def attention_backend(setup: EngineSetup) -> AttentionBackend:
         return TritonBackend(setup.attention, own)
     if setup.config.speculation is not None and setup.backend == "triton":
         from folovllm.attention.backends import checking
-        from folovllm.step.verify import most_draws
 
         if checking.serves(setup.device):
             most_tokens = setup.config.speculation.num_speculative_tokens + 1
-            return checking.CheckingTritonBackend(setup.attention, most_tokens, most_draws(setup.max_num_seqs))
+            return checking.CheckingTritonBackend(setup.attention, most_tokens, most_draws_of(setup))
     return make_backend(setup.backend, setup.attention)
 
 

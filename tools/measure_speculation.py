@@ -1,7 +1,8 @@
 """Time guessing beside plain decoding: `python -m tools.measure_speculation --method ngram`.
 
 CPU seconds (on a GPU: seconds) for each token of the answers to `tools/speculation/*.json`, one request at a time or
-`--batch` of them, in turns: plain, with guesses, plain, ... The texts are compared, too: they must be the same.
+`--batch` of them, in turns: plain, with guesses, plain, ... Guesses speed up what comes behind an answer's first token, so
+that is told apart. The texts are compared, too: they must be the same.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +40,25 @@ def requests(llm: LLM, name: str, temperature: float) -> tuple[list[str], list[S
     return prompts, params
 
 
-def answer(llm: LLM, prompts: list[str], params: list[SamplingParams], batch: int) -> tuple[float, list[list[int]]]:
-    """Seconds a token, and the answers."""
+@dataclass(frozen=True)
+class Answers:
+    """The answers to some requests, and how long they took."""
+
+    seconds: float  # a token, of the whole
+    behind_first: float  # a token, on average over the tokens behind the first one of each answer, by the wall clock
+    texts: list[list[int]]
+
+
+def answer(llm: LLM, prompts: list[str], params: list[SamplingParams], batch: int) -> Answers:
+    """Serve the requests, `batch` at a time."""
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    start, answers = clock(), []
+    start, outputs = clock(), []
     for i in range(0, len(prompts), batch):
-        outputs = llm.generate(prompts[i : i + batch], params[i : i + batch], use_tqdm=False)
-        answers += [list(output.outputs[0].token_ids) for output in outputs]
-    return (clock() - start) / sum(map(len, answers)), answers
+        outputs += llm.generate(prompts[i : i + batch], params[i : i + batch], use_tqdm=False)
+    seconds, texts = clock() - start, [list(output.outputs[0].token_ids) for output in outputs]
+    writing = sum(output.metrics.finish_time - output.metrics.first_token_time for output in outputs)
+    num_tokens = sum(map(len, texts))
+    return Answers(seconds / num_tokens, writing / (num_tokens - len(texts)), texts)
 
 
 def main() -> None:
@@ -53,7 +66,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="stories-5m")
     parser.add_argument("--method", default="ngram")
-    parser.add_argument("--draft", default=None, help="the small model of draft_model")
+    parser.add_argument(
+        "--draft", default=None, help="the small model of draft_model; the embedded one if none is named"
+    )
     parser.add_argument("--tokens", type=int, default=8, help="guesses for a sequence in a step, at most")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
@@ -63,29 +78,36 @@ def main() -> None:
     arguments = parser.parse_args()
     config: dict[str, Any] = {"method": arguments.method, "num_speculative_tokens": arguments.tokens}
     config["adaptive"] = not arguments.fixed
-    if arguments.draft:
-        config["model"] = arguments.draft
+    if "draft_model" in arguments.method:
+        config["model"] = arguments.draft or "stories-draft"
     common: dict[str, Any] = {"model": arguments.model, "use_tqdm": False, "max_num_seqs": max(8, arguments.batch)}
     plain, guessing = LLM(**common), LLM(**common, speculative_config=config)
-    counts = guessing.engine.scheduler.speculation
     for name in arguments.sets:
-        work = (*requests(plain, name, arguments.temperature), arguments.batch)
-        before = counts.num_guessed, counts.num_accepted, counts.num_drafts
-        seconds: dict[bool, list[float]] = {False: [], True: []}
-        texts = {}
-        for is_guessing in [False, True] * arguments.rounds:
-            took, texts[is_guessing] = answer(guessing if is_guessing else plain, *work)
-            seconds[is_guessing].append(took)
-        slow, fast = (statistics.median(seconds[key]) for key in (False, True))
-        now = counts.num_guessed, counts.num_accepted, counts.num_drafts
-        guessed, accepted, steps = (one - other for one, other in zip(now, before, strict=True))
-        same = sum(one == other for one, other in zip(*texts.values(), strict=True))
-        print(
-            f"{name}, batch {arguments.batch}, {arguments.method}: plain {1e3 * slow:.2f} ms a token, guessing "
-            f"{1e3 * fast:.2f} ms, {slow / fast:.2f} x; {accepted} of {guessed} guesses right, in steps with guesses "
-            f"{1 + accepted / max(1, steps):.2f} tokens; "
-            f"{same} of {len(work[0])} texts equal"
-        )
+        compare(plain, guessing, name, arguments)
+
+
+def compare(plain: LLM, guessing: LLM, name: str, arguments: argparse.Namespace) -> None:
+    """Print the line of a set. One that is smaller than a batch is taken several times."""
+    counts, batch = guessing.engine.scheduler.speculation, arguments.batch
+    prompts, params = requests(plain, name, arguments.temperature)
+    times = -(-batch // len(prompts))
+    work = prompts * times, params * times, batch
+    before = counts.num_guessed, counts.num_accepted, counts.num_drafts
+    found: dict[bool, list[Answers]] = {False: [], True: []}
+    for is_guessing in [False, True] * arguments.rounds:
+        found[is_guessing].append(answer(guessing if is_guessing else plain, *work))
+    now = counts.num_guessed, counts.num_accepted, counts.num_drafts
+    guessed, accepted, steps = (one - other for one, other in zip(now, before, strict=True))
+    same = sum(one == other for one, other in zip(found[False][-1].texts, found[True][-1].texts, strict=True))
+    told = []
+    for kind, which in (("", "seconds"), ("behind the first ", "behind_first")):
+        slow, fast = (1e3 * statistics.median(getattr(one, which) for one in found[key]) for key in (False, True))
+        told.append(f"{kind}{slow:.3f} ms a token, guessing {fast:.3f} ms, {slow / fast:.2f} x")
+    print(
+        f"{name}, batch {batch}, {arguments.method}: {'; '.join(told)}; {accepted} of {guessed} guesses right, in {steps} "
+        f"shares with guesses {1 + accepted / max(1, steps):.2f} tokens; {same} of {len(work[0])} texts equal",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

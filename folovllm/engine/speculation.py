@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from folovllm.engine.plan import draw_spec
@@ -17,6 +18,10 @@ from folovllm.step.schedule import SchedulerOutput
 Trim = Callable[[Sequence, list[int]], list[int]]  # the guesses, from the first on, that an answer's form allows
 
 
+SOON = 8  # steps after which a new sequence is thought of, at the latest
+SETTLED = 3  # steps before the end of a rest: one that is neither the first after guesses nor waits for a look
+
+
 class Begun(NamedTuple):
     """A step that was decided and whose tokens have not come."""
 
@@ -26,8 +31,27 @@ class Begun(NamedTuple):
     num_guessed: int
 
 
+@dataclass(slots=True)
+class Known:
+    """A sequence that the proposer knows."""
+
+    seq: Sequence
+    spec: DrawSpec
+    num_told: int  # tokens that the proposer has heard of
+
+    def state(self) -> RowState:
+        """As far as the proposer has heard of it."""
+        seq = self.seq
+        return RowState(
+            seq.seq_id, seq.tokens(0, self.num_told), seq.num_prompt_tokens, self.spec, seq.request.cache_salt
+        )
+
+
 class Speculation:
-    """Asks the proposer and the depth, and tells them what they must know. It owns who of the sequences was admitted."""
+    """Asks the proposer and the depth, and tells them what they must know. It owns what the proposer has heard of.
+
+    While `depth` rests, a step costs a few counters: no sequence is looked at, and what is drawn is told when it is needed.
+    """
 
     def __init__(
         self, proposer: Proposer, depth: Depth, trim: Trim, clock: Callable[[], float] = time.perf_counter
@@ -37,17 +61,35 @@ class Speculation:
         self.depth = depth
         self.num_drafts = self.num_guessed = self.num_accepted = 0  # shares with guesses, guesses, right ones
         self._trim, self._clock = trim, clock
-        self._specs: dict[int, DrawSpec] = {}  # of admitted sequences, by seq_id
+        self._known: dict[int, Known] = {}  # by seq_id
         self._ks: dict[int, int] | None = None  # what `depth` said for the coming step
-        self._begun: deque[Begun] = deque()
+        self._asked: dict[int, int] = {}  # what it said last
+        self._turn = 0  # of those who get no guesses, whose are looked at next
+        self._rest = 0  # steps for which nobody is asked
+        self._begun: deque[Begun | None] = deque()  # None: its time does not count
+        self._counts = False  # whether that of the coming step does
         self._last_end = 0.0
 
     def wants(self, running: SequenceOf[Sequence]) -> bool:
-        """Whether the coming step is to have guesses. `depth` is asked once for each step."""
+        """Whether the coming step is to have guesses. `depth` is asked once for each step, and not while it rests."""
+        if self._rest:
+            return False
         if self._ks is None:
-            ids = [seq.seq_id for seq in running if seq.num_tokens - seq.num_computed_tokens < 2]  # some are in flight
-            self._ks = {id_: k for id_, k in zip(ids, self.depth.choose(ids), strict=True) if k > 0} if ids else {}
+            self._ks = self._asked = self._choose(running)
         return bool(self._ks)
+
+    def _choose(self, running: SequenceOf[Sequence]) -> dict[int, int]:
+        seqs = [seq for seq in running if seq.num_tokens - seq.num_computed_tokens < 2]  # some are in flight
+        if not seqs:
+            return {}
+        if most := self.proposer.num_looks():
+            idle = [seq for seq in seqs if seq.seq_id not in self._asked]
+            first, self._turn = (self._turn, self._turn + most) if self._turn < len(idle) else (0, most)
+            self.proposer.look([self._know(seq).state() for seq in idle[first : first + most]])
+        ids = [seq.seq_id for seq in seqs]
+        chosen = {id_: k for id_, k in zip(ids, self.depth.choose(ids), strict=True) if k > 0}
+        self._rest = 0 if chosen else self.depth.rest
+        return chosen
 
     def guess(self, running: SequenceOf[Sequence]) -> dict[int, list[int]]:
         """Guesses for the coming step by seq_id: for sequences of which all tokens but the newest are computed.
@@ -55,26 +97,31 @@ class Speculation:
         An answer is never guessed beyond its greatest length, nor beyond what its form allows.
         """
         if not self.wants(running):
-            self._ks = None
+            self._ks, self._rest = None, max(0, self._rest - 1)
+            self._counts = self._rest == SETTLED
             return {}
-        wanted, self._ks = self._ks or {}, None
-        wanted = {id_: k for id_, k in wanted.items() if id_ in self._specs}
+        wanted, self._ks, self._counts = self._ks or {}, None, True
         ready = [seq for seq in running if seq.seq_id in wanted and seq.num_tokens - seq.num_computed_tokens == 1]
         ks = [min(wanted[seq.seq_id], seq.max_tokens - seq.num_output_tokens - 1) for seq in ready]
-        found = self.proposer.propose_all([self._state(seq) for seq in ready], ks)
+        found = self.proposer.propose_all([self._know(seq).state() for seq in ready], ks)
         guesses = {seq.seq_id: self._trim(seq, g[:k]) for seq, g, k in zip(ready, found, ks, strict=True) if g[:k]}
         return {seq_id: own for seq_id, own in guesses.items() if own}
 
     def began(self, output: SchedulerOutput) -> None:
         """Hear of a step that will run."""
+        if not self._counts:
+            self._begun.append(None)
+            return
         num_guessed = sum(share.num_draws - 1 for share in output.shares if share.num_draws > 1)
-        start = self._last_end if self._specs else self._clock()  # behind another step: what the host does counts, too
+        start = self._last_end if self._known else self._clock()  # behind another step: what the host does counts, too
         self._begun.append(Begun(start, len(output.shares), output.num_tokens, num_guessed))
 
     def ended(self) -> None:
         """Hear that the tokens of the oldest such step are here. Its time counts from the end of the one before, at the earliest."""
         step, now = self._begun.popleft(), self._clock()
-        self.depth.observe_step(step.num_seqs, step.num_tokens, step.num_guessed, now - max(step.time, self._last_end))
+        if step is not None:
+            seconds = now - max(step.time, self._last_end)
+            self.depth.observe_step(step.num_seqs, step.num_tokens, step.num_guessed, seconds)
         self._last_end = now
 
     def checked(self, seq: Sequence, num_guessed: int, num_accepted: int) -> None:
@@ -84,22 +131,30 @@ class Speculation:
         self.num_accepted += num_accepted
         self.depth.observe(seq.seq_id, num_guessed, num_accepted)
 
-    def learn(self, seq: Sequence, first: int) -> None:
-        """Take in that `seq` got its tokens from `first` on, and whether it has ended."""
-        if seq.seq_id not in self._specs:
-            self._specs[seq.seq_id] = draw_spec(seq)
-            self.proposer.admit(self._state(seq, first))
-        self.proposer.observe(seq.seq_id, seq.tokens(first, seq.num_tokens).tolist())
-        if seq.status.is_finished:
+    def wake(self) -> None:
+        """Hear that sequences were admitted."""
+        self._rest = min(self._rest, SOON)
+
+    def finish(self, seqs: Iterable[Sequence]) -> None:
+        """Hear that sequences have ended by themselves: the proposer may learn from the whole of their texts."""
+        for seq in seqs:
+            self._know(seq)
             self.forget([seq])
 
     def forget(self, seqs: Iterable[Sequence]) -> None:
         """Hear that sequences have ended."""
         for seq in seqs:
-            if self._specs.pop(seq.seq_id, None) is not None:
+            if self._known.pop(seq.seq_id, None) is not None:
                 self.proposer.finish(seq.seq_id)
                 self.depth.finish(seq.seq_id)
 
-    def _state(self, seq: Sequence, end: int | None = None) -> RowState:
-        tokens = seq.tokens(0, seq.num_tokens if end is None else end)
-        return RowState(seq.seq_id, tokens, seq.num_prompt_tokens, self._specs[seq.seq_id], seq.request.cache_salt)
+    def _know(self, seq: Sequence) -> Known:
+        """A sequence of which the proposer has now heard all."""
+        known = self._known.get(seq.seq_id)
+        if known is None:
+            known = self._known[seq.seq_id] = Known(seq, draw_spec(seq), seq.num_prompt_tokens)
+            self.proposer.admit(known.state())
+        if known.num_told < seq.num_tokens:
+            self.proposer.observe(seq.seq_id, seq.tokens(known.num_told, seq.num_tokens).tolist())
+            known.num_told = seq.num_tokens
+        return known

@@ -9,7 +9,7 @@ import numpy as np
 
 from folovllm.engine.overlap_scheduler import OverlapScheduler
 from folovllm.engine.plan import Rows
-from folovllm.engine.scheduler import Scheduler, TokensOfStep
+from folovllm.engine.scheduler import Scheduler
 from folovllm.engine.speculation import Speculation
 from folovllm.events import GuessesChecked
 from folovllm.request import Sequence
@@ -22,10 +22,18 @@ class GuessingRows(Rows):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.guesses: dict[int, list[int]] = {}  # for the coming step, by seq_id
+        self.guesses: dict[int, list[int]] = {}
 
-    def share(self, seq: Sequence, num_new_tokens: int) -> Share:
-        """As `Rows`; of a sequence with guesses all tokens but these and the newest are computed."""
+    def expect(self, guesses: dict[int, list[int]]) -> None:
+        """The coming step has these guesses, by seq_id. Where there are none, shares are made as ever, with nothing between."""
+        if guesses:
+            self.share = self._share_with_guesses  # type: ignore[method-assign]
+        elif self.guesses:
+            del self.share
+        self.guesses = guesses
+
+    def _share_with_guesses(self, seq: Sequence, num_new_tokens: int) -> Share:
+        """As `share`; of a sequence with guesses all tokens but these and the newest are computed."""
         share, guesses = super().share(seq, num_new_tokens), self.guesses.get(seq.seq_id)
         if guesses is None:
             return share
@@ -45,23 +53,32 @@ class SpeculativeScheduler(Scheduler):
     gets a name. A step never preempts for a guess: where room or budget is short, fewer are checked.
     """
 
-    def __init__(self, *, tokens_of_step: TokensOfStep, speculation: Speculation, **rest: Any) -> None:
-        super().__init__(tokens_of_step=self._tokens_with_guesses, **rest)
+    def __init__(self, *, speculation: Speculation, **rest: Any) -> None:
+        super().__init__(**rest)
         self.speculation = speculation
-        self._own_tokens = tokens_of_step
+        self._own_tokens = self._tokens_of_step
         self._rows: GuessingRows = GuessingRows(self._rows.num_rows, self.events, lambda: self.waiting)
         self._checked: dict[int, int] = {}  # guesses of the step under way, by seq_id
 
     def schedule(self) -> SchedulerOutput:
         """As `Scheduler`. Sequences with guesses come behind other decodes, which have a kernel of their own."""
-        self._rows.guesses = guesses = self._fitting(self.speculation.guess(self.running))
-        if guesses:
-            self.running.sort(key=lambda seq: seq.seq_id in guesses)
+        guesses, num_running = self.speculation.guess(self.running), len(self.running)
+        if guesses or self._rows.guesses:
+            self._expect(self._fitting(guesses))
         output = super().schedule()
-        self._checked = {share.seq_id: share.num_draws - 1 for share in output.shares if share.num_draws > 1}
+        if self._rows.guesses or self._checked:
+            self._checked = {share.seq_id: share.num_draws - 1 for share in output.shares if share.num_draws > 1}
         if output.shares:
             self.speculation.began(output)
+        if len(self.running) > num_running:
+            self.speculation.wake()
         return output
+
+    def _expect(self, guesses: dict[int, list[int]]) -> None:
+        self._rows.expect(guesses)
+        self._tokens_of_step = self._tokens_with_guesses if guesses else self._own_tokens
+        if guesses:
+            self.running.sort(key=lambda seq: seq.seq_id in guesses)
 
     def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
         """As `Scheduler`: a share with guesses that drew m tokens counts as m steps of one token each.
@@ -69,14 +86,13 @@ class SpeculativeScheduler(Scheduler):
         So each token meets the same checks, and its K/V becomes known to the cache at the same moment, as without guesses.
         """
         self.speculation.ended()
-        pairs = list(drawn)
-        known = {seq: seq.num_tokens for seq, _ in pairs}
+        num_running = len(self.running)
         if not self._checked:
-            updated = super().postprocess(pairs)
+            updated = super().postprocess(drawn)
         else:
-            updated = [seq for pair in pairs for seq in self._take(*pair)]
-        for seq in updated:
-            self.speculation.learn(seq, known[seq])
+            updated = [seq for pair in drawn for seq in self._take(*pair)]
+        if len(self.running) < num_running:
+            self.speculation.finish([seq for seq in updated if seq.status.is_finished])
         return updated
 
     def abort(self, *seqs: Sequence) -> None:

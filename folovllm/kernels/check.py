@@ -6,7 +6,7 @@ card idle. So this is the decode kernel with more rows in its matrix products: `
 the last few keys are not seen by all of them.
 
 The pieces are those of the fourth milestone: `plan_kernel` lists the work, `decode_split` folds the keys that all rows see,
-`prefill_loop` those that not all do, `merge_partials` merges.
+`prefill_loop` those that not all do, `merge_partials` merges, in a kernel of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.check_plan import PLACE, list_checks_kernel, plan_checks_kernel
-from folovllm.kernels.decode import DecodeConfig, decode_split, merge_partials
+from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_split, merge_partials
 from folovllm.kernels.decode_plan import ITEM
 from folovllm.kernels.fp8 import decode_split_fp8, prefill_loop_fp8
 from folovllm.kernels.online_softmax import LOG2_E, normalize
@@ -58,36 +58,18 @@ def store_rows(
     tl.store(row_ptr + dims[None, :], out, mask=(r < num_rows)[:, None])
 
 
-@triton.jit
-def hand_in_rows(
-    row_max, row_sum, acc, max_ptr, sum_ptr, acc_ptr, done_ptr, out_ptr, first_row, c, num_chunks, num_rows, v_scale,
-    G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """`hand_in` for a tile: whoever brings the last chunk's state merges all, ROWS rows at a time."""
-    r, dims = tl.arange(0, M), tl.arange(0, D)
-    part, kept = first_row + c * (HKV * M), r < num_rows
-    tl.store(max_ptr + part + r, row_max, mask=kept)
-    tl.store(sum_ptr + part + r, row_sum, mask=kept)
-    tl.store(acc_ptr + (part + r)[:, None].to(tl.int64) * D + dims[None, :], acc, mask=kept[:, None])
-    tl.debug_barrier()  # all threads have stored before one of them says so
-    if tl.atomic_add(done_ptr, 1, sem="acq_rel") == num_chunks - 1:
-        tl.store(done_ptr, 0)
-        for first in range(0, num_rows, ROWS):
-            total, merged = merge_partials(
-                max_ptr, sum_ptr, acc_ptr, first_row + first, num_chunks, HKV * M, ROWS, D, STEP
-            )
-            store_rows(out_ptr, first, num_rows, total, merged, v_scale, G, HKV, D)
-
-
 @triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["table_ptr"])
 def check_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, place_ptr, item_ptr, header_ptr, queue_ptr, done_ptr, max_ptr, sum_ptr, acc_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, place_ptr, item_ptr, header_ptr, queue_ptr, max_ptr, sum_ptr, acc_ptr,
     stride_q, stride_table, scale, v_scale,
     STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
     B: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    TILE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Work through the plan's items, KV head by KV head, as `decode_kernel` does. M rows hold a tile's tokens times G."""
+    """Work through the plan's items, KV head by KV head, as `decode_kernel` does. M rows hold a tile's tokens times G.
+
+    Where a tile has several chunks, each leaves its state for `merge_checks_kernel`.
+    """
     let_next_start(PDL)
     wait_for_inputs(PDL)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -101,30 +83,57 @@ def check_kernel(
         item, head = item_ptr + work // HKV * ITEM, work % HKV
         tile, c, end, first_partial = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
         place = place_ptr + tile * PLACE
-        seq, token, count = tl.load(place).to(tl.int64), tl.load(place + 1).to(tl.int64), tl.load(place + 2)
+        seq, token, count = tl.load(place), tl.load(place + 1), tl.load(place + 2)
         num_chunks, num_rows = tl.cdiv(end, chunk), count * G
-        row_ptr = q_ptr + (token + r // G)[:, None] * stride_q + (head * G + r % G)[:, None] * D
+        row_ptr = q_ptr + (token + r // G)[:, None].to(tl.int64) * stride_q + (head * G + r % G)[:, None] * D
         q = tl.load(row_ptr + dims[None, :], mask=(r < num_rows)[:, None], other=0.0)  # [M, D]
         row_max, row_sum, acc = fold_chunk(
-            q, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table_ptr + seq * stride_table, c * chunk,
+            q, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table_ptr + seq.to(tl.int64) * stride_table, c * chunk,
             tl.minimum(end, (c + 1) * chunk), end, count, scale, STRIDE_BLOCK, STRIDE_TOKEN, B, G, TILE, M, D)  # fmt: skip
-        out_tile_ptr = out_ptr + (token * HKV + head) * (G * D)
         if num_chunks == 1:
+            out_tile_ptr = out_ptr + (token.to(tl.int64) * HKV + head) * (G * D)
             store_rows(out_tile_ptr, 0, num_rows, row_sum, acc, v_scale, G, HKV, D)
         else:
-            hand_in_rows(
-                row_max, row_sum, acc, max_ptr, sum_ptr, acc_ptr, done_ptr + tile * HKV + head, out_tile_ptr,
-                (first_partial * HKV + head) * M, c, num_chunks, num_rows, v_scale, G, HKV, D, M, ROWS, STEP)  # fmt: skip
+            part = ((first_partial + c) * HKV + head) * M + r  # the merge looks at real rows alone
+            tl.store(max_ptr + part, row_max)
+            tl.store(sum_ptr + part, row_sum)
+            tl.store(acc_ptr + part[:, None].to(tl.int64) * D + dims[None, :], acc)
         work = following
-    if num_items > num_programs:  # noqa: SIM102 -- Triton's `and` would evaluate both sides
+    if tl.load(header_ptr) > num_programs:  # noqa: SIM102 -- Triton's `and` would evaluate both sides
         if tl.atomic_add(queue_ptr + 1, 1, sem="acq_rel") == num_programs - 1:
             tl.store(queue_ptr, 0)  # the last to leave winds the queue back
             tl.store(queue_ptr + 1, 0)
 
 
-# What follows is chosen by registers and shared memory alone: nothing of it was measured (`tools/bench_checks.py` does that).
+@triton.jit
+def merge_checks_kernel(
+    out_ptr, place_ptr, end_ptr, count_ptr, header_ptr, max_ptr, sum_ptr, acc_ptr, v_scale,
+    G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (group of ROWS rows, KV head, tile): merge what the tile's chunks have left, if it has several; then the next
+    rows for which there is no program.
+
+    A decode leaves that to the program that comes last. Here there are up to 128 rows to merge: in one program, one after
+    the other, that took longer than all else.
+    """
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    head, tile, i = tl.program_id(1), tl.program_id(2), tl.arange(0, TILES)
+    chunk, place = tl.load(header_ptr + 1), place_ptr + tile * PLACE
+    num_chunks, num_rows = tl.cdiv(tl.load(end_ptr + tile), chunk), tl.load(place + 2) * G
+    if (tile < tl.load(count_ptr)) & (num_chunks > 1):
+        before = tl.sum(tl.cdiv(tl.load(end_ptr + i, mask=i < tile, other=0), chunk))  # partial results of other tiles
+        out_ptr += (tl.load(place + 1).to(tl.int64) * HKV + head) * (G * D)
+        for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+            total, merged = merge_partials(
+                max_ptr, sum_ptr, acc_ptr, (before * HKV + head) * M + first, num_chunks, HKV * M, ROWS, D, STEP
+            )
+            store_rows(out_ptr, first, num_rows, total, merged, v_scale, G, HKV, D)
+
+
 MOST_BYTES = 1 << 15  # of a tile's queries
-MERGED_ROWS = 1024  # partial results that one program merges at most
+MERGED = 2, 2  # rows that a program of the merge has, and its warps
 
 
 def tile_shape(most_tokens: int, group: int, row_bytes: int) -> tuple[int, int]:
@@ -139,12 +148,11 @@ def tile_shape(most_tokens: int, group: int, row_bytes: int) -> tuple[int, int]:
 
 
 def check_config(rows: int, head_dim: int, itemsize: int, is_fp8: bool) -> DecodeConfig:
-    """Longer chunks than a decode's, for there is more to merge of each; and less in flight where rows take the place."""
+    """A decode's, with less in flight where rows take the place."""
     return DecodeConfig(
         tile=64 if is_fp8 and rows < 64 else 32,
         num_stages=2 if head_dim * itemsize > 256 else 3,
-        min_chunk=128,
-        merge_step=max(1, 512 // head_dim),
+        merge_step=max(1, 2048 // head_dim),
     )
 
 
@@ -175,7 +183,7 @@ class SplitKVCheck:
         self.num_programs = num_programs
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         self.num_tiles = 0  # that the planned step may have
-        self.max_chunks = max(64, 2 * self._num_programs(max_tiles) // num_kv_heads)
+        self.max_chunks = max(64, self._num_programs(max_tiles) // num_kv_heads)
         items = self.max_chunks + max_tiles
         rows = items * num_kv_heads * self.rows
         self.places = torch.zeros(max_tiles, PLACE.value, dtype=torch.int32, device=device)
@@ -183,13 +191,13 @@ class SplitKVCheck:
             torch.zeros(n, dtype=torch.int32, device=device) for n in (max_tiles, items * ITEM.value)
         )
         self.count, self.header, self.queue = torch.zeros(3, 2, dtype=torch.int32, device=device)
-        self.done = torch.zeros(max_tiles * num_kv_heads, dtype=torch.int32, device=device)
         self.part_max, self.part_sum = torch.zeros(2, rows, dtype=torch.float32, device=device)
         self.part_acc = torch.zeros(rows, head_dim, dtype=torch.float32, device=device)
 
     def _num_programs(self, num_tiles: int) -> int:
-        busy = num_tiles * self.num_kv_heads > self.num_sms
-        return self.num_programs or self.num_sms * (4 if busy else 2)
+        """As `launch_shape` of a decode has them, by measurement (`docs/performance_log.md`)."""
+        work = num_tiles * self.num_kv_heads
+        return self.num_programs or self.num_sms * (2 if work <= self.num_sms else 4 if work <= 4 * self.num_sms else 8)
 
     def tiles_of(self, num_seqs: int, num_tokens: int) -> int:
         """The most tiles that so many sequences with so many new tokens can have."""
@@ -215,7 +223,7 @@ class SplitKVCheck:
         plan_checks_kernel[(self.num_tiles,)](
             self.count, self.ends, self.items, self.header, self._num_programs(self.num_tiles), self.max_chunks,
             HKV=self.num_kv_heads, TILE=c.tile, TILES=triton.next_power_of_2(self.max_tiles), STEP=32,
-            MIN_CHUNK=c.min_chunk, MAX_CHUNK=c.max_chunk, QUEUE_CHUNK=c.queue_chunk, MAX_PARTS=MERGED_ROWS // self.rows,
+            MIN_CHUNK=c.min_chunk, MAX_CHUNK=c.max_chunk, QUEUE_CHUNK=c.queue_chunk, MAX_PARTS=MAX_PARTS,
         )  # fmt: skip
 
     def __call__(
@@ -228,11 +236,20 @@ class SplitKVCheck:
         stride_block, stride_token, stride_head, _ = k_cache.stride()
         tables = block_tables[first_seq:]
         check_kernel[(self._num_programs(self.num_tiles),)](
-            query, k_cache, v_cache, out, tables, self.places, self.items, self.header, self.queue, self.done,
+            query, k_cache, v_cache, out, tables, self.places, self.items, self.header, self.queue,
             self.part_max, self.part_sum, self.part_acc, query.stride(0), tables.stride(0), scale * scales.key * LOG2_E,
             scales.value, STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head, B=self.block_size,
-            HKV=self.num_kv_heads, G=self.group, D=self.head_dim, TILE=self.config.tile, M=self.rows, ROWS=16,
-            STEP=self.config.merge_step, num_warps=self.num_warps,
-            num_stages=self.config.num_stages, **launch_options(query.device, len(query)),
+            HKV=self.num_kv_heads, G=self.group, D=self.head_dim, TILE=self.config.tile, M=self.rows,
+            num_warps=self.num_warps, num_stages=self.config.num_stages, **launch_options(query.device, len(query)),
+        )  # fmt: skip
+        rows, num_warps = MERGED
+        work = self.num_tiles * self.num_kv_heads
+        groups = max(
+            1, min(self.rows // rows, 4 * self.num_sms // work)
+        )  # with many tiles a program goes on to the next
+        merge_checks_kernel[(groups, self.num_kv_heads, self.num_tiles)](
+            out, self.places, self.ends, self.count, self.header, self.part_max, self.part_sum, self.part_acc, scales.value,
+            G=self.group, HKV=self.num_kv_heads, D=self.head_dim, M=self.rows, ROWS=rows, STEP=self.config.merge_step,
+            TILES=triton.next_power_of_2(self.max_tiles), num_warps=num_warps, **launch_options(query.device, len(query)),
         )  # fmt: skip
         return out

@@ -53,13 +53,20 @@ class DrawState:
         masks: [rows + 1, ceil(V / 32)] int32, a part of `words`.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, sampler: Sampler | None = None) -> None:
-        """`sampler` draws where there is no GPU."""
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        sampler: Sampler | None = None,
+        most_draws: int = 0,
+    ) -> None:
+        """`sampler` draws where there is no GPU. `most_draws`: of one step, if they can be more than rows."""
         self.fields = torch.zeros(num_rows + 1, len(RowField), dtype=torch.int32, device=device)
         self.words = torch.zeros(num_rows + 1, line_width(vocab_size), dtype=torch.int32, device=device)
         self.masks = masks_of(self.words, vocab_size)
         self._vocab_size = vocab_size
-        self._work = _workspace(num_rows + 1, vocab_size, device) if device.type == "cuda" else None
+        self._work = _workspace(max(num_rows + 1, most_draws), vocab_size, device) if device.type == "cuda" else None
         self._sampler = sampler or Sampler()
 
     def set_rows(self, buffer: torch.Tensor, num_rows: int, num_with_line: int) -> None:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from folovllm.spec.proposer import Depth
 
 Floats = npt.NDArray[np.float64]
-NEWS = 0.1  # what one measurement counts against all before it
-SETTLED = 2  # steps without guesses after which they overlap again
+NEWS, RARE_NEWS = 0.1, 0.3  # what one measurement counts against all before it
+LEAST = 0.1  # of the table
 
 
 class Curve(NamedTuple):
@@ -52,23 +52,39 @@ class StepCost:
     plain: Curve  # steps without guesses
     checked: Curve  # steps with guesses. The host waits for the last tokens before them
     guess: float = 0.0  # seconds that the proposer takes for each further guess, of all sequences together
-    plain_factor: float = 1.0  # what steps take in truth, as a multiple of the table
-    checked_factor: float = 1.0
+    plain_more: float = 0.0  # seconds that steps take in truth, more than the table says, whatever their width
+    checked_more: float = 0.0
 
     def of_plain(self, num_tokens: float) -> float:
         """Seconds of a step without guesses."""
-        return self.plain_factor * self.plain.at(num_tokens)
+        return corrected(self.plain.at(num_tokens), self.plain_more)
+
+    def of_narrow(self, num_tokens: float) -> float:
+        """Seconds of a step with guesses of which the fewest came; without arrays, as `of_plain`."""
+        return corrected(self.checked.at(num_tokens), self.checked_more)
 
     def of_checked(self, num_tokens: Floats, depths: npt.NDArray[np.integer]) -> Floats:
         """Seconds [n] of steps with guesses, as many as `depths` for the sequence with most, and of guessing."""
-        return self.checked_factor * self.checked.of(num_tokens) + self.guess * depths
+        table = self.checked.of(num_tokens)
+        return np.maximum(table + self.checked_more, LEAST * table) + self.guess * depths
 
     def note(self, num_tokens: int, is_checked: bool, seconds: float) -> None:
-        """A step took so long. One that took far too long, or that was interrupted, counts no more than twice its time."""
-        name = "checked" if is_checked else "plain"
-        factor, curve = getattr(self, f"{name}_factor"), getattr(self, name)
-        ratio = seconds / (factor * curve.at(num_tokens))
-        setattr(self, f"{name}_factor", factor * min(2.0, max(0.5, ratio)) ** NEWS)
+        """A step took so long. One that took far too long, or that was interrupted, counts no more than twice its time.
+
+        What is missing in the table is mostly the host's: a form, a penalty, many requests. So it is added, not multiplied.
+        Plain steps are timed now and then, and count more.
+        """
+        if is_checked:
+            expected = self.of_narrow(num_tokens)
+            self.checked_more += NEWS * (min(seconds, 2 * expected) - expected)
+        else:
+            expected = self.of_plain(num_tokens)
+            self.plain_more += RARE_NEWS * (min(seconds, 2 * expected) - expected)
+
+
+def corrected(table: float, more: float) -> float:
+    """Seconds of a step by the table and by what is added; they never come near zero."""
+    return max(table + more, LEAST * table)
 
 
 @dataclass
@@ -89,6 +105,11 @@ class Estimate:
     def acceptance(self) -> float:
         """The chance that a guess is right if those before it were."""
         return self.right / (self.right + self.wrong)
+
+    def tokens(self, k: int) -> float:
+        """Tokens more than one that `k` guesses bring to a step."""
+        a = self.acceptance
+        return self.hit * (k if a > 0.999 else a * (1 - a**k) / (1 - a))
 
     def note(self, num_guessed: int, num_accepted: int, keep: float) -> None:
         """A step more; what was known before counts `keep` times as much as until now."""
@@ -136,7 +157,8 @@ class AdaptiveDepth(Depth):
     KEEP, KEEP_COMMON = 0.9, 0.99  # what an observation counts a step later: for its sequence, and for those to come
     WEIGHT = 2.0  # steps that the opinion of all sequences counts at the start of one
     MARGIN = 1.02
-    HOLD, PAUSE = 4, 8  # steps from one decision to the next: with guesses, and while nothing is guessed
+    HOLD = 4  # steps with guesses from one decision to the next
+    PAUSE, LONGEST = 8, 64  # steps without: it is asked after 8, then after 16, ...
     PROBE_SHARE = 0.01  # of the time, for probes
 
     def __init__(self, cost: StepCost, most: int, probe: bool = False) -> None:
@@ -144,9 +166,9 @@ class AdaptiveDepth(Depth):
         self._cost, self._most, self._probe = cost, most, probe
         self._common = Estimate(1.0, 0.0, 0.5, 0.5)
         self._own: dict[int, Estimate] = {}
-        self._decided: dict[int, int] = {}  # by seq_id
+        self._decided: dict[int, int] = {}  # by seq_id; empty: nothing for anyone
         self._age = 0  # steps that it has served
-        self._off = 0  # steps since guesses were last asked for
+        self._is_off = False  # no guesses were asked for last
         self._until_probe = 0.0  # seconds to save up
         self._num_probes = 0
         self._guessing = 0.0  # seconds, since the last step
@@ -156,27 +178,46 @@ class AdaptiveDepth(Depth):
         if not seq_ids:
             return []
         self._age += 1
-        is_old = self._age >= (self.PAUSE if self._off else self.HOLD)
-        if is_old or any(seq_id not in self._decided for seq_id in seq_ids):
-            self._decide(seq_ids)
-        depths = [self._decided[seq_id] for seq_id in seq_ids]
-        self._off = 0 if any(depths) else self._off + 1
-        return self._probed(depths) if self._off else depths
+        if self._age >= self.HOLD or not self._decided.keys() >= set(seq_ids):
+            self._decided, self._age = self._decide(seq_ids), 0
+        if any(depths := [self._decided.get(seq_id, 0) for seq_id in seq_ids]):
+            self._is_off, self.rest = False, 0
+            return depths
+        is_long = self._is_off and not self._probe
+        self._is_off, self.rest = True, min(2 * self.rest, self.LONGEST) if is_long else self.PAUSE
+        return self._probed(depths) if self._probe else depths
 
-    def _decide(self, seq_ids: Sequence[int]) -> None:
+    def _decide(self, seq_ids: Sequence[int]) -> dict[int, int]:
+        if not self._can_pay(seq_ids):
+            return {}
         known = [self.estimate(seq_id) for seq_id in seq_ids]
         hits, acceptances = np.array([(e.hit, e.acceptance) for e in known]).T
         depths = best_depths(hits, acceptances, self._cost, self._most, self.MARGIN)
-        self._decided, self._age = dict(zip(seq_ids, depths, strict=True)), 0
+        return dict(zip(seq_ids, depths, strict=True))
+
+    def _can_pay(self, seq_ids: Sequence[int]) -> bool:
+        """False where it is certain that guesses do not pay, which takes less to see than `best_depths` takes to say.
+
+        A step that is wider by w has no more than w times the most likely guess of tokens more, nor more than all that all
+        guesses bring. Tokens and seconds lie on lines between the widths of the table: their ratio is largest at one of these.
+        """
+        n, cost = len(seq_ids), self._cost
+        found = [(self._own[seq_id], 1) for seq_id in seq_ids if seq_id in self._own]
+        found.append((self._common, n - len(found)))
+        widest = n + self._most * sum(e.hit * count for e, count in found)
+        most, likely = sum(e.tokens(self._most) * count for e, count in found), max(e.acceptance for e, _ in found)
+        widths = [n, *(w for w in cost.checked.widths if n < w < widest), widest]
+        if likely > 0:
+            widths.append(min(n + most / likely, widest))
+        speed = max((n + min(most, likely * (w - n))) / cost.of_narrow(w) for w in widths)
+        return speed > self.MARGIN * n / cost.of_plain(n)
 
     def _probed(self, depths: list[int]) -> list[int]:
         """`depths`, all 0, or a few guesses for one sequence, as rarely as `PROBE_SHARE` demands."""
-        if not self._probe:
-            return depths
         few, turn = min(2, self._most), self._num_probes % len(depths)
         plain = self._cost.of_plain(len(depths))
-        self._until_probe -= self.PROBE_SHARE * plain
-        if self._until_probe > 0 or self._off < self.PAUSE:
+        self._until_probe -= self.PROBE_SHARE * plain * self.PAUSE
+        if self._until_probe > 0:
             return depths
         probe = self._cost.of_checked(np.array([float(len(depths) + few)]), np.array([few]))[0]
         self._until_probe = max(0.0, float(probe) - plain)
@@ -197,13 +238,16 @@ class AdaptiveDepth(Depth):
     def observe_guessing(self, num_guesses: int, seconds: float) -> None:
         """The proposer took so long for as many guesses in turn, of all sequences together."""
         self._guessing += seconds
-        self._cost.guess += NEWS * (seconds / num_guesses - self._cost.guess)
+        self._cost.guess += (NEWS if self._cost.guess else 1.0) * (seconds / num_guesses - self._cost.guess)
 
     def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float) -> None:
-        """As `Depth`. The time for guessing is not the step's. Steps with parts of prompts say nothing here."""
+        """As `Depth`. The time for guessing is not the step's. Steps with parts of prompts say nothing here.
+
+        A step that waited for its guesses and got none is one with guesses, too: it cost the wait.
+        """
         seconds, self._guessing = seconds - self._guessing, 0.0
-        if num_tokens == num_seqs + num_guessed and seconds > 0 and (num_guessed or self._off > SETTLED):
-            self._cost.note(num_tokens, num_guessed > 0, seconds)
+        if num_tokens == num_seqs + num_guessed and seconds > 0:
+            self._cost.note(num_tokens, num_guessed > 0 or not self._is_off, seconds)
 
     def finish(self, seq_id: int) -> None:
         """As `Depth`."""

@@ -31,9 +31,10 @@ def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost
     plain = [[1] * n for n in widths if n <= setup.max_num_seqs]
     checked = [[most + 1] * (n // (most + 1)) + [n % (most + 1)] * (n % (most + 1) > 0) for n in widths]
     time_of = Timer(executor, setup, most)
-    return StepCost(
-        time_of.curve(plain), time_of.curve([lengths for lengths in checked if len(lengths) <= setup.max_num_seqs])
-    )
+    without = time_of.curve(plain)
+    found = time_of.curve([lengths for lengths in checked if len(lengths) <= setup.max_num_seqs])
+    seconds = tuple(max(t, without.at(n)) for n, t in zip(*found, strict=True))  # a step that waits is never cheaper
+    return StepCost(without, Curve(found.widths, seconds))
 
 
 def clock_for(setup: EngineSetup) -> Callable[[], float]:

@@ -23,7 +23,7 @@ class Proposer(ABC):
     """Guesses tokens. A wrong guess costs time and never changes a text.
 
     The engine calls, for each sequence: `admit` once, before its first guess; then `propose_all` and `observe`, in turn or
-    not; `finish` once, however it ended. A sequence that gives way to others is still the same when it comes back: a
+    not; `finish` once, however it ended. While nobody is asked to guess, what was drawn is told late, many tokens at once. A sequence that gives way to others is still the same when it comes back: a
     proposer that holds memory for it may drop that at any time, since a `RowState` has all tokens.
 
     All but `propose` have a body that will do for a proposer without state.
@@ -43,6 +43,13 @@ class Proposer(ABC):
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
         """These tokens were drawn and kept, one or several, whether they were guessed or not."""
 
+    def num_looks(self) -> int:
+        """For how many sequences that get no guesses it wants a `look` now."""
+        return 0
+
+    def look(self, states: Sequence[RowState]) -> None:
+        """Sequences that got no guesses of late, as they are now."""
+
     def finish(self, seq_id: int) -> None:
         """A sequence that was admitted has ended; what is kept for it alone can go."""
 
@@ -51,7 +58,12 @@ class Depth(ABC):
     """Says how many tokens to guess, and learns whether it paid.
 
     All but `choose` have a body that does nothing.
+
+    Attributes:
+        rest: after `choose` has said 0 for all, steps for which it need not be asked again.
     """
+
+    rest = 0
 
     @abstractmethod
     def choose(self, seq_ids: Sequence[int]) -> list[int]:

@@ -83,4 +83,4 @@ def make_depth(
         return proposer, FixedDepth(most)
     is_dear = "draft_model" in config.methods
     depth = AdaptiveDepth(measure_steps(executor, setup, most), most, probe=is_dear)
-    return Shadow(proposer, depth, k=min(4, most), most=0 if is_dear else 8, clock=clock_for(setup)), depth
+    return Shadow(proposer, depth, k=min(4, most), most=0 if is_dear else 4, clock=clock_for(setup)), depth

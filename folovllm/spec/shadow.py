@@ -1,67 +1,35 @@
-"""Guesses that nobody checks: while speculation is off, they are compared with what is drawn anyway."""
+"""Guesses that nobody checks: for sequences that get none, they are compared with what was drawn anyway."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from folovllm.spec.proposer import Depth, Proposer, RowState
-from folovllm.step.draw import TokenIds
-
-
-class Text:
-    """The tokens of a sequence, and the guess at the next ones that has not been judged yet."""
-
-    def __init__(self, state: RowState) -> None:
-        self._state = state
-        self._ids: TokenIds = np.array(state.token_ids)
-        self._length = len(state.token_ids)
-        self.guess: list[int] = []
-        self.right = 0  # guesses that were drawn already, from the first on
-
-    @property
-    def state(self) -> RowState:
-        """The sequence as it is now."""
-        return self._state._replace(token_ids=self._ids[: self._length])
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """These tokens were drawn. Amortised O(1) for a token."""
-        end = self._length + len(token_ids)
-        if end > len(self._ids):
-            self._ids = np.concatenate([self._ids, np.empty(end, np.int32)])
-        self._ids[self._length : end] = token_ids
-        self._length = end
-
-    def is_judged(self, token_ids: Sequence[int]) -> bool:
-        """Whether it is known, now that these tokens were drawn, how much of the guess was right."""
-        for token in token_ids:
-            if self.right == len(self.guess) or self.guess[self.right] != token:
-                return True
-            self.right += 1
-        return self.right == len(self.guess)
 
 
 class Shadow(Proposer):
     """A proposer whose guesses are scored also for sequences that no guess is asked for.
 
-    It watches a few sequences only, so that what it costs does not grow with the batch; `Depth` takes them for a sample.
+    It looks back at texts that have grown meanwhile, at a few of them and now and then, so that looking takes no more than
+    `SHARE` of the time, however large the batch is; `Depth` takes them for a sample.
     """
 
+    SHARE = 0.005  # of the time, for looks
+    LONGEST = 0.0005  # seconds after which no further sequence is looked at: a step waits
+    REACH, STRIDE = 24, 4  # tokens: how far a look goes back, and from one guess that says nothing to the next
+
     def __init__(
-        self, inner: Proposer, depth: Depth, k: int = 4, most: int = 8, clock: Callable[[], float] = time.perf_counter
+        self, inner: Proposer, depth: Depth, k: int = 4, most: int = 4, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`k`: tokens of a guess. `most`: sequences that are watched at a time, those that came first; 0 for a dear proposer."""
+        """`k`: tokens of a guess. `most`: sequences that are looked at in turn; 0 for a dear proposer."""
         self._inner, self._depth, self._k, self._most, self._clock = inner, depth, k, most, clock
-        self._watched: dict[int, Text] = {}
-        self._checked: set[int] = set()  # whose next tokens the model judges
+        self._judged: dict[int, int] = {}  # tokens of each sequence that a guess was compared with, by seq_id
+        self._next_look = 0.0
 
     def admit(self, state: RowState) -> None:
         """As `Proposer`."""
         self._inner.admit(state)
-        if len(self._watched) < self._most:
-            self._watched[state.seq_id] = Text(state)
 
     def propose(self, state: RowState, k: int) -> Sequence[int]:
         """As `Proposer`."""
@@ -75,27 +43,44 @@ class Shadow(Proposer):
             self._depth.observe_guessing(deepest, self._clock() - start)
         for state, k, guess in zip(states, ks, found, strict=True):
             if k:
-                self._checked.add(state.seq_id)
+                self._judged[state.seq_id] = len(state.token_ids) + 1  # those are judged by the model
                 if not guess:
                     self._depth.observe(state.seq_id, 0, 0)
         return found
 
+    def num_looks(self) -> int:
+        """As `Proposer`: none until the last looks are paid for."""
+        return self._most if self._most and self._clock() >= self._next_look else 0
+
+    def look(self, states: Sequence[RowState]) -> None:
+        """As `Proposer`."""
+        start = end = self._clock()
+        for state in states:
+            if end - start > self.LONGEST:
+                break
+            self._score(state)
+            end = self._clock()
+        self._next_look = end + (end - start) / self.SHARE
+
+    def _score(self, state: RowState) -> None:
+        """Guess as if the end of the text were not known, from some places on, and compare."""
+        tokens, n = state.token_ids, len(state.token_ids)
+        at = max(self._judged.get(state.seq_id, state.num_prompt_tokens), n - self.REACH)
+        while at < n:
+            guess = self._inner.propose(state._replace(token_ids=tokens[:at]), self._k)
+            drawn = tokens[at : at + len(guess)].tolist()
+            right = next((i for i, (g, t) in enumerate(zip(guess, drawn, strict=False)) if g != t), len(drawn))
+            if right < len(guess) and at + right == n:
+                break  # how much of it is right will be known later
+            self._depth.observe(state.seq_id, len(guess), right)
+            at += max(right + 1, self.STRIDE)
+        self._judged[state.seq_id] = at
+
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        """As `Proposer`; judges a guess of its own, and makes the next one."""
+        """As `Proposer`."""
         self._inner.observe(seq_id, token_ids)
-        text = self._watched.get(seq_id)
-        if text is None:
-            return
-        text.extend(token_ids)
-        if seq_id in self._checked:
-            self._checked.remove(seq_id)
-            text.guess, text.right = [], 0
-        elif text.is_judged(token_ids):
-            self._depth.observe(seq_id, len(text.guess), text.right)
-            text.guess, text.right = list(self._inner.propose(text.state, self._k)), 0
 
     def finish(self, seq_id: int) -> None:
         """As `Proposer`."""
         self._inner.finish(seq_id)
-        self._watched.pop(seq_id, None)
-        self._checked.discard(seq_id)
+        self._judged.pop(seq_id, None)

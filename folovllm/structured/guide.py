@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import zip_longest
 
 import numpy as np
 
+from folovllm.structured.guidance import fill_together
 from folovllm.structured.matcher import Matcher, Words, clear_bits, set_bits
 from folovllm.structured.vocabulary import Vocabulary
 
@@ -102,21 +104,26 @@ class Guide:
 def masks_ahead(guide: Guide, guesses: Sequence[int], width: int) -> list[Words]:
     """The masks [width] of the next draw and of those behind the guesses, as far as these are allowed: one more than are.
 
-    None at all where nothing can be guessed. The guide stays where it is.
+    None at all where nothing can be guessed. The guide stays where it is. First come the places behind the guesses, then
+    their masks, all at once.
     """
-    masks: list[Words] = []
     if guide.is_over or guide.is_broken:
-        return masks
-    ahead = guide.copy()
-    for token in [*guesses, None]:
-        words = np.full(width, -1, np.int32)
-        if (matcher := ahead.matcher) is not None:
-            matcher.fill(words)
-        ahead.finish(words)
+        return []
+    places = [guide.copy()]
+    for token in guesses:
+        ahead = places[-1].copy()
+        ahead.advance(token)
         if ahead.is_broken:
             break
-        masks.append(words)
-        if token is None or ahead.is_over or not words[token // 32] >> token % 32 & 1:
+        places.append(ahead)
+    masks = np.full((len(places), width), -1, np.int32)
+    fill_together([(place.matcher, i) for i, place in enumerate(places) if place.matcher is not None], masks)
+    found: list[Words] = []
+    for place, words, token in zip_longest(places, masks, guesses[: len(places)]):
+        place.finish(words)
+        if place.is_broken:
             break
-        ahead.advance(token)
-    return masks
+        found.append(words)
+        if token is None or place.is_over or not words[token // 32] >> token % 32 & 1:
+            break
+    return found

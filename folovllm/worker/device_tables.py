@@ -61,6 +61,8 @@ class DeviceTables:
 
     def enter_blocks(self, step: PackedStep, flat: torch.Tensor) -> None:
         """Note the blocks that a step brings: entries of `block_tables`, from its flattened buffer [n] on the device."""
+        if not step.updates.size:
+            return
         row, column, block = flat[step.fields.size + len(step.tokens) :][: step.updates.size].view(3, -1)
         self.block_tables[row.long(), column.long()] = block
 

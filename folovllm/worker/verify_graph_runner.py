@@ -8,17 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from folovllm.draw_row import BAD, WORDS, RowField, mask_width
 from folovllm.sample.logprobs import by_share
+from folovllm.sample.rules import bits_of
 from folovllm.setup import EngineSetup
-from folovllm.step.draw import Logprobs
+from folovllm.step.draw import DrawSpec, Logprobs
 from folovllm.step.masks import Masks
-from folovllm.step.packed import NO_SCORES, Field, Int32, PackedStep
-from folovllm.step.schedule import StepResult
+from folovllm.step.packed import NO_SCORES, Field, Int32, PackedStep, StepPacker
+from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.step.verify import NO_GUESS, Draws, accept, most_draws
 from folovllm.worker.check_graphs import CheckGraphs
 from folovllm.worker.graph_runner import Computed, GraphRunner, PendingStep
 from folovllm.worker.model_runner import ModelRunner
-from folovllm.worker.warm_up import steps_with_guesses
+from folovllm.worker.warm_up import dummy_shares, steps_with_guesses
 
 
 @dataclass(slots=True, frozen=True, eq=False, kw_only=True)
@@ -61,8 +63,9 @@ class PendingGuesses(PendingStep):
 class VerifyingGraphRunner(GraphRunner):
     """Draws after all tokens of a share with guesses. Steps without guesses are those of a `GraphRunner`.
 
-    Plain draws are made all at once. Where a draw depends on the tokens before it, the second draws of all shares come
-    after the first, and so on; what is drawn behind a wrong guess leaves no trace in the rows' words.
+    Draws are made all at once, with a mask for each where an answer has a form. Where a draw depends on the tokens before
+    it, by a penalty say, the second draws of all shares come after the first, and so on; what is drawn behind a wrong guess
+    leaves no trace in the rows' words.
     """
 
     def __init__(self, setup: EngineSetup, runner: ModelRunner, *others: Any) -> None:
@@ -70,11 +73,23 @@ class VerifyingGraphRunner(GraphRunner):
         super().__init__(setup, runner, *others)
         self._tokens = self._tokens.new_zeros(most_draws(setup.max_num_seqs))  # what the step drew
         self._checks = CheckGraphs(setup, runner, self._tables, self._recorder)
+        self._remembers = np.zeros(setup.max_num_seqs + 1, bool)  # rows whose draws depend on the tokens before them
 
     def compile_kernels(self) -> None:
         """As `GraphRunner`, with guesses too."""
         super().compile_kernels()
         self._warm_up(steps_with_guesses(self._setup))
+        self._warm_up_forms()
+
+    def _warm_up_forms(self) -> None:
+        """Draw twice in a step that stops at its logits, as an answer with a form does."""
+        (share,) = dummy_shares([2], self._setup.block_size, DrawSpec(has_form=True))
+        step = StepPacker(self._setup.max_num_seqs, []).pack(SchedulerOutput((share._replace(num_draws=2),)))
+        step.draws_late = True
+        bits = np.full((2, mask_width(self._setup.vocab_size)), -1, np.int32)
+        with torch.inference_mode():
+            self.execute_model(step)
+            self._draw_late(Masks(np.zeros(2, np.int32), bits)).wait()
 
     def _rehearse_graphs(self) -> None:
         super()._rehearse_graphs()
@@ -109,17 +124,42 @@ class VerifyingGraphRunner(GraphRunner):
         if not isinstance(self._late, CheckedStep):
             return super()._draw_late(masks)
         checked, self._late = self._late, None
-        self._draw_levels(checked, masks)
+        self._draw_special(checked, masks)
         return self._pending(checked)
 
     def _draw_step(self, computed: Computed, is_special: bool) -> None:
         if is_special and isinstance(computed, CheckedStep):
-            self._draw_levels(computed, None)
+            self._draw_special(computed, None)
         else:
             super()._draw_step(computed, is_special)
 
+    def _upload(self, step: PackedStep, numbers: Int32) -> tuple[torch.Tensor, torch.Tensor]:
+        lines = step.draws.buffer[: step.draws.num_rows * (1 + len(RowField))].reshape(-1, 1 + len(RowField))
+        self._remembers[lines[:, 0]] = lines[:, 1 + RowField.FLAGS] & (WORDS | BAD) != 0
+        return super()._upload(step, numbers)
+
+    def _draw_special(self, checked: CheckedStep, masks: Masks | None) -> None:
+        """Draw with all that each row asks for. Nothing waits for the device."""
+        if self._remembers[checked.step.fields[Field.ROW]].any():
+            self._draw_levels(checked, masks)
+            return
+        logits, fields = self._draw.whole(checked.logits), checked.fields
+        rows, positions = fields[Field.ROW], fields[Field.SEQ_LEN]
+        if masks is not None:
+            logits = self._masked(logits, checked, masks)
+        self._rows_draw.draw(logits, rows, positions, self._tokens)
+
+    def _masked(self, logits: torch.Tensor, checked: CheckedStep, masks: Masks) -> torch.Tensor:
+        """The logits [R, V] without what the masks of these draws rule out; the rows' own masks rule out nothing then."""
+        at = np.isin(checked.step.fields[Field.ROW], masks.rows).nonzero()[0].astype(np.int32)
+        numbers = self._steps_in.to_device(np.concatenate([at, masks.rows, masks.bits.ravel()]))
+        index, rows, bits = numbers.split([len(at), len(masks.rows), masks.bits.size])
+        self._rows_draw.masks[rows.long()] = -1
+        allowed = bits_of(bits.view(masks.bits.shape), logits.shape[1])
+        return logits.index_put((index.long(),), logits[index.long()].masked_fill(~allowed, -torch.inf))
+
     def _draw_levels(self, checked: CheckedStep, masks: Masks | None) -> None:
-        """Draw one level after the other, with all that each row asks for. Nothing waits for the device."""
+        """Draw one level after the other."""
         draws, whole = checked.draws, self._draw.whole(checked.logits)
         share, guess = self._steps_in.to_device(np.stack([draws.share, draws.guess]).astype(np.int32).ravel()).view(
             2, -1

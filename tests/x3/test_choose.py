@@ -95,16 +95,47 @@ class TestStepCost:
         for _ in range(60):
             depth.observe_guessing(2, 0.1)
             depth.observe_step(1, 3, 2, 1.6)
-        assert cost.checked_factor == pytest.approx(1.5, rel=0.01), "the tenth that guessing took is no part of it"
+        assert cost.checked_more == pytest.approx(0.5, rel=0.01), "the tenth that guessing took is no part of it"
         assert cost.guess == pytest.approx(0.05, rel=0.01)
-        assert cost.plain_factor == 1.0
+        assert cost.plain_more == 0.0
         depth.observe_step(1, 30, 0, 9.0)
-        assert cost.plain_factor == 1.0, "a prompt says nothing of decodes"
+        assert cost.plain_more == 0.0, "a prompt says nothing of decodes"
+
+    def test_a_step_that_waited_in_vain_cost_the_wait(self) -> None:
+        cost = costs((1.0, 9.0), (1.0, 1.0), wait=2.0)
+        depth = AdaptiveDepth(cost, 8)
+        assert depth.choose([0]) == [0] and depth.rest == depth.PAUSE, "so much waiting does not pay"
+        for _ in range(30):
+            depth.observe_step(1, 1, 0, 3.0)  # forms, say, for which a step waits anyway
+        assert cost.of_plain(1) == pytest.approx(3.0, rel=0.01) and cost.checked_more == 0.0
+        assert depth.choose([0]) != [0]
+        depth.observe_step(1, 1, 0, 4.0)
+        assert cost.of_narrow(1) == pytest.approx(3.1) and cost.of_plain(1) == pytest.approx(3.0, rel=0.01)
+
+    def test_a_table_that_is_too_high_is_never_corrected_to_nothing(self) -> None:
+        cost = costs((1.0, 2.0), (1.0, 9.0))
+        for _ in range(99):
+            cost.note(2, False, 0.0)
+        assert cost.of_plain(1) > 0 and cost.of_plain(2) < 2
 
     def test_an_interrupted_step_changes_little(self) -> None:
         cost = costs((1.0, 2.0), (1.0, 1.0))
         cost.note(1, True, 1000.0)
-        assert cost.checked_factor < 1.08
+        assert cost.checked_more <= 0.1
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.1, 0.4, 2.0])
+@pytest.mark.parametrize("num_seqs", [1, 3, 30])
+def test_what_cannot_pay_is_seen_without_asking_for_the_best_depths(num_seqs: int, wait: float) -> None:
+    """Never where guesses would pay; and at once where there are hardly any."""
+    cost, rng = costs((1.0, 2.0, 8.0, 64.0), (1.0, 1.2, 1.3, 3.0), wait), np.random.default_rng(num_seqs)
+    for scale in [1.0, 0.3] * 50 + [0.01]:
+        depth = AdaptiveDepth(cost, 8)
+        hits, rights = scale * rng.random(num_seqs) ** 3, rng.random(num_seqs)
+        depth._own = {i: Estimate(h, 1 - h, a, 1 - a) for i, (h, a) in enumerate(zip(hits, rights, strict=True))}
+        can_pay = depth._can_pay(range(num_seqs))
+        assert can_pay or not any(best_depths(hits, rights, cost, 8, depth.MARGIN))
+    assert not can_pay or wait == 0.0
 
 
 def test_an_estimate_follows_the_text() -> None:
@@ -137,7 +168,7 @@ def virtual_seconds(
     texts: dict[int, list[int]], proposer: Proposer, depth: Depth, cost: StepCost
 ) -> tuple[float, list[int]]:
     """The time to write all texts, and the sum of guesses asked for in each step, as an engine would go about it."""
-    written, seconds, asked = dict.fromkeys(texts, 1), 0.0, []
+    written, seconds, asked, resting, ks = dict.fromkeys(texts, 1), 0.0, [], 0, {}
 
     def state(seq_id: int) -> RowState:
         return RowState(seq_id, np.array(texts[seq_id][: written[seq_id]], np.int32), 1, DrawSpec())
@@ -146,13 +177,17 @@ def virtual_seconds(
         proposer.admit(state(seq_id))
     while written:
         ids = list(written)
-        ks = depth.choose(ids)
-        guesses = proposer.propose_all([state(i) for i in ids], ks) if any(ks) else [[] for _ in ids]
+        if not resting:
+            idle = [i for i in ids if not ks.get(i)]
+            proposer.look([state(i) for i in idle[: proposer.num_looks()]])
+        chosen = depth.choose(ids) if not resting else [0] * len(ids)
+        ks, resting = dict(zip(ids, chosen, strict=True)), 0 if any(chosen) else (resting or depth.rest or 1) - 1
+        guesses = proposer.propose_all([state(i) for i in ids], chosen) if any(chosen) else [[] for _ in ids]
         width = len(ids) + sum(map(len, guesses))
-        deepest = np.array([max(ks)])
-        seconds += float(cost.of_checked(np.array([float(width)]), deepest)[0]) if any(ks) else cost.of_plain(width)
-        asked.append(sum(ks))
-        for seq_id, k, guess in zip(ids, ks, guesses, strict=True):
+        deepest = np.array([max(chosen)])
+        seconds += float(cost.of_checked(np.array([float(width)]), deepest)[0]) if any(chosen) else cost.of_plain(width)
+        asked.append(sum(chosen))
+        for seq_id, k, guess in zip(ids, chosen, guesses, strict=True):
             rest = texts[seq_id][written[seq_id] :]
             right = next((i for i, (g, t) in enumerate(zip(guess, rest, strict=False)) if g != t), len(guess))
             if guess or (k and not isinstance(proposer, Shadow)):  # which says itself that it has no idea
@@ -170,9 +205,13 @@ def noise(length: int, seed: int = 0) -> list[int]:
     return [Random(seed * 10**6 + i).randrange(200) for i in range(length)]
 
 
+def FREE() -> float:  # a clock that stands still: looks cost nothing
+    return 0.0
+
+
 def shadowed(cost: StepCost, most: int = 8) -> tuple[Proposer, AdaptiveDepth]:
     depth = AdaptiveDepth(cost, most)
-    return Shadow(NgramProposer(1, 3), depth), depth
+    return Shadow(NgramProposer(1, 3), depth, clock=FREE), depth
 
 
 @pytest.mark.parametrize("cost", [FLAT, STEEP])
@@ -194,7 +233,9 @@ def test_on_repetition_it_guesses_far() -> None:
 
 def test_it_comes_back_when_the_text_begins_to_repeat_itself() -> None:
     depth = AdaptiveDepth(FLAT, 8)
-    _, asked = virtual_seconds({0: noise(300) + noise(30, 9) * 10}, Shadow(NgramProposer(1, 3), depth), depth, FLAT)
+    _, asked = virtual_seconds(
+        {0: noise(300) + noise(30, 9) * 10}, Shadow(NgramProposer(1, 3), depth, clock=FREE), depth, FLAT
+    )
     assert not any(asked[200:290]), "off while nothing repeats"
     assert asked[-1] == 8, "on again: guesses were scored in the shadow"
 
@@ -234,7 +275,7 @@ class TestShadow:
     def test_only_a_few_sequences_are_watched(self) -> None:
         texts = {i: noise(30, i) for i in range(20)}
         guesser = Guesser(texts, 0.5)
-        virtual_seconds(texts, Shadow(guesser, FixedDepth(0), most=3), FixedDepth(0), FLAT)
+        virtual_seconds(texts, Shadow(guesser, FixedDepth(0), most=3, clock=FREE), FixedDepth(0), FLAT)
         assert guesser.asked <= 3 * 30, "the cost must not grow with the batch"
 
     def test_what_the_model_checks_is_not_counted_twice(self) -> None:
@@ -258,6 +299,5 @@ class TestShadow:
 
         texts = {0: noise(14)}
         depth = Listening(0)
-        virtual_seconds(texts, Shadow(Guesser(texts, 1.0), depth, k=4), depth, FLAT)
-        assert seen[0] == (0, 0), "nothing was guessed before the first token"
-        assert seen[1:] == [(4, 4)] * 3
+        virtual_seconds(texts, Shadow(Guesser(texts, 1.0), depth, k=4, clock=FREE), depth, FLAT)
+        assert seen == [(4, 4)] * 2, "of the tokens 1 to 4 and 6 to 9; the last three are not judged to their end"

@@ -75,6 +75,19 @@ def test_all_that_a_draw_depends_on_is_kept_token_by_token(preset: str, guesses:
     assert made.num_guessed > 20 and (made.num_accepted > 20 or guesses == "random")
 
 
+def without_memory() -> list[Request]:
+    """Of these those whose draws depend on no token before them but by a form: they are drawn all at once."""
+    every = demanding()
+    return [every[4], *every[6:]]
+
+
+def test_forms_and_filters_are_drawn_at_once() -> None:
+    pair = Pair.of(without_memory(), max_num_seqs=4, **BLOCKS["m6"])
+    engine = pair.engine("often")
+    pair.check(serve(engine, pair.requests))
+    assert speculation_of(engine).num_accepted > 10
+
+
 @pytest.mark.parametrize("guesses", ["right", "often"])
 def test_recorded_steps_with_guesses(guesses: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU too, with rooms of few sizes: those that no room holds, and those with prompts, run as before."""

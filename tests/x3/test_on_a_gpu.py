@@ -10,7 +10,7 @@ from folovllm.attention.backends.abstract import BackendUnavailable
 from tests.m6.traffic import kernels
 from tests.workloads import serve
 from tests.x3.engines import Pair, speculation_of
-from tests.x3.test_lossless import demanding
+from tests.x3.test_lossless import demanding, without_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -36,6 +36,22 @@ def test_texts_agree_until_rounding_decides(fields: dict[str, object], backend: 
     ]
     assert sum(one == other for one, other in answers) >= 0.9 * len(answers)
     assert speculation_of(engine).num_guessed > 50
+
+
+@pytest.mark.parametrize("num_seqs", [1, 8])
+def test_forms_and_filters_are_drawn_at_once(num_seqs: int) -> None:
+    """More draws than rows, in float32: some rows have filters, some masks."""
+    fields = {"milestone": "m6", "device": "cuda", "dtype": "float32", "max_num_seqs": num_seqs}
+    pair = Pair.of(without_memory() * 3, **fields)
+    engine = pair.engine("right", k=7)
+    outputs = serve(engine, pair.requests)
+    answers = [
+        (one.text, other.text)
+        for output, plain in zip(outputs, pair.plain, strict=True)
+        for one, other in zip(output.outputs, plain.outputs, strict=True)
+    ]
+    assert sum(one == other for one, other in answers) >= 0.9 * len(answers)
+    assert speculation_of(engine).num_accepted > 50
 
 
 def test_nothing_is_compiled_after_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
