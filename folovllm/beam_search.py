@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from folovllm.engine.input_processor import encode
 from folovllm.inputs import Prompt, TokensPrompt, as_prompt_list, parse_prompt
 from folovllm.models.files import eos_token_ids
-from folovllm.sampling_params import SamplingParams, require
+from folovllm.require import require
+from folovllm.sampling_params import SamplingParams
 from folovllm.vllm_arguments import also_takes
 
 if TYPE_CHECKING:

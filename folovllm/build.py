@@ -25,21 +25,13 @@ from folovllm.cache.slot_manager import SlotManager
 from folovllm.config import EngineConfig
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import local_config
-from folovllm.engine.cpu_threads import use_threads
+from folovllm.engine.cpu_threads import largest_product, use_threads
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.llm_engine import LLMEngine, Parts
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.engine.overlap_scheduler import OverlapScheduler
-from folovllm.engine.scheduler import (
-    Scheduler,
-    SchedulerLike,
-    SerialScheduler,
-    TokensOfStep,
-    chunk,
-    preempt,
-    wait,
-    whole_prompt,
-)
+from folovllm.engine.scheduler import Scheduler, SchedulerLike, TokensOfStep, chunk, preempt, wait, whole_prompt
+from folovllm.engine.serial_scheduler import SerialScheduler
 from folovllm.engine.setup import set_up
 from folovllm.events import Events
 from folovllm.executor.abstract import Executor
@@ -49,6 +41,7 @@ from folovllm.layers.expert_load import CountedLoad, ExpertLoad
 from folovllm.layers.layer_set import LayerSet
 from folovllm.model_config import num_experts_of
 from folovllm.models.files import load_tokenizer
+from folovllm.models.smollm2 import cache_dir
 from folovllm.sample.draw_state import DrawState
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
@@ -63,7 +56,10 @@ from folovllm.worker.native_model import load_native_model, load_sharded_model
 
 if TYPE_CHECKING:
     from folovllm.engine.speculation import Speculation
+    from folovllm.kernels.cpu.ops import CpuKernels
     from folovllm.spec.proposer import Proposer
+
+LARGE = 50_000_000  # bytes of weights: more than a processor's cache holds
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
@@ -254,6 +250,24 @@ def attention_backend(setup: EngineSetup) -> AttentionBackend:
     return make_backend(setup.backend, setup.attention)
 
 
+def cpu_kernels(setup: EngineSetup) -> CpuKernels | None:
+    """Kernels for a CPU, where they can be had (M6). A small model would wait for the compiler, and gain little."""
+    wanted = setup.device.type == "cpu" and setup.backend == "torch_paged" and setup.config.packed_steps
+    if not wanted or weight_bytes(setup) < LARGE:
+        return None
+    from folovllm.kernels.cpu.library import load
+    from folovllm.kernels.cpu.ops import CpuKernels
+
+    library = load(setup.dtype, cache_dir())
+    return None if library is None else CpuKernels(library, setup.dtype)
+
+
+def weight_bytes(setup: EngineSetup) -> int:
+    """Bytes of the head and of all MLPs, about: most of a model."""
+    outputs, inputs = largest_product(setup, 1)
+    return inputs * (setup.vocab_size + 3 * setup.num_layers * outputs) * setup.dtype.itemsize
+
+
 def expert_load(setup: EngineSetup) -> CountedLoad | None:
     """What a device counts its experts in, where that is asked for (X4)."""
     if not setup.config.count_experts:
@@ -279,6 +293,10 @@ def kernels_for(setup: EngineSetup) -> LayerSet:
         from folovllm.layers.fused_moe import EXPERT_KERNELS
 
         return compiled_layers().having(EXPERT_KERNELS)
+    if (kernels := cpu_kernels(setup)) is not None:
+        from folovllm.models.cpu_layers import cpu_layers
+
+        return cpu_layers(kernels)
     if "triton" not in setup.backend and "flash_attn" not in setup.backend:
         return LayerSet()
     from folovllm.models.fused import fused_layers

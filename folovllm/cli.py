@@ -119,7 +119,11 @@ def _global_flags(
     mine: Annotated[bool, typer.Option("--mine", help="Run your own code in mine/ in place of the reference.")] = False,
     version: Annotated[bool, typer.Option("--version", callback=_show_version, help="Print the version.")] = False,
 ) -> None:
-    """FoloVLLM: a mini-vLLM that you grow in six milestones, and the engine that results."""
+    """FoloVLLM: a mini-vLLM that you grow in six milestones, and the engine that results.
+
+    Begin with `folovllm chat`: the small model that comes with it answers.
+    `folovllm COMMAND --help` explains a command.
+    """
 
 
 def generate(

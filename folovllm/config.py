@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, replace
-from numbers import Integral, Real
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from folovllm import builders
+from folovllm import config_checks
 from folovllm.speculative_config import SpeculativeConfig
 from folovllm.vllm_arguments import ENGINE, also_takes
 
@@ -30,23 +29,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 LATEST = "m6"
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "model_impl": ("hf", "native"),
-    "kv_cache": ("growing", "slots", "paged"),
-    "scheduling": ("fcfs", "priority"),
-    "kv_cache_dtype": ("auto", "fp8_e4m3"),
-}
 OTHER_NAMES = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}  # of dtypes
-KINDS = {"str": (str, "a text"), "bool": (bool, "True or False"), "float": (Real, "a number")}  # by annotation
-# None: the engine decides
-MAY_BE_OPEN = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "num_threads")
-# max_model_len: a token to read and one to write; of what is not named here 1
-LEAST = {"long_prefill_token_threshold": 0, "max_logprobs": 0, "max_model_len": 2}
-COUNTS = (
-    *MAY_BE_OPEN, "max_num_seqs", "kv_cache_memory", "tensor_parallel_size", "long_prefill_token_threshold", "max_n",
-    "max_logprobs",
-)  # fmt: skip
 
 
 @also_takes(ENGINE)
@@ -59,25 +42,28 @@ class EngineConfig:
     Attributes:
         model: a local directory or GGUF file, a hub id, or one of the names "stories-5m" and "stories-moe" (embedded),
             "smollm2" and "smollm2-gguf" (downloaded).
-        tokenizer: the same for the tokenizer; None takes the model's.
-        milestone: the preset that fills what is left open; None takes the latest.
+        tokenizer: a directory or hub id with another tokenizer than the model's own.
+        milestone: "m1" to "m6": the preset for whatever is not said here; if left out, the latest.
         model_impl: "hf" runs transformers' model, "native" ours.
         kv_cache: "growing" (one request at a time, cache by concatenation), "slots" (a contiguous block of
             `max_model_len` tokens per sequence) or "paged".
-        dtype: "auto" is float32 on CPU and the checkpoint's own on a GPU; "half" and "float" are other names of two.
-        device: "cuda", "cpu" or None for CUDA where there is one.
-        seed: of the engine's own draws (requests without a seed, random weights).
-        max_model_len: longest prompt plus answer, in tokens; None is the smaller of the model's and 4,096.
+        dtype: "float32" (or "float"), "bfloat16", "float16" (or "half"), or "auto": float32 on a CPU, the checkpoint's own
+            on a GPU.
+        device: "cuda" or "cpu"; if left out, CUDA where there is one.
+        seed: the seed of the engine's own draws (requests without a seed, random weights).
+        max_model_len: longest prompt plus answer, in tokens; if left out, the smaller of the model's and 4,096.
         max_num_seqs: most sequences in one step.
-        max_num_batched_tokens: most tokens in one step; None fits at least one whole prompt.
-        block_size: tokens a block holds; None is the smallest from 16 up that the attention backend accepts.
-        num_kv_blocks: blocks of the KV cache, instead of measuring how many fit; enough for one `max_model_len`.
+        max_num_batched_tokens: most tokens in one step; if left out, at least one whole prompt fits.
+        block_size: tokens a block holds; if left out, the smallest from 16 up that the attention backend accepts.
+        num_kv_blocks: blocks of the KV cache, instead of measuring how many fit; at least what a sequence of
+            `max_model_len` needs.
         gpu_memory_utilization: share of the card's memory that the engine may fill.
-        kv_cache_memory: bytes of KV cache on CPU.
+        kv_cache_memory: bytes of the KV cache on a CPU.
         kv_cache_dtype: "auto" is the model's own; "fp8_e4m3" (or "fp8") keeps K/V in 8 bits, half of what 16 bits take.
-        calculate_kv_scales: find out what K/V in 8 bits are multiples of by running made-up tokens, instead of taking the
-            checkpoint's scales, or 1.
-        attention_backend: a name, "auto", or "prefill,decode".
+        calculate_kv_scales: choose the scales of K/V in 8 bits by running made-up tokens, instead of taking the
+            checkpoint's, or 1.
+        attention_backend: "torch_naive", "torch_paged", "triton", "flash_attn", or "auto": the fastest that runs here. Two
+            names with a comma between them are for prefill and for decode.
         scheduling: "fcfs" (first come, first served) or "priority" (smaller first).
         enable_prefix_caching: find the K/V of prefixes that were computed before.
         enable_chunked_prefill: compute long prompts over several steps, beside the decodes of others.
@@ -85,18 +71,20 @@ class EngineConfig:
         enforce_eager: no CUDA graphs.
         async_scheduling: schedule a step while the one before it runs.
         compile: put element-wise layers and the draw through torch.compile instead of our kernels.
-        num_threads: of torch, in the whole process; ranks divide them. None on a CPU: one for a small model, else as many
-            as a short measurement shows to be of use, at most `OMP_NUM_THREADS`.
+        num_threads: threads of torch, in the whole process; ranks divide them. If left out on a CPU: one for a small model,
+            else as many as a short measurement shows to be of use, at most `OMP_NUM_THREADS`.
         max_n: most answers to one prompt that a request may ask for.
         max_logprobs: most likely tokens, beside the chosen one, whose log-probabilities a request may ask for.
         tensor_parallel_size: GPUs (or, on CPU, processes) that share each layer.
-        enable_expert_parallel: in a mixture of experts, each of them holds some experts whole, not a part of each.
-        count_experts: in a mixture of experts, count how often each of them is asked, for `/metrics` and `--show-steps`.
+        enable_expert_parallel: in a mixture of experts, each of these GPUs holds some experts whole, not a part of each.
+        count_experts: in a mixture of experts, count how often each expert is asked, for `/metrics` and `--show-steps`.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
         quantization: how the weights are kept, which a checkpoint says by itself: "fp8", "compressed-tensors", "gptq", "awq".
             With `random_weights` the kind to make up: "fp8" (in blocks of 128 x 128), "int8" (a scale for each output) or
             "int4" (one for each 128 inputs of an output).
+        quantize_activations: of a model with weights in FP8, multiply FP8 by FP8: faster for many sequences, slower for one,
+            and less exact. Needs compute capability 8.9, with weights in blocks 9.0; elsewhere it is only less exact.
         use_tqdm: show progress while loading (and, on the command line, while answering).
         speculative_config: how the next tokens are guessed, as a dict with vLLM's keys, or one in JSON; see `SpeculativeConfig`.
         speculative_method: the method alone: "ngram", "suffix" or "draft_model".
@@ -142,6 +130,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     random_weights: bool = False
     quantization: str | None = None
+    quantize_activations: bool = False
     use_tqdm: bool = True
     speculative_config: SpeculativeConfig | dict[str, Any] | str | None = field(
         default=None, metadata={"flag_type": str}
@@ -155,7 +144,7 @@ class EngineConfig:
         self.dtype = OTHER_NAMES.get(name, name)
         self.kv_cache_dtype = OTHER_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype)
         self._gather_speculation()
-        self._validate_kinds()
+        config_checks.check_kinds(self)
         preset = PRESETS.get(self.milestone or LATEST)
         if preset is None:
             raise ValueError(f"unknown milestone {self.milestone!r}: choose one of {', '.join(PRESETS)}")
@@ -173,20 +162,13 @@ class EngineConfig:
         for name, value in {**defaults, **preset}.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        self._validate()
+        config_checks.check_values(self)
+        config_checks.check_combinations(self)
 
     @classmethod
     def for_milestone(cls, milestone: str, **overrides: Any) -> EngineConfig:
         """The preset of one milestone, with single choices changed."""
         return cls(milestone=milestone, **overrides)
-
-    def _validate_kinds(self) -> None:
-        """Texts, switches and fractions. Any text is true, so a switch must not be one."""
-        for own in fields(self):
-            kind, _, may_be_open = str(own.type).partition(" | ")
-            value, (types, says) = getattr(self, own.name), KINDS.get(kind, (object, ""))
-            if not isinstance(value, types) and not (value is None and may_be_open):
-                raise ValueError(f"{own.name} must be {says}, not {value!r}")
 
     def _gather_speculation(self) -> None:
         """Make one `SpeculativeConfig` of what was said about guesses; None: there are none."""
@@ -209,57 +191,6 @@ class EngineConfig:
         """How tokens are guessed; None: they are not."""
         assert not isinstance(self.speculative_config, (str, dict))
         return self.speculative_config
-
-    def _validate(self) -> None:
-        for name, known in CHOICES.items():
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")
-        for name in COUNTS:
-            value, least = getattr(self, name), LEAST.get(name, 1)
-            if value is None and name in MAY_BE_OPEN:
-                continue
-            if not (_is_whole(value) and value >= least):
-                raise ValueError(f"{name} must be at least {least} (a whole number), not {value!r}")
-        if not _is_whole(self.seed) or not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be a whole number between 0 and 2**63 - 1, not {self.seed!r}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
-        self._validate_combinations()
-
-    def _validate_combinations(self) -> None:
-        if self.model_impl == "hf" and self.kv_cache != "growing":
-            raise ValueError('model_impl="hf" keeps its own growing cache: use milestone="m1", or model_impl="native"')
-        if self.kv_cache == "growing" and self.scheduling != "fcfs":
-            raise ValueError(
-                'kv_cache="growing" serves in the order of arrival: leave scheduling at "fcfs", or use "m2"'
-            )
-        if self.kv_cache == "growing" and self.max_num_seqs != 1:
-            raise ValueError('kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, or use "m2"')
-        if self.kv_cache == "growing" and self.kv_cache_dtype != "auto":
-            raise ValueError(
-                'kv_cache="growing" keeps K/V in the dtype of the model: leave kv_cache_dtype out, or use "m2"'
-            )
-        if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
-            raise ValueError('calculate_kv_scales is of use with kv_cache_dtype="fp8_e4m3" only')
-        if self.enable_prefix_caching and self.kv_cache != "paged":
-            raise ValueError('enable_prefix_caching needs blocks: kv_cache="paged", as from milestone m3 on')
-        if self.enable_chunked_prefill and self.kv_cache == "growing":
-            raise ValueError("enable_chunked_prefill needs batches: take milestone m2 or later")
-        if self.packed_steps and self.kv_cache != "paged":
-            raise ValueError(
-                'CUDA graphs, async_scheduling and tensor_parallel_size need kv_cache="paged", as from milestone m3 on'
-            )
-        if self.compile and self.model_impl == "hf":
-            raise ValueError('compile needs model_impl="native": it is our layers that are compiled')
-        if self.random_weights and self.model_impl == "hf":
-            raise ValueError('random_weights needs model_impl="native"')
-        if self.count_experts and self.kv_cache == "growing":
-            raise ValueError("count_experts needs batches: take milestone m2 or later")
-        if self.speculative_config is not None and self.kv_cache == "growing":
-            raise ValueError("speculative_config needs steps of several tokens: take milestone m2 or later")
-        if self.speculative_config is not None and "scheduler" in builders.chosen(self):
-            raise ValueError("speculative_config needs the engine's own scheduler: leave it out of builders")
-        builders.check(self)
 
     @property
     def packed_steps(self) -> bool:
@@ -305,7 +236,3 @@ class ModelConfig:
     def for_engine(self, **overrides: Any) -> EngineConfig:
         """The whole configuration: the latest milestone's, with `overrides`."""
         return EngineConfig(**{**asdict(self), **overrides})
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -7,6 +7,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any, Self
 
+from folovllm.require import is_whole, require
 from folovllm.structured_outputs import StructuredOutputsParams
 from folovllm.vllm_arguments import SAMPLING, also_takes
 
@@ -46,7 +47,7 @@ class SamplingParams:
         top_k: keep the k most likely tokens; -1 or 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches `top_p`.
         min_p: drop tokens less likely than `min_p` times the most likely one.
-        seed: the same seed gives the same text, whatever runs beside it; None or -1 draws one.
+        seed: the same seed gives the same text, whatever runs beside it; if left out, or -1, one is drawn.
         max_tokens: generate at most this many tokens (vLLM's default is 16); None fills the context.
         min_tokens: no end-of-text or stop before this many tokens.
         stop: strings that end the text (and are cut off it unless `include_stop_str_in_output`).
@@ -61,7 +62,7 @@ class SamplingParams:
         presence_penalty: subtracted once from each token that the answer already holds; -2 to 2, as elsewhere.
         frequency_penalty: subtracted once per occurrence in the answer; -2 to 2.
         logit_bias: what is added to the logits of some tokens, by token id; -100 to 100, rounded to float16.
-        allowed_token_ids: draw only these tokens; None: all.
+        allowed_token_ids: draw only these tokens; if left out, all.
         bad_words: texts that the answer must not hold: the tokens that write one, as it stands or after a space, are
             not drawn all in a row.
         skip_special_tokens: leave tokens such as `<|im_end|>` out of the text.
@@ -141,7 +142,7 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             left_open = value is None and name in MAY_BE_OPEN
-            whole = not isinstance(value, bool) and isinstance(value, Integral) and abs(int(value)) < 2**63
+            whole = is_whole(value) and abs(int(value)) < 2**63
             require(left_open or whole, f"{name} must be a whole number (below 2**63), not {value}")
         require(self.n >= 1, f"n must be at least 1, not {self.n}")
         require(self.top_k >= -1, f"top_k must be -1 or 0 (keep all) or at least 1, not {self.top_k}")
@@ -190,7 +191,7 @@ class SamplingParams:
         """What the request itself allows, forbids or makes likelier."""
         allowed = self.allowed_token_ids
         if allowed is not None:
-            ids = isinstance(allowed, list | tuple) and all(map(_is_whole, allowed))
+            ids = isinstance(allowed, list | tuple) and all(map(is_whole, allowed))
             require(ids, f"allowed_token_ids must be a list of token ids (whole numbers), not {allowed}")
             require(bool(allowed), "allowed_token_ids must not be empty, or nothing could be drawn: leave it out")
         texts = isinstance(self.bad_words, list | tuple) and all(isinstance(word, str) for word in self.bad_words)
@@ -214,21 +215,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real)
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _bias(given: Any) -> dict[int, float]:
     """Biases by token id; JSON's names of fields, which are texts, are ids too."""
     says = f"logit_bias must give token ids a number from -100 to 100 each, as in {{1234: -5.0}}, not {given!r}"
     require(isinstance(given, dict), says)
     for token, value in given.items():
-        is_id = _is_whole(token) or (isinstance(token, str) and token.isdecimal() and len(token) < 20)
+        is_id = is_whole(token) or (isinstance(token, str) and token.isdecimal() and len(token) < 20)
         require(is_id and _is_number(value) and not isinstance(value, bool) and -100 <= value <= 100, says)
     return {int(token): float(value) for token, value in given.items()}
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise a ValueError with `message` if the condition does not hold."""
-    if not condition:
-        raise ValueError(message)

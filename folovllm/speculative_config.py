@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
+
+from folovllm.require import is_whole
 
 if TYPE_CHECKING:
     from folovllm.spec.proposer import Proposer
@@ -44,7 +45,7 @@ class SpeculativeConfig:
             ("prompt_lookup_min", 1 << 20),
         ):
             value = getattr(self, name)
-            if not (_is_whole(value) and 1 <= value <= most):
+            if not (is_whole(value) and 1 <= value <= most):
                 raise ValueError(f"{name} must be a whole number from 1 to {most}, not {value!r}")
         if not isinstance(self.adaptive, bool):
             raise ValueError(f"adaptive must be True or False, not {self.adaptive!r}")
@@ -84,7 +85,3 @@ class SpeculativeConfig:
         if unknown := sorted(given.keys() - set(known)):
             raise ValueError(f"speculative_config knows {', '.join(known)}, not {', '.join(unknown)}: leave it out")
         return cls(**{name: value for name, value in given.items() if value is not None})
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from milestones.manifest import PACKAGE, Builder, Course
+from milestones.manifest import Course
 from milestones.mine import Mine
+from milestones.tasks import PACKAGE, Builder
 
 FOLDER = Path(PACKAGE, "builders")
 

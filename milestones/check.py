@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from milestones.language import t
-from milestones.manifest import Builder, Exercise
 from milestones.mine import Mine
 from milestones.plugin import covers
 from milestones.say import console, say
+from milestones.tasks import Builder, Exercise
 
 Outcomes = Mapping[str, tuple[str, str | None]]  # test: (passed, failed or skipped; the unwritten exercise it met)
 

@@ -15,10 +15,11 @@ from milestones import builders_cli, progress, splice, trace
 from milestones.check import FIRST_FAILURE, note_outcome, note_passed, run_builder, run_milestone, run_tests, state_of
 from milestones.explain import commented, print_commented
 from milestones.language import in_language, t, translated
-from milestones.manifest import Course, Exercise
+from milestones.manifest import Course
 from milestones.mine import Mine
 from milestones.progress import newest_started, started_exercises
 from milestones.say import console, say
+from milestones.tasks import Exercise
 from milestones.update import update as update_mine
 
 POLL = 0.5  # seconds between two looks at mine/ by `watch`

@@ -10,7 +10,8 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from milestones import splice
-from milestones.manifest import Course, Exercise, Symbol
+from milestones.manifest import Course
+from milestones.tasks import Exercise, Symbol
 
 MARGIN = "  │ "  # before each line of a remark
 WIDEST = 100  # columns of a remark: longer lines are hard to read

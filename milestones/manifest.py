@@ -1,4 +1,4 @@
-"""What the course consists of: `milestone.toml` read into dataclasses, with errors that name the file. Format: README.md."""
+"""The course: each `milestone.toml` read into dataclasses, with errors that name the file. Format: README.md."""
 
 import ast
 import importlib.util
@@ -12,131 +12,7 @@ from typing import Any
 
 from milestones import splice
 from milestones.language import MARK, language, read_text, t
-
-PACKAGE = "folovllm"
-EXERCISE_ID = r"[mx]\d+\.\d+"  # of a milestone, or of an elective
-
-
-@dataclass(frozen=True, slots=True)
-class Symbol:
-    """A function or method of the engine."""
-
-    module: str
-    name: str  # qualified: BlockManager.allocate
-
-    @property
-    def path(self) -> Path:
-        return Path(*self.module.split(".")).with_suffix(".py")
-
-    def __str__(self) -> str:
-        return f"{self.module}:{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Exercise:
-    id: str
-    title: str
-    symbols: tuple[Symbol, ...]
-    difficulty: int
-    lines: int
-    needs: tuple[str, ...]
-    tests: tuple[str, ...]
-    moved_from: tuple[Symbol, ...] = ()  # one for each of `symbols`: where it was once; its own place, if nowhere else
-
-    @property
-    def moves(self) -> dict[Symbol, Symbol]:
-        """New place: old place, of the symbols that have moved."""
-        return {new: old for new, old in zip(self.symbols, self.moved_from, strict=bool(self.moved_from)) if new != old}
-
-    def __str__(self) -> str:
-        return f"{self.id} {', '.join(symbol.name for symbol in self.symbols)}"
-
-
-@dataclass(frozen=True, slots=True)
-class WrongAnswer:
-    """A plausible bug: `source` defines some of the exercise's symbols, `why` says what is wrong with them."""
-
-    exercise: Exercise
-    file: Path
-    why: str
-    source: str
-
-    @property
-    def id(self) -> str:
-        return self.file.stem
-
-    @property
-    def title(self) -> str:
-        """Its name in words: what stands behind the exercise's id in the file's."""
-        return self.id.partition("_")[2].replace("_", " ")
-
-
-@dataclass(frozen=True, slots=True)
-class Builder:
-    """A whole component that a learner writes. What else it consists of is in the milestone's folder `builder/`."""
-
-    milestone: str
-    title: str
-    field: str  # of EngineConfig; its value that selects the component is `name`
-    name: str  # also of the file in mine/folovllm/builders/
-    symbol: str  # what the engine looks for in that file
-    protocol: str  # module:qualified name
-    tests: tuple[str, ...]
-    scorer: str  # module:function
-    minutes: int  # beside those of the milestone
-    folder: Path
-
-    @property
-    def id(self) -> str:
-        return f"{self.milestone}.builder"
-
-    @property
-    def path(self) -> Path:
-        """Of the learner's file, in `mine/`."""
-        return Path(PACKAGE, "builders", f"{self.name}.py")
-
-    @property
-    def statement(self) -> str:
-        """What to build, what is given, what the tests check, how it is scored."""
-        return read_text(self.folder / "task.md").strip()
-
-    @property
-    def reference(self) -> Path:
-        return self.folder / "reference.py"
-
-    @property
-    def wrong(self) -> tuple[Path, ...]:
-        """Files with plausible bugs, which the tests reject."""
-        return tuple(sorted((self.folder / "wrong").glob("*.py")))
-
-    def __str__(self) -> str:
-        return f"{self.id} {self.symbol}"
-
-
-@dataclass(frozen=True, slots=True)
-class Milestone:
-    id: str
-    title: str
-    summary: str
-    preset: str
-    minutes: int
-    exercises: tuple[Exercise, ...]
-    folder: Path
-    notebook: str = ""
-    chapter: str = ""
-    flags: tuple[str, ...] = ()  # of an elective: what switches on what it adds, in any later preset
-    builder: Builder | None = None
-
-    @property
-    def is_elective(self) -> bool:
-        """Whether it has no preset of its own, and comes at any time after the milestones."""
-        return self.id.startswith("x")
-
-    def is_after(self, other: "Milestone") -> bool:
-        """Whether it builds on the other: electives do on all milestones, and on no other elective."""
-        if self.is_elective or other.is_elective:
-            return not other.is_elective
-        return _rank(self.id) > _rank(other.id)
+from milestones.tasks import PACKAGE, Builder, Exercise, Milestone, Symbol, WrongAnswer, rank
 
 
 @dataclass(frozen=True)
@@ -157,7 +33,7 @@ class Course:
     @cached_property
     def milestones(self) -> tuple[Milestone, ...]:
         files = (self.root / "milestones").glob("[mx][0-9]*/milestone.toml")
-        found = tuple(sorted((_milestone(file) for file in files), key=lambda m: _rank(m.id)))
+        found = tuple(sorted((_milestone(file) for file in files), key=lambda m: rank(m.id)))
         symbols = [symbol for m in found for e in m.exercises for symbol in e.symbols]
         if twice := {str(s) for s in symbols if symbols.count(s) > 1}:
             raise ValueError(f"in two exercises: {', '.join(sorted(twice))}")
@@ -284,11 +160,6 @@ def _milestone(file: Path) -> Milestone:
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error
     return milestone
-
-
-def _rank(id: str) -> tuple[bool, int]:
-    """Where a milestone stands among all: electives are behind."""
-    return id.startswith("x"), int(id[1:])
 
 
 def _exercise(entry: dict[str, Any]) -> Exercise:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from milestones import splice
 from milestones.language import language, t
-from milestones.manifest import PACKAGE, Course, Exercise, Milestone, Symbol, WrongAnswer
+from milestones.manifest import Course
+from milestones.tasks import PACKAGE, Exercise, Milestone, Symbol, WrongAnswer
 
 
 @dataclass(slots=True)

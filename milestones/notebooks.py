@@ -15,8 +15,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from milestones.manifest import EXERCISE_ID, Course
+from milestones.manifest import Course
 from milestones.mine import Mine, write_variant
+from milestones.tasks import EXERCISE_ID
 
 SECONDS, BYTES = 60, 500_000  # what one notebook may take
 COLAB = """\

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from milestones.manifest import EXERCISE_ID, PACKAGE, Course, Exercise
+from milestones.manifest import Course
 from milestones.mine import Mine
+from milestones.tasks import EXERCISE_ID, PACKAGE, Exercise
 
 EXERCISE = "exercise"  # the user property of a report that carries an exercise's id
 

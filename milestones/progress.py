@@ -5,9 +5,9 @@ from rich.table import Table
 
 from milestones.check import run_tests, verdict
 from milestones.language import t
-from milestones.manifest import Exercise
 from milestones.mine import Mine
 from milestones.say import console, say
+from milestones.tasks import Exercise
 
 COLOURS = {"passing": "green", "failing": "red", "missing": "red", "not written": "yellow"}
 

@@ -16,7 +16,8 @@ from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.cache.slot_manager import SlotManager
-from folovllm.engine.scheduler import Scheduler, SchedulerLike, SerialScheduler, chunk, preempt, wait, whole_prompt
+from folovllm.engine.scheduler import Scheduler, SchedulerLike, chunk, preempt, wait, whole_prompt
+from folovllm.engine.serial_scheduler import SerialScheduler
 from folovllm.step.packed import Field, choose_bucket
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.worker.graph_cache import AllGraphs

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from milestones.manifest import Course, Milestone
+from milestones.manifest import Course
+from milestones.tasks import Milestone
 
 PROMPT = "Tell me a story about Lily and a red kite."
 

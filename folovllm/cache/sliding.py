@@ -23,6 +23,22 @@ if TYPE_CHECKING:
 GONE = -1  # in the place of a block that was given back
 
 
+def most_held(window: int, step: int, block_size: int) -> int:
+    """The most blocks that one sequence holds at once, if it computes at most `step` tokens a step.
+
+    They end with the tokens of the next step. They begin with its window; or, where prefixes are cached, with the tokens of
+    the step under way, whose blocks have no names yet.
+    """
+    tokens = max(window - 1, step) + step
+    return -(-(tokens - 1) // block_size) + 1  # which so many neighbours touch
+
+
+def window_of(hf_config: PretrainedConfig) -> int | None:
+    """The largest window of the model's layers; None where one of them sees all."""
+    windows = windows_of(hf_config)
+    return None if None in windows else max(window for window in windows if window is not None)
+
+
 class SlidingBlockManager(BlockManager):
     """A `BlockManager` for models whose every layer has a window.
 
@@ -78,7 +94,5 @@ WITH_WINDOW: dict[type[KVCacheManager], type[SlidingBlockManager]] = {
 
 def sliding(kind: type[KVCacheManager], hf_config: PretrainedConfig) -> Callable[..., KVCacheManager]:
     """What makes the cache manager: `kind`, or if every layer of the model slides, the one that gives blocks back."""
-    windows = windows_of(hf_config)
-    if kind not in WITH_WINDOW or None in windows:
-        return kind
-    return partial(WITH_WINDOW[kind], window=max(window for window in windows if window is not None))
+    window = window_of(hf_config)
+    return kind if kind not in WITH_WINDOW or window is None else partial(WITH_WINDOW[kind], window=window)

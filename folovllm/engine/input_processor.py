@@ -13,7 +13,8 @@ from folovllm.engine.detokenizer_stream import make_detokenizer
 from folovllm.inputs import Prompt, PromptParts, parse_prompt
 from folovllm.models.files import eos_token_ids
 from folovllm.request import Request, Sequence
-from folovllm.sampling_params import SamplingParams, require
+from folovllm.require import require
+from folovllm.sampling_params import SamplingParams
 from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ MAX_CHARS_OF_TOKEN = 256  # of the longest in use; blanks, mostly
 class InputProcessor:
     """Tokenizes, validates, and splits a request of `n` answers into `n` sequences.
 
-    What fits into the context fits into the cache: a cache that cannot hold `max_model_len` tokens is refused earlier.
+    What fits into the context fits into the cache: a cache in which a sequence of `max_model_len` tokens could not end is refused earlier.
     """
 
     def __init__(self, setup: EngineSetup, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
@@ -11,7 +10,7 @@ from typing import Protocol
 from folovllm.cache.manager import KVCacheManager
 from folovllm.engine.plan import Plan, Rows
 from folovllm.engine.stop import check_stop_conditions
-from folovllm.events import Aborted, Admitted, Budget, Events, Preempted, Refused
+from folovllm.events import Aborted, Admitted, Budget, Preempted, Refused
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.schedule import SchedulerOutput
 
@@ -45,61 +44,6 @@ class SchedulerLike(Protocol):
 
     def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
         """Take in the tokens that a step drew for each of its sequences; returns those that got any."""
-
-
-class SerialScheduler:
-    """One request at a time, first come, first served: the whole prompt in one step, then a token a step."""
-
-    kv = None
-
-    def __init__(self, events: Events | None = None) -> None:
-        self.events = Events() if events is None else events
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self._rows = Rows(1, self.events, lambda: self.waiting)
-
-    def add(self, seq: Sequence) -> None:
-        """Queue a new sequence."""
-        self.waiting.append(seq)
-
-    def abort(self, *seqs: Sequence) -> None:
-        """End sequences at once."""
-        gone = set(seqs)  # one pass for all: to remove each by itself is quadratic
-        self.waiting = deque(seq for seq in self.waiting if seq not in gone)
-        self.running = [seq for seq in self.running if seq not in gone]
-        for seq in seqs:
-            seq.status = SequenceStatus.FINISHED_ABORTED
-            if self.events.on:
-                self.events.emit(Aborted(seq.seq_id))
-
-    def schedule(self) -> SchedulerOutput:
-        """All tokens of the current sequence that are not computed yet."""
-        if not self.running and self.waiting:
-            seq = self.waiting.popleft()
-            seq.status = SequenceStatus.RUNNING
-            self.running.append(seq)
-            if self.events.on:
-                self.events.emit(Admitted(seq.seq_id, 0))
-        plan = Plan(self._rows, self.running, budget=0)
-        for seq in self.running:
-            plan.add(seq, seq.num_uncomputed_tokens)
-        return plan.output()
-
-    def sequences(self, output: SchedulerOutput) -> list[Sequence]:
-        """The sequences of the shares of the step that was decided last."""
-        return self._rows.owners(output)
-
-    def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
-        """Append the token; leave when it ends the answer."""
-        updated = []
-        for seq, (token_id,) in drawn:
-            seq.append_token(token_id)
-            seq.detokenizer.append(token_id)
-            updated.append(seq)
-            if (status := check_stop_conditions(seq)) is not None:
-                seq.status = status
-                self.running.remove(seq)
-        return updated
 
 
 TokensOfStep = Callable[[Sequence, int], int]  # (sequence, budget) -> tokens to compute in this step

@@ -16,7 +16,12 @@ from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config
 from folovllm.kv_scales import FP8
 from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of, num_positions
-from folovllm.models.quantization import check_known_to_transformers, check_quantization, quantized_as_asked
+from folovllm.models.quantization import (
+    activations_as_asked,
+    check_known_to_transformers,
+    check_quantization,
+    quantized_as_asked,
+)
 from folovllm.models.registry import renamed_by
 from folovllm.setup import EngineSetup
 
@@ -30,7 +35,7 @@ def set_up(config: EngineConfig) -> EngineSetup:
     from folovllm.models.files import load_hf_config, resolve_model  # here, for ranks do without transformers
 
     path = resolve_model(config.model)
-    hf_config = quantized_as_asked(load_hf_config(path, config), config)
+    hf_config = activations_as_asked(quantized_as_asked(load_hf_config(path, config), config), config)
     device = choose_device(config.device)
     max_model_len = config.resolve_max_model_len(num_positions(hf_config))
     budget = config.resolve_max_num_batched_tokens(max_model_len)

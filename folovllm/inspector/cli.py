@@ -13,7 +13,10 @@ from folovllm.flags import in_a_folder
 def inspect(
     files: Annotated[
         list[Path] | None,
-        typer.Argument(help="A recording to replay, or two to race. None: a playground.", show_default=False),
+        typer.Argument(
+            help="A recording to replay, or two to race. Without one: a playground, where an engine runs.",
+            show_default=False,
+        ),
     ] = None,
     html: Annotated[
         Path | None,

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from folovllm.kernels.check_plan import PLACE, list_checks_kernel, plan_checks_kernel
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_split, merge_partials
-from folovllm.kernels.decode_plan import ITEM
+from folovllm.kernels.decode_plan import ITEM, leave, take_next
 from folovllm.kernels.fp8 import decode_split_fp8, prefill_loop_fp8
 from folovllm.kernels.online_softmax import LOG2_E, normalize
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
@@ -77,9 +77,7 @@ def check_kernel(
     r, dims = tl.arange(0, M), tl.arange(0, D)
     work = program
     while work < num_items:
-        following = num_items
-        if num_items > num_programs:
-            following = num_programs + tl.atomic_add(queue_ptr, 1, sem="relaxed")
+        following = take_next(queue_ptr, num_items, num_programs)
         item, head = item_ptr + work // HKV * ITEM, work % HKV
         tile, c, end, first_partial = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
         place = place_ptr + tile * PLACE
@@ -99,10 +97,7 @@ def check_kernel(
             tl.store(sum_ptr + part, row_sum)
             tl.store(acc_ptr + part[:, None].to(tl.int64) * D + dims[None, :], acc)
         work = following
-    if tl.load(header_ptr) > num_programs:  # noqa: SIM102 -- Triton's `and` would evaluate both sides
-        if tl.atomic_add(queue_ptr + 1, 1, sem="acq_rel") == num_programs - 1:
-            tl.store(queue_ptr, 0)  # the last to leave winds the queue back
-            tl.store(queue_ptr + 1, 0)
+    leave(queue_ptr, tl.load(header_ptr), num_programs)
 
 
 @triton.jit
@@ -222,7 +217,7 @@ class SplitKVCheck:
         )
         plan_checks_kernel[(self.num_tiles,)](
             self.count, self.ends, self.items, self.header, self._num_programs(self.num_tiles), self.max_chunks,
-            HKV=self.num_kv_heads, TILE=c.tile, TILES=triton.next_power_of_2(self.max_tiles), STEP=32,
+            HKV=self.num_kv_heads, TILE=c.tile, TILES=triton.next_power_of_2(self.max_tiles),
             MIN_CHUNK=c.min_chunk, MAX_CHUNK=c.max_chunk, QUEUE_CHUNK=c.queue_chunk, MAX_PARTS=MAX_PARTS,
         )  # fmt: skip
 

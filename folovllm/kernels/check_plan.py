@@ -48,11 +48,13 @@ def list_checks_kernel(
 @triton.jit(do_not_specialize=["num_programs", "max_chunks"])
 def plan_checks_kernel(
     count_ptr, end_ptr, item_ptr, header_ptr, num_programs, max_chunks,
-    HKV: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr,
+    HKV: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     MIN_CHUNK: tl.constexpr, MAX_CHUNK: tl.constexpr, QUEUE_CHUNK: tl.constexpr, MAX_PARTS: tl.constexpr,
 ):  # fmt: skip
     """`plan_kernel` of the listed tiles, as if each were a sequence. There may be fewer than programs."""
     count = tl.load(count_ptr)
     if tl.program_id(0) < tl.maximum(count, 1):
-        plan_kernel(end_ptr, item_ptr, header_ptr, count, num_programs, max_chunks, HKV, TILE, TILES, STEP,
-                    MIN_CHUNK, MAX_CHUNK, QUEUE_CHUNK, MAX_PARTS, 0)  # fmt: skip
+        plan_kernel(
+            end_ptr, item_ptr, header_ptr, count, num_programs, max_chunks, HKV=HKV, TILE=TILE, SEQS=TILES,
+            MIN_CHUNK=MIN_CHUNK, MAX_CHUNK=MAX_CHUNK, QUEUE_CHUNK=QUEUE_CHUNK, MAX_PARTS=MAX_PARTS, WINDOW=0,
+        )  # fmt: skip

@@ -19,13 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.kernels.decode_plan import ITEM, plan_kernel
+from folovllm.kernels.decode_plan import ITEM, leave, plan_kernel, take_next
 from folovllm.kernels.fp8 import decode_split_fp8
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import take_in_token
-from folovllm.kernels.window import attend_window, first_seen
+from folovllm.kernels.window import first_seen, window_loop
 from folovllm.kv_scales import UNSCALED, KVScales
 
 
@@ -53,6 +53,23 @@ def decode_split(
         k = tl.load(k_ptr + offsets, mask=inside[:, None], other=0.0)
         v = tl.load(v_ptr + offsets, mask=inside[:, None], other=0.0)
         row_max, row_sum, acc = online_softmax_tile(q, k, v, inside[None, :], row_max, row_sum, acc, scale)
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def attend_chunk(
+    q, k_ptr, v_ptr, table_ptr, seq_len, first, last, scale, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr,
+    B: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """As `decode_split`, for `q` of the last of `seq_len` tokens; also over a cache in 8 bits, and through a WINDOW (0: none)."""
+    split: tl.constexpr = decode_split_fp8 if k_ptr.dtype.element_ty == tl.float8e4nv else decode_split
+    if WINDOW:
+        row_max, row_sum, acc = window_loop(
+            q, k_ptr, v_ptr, table_ptr, tl.full([M], 0, tl.int32) + seq_len - 1, first, last, scale, WINDOW,
+            STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, M, D)  # fmt: skip
+    else:
+        row_max, row_sum, acc = split(
+            q, k_ptr, v_ptr, table_ptr, first, last, scale, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, M, D)  # fmt: skip
     return row_max, row_sum, acc
 
 
@@ -124,7 +141,6 @@ def decode_kernel(
     projection [S, (Hq + 2 Hkv) D], and new keys and values are not in the cache yet (`take_in_token`).
     WINDOW: how many keys a query sees; 0: all.
     """
-    split: tl.constexpr = decode_split_fp8 if k_ptr.dtype.element_ty == tl.float8e4nv else decode_split
     let_next_start(PDL)
     wait_for_inputs(PDL)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -133,9 +149,7 @@ def decode_kernel(
     real = g < G
     work = program
     while work < num_items:
-        following = num_items
-        if num_items > num_programs:  # else everyone has one item and no queue is needed
-            following = num_programs + tl.atomic_add(queue_ptr, 1, sem="relaxed")
+        following = take_next(queue_ptr, num_items, num_programs)
         item, head = item_ptr + work // HKV * ITEM, work % HKV
         seq, c, seq_len, first_partial = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
         begin = 0  # of what the query sees
@@ -151,15 +165,9 @@ def decode_kernel(
         else:
             rows = (head * G + g)[:, None] * D
             q = tl.load(token_ptr + rows + dims[None, :], mask=real[:, None], other=0.0)  # [M, D]
-        if WINDOW:
-            row_max, row_sum, acc = attend_window(
-                q, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table, tl.full([M], 0, tl.int32) + seq_len - 1,
-                begin + c * chunk, tl.minimum(seq_len, begin + (c + 1) * chunk), scale, WINDOW,
-                STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, M, D)  # fmt: skip
-        else:
-            row_max, row_sum, acc = split(
-                q, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table, c * chunk,
-                tl.minimum(seq_len, (c + 1) * chunk), scale, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, M, D)  # fmt: skip
+        row_max, row_sum, acc = attend_chunk(
+            q, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD, table, seq_len, begin + c * chunk,
+            tl.minimum(seq_len, begin + (c + 1) * chunk), scale, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, M, D, WINDOW)  # fmt: skip
         out_row = (seq * HKV + head) * G
         if num_chunks <= 1:
             out = (normalize(row_sum, acc) * v_scale).to(out_ptr.dtype.element_ty)
@@ -169,10 +177,7 @@ def decode_kernel(
                 row_max, row_sum, acc, max_ptr, sum_ptr, acc_ptr, done_ptr + seq * HKV + head, out_ptr + out_row * D,
                 (first_partial * HKV + head) * GROUP, c, num_chunks, HKV * GROUP, v_scale, G, GROUP, D, M, STEP)  # fmt: skip
         work = following
-    if num_items > num_programs:  # noqa: SIM102 -- Triton's `and` would evaluate both sides
-        if tl.atomic_add(queue_ptr + 1, 1, sem="acq_rel") == num_programs - 1:
-            tl.store(queue_ptr, 0)  # the last to leave winds the queue back
-            tl.store(queue_ptr + 1, 0)
+    leave(queue_ptr, num_items, num_programs)
 
 
 @dataclass(slots=True, frozen=True)
@@ -247,7 +252,7 @@ class SplitKVDecode:
         """List the work of the first `num_seqs` sequences of `seq_lens` [S] int32, a contiguous tensor."""
         plan_kernel[(num_seqs,)](
             seq_lens, self.items, self.header, num_seqs, self._launch_shape(num_seqs)[0], self.max_chunks,
-            HKV=self.num_kv_heads, TILE=self.config.tile, SEQS=self.seqs, STEP=32,
+            HKV=self.num_kv_heads, TILE=self.config.tile, SEQS=self.seqs,
             MIN_CHUNK=self.config.min_chunk, MAX_CHUNK=self.config.max_chunk,
             QUEUE_CHUNK=self.config.queue_chunk, MAX_PARTS=MAX_PARTS, WINDOW=self.window,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The work list of a split-KV decode, written on the device, so that a recorded step needs nothing of the host."""
+"""The work list of a split-KV decode, written and taken on the device, so that a recorded step needs nothing of the host."""
 
 from __future__ import annotations
 
@@ -8,35 +8,47 @@ import triton.language as tl
 from folovllm.kernels.window import first_seen
 
 ITEM = tl.constexpr(4)  # int32s of a work item: sequence, chunk, tokens of the sequence, its first partial result
+STEP = tl.constexpr(32)  # items that are written at a time
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_programs", "max_chunks"], do_not_specialize_on_alignment=["len_ptr"])
-def plan_kernel(
-    len_ptr, item_ptr, header_ptr, num_seqs, num_programs, max_chunks,
-    HKV: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr, STEP: tl.constexpr,
+@triton.jit
+def chunk_length(
+    lens, used, num_programs, max_chunks, HKV: tl.constexpr, TILE: tl.constexpr,
     MIN_CHUNK: tl.constexpr, MAX_CHUNK: tl.constexpr, QUEUE_CHUNK: tl.constexpr, MAX_PARTS: tl.constexpr,
-    WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """List one sequence's work items; one program a sequence, and the first writes header = [items, chunk length].
+    """The smallest, in doublings from MIN_CHUNK to MAX_CHUNK, at which every item has a program of its own; else QUEUE_CHUNK.
 
-    The chunk is the smallest, in doublings from MIN_CHUNK to MAX_CHUNK, at which every item has a program of its own; if
-    there is none, QUEUE_CHUNK. It is longer where a sequence would have over MAX_PARTS results to merge, or the buffers
-    for `max_chunks` would not do. Full chunks come first, then the last, partial ones from long to short: the shortest
-    work ends the list. A sequence of length 0 (padding) gets one empty item, which writes its zeros. SEQS is a power of
-    two from `num_seqs` up. With a WINDOW (0: none) chunks are counted from the tile in which the last token's begins.
+    It is longer where a sequence would have over MAX_PARTS results to merge, or the buffers for `max_chunks` would not do.
+    `lens` and `used` [SEQS]: the keys of each sequence, and the same with at least one where the sequence is real.
     """
-    seq, i = tl.program_id(0), tl.arange(0, SEQS)
-    lens = tl.load(len_ptr + i, mask=i < num_seqs, other=0)  # [SEQS]
-    if WINDOW:
-        lens -= first_seen(lens - 1, WINDOW, TILE)
-    used = tl.where(i < num_seqs, tl.maximum(lens, 1), 0)
     chunk = MIN_CHUNK
     while (chunk < MAX_CHUNK) & (tl.sum(tl.cdiv(used, chunk)) * HKV > num_programs):
         chunk *= 2
     if tl.sum(tl.cdiv(used, chunk)) * HKV > num_programs:
         chunk = QUEUE_CHUNK
     chunk = tl.maximum(chunk, tl.maximum(tl.cdiv(tl.max(lens), MAX_PARTS), tl.cdiv(tl.sum(lens), max_chunks)))
-    chunk = tl.cdiv(chunk, TILE) * TILE
+    return tl.cdiv(chunk, TILE) * TILE
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "max_chunks"], do_not_specialize_on_alignment=["len_ptr"])
+def plan_kernel(
+    len_ptr, item_ptr, header_ptr, num_seqs, num_programs, max_chunks,
+    HKV: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, MAX_CHUNK: tl.constexpr, QUEUE_CHUNK: tl.constexpr, MAX_PARTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """List one sequence's work items; one program a sequence, and the first writes header = [items, `chunk_length`].
+
+    Full chunks come first, then the last, partial ones from long to short: the shortest work ends the list. A sequence of
+    length 0 (padding) gets one empty item, which writes its zeros. SEQS is a power of two from `num_seqs` up. With a
+    WINDOW (0: none) chunks are counted from the tile in which the last token's begins.
+    """
+    seq, i = tl.program_id(0), tl.arange(0, SEQS)
+    lens = tl.load(len_ptr + i, mask=i < num_seqs, other=0)  # [SEQS]
+    if WINDOW:
+        lens -= first_seen(lens - 1, WINDOW, TILE)
+    used = tl.where(i < num_seqs, tl.maximum(lens, 1), 0)
+    chunk = chunk_length(lens, used, num_programs, max_chunks, HKV, TILE, MIN_CHUNK, MAX_CHUNK, QUEUE_CHUNK, MAX_PARTS)
     full, rest = lens // chunk, lens % chunk
     has_tail = ((rest > 0) | (lens == 0)) & (i < num_seqs)
     num_full = tl.sum(full)
@@ -66,3 +78,21 @@ def _store_item(item_ptr, item, seq, chunk, length, first_partial, mask):
     tl.store(item_ptr + 1, chunk, mask=mask)
     tl.store(item_ptr + 2, length, mask=mask)
     tl.store(item_ptr + 3, first_partial, mask=mask)
+
+
+@triton.jit
+def take_next(queue_ptr, num_items, num_programs):
+    """The item that a program does after its first, or `num_items` if there is none; queue = [items taken, programs gone]."""
+    following = num_items
+    if num_items > num_programs:  # else everyone has one item and no queue is needed
+        following = num_programs + tl.atomic_add(queue_ptr, 1, sem="relaxed")
+    return following
+
+
+@triton.jit
+def leave(queue_ptr, num_items, num_programs):
+    """What a program does at its end: the last to leave winds the queue back, for the next launch."""
+    if num_items > num_programs:  # noqa: SIM102 -- Triton's `and` would evaluate both sides
+        if tl.atomic_add(queue_ptr + 1, 1, sem="acq_rel") == num_programs - 1:
+            tl.store(queue_ptr, 0)
+            tl.store(queue_ptr + 1, 0)

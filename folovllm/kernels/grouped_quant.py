@@ -28,7 +28,7 @@ def add_tile(
 ):  # fmt: skip
     """`total` [TILE_N, TILE_M], and the products of a tile of inputs with weights of some `rows` [TILE_N, 1].
 
-    `x_ptr` [1, TILE_M] is where the inputs of each pair begin. 8 bits with GROUP = K: the scale is still missing.
+    `x_ptr` [1, TILE_M] is where the inputs of each pair begin.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     PRECISION: tl.constexpr = "ieee" if DTYPE == tl.float32 else "tf32"  # noqa: SIM300
@@ -47,11 +47,9 @@ def add_tile(
         codes = tl.load(code_ptr + rows * K + k[None, :], mask=k[None, :] < K, other=0)
         x = tl.load(x_ptr + k[:, None], mask=k[:, None] < K, other=0)
         numbers = unpack(codes, KIND, DTYPE)
-        if GROUP >= K:
-            total = tl.dot(numbers, x, total, input_precision=PRECISION)
-        else:  # a tile lies within a group
-            scale = tl.load(scale_ptr + rows // GROUP_ROWS * tl.cdiv(K, GROUP) + tile * TILE_K // GROUP)
-            total += tl.dot(numbers, x, input_precision=PRECISION) * scale
+        # A tile lies within a group. Its scale at once, for the sake of what `quant_matmul_kernel` says.
+        scale = tl.load(scale_ptr + rows // GROUP_ROWS * tl.cdiv(K, GROUP) + tile * TILE_K // GROUP)
+        total += tl.dot(numbers, x, input_precision=PRECISION) * scale
     return total
 
 
@@ -83,10 +81,6 @@ def grouped_quant_kernel(
                     total_up, inputs, code_ptr, scale_ptr, zero_ptr, rows + N, tile, exponent, K, GROUP_ROWS, GROUP, KIND,
                     TILE_K
                 )  # fmt: skip
-        if KIND != "int4" and GROUP >= K:
-            total *= tl.load(scale_ptr + rows // GROUP_ROWS)
-            if GATED:
-                total_up *= tl.load(scale_ptr + (rows + N) // GROUP_ROWS)
         result = total.to(DTYPE)
         if GATED:
             gate = result.to(tl.float32)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from folovllm.kernels.fp8 import prefill_loop_fp8
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
-from folovllm.kernels.window import attend_window, first_seen
+from folovllm.kernels.window import first_seen, window_loop
 from folovllm.kv_scales import UNSCALED, KVScales
 
 
@@ -53,6 +53,20 @@ def prefill_loop(
     return row_max, row_sum, acc
 
 
+@triton.jit
+def tile_of_program(tile_ptr, first_seq, TILE_M: tl.constexpr, LISTED: tl.constexpr):
+    """The sequence of this program's tile, and which of its new tokens is the tile's first query.
+
+    LISTED: they are at `tile_ptr` [n, 2]. Else the last tile of a sequence comes first, since it has the most keys: with
+    the longest work at the front, no program is left alone at the end.
+    """
+    if LISTED:
+        seq, row0 = tl.load(tile_ptr + 2 * tl.program_id(1)), tl.load(tile_ptr + 2 * tl.program_id(1) + 1)
+    else:
+        seq, row0 = first_seq + tl.program_id(2), (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE_M
+    return seq, row0
+
+
 @triton.jit(
     do_not_specialize=["stride_table", "first_seq"],
     do_not_specialize_on_alignment=["table_ptr", "start_ptr", "len_ptr", "tile_ptr"],
@@ -66,14 +80,11 @@ def prefill_kernel(
 ):  # fmt: skip
     """TILE_M queries of one head of one sequence; grid (Hq, tiles of the longest query, sequences).
 
-    LISTED: `tile_ptr` [n, 2] says which sequence and first query; grid (Hq, n). WINDOW: keys that a query sees; 0: all.
+    LISTED: grid (Hq, n), of the n tiles at `tile_ptr`. WINDOW: how many keys a query sees; 0: all.
     """
     loop: tl.constexpr = prefill_loop_fp8 if k_ptr.dtype.element_ty == tl.float8e4nv else prefill_loop
     head = tl.program_id(0)
-    if LISTED:
-        seq, row0 = tl.load(tile_ptr + 2 * tl.program_id(1)), tl.load(tile_ptr + 2 * tl.program_id(1) + 1)
-    else:  # the last tile has the most keys: with the longest work first, no program is left alone at the end
-        seq, row0 = first_seq + tl.program_id(2), (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE_M
+    seq, row0 = tile_of_program(tile_ptr, first_seq, TILE_M, LISTED)
     start = tl.load(start_ptr + seq)
     query_len = tl.load(start_ptr + seq + 1) - start
     seq_len = tl.load(len_ptr + seq)
@@ -88,17 +99,15 @@ def prefill_kernel(
     k_ptr += head // G * STRIDE_HEAD
     v_ptr += head // G * STRIDE_HEAD
     table_ptr += seq.to(tl.int64) * stride_table
-
-    row_max = tl.full([TILE_M], LOWEST, tl.float32)
-    row_sum = tl.zeros([TILE_M], tl.float32)
-    acc = tl.zeros([TILE_M, D], tl.float32)
     full = (seq_len - query_len + row0 + 1) // TILE_N * TILE_N  # keys in whole tiles that the first query sees too
     last = tl.minimum(seq_len, seq_len - query_len + row0 + TILE_M)  # no query of this tile sees further
     if WINDOW:
-        row_max, row_sum, acc = attend_window(
+        row_max, row_sum, acc = window_loop(
             q, k_ptr, v_ptr, table_ptr, positions, first_seen(seq_len - query_len + row0, WINDOW, TILE_N), last, scale,
             WINDOW, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, TILE_M, D)  # fmt: skip
     else:
+        row_max, row_sum = tl.full([TILE_M], LOWEST, tl.float32), tl.zeros([TILE_M], tl.float32)
+        acc = tl.zeros([TILE_M, D], tl.float32)
         row_max, row_sum, acc = loop(q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, 0, full, scale,
                                      False, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE_N, D)  # fmt: skip
         row_max, row_sum, acc = loop(q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, full, last, scale,

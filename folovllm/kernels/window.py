@@ -18,7 +18,7 @@ def first_seen(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def attend_window(
+def window_loop(
     q, k_ptr, v_ptr, table_ptr, positions, first, last, scale, WINDOW: tl.constexpr,
     STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, B: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from folovllm.kernels.activation import silu_and_mul
+from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
 from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
-from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.activation import GeluAndMul, SiluAndMul
 from folovllm.layers.layernorm import RMSNorm
 
 
@@ -28,3 +28,11 @@ class FusedSiluAndMul(SiluAndMul):
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         """As `SiluAndMul`."""
         return silu_and_mul(gate_up)
+
+
+class FusedGeluAndMul(GeluAndMul):
+    """Gates and multiplies in one pass."""
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """As `GeluAndMul`."""
+        return gelu_and_mul(gate_up)

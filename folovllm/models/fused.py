@@ -10,8 +10,8 @@ from torch import nn
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
-from folovllm.layers.activation import SiluAndMul
-from folovllm.layers.fused import FusedRMSNorm, FusedSiluAndMul
+from folovllm.layers.activation import GeluAndMul, SiluAndMul
+from folovllm.layers.fused import FusedGeluAndMul, FusedRMSNorm, FusedSiluAndMul
 from folovllm.layers.fused_moe import EXPERT_KERNELS
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
@@ -68,6 +68,7 @@ def fused_layers(head_dim: int) -> LayerSet:
     Attention stays plain where head_dim is no power of two, which a kernel's tile must be (flash-attn takes 80).
     """
     places: dict[type[nn.Module], Callable[..., nn.Module]] = {
-        RMSNorm: FusedRMSNorm, SiluAndMul: FusedSiluAndMul, Gemma3RMSNorm: FusedGemma3RMSNorm,
+        RMSNorm: FusedRMSNorm, SiluAndMul: FusedSiluAndMul,
+        Gemma3RMSNorm: FusedGemma3RMSNorm, GeluAndMul: FusedGeluAndMul,
     }  # fmt: skip
     return LayerSet(places | EXPERT_KERNELS | (ATTENTION if head_dim & (head_dim - 1) == 0 else {}))

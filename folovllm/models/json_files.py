@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from folovllm.require import is_whole
+
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -20,12 +22,8 @@ class Kind(NamedTuple):
     fits: Callable[[Any], bool]
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_number(value: Any) -> bool:
-    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _is_list_of(kind: type, value: Any) -> bool:
@@ -37,12 +35,12 @@ def _as_list(value: Any) -> list[Any]:
 
 
 OBJECT = Kind("an object {...}", lambda value: isinstance(value, dict))
-SIZE = Kind("a whole number of at least 1", lambda value: _is_whole(value) and 1 <= value < 2**31)
+SIZE = Kind("a whole number of at least 1", lambda value: is_whole(value) and 1 <= value < 2**31)
 SIZES = Kind("a whole number of at least 1, or a list of them", lambda value: all(map(SIZE.fits, _as_list(value))))
-WINDOW = Kind("a whole number, 0 for none", lambda value: _is_whole(value) and 0 <= value < 2**31)
-LAYERS = Kind("a whole number from 1 to 10,000", lambda value: _is_whole(value) and 1 <= value <= 10_000)
+WINDOW = Kind("a whole number, 0 for none", lambda value: is_whole(value) and 0 <= value < 2**31)
+LAYERS = Kind("a whole number from 1 to 10,000", lambda value: is_whole(value) and 1 <= value <= 10_000)
 ABOVE_0 = Kind("a number above 0", lambda value: _is_number(value) and 0 < value < 2**63)
-NUMBER = Kind("a number", lambda value: _is_whole(value) or isinstance(value, float))
+NUMBER = Kind("a number", lambda value: is_whole(value) or isinstance(value, float))
 SWITCH = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 TEXTS = Kind("a list of texts", lambda value: _is_list_of(str, value))
@@ -50,7 +48,7 @@ DTYPE = Kind(f"one of {', '.join(DTYPES)}", lambda value: value in DTYPES)
 OBJECTS = Kind("a list of objects", lambda value: _is_list_of(dict, value))
 TOKEN = Kind("a text or an object", lambda value: isinstance(value, str | dict))
 TEMPLATE = Kind("a text or a list of objects", lambda value: isinstance(value, str) or _is_list_of(dict, value))
-IDS = Kind("a token id or a list of them", lambda value: all(map(_is_whole, _as_list(value))))
+IDS = Kind("a token id or a list of them", lambda value: all(map(is_whole, _as_list(value))))
 
 ROPE = {
     "rope_type": TEXT, "type": TEXT, "rope_theta": ABOVE_0, "factor": ABOVE_0, "low_freq_factor": ABOVE_0,

@@ -127,9 +127,14 @@ def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> No
 
 
 def arranged(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> torch.Tensor:
-    """Return a tensor of the checkpoint as its place takes it; its format knows how."""
+    """Return a tensor of the checkpoint as its place takes it; its format knows how.
+
+    Codes are put in order where the model is: 30 billion of 4 bits would keep a CPU busy for most of a minute.
+    """
     place = places.get(name)
-    return tensor if place is None else place.format.arrange(name.rpartition(".")[2], tensor, place.view.shape)
+    if place is None or isinstance(place.format, Plain):
+        return tensor
+    return place.format.arrange(name.rpartition(".")[2], tensor.to(place.view.device), place.view.shape)
 
 
 def is_ignored(name: str, formats: Formats) -> bool:

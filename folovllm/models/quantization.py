@@ -15,7 +15,7 @@ import torch
 
 from folovllm.config import EngineConfig
 from folovllm.layers.formats.abstract import WeightFormat
-from folovllm.layers.formats.fp8 import Fp8
+from folovllm.layers.formats.fp8 import Fp8, Fp8Both
 from folovllm.layers.formats.int4_checkpoints import Awq, Gptq, SortedGptq
 from folovllm.layers.layer_set import FormatOf
 from folovllm.layers.linear import PLAIN
@@ -31,6 +31,8 @@ ROUTERS = ("gate", "shared_expert_gate")  # that GPTQ and AWQ leave plain withou
 Said = Mapping[str, Any]  # a `quantization_config`
 Shapes = dict[str, tuple[int, int]]  # [outputs, inputs] of linear layers, by their names within a decoder layer
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
+ACTIVATIONS = "quantize_activations"  # our own word in a `quantization_config`
+NOT_FP8 = "quantize_activations needs weights in FP8, which this model has not: leave it out"
 
 
 def read_fp8(said: Said) -> FormatOf:
@@ -146,9 +148,18 @@ def formats_of(
             raise ValueError(
                 f"{', '.join(parts)} of {parent} are one layer here, so all must be quantized in one way, or none of them"
             )
-        return first
+        return with_activations(first) if said.get(ACTIVATIONS) else first
 
     return of_merged
+
+
+def with_activations(format: WeightFormat | None) -> WeightFormat | None:
+    """The same, and activations are quantized too. Raises ValueError if weights are not in FP8."""
+    if format is None:
+        return None
+    if type(format) is not Fp8:
+        raise ValueError(NOT_FP8)
+    return Fp8Both(format.scale_name, format.block)
 
 
 def as_in_checkpoint(name: str, renamed: Mapping[str, str]) -> str:
@@ -177,6 +188,22 @@ def quantized_as_asked(hf_config: Any, config: EngineConfig) -> Any:
     if asked != is_a:
         what = "is not quantized" if is_a is None else f"is quantized by {is_a!r}"
         raise ValueError(f"quantization={asked!r} was asked for, and this checkpoint {what}: leave it out")
+    return hf_config
+
+
+def activations_as_asked(hf_config: Any, config: EngineConfig) -> Any:
+    """The model's configuration, which says if activations are to be quantized too.
+
+    Raises:
+        ValueError: they are, and weights are not in FP8. Of some checkpoints `formats_of` finds that out.
+    """
+    said = getattr(hf_config, "quantization_config", None)
+    if not config.quantize_activations:
+        return hf_config
+    said = {} if said is None else said if isinstance(said, Mapping) else said.to_dict()
+    if said.get("quant_method") not in ("fp8", "compressed-tensors"):
+        raise ValueError(NOT_FP8)
+    hf_config.quantization_config = {**said, ACTIVATIONS: True}
     return hf_config
 
 

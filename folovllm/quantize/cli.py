@@ -32,8 +32,10 @@ def quantize(
 ) -> None:
     """Write a model with fewer bits, for this engine, vLLM and transformers.
 
-    A decoder layer at a time: memory holds one layer, and the hidden states of the text. Each finished layer is a file in
-    DIR; after Ctrl-C the same command goes on with the next one. At the end: perplexity and size, before and after.
+    It takes a decoder layer at a time: memory holds one layer, and the text's
+    hidden states. Each finished layer is a file in DIR; after Ctrl-C the same
+    command goes on with the next one. At the end it prints perplexity and size,
+    before and after.
 
     gptq and awq have 4 bits a weight, fp8 and int8 have 8. Embedding and head stay as they are.
     """

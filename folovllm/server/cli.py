@@ -9,11 +9,18 @@ import typer
 
 def serve(
     model: Annotated[
-        str | None, typer.Argument(help="A folder, a hub id or an embedded model's name.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="A folder, a GGUF file, a hub id, or a model's short name (stories-5m, smollm2).", show_default=False
+        ),
     ] = None,
     **given: Any,
 ) -> None:
-    """Offer a model through OpenAI's API."""
+    """Offer a model through OpenAI's API.
+
+    It listens at http://127.0.0.1:8000, and a browser finds a page to chat there.
+    If no model is named, the small one that comes with the package answers.
+    """
     from folovllm.cli import engine_flags
     from folovllm.config import EngineConfig
     from folovllm.flags import pick

@@ -14,13 +14,13 @@ class ServerConfig:
     Attributes:
         host: address to listen at; by default this machine alone can ask.
         port: port to listen at; 0 takes a free one.
-        served_model_name: names that requests may call the model by; the first is shown. None: as it was given.
+        served_model_name: names that requests may call the model by; the first is shown. If left out, the model's as given.
         api_key: a key that requests must bring (`Authorization: Bearer ...`); several may be given. The variable
             FOLOVLLM_API_KEY, keys with commas between them, says the same and is not seen in the list of processes.
         cors_origin: an origin whose pages may ask from a browser; "*" is any. Several may be given.
-        engine_process: run the engine in a process of its own; None: where it has a GPU.
+        engine_process: run the engine in a process of its own; if left out, where it has a GPU.
         max_queued_requests: most prompts that wait for their first token; a request beyond is answered 429.
-        max_queued_tokens: most tokens of such prompts.
+        max_queued_tokens: most tokens in all such prompts together.
         max_body_size: longest request, in bytes.
         drain_seconds: at SIGTERM, how long answers that run may take to end.
         reasoning_parser: take what the model thinks out of its answers, into `reasoning_content`: qwen3, or deepseek_r1 for

@@ -14,7 +14,7 @@ from folovllm.step.draw import DrawSpec, no_tokens
 from folovllm.step.schedule import SchedulerOutput, Share
 from folovllm.step.verify import most_draws
 
-CONTEXT = 128  # tokens that each sequence has already, if the context allows it
+CONTEXT = 128  # tokens that each sequence has already, if the context and the cache allow it
 ROUNDS = 3
 PATIENCE = 0.4  # seconds for a curve: a slow machine gets fewer points of it
 MOST = 512  # tokens of a step: beyond, both curves are taken for straight
@@ -49,7 +49,8 @@ class Timer:
     def __init__(self, executor: Executor, setup: EngineSetup, most: int) -> None:
         self._executor = executor
         self._clock = clock_for(setup)
-        self._start = max(0, min(CONTEXT, setup.max_model_len - most - 2))
+        room = min(setup.max_model_len - 1, executor.num_kv_blocks * setup.block_size)
+        self._start = max(0, min(CONTEXT, room - most - 1))
         self._blocks = tuple(range(-(-(self._start + most + 1) // setup.block_size)))
 
     def curve(self, steps: list[list[int]]) -> Curve:

@@ -262,6 +262,21 @@ draw_steps(shown.made, tokens)
 print(f"{len(tokens)} tokens; {counts.num_accepted} of {counts.num_guessed} guesses were right")
 
 # %% [markdown]
+# And as a film: two requests in M5, and a small model that guesses four tokens for each in every step. Go through it with the arrow keys. In a text the accepted
+# guesses are underlined, the bonus has a frame, and what was rejected is struck out; in the cache the same tokens stand at the foot of their slots.
+
+# %%
+from folovllm.inspector import film, show
+
+DRAFT = {"method": "draft_model", "model": "stories-draft", "num_speculative_tokens": 4, "adaptive": False}
+SMALL = {**MODEL, "milestone": "m5", "max_model_len": 96, "num_kv_blocks": 14, "block_size": 8}
+with LLM(**SMALL, speculative_config=DRAFT) as drafted, film(drafted, "A small model guesses") as run:
+    asks = {"Once upon a time there was a little": greedy(40), "Lily had a red kite. One day": greedy(56)}
+    drafted.generate([*asks], [*asks.values()], use_tqdm=False)
+assert '"guess"' in run.text
+show(run, height=480)
+
+# %% [markdown]
 # ## Measure: how far to guess
 #
 # An oracle that knows the answer and errs on purpose, with a chance that we choose: so the acceptance is a number that we turn, and not luck. If each guess is right with probability a where those before

@@ -15,8 +15,9 @@ from folovllm.engine.scheduler import Scheduler, preempt, whole_prompt
 from folovllm.step.schedule import SchedulerOutput, Share
 from milestones.builders import load_file, scorer, scores
 from milestones.counting import CountBytes, ToyModel, count_kernel
-from milestones.manifest import Builder, Course
+from milestones.manifest import Course
 from milestones.scores import CatLoop
+from milestones.tasks import Builder
 from milestones.virtual import TRACES, Costs, Request, load_trace, serve
 from tests.builders.engines import WITHOUT_MINE
 from tools.traces import traces

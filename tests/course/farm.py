@@ -18,8 +18,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from milestones import builders
-from milestones.manifest import Course, Exercise, Symbol
+from milestones.manifest import Course
 from milestones.mine import write_variant
+from milestones.tasks import Exercise, Symbol
 from tests.tiny import same
 
 PRELOAD = [

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from milestones.builders import template
-from milestones.manifest import Builder, Course
+from milestones.manifest import Course
+from milestones.tasks import Builder
 from tests.course.farm import Farm, Job, builder_jobs, complaint, later_jobs
 
 COURSE = Course(Path(__file__).resolve().parents[2])

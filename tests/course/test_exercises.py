@@ -11,8 +11,9 @@ from rich.console import Console
 
 from milestones import splice
 from milestones.explain import commented, print_commented
-from milestones.manifest import EXERCISE_ID, Course, Exercise, Milestone
+from milestones.manifest import Course
 from milestones.mine import Mine, State, write_variant
+from milestones.tasks import EXERCISE_ID, Exercise, Milestone
 from milestones.update import update
 from tests.course.farm import Farm, Job, complaint, jobs
 from tests.tiny import named, same

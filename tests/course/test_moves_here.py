@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from milestones import splice
-from milestones.manifest import Course, Symbol
+from milestones.manifest import Course
 from milestones.mine import Mine, State
+from milestones.tasks import Symbol
 from milestones.update import update
 
 COURSE = Course(Path(__file__).resolve().parents[2])

@@ -6,7 +6,8 @@ from functools import reduce
 
 import pytest
 
-from milestones.manifest import Course, WrongAnswer
+from milestones.manifest import Course
+from milestones.tasks import WrongAnswer
 from tests.m5.test_events import World, cells_of, engine
 
 COURSE = Course.here()

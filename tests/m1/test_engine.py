@@ -10,7 +10,7 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from folovllm import LLM, EngineConfig, SamplingParams
-from folovllm.engine.scheduler import SerialScheduler
+from folovllm.engine.serial_scheduler import SerialScheduler
 from folovllm.request import Request, Sequence
 from tests.helpers import tiny_checkpoint
 

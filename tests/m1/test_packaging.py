@@ -123,7 +123,7 @@ class TestBook:
     def test_a_signature_leaves_the_answer_out(self, book: ModuleType) -> None:
         shown = book.excerpt("folovllm.config:EngineConfig.for_milestone", signature=True)
         assert shown.endswith('"""\n    ...') and "return" not in shown
-        bare = book.excerpt("folovllm.config:EngineConfig._validate", signature=True)  # has no docstring
+        bare = book.excerpt("folovllm.config:EngineConfig.__post_init__", signature=True)  # has no docstring
         assert bare.endswith("-> None:\n    ...")
 
     @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from folovllm.kernels import grouped_hopper
-from folovllm.kernels.activation import silu_and_mul_kernel
+from folovllm.kernels.activation import act_and_mul_kernel
 from folovllm.kernels.check import MERGED, check_config, check_kernel, merge_checks_kernel, num_warps_of, tile_shape
 from folovllm.kernels.check_plan import list_checks_kernel, plan_checks_kernel
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel
@@ -41,7 +41,7 @@ from folovllm.kernels.grouped_quant import tiles as tiles_of_codes
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_kernel
 from folovllm.kernels.int4_linear import int4_linear_kernel
 from folovllm.kernels.int4_linear import tiling as tiling_4
-from folovllm.kernels.int4_matmul import add_parts_kernel, int4_matmul_kernel, int4_unpack_kernel
+from folovllm.kernels.int4_matmul import int4_matmul_kernel, int4_unpack_kernel
 from folovllm.kernels.int4_matmul import tiling as tiling_4_many
 from folovllm.kernels.note_drawn import note_drawn_kernel
 from folovllm.kernels.prefill import prefill_config, prefill_kernel
@@ -50,6 +50,7 @@ from folovllm.kernels.prefill_tiles import list_tiles_kernel
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
 from folovllm.kernels.quant_linear import quant_linear_kernel, tile_of
 from folovllm.kernels.quant_matmul import quant_matmul_kernel, tiles, unpack_kernel
+from folovllm.kernels.quantize_rows import quantize_rows_kernel
 from folovllm.kernels.rms_norm import add_rms_norm_kernel
 from folovllm.kernels.route import STEP, choose_kernel, combine_kernel, late_combine_kernel, order_kernel
 from folovllm.kernels.small_linear import serves, small_linear_kernel, tiling
@@ -75,7 +76,9 @@ OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"):
              ("few_pairs_kernel", "x_ptr"): "*i32", ("few_pairs_kernel", "weight_ptr"): "*i32",
              ("choose_kernel", "count_ptr"): "*i16", ("order_kernel", "count_ptr"): "*i16",
              ("int4_linear_kernel", "scale_ptr"): "*fp16", ("int4_matmul_kernel", "scale_ptr"): "*fp16",
-             ("int4_unpack_kernel", "scale_ptr"): "*fp16", ("add_parts_kernel", "part_ptr"): "*fp32"}  # fmt: skip
+             ("int4_unpack_kernel", "scale_ptr"): "*fp16", ("int4_matmul_kernel", "part_ptr"): "*fp32",
+             ("quant_matmul_kernel", "part_ptr"): "*fp32", ("quantize_rows_kernel", "code_ptr"): "*fp8e4nv",
+             ("quantize_rows_kernel", "scale_ptr"): "*fp32"}  # fmt: skip
 
 
 WEIGHTS = {"code_ptr": "codes", "scale_ptr": "scales"}
@@ -193,11 +196,13 @@ def kernels(capability: int, head_dim: int, block_size: int):
         chunks = {"MIN_CHUNK": decode.min_chunk, "MAX_CHUNK": decode.max_chunk, "QUEUE_CHUNK": decode.queue_chunk,
                   "MAX_PARTS": MAX_PARTS}  # fmt: skip
         yield store_kvcache_kernel, {**strides, "HKV": HKV, "D": d, "WIDTH": HKV * d}, 4, 3
-        plan = {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, "STEP": 32, **chunks}
+        plan = {"HKV": HKV, "TILE": decode.tile, "SEQS": 256, **chunks}
         for window in (0, *windows):
             yield plan_kernel, {**plan, "WINDOW": window}, 4, 3
         yield add_rms_norm_kernel, {"H": 1024, "WIDTH": 1024, "HAS_RESIDUAL": True}, 4, 3
-        yield silu_and_mul_kernel, {"I": 3072, "WIDTH": 1024, "H": 1024, "STREAM_WIDTH": 1024, "SCALE": True}, 4, 3
+        gate = {"I": 3072, "WIDTH": 1024, "H": 1024, "STREAM_WIDTH": 1024}
+        yield act_and_mul_kernel, {**gate, "SCALE": True, "GELU": False}, 4, 3
+        yield act_and_mul_kernel, {**gate, "SCALE": False, "GELU": True}, 4, 3
 
 
 def kernels_of_m6(capability: int, head_dim: int, block_size: int):
@@ -262,16 +267,36 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
                                     "RESIDUAL": not gated, "M": tokens, "ROWS": per_program, "CHUNK": units, **pdl}, num_warps, 3  # fmt: skip
     for tokens, kind in some:
         group = {"GROUP_ROWS": 1, "GROUP": 9728} if kind == "int8" else {"GROUP_ROWS": 128, "GROUP": 128}
-        shape = tiles(tokens, 1 << 30 if kind == "int8" else 128, 2)
+        shape = tiles(tokens, 1 << 30 if kind == "int8" else 128, 2, capability)
+        split = {"SPLIT": shape.pop("programs") > 0}
         num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
-        yield quant_matmul_kernel, {"K": 9728, **group, "KIND": kind, "RESIDUAL": True, **shape}, num_warps, num_stages
+        yield (
+            quant_matmul_kernel,
+            {"OUTPUTS": 2560, "K": 9728, **group, **split, "KIND": kind, "RESIDUAL": True, **shape},
+            num_warps,
+            num_stages,
+        )
     if capability == 86:  # little shared memory, and floats of 32 bits, which one may ask for
         for tokens in (16, 64):
-            shape = tiles(tokens, 1 << 30, 4)
+            shape = tiles(tokens, 1 << 30, 4, capability)
             num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
-            group = {"GROUP_ROWS": 1, "GROUP": 9728, "KIND": "int8", "dtype": "fp32"}
-            yield quant_matmul_kernel, {"K": 9728, **group, "RESIDUAL": True, **shape}, num_warps, num_stages
+            group = {
+                "GROUP_ROWS": 1,
+                "GROUP": 9728,
+                "KIND": "int8",
+                "dtype": "fp32",
+                "SPLIT": shape.pop("programs") > 0,
+            }
+            yield (
+                quant_matmul_kernel,
+                {"OUTPUTS": 2560, "K": 9728, **group, "RESIDUAL": True, **shape},
+                num_warps,
+                num_stages,
+            )
     yield unpack_kernel, {"K": 2560, "GROUP_ROWS": 128, "GROUP": 128, "KIND": fp8, "BLOCK": 2048}, 4, 3
+    if capability >= 89:
+        for group in (9728, 128):
+            yield quantize_rows_kernel, {"K": 9728, "GROUP": group, "WIDTH": 16384}, 8, 3
     yield from kernels_of_int4(capability)
 
 
@@ -290,13 +315,18 @@ def kernels_of_int4(capability: int):
                                    "ROWS": per_program, "QUADS": quads, "PDL": capability >= 90, **none}, num_warps, 3  # fmt: skip
     some = [(*one, 2) for one in some] + [(256, 128, 4)] * (capability == 86)
     for tokens, group, itemsize in some:
-        shape = tiling_4_many(tokens, 9728, 2560, group, itemsize)
+        shape = tiling_4_many(tokens, group, itemsize)
+        split = {"SPLIT": shape.pop("programs") > 0}
         num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
         none = {} if group == 32 else {"zero_ptr": None}
         none |= {"dtype": "fp32"} if itemsize == 4 else {}
-        yield int4_matmul_kernel, {"K": 2560, "GROUP": group, "RESIDUAL": True, **shape, **none}, num_warps, num_stages
+        yield (
+            int4_matmul_kernel,
+            {"OUTPUTS": 9728, "K": 2560, "GROUP": group, "RESIDUAL": True, **split, **shape, **none},
+            num_warps,
+            num_stages,
+        )
     yield int4_unpack_kernel, {"K": 2560, "GROUP": 128, "WORDS": 512}, 4, 3
-    yield add_parts_kernel, {"PARTS": 6, "RESIDUAL": True, "BLOCK": 1024}, 4, 3
 
 
 def kernels_of_x3(capability: int, head_dim: int, block_size: int):
@@ -307,7 +337,7 @@ def kernels_of_x3(capability: int, head_dim: int, block_size: int):
         config = check_config(32, head_dim, 2, False)
         chunks = {"MIN_CHUNK": config.min_chunk, "MAX_CHUNK": config.max_chunk, "QUEUE_CHUNK": config.queue_chunk}
         yield list_checks_kernel, {"TILE_TOKENS": 8, "WIDTH": 128}, 1, 3
-        yield plan_checks_kernel, {"HKV": HKV, "TILE": 32, "TILES": 256, "STEP": 32, "MAX_PARTS": 32, **chunks}, 4, 3
+        yield plan_checks_kernel, {"HKV": HKV, "TILE": 32, "TILES": 256, "MAX_PARTS": 32, **chunks}, 4, 3
     strides = {
         "STRIDE_BLOCK": HKV * block_size * head_dim,
         "STRIDE_TOKEN": head_dim,
@@ -360,7 +390,7 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
 
 def grouped_codes(capability: int):
     """Experts in codes, those that ask for most: FP8 in blocks, and INT4 with zeros in short groups, in the tiles for few and
-    many pairs; on other cards one. INT8, whose scale meets a row once, asks for less.
+    many pairs; on other cards one. INT8 asks for less.
     """
     hidden, inner, experts, asked = 2048, 768, 128, 8
     fp8 = "fp8" if capability >= 89 else "fp8_bits"

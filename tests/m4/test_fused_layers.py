@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from folovllm.kernels.activation import silu_and_mul
+from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
-from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.activation import GeluAndMul, SiluAndMul
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
@@ -110,6 +110,16 @@ def test_silu_and_mul(width, dtype):
     torch.manual_seed(0)
     gate_up = 4 * torch.randn(3, 2 * width, device=DEVICE, dtype=dtype)
     assert_close(silu_and_mul(gate_up), SiluAndMul()(gate_up))
+
+
+@pytest.mark.x4
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_and_mul(dtype):
+    """Also far from zero, where the exponential is infinite."""
+    torch.manual_seed(0)
+    gate_up = 4 * torch.randn(3, 144, device=DEVICE, dtype=dtype)
+    gate_up[0, :4] = torch.tensor([-1e3, 1e3, -20.0, 0.0])
+    assert_close(gelu_and_mul(gate_up), GeluAndMul()(gate_up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

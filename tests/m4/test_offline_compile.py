@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NUM_KERNELS = {"m4": 7, "m6": 11, "x2": 7, "x3": 4, "x4": 7}
+NUM_KERNELS = {"m4": 7, "m6": 11, "x2": 6, "x3": 4, "x4": 7}
 ON_HOPPER_ALONE = {"m6": {"prefill_hopper_kernel"}, "x4": {"grouped_hopper_kernel"}}
 FROM_AMPERE_ON = {"x3"}
+WITH_FP8_ALONE = {"x2": {"quantize_rows_kernel"}}  # compute capability 8.9
 # The most registers of a thread, and bytes of stack, where what does not fit into registers goes: what Triton 3.6 and 3.7
 # make of a kernel on sm_80 and sm_90, and a little more. A stack is memory, and slow.
 MOST = {
     "prefill_kernel": (255, 0), "decode_kernel": (255, 16), "qk_norm_rope_store_kernel": (72, 0),
-    "store_kvcache_kernel": (32, 0), "plan_kernel": (40, 0), "add_rms_norm_kernel": (40, 0), "silu_and_mul_kernel": (48, 0),
+    "store_kvcache_kernel": (32, 0), "plan_kernel": (40, 0), "add_rms_norm_kernel": (40, 0), "act_and_mul_kernel": (48, 0),
     "gumbel_max_kernel": (96, 0), "best_of_tiles_kernel": (24, 0), "scan_kernel": (128, 0), "finish_kernel": (128, 16),
     "plain_kernel": (80, 0), "special_kernel": (128, 0), "note_drawn_kernel": (40, 0), "unpack_decode_kernel": (48, 0),
     "unpack_ragged_kernel": (64, 0), "list_tiles_kernel": (40, 0),
@@ -27,7 +28,7 @@ MOST = {
     "check_kernel": (255, 0), "merge_checks_kernel": (96, 0), "list_checks_kernel": (48, 0), "plan_checks_kernel": (40, 0),
     "small_linear_kernel": (255, 0), "prefill_hopper_kernel": (168, 0),
     "quant_linear_kernel": (255, 0), "quant_matmul_kernel": (200, 0), "unpack_kernel": (48, 0),
-    "int4_linear_kernel": (255, 0), "int4_matmul_kernel": (255, 0), "int4_unpack_kernel": (64, 0), "add_parts_kernel": (48, 0),
+    "int4_linear_kernel": (255, 0), "int4_matmul_kernel": (255, 0), "int4_unpack_kernel": (64, 0), "quantize_rows_kernel": (72, 0),
 }  # fmt: skip
 STACK_OF_WIDE_HEADS = 64  # of the attention kernels where D is 256
 
@@ -56,9 +57,10 @@ def check(capability: int, milestone: str, rows: list[dict]) -> None:
     where = f"on sm_{capability}"
     names = {row["kernel"] for row in rows}
     is_too_old = capability < 80 and milestone in FROM_AMPERE_ON
-    hoppers = ON_HOPPER_ALONE.get(milestone, set())
-    assert len(names - hoppers) == (0 if is_too_old else NUM_KERNELS[milestone]), where
+    hoppers, with_fp8 = ON_HOPPER_ALONE.get(milestone, set()), WITH_FP8_ALONE.get(milestone, set())
+    assert len(names - hoppers - with_fp8) == (0 if is_too_old else NUM_KERNELS[milestone]), where
     assert names & hoppers == (hoppers if capability == 90 else set()), where
+    assert names & with_fp8 == (with_fp8 if capability >= 89 else set()), where
     too_large = [row for row in rows if row["shared"] > row["limit"]]
     assert not too_large, f"more shared memory than a block can have {where}"
     too_many = [row for row in rows if row["registers"] * row["warps"] * 32 > 65536]
@@ -81,4 +83,5 @@ def test_no_kernel_is_left_out():
     modules = [import_module(f"folovllm.kernels.{m.name}") for m in pkgutil.iter_modules(folovllm.kernels.__path__)]
     names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert names == MOST.keys()
-    assert len(names) == sum(NUM_KERNELS.values()) + sum(map(len, ON_HOPPER_ALONE.values()))
+    alone = [*ON_HOPPER_ALONE.values(), *WITH_FP8_ALONE.values()]
+    assert len(names) == sum(NUM_KERNELS.values()) + sum(map(len, alone))

@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from folovllm import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.layers.formats import grouped, packing
+from folovllm.layers.formats.int4_checkpoints import Awq
 from folovllm.layers.linear import LinearBase
+from folovllm.models.loader import Place, arranged
 from folovllm.quantize.groups import dequantize_groups, quantize_groups
 from folovllm.worker.native_model import load_native_model, load_sharded_model
 from tests.contract import DEVICE
@@ -269,3 +271,13 @@ def test_transformers_reads_the_same_checkpoint_alike(kind: str, tmp_path: Path)
     coded, _ = write_quantized(source, tmp_path, *KINDS[kind])
     tokens = prompts([12])[0]
     assert_logits_equal(Driver(coded).step({0: tokens})[0], hf_logits(coded, tokens))
+
+
+@pytest.mark.parametrize("kind", ["qweight", "qzeros", "scales"])
+def test_codes_are_put_in_order_on_the_device_of_the_model(kind: str) -> None:
+    """On a GPU it is nothing; on the CPU beside it, a minute of a large model. Plain weights go there as they are."""
+    parts = to_awq(*(torch.zeros(16, n, dtype=torch.uint8) for n in (64, 2, 2)))
+    place = Place(torch.empty(16, 64 // {"qweight": 8}.get(kind, 32), device="meta"), Awq(GROUP))
+    assert arranged(f"layer.{kind}", parts[kind], {f"layer.{kind}": place}).device.type == "meta"
+    plain = torch.zeros(16, 64)
+    assert arranged("layer.weight", plain, {"layer.weight": Place(place.view)}) is plain

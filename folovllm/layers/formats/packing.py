@@ -79,6 +79,12 @@ def pack_awq(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_awq(words: torch.Tensor) -> torch.Tensor:
-    """[inputs, outputs / 8] -> codes [outputs, inputs]; of `qzeros` [groups, outputs / 8] -> zeros [outputs, groups]."""
-    outputs = torch.tensor(AWQ_ORDER, device=words.device).argsort()
-    return unpack_words(words).unflatten(1, (-1, PER_WORD))[..., outputs].flatten(1).t()
+    """[inputs, outputs / 8] -> codes [outputs, inputs]; of `qzeros` [groups, outputs / 8] -> zeros [outputs, groups].
+
+    Words are turned over before they are unpacked, since codes take twice their room.
+    """
+    turned = words.t().contiguous()  # [outputs / 8, inputs]
+    codes = torch.empty(len(turned), PER_WORD, turned.shape[1], dtype=torch.uint8, device=words.device)
+    for i, output in enumerate(AWQ_ORDER):
+        codes[:, output] = turned >> 4 * i & 15
+    return codes.flatten(0, 1)

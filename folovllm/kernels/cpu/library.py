@@ -1,0 +1,76 @@
+"""Compiles the kernels for the CPU that this is, on first use, and keeps the result."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger("folovllm")
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+NUMBERS = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+FLAGS = ("-x", "c++", "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-exceptions", "-fPIC")
+SECONDS = 120  # it takes one or two
+
+POINTER, INDEX, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+ARGUMENTS = {
+    "multiply": [POINTER, POINTER, POINTER, INDEX, INT],
+    "attention": [POINTER] * 6 + [INT],
+    "decoder_layer": [POINTER] * 5 + [INT],
+}
+
+
+@cache
+def load(dtype: torch.dtype, folder: Path) -> ctypes.CDLL | None:
+    """The kernels for numbers of `dtype`, compiled into `folder` unless they are there.
+
+    None where there can be none: on another system than Linux, or without a compiler that takes them (`CXX`, else g++).
+    Everything works without, so the reason is only logged.
+    """
+    if sys.platform != "linux" or dtype not in NUMBERS:
+        return None
+    try:
+        library = ctypes.CDLL(str(compiled(dtype, folder, os.environ.get("CXX", "g++"))))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or error
+        logger.info("no kernels of our own for this CPU, torch computes: %s", str(said).strip().splitlines()[0])
+        return None
+    for name, arguments in ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
+def compiled(dtype: torch.dtype, folder: Path, compiler: str) -> Path:
+    """The file of the compiled kernels. Raises OSError or `SubprocessError` where they cannot be compiled or kept.
+
+    Its name is a hash of all that it depends on: the source, the flags, and what the compiler says of itself and of this CPU's
+    instructions, for several machines may share a home. It is renamed into place, so it is complete, and nothing is locked.
+    """
+    flags = (*FLAGS, f"-DNUMBER={NUMBERS[dtype]}")
+    about = run(compiler, *flags, "-dM", "-E", os.devnull)
+    name = hashlib.sha256(SOURCE.read_bytes() + repr((flags, about)).encode()).hexdigest()[:16]
+    target = folder / f"cpu_kernels_{name}.so"
+    if not target.exists():
+        logger.info("compiling kernels for this CPU")
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            object_file, library = f"{scratch}/kernels.o", f"{scratch}/kernels.so"
+            run(compiler, *flags, "-c", str(SOURCE), "-o", object_file)
+            run(compiler, "-shared", "-nodefaultlibs", object_file, "-lgcc", "-o", library)  # torch has loaded the rest
+            os.replace(library, target)
+    return target
+
+
+def run(*command: str) -> str:
+    """What a command prints."""
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS).stdout

@@ -1,0 +1,123 @@
+"""The kernels for a CPU as functions of tensors. Their results are those of the layers in torch, up to rounding."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from folovllm.forward_batch import ForwardBatch
+
+MAX_ROWS = 16  # beyond, computing counts, at which the library is better
+POINTER, INDEX, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class Linear(ctypes.Structure):
+    """A product, as `kernels.cpp` has it; so are the others here."""
+
+    _fields_ = (("weight", POINTER), ("bias", POINTER), ("outputs", INDEX), ("inputs", INDEX))
+
+
+class Heads(ctypes.Structure):
+    """What heads go through between their projection and attention."""
+
+    _fields_ = (
+        *((name, INDEX) for name in ("query", "kv", "size")),
+        *((name, FLOAT) for name in ("scale", "eps")),
+        *((name, POINTER) for name in ("query_norm", "key_norm", "cos_sin")),
+    )
+
+
+class Layer(ctypes.Structure):
+    """A decoder layer. It knows where its weights are, and does not keep them."""
+
+    _fields_ = (
+        *((name, Linear) for name in ("qkv", "back", "gate_up", "down")),
+        ("heads", Heads),
+        *((name, POINTER) for name in ("input_norm", "post_norm")),
+        *((name, FLOAT) for name in ("input_eps", "post_eps")),
+    )
+
+
+class Cache(ctypes.Structure):
+    """A KV cache."""
+
+    _fields_ = (("data", POINTER), *((name, INDEX) for name in ("values", "block", "token", "head", "block_size")))
+
+
+class Batch(ctypes.Structure):
+    """One new token of each sequence."""
+
+    _fields_ = (
+        *((name, INDEX) for name in ("sequences", "stride_table")),
+        *((name, POINTER) for name in ("positions", "slots", "tables", "lengths")),
+    )
+
+
+class CpuKernels:
+    """Calls the kernels for one dtype. All tensors are contiguous, but the cache."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self._library, self.dtype = library, dtype
+
+    def multiplies(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether `multiply` is the product to take for the rows of `x`: they are few."""
+        return x.shape[0] <= MAX_ROWS and x.dtype == weight.dtype == self.dtype
+
+    def decodes(self, batch: ForwardBatch, kv_cache: torch.Tensor) -> bool:
+        """Whether `decoder_layer` serves a batch: few sequences of one new token each."""
+        only_decodes = batch.num_decodes == batch.num_seqs <= MAX_ROWS and not batch.is_padded
+        return only_decodes and kv_cache.dtype == self.dtype
+
+    def multiply(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x W^T + b, added up in float32 and rounded once: [T, inputs] -> [T, outputs], in `out` if given."""
+        x = x.contiguous()  # a name keeps it while the kernel reads
+        out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
+        linear = ctypes.byref(linear_of(weight, bias))
+        self._library.multiply(linear, at(x), at(out), x.shape[0], torch.get_num_threads())
+        return out
+
+    def attention(self, heads: Heads, kv_cache: torch.Tensor, batch: ForwardBatch, qkv: torch.Tensor) -> torch.Tensor:
+        """All between two projections: [S, (Hq + 2 Hkv) D] -> [S, Hq D]. The new K and V are cached on the way."""
+        query, out = (qkv.new_empty(qkv.shape[0], heads.query * heads.size) for _ in range(2))
+        cache, described = ctypes.byref(cache_of(kv_cache)), ctypes.byref(batch_of(batch))
+        self._library.attention(
+            ctypes.byref(heads), cache, described, at(qkv), at(query), at(out), torch.get_num_threads()
+        )
+        return out
+
+    def decoder_layer(
+        self, layer: Layer, kv_cache: torch.Tensor, batch: ForwardBatch, x: torch.Tensor, residual: torch.Tensor
+    ) -> None:
+        """As `LlamaDecoderLayer.forward`, of a batch that it `decodes`: `x` and `residual` [S, H] are written over."""
+        cache, described = ctypes.byref(cache_of(kv_cache)), ctypes.byref(batch_of(batch))
+        self._library.decoder_layer(ctypes.byref(layer), cache, described, at(x), at(residual), torch.get_num_threads())
+
+
+def at(tensor: torch.Tensor | None) -> int | None:
+    """Where its numbers begin."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
+
+
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """A product by `weight` [outputs, inputs]."""
+    return Linear(at(weight), at(bias), *weight.shape)
+
+
+def cache_of(kv_cache: torch.Tensor) -> Cache:
+    """A cache [2, N, B, Hkv, D] of any strides but the last."""
+    values, block, token, head, one = kv_cache.stride()
+    assert one == 1
+    return Cache(kv_cache.data_ptr(), values, block, token, head, kv_cache.shape[2])
+
+
+def batch_of(batch: ForwardBatch) -> Batch:
+    """What the kernels must know of a batch of decodes."""
+    tables = batch.block_tables
+    pointers = at(batch.positions), at(batch.slot_mapping), at(tables), at(batch.seq_lens)
+    return Batch(batch.num_seqs, tables.shape[1], *pointers)

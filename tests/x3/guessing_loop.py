@@ -1,0 +1,214 @@
+"""Requests that come and go at random, over a device that only remembers: a scheduler with guesses, a cache, and nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from functools import partial
+from typing import Any
+
+from folovllm import events as ev
+from folovllm.cache.block_manager import BlockManager
+from folovllm.engine.detokenizer import IncrementalDetokenizer
+from folovllm.engine.overlap_scheduler import will_finish
+from folovllm.engine.scheduler import chunk, preempt
+from folovllm.engine.speculation import Speculation
+from folovllm.engine.speculative_scheduler import SpeculativeOverlapScheduler
+from folovllm.request import Request, Sequence
+from folovllm.sampling_params import SamplingParams
+from folovllm.spec.proposer import Depth, Proposer, RowState
+from folovllm.step.schedule import SchedulerOutput, StepResult
+from folovllm.step.verify import accept
+from folovllm.watcher import Watcher
+from tests.m3.test_state_machines import assert_blocks_add_up
+from tests.sequences import EOS
+
+POISON = ()
+
+
+def next_token(tokens: SequenceOf[int]) -> int:
+    """The model: two tokens, so that guesses are often right and prefixes often shared; at times an end."""
+    mixed = hash(tuple(tokens))
+    return EOS if mixed % 29 == 0 else mixed // 29 % 2
+
+
+class Coin(Proposer):
+    """Guesses at random, and notes who came and went."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.open = rng, dict[int, list[int]]()
+
+    def admit(self, state: RowState) -> None:
+        assert state.seq_id not in self.open
+        self.open[state.seq_id] = state.token_ids.tolist()
+
+    def propose(self, state: RowState, k: int) -> list[int]:
+        assert self.open[state.seq_id] == state.token_ids.tolist()
+        return [self.rng.randrange(2) for _ in range(self.rng.randint(0, k))]
+
+    def observe(self, seq_id: int, token_ids: SequenceOf[int]) -> None:
+        assert token_ids
+        self.open[seq_id] += token_ids
+
+    def finish(self, seq_id: int) -> None:
+        del self.open[seq_id]
+
+
+class AtTimes(Depth):
+    """Guesses now and then."""
+
+    def __init__(self, rng: random.Random, k: int) -> None:
+        self.rng, self.k, self.checked = rng, k, 0
+
+    def choose(self, seq_ids: SequenceOf[int]) -> list[int]:
+        most = self.rng.choice((0, self.k))
+        return [self.rng.randint(0, most) for _ in seq_ids]
+
+    def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
+        self.checked += num_guessed
+
+
+class Device:
+    """Keeps in each slot which tokens its K/V stands for: the token's own and all before it."""
+
+    def __init__(self, kv: BlockManager) -> None:
+        self.size, self.slots = kv.block_size, [[POISON] * kv.block_size for _ in range(kv.num_blocks)]
+        self.tables: dict[int, list[int]] = {}
+        self.newest: dict[int, int] = {}
+
+    def hear(self, events: SequenceOf[ev.Event]) -> None:
+        """Contents that nobody may read again become poison."""
+        for event in events:
+            if isinstance(event, ev.TableCut | ev.BlockTaken):
+                self.slots[event.block_id] = [POISON] * self.size
+
+    def seen(self, end: int) -> range:
+        """The positions that the last of `end` tokens attends to."""
+        return range(end)
+
+    def run(self, output: SchedulerOutput) -> list[list[int]]:
+        """Write all K/V of the step, then read it and draw."""
+        drawn = []
+        texts = [self.write(share) for share in output.shares]
+        for share, text in zip(output.shares, texts, strict=True):
+            for end in range(share.start + 1, share.end + 1):
+                seen = self.seen(end)
+                read = [self.slots[self.tables[share.row][p // self.size]][p % self.size] for p in seen]
+                assert read == [tuple(text[: p + 1]) for p in seen], "a token saw K/V that is not its own"
+            first = share.end - share.num_draws + 1
+            tokens = [next_token(text[:end]) for end in range(first, share.end + 1)]
+            drawn.append(accept(tokens, text[first:]) if tokens else [])
+            self.newest[share.row] = drawn[-1][-1] if drawn[-1] else -1
+        return drawn
+
+    def write(self, share: Any) -> list[int]:
+        """Take over the share's blocks, store its tokens; returns all of the text that the share knows."""
+        table = [] if share.draw is not None else self.tables[share.row]
+        table[share.first_new_block :] = share.new_blocks
+        self.tables[share.row] = table
+        tokens = share.token_ids.tolist() or [self.newest[share.row]]
+        before = share.start - 1
+        text = list(self.slots[table[before // self.size]][before % self.size]) if share.start else []
+        for position, token in enumerate(tokens, share.start):
+            text.append(token)
+            self.slots[table[position // self.size]][position % self.size] = tuple(text)  # type: ignore[call-overload]
+        return text
+
+
+class Loop:
+    """`OverlappedEngine`'s loop, with nothing but the scheduler, the cache and the device."""
+
+    def __init__(
+        self, kv: BlockManager, device: Device, rng: random.Random, k: int, budget: int,
+        add_up: Callable[[Any, list[Sequence]], None] = assert_blocks_add_up,
+    ) -> None:  # fmt: skip
+        self.kv, self.device, self.rng, self.add_up = kv, device, rng, add_up
+        self.proposer, self.depth = Coin(rng), AtTimes(rng, k)
+        self.scheduler = SpeculativeOverlapScheduler(
+            kv=kv, max_num_seqs=4, max_num_batched_tokens=budget, tokens_of_step=chunk, make_room=preempt,
+            speculation=Speculation(self.proposer, self.depth, lambda seq, guesses: guesses),
+        )  # fmt: skip
+        self.watcher = Watcher()
+        snapshot = partial(ev.Snapshot, kv.num_blocks, kv.block_size, 4, budget, 0)
+        for listener in (self.device.hear, self.watcher):
+            kv.events.subscribe(listener, snapshot(tuple(kv.states()), ()))
+        self.flying: tuple[SchedulerOutput, list[Sequence], list[list[int]]] | None = None
+
+    def run(self, longest: int) -> None:
+        """Requests of at most `longest` tokens, in the first turns; each ends, and its text is what the model says."""
+        rng, seqs = self.rng, list[Sequence]()
+        for turn in range(10_000):
+            if turn < 12 and rng.random() < 0.7:
+                prompt = [rng.randrange(2) for _ in range(rng.randint(1, longest // 2))]
+                seqs.append(sequence(prompt, rng.randint(1, longest - len(prompt))))
+                self.add(seqs[-1])
+            if rng.random() < 0.03 and seqs and not (victim := rng.choice(seqs)).status.is_finished:
+                self.scheduler.abort(victim)
+            if turn >= 12 and all(seq.status.is_finished for seq in seqs):
+                break
+            self.step()
+        self.collect()
+        self.check()
+        assert all(seq.status.is_finished for seq in seqs) and not self.proposer.open
+        assert self.kv.num_used == 0
+        for seq in seqs:
+            text = seq.token_ids.tolist()
+            assert all(next_token(text[:i]) == text[i] for i in range(seq.num_prompt_tokens, len(text)))
+
+    def step(self) -> None:
+        if self.scheduler.must_wait():
+            self.collect()
+        output = self.scheduler.schedule()
+        self.kv.events.drain()
+        self.check_price(output)
+        started = None
+        if output.shares:
+            started = output, self.scheduler.sequences(output), self.device.run(output)
+        self.collect()
+        self.flying = started
+        self.check()
+
+    def add(self, seq: Sequence) -> None:
+        self.kv.events.emit(ev.RequestAdded(seq.seq_id, "r", 0, seq.request.prompt_token_ids, seq.max_tokens, 0, 0.0))
+        self.scheduler.add(seq)
+
+    def collect(self) -> None:
+        if self.flying is not None:
+            output, seqs, drawn = self.flying
+            self.flying = None
+            self.scheduler.postprocess(
+                [(seq, tokens) for seq, tokens in zip(seqs, drawn, strict=True) if not seq.status.is_finished]
+            )
+            self.kv.events.emit(ev.StepEnded(0, 0, 0, 0, output, StepResult(drawn, {}), 0, 0))
+            self.kv.events.drain()
+            for seq in self.scheduler.running:
+                assert self.watcher.sequences[seq.seq_id].num_computed_tokens == seq.num_computed_tokens
+
+    def check_price(self, output: SchedulerOutput) -> None:
+        """Nobody gives way to a guess, no answer waits for one, and none is beyond an answer's greatest length."""
+        for share, seq in zip(output.shares, self.scheduler.sequences(output), strict=True):
+            assert share.end < seq.num_prompt_tokens + seq.max_tokens
+        size, guessed = self.kv.block_size, [share for share in output.shares if share.num_draws > 1]
+        if output.preempted:
+            assert all(-(-share.end // size) == -(-(share.start + 1) // size) for share in guessed)
+        elif guessed:
+            own = {share.seq_id for share in output.shares}
+            assert all(seq.seq_id in own or will_finish(seq) for seq in self.scheduler.running if seq.num_output_tokens)
+
+    def check(self) -> None:
+        self.add_up(self.kv, self.scheduler.running)
+        assert self.kv.events.on, "the watcher, or the device, failed"
+        assert [cell.ref_count for cell in self.watcher.cells] == [block.ref_count for block in self.kv.blocks]
+        for seq in self.scheduler.running:
+            seen = self.watcher.sequences[seq.seq_id]
+            assert (seen.block_table, seen.num_computed_tokens) == (seq.block_table, seq.num_computed_tokens)
+        for block in self.kv.blocks:
+            if block.hash is not None:
+                own = self.device.slots[block.block_id]
+                assert [tokens[-1] for tokens in own] == memoryview(block.token_ids).cast("i").tolist()
+
+
+def sequence(prompt: list[int], max_tokens: int) -> Sequence:
+    request = Request("r", prompt, SamplingParams(max_tokens=max_tokens), max_tokens, 0, frozenset({EOS}))
+    return Sequence(request, IncrementalDetokenizer(lambda ids: ""))
