@@ -258,7 +258,7 @@ def cpu_kernels(setup: EngineSetup) -> CpuKernels | None:
     from folovllm.kernels.cpu.library import load
     from folovllm.kernels.cpu.ops import CpuKernels
 
-    library = load(setup.dtype, cache_dir())
+    library = load(setup.dtype, cache_dir)
     return None if library is None else CpuKernels(library, setup.dtype)
 
 

@@ -84,7 +84,8 @@ class EngineConfig:
             With `random_weights` the kind to make up: "fp8" (in blocks of 128 x 128), "int8" (a scale for each output) or
             "int4" (one for each 128 inputs of an output).
         quantize_activations: of a model with weights in FP8, multiply FP8 by FP8: faster for many sequences, slower for one,
-            and less exact. Needs compute capability 8.9, with weights in blocks 9.0; elsewhere it is only less exact.
+            and less exact. Needs compute capability 8.9, with weights in blocks exactly 9.0 and CUDA 12.9; elsewhere it is
+            less exact and slower.
         use_tqdm: show progress while loading (and, on the command line, while answering).
         speculative_config: how the next tokens are guessed, as a dict with vLLM's keys, or one in JSON; see `SpeculativeConfig`.
         speculative_method: the method alone: "ngram", "suffix" or "draft_model".

@@ -145,7 +145,8 @@ def tiles(each: int, k: int, group: int, kind: str, dtype: torch.dtype, gated: b
     else:
         m, inputs = 64, 64
     if kind == "int4":
-        inputs = 8 * min(32, max(16, group // 8 & -(group // 8)))
+        most = 32 if m <= 32 else 16  # words: cards with 99 KiB of shared memory hold no more of 64 pairs
+        inputs = 8 * min(most, max(16, group // 8 & -(group // 8)))
     elif group < k:
         inputs = min(inputs, group & -group)
     return {"TILE_M": m, "TILE_N": n, "TILE_K": inputs, "num_warps": warps, "num_stages": stages}

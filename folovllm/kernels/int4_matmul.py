@@ -171,7 +171,8 @@ def tiling(num_tokens: int, group_size: int, itemsize: int) -> dict[str, int]:
         shape = {"BM": bm, "BN": 64, "num_warps": 4, "num_stages": 3, "programs": 396}
     else:
         shape = {"BM": 128, "BN": 64, "num_warps": 4, "num_stages": 3, "programs": 264}
-    words = min(32, max(16, group_size // 8 & -(group_size // 8)))
+    most = 32 if shape["BM"] <= 64 else 16  # cards with 99 KiB of shared memory hold no more of 128 tokens
+    words = min(most, max(16, group_size // 8 & -(group_size // 8)))
     return shape | {"WORDS": words} | ({"num_stages": 1} if itemsize == 4 else {})
 
 

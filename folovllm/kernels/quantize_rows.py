@@ -56,13 +56,19 @@ def quantize_rows(
 def serves(codes: Codes) -> bool:
     """Whether the library multiplies such weights by activations in FP8.
 
-    Blocks only on Hopper; it reads their scales in fours along the inputs.
+    Blocks only on Hopper and from CUDA 12.9 on; it reads their scales in fours along the inputs.
     """
     outputs, inputs = codes.weight.shape
     capability = torch.cuda.get_device_capability(codes.weight.device)
-    if codes.columns >= inputs:
+    if codes.columns >= inputs and codes.rows == 1:
         return capability >= (8, 9) and outputs % 16 == inputs % 16 == 0
-    return (codes.rows, codes.columns) == (128, 128) and capability == (9, 0) and outputs % 128 == inputs % 512 == 0
+    has_blocks = capability == (9, 0) and cuda_version() >= (12, 9)
+    return has_blocks and (codes.rows, codes.columns) == (128, 128) and outputs % 128 == inputs % 512 == 0
+
+
+def cuda_version() -> tuple[int, ...]:
+    """The CUDA that torch was built for."""
+    return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
 
 
 def fp8_matmul(x: torch.Tensor, codes: Codes, columns: torch.Tensor | None = None) -> torch.Tensor:

@@ -56,6 +56,7 @@ def rehearsal(device: torch.device, num_processes: int = 1, show_progress: bool 
                 asked.wait()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+            asked.forget()
 
 
 class Asked:
@@ -94,6 +95,11 @@ class Asked:
         """Wait until all are compiled."""
         for future in as_completed(self._futures.values()):
             future.result()
+
+    def forget(self) -> None:
+        """Let go of the last launch's tensors now: futures know this object, so they would stay until Python looks for circles."""
+        self._compile = None
+        self._futures.clear()
 
 
 def compile_and_load(compile_it: Callable[[], Any]) -> None:

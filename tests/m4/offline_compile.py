@@ -313,7 +313,7 @@ def kernels_of_int4(capability: int):
         none |= {} if gated else {"columns_ptr": None}
         yield int4_linear_kernel, {"K": width, "GROUP": group, "NORM": gated, "GATED": gated, "RESIDUAL": not gated, "M": tokens,
                                    "ROWS": per_program, "QUADS": quads, "PDL": capability >= 90, **none}, num_warps, 3  # fmt: skip
-    some = [(*one, 2) for one in some] + [(256, 128, 4)] * (capability == 86)
+    some = [(*one, 2) for one in some] + [(256, 128, 4), (128, 512, 2)] * (capability == 86)
     for tokens, group, itemsize in some:
         shape = tiling_4_many(tokens, group, itemsize)
         split = {"SPLIT": shape.pop("programs") > 0}

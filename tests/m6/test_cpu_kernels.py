@@ -34,8 +34,12 @@ COMPILER = pytest.mark.skipif(
 DTYPES = pytest.mark.parametrize("dtype", library.NUMBERS, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
+def folder() -> Path:
+    return FOLDER
+
+
 def kernels(dtype: torch.dtype) -> CpuKernels:
-    loaded = library.load(dtype, FOLDER)
+    loaded = library.load(dtype, folder)
     assert loaded is not None, "the compiler is there, and does not take the source"
     return CpuKernels(loaded, dtype)
 
@@ -202,16 +206,18 @@ def test_a_small_model_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is compiled")
-@pytest.mark.parametrize("wrong", ["compiler", "folder"])
+@pytest.mark.parametrize("wrong", ["compiler", "folder", "home"])
 def test_without_them_torch_computes(
     wrong: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No compiler, or nowhere to keep what it makes: one sentence says why, and the engine works."""
     (file := tmp_path / "file").touch()
     monkeypatch.setattr(build, "LARGE", 0)
-    monkeypatch.setenv("FOLOVLLM_CACHE", str(tmp_path if wrong == "compiler" else file))
+    monkeypatch.setenv("FOLOVLLM_CACHE", str(file if wrong == "folder" else tmp_path))
     if wrong == "compiler":
-        monkeypatch.setenv("CXX", "no-such-compiler")
+        monkeypatch.setenv("CXX", "no-such-compiler -m64")
+    if wrong == "home":
+        monkeypatch.setattr(build, "cache_dir", Path("~no-such-user").expanduser)
     library.load.cache_clear()
     with caplog.at_level(logging.INFO, logger="folovllm"):
         engine = make_engine(EngineConfig(model=str(tiny_checkpoint()), max_model_len=32, device="cpu", use_tqdm=False))

@@ -49,7 +49,7 @@ template <> inline BFloat16 narrow(float x) {
     return {uint16_t(x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
-#ifdef __FLT16_MAX__  // a compiler that knows them
+#if defined(__FLT16_MAX__) && (defined(__x86_64__) || defined(__clang__) || __GNUC__ >= 13)  // a compiler that knows them
 using Float16 = _Float16;
 inline float wide(Float16 x) { return x; }
 inline Floats load(const Float16 *p) {

@@ -6,9 +6,11 @@ import ctypes
 import hashlib
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -30,17 +32,19 @@ ARGUMENTS = {
 
 
 @cache
-def load(dtype: torch.dtype, folder: Path) -> ctypes.CDLL | None:
-    """The kernels for numbers of `dtype`, compiled into `folder` unless they are there.
+def load(dtype: torch.dtype, find_folder: Callable[[], Path]) -> ctypes.CDLL | None:
+    """The kernels for numbers of `dtype`, compiled into the folder that is found unless they are there.
 
-    None where there can be none: on another system than Linux, or without a compiler that takes them (`CXX`, else g++).
+    None where there can be none: on another system than Linux, without a compiler that takes them (`CXX`, else g++), or
+    without a folder (RuntimeError: there is no home).
     Everything works without, so the reason is only logged.
     """
     if sys.platform != "linux" or dtype not in NUMBERS:
         return None
     try:
-        library = ctypes.CDLL(str(compiled(dtype, folder, os.environ.get("CXX", "g++"))))
-    except (OSError, subprocess.SubprocessError) as error:
+        compiler = shlex.split(os.environ.get("CXX") or "g++")  # it may be "ccache g++"
+        library = ctypes.CDLL(str(compiled(dtype, find_folder(), compiler)))
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or error
         logger.info("no kernels of our own for this CPU, torch computes: %s", str(said).strip().splitlines()[0])
         return None
@@ -50,14 +54,14 @@ def load(dtype: torch.dtype, folder: Path) -> ctypes.CDLL | None:
     return library
 
 
-def compiled(dtype: torch.dtype, folder: Path, compiler: str) -> Path:
+def compiled(dtype: torch.dtype, folder: Path, compiler: list[str]) -> Path:
     """The file of the compiled kernels. Raises OSError or `SubprocessError` where they cannot be compiled or kept.
 
     Its name is a hash of all that it depends on: the source, the flags, and what the compiler says of itself and of this CPU's
     instructions, for several machines may share a home. It is renamed into place, so it is complete, and nothing is locked.
     """
     flags = (*FLAGS, f"-DNUMBER={NUMBERS[dtype]}")
-    about = run(compiler, *flags, "-dM", "-E", os.devnull)
+    about = run(*compiler, *flags, "-dM", "-E", os.devnull)
     name = hashlib.sha256(SOURCE.read_bytes() + repr((flags, about)).encode()).hexdigest()[:16]
     target = folder / f"cpu_kernels_{name}.so"
     if not target.exists():
@@ -65,8 +69,10 @@ def compiled(dtype: torch.dtype, folder: Path, compiler: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             object_file, library = f"{scratch}/kernels.o", f"{scratch}/kernels.so"
-            run(compiler, *flags, "-c", str(SOURCE), "-o", object_file)
-            run(compiler, "-shared", "-nodefaultlibs", object_file, "-lgcc", "-o", library)  # torch has loaded the rest
+            run(*compiler, *flags, "-c", str(SOURCE), "-o", object_file)
+            run(
+                *compiler, "-shared", "-nodefaultlibs", object_file, "-lgcc", "-o", library
+            )  # torch has loaded the rest
             os.replace(library, target)
     return target
 
