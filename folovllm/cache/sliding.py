@@ -14,29 +14,13 @@ from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager, notes_of
 from folovllm.events import BlockPassed, Events
-from folovllm.model_config import windows_of
+from folovllm.model_config import window_of
 from folovllm.request import Sequence
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 GONE = -1  # in the place of a block that was given back
-
-
-def most_held(window: int, step: int, block_size: int) -> int:
-    """The most blocks that one sequence holds at once, if it computes at most `step` tokens a step.
-
-    They end with the tokens of the next step. They begin with its window; or, where prefixes are cached, with the tokens of
-    the step under way, whose blocks have no names yet.
-    """
-    tokens = max(window - 1, step) + step
-    return -(-(tokens - 1) // block_size) + 1  # which so many neighbours touch
-
-
-def window_of(hf_config: PretrainedConfig) -> int | None:
-    """The largest window of the model's layers; None where one of them sees all."""
-    windows = windows_of(hf_config)
-    return None if None in windows else max(window for window in windows if window is not None)
 
 
 class SlidingBlockManager(BlockManager):

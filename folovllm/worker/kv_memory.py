@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from folovllm.cache.sliding import most_held, window_of
+from folovllm.model_config import most_held, window_of
 from folovllm.setup import EngineSetup
 
 logger = logging.getLogger("folovllm")

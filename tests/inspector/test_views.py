@@ -316,7 +316,7 @@ class TestLive:
         show_source(here, {"kind": "live", "events": "events", "needs_key": True}, {"events": stream})
         here.page.locator("input[type=password]").fill("wrong")
         here.page.keyboard.press("Enter")
-        here.page.wait_for_function("!window.inspector.player")
+        here.page.wait_for_function("document.querySelector('input[type=password]')?.value === ''")  # asked again
         here.page.locator("input[type=password]").fill("right")
         here.page.keyboard.press("Enter")
         here.page.wait_for_function(SHOWN)

@@ -15,8 +15,9 @@ from folovllm.build import make_engine
 from folovllm.cache import prefix_cache
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
-from folovllm.cache.sliding import GONE, SlidingBlockManager, SlidingPrefixCachingBlockManager, most_held, sliding
+from folovllm.cache.sliding import GONE, SlidingBlockManager, SlidingPrefixCachingBlockManager, sliding
 from folovllm.config import EngineConfig
+from folovllm.model_config import most_held
 from tests.helpers import tiny_checkpoint
 from tests.sequences import make_seq
 from tests.workloads import answered, mixed_requests, serve
