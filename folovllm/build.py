@@ -28,9 +28,10 @@ from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import local_config
 from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.input_processor import InputProcessor
-from folovllm.engine.llm_engine import LLMEngine, Parts
+from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.engine.overlap_scheduler import OverlapScheduler
+from folovllm.engine.parts import Parts
 from folovllm.engine.scheduler import Scheduler, SchedulerLike, TokensOfStep, chunk, preempt, wait, whole_prompt
 from folovllm.engine.serial_scheduler import SerialScheduler
 from folovllm.engine.setup import set_up
