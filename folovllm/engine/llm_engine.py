@@ -16,7 +16,7 @@ from folovllm.config import EngineConfig, ModelConfig
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats
 from folovllm.engine.output_processor import OutputProcessor, RequestState
 from folovllm.engine.snapshot import added, engine_stats, snapshot
-from folovllm.events import ExpertsAsked, Finished, Listener, StepEnded
+from folovllm.events import ExpertsAsked, Finished, GivenUp, Listener, StepEnded
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
@@ -247,6 +247,8 @@ class LLMEngine:
         broken = self._guides.broken(seqs)
         for seq in broken:
             logger.warning("request %s ends early: its answer cannot be brought to its form", seq.request_id)
+            if self.events.on:
+                self.events.emit(GivenUp(seq.seq_id))
         if broken:
             self.scheduler.abort(*broken)
         return broken
