@@ -38,12 +38,14 @@ def frozen_once() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def small_caches() -> None:
-    """A cache for tiny models that nobody gave a size: its tens of thousands of blocks take longer than most tests."""
-    if not CUDA:
-        from folovllm.worker import kv_memory
+def most_cached() -> int:
+    """The blocks of a cache that nobody gave a size. Here it has fewer: to make them takes longer than most tests."""
+    from folovllm.worker import kv_memory
 
+    most = kv_memory.MOST_CACHED
+    if not CUDA:
         kv_memory.MOST_CACHED = 4096
+    return most
 
 
 @pytest.fixture
