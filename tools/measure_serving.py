@@ -308,7 +308,8 @@ def main() -> None:
         "TOKENIZERS_PARALLELISM": "false",
     }
     envs = {"ours": ours_env, "vllm": dict(os.environ) | {"PYTHON": sys.executable}}
-    places = {"ours": Place(0, 1 + args.beside), "vllm": Place(args.beside, 1 + args.beside)}
+    num_places = 2 if args.beside else 1
+    places = {"ours": Place(0, num_places), "vllm": Place(num_places - 1, num_places)}
     names, running = [name for name in ("ours", "vllm") if name in parts], {}
 
     def start(name: str, stack: contextlib.ExitStack) -> Server:
@@ -322,6 +323,8 @@ def main() -> None:
         if args.meanwhile:
             command = [*places["ours"].before, "bash", "-c", args.meanwhile]
             measurement.run("meanwhile", command, 100, dict(os.environ) | places["ours"].env)
+        if any(server.process.poll() is not None for server in running.values()):
+            sys.exit(f"vLLM's server has ended: see {args.out / 'vllm.log'}")  # there would be nothing to stand beside
         if "offline" in parts:
             offline(measurement, args, places["ours"], ours_env)
         for group in [names] if args.beside else [[name] for name in names]:
