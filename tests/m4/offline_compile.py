@@ -372,7 +372,7 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
             yield grouped_linear_kernel, {**shape, "GATED": gated, **tiles}, num_warps, num_stages
         if capability == 90:
             h, parts = grouped_hopper, 1 + gated
-            tiles = {"PARTS": parts, "TILE_M": h.TILE_M, "TILE_N": h.ROWS // parts, "TILE_K": h.TILE_K}
+            tiles = {"PARTS": parts, "TILE_M": h.TILE_M, "REST": h.REST, "TILE_N": h.ROWS // parts, "TILE_K": h.TILE_K}
             yield h.grouped_hopper_kernel, {**shape, **tiles}, h.WARPS, h.STAGES
     yield from grouped_codes(capability)
     choice = {"WIDTH": experts, "TOP_K": asked, "CHOICES": asked, "TOKENS": 16}
