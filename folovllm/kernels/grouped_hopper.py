@@ -26,24 +26,32 @@ MANY = 24  # pairs of each expert, from which on this is faster than smaller til
 
 @triton.jit
 def find_long_tile(starts_ptr, tile, E: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr, REST: tl.constexpr):
-    """As `grouped_linear.find_tile`; but if an expert's last tile had REST pairs or fewer, its tile before has them."""
+    """As `grouped_linear.find_tile`; but if an expert's last tile had REST pairs or fewer, its tile before has them.
+
+    Returns:
+        The expert, the tile's first place, and how many pairs there are from there on (or just more than a tile takes);
+        0 where there is no such tile.
+    """
     e = tl.arange(0, WIDTH)
     first = tl.load(starts_ptr + e, mask=e < E, other=0).to(tl.int32)
     end = tl.load(starts_ptr + e + 1, mask=e < E, other=0).to(tl.int32)
     tiles = tl.maximum(tl.cdiv(end - first - REST, TILE_M), (end > first).to(tl.int32))
     last = tl.cumsum(tiles, 0)
-    expert = tl.minimum(tl.sum((last <= tile).to(tl.int32), 0), E)
-    mine = e == expert
-    begin = tl.sum(tl.where(mine, first + (tile - (last - tiles)) * TILE_M, 0), 0)
-    return expert, begin, tl.sum(tl.where(mine, end, 0), 0)
+    number = tile - (last - tiles)  # of this tile among the expert's
+    begin = first + number * TILE_M
+    left = tl.minimum(end - begin, TILE_M + REST + 1)
+    # All threads wait for each other in a sum, and no tile begins before: so one in place of three.
+    all_three = (e.to(tl.int64) << 48) | (begin.to(tl.int64) << 16) | left
+    found = tl.sum(tl.where((number >= 0) & (tile < last), all_three, 0), 0)
+    return (found >> 48).to(tl.int32), (found >> 16).to(tl.int32), (found & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
-def find_rows(x_ptr, order_ptr, begin, end, K: tl.constexpr, ASKED: tl.constexpr, COUNT: tl.constexpr, TILE_K: tl.constexpr):
-    """Of the places from `begin` on, COUNT at most, up to `end`: the pair, whether it is there, and where its x begins."""
-    place = begin + tl.arange(0, COUNT)
-    inside = place < end
-    pair = tl.load(order_ptr + place, mask=inside, other=0).to(tl.int32)
+def find_rows(order_ptr, x_ptr, left, K: tl.constexpr, ASKED: tl.constexpr, COUNT: tl.constexpr, TILE_K: tl.constexpr):
+    """Of the next COUNT places: the pair, whether it is there (`left` are), and where its x begins."""
+    i = tl.arange(0, COUNT)
+    inside = i < left
+    pair = tl.load(order_ptr + i, mask=inside, other=0).to(tl.int32)
     return pair, inside, x_ptr + (pair // ASKED)[:, None] * K + tl.arange(0, TILE_K)[None, :]
 
 
@@ -62,15 +70,16 @@ def store_answers(total, out_ptr, pair, inside, n, N, PARTS: tl.constexpr, TILE_
 
 @triton.jit
 def answer_tile(
-    x_ptr, weight_desc, order_ptr, out_ptr, expert, begin, end, N, K: tl.constexpr, ASKED: tl.constexpr,
-    PARTS: tl.constexpr, TILE_M: tl.constexpr, REST: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    x_ptr, weight_desc, order_ptr, out_ptr, expert, left, N, K: tl.constexpr, ASKED: tl.constexpr, PARTS: tl.constexpr,
+    TILE_M: tl.constexpr, REST: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store what an expert says to the pairs at the places from `begin` on, TILE_M + REST at most, up to `end`."""
+    """Compute and store what an expert says to the `left` pairs at `order_ptr`, but to TILE_M + REST at most."""
     n, k = tl.program_id(0) * TILE_N, tl.arange(0, TILE_K)
-    pair, inside, inputs = find_rows(x_ptr, order_ptr, begin, end, K, ASKED, TILE_M, TILE_K)
+    pair, inside, inputs = find_rows(order_ptr, x_ptr, left, K, ASKED, TILE_M, TILE_K)
     total = tl.zeros((TILE_M, PARTS * TILE_N), tl.float32)
     if REST:
-        rest, rest_inside, rest_inputs = find_rows(x_ptr, order_ptr, begin + TILE_M, end, K, ASKED, REST, TILE_K)
+        more_ptr, more = order_ptr + TILE_M, left - TILE_M
+        rest, rest_inside, rest_inputs = find_rows(more_ptr, x_ptr, more, K, ASKED, REST, TILE_K)
         rest_total = tl.zeros((REST, PARTS * TILE_N), tl.float32)
     for start in range(0, K, TILE_K):
         there = ((k < K - start) | (K % TILE_K == 0))[None, :]  # where this is known to the compiler, there is no mask
@@ -93,18 +102,15 @@ def grouped_hopper_kernel(
     TILE_K: tl.constexpr,
 ):  # fmt: skip
     """As `grouped_linear_kernel`. `weight_desc` [E * PARTS, N, K] in boxes [PARTS, TILE_N, TILE_K]; 2 PARTS are gate and up."""
-    expert, begin, end = find_long_tile(starts_ptr, tl.program_id(1), E, WIDTH, TILE_M, REST)
-    if expert < E:
-        left = end - begin
+    expert, begin, left = find_long_tile(starts_ptr, tl.program_id(1), E, WIDTH, TILE_M, REST)
+    if left > 0:
+        order_ptr += begin
         if (left > TILE_M) & (left <= TILE_M + REST):
-            answer_tile(x_ptr, weight_desc, order_ptr, out_ptr, expert, begin, end, N, K, ASKED, PARTS, TILE_M, REST, TILE_N,
-                        TILE_K)  # fmt: skip
+            answer_tile(x_ptr, weight_desc, order_ptr, out_ptr, expert, left, N, K, ASKED, PARTS, TILE_M, REST, TILE_N, TILE_K)
         elif left > REST:
-            answer_tile(x_ptr, weight_desc, order_ptr, out_ptr, expert, begin, end, N, K, ASKED, PARTS, TILE_M, 0, TILE_N,
-                        TILE_K)  # fmt: skip
+            answer_tile(x_ptr, weight_desc, order_ptr, out_ptr, expert, left, N, K, ASKED, PARTS, TILE_M, 0, TILE_N, TILE_K)
         else:
-            answer_tile(x_ptr, weight_desc, order_ptr, out_ptr, expert, begin, end, N, K, ASKED, PARTS, REST, 0, TILE_N,
-                        TILE_K)  # fmt: skip
+            answer_tile(x_ptr, weight_desc, order_ptr, out_ptr, expert, left, N, K, ASKED, PARTS, REST, 0, TILE_N, TILE_K)
 
 
 def serves(each: int, weight: torch.Tensor, capability: int) -> bool:
