@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from folovllm.distributed.mailboxes import Mailboxes, make_mailboxes
+
 logger = logging.getLogger("folovllm")
 
 # torch 2.13 has a new name for it, and warns where the old one is used.
@@ -29,6 +31,7 @@ class Group(Protocol):
 
     rank: int
     size: int
+    mailboxes: Mailboxes | None  # by which a kernel may add up itself, as `all_reduce` would
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Add up all ranks' `x`, and return the sum on every rank. `x` may be overwritten."""
@@ -54,6 +57,7 @@ class ProcessGroup:
         else:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         self._one_shot = make_one_shot(device, size) if device.type == "cuda" else None
+        self.mailboxes = make_mailboxes(rank, size, device) if self._one_shot is not None else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """As `Group`. Small sums on GPUs go through memory that all of them see."""
@@ -75,7 +79,7 @@ class ProcessGroup:
         """Leave the group. Graphs that recorded a collective must be gone by now, or this never returns."""
         if self._one_shot is not None:
             torch.cuda.synchronize()  # peers may read our memory until our last sum is over
-            self._one_shot = None
+            self._one_shot = self.mailboxes = None
         dist.destroy_process_group()
 
     def _together(self, collective: Callable[[], object], x: torch.Tensor) -> torch.Tensor:

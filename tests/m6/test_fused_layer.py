@@ -220,13 +220,14 @@ def test_in_float16_norms_stay(path: str) -> None:
 
 
 def test_ranks_add_among_themselves(path: str) -> None:
-    """On top of these layers those that talk to others: their sums must not go straight into the stream."""
+    """On top of these layers those that talk to others: first comes the sum over ranks, then it joins the stream, once."""
     checkpoint = small_checkpoint("llama")
     plain = Driver(checkpoint, "torch_paged", device=DEVICE)
     group = ThreadGroup(0, [None], threading.Barrier(1))
     sums: list[int] = []
     add_up, group.all_reduce = group.all_reduce, lambda x: sums.append(len(x)) or add_up(x)  # type: ignore[method-assign]
     late = Driver(checkpoint, "torch_paged", device=DEVICE, layers=sharded(m6_layers(checkpoint), group, 259))
+    assert all(layer.folded for layer in late_layers(late))
     for pieces in ({0: [1, 2, 3]}, {0: [4]}):
         assert_logits_equal(late.step(pieces)[0], plain.step(pieces)[0])
     assert sums == [3] * 5 + [1] * 5  # the embedding, and two in each layer
