@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from folovllm.distributed.mailboxes import Mailboxes, make_mailboxes
+from folovllm.distributed.mailboxes import Mailboxes
 
 logger = logging.getLogger("folovllm")
 
@@ -133,6 +133,26 @@ def make_one_shot(device: torch.device, size: int) -> OneShotAllReduce | None:
     except (RuntimeError, ImportError, AttributeError) as error:
         logger.warning("one-shot all-reduce is not available (%s): NCCL adds up", error)
     return one_shot if all_say(is_right, device) else None
+
+
+def make_mailboxes(rank: int, size: int, device: torch.device) -> Mailboxes | None:
+    """Return boxes of GPUs that see each other's memory, if letters arrive in all of them. All ranks call this together.
+
+    `FOLOVLLM_MAILBOXES=0` does without, to compare.
+    """
+    if os.environ.get("FOLOVLLM_MAILBOXES") == "0":
+        return None
+    mailboxes = None
+    try:
+        mailboxes = Mailboxes.shared(rank, size, device)
+    except (RuntimeError, ImportError, AttributeError) as error:
+        logger.warning("no sums in the last lines of products (%s): a kernel of its own adds up", error)
+    if not all_say(mailboxes is not None, device):
+        return None
+    assert mailboxes is not None
+    mailboxes.greet()
+    all_say(True, device)  # by now all have written
+    return mailboxes if all_say(mailboxes.is_greeted(), device) else None
 
 
 def all_say(yes: bool, device: torch.device) -> bool:

@@ -16,7 +16,8 @@ class ThreadGroup:
     """A `folovllm.distributed.group.Group` whose members are threads that share `board`."""
 
     def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self.mailboxes = rank, len(board), None
+        self.rank, self.size = rank, len(board)
+        self.mailboxes: Any = None
         self._board, self._barrier = board, barrier
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

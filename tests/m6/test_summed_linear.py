@@ -60,6 +60,14 @@ class TestLetters:
             assert all(torch.equal(result, results[0]) for result in results), "to the last bit"
         assert ranks[0].numbers.max() == 4 and all(torch.equal(own.numbers, ranks[0].numbers) for own in ranks)
 
+    def test_a_greeting_is_no_letter(self) -> None:
+        ranks = mailboxes(2)
+        ranks[0].greet()
+        assert not any(own.is_greeted() for own in ranks)
+        ranks[1].greet()
+        assert all(own.is_greeted() for own in ranks)
+        assert add_up(ranks, torch.ones(1, 8), torch.ones(3, 8), None)[0].eq(8).all()
+
     def test_numbers_of_sums_go_round(self) -> None:
         ranks, x, weight = mailboxes(2), torch.ones(1, 8), torch.ones(3, 8)
         for own in ranks:
