@@ -128,6 +128,8 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("distributed/sharding.py", "layers/linear.py", "model_executor/layers/linear.py"),
         ("layers/sharded.py", "layers/embed_head.py", "model_executor/layers/vocab_parallel_embedding.py"),
         ("distributed/group.py", "", "distributed/parallel_state.py"),
+        ("distributed/mailboxes.py", "", "distributed/device_communicators/custom_all_reduce.py"),
+        ("kernels/summed_linear.py", "", ""),
         ("executor/messages.py", "", ""),
         ("executor/ring.py", "engine/model_runner.py", "distributed/device_communicators/shm_broadcast.py"),
         ("executor/rank.py", "engine/model_runner.py", "v1/executor/multiproc_executor.py"),
