@@ -88,7 +88,10 @@ def early_decode_kernel(
 
         token_ptr = qkv_ptr + seq.to(tl.int64) * stride_q
         query_ptr, key_ptr = token_ptr + ((head * G + g) * D)[:, None], token_ptr + (HKV * G + head) * D
-        query, query_2 = tl.load(query_ptr + i, mask=real, other=0.0), tl.load(query_ptr + partner, mask=real, other=0.0)
+        query, query_2 = (
+            tl.load(query_ptr + i, mask=real, other=0.0),
+            tl.load(query_ptr + partner, mask=real, other=0.0),
+        )
         key, key_2, value = tl.load(key_ptr + i), tl.load(key_ptr + partner), tl.load(key_ptr + HKV * D + i)
         query = norm_rope(query, query_2, q_weight, q_weight_2, cos, sin, eps, NORM, D, DTYPE)  # [M, D]
         key = norm_rope(key, key_2, k_weight, k_weight_2, cos, sin, eps, NORM, D, DTYPE)  # [1, D]

@@ -210,7 +210,11 @@ def kernels_of_m6(capability: int, head_dim: int, block_size: int):
     if capability == 90 and head_dim in (64, 128):
         shape = {"HKV": HKV, "B": block_size, "G": HQ // HKV, "D": head_dim, "STAGES": NUM_STAGES}
         yield prefill_hopper_kernel, shape, 4, 3
-        strides = {"STRIDE_BLOCK": HKV * block_size * head_dim, "STRIDE_TOKEN": head_dim, "STRIDE_HEAD": block_size * head_dim}
+        strides = {
+            "STRIDE_BLOCK": HKV * block_size * head_dim,
+            "STRIDE_TOKEN": head_dim,
+            "STRIDE_HEAD": block_size * head_dim,
+        }
         for group in (1, 2, 4, 8):
             yield (early_decode.early_decode_kernel,
                    {**strides, "B": block_size, "HKV": HKV, "G": group, "GROUP": group, "D": head_dim, "M": 16, "NORM": True,

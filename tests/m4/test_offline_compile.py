@@ -65,7 +65,13 @@ def check(capability: int, milestone: str, rows: list[dict]) -> None:
     assert not too_large, f"more shared memory than a block can have {where}"
     too_many = [row for row in rows if row["registers"] * row["warps"] * 32 > 65536]
     assert not too_many, f"more registers than there are {where}"
-    in_flight = ("early_decode_kernel", "few_pairs_kernel", "small_linear_kernel", "quant_linear_kernel", "int4_linear_kernel")
+    in_flight = (
+        "early_decode_kernel",
+        "few_pairs_kernel",
+        "small_linear_kernel",
+        "quant_linear_kernel",
+        "int4_linear_kernel",
+    )
     spilled = [row for row in rows if row["stack"] and row["kernel"] in in_flight]
     assert not spilled, f"weights that a program asks for ahead of time must stay in registers {where}"
     for row in rows if capability in (80, 90) else ():

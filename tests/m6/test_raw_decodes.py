@@ -50,7 +50,12 @@ def test_equals_them_when_it_asks_early(
 
 
 def check(
-    decode: Callable[..., torch.Tensor], dtype: torch.dtype, heads: tuple[int, int], dim: int, block_size: int, norm: bool
+    decode: Callable[..., torch.Tensor],
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    dim: int,
+    block_size: int,
+    norm: bool,
 ) -> None:
     torch.manual_seed(0)
     (num_heads, num_kv_heads), num_seqs = heads, len(AROUND)
