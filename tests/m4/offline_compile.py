@@ -52,7 +52,7 @@ from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
 from folovllm.kernels.quant_linear import quant_linear_kernel, tile_of
 from folovllm.kernels.quant_matmul import quant_matmul_kernel, tiles, unpack_kernel
 from folovllm.kernels.quantize_rows import quantize_rows_kernel
-from folovllm.kernels.rms_norm import add_rms_norm_kernel
+from folovllm.kernels.rms_norm import add_rms_norm_kernel, late_add_rms_norm_kernel
 from folovllm.kernels.route import STEP, choose_kernel, combine_kernel, late_combine_kernel, order_kernel
 from folovllm.kernels.small_linear import serves, small_linear_kernel, tiling
 from folovllm.kernels.store import store_kvcache_kernel
@@ -390,7 +390,7 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
             yield grouped_linear_kernel, {**shape, "GATED": gated, **tiles}, num_warps, num_stages
         if capability == 90:
             h, parts = grouped_hopper, 1 + gated
-            tiles = {"PARTS": parts, "TILE_M": h.TILE_M, "TILE_N": h.ROWS // parts, "TILE_K": h.TILE_K}
+            tiles = {"PARTS": parts, "TILE_M": h.TILE_M, "REST": h.REST, "TILE_N": h.ROWS // parts, "TILE_K": h.TILE_K}
             yield h.grouped_hopper_kernel, {**shape, **tiles}, h.WARPS, h.STAGES
     yield from grouped_codes(capability)
     choice = {"WIDTH": experts, "TOP_K": asked, "CHOICES": asked, "TOKENS": 16}
@@ -404,6 +404,7 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
     combined = {"H": hidden, "TOP_K": asked, "WIDTH": 1024}
     yield combine_kernel, combined, 4, 3
     yield late_combine_kernel, combined | pdl, 4, 3
+    yield late_add_rms_norm_kernel, {"H": hidden, "WIDTH": hidden, "HAS_RESIDUAL": True, **pdl}, 8, 3
 
 
 def grouped_codes(capability: int):

@@ -130,7 +130,7 @@ def test_what_lies_in_the_working_directory_is_not_imported(
     assert not (folder / "was_run").exists()
 
 
-def test_two_engines_side_by_side(leftovers: None) -> None:
+def test_two_engines_side_by_side(leftovers: None, real_freezing: None) -> None:
     """They do not disturb each other; the one that is garbage goes, the other goes on."""
     first, second = engine(), engine(async_scheduling=False)
     pids = first.engine.executor.pids, second.engine.executor.pids
