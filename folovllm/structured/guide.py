@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from itertools import zip_longest
+from collections.abc import Collection, Iterator, Sequence
 
-import numpy as np
-
-from folovllm.structured.guidance import fill_together
 from folovllm.structured.matcher import Matcher, Words, clear_bits, set_bits
 from folovllm.structured.vocabulary import Vocabulary
 
@@ -89,6 +85,24 @@ class Guide:
         else:
             self.is_broken = not self._matcher.advance(token_id)
 
+    def num_allowed(self, guesses: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, the form allows. An end is no guess: nothing is behind it."""
+        if self.is_over or self.is_broken:
+            return 0
+        first_end = next((i for i, token in enumerate(guesses) if token in self._end_ids), len(guesses))
+        return first_end if self._preface is not None else self._matcher.num_allowed(guesses[:first_end])
+
+    def ahead(self, guesses: Sequence[int]) -> Iterator[Guide]:
+        """The guide itself, and others at the places behind the guesses, up to the first that leads nowhere."""
+        place = self
+        yield place
+        for token in guesses:
+            place = place.copy()
+            place.advance(token)
+            yield place
+            if place.is_broken:
+                break
+
     def copy(self) -> Guide:
         """The guide of another answer at the same place."""
         preface = None if self._preface is None else self._preface.copy()
@@ -99,31 +113,3 @@ class Guide:
             allowed=self._allowed,
             preface=preface,
         )
-
-
-def masks_ahead(guide: Guide, guesses: Sequence[int], width: int) -> list[Words]:
-    """The masks [width] of the next draw and of those behind the guesses, as far as these are allowed: one more than are.
-
-    None at all where nothing can be guessed. The guide stays where it is. First come the places behind the guesses, then
-    their masks, all at once.
-    """
-    if guide.is_over or guide.is_broken:
-        return []
-    places = [guide.copy()]
-    for token in guesses:
-        ahead = places[-1].copy()
-        ahead.advance(token)
-        if ahead.is_broken:
-            break
-        places.append(ahead)
-    masks = np.full((len(places), width), -1, np.int32)
-    fill_together([(place.matcher, i) for i, place in enumerate(places) if place.matcher is not None], masks)
-    found: list[Words] = []
-    for place, words, token in zip_longest(places, masks, guesses[: len(places)]):
-        place.finish(words)
-        if place.is_broken:
-            break
-        found.append(words)
-        if token is None or place.is_over or not words[token // 32] >> token % 32 & 1:
-            break
-    return found

@@ -26,6 +26,9 @@ class Matcher(Protocol):
     def advance(self, token_id: int) -> bool:
         """Take in a token. False: the form does not allow it, or has become too complex to be followed."""
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, one after the other, the form allows. The answer stays where it is."""
+
     def copy(self) -> Matcher:
         """Another answer at the same place."""
 
@@ -52,6 +55,11 @@ class ChoiceMatcher:
         """As `Matcher`."""
         self._so_far += self._vocabulary.bytes_of.get(token_id, b"\xff")  # no text holds this byte
         return any(choice.startswith(self._so_far) for choice in self._choices)
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """As `Matcher`."""
+        ahead = self.copy()
+        return next((i for i, token in enumerate(token_ids) if not ahead.advance(token)), len(token_ids))
 
     def copy(self) -> ChoiceMatcher:
         """As `Matcher`."""
