@@ -154,9 +154,7 @@ def compare(plain: LLM, guessing: LLM, watch: Watch, name: str, batch: int, argu
     for kind, which in (("", "seconds"), ("behind the first ", "behind_first")):
         slow, fast = (1e3 * statistics.median(getattr(one, which) for one in found[key]) for key in (False, True))
         told.append(f"{kind}{slow:.3f} ms a token, guessing {fast:.3f} ms, {slow / fast:.2f} x")
-    gains = " ".join(
-        f"{one.seconds / other.seconds:.2f}" for one, other in zip(found[False], found[True], strict=True)
-    )
+    gains = " ".join(f"{one.seconds / other.seconds:.2f}" for one, other in zip(found[False], found[True], strict=True))
     method = "+".join(guessing.engine.setup.config.speculation.methods)
     print(
         f"{arguments.model}, {name}, batch {batch}, {method}: {'; '.join(told)}; {accepted} of {guessed} guesses right, in "

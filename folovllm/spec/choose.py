@@ -21,6 +21,7 @@ from folovllm.spec.proposer import Depth
 Floats = npt.NDArray[np.float64]
 NEWS, RARE_NEWS = 0.1, 0.3  # what one measurement counts against all before it
 LEAST = 0.1  # of the table
+FADE = 0.03  # of what is missing in the table: what a rest takes off
 HARDLY = 1e-9  # a chance that is none
 
 
@@ -76,9 +77,7 @@ class StepCost:
         """Seconds of a step with guesses; without arrays, as `of_plain`."""
         return corrected(self.checked.at(num_tokens), self.checked_more)
 
-    def of_guessing(
-        self, num_seqs: int, guesses: Floats, depths: npt.NDArray[np.integer], silent: float
-    ) -> Floats:
+    def of_guessing(self, num_seqs: int, guesses: Floats, depths: npt.NDArray[np.integer], silent: float) -> Floats:
         """Seconds [n] on average, guessing included, of steps that are to have so many `guesses` [n] on average.
 
         Args:
@@ -101,6 +100,11 @@ class StepCost:
         else:
             expected, self.num_plain = self.of_plain(num_tokens), self.num_plain + 1
             self.plain_more += max(RARE_NEWS, 1 / self.num_plain) * (min(seconds, 2 * expected) - expected)
+
+    def fade(self) -> None:
+        """Nobody has tried guesses for a while: what was found against them counts a little less, so that they are tried again."""
+        self.checked_more -= FADE * max(0.0, self.checked_more)
+        self.wait -= FADE * self.wait
 
     def note_vain(self, num_tokens: int, seconds: float) -> None:
         """A step that waited in vain took so long. No plain step takes longer: where one seems to, it was timed badly."""
@@ -187,7 +191,7 @@ class AdaptiveDepth(Depth):
     KEEP, KEEP_COMMON = 0.9, 0.99  # what an observation counts a step later: for its sequence, and for those to come
     WEIGHT = 2.0  # steps that the opinion of all sequences counts at the start of one
     MARGIN = 1.02
-    HOLD = 4  # steps with guesses from one decision to the next
+    HOLD = 8  # steps with guesses from one decision to the next
     PAUSE, LONGEST = 8, 64  # steps without: it is asked after 8, then after 16, ...
     PROBE_SHARE = 0.01  # of the time, for probes
 
@@ -213,6 +217,7 @@ class AdaptiveDepth(Depth):
         if any(depths := [self._decided.get(seq_id, 0) for seq_id in seq_ids]):
             self._is_off, self.rest = False, 0
             return depths
+        self.cost.fade()
         is_long = self._is_off and not self._probe
         self._is_off, self.rest = True, min(2 * self.rest, self.LONGEST) if is_long else self.PAUSE
         return self._probed(depths) if self._probe else depths

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from folovllm.structured.matcher import Matcher, Words, clear_bits, set_bits
+import numpy as np
+
+from folovllm.structured.matcher import Matcher, Words, set_bits
 from folovllm.structured.vocabulary import Vocabulary
 
 
@@ -44,6 +46,7 @@ class Guide:
         """`allowed` [ceil(V / 32)]: the only tokens that the request wants at all."""
         self._matcher, self._end_ids, self._allowed, self._preface = matcher, end_ids, allowed, preface
         self._num_missing = min_tokens  # tokens that must come before the answer may end
+        self._ends: Words | None = None  # the mask of `end_ids`, once it was needed
         self.is_over = False  # it may only end
         self.is_broken = False  # nothing leads to an answer of this form any more
 
@@ -60,18 +63,24 @@ class Guide:
         if self._preface is not None:
             words.fill(-1)
         elif self._matcher.is_accepting():
-            set_bits(words, self._end_ids)
+            words |= self._end_words(words)
         if self._allowed is not None:
             words &= self._allowed
         if self._num_missing > 0:
-            clear_bits(words, self._end_ids)
+            words &= ~self._end_words(words)
         if not words.any():
             self.is_broken = self._preface is not None or not self._matcher.is_accepting()
             self._fill_ends(words)
 
     def _fill_ends(self, words: Words) -> None:
-        words.fill(0)
-        set_bits(words, self._end_ids)
+        words[:] = self._end_words(words)
+
+    def _end_words(self, words: Words) -> Words:
+        """The mask of the tokens that end an answer, as long as `words`."""
+        if self._ends is None:
+            self._ends = np.zeros_like(words)
+            set_bits(self._ends, self._end_ids)
+        return self._ends
 
     def advance(self, token_id: int) -> None:
         """Take in a token that was drawn."""
@@ -106,10 +115,12 @@ class Guide:
     def copy(self) -> Guide:
         """The guide of another answer at the same place."""
         preface = None if self._preface is None else self._preface.copy()
-        return Guide(
+        guide = Guide(
             self._matcher.copy(),
             self._end_ids,
             min_tokens=self._num_missing,
             allowed=self._allowed,
             preface=preface,
         )
+        guide._ends = self._ends
+        return guide

@@ -70,9 +70,3 @@ def set_bits(words: Words, ids: Collection[int]) -> None:
     """Set the tokens' bits."""
     at = np.fromiter(ids, np.int64, len(ids))
     np.bitwise_or.at(words.view(np.uint32), at // 32, np.uint32(1) << (at % 32).astype(np.uint32))
-
-
-def clear_bits(words: Words, ids: Collection[int]) -> None:
-    """Clear the tokens' bits."""
-    at = np.fromiter(ids, np.int64, len(ids))
-    np.bitwise_and.at(words.view(np.uint32), at // 32, ~(np.uint32(1) << (at % 32).astype(np.uint32)))

@@ -171,7 +171,9 @@ def test_an_estimate_follows_the_text() -> None:
     assert known.hit < 0.01
     depth = AdaptiveDepth(FLAT, 8)
     depth._own[0] = known
-    assert depth.choose([0]) == [0] and best_depths(np.zeros(2), np.full(2, 0.9), FLAT, 8) == [0, 0], "no idea is no guess"
+    assert depth.choose([0]) == [0] and best_depths(np.zeros(2), np.full(2, 0.9), FLAT, 8) == [0, 0], (
+        "no idea is no guess"
+    )
 
 
 class Guesser(Proposer):
