@@ -77,15 +77,18 @@ class StepCost:
         """Seconds of a step with guesses; without arrays, as `of_plain`."""
         return corrected(self.checked.at(num_tokens), self.checked_more)
 
-    def of_guessing(self, num_seqs: int, guesses: Floats, depths: npt.NDArray[np.integer], silent: float) -> Floats:
-        """Seconds [n] on average, guessing included, of steps that are to have so many `guesses` [n] on average.
+    def of_checked(self, num_tokens: Floats, depths: npt.NDArray[np.integer], hits: Floats) -> Floats:
+        """Seconds [n] of steps that are to have guesses, and of guessing, on average.
 
         Args:
+            num_tokens: [n], of such steps, on average.
             depths: [n], guesses for the sequence with most.
-            silent: the chance that nobody has a guess: such a step has waited in vain.
+            hits: [S], the chance of each sequence that there is a guess for it. Where nobody has one, the step has waited
+                in vain; the others are so much the wider.
         """
-        some = max(1 - silent, HARDLY)
-        table = self.checked.of(num_seqs + guesses / some)
+        num_seqs, silent = len(hits), float(np.prod(1 - hits))
+        some = max(1 - silent, HARDLY)  # the chance that anyone has a guess
+        table = self.checked.of(num_seqs + (num_tokens - num_seqs) / some)
         checked = np.maximum(table + self.checked_more, LEAST * table)
         return silent * self.of_vain(num_seqs) + some * checked + self.guess * depths
 
@@ -170,8 +173,8 @@ def best_depths(hits: Floats, acceptances: Floats, cost: StepCost, most: int, ma
     order = np.argsort(-worth, axis=None, kind="stable")
     seq, depth = order // most, order % most + 1
     tokens = num_seqs + np.cumsum(hits[seq] * worth.ravel()[order])
-    guesses, silent = np.cumsum(hits[seq]), float(np.prod(1 - hits))  # silent: the chance that nobody has an idea
-    speed = tokens / cost.of_guessing(num_seqs, guesses, np.maximum.accumulate(depth), silent)
+    width = num_seqs + np.cumsum(hits[seq])
+    speed = tokens / cost.of_checked(width, np.maximum.accumulate(depth), hits)
     best = int(np.argmax(speed))
     if speed[best] <= margin * num_seqs / cost.of_plain(num_seqs):
         return [0] * num_seqs
