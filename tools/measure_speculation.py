@@ -65,21 +65,26 @@ def answer(llm: LLM, prompts: list[str], params: list[SamplingParams], batch: in
 
 
 class Watch:
-    """Sorts the steps of an engine with guesses by kind, and adds up the seconds from the end of one to that of the next."""
+    """Sorts the steps of an engine with guesses by kind, and adds up the seconds from the end of one to that of the next.
+
+    It watches within `with`, and not while anything is timed: a small model's steps would feel it.
+    """
 
     KINDS = ("prompts", "plain", "waited in vain", "with guesses")
 
     def __init__(self, llm: LLM) -> None:
         self._inner = llm.engine.scheduler.speculation
         self._kinds: deque[str] = deque()
+
+    def __enter__(self) -> Watch:
+        self.counts, self.seconds = dict.fromkeys(self.KINDS, 0), dict.fromkeys(self.KINDS, 0.0)
         self._began, self._ended = self._inner.began, self._inner.ended
         self._inner.began, self._inner.ended = self._begin, self._end
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin to count."""
-        self.counts, self.seconds = dict.fromkeys(self.KINDS, 0), dict.fromkeys(self.KINDS, 0.0)
         self._last = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._inner.began, self._inner.ended = self._began, self._ended
 
     def _begin(self, output: Any) -> None:
         guessed = any(share.num_draws > 1 for share in output.shares)
@@ -129,15 +134,14 @@ def main() -> None:
         if "draft_model" in method:
             config["model"] = arguments.draft or "stories-draft"
         guessing = LLM(**common, speculative_config=config)
-        watch = Watch(guessing)
         for batch in arguments.batches:
             for name in arguments.sets:
-                compare(plain, guessing, watch, name, batch, arguments)
+                compare(plain, guessing, name, batch, arguments)
         guessing.close()
 
 
-def compare(plain: LLM, guessing: LLM, watch: Watch, name: str, batch: int, arguments: argparse.Namespace) -> None:
-    """Print the lines of a set. One that is smaller than a batch is taken several times."""
+def compare(plain: LLM, guessing: LLM, name: str, batch: int, arguments: argparse.Namespace) -> None:
+    """Print the lines of a set. One that is smaller than a batch is taken several times; the last round is not timed, but watched."""
     counts = guessing.engine.scheduler.speculation
     prompts, params = requests(plain, name, arguments.temperature)
     times = -(-batch // len(prompts))
@@ -145,9 +149,10 @@ def compare(plain: LLM, guessing: LLM, watch: Watch, name: str, batch: int, argu
     before = counts.num_guessed, counts.num_accepted, counts.num_drafts
     found: dict[bool, list[Answers]] = {False: [], True: []}
     for is_guessing in [False, True] * arguments.rounds:
-        watch.reset()  # so what is told is the last round
         found[is_guessing].append(answer(guessing if is_guessing else plain, *work))
     now = counts.num_guessed, counts.num_accepted, counts.num_drafts
+    with Watch(guessing) as watch:
+        answer(guessing, *work)
     guessed, accepted, steps = (one - other for one, other in zip(now, before, strict=True))
     same = sum(one == other for one, other in zip(found[False][-1].texts, found[True][-1].texts, strict=True))
     told = []

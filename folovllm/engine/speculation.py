@@ -110,8 +110,13 @@ class Speculation:
         ready = [seq for seq in running if seq.seq_id in wanted and seq.num_tokens - seq.num_computed_tokens == 1]
         ks = [min(wanted[seq.seq_id], seq.max_tokens - seq.num_output_tokens - 1) for seq in ready]
         found = self.proposer.propose_all([self._know(seq).state() for seq in ready], ks)
-        guesses = {seq.seq_id: self._trim(seq, g[:k]) for seq, g, k in zip(ready, found, ks, strict=True) if g[:k]}
-        return {seq_id: own for seq_id, own in guesses.items() if own}
+        guesses = {}
+        for seq, k, guess in zip(ready, ks, found, strict=True):
+            if own := self._trim(seq, guess[:k]):
+                guesses[seq.seq_id] = own
+            elif guess[:k]:
+                self.depth.observe(seq.seq_id, 0, 0)  # to propose what a form rules out is to have no idea
+        return guesses
 
     def began(self, output: SchedulerOutput) -> None:
         """Hear of a step that will run."""

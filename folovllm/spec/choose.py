@@ -194,7 +194,7 @@ class AdaptiveDepth(Depth):
     KEEP, KEEP_COMMON = 0.9, 0.99  # what an observation counts a step later: for its sequence, and for those to come
     WEIGHT = 2.0  # steps that the opinion of all sequences counts at the start of one
     MARGIN = 1.02
-    HOLD = 8  # steps with guesses from one decision to the next
+    HOLD, FIRST = 8, 3  # steps with guesses from one decision to the next; if it is the first of a sequence
     PAUSE, LONGEST = 8, 64  # steps without: it is asked after 8, then after 16, ...
     PROBE_SHARE = 0.01  # of the time, for probes
 
@@ -215,8 +215,8 @@ class AdaptiveDepth(Depth):
         if not seq_ids:
             return []
         self._age += 1
-        if self._age >= self.HOLD or not self._decided.keys() >= set(seq_ids):
-            self._decided, self._age = self._decide(seq_ids), 0
+        if (is_first := not self._decided.keys() >= set(seq_ids)) or self._age >= self.HOLD:
+            self._decided, self._age = self._decide(seq_ids), self.HOLD - self.FIRST if is_first else 0
         if any(depths := [self._decided.get(seq_id, 0) for seq_id in seq_ids]):
             self._is_off, self.rest = False, 0
             return depths

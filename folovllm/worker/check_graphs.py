@@ -18,7 +18,7 @@ from folovllm.sample.rules import bits_of
 from folovllm.setup import EngineSetup
 from folovllm.step.masks import Masks
 from folovllm.step.packed import Field, Int32, PackedStep
-from folovllm.step.verify import Draws, most_draws
+from folovllm.step.verify import Draws, Ints, most_draws
 from folovllm.worker.draw import StepDraw
 from folovllm.worker.host_ring import HostRing
 from folovllm.worker.prompt_graphs import Line, PromptGraphs, Room
@@ -73,7 +73,7 @@ class CheckGraphs(PromptGraphs):
         lines = numbers[: 3 * room.tokens].reshape(3, -1)
         lines[0, :count], lines[1, :count] = by_draw.fields[Field.ROW], by_draw.fields[Field.SEQ_LEN]
         if masks is not None:
-            at = np.isin(by_draw.fields[Field.ROW], masks.rows).nonzero()[0]
+            at = slice(count) if len(masks.rows) == count else draws_of(masks, by_draw)
             lines[2, at] = masks.rows
             numbers[3 * room.tokens :].reshape(-1, width)[at] = masks.bits
         self._draw_graph(room, masks is not None).replay(self._steps_in.stage(numbers))
@@ -153,6 +153,11 @@ def without_masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
 
         return mask_logits(logits, masks)
     return logits.masked_fill(~bits_of(masks, logits.shape[1]), -torch.inf)
+
+
+def draws_of(masks: Masks, by_draw: PackedStep) -> Ints:
+    """Which of the draws of a step have a mask, [n]."""
+    return np.isin(by_draw.fields[Field.ROW], masks.rows).nonzero()[0]
 
 
 def lay_out(step: PackedStep, draws: Draws, room: Room, padding_row: int) -> Int32:

@@ -16,7 +16,7 @@ from folovllm.step.masks import Masks
 from folovllm.step.packed import NO_SCORES, Field, Int32, PackedStep, StepPacker
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.step.verify import NO_GUESS, Draws, accept, most_draws
-from folovllm.worker.check_graphs import CheckGraphs, without_masked
+from folovllm.worker.check_graphs import CheckGraphs, draws_of, without_masked
 from folovllm.worker.graph_runner import Computed, GraphRunner, PendingStep
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.prompt_graphs import Room
@@ -160,7 +160,7 @@ class VerifyingGraphRunner(GraphRunner):
 
     def _masked(self, logits: torch.Tensor, checked: CheckedStep, masks: Masks) -> torch.Tensor:
         """The logits [R, V] without what the masks of these draws rule out; the rows' own masks rule out nothing then."""
-        at = np.isin(checked.step.fields[Field.ROW], masks.rows).nonzero()[0].astype(np.int32)
+        at = draws_of(masks, checked.step).astype(np.int32)
         numbers = self._steps_in.to_device(np.concatenate([at, masks.rows, masks.bits.ravel()]))
         index, rows, bits = numbers.split([len(at), len(masks.rows), masks.bits.size])
         self._rows_draw.masks[rows.long()] = -1
