@@ -197,6 +197,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("worker/check_graphs.py", "", ""),
         ("kernels/check_plan.py", "", ""),
         ("kernels/check.py", "", "v1/attention/ops/triton_unified_attention.py"),
+        ("kernels/mask_logits.py", "", ""),
         ("attention/backends/checking.py", "", ""),
         ("spec/choose.py", "", ""),
         ("spec/measure.py", "", ""),

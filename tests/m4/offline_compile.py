@@ -44,6 +44,8 @@ from folovllm.kernels.int4_linear import int4_linear_kernel
 from folovllm.kernels.int4_linear import tiling as tiling_4
 from folovllm.kernels.int4_matmul import int4_matmul_kernel, int4_unpack_kernel
 from folovllm.kernels.int4_matmul import tiling as tiling_4_many
+from folovllm.kernels.mask_logits import WIDTH as MASKED
+from folovllm.kernels.mask_logits import mask_logits_kernel
 from folovllm.kernels.note_drawn import note_drawn_kernel
 from folovllm.kernels.prefill import prefill_config, prefill_kernel
 from folovllm.kernels.prefill_hopper import NUM_STAGES, prefill_hopper_kernel
@@ -105,7 +107,7 @@ def pointer_type(name: str, dtype: str) -> str:
     if name in ("table_ptr", "start_ptr", "len_ptr", "item_ptr", "header_ptr", "queue_ptr", "done_ptr", "at_ptr",
                 "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr", "row_ptr", "word_ptr", "draws_ptr",
                 "hot_ptr", "id_ptr", "last_ptr", "drawn_ptr", "given_ptr", "query_len_ptr", "tile_ptr", "place_ptr", "end_ptr",
-                "count_ptr", "number_ptr"):  # fmt: skip
+                "count_ptr", "mask_ptr", "number_ptr"):  # fmt: skip
         return "*i32"
     if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr", "largest_ptr",
                 "value_ptr", "scaled_ptr", "floor_ptr"):  # fmt: skip
@@ -365,6 +367,7 @@ def kernels_of_x3(capability: int, head_dim: int, block_size: int):
         config = check_config(32, head_dim, 2, False)
         chunks = {"MIN_CHUNK": config.min_chunk, "MAX_CHUNK": config.max_chunk, "QUEUE_CHUNK": config.queue_chunk}
         yield list_checks_kernel, {"TILE_TOKENS": 8, "WIDTH": 128}, 1, 3
+        yield mask_logits_kernel, {"WIDTH": MASKED}, 4, 3
         yield plan_checks_kernel, {"HKV": HKV, "TILE": 32, "TILES": 256, "MAX_PARTS": 32, **chunks}, 4, 3
     strides = {
         "STRIDE_BLOCK": HKV * block_size * head_dim,

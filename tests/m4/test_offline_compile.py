@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NUM_KERNELS = {"m4": 7, "m6": 12, "x2": 6, "x3": 4, "x4": 8}
+NUM_KERNELS = {"m4": 7, "m6": 12, "x2": 6, "x3": 5, "x4": 8}
 ON_HOPPER_ALONE = {"m6": {"prefill_hopper_kernel", "early_decode_kernel"}, "x4": {"grouped_hopper_kernel"}}
 FROM_AMPERE_ON = {"x3"}
 WITH_FP8_ALONE = {"x2": {"quantize_rows_kernel"}}  # compute capability 8.9
@@ -27,6 +27,7 @@ MOST = {
     "few_pairs_kernel": (96, 0), "grouped_hopper_kernel": (255, 0), "order_kernel": (168, 0), "late_combine_kernel": (40, 0),
     "late_add_rms_norm_kernel": (40, 0),
     "check_kernel": (255, 0), "merge_checks_kernel": (96, 0), "list_checks_kernel": (48, 0), "plan_checks_kernel": (40, 0),
+    "mask_logits_kernel": (40, 0),
     "small_linear_kernel": (255, 0), "summed_linear_kernel": (255, 0), "prefill_hopper_kernel": (168, 0),
     "quant_linear_kernel": (255, 0), "quant_matmul_kernel": (200, 0), "unpack_kernel": (48, 0),
     "int4_linear_kernel": (255, 0), "int4_matmul_kernel": (255, 0), "int4_unpack_kernel": (64, 0), "quantize_rows_kernel": (72, 0),
