@@ -22,6 +22,7 @@ from folovllm.events import Events, ExpertsAsked, Finished, Listener, StepEnded
 from folovllm.executor.abstract import Executor
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.outputs import RequestOutput
+from folovllm.quick_tokenizer import whole
 from folovllm.request import Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.setup import EngineSetup
@@ -182,8 +183,8 @@ class LLMEngine:
         return len(self._output.requests)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
-        return self.tokenizer
+        """The model's tokenizer, which is transformers'."""
+        return whole(self.tokenizer)
 
     def step(self) -> list[RequestOutput]:
         """Schedule, compute, draw, and hand out what is new. Without work it returns an empty list."""
