@@ -7,7 +7,7 @@ gets it from transformers' tokenizer, which is loaded then.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -71,19 +71,19 @@ def whole(tokenizer: Any) -> Any:
     return tokenizer.whole if isinstance(tokenizer, QuickTokenizer) else tokenizer
 
 
-def quick_tokenizer(where: Path) -> QuickTokenizer | None:
-    """The tokenizer in this folder, whose files are known to be sound.
+def quick_tokenizer(where: Path, files: Mapping[str, dict[str, Any]]) -> QuickTokenizer | None:
+    """The tokenizer in this folder, if transformers does just what `tokenizer.json` says; else None.
 
-    None if transformers might do more than `tokenizer.json` says, or something else.
+    Args:
+        files: what the folder's files say that are there, by their names.
     """
-    files = [where / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")]
-    if not all(file.is_file() for file in files) or (where / "added_tokens.json").is_file():
+    model, said, content = (files.get(name) for name in ("config.json", "tokenizer_config.json", "tokenizer.json"))
+    if not (model and said and content) or "added_tokens.json" in files:
         return None
-    model, said, content = (json.loads(file.read_text(encoding="utf-8")) for file in files)
-    kind = CLASSES.get(said.get("tokenizer_class", ""))
+    kind = CLASSES.get(said.get("tokenizer_class") or "")
     if model.get("model_type") not in MODELS or kind is None or any(said.get(name) for name in CHANGES):
         return None
-    if (where / "special_tokens_map.json").is_file() and "added_tokens_decoder" not in said:
+    if "special_tokens_map.json" in files and "added_tokens_decoder" not in said:
         return None
     as_it_stands = said.get("clean_up_tokenization_spaces") is False and is_plain(content)
     if not (as_it_stands and knows_special_tokens(said, content) and (kind != "Qwen2Tokenizer" or is_qwens(content))):

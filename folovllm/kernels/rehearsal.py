@@ -89,7 +89,9 @@ class Asked:
         if (fn.jit_function, key) not in self._futures:
             assert self._compile is not None
             self._progress.total += 1
-            self._futures[fn.jit_function, key] = future = self._pool.submit(compile_and_load, self._compile, self._triton_key)
+            self._futures[fn.jit_function, key] = future = self._pool.submit(
+                compile_and_load, self._compile, self._triton_key
+            )
             future.add_done_callback(lambda _: self._progress.update())
         return True
 

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 ASSETS = Path(__file__).parent.parent / "assets"
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+)
 
 
 def resolve_model(name: str) -> Path:
@@ -91,9 +97,8 @@ def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
     if not any((where / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{where} has no tokenizer (tokenizer.json): name one with tokenizer=...")
     with reading(f"the tokenizer in {where}"):
-        for file in filter(Path.is_file, (where / name for name in TOKENIZER_FILES)):
-            read_json(file)
-        if (quick := quick_tokenizer(where)) is not None:
+        files = {name: read_json(where / name) for name in TOKENIZER_FILES if (where / name).is_file()}
+        if (quick := quick_tokenizer(where, files)) is not None:
             return quick
         from transformers import AutoTokenizer  # here, for that takes seconds
 

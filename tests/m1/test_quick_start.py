@@ -12,18 +12,30 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, Qwen3Config
 
-from folovllm.models.files import ASSETS
+from folovllm.models.files import ASSETS, TOKENIZER_FILES
 from folovllm.models.plain_config import PlainConfig, plain_config
 from folovllm.quick_tokenizer import QWENS_WORDS, QuickTokenizer, quick_tokenizer
 
 EMBEDDED = ASSETS / "stories-5m"
-TEXTS = ["", " ", "Lily's red kite, 12 345!", "<|im_start|>user\nHi<|im_end|>", "e\u0301\u4f60\u597d \U0001f600\r\n\t  x"]
+TEXTS = [
+    "",
+    " ",
+    "Lily's red kite, 12 345!",
+    "<|im_start|>user\nHi<|im_end|>",
+    "e\u0301\u4f60\u597d \U0001f600\r\n\t  x",
+]
 READ = (
     "architectures", "attention_bias", "bos_token_id", "dtype", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
     "intermediate_size", "max_position_embeddings", "model_type", "num_attention_heads", "num_hidden_layers",
     "num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "vocab_size",
 )  # fmt: skip
-BESIDE = {"architectures": ["Any"], "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True}
+BESIDE = {
+    "architectures": ["Any"],
+    "dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+}
 SLIDING = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
 
 
@@ -64,6 +76,12 @@ def qwens(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def quick_of(where: Path) -> QuickTokenizer | None:
+    """As `load_tokenizer` finds it."""
+    files = [where / name for name in TOKENIZER_FILES]
+    return quick_tokenizer(where, {file.name: json.loads(file.read_text()) for file in files if file.is_file()})
+
+
 def change(folder: Path, name: str, fields: dict) -> None:
     said = json.loads((EMBEDDED / name).read_text())
     (folder / name).write_text(json.dumps(said | fields))
@@ -72,7 +90,7 @@ def change(folder: Path, name: str, fields: dict) -> None:
 @pytest.mark.parametrize("folder", ["embedded", "qwens"])
 def test_encodes_and_decodes_as_transformers_does(folder: str, qwens: Path) -> None:
     where = qwens if folder == "qwens" else EMBEDDED
-    quick, whole = quick_tokenizer(where), AutoTokenizer.from_pretrained(where)
+    quick, whole = quick_of(where), AutoTokenizer.from_pretrained(where)
     assert quick is not None
     assert type(quick.whole) is type(whole), "the class that AutoTokenizer takes"
     assert quick.eos_token_id == whole.eos_token_id
@@ -90,9 +108,9 @@ def test_encodes_and_decodes_as_transformers_does(folder: str, qwens: Path) -> N
     {"added_tokens_decoder": {"2": {"content": "<|im_end|>", "special": False}}},
 ])  # fmt: skip
 def test_a_tokenizer_that_transformers_changes_is_left_to_it(changed: dict, qwens: Path) -> None:
-    assert isinstance(quick_tokenizer(qwens), QuickTokenizer)
+    assert isinstance(quick_of(qwens), QuickTokenizer)
     change(qwens, "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **changed})
-    assert quick_tokenizer(qwens) is None
+    assert quick_of(qwens) is None
 
 
 @pytest.mark.parametrize("changed", [
@@ -102,7 +120,7 @@ def test_a_tokenizer_that_transformers_changes_is_left_to_it(changed: dict, qwen
 def test_so_is_one_that_is_not_qwens_but_says_so(changed: dict, qwens: Path) -> None:
     content = json.loads((qwens / "tokenizer.json").read_text())
     (qwens / "tokenizer.json").write_text(json.dumps(content | changed))
-    assert quick_tokenizer(qwens) is None
+    assert quick_of(qwens) is None
 
 
 SCRIPT = """
