@@ -25,6 +25,7 @@ PHASES = {  # of a `GraphRunner`, in order
     "compile_kernels": "small steps",
     "capture_cudagraph": "recording",
 }
+HEAVY = ("transformers", "torch._dynamo", "sympy", "sklearn", "pandas")  # seconds to import
 
 
 class Clock:
@@ -114,7 +115,7 @@ def main() -> None:
     for phase, seconds in clock.phases.items():
         print(f"{phase:24}{seconds:8.2f} s")
     print(f"{'to the first token':24}{total:8.2f} s")
-    print("without transformers" if "transformers" not in sys.modules else "transformers was imported")
+    print("imported on the way:", ", ".join(name for name in HEAVY if name in sys.modules) or "nothing heavy")
     compiled.print(given.kernels)
 
 
