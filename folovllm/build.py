@@ -32,7 +32,7 @@ from folovllm.engine.overlap import OverlappedEngine
 from folovllm.engine.overlap_scheduler import OverlapScheduler
 from folovllm.engine.scheduler import Scheduler, SchedulerLike, TokensOfStep, chunk, preempt, wait, whole_prompt
 from folovllm.engine.serial_scheduler import SerialScheduler
-from folovllm.engine.setup import set_up, wake
+from folovllm.engine.setup import set_up
 from folovllm.events import Events
 from folovllm.executor.abstract import Executor
 from folovllm.executor.gpu_executor import GPUExecutor
@@ -77,7 +77,6 @@ def put_together(config: EngineConfig) -> Parts:
         builders.load(name)
     setup = set_up(config)
     num_threads = use_threads(setup)
-    wake(setup)
     tokenizer = load_tokenizer(setup.path, config)
     processor = InputProcessor(setup, tokenizer)  # reads small files, which may be damaged: so before the weights
     proposer = make_proposer(setup)  # which may have a model and a cache: so before the cache that takes all memory

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -118,12 +116,6 @@ def check_gpus(device: torch.device, tensor_parallel_size: int) -> None:
             f"tensor_parallel_size {tensor_parallel_size} needs {ranks} GPUs here, and there are "
             f"{torch.cuda.device_count()}: lower it, or make more visible (CUDA_VISIBLE_DEVICES)"
         )
-
-
-def wake(setup: EngineSetup) -> None:
-    """Begin with CUDA, whose first call takes 0.3 s, while files are read. Ranks do so themselves, in their processes."""
-    if setup.device.type == "cuda" and setup.config.tensor_parallel_size == 1:
-        threading.Thread(target=partial(torch.zeros, 1, device=setup.device), name="wake CUDA", daemon=True).start()
 
 
 def choose_dtype(name: str, device: torch.device, hf_config: Any) -> torch.dtype:

@@ -16,7 +16,10 @@ NEEDED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
 )  # fmt: skip
-WITH_RULES = ("rope_scaling", "partial_rotary_factor", "sliding_window", "use_sliding_window", "quantization_config")
+WITH_RULES = (
+    "rope_scaling", "partial_rotary_factor", "sliding_window", "use_sliding_window", "quantization_config",
+    "attention_dropout", "auto_map",
+)  # fmt: skip
 
 
 class PlainConfig(SimpleNamespace):
@@ -31,11 +34,12 @@ def plain_config(fields: dict[str, Any]) -> PlainConfig | None:
     """What the fields of a `config.json` say; None if it takes transformers to know that."""
     said = fields.get("rope_parameters") or {"rope_theta": fields.get("rope_theta")}
     rope = {"rope_type": "default", **said}
+    all_full = [FULL] * (fields.get("num_hidden_layers") or 0)
     is_plain = (
         fields.get("model_type") in KINDS
         and all(fields.get(name) is not None for name in NEEDED)
-        and not any(fields.get(name) for name in (*WITH_RULES, "auto_map"))
-        and {*(fields.get("layer_types") or [FULL])} == {FULL}
+        and not any(fields.get(name) for name in WITH_RULES)
+        and (fields.get("layer_types") or all_full) == all_full
         and rope.keys() == {"rope_type", "rope_theta"}
         and rope["rope_type"] == "default"
         and rope["rope_theta"] is not None
