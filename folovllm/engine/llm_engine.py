@@ -8,46 +8,27 @@ import os
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
 from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
 from folovllm.config import EngineConfig, ModelConfig
-from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats
 from folovllm.engine.output_processor import OutputProcessor, RequestState
-from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.snapshot import added, engine_stats, snapshot
-from folovllm.events import Events, ExpertsAsked, Finished, Listener, StepEnded
-from folovllm.executor.abstract import Executor
+from folovllm.events import ExpertsAsked, Finished, GivenUp, Listener, StepEnded
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.outputs import RequestOutput
 from folovllm.quick_tokenizer import whole
 from folovllm.request import Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
-from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput, StepResult
-from folovllm.structured.guides import Guides
 from folovllm.vllm_arguments import GENERATE, REQUEST, also_takes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("folovllm")
-
-
-@dataclass(slots=True, frozen=True)
-class Parts:
-    """The parts of an engine. `folovllm.build` decides which class stands in each place."""
-
-    setup: EngineSetup
-    num_threads: int | None
-    tokenizer: PreTrainedTokenizerBase
-    processor: InputProcessor
-    executor: Executor
-    scheduler: SchedulerLike
-    events: Events
-    guides: Guides
 
 
 class LLMEngine:
@@ -267,6 +248,8 @@ class LLMEngine:
         broken = self._guides.broken(seqs)
         for seq in broken:
             logger.warning("request %s ends early: its answer cannot be brought to its form", seq.request_id)
+            if self.events.on:
+                self.events.emit(GivenUp(seq.seq_id))
         if broken:
             self.scheduler.abort(*broken)
         return broken
