@@ -28,7 +28,6 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
-        "eos_token_id": None,
     },
 }
 GEOMETRIES["qwen3-4b"] = GEOMETRIES["qwen3-0.6b"] | {

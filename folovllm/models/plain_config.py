@@ -44,6 +44,6 @@ def plain_config(fields: dict[str, Any]) -> PlainConfig | None:
         and rope["rope_type"] == "default"
         and rope["rope_theta"] is not None
         and fields["hidden_size"] % fields["num_attention_heads"] == 0
-        and "eos_token_id" in fields  # a Llama's would be 2
+        and ("eos_token_id" in fields or fields["model_type"] != "llama")  # a Llama's would be 2
     )
     return PlainConfig(**fields | {"rope_parameters": rope}) if is_plain else None
