@@ -171,15 +171,13 @@ def finish_kernel(
         logits_ptr + s * stride_logits, word_ptr + row_index * stride_words, field_ptr, tl.load(position_ptr + s),
         vocab_size, value_ptr + s * CAPACITY, scaled_ptr + s * CAPACITY, id_ptr + s * CAPACITY,
     )  # fmt: skip
-    largest_ptr += s * num_groups
-    weight_ptr += s * num_groups
-    hot_ptr += s * num_groups
-    g = tl.arange(0, GROUPS)
-    largest = tl.load(largest_ptr + g, mask=g < num_groups, other=float("-inf"))
+    g, hot_ptr = tl.arange(0, GROUPS), hot_ptr + s * num_groups
+    largest = tl.load(largest_ptr + s * num_groups + g, mask=g < num_groups, other=float("-inf"))
     temperature, most = float_field(field_ptr, TEMPERATURE), tl.max(largest, 0)
     inverse, top = 1.0 / temperature, tl.max(divide(tl.zeros([1], tl.float32) + most, temperature), 0)
     scale = (temperature, top, top + tl.log(float_field(field_ptr, MIN_P)))
-    weights = tl.load(weight_ptr + g, mask=g < num_groups, other=0.0) * tl.exp((largest - most) * inverse)
+    weights = tl.load(weight_ptr + s * num_groups + g, mask=g < num_groups, other=0.0)
+    weights *= tl.exp((largest - most) * inverse)
     cut, counts_rest = choose_cut(largest, weights, most, field_ptr, vocab_size, inverse)
     hot = (g < num_groups) & (largest >= cut)
     tl.store(hot_ptr + tl.cumsum(hot.to(tl.int32), 0) - 1, g, mask=hot)
