@@ -135,7 +135,7 @@ class LLMEngine:
     def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | list[RequestOutput]:
         """End a request at once and return what it has so far, with finish_reason "abort".
 
-        Of several ids, those that are not being served are passed over.
+        Of several ids, those that are not being served are skipped.
 
         Raises:
             ValueError: no request of this one id is being served.
@@ -181,7 +181,7 @@ class LLMEngine:
             return self._take_in(output, seqs, self._compute(output, seqs), start)
 
     def _compute(self, output: SchedulerOutput, seqs: list[Sequence]) -> StepResult:
-        """Compute a step and draw. The guide of an answer with a form says what it may draw, and then learns what it drew."""
+        """Compute a step and draw. Where an answer has a form, its guide says what may be drawn, and hears what was."""
         if self._guides.concern(output, seqs):
             output = replace(output, masks=self._guides.masks(output, seqs))
         result = self.executor.execute_model(output)
@@ -244,7 +244,7 @@ class LLMEngine:
         return self._output.outputs([*updated, *given_up], now)
 
     def _give_up(self, seqs: list[Sequence]) -> list[Sequence]:
-        """End the answers that can no longer get their form, with finish_reason "abort", and return them."""
+        """End the answers that cannot get their form any more, with finish_reason "abort". Returns them."""
         broken = self._guides.broken(seqs)
         for seq in broken:
             logger.warning("request %s ends early: its answer cannot be brought to its form", seq.request_id)
@@ -255,13 +255,13 @@ class LLMEngine:
         return broken
 
     def prepare_forms(self) -> None:
-        """Do now the work, of about a second, for which the first answer with a form, and all others beside it, would wait."""
+        """Prepare for answers with a form. It takes about a second, and the first such answer would hold up all others."""
         self._guides.prepare(self._processor.eos_token_ids)
 
     def require_open(self) -> None:
-        """Raise RuntimeError if the engine was closed, so that there is no model any more, or if this is a fork.
+        """Raise RuntimeError if the engine was closed, or if this process is a fork of the engine's.
 
-        torch's threads and GPUs stay behind in the process that used them: in a fork the first product waits for ever.
+        A fork has neither torch's threads nor its GPUs, so the first product there would wait for ever.
         """
         if self._is_closed:
             raise RuntimeError("the engine was closed: make a new one")

@@ -254,7 +254,7 @@ def small_linears(capability: int):
 
 def summed_linears(capability: int):
     """What two ranks add up of each geometry's layers; one geometry on older cards."""
-    for hidden, heads, _, mlp in GEOMETRIES[:4] if capability in (80, 90) else GEOMETRIES[:1]:
+    for hidden, heads, _, mlp in GEOMETRIES[: {90: 4, 80: 2}.get(capability, 1)]:
         for width in (heads * 64, mlp // 2):
             weight = torch.empty(hidden, width, dtype=torch.bfloat16, device="meta")
             for tokens in filter(lambda n, w=weight: serves(n, w) and fits(n, w), (1, 2, 4)):
