@@ -60,6 +60,13 @@ class QuickTokenizer:
 
         return getattr(transformers, self._kind).from_pretrained(self._where)
 
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What transformers' tokenizer returns."""
+        return self.whole(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)

@@ -99,6 +99,7 @@ def test_encodes_and_decodes_as_transformers_does(folder: str, qwens: Path) -> N
         assert quick.encode(text) == ids
         for skip in (False, True):
             assert quick.decode(ids, skip_special_tokens=skip) == whole.decode(ids, skip_special_tokens=skip)
+    assert len(quick) == len(whole) and quick("Lily").input_ids == whole("Lily").input_ids
     assert quick.chat_template == whole.chat_template, "what it has not itself is transformers'"
 
 
