@@ -111,6 +111,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("executor/packed_executor.py", "", ""),
         ("kernels/unpack_step.py", "", ""),
         ("kernels/small_linear.py", "", ""),
+        ("kernels/early_decode.py", "", ""),
         ("layers/formats/few_tokens.py", "", ""),
         ("models/fused_layer.py", "", ""),
         ("kernels/prefill_hopper.py", "", ""),

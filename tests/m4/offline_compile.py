@@ -26,7 +26,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from folovllm.distributed.mailboxes import LETTERS
-from folovllm.kernels import grouped_hopper
+from folovllm.kernels import early_decode, grouped_hopper
 from folovllm.kernels.activation import act_and_mul_kernel
 from folovllm.kernels.check import MERGED, check_config, check_kernel, merge_checks_kernel, num_warps_of, tile_shape
 from folovllm.kernels.check_plan import list_checks_kernel, plan_checks_kernel
@@ -68,7 +68,7 @@ HQ, HKV = 16, 8
 WINDOW = 1024  # of a layer that has one
 
 
-OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"): "*fp32", ("merge_checks_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
+OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("early_decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"): "*fp32", ("merge_checks_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
              ("finish_kernel", "weight_ptr"): "*fp32", ("finish_kernel", "token_ptr"): "*i32",
              ("small_linear_kernel", "x_ptr"): "*i32", ("small_linear_kernel", "weight_ptr"): "*i32",
              ("summed_linear_kernel", "x_ptr"): "*i32", ("summed_linear_kernel", "weight_ptr"): "*i32",
@@ -216,6 +216,16 @@ def kernels_of_m6(capability: int, head_dim: int, block_size: int):
     if capability == 90 and head_dim in (64, 128):
         shape = {"HKV": HKV, "B": block_size, "G": HQ // HKV, "D": head_dim, "STAGES": NUM_STAGES}
         yield prefill_hopper_kernel, shape, 4, 3
+        strides = {
+            "STRIDE_BLOCK": HKV * block_size * head_dim,
+            "STRIDE_TOKEN": head_dim,
+            "STRIDE_HEAD": block_size * head_dim,
+        }
+        for group in (1, 2, 4, 8):
+            yield (early_decode.early_decode_kernel,
+                   {**strides, "B": block_size, "HKV": HKV, "G": group, "GROUP": group, "D": head_dim, "M": 16, "NORM": True,
+                    "TILE": early_decode.TILE, "STEP": DecodeConfig().merge_step, "PDL": True},
+                   early_decode.NUM_WARPS, early_decode.NUM_STAGES)  # fmt: skip
     if (head_dim, block_size) != (128, 16):
         return
     yield gumbel_max_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
