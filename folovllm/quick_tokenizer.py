@@ -1,8 +1,8 @@
 """A tokenizer that is there before transformers is.
 
 The library `tokenizers` does the work of most models' tokenizers; what transformers puts around it takes up to 6 s to be
-imported. So texts are encoded and decoded without it. Whoever wants more, a chat template or a list of special tokens,
-gets it from transformers' tokenizer, which is loaded then.
+imported. So texts are encoded and decoded without it. A chat template or a list of special tokens needs transformers' tokenizer,
+which is loaded then.
 """
 
 from __future__ import annotations
