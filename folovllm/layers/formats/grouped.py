@@ -115,10 +115,14 @@ class Grouped:
     def fused(
         self, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """The product of few tokens, with all that comes before and after it."""
+        """The product of few tokens, with all that comes before and after it: on the tensor cores, which take 16 bits."""
+        from folovllm.kernels.few_codes import few_codes
         from folovllm.kernels.int4_linear import int4_linear
 
         assert self.words is not None
+        if x.itemsize == 2:
+            given = self.words, self.scales, self.zeros, (1, self.group_size), "int4"
+            return few_codes(x, *given, norm_eps, gated, residual, self.columns)
         return int4_linear(x, self.words, self.scales, self.zeros, norm_eps, gated, residual, self.columns)
 
     def fuses(self, x: torch.Tensor) -> bool:
