@@ -11,8 +11,10 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 EXTRAS  := serve dev notebooks docs ray eval
 
-# Minutes of a browser, a compiler, a harness and of commands: `make ci` has them.
-LATER   := tests/inspector tests/docs tests/builders tests/m4/test_offline_compile.py tests/x1/test_chat_page.py tests/x3/test_two_ranks.py tests/x3/test_guesses_warm_up.py tests/x4/test_moe_warm_up.py tests/x4/test_moe_models.py tests/x1/test_lm_eval.py tests/m6/test_rehearsal.py tests/m6/test_cpu_kernels.py
+# Minutes of a browser, a compiler, a harness, of commands and of how processes end: `make ci` has them.
+LATER   := tests/inspector tests/docs tests/builders tests/m4/test_offline_compile.py tests/x1/test_chat_page.py tests/x3/test_two_ranks.py tests/x3/test_guesses_warm_up.py tests/x4/test_moe_warm_up.py tests/x4/test_moe_models.py tests/x1/test_lm_eval.py tests/m6/test_rehearsal.py tests/m6/test_cpu_kernels.py \
+           tests/m6/test_warm_up.py tests/x2/test_quantized_warm_up.py tests/m6/test_tensor_parallel_end.py \
+           tests/m6/test_tensor_parallel_nodes.py tests/x1/test_serve_command.py
 
 # Ranks, learners' code and commands are tested in hundreds of processes: each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE

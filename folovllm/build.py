@@ -1,8 +1,8 @@
 """How an engine is put together: which class stands in which place, by configuration.
 
-The one file that knows all of them. Reads like the table of the milestones: each function below is a seam, and what
-grew it is said beside it. Nothing inside the work asks for a milestone. In some places a class can stand that a learner
-wrote (`folovllm.builders`).
+This file knows all classes; only the layers are chosen in `folovllm.build_layers`. It reads like the table of the
+milestones: each function is a seam, and its docstring says which milestone brought which class. Nothing inside the work
+asks for a milestone. In some places a class that a learner wrote can stand (`folovllm.builders`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from folovllm import builders
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.backends.registry import make_backend
+from folovllm.build_layers import expert_load, layer_set
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
@@ -25,11 +26,12 @@ from folovllm.cache.slot_manager import SlotManager
 from folovllm.config import EngineConfig
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import local_config
-from folovllm.engine.cpu_threads import largest_product, use_threads
+from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.input_processor import InputProcessor
-from folovllm.engine.llm_engine import LLMEngine, Parts
+from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.engine.overlap_scheduler import OverlapScheduler
+from folovllm.engine.parts import Parts
 from folovllm.engine.scheduler import Scheduler, SchedulerLike, TokensOfStep, chunk, preempt, wait, whole_prompt
 from folovllm.engine.serial_scheduler import SerialScheduler
 from folovllm.engine.setup import set_up
@@ -37,11 +39,8 @@ from folovllm.events import Events
 from folovllm.executor.abstract import Executor
 from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
-from folovllm.layers.expert_load import CountedLoad, ExpertLoad
-from folovllm.layers.layer_set import LayerSet
-from folovllm.model_config import num_experts_of
+from folovllm.layers.expert_load import CountedLoad
 from folovllm.models.files import load_tokenizer
-from folovllm.models.smollm2 import cache_dir
 from folovllm.sample.draw_state import DrawState
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
@@ -56,10 +55,7 @@ from folovllm.worker.native_model import load_native_model, load_sharded_model
 
 if TYPE_CHECKING:
     from folovllm.engine.speculation import Speculation
-    from folovllm.kernels.cpu.ops import CpuKernels
     from folovllm.spec.proposer import Proposer
-
-LARGE = 50_000_000  # bytes of weights: more than a processor's cache holds
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
@@ -248,61 +244,6 @@ def attention_backend(setup: EngineSetup) -> AttentionBackend:
             most_tokens = setup.config.speculation.num_speculative_tokens + 1
             return checking.CheckingTritonBackend(setup.attention, most_tokens, most_draws_of(setup))
     return make_backend(setup.backend, setup.attention)
-
-
-def cpu_kernels(setup: EngineSetup) -> CpuKernels | None:
-    """Kernels for a CPU, where they can be had (M6). A small model would wait for the compiler, and gain little."""
-    wanted = setup.device.type == "cpu" and setup.backend == "torch_paged" and setup.config.packed_steps
-    if not wanted or weight_bytes(setup) < LARGE:
-        return None
-    from folovllm.kernels.cpu.library import load
-    from folovllm.kernels.cpu.ops import CpuKernels
-
-    library = load(setup.dtype, cache_dir)
-    return None if library is None else CpuKernels(library, setup.dtype)
-
-
-def weight_bytes(setup: EngineSetup) -> int:
-    """Bytes of the head and of all MLPs, about: most of a model."""
-    outputs, inputs = largest_product(setup, 1)
-    return inputs * (setup.vocab_size + 3 * setup.num_layers * outputs) * setup.dtype.itemsize
-
-
-def expert_load(setup: EngineSetup) -> CountedLoad | None:
-    """What a device counts its experts in, where that is asked for (X4)."""
-    if not setup.config.count_experts:
-        return None
-    return CountedLoad(setup.hf_config.num_hidden_layers, num_experts_of(setup.hf_config), setup.device)
-
-
-def layer_set(setup: EngineSetup, load: CountedLoad | None = None) -> LayerSet:
-    """What the model is built from; its experts are counted in `load` (X4)."""
-    layers = kernels_for(setup)
-    return layers if load is None else layers.having({ExpertLoad: lambda: load})
-
-
-def kernels_for(setup: EngineSetup) -> LayerSet:
-    """Plain torch (M1), one kernel instead of several operations (M4), kernels for few tokens, and products that norm and
-    add as they go (M6); or layers that are compiled, where that is asked for.
-    """
-    if setup.config.compile:
-        from folovllm.layers.compiled import compiled_layers
-
-        if setup.device.type != "cuda":
-            return compiled_layers()
-        from folovllm.layers.fused_moe import EXPERT_KERNELS
-
-        return compiled_layers().having(EXPERT_KERNELS)
-    if (kernels := cpu_kernels(setup)) is not None:
-        from folovllm.models.cpu_layers import cpu_layers
-
-        return cpu_layers(kernels)
-    if "triton" not in setup.backend and "flash_attn" not in setup.backend:
-        return LayerSet()
-    from folovllm.models.fused import fused_layers
-    from folovllm.models.fused_layer import few_token_layers
-
-    return (few_token_layers if setup.config.packed_steps else fused_layers)(setup.attention.head_dim)
 
 
 def make_sampler(setup: EngineSetup) -> Sampler:

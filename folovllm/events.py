@@ -68,8 +68,14 @@ class Finished(NamedTuple):
     reason: str
 
 
+class GivenUp(NamedTuple):
+    """The engine is about to end a sequence, whose answer cannot get its form any more. `Aborted` follows."""
+
+    seq_id: int
+
+
 class Aborted(NamedTuple):
-    """A sequence was ended from outside."""
+    """A sequence was ended from outside, or given up."""
 
     seq_id: int
 
@@ -219,7 +225,7 @@ class Snapshot(NamedTuple):
 Event = (
     RequestAdded | Refused | Admitted | PrefixHit | Preempted | Finished | Aborted | StepBegan | StepEnded | ExpertsAsked
     | BlockClaimed | BlockFreed | BlockTaken | BlockAdopted | BlockPublished | BlockEvicted | BlockPassed | TableFreed
-    | TableCut | GuessesChecked | Snapshot
+    | TableCut | GuessesChecked | GivenUp | Snapshot
 )  # fmt: skip
 Listener = Callable[[SequenceOf[Event]], None]
 

@@ -21,8 +21,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,7 +35,11 @@ from folovllm.bench.throughput import metrics_of
 from folovllm.bench.workload import Workload, load_workload
 from folovllm.build import make_engine
 
+if TYPE_CHECKING:
+    from folovllm.distributed.group import ProcessGroup
+
 SHAPES = ((1, 1024), (1, 4096), (16, 4096), (64, 4096), (256, 1024), (256, 4096), (4096, 4096))  # [tokens, H]
+PRODUCTS = ((2560, 4096), (2560, 9728), (4096, 4096), (4096, 12288))  # [outputs, inputs]: o and down of Qwen3-4B and 8B
 CALLS = 72  # all-reduces of a step of 36 layers
 LONE = ("output tokens", "time", "TTFT median", "TPOT median")  # what is told of a request that is alone
 MANY = (*LONE, "prompt and output tokens", "TPOT p99", "steps", "sequences a step")
@@ -123,11 +128,37 @@ def collectives(path: Path) -> None:
         row["ours_us"] = 1e6 * seconds_of_a_call(lambda x=x: group.all_reduce(x))
         row["nccl_us"] = 1e6 * seconds_of_a_call(lambda x=x: dist.all_reduce(x))
         rows.append(row)
+    products = [product_and_sum(group, tokens, *shape) for tokens in (1, 2, 4) for shape in PRODUCTS]
     best = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
     gather = 1e6 * seconds_of_a_call(lambda: group.all_gather(best))
     if rank == 0:
-        path.write_text(json.dumps({"sums": rows, "gather_of_bests_us": gather}))
+        path.write_text(json.dumps({"sums": rows, "products": products, "gather_of_bests_us": gather}))
     group.close()
+
+
+def product_and_sum(group: ProcessGroup, tokens: int, outputs: int, inputs: int) -> dict[str, Any]:
+    """Microseconds of a product that ranks share: alone, with a sum in a kernel of its own, and with the sum in its last lines.
+
+    The weights are never those of the call before, so that they come from memory.
+    """
+    from folovllm.kernels.small_linear import small_linear
+    from folovllm.kernels.summed_linear import summed_linear
+
+    inputs //= group.size
+    weights = torch.randn(2**28 // (outputs * inputs), outputs, inputs, dtype=torch.bfloat16, device="cuda")
+    x, residual = (torch.randn(tokens, n, dtype=torch.bfloat16, device="cuda") for n in (inputs, outputs))
+    row: dict[str, Any] = {"tokens": tokens, "outputs": outputs, "inputs of a rank": inputs}
+    ways = {
+        "product_us": lambda weight: small_linear(x, weight),
+        "two_kernels_us": lambda weight: group.all_reduce(small_linear(x, weight)),
+        "one_kernel_us": lambda weight: summed_linear(x, weight, group.mailboxes, residual),
+    }
+    if group.mailboxes is None:
+        del ways["one_kernel_us"]
+    for name, way in ways.items():
+        turn = cycle(weights)
+        row[name] = 1e6 * seconds_of_a_call(lambda way=way, turn=turn: way(next(turn)))
+    return row
 
 
 def seconds_of_a_call(call: Callable[[], object]) -> float:

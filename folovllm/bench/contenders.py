@@ -43,6 +43,18 @@ GEOMETRIES["qwen3-8b"] = GEOMETRIES["qwen3-0.6b"] | {
     "intermediate_size": 12288,
     "tie_word_embeddings": False,
 }
+GEOMETRIES["llama-3.2-1b"] = GEOMETRIES["qwen3-0.6b"] | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "head_dim": 64,
+    "intermediate_size": 8192,
+    "vocab_size": 128_256,
+    "rope_theta": 500_000.0,
+    "rms_norm_eps": 1e-5,
+}
 GEOMETRIES["qwen3-30b-a3b"] = GEOMETRIES["qwen3-0.6b"] | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",

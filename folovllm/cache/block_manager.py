@@ -29,7 +29,7 @@ class BlockManager(KVCacheManager):
         self._watermark = int(WATERMARK * num_blocks)
 
     def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """Blocks for the next tokens: an admission for a waiting sequence, else one more block now and then."""
+        """Take the blocks for the next tokens of `seq`: many when it is admitted, later one each time its last block is full."""
         if seq.status is SequenceStatus.WAITING:
             if not self.can_allocate(seq, num_new_tokens):
                 return False

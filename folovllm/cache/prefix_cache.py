@@ -200,7 +200,10 @@ class PrefixCachingBlockManager(BlockManager):
         self.prefix_cache.reset()
 
     def match(self, seq: Sequence) -> None:
-        """Let a waiting sequence begin with the blocks that are cached, unless its prompt still needs scores: they have none."""
+        """Let a waiting sequence begin with the blocks that are cached.
+
+        Not if its prompt still needs scores: cached tokens are not computed, so they get none.
+        """
         if seq.num_unscored_tokens:
             return
         for block in self.prefix_cache.longest_cached_prefix(seq):
@@ -218,7 +221,7 @@ class PrefixCachingBlockManager(BlockManager):
         block.ref_count += 1
 
     def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """As without a cache; admissions are counted."""
+        """As `BlockManager`. Counts admissions, and how many of their tokens were cached."""
         admission = seq.status is SequenceStatus.WAITING
         reserved = super().reserve(seq, num_new_tokens)
         if admission and reserved:

@@ -63,7 +63,11 @@ class SlidingBlockManager(BlockManager):
 
 
 class SlidingPrefixCachingBlockManager(SlidingBlockManager, PrefixCachingBlockManager):
-    """The same with prefix caching. A hit needs the whole prefix, as ever, also what is behind the window by then."""
+    """The same with prefix caching. A hit needs the whole prefix, as ever, also what is behind the window by then.
+
+    Where the hash of a block collides, its sequence gives nothing back for a while. That ends at the latest when no block
+    is free: the name that is in the way went when its block was taken.
+    """
 
     def num_behind(self, seq: Sequence) -> int:
         """As `SlidingBlockManager`, of those that have their name: it is given to blocks in the table."""

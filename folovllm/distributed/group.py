@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from folovllm.distributed.mailboxes import Mailboxes
+
 logger = logging.getLogger("folovllm")
 
 # torch 2.13 has a new name for it, and warns where the old one is used.
@@ -29,6 +31,7 @@ class Group(Protocol):
 
     rank: int
     size: int
+    mailboxes: Mailboxes | None  # by which a kernel may add up itself, as `all_reduce` would
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Add up all ranks' `x`, and return the sum on every rank. `x` may be overwritten."""
@@ -54,6 +57,7 @@ class ProcessGroup:
         else:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         self._one_shot = make_one_shot(device, size) if device.type == "cuda" else None
+        self.mailboxes = make_mailboxes(rank, size, device) if self._one_shot is not None else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """As `Group`. Small sums on GPUs go through memory that all of them see."""
@@ -75,7 +79,7 @@ class ProcessGroup:
         """Leave the group. Graphs that recorded a collective must be gone by now, or this never returns."""
         if self._one_shot is not None:
             torch.cuda.synchronize()  # peers may read our memory until our last sum is over
-            self._one_shot = None
+            self._one_shot = self.mailboxes = None
         dist.destroy_process_group()
 
     def _together(self, collective: Callable[[], object], x: torch.Tensor) -> torch.Tensor:
@@ -129,6 +133,26 @@ def make_one_shot(device: torch.device, size: int) -> OneShotAllReduce | None:
     except (RuntimeError, ImportError, AttributeError) as error:
         logger.warning("one-shot all-reduce is not available (%s): NCCL adds up", error)
     return one_shot if all_say(is_right, device) else None
+
+
+def make_mailboxes(rank: int, size: int, device: torch.device) -> Mailboxes | None:
+    """Return boxes of GPUs that see each other's memory, if letters arrive in all of them. All ranks call this together.
+
+    `FOLOVLLM_MAILBOXES=0` does without, to compare.
+    """
+    if os.environ.get("FOLOVLLM_MAILBOXES") == "0":
+        return None
+    mailboxes = None
+    try:
+        mailboxes = Mailboxes.shared(rank, size, device)
+    except (RuntimeError, ImportError, AttributeError) as error:
+        logger.warning("no sums in the last lines of products (%s): a kernel of its own adds up", error)
+    if not all_say(mailboxes is not None, device):
+        return None
+    assert mailboxes is not None
+    mailboxes.greet()
+    all_say(True, device)  # by now all have written
+    return mailboxes if all_say(mailboxes.is_greeted(), device) else None
 
 
 def all_say(yes: bool, device: torch.device) -> bool:

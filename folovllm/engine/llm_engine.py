@@ -8,45 +8,26 @@ import os
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
 from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
 from folovllm.config import EngineConfig, ModelConfig
-from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats
 from folovllm.engine.output_processor import OutputProcessor, RequestState
-from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.snapshot import added, engine_stats, snapshot
-from folovllm.events import Events, ExpertsAsked, Finished, Listener, StepEnded
-from folovllm.executor.abstract import Executor
+from folovllm.events import ExpertsAsked, Finished, GivenUp, Listener, StepEnded
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
-from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput, StepResult
-from folovllm.structured.guides import Guides
 from folovllm.vllm_arguments import GENERATE, REQUEST, also_takes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("folovllm")
-
-
-@dataclass(slots=True, frozen=True)
-class Parts:
-    """The parts of an engine. `folovllm.build` decides which class stands in each place."""
-
-    setup: EngineSetup
-    num_threads: int | None
-    tokenizer: PreTrainedTokenizerBase
-    processor: InputProcessor
-    executor: Executor
-    scheduler: SchedulerLike
-    events: Events
-    guides: Guides
 
 
 class LLMEngine:
@@ -153,7 +134,7 @@ class LLMEngine:
     def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | list[RequestOutput]:
         """End a request at once and return what it has so far, with finish_reason "abort".
 
-        Of several ids, those that are not being served are passed over.
+        Of several ids, those that are not being served are skipped.
 
         Raises:
             ValueError: no request of this one id is being served.
@@ -199,7 +180,7 @@ class LLMEngine:
             return self._take_in(output, seqs, self._compute(output, seqs), start)
 
     def _compute(self, output: SchedulerOutput, seqs: list[Sequence]) -> StepResult:
-        """Compute a step and draw. The guide of an answer with a form says what it may draw, and then learns what it drew."""
+        """Compute a step and draw. Where an answer has a form, its guide says what may be drawn, and hears what was."""
         if self._guides.concern(output, seqs):
             output = replace(output, masks=self._guides.masks(output, seqs))
         result = self.executor.execute_model(output)
@@ -262,22 +243,24 @@ class LLMEngine:
         return self._output.outputs([*updated, *given_up], now)
 
     def _give_up(self, seqs: list[Sequence]) -> list[Sequence]:
-        """End the answers that can no longer get their form, with finish_reason "abort", and return them."""
+        """End the answers that cannot get their form any more, with finish_reason "abort". Returns them."""
         broken = self._guides.broken(seqs)
         for seq in broken:
             logger.warning("request %s ends early: its answer cannot be brought to its form", seq.request_id)
+            if self.events.on:
+                self.events.emit(GivenUp(seq.seq_id))
         if broken:
             self.scheduler.abort(*broken)
         return broken
 
     def prepare_forms(self) -> None:
-        """Do now the work, of about a second, for which the first answer with a form, and all others beside it, would wait."""
+        """Prepare for answers with a form. It takes about a second, and the first such answer would hold up all others."""
         self._guides.prepare(self._processor.eos_token_ids)
 
     def require_open(self) -> None:
-        """Raise RuntimeError if the engine was closed, so that there is no model any more, or if this is a fork.
+        """Raise RuntimeError if the engine was closed, or if this process is a fork of the engine's.
 
-        torch's threads and GPUs stay behind in the process that used them: in a fork the first product waits for ever.
+        A fork has neither torch's threads nor its GPUs, so the first product there would wait for ever.
         """
         if self._is_closed:
             raise RuntimeError("the engine was closed: make a new one")

@@ -82,11 +82,11 @@ class Scheduler:
         self._by_priority = by_priority
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence behind those that come before it."""
+        """Queue a sequence in its place by `rank`."""
         bisect.insort(self.waiting, seq, key=self.rank)
 
     def rank(self, seq: Sequence) -> tuple[int, int]:
-        """Who goes first: smaller is earlier."""
+        """The order of service: the smallest goes first."""
         return (seq.request.priority if self._by_priority else 0, seq.seq_id)
 
     def abort(self, *seqs: Sequence) -> None:
@@ -136,9 +136,9 @@ class Scheduler:
         return self._rows.owners(output)
 
     def _grow(self, seq: Sequence, num_new_tokens: int, plan: Plan) -> bool:
-        """Find cache for a running sequence, at the cost of those that rank behind it, or of its own place, if need be.
+        """Find cache for a running sequence. Without a free block, sequences that rank behind it give way, and at last itself.
 
-        False if there is none, or if `seq` itself has given way in this step.
+        Returns False if there is no room, or if `seq` itself has given way in this step.
         """
         if seq.seq_id in plan.preempted:
             return False
@@ -155,7 +155,7 @@ class Scheduler:
         return True
 
     def _admit(self, seq: Sequence, plan: Plan) -> int:
-        """Find cache for the first tokens of the sequence that waits in front; returns how many, or 0: it must wait.
+        """Find cache for the first tokens of `seq`, the first that waits. Returns how many tokens, or 0 if it must wait.
 
         No sequence is admitted after a preemption: the victim's room is for the running sequences.
         """
@@ -220,7 +220,7 @@ def chunk(seq: Sequence, budget: int, threshold: int = 0) -> int:
 
 
 def wait(scheduler: Scheduler, candidates: list[Sequence]) -> Sequence | None:
-    """No room: no sequence gives way. A block, once given, has room for a whole sequence, so this case does not occur."""
+    """No room: nobody gives way. With slots this never happens, for a slot has room for a whole sequence."""
     return None
 
 

@@ -9,7 +9,8 @@ from folovllm.step.masks import Masks
 from folovllm.step.packed import PackedStep, StepPacker
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
 from folovllm.worker.gpu_worker import GPUWorker
-from folovllm.worker.graph_runner import GraphRunner, PendingStep
+from folovllm.worker.graph_runner import GraphRunner
+from folovllm.worker.pending_step import PendingStep
 
 PackedWorker = GPUWorker[PackedStep | Masks, PendingStep | None]
 

@@ -23,7 +23,8 @@ from folovllm.step.masks import Masks
 from folovllm.step.packed import Int32, PackedStep
 from folovllm.step.schedule import StepResult
 from folovllm.worker.gpu_worker import GPUWorker
-from folovllm.worker.graph_runner import GraphRunner, PendingStep
+from folovllm.worker.graph_runner import GraphRunner
+from folovllm.worker.pending_step import PendingStep
 
 # A rank's worker and its runner; a function of a module, since its name is what travels to another process.
 MakeRank = Callable[[EngineSetup, ProcessGroup], tuple[GPUWorker[PackedStep | Masks, PendingStep | None], GraphRunner]]

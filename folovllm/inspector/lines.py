@@ -61,6 +61,7 @@ class LineWriter:
             ev.Finished: self._finished,
             ev.Aborted: self._aborted,
             ev.ExpertsAsked: lambda e: None,  # not drawn
+            ev.GivenUp: lambda e: None,  # what follows is drawn
             ev.StepBegan: self._began,
             ev.StepEnded: self._ended,
             ev.BlockClaimed: self._claimed,

@@ -204,6 +204,11 @@ def few_codes_kernel(
     tl.store(out_ptr + at, y.to(DTYPE), mask=kept)
 
 
+def serves(x: torch.Tensor) -> bool:
+    """Whether the device of `x` keeps such a product in registers: compute capability 8.0 or later, or an interpreter."""
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
 REGISTERS = 84  # of codes, in each thread
 MAX_WARPS = 16
 

@@ -18,6 +18,7 @@ from folovllm.kernels.penalties import adjusted_logits, float_field
 UNIT = tl.constexpr(float(1 << 40))  # the weight of the most likely token; a sum over 2^22 tokens fits 63 bits
 LAST_ID = tl.constexpr(0x7FFFFFFF)
 LOWEST = tl.constexpr(-0x80000000)  # below every key
+BY_COUNT, BY_WEIGHT, BY_ID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # questions, in their order
 SEED_LOW, SEED_HIGH = tl.constexpr(int(RowField.SEED_LOW)), tl.constexpr(int(RowField.SEED_HIGH))
 TOP_K, TOP_P = tl.constexpr(int(RowField.TOP_K)), tl.constexpr(int(RowField.TOP_P))
 
@@ -64,80 +65,67 @@ def candidates(row, scale, start, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def at_or_above(row, scale, floor, key, shift, WEIGH: tl.constexpr, CHUNK: tl.constexpr):
-    """How many candidates have at least this key, or what they weigh; those below `floor` do not count."""
+def number_of(key, shift):
+    """The float32 whose key this is."""
+    ordered = (key << shift) | tl.where(key < 0, (1 << shift) - 1, 0)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def at_or_above(row, scale, floor, key, shift, question, CHUNK: tl.constexpr):
+    """How many candidates have at least this key (BY_COUNT), or what they weigh; those below `floor` do not count.
+
+    BY_ID, it is what those weigh that are above `floor`, or equal to it and with at least this key: the id's negative.
+    """
     total = tl.zeros([CHUNK], tl.int64)
     for start in range(0, row[8], CHUNK):
-        x, z, _, inside = candidates(row, scale, start, CHUNK)
-        counted = inside & (z >= floor) & (key_of(x, shift) >= key)
-        total += tl.where(counted, weight(z, scale[1]), 0) if WEIGH else counted.to(tl.int64)
+        x, z, ids, inside = candidates(row, scale, start, CHUNK)
+        keys = tl.where(question == BY_ID, -ids, key_of(x, shift))
+        counted = inside & (((z >= floor) & (keys >= key)) | ((z > floor) & (question == BY_ID)))
+        total += tl.where(counted, tl.where(question == BY_COUNT, 1, weight(z, scale[1])), 0)
     return tl.sum(total, 0)
-
-
-@triton.jit
-def border(row, scale, floor, target, bounds, shift, WEIGH: tl.constexpr, CHUNK: tl.constexpr):
-    """The largest scaled logit at or above which there are `target` candidates, or this much weight.
-
-    `bounds`: a key at or above which that holds, and one for which it does not. If it holds for no key, the border is
-    the least candidate.
-    """
-    low, high = bounds
-    while low < high - 1:
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # their sum may not fit
-        if at_or_above(row, scale, floor, middle, shift, WEIGH, CHUNK) >= target:
-            low = middle
-        else:
-            high = middle
-    least = tl.full([CHUNK], float("inf"), tl.float32)
-    for start in range(0, row[8], CHUNK):
-        x, z, _, inside = candidates(row, scale, start, CHUNK)
-        found = inside & (z >= floor) & (key_of(x, shift) >= low)
-        least = tl.minimum(least, tl.where(found, z, float("inf")))
-    return tl.min(least, 0)
-
-
-@triton.jit
-def last_of_ties(row, scale, value, target, CHUNK: tl.constexpr):
-    """Of the tokens whose scaled logit is `value`, the id of the last that is needed to reach the weight `target`."""
-    above, ties = tl.zeros([CHUNK], tl.int64), tl.zeros([CHUNK], tl.int64)
-    for start in range(0, row[8], CHUNK):
-        _, z, _, inside = candidates(row, scale, start, CHUNK)
-        above += tl.where(inside & (z > value), weight(z, scale[1]), 0)
-        ties += (inside & (z == value)).to(tl.int64)
-    each = tl.maximum(tl.max(weight(tl.zeros([1], tl.float32) + value, scale[1]), 0), 1)
-    needed = tl.maximum((target - tl.sum(above, 0) + each - 1) // each, 1)
-    all_stay = needed >= tl.sum(ties, 0)
-    low, high = tl.where(all_stay, LAST_ID - 1, -1), tl.where(all_stay, LAST_ID, row[4] - 1)
-    while low < high - 1:
-        middle = low + (high - low) // 2
-        count = tl.zeros([CHUNK], tl.int64)
-        for start in range(0, row[8], CHUNK):
-            _, z, ids, inside = candidates(row, scale, start, CHUNK)
-            count += (inside & (z == value) & (ids <= middle)).to(tl.int64)
-        if tl.sum(count, 0) >= needed:
-            high = middle
-        else:
-            low = middle
-    return high
 
 
 @triton.jit
 def find_border(row, scale, bounds, shift, rest, CHUNK: tl.constexpr):
     """The row's border, from its candidates: (scaled logit, id of the last of those that are equal to it).
 
-    `rest` is what all tokens weigh together that are no candidates, in so far as top_p alone decides.
+    `bounds`: a key at or above which all is that survives, and one above all keys. `rest` is what all tokens weigh together
+    that are no candidates, in so far as top_p alone decides.
+
+    Up to three questions are asked, one after the other: the k-th largest, where the probability is reached, and with which
+    of the equal ones there. The answer is the largest key that has its target. They share one loop, for each pass over the
+    candidates that is written here is compiled once more.
     """
-    field_ptr, vocab_size, floor = row[2], row[4], scale[2]
+    field_ptr, vocab_size, floor, last = row[2], row[4], scale[2], LAST_ID
     top_k, top_p = tl.load(field_ptr + TOP_K), float_field(field_ptr, TOP_P)
-    last = LAST_ID
-    if (top_k > 0) & (top_k < vocab_size):
-        floor = tl.maximum(floor, border(row, scale, floor, top_k.to(tl.int64), bounds, shift, False, CHUNK))
-    if top_p < 1:
-        total = rest + at_or_above(row, scale, floor, LOWEST, shift, True, CHUNK)
-        target = (total.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
-        floor = border(row, scale, floor, target, bounds, shift, True, CHUNK)
-        last = last_of_ties(row, scale, floor, target, CHUNK)
+    target = top_k.to(tl.int64)
+    first = tl.where((top_k > 0) & (top_k < vocab_size), BY_COUNT, BY_WEIGHT)
+    for question in range(first, tl.where(top_p < 1, BY_ID + 1, BY_WEIGHT)):
+        low, high = bounds[0] - 1, bounds[1]
+        if question == BY_ID:
+            low, high = 1 - vocab_size, low * 0 + 1
+        key = tl.where(question == BY_COUNT, halfway(low, high), LOWEST)  # what all weigh must be known first
+        while low < high - 1:
+            amount = at_or_above(row, scale, floor, key, shift, question, CHUNK)
+            if key > LOWEST:
+                low, high = tl.where(amount >= target, key, low), tl.where(amount >= target, high, key)
+            elif question == BY_WEIGHT:
+                target = tl.maximum(((amount + rest).to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
+            elif amount - tl.max(weight(tl.zeros([1], tl.float32) + floor, scale[1]), 0) < target:
+                high = low + 1  # without the last of them it would not be enough
+            key = halfway(low, high)
+        if question == BY_ID:
+            last = -low
+        elif low >= bounds[0]:  # else fewer are left than top_k, and all stay
+            floor = tl.max(divide(tl.zeros([1], tl.float32) + number_of(low, shift), scale[0]), 0)
     return floor, last
+
+
+@triton.jit
+def halfway(low, high):
+    """Between two int32, whose sum may not fit."""
+    return (low >> 1) + (high >> 1) + (low & high & 1)
 
 
 @triton.jit

@@ -191,11 +191,11 @@ def finish_kernel(
     shift = tl.where((tl.load(field_ptr + FLAGS) & WORDS) != 0, 0, SHIFT)
     bounds = (key_of(cut, shift), key_of(most, shift) + 1)
     if count <= CAPACITY:
-        source = (row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], count, True)
+        source = row + (count, True)
         floor, last = find_border(source, scale, bounds, shift, rest, CHUNK)
         tl.store(token_ptr + s, draw_candidate(source, scale, floor, last, CHUNK, FAST))
     else:
-        source = (row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], vocab_size, False)
+        source = row + (vocab_size, False)
         floor, last = find_border(source, scale, bounds, shift, rest * 0, WIDE_CHUNK)
         tl.store(token_ptr + s, -1)
     tl.store(floor_ptr + s, floor)

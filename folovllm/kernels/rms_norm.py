@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
+
 
 @triton.jit
 def inverse_rms(row_ptr, eps, H: tl.constexpr, WIDTH: tl.constexpr):
@@ -41,6 +43,19 @@ def add_rms_norm_kernel(
     tl.store(out_ptr + token * H + i, normed.to(out_ptr.dtype.element_ty) * weight, mask=inside)
 
 
+@triton.jit
+def late_add_rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, stride_x, stride_residual, eps,
+    H: tl.constexpr, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`add_rms_norm_kernel`, in a program that may be there before its inputs are."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    add_rms_norm_kernel(
+        x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, stride_x, stride_residual, eps, H, WIDTH, HAS_RESIDUAL
+    )
+
+
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,10 +75,11 @@ def _launch(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     num_tokens, hidden = x.shape
     if num_tokens:
-        width = triton.next_power_of_2(hidden)
-        add_rms_norm_kernel[(num_tokens,)](
+        width, late = triton.next_power_of_2(hidden), launch_options(x.device, num_tokens)
+        kernel, options = (late_add_rms_norm_kernel, late) if late["PDL"] else (add_rms_norm_kernel, {})
+        kernel[(num_tokens,)](
             x, x if residual is None else residual, weight, out, out if total is None else total,
             x.stride(0), 0 if residual is None else residual.stride(0), eps,
-            H=hidden, WIDTH=width, HAS_RESIDUAL=residual is not None, num_warps=min(8, max(1, width // 256)),
+            H=hidden, WIDTH=width, HAS_RESIDUAL=residual is not None, num_warps=min(8, max(1, width // 256)), **options,
         )  # fmt: skip
     return out

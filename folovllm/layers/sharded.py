@@ -27,7 +27,18 @@ class ShardedRowLinear(RowParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, inputs / size] -> [T, outputs], whole on every rank."""
-        return self.group.all_reduce(super().forward(x))
+        return self.format.summed(self, x, self.group)
+
+    def fused(
+        self,
+        x: torch.Tensor,
+        norm_eps: float | None = None,
+        gated: bool = False,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The same plus `residual` [T, outputs], which is whole on every rank and may be written over."""
+        assert norm_eps is None and not gated, "no rank has a whole row before the sum"
+        return self.format.summed(self, x, self.group, residual)
 
 
 class ShardedEmbedding(VocabParallelEmbedding):

@@ -17,7 +17,6 @@ from folovllm.kernels.small_linear import small_linear
 from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.formats.few_tokens import FewTokens, is_few
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import RowParallelLinear
 from folovllm.models.fused import FusedLlamaAttention, fused_layers
 from folovllm.models.llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
 
@@ -50,7 +49,7 @@ class LateNormDecoderLayer(LlamaDecoderLayer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The stream [T, H] -> the stream, written over, and None: nothing is left to be added.
 
-        Where that cannot be, with float16, biases or several ranks, as `LlamaDecoderLayer`.
+        Where that cannot be, with float16 or biases, as `LlamaDecoderLayer`.
         """
         attention = self.self_attn
         if not self.folded or not isinstance(attention, FusedLlamaAttention):
@@ -87,8 +86,7 @@ class LateNormDecoderLayer(LlamaDecoderLayer):
     def weights_loaded(self) -> None:
         """(x * g) W^T is x (W * g)^T: the norms' weights go into the projections' columns, and become ones.
 
-        Not where a format cannot do that, and only where the projections back can add to the stream: not with a bias, and
-        not where ranks must first add up among themselves, which a subclass does.
+        Not where a format cannot do that, and only where the projections back can add to the stream: not with a bias.
         """
         pairs = (
             (self.input_layernorm, self.self_attn.qkv_proj),
@@ -96,7 +94,7 @@ class LateNormDecoderLayer(LlamaDecoderLayer):
         )
         back = (self.self_attn.o_proj, self.mlp.down_proj)
         self.folded = all(linear.format.can_fold(linear) for _, linear in pairs) and all(
-            type(linear) is RowParallelLinear and linear.bias is None for linear in back
+            linear.bias is None for linear in back
         )
         for norm, linear in pairs if self.folded else ():
             linear.format.fold(linear, norm.weight.data)

@@ -79,14 +79,14 @@ class Sampler:
         """All steps from `logits` [S, V] float32 to tokens [S].
 
         The order is vLLM's: allowed tokens (`allowed_token_ids`, or a grammar's mask), `bad_words`, `logit_bias`,
-        penalties, `min_tokens`; then `filter`: temperature, min_p, top_k, top_p. vLLM has `min_tokens` before the bias,
-        which is the same: what is forbidden is -inf, and stays it.
+        penalties, `min_tokens`; then `filter`: temperature, min_p, top_k, top_p. vLLM applies `min_tokens` before the
+        bias. The result is the same, since a forbidden token is -inf and stays so.
         """
         penalized = apply_penalties(apply_rules(logits, batch.rules), batch.specs, batch.counts)
         return self.sample(forbid_stop_tokens(penalized, batch.specs, batch.host_positions), batch)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Filter and draw: [S, V], penalties applied, to [S]. What depends on logits and parameters alone."""
+        """Filter `logits` [S, V], which have their penalties, and draw [S]. This part needs no earlier tokens."""
         return self.draw(self.filter(logits, batch), batch)
 
     def filter(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

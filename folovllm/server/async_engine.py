@@ -21,6 +21,7 @@ from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.counters import Counters
 from folovllm.server.messages import Abort, AskExperts, ExpertLoad, Failure, Load, News, Pace, Ready, Seen, Step, Watch
+from folovllm.server.open_requests import OpenRequests
 from folovllm.server.stream import Mailbox, Stream, add_message
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.setup import EngineSetup
@@ -70,11 +71,8 @@ class AsyncEngine:
             raise ValueError(f"unknown transport {transport!r}: choose one of {', '.join(TRANSPORTS)}")
         self._transport = TRANSPORTS[transport]() if isinstance(transport, str) else transport
         self._numbers = itertools.count()
-        self._streams: dict[int, Stream] = {}  # what the engine works on
-        self._number_of: dict[str, int] = {}
+        self._open = OpenRequests()
         self._readers = ThreadPoolExecutor(1, "tokenizer")
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._is_draining = self._is_closed = False
         self.death: Exception | None = None
         self.died = asyncio.Event()
@@ -84,7 +82,6 @@ class AsyncEngine:
         self._asking: asyncio.Future[None] | None = None
         self.counters = Counters()
         self.on_seen: Callable[[list[bytes]], object] = lambda pieces: None  # gets what `watch` asks for
-        self.num_queued = self.num_queued_tokens = 0  # requests without a token yet, and the tokens of their prompts
 
     async def start(self) -> None:
         """Build the engine. Raises ValueError where something cannot be had, EngineDead where it ends otherwise."""
@@ -151,28 +148,29 @@ class AsyncEngine:
         self.require_open()
         number = next(self._numbers)
         request_id = f"request-{number}" if request_id is None else request_id
-        if request_id in self._number_of:
+        if self._open.named(request_id) is not None:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         now = time.monotonic()
         stream = Stream(number, request_id, seqs, now, self.tokenizer, mailbox or Mailbox(), self._abort)
-        self._streams[number], self._number_of[request_id] = stream, number
-        self._idle.clear()
-        self.num_queued += 1
-        self.num_queued_tokens += seqs[0].num_prompt_tokens
+        self._open.add(stream)
         self._transport.send(add_message(number, seqs[0].request))
         return stream
 
     def abort(self, request_id: str) -> None:
         """End a request; its reader gets what there is, with finish_reason "abort". What is over already stays as it is."""
-        if (number := self._number_of.get(request_id)) is not None:
-            self._abort(self._streams[number])
+        if (stream := self._open.named(request_id)) is not None:
+            self._abort(stream)
 
     def _abort(self, stream: Stream) -> None:
-        if stream.number in self._streams:
+        if self._open.get(stream.number) is not None:
             stream.abort(time.monotonic())
-            self._forget(stream)
+            self._open.remove(stream)
             self.counters.note_end(stream)
             self._transport.send(Abort(stream.number))
+
+    def _abort_all(self) -> None:
+        for stream in self._open.all():
+            self._abort(stream)
 
     async def drain(self, seconds: float | None = None) -> bool:
         """Take no new requests, and return when those that run have ended; after so many `seconds` the rest is aborted.
@@ -182,10 +180,9 @@ class AsyncEngine:
         self._is_draining = True
         try:
             async with asyncio.timeout(seconds):
-                await self._idle.wait()
+                await self._open.is_empty.wait()
         except TimeoutError:
-            for request_id in list(self._number_of):
-                self.abort(request_id)
+            self._abort_all()
             return False
         finally:
             self.is_over.set()
@@ -194,8 +191,7 @@ class AsyncEngine:
     async def close(self) -> None:
         """End the engine, and what it still works on; twice is once."""
         self._is_draining = self._is_closed = True
-        for request_id in list(self._number_of):
-            self.abort(request_id)
+        self._abort_all()
         await self._transport.stop()
         self.is_over.set()
         self._experts_told()
@@ -249,7 +245,17 @@ class AsyncEngine:
     @property
     def num_open(self) -> int:
         """Requests that the engine works on."""
-        return len(self._streams)
+        return len(self._open)
+
+    @property
+    def num_queued(self) -> int:
+        """Those of them without a token yet."""
+        return self._open.num_queued
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """The tokens of the prompts of these."""
+        return self._open.num_queued_tokens
 
     def default_params(self) -> SamplingParams:
         """What a request samples with that says nothing: what the model recommends, else our defaults."""
@@ -278,22 +284,22 @@ class AsyncEngine:
         self.load = step.load
         before: Counter[float] = Counter()  # when answers got the tokens before these: mostly one step ago, all of them
         for delta in step.deltas:
-            if (stream := self._streams.get(delta.number)) is None:
+            if (stream := self._open.get(delta.number)) is None:
                 continue  # aborted, and the engine had not heard of it yet
-            if not stream.has_begun:
-                self._leave_queue(stream)
-                self.counters.note_start(stream, now)
             if delta.token_ids:
+                if not stream.has_begun:
+                    self._open.leave_queue(stream)
+                    self.counters.note_start(stream, now)
                 if (last := stream.newest[delta.index]) is not None:
                     before[last] += 1
                 self.counters.generation_tokens += len(delta.token_ids)
             stream.feed(delta, now)
             if stream.is_finished:
-                self._forget(stream)
+                self._open.remove(stream)
                 self.counters.note_end(stream)
         self.counters.note_step(now, before, step.queue_times)
         for refused in step.refused:
-            if (stream := self._streams.get(refused.number)) is not None:
+            if (stream := self._open.get(refused.number)) is not None:
                 self._fail(stream, ValueError(refused.message))
 
     def _die(self, failure: Failure) -> None:
@@ -306,21 +312,9 @@ class AsyncEngine:
         self._experts_told()
         if not self._ready.done():
             self._ready.set_exception(ValueError(failure.message) if failure.is_user_error else self.death)
-        for stream in list(self._streams.values()):
+        for stream in self._open.all():
             self._fail(stream, EngineDead(failure.message))
 
     def _fail(self, stream: Stream, error: Exception) -> None:
         stream.fail(error)
-        self._forget(stream)
-
-    def _forget(self, stream: Stream) -> None:
-        """The engine works on it no more."""
-        del self._streams[stream.number], self._number_of[stream.request_id]
-        if not stream.has_begun:
-            self._leave_queue(stream)
-        if not self._streams:
-            self._idle.set()
-
-    def _leave_queue(self, stream: Stream) -> None:
-        self.num_queued -= 1
-        self.num_queued_tokens -= stream.state.metrics.num_prompt_tokens
+        self._open.remove(stream)

@@ -69,6 +69,7 @@ class Digest:
             ev.StepBegan: self._step_began,
             ev.StepEnded: self._step_ended,
             ev.Finished: self._finished,
+            ev.GivenUp: self._given_up,
             ev.Aborted: self._aborted,
             ev.GuessesChecked: self._checked,
             ev.BlockClaimed: self._claimed,
@@ -142,6 +143,11 @@ class Digest:
         of_it = (i for i, d in enumerate(self._deltas) if (d.number, d.index) == (answer.number, answer.index))
         last = deque(of_it, maxlen=1)[0]  # the step that ended it drew for it
         self._deltas[last] = replace(self._deltas[last], finish_reason=event.reason)
+
+    def _given_up(self, event: ev.GivenUp) -> None:
+        """Nobody but the engine knows of this end. Whoever asked for any other abort looks no more."""
+        answer = self._served[event.seq_id]
+        self._deltas.append(Delta(answer.number, answer.index, [], "abort", answer.num_cached_tokens or 0))
 
     def _aborted(self, event: ev.Aborted) -> None:
         self._gone(event.seq_id)

@@ -79,7 +79,7 @@ class ModelRunner:
         return num_blocks
 
     def calculate_kv_scales(self) -> None:
-        """Compute some tokens over a cache that keeps them whole, and choose the scales of one that does not."""
+        """Choose the scales of a cache in 8 bits: compute some tokens over a cache of full precision, and look at their K/V."""
         setup, layers = self._setup, attention_layers(self.model)
         whole = make_backend(setup.backend, replace(setup.attention, kv_dtype=None))
         shares = calibration_shares(setup)
@@ -100,7 +100,7 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype | None = None) -> None:
         """One tensor [L, 2, N, Hkv, B, D] for all layers; a layer sees its part as [2, N, B, Hkv, D].
 
-        K and V of one block and head are contiguous, which is what a kernel reads in one go. `dtype` is its own unless given.
+        K and V of one block and head are contiguous: a kernel reads them in one go. `dtype` replaces the configured one.
         """
         setup = self._setup
         a, layers = setup.attention, attention_layers(self.model)
@@ -131,7 +131,7 @@ class ModelRunner:
         return self._input_batch.build(shares)
 
     def _draw(self, output: SchedulerOutput, logits: torch.Tensor, scores: dict[int, list[Logprobs]]) -> StepResult:
-        """A token for each share, from `logits` [S, V]; `scores` go out with them."""
+        """Draw a token for each share from `logits` [S, V]. The result has the prompts' `scores`, too."""
         shares = output.shares
         self._draws.set_masks(output.masks)
         drawn = self._sampler(logits, self._draws.batch([s.row for s in shares], [s.end for s in shares]))
@@ -170,7 +170,7 @@ class ModelRunner:
         return supported
 
     def supports_prompt_graph(self) -> bool:
-        """Whether a step with prompts can be recorded, too, with room for more than come."""
+        """Whether a step with prompts can be recorded, padded to a fixed number of tokens."""
         return self._backend.supports_prompt_graph and not self._setup.config.compile
 
     def _most_draws(self) -> int:

@@ -18,8 +18,9 @@ from folovllm.step.packed import NO_SCORES, Field, Int32, PackedStep, StepPacker
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.step.verify import NO_GUESS, Draws, accept, most_draws
 from folovllm.worker.check_graphs import CheckGraphs
-from folovllm.worker.graph_runner import Computed, GraphRunner, PendingStep
+from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
+from folovllm.worker.pending_step import Computed, PendingStep
 from folovllm.worker.warm_up import dummy_shares, steps_with_guesses
 
 

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "folovllm"
-# Who uses the engine stands above it, and only `build` knows everybody. All other files of the package's own folder are
-# the ground floor, with `step` and `distributed`: records and small tools that every floor may know.
+# Who uses the engine stands above it, and only `build`, with its part for the layers, knows everybody. All other files of
+# the package's own folder are the ground floor, with `step` and `distributed`: records and small tools that every floor
+# may know.
 ABOVE = (
     "__init__",
     "__main__",
     "beam_search",
     "build",
+    "build_layers",
     "chat",
     "chat_template",
     "cli",

@@ -37,8 +37,9 @@ def test_no_more_than_all_sequences_can_use() -> None:
 
 
 @pytest.mark.m5
-def test_a_prefix_cache_remembers_more_than_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefix_cache_remembers_more_than_runs_at_once(most_cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one sequence at a time, too, the pool is what memory allows, up to a bound; asked for, it is what was asked."""
+    monkeypatch.setattr("folovllm.worker.kv_memory.MOST_CACHED", most_cached)
     for max_num_seqs in (1, 8):
         options = {"milestone": "m5", "max_num_seqs": max_num_seqs}
         assert blocks(**options, kv_cache_memory=300 * 16 * BYTES_PER_TOKEN) == 300

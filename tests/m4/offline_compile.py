@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 
+from folovllm.distributed.mailboxes import LETTERS
 from folovllm.kernels import grouped_hopper
 from folovllm.kernels.activation import act_and_mul_kernel
 from folovllm.kernels.check import MERGED, check_config, check_kernel, merge_checks_kernel, num_warps_of, tile_shape
@@ -52,10 +53,11 @@ from folovllm.kernels.prefill_tiles import list_tiles_kernel
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
 from folovllm.kernels.quant_matmul import quant_matmul_kernel, tiles, unpack_kernel
 from folovllm.kernels.quantize_rows import quantize_rows_kernel
-from folovllm.kernels.rms_norm import add_rms_norm_kernel
+from folovllm.kernels.rms_norm import add_rms_norm_kernel, late_add_rms_norm_kernel
 from folovllm.kernels.route import STEP, choose_kernel, combine_kernel, late_combine_kernel, order_kernel
 from folovllm.kernels.small_linear import serves, small_linear_kernel, tiling
 from folovllm.kernels.store import store_kvcache_kernel
+from folovllm.kernels.summed_linear import fits, summed_linear_kernel
 from folovllm.kernels.unpack_step import unpack_decode_kernel, unpack_ragged_kernel
 
 # (D, B) to compile for: those that ask for the most where the limit is low, and few where compiling is slow.
@@ -71,6 +73,7 @@ OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"):
              ("finish_kernel", "weight_ptr"): "*fp32", ("finish_kernel", "token_ptr"): "*i32",
              ("small_linear_kernel", "x_ptr"): "*i32", ("small_linear_kernel", "weight_ptr"): "*i32",
              ("few_codes_kernel", "scale_ptr"): "*fp32",
+             ("summed_linear_kernel", "x_ptr"): "*i32", ("summed_linear_kernel", "weight_ptr"): "*i32",
              ("quant_matmul_kernel", "weight_ptr"): "*i8", ("quant_matmul_kernel", "scale_ptr"): "*fp32",
              ("unpack_kernel", "weight_ptr"): "*i8", ("unpack_kernel", "scale_ptr"): "*fp32",
              ("few_pairs_kernel", "x_ptr"): "*i32", ("few_pairs_kernel", "weight_ptr"): "*i32",
@@ -102,7 +105,7 @@ def pointer_type(name: str, dtype: str) -> str:
     if name in ("table_ptr", "start_ptr", "len_ptr", "item_ptr", "header_ptr", "queue_ptr", "done_ptr", "at_ptr",
                 "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr", "row_ptr", "word_ptr", "draws_ptr",
                 "hot_ptr", "id_ptr", "last_ptr", "drawn_ptr", "given_ptr", "query_len_ptr", "tile_ptr", "place_ptr", "end_ptr",
-                "count_ptr"):  # fmt: skip
+                "count_ptr", "number_ptr"):  # fmt: skip
         return "*i32"
     if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr", "largest_ptr",
                 "value_ptr", "scaled_ptr", "floor_ptr"):  # fmt: skip
@@ -127,6 +130,9 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
         elif name.endswith("_desc"):
             box = f"{dtype}[{min(constants['B'], 128)}, 64]"
             signature[name] = f"tensordesc<{box},{NVMMASharedLayout(128, 16, 2)!r}>"
+        elif name == "box_ptrs":  # of two ranks
+            signature[name] = ("*i64", "*i64")
+            attributes |= {(index, rank): [["tt.divisibility", 16]] for rank in range(2)}
         elif name.endswith("_ptr"):
             place = kernel.__name__, name
             own = f"*{cache}" if place in CACHES else OWN_TYPES.get(place)
@@ -137,7 +143,7 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
                 "fp32" if name in ("scale", "eps", "stream_eps", "v_scale", "k_factor", "v_factor") else "i32"
             )
         aligned = (
-            signature[name].startswith("*")
+            str(signature[name]).startswith("*")
             or name in ("vocab_size", "N")
             or (name.startswith("stride") and name != "stride_table")
         )
@@ -226,6 +232,7 @@ def kernels_of_m6(capability: int, head_dim: int, block_size: int):
     yield unpack_ragged_kernel, {"B": block_size, "WIDTH": 128}, 1, 3
     yield list_tiles_kernel, {"TILE_M": 128, "WIDTH": 32}, 1, 3
     yield from small_linears(capability)
+    yield from summed_linears(capability)
 
 
 # Hidden size, query and KV heads, MLP: Qwen3-0.6B, 4B and 8B, Llama-1B, and one of eight ranks of a 70B.
@@ -245,6 +252,17 @@ def small_linears(capability: int):
                                             "ROWS": per_program, "CHUNK": chunk, "PDL": capability >= 90}, num_warps, 3  # fmt: skip
 
 
+def summed_linears(capability: int):
+    """What two ranks add up of each geometry's layers; one geometry on older cards."""
+    for hidden, heads, _, mlp in GEOMETRIES[: {90: 4, 80: 2}.get(capability, 1)]:
+        for width in (heads * 64, mlp // 2):
+            weight = torch.empty(hidden, width, dtype=torch.bfloat16, device="meta")
+            for tokens in filter(lambda n, w=weight: serves(n, w) and fits(n, w), (1, 2, 4)):
+                num_warps, per_program, chunk = tiling(tokens, hidden, 2 * width)
+                yield summed_linear_kernel, {"K": width, "RANK": 1, "LETTERS": LETTERS, "RESIDUAL": True, "M": tokens, "WAITS": True,
+                                             "ROWS": per_program, "CHUNK": chunk, "PDL": capability >= 90}, num_warps, 3  # fmt: skip
+
+
 def kernels_of_x2(capability: int, head_dim: int, block_size: int):
     """Products with weights of 8 bits: those that ask for most in Qwen3-4B, and a few on cards that are checked less."""
     if (head_dim, block_size) != (128, 16):
@@ -260,7 +278,7 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
             (4, 9728, False, fp8),
         ]
         some += [(32, "int8"), (64, fp8), (256, fp8), (256, "int8")]
-    for tokens, width, gated, kind in few:
+    for tokens, width, gated, kind in few if capability >= 80 else ():
         rows, columns = (1, width) if kind == "int8" else (128, 128)
         yield few_codes_of(tokens, width, gated, rows, columns, kind, width, 64 if kind == "int8" else columns, pdl)
     for tokens, kind in some:
@@ -319,9 +337,9 @@ def kernels_of_int4(capability: int):
         none |= {} if gated else {"columns_ptr": None}
         yield int4_linear_kernel, {"K": width, "GROUP": group, "NORM": gated, "GATED": gated, "RESIDUAL": not gated, "M": tokens,
                                    "ROWS": per_program, "QUADS": quads, "PDL": capability >= 90, **none}, num_warps, 3  # fmt: skip
-    for tokens, _, width, gated, group in few:
+    for tokens, _, width, gated, _ in few if capability >= 80 else ():
         options = {"PDL": capability >= 90, "scales": "fp16"}
-        yield few_codes_of(tokens, width, gated, 1, group, "int4", width // 2, group // 2, options)
+        yield few_codes_of(tokens, width, gated, 1, 128, "int4", width // 2, 64, options)
     some = [(*one, 2) for one in some] + [(256, 128, 4), (128, 512, 2)] * (capability == 86)
     for tokens, group, itemsize in some:
         shape = tiling_4_many(tokens, group, itemsize)
@@ -381,7 +399,7 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
             yield grouped_linear_kernel, {**shape, "GATED": gated, **tiles}, num_warps, num_stages
         if capability == 90:
             h, parts = grouped_hopper, 1 + gated
-            tiles = {"PARTS": parts, "TILE_M": h.TILE_M, "TILE_N": h.ROWS // parts, "TILE_K": h.TILE_K}
+            tiles = {"PARTS": parts, "TILE_M": h.TILE_M, "REST": h.REST, "TILE_N": h.ROWS // parts, "TILE_K": h.TILE_K}
             yield h.grouped_hopper_kernel, {**shape, **tiles}, h.WARPS, h.STAGES
     yield from grouped_codes(capability)
     choice = {"WIDTH": experts, "TOP_K": asked, "CHOICES": asked, "TOKENS": 16}
@@ -395,6 +413,7 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
     combined = {"H": hidden, "TOP_K": asked, "WIDTH": 1024}
     yield combine_kernel, combined, 4, 3
     yield late_combine_kernel, combined | pdl, 4, 3
+    yield late_add_rms_norm_kernel, {"H": hidden, "WIDTH": hidden, "HAS_RESIDUAL": True, **pdl}, 8, 3
 
 
 def grouped_codes(capability: int):

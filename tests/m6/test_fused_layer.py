@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from folovllm.attention.backends.triton import TritonBackend
 from folovllm.attention.ops import reshape_and_cache_kv
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
+from folovllm.distributed.sharding import local_config, shard_named
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.kernels.small_linear import serves
 from folovllm.layers import fused as fused_elements
@@ -31,10 +33,11 @@ from folovllm.models import fused, fused_layer
 from folovllm.models.fused_layer import LateNormDecoderLayer, few_token_layers
 from folovllm.models.llama import LlamaDecoderLayer
 from folovllm.models.loader import load_model
+from folovllm.models.registry import build_model
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import FAMILIES, Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.m6.devices import DEVICE
-from tests.m6.ranks import ThreadGroup
+from tests.m6.ranks import ThreadGroup, on_ranks
 from tests.workloads import Request, Workload, answered, serve
 
 
@@ -220,13 +223,14 @@ def test_in_float16_norms_stay(path: str) -> None:
 
 
 def test_ranks_add_among_themselves(path: str) -> None:
-    """On top of these layers those that talk to others: their sums must not go straight into the stream."""
+    """On top of these layers those that talk to others: first comes the sum over ranks, then it joins the stream, once."""
     checkpoint = small_checkpoint("llama")
     plain = Driver(checkpoint, "torch_paged", device=DEVICE)
     group = ThreadGroup(0, [None], threading.Barrier(1))
     sums: list[int] = []
     add_up, group.all_reduce = group.all_reduce, lambda x: sums.append(len(x)) or add_up(x)  # type: ignore[method-assign]
     late = Driver(checkpoint, "torch_paged", device=DEVICE, layers=sharded(m6_layers(checkpoint), group, 259))
+    assert all(layer.folded for layer in late_layers(late))
     for pieces in ({0: [1, 2, 3]}, {0: [4]}):
         assert_logits_equal(late.step(pieces)[0], plain.step(pieces)[0])
     assert sums == [3] * 5 + [1] * 5  # the embedding, and two in each layer
@@ -311,6 +315,43 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_elements, "silu_and_mul", SiluAndMul())
     monkeypatch.setattr(fused_layer, "silu_and_mul", lambda x, stream, eps: SiluAndMul()(divided(x, stream, eps)))
     monkeypatch.setattr(few_tokens, "small_linear", torch_linear)
+
+
+@pytest.mark.parametrize("has_mailboxes", [False, True])
+def test_two_ranks_leave_the_same_stream_as_one(
+    in_torch: None, path: str, has_mailboxes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their norms are folded, and what each computes from its heads joins the stream once, on both to the last bit."""
+    checkpoint, together = small_checkpoint(), []
+    config = AutoConfig.from_pretrained(checkpoint)
+    whole = late_layers(late_driver(checkpoint))[1]
+
+    def summed(x: torch.Tensor, weight: torch.Tensor, group: ThreadGroup, residual: torch.Tensor) -> torch.Tensor:
+        together.append(len(x))
+        return group.all_reduce(F.linear(x, weight)) + residual
+
+    monkeypatch.setattr(few_tokens, "summed_linear", summed)
+    generator = torch.Generator().manual_seed(0)
+    steps = [(torch.randn(n, 24, generator=generator), torch.randn(n, 2, 16, generator=generator)) for n in (1, 2, 3)]
+
+    def work(group: ThreadGroup) -> list[torch.Tensor]:
+        group.mailboxes = group if has_mailboxes else None
+        layers = sharded(m6_layers(checkpoint), group, config.vocab_size)
+        model = build_model(local_config(config, 2), torch.float32, DEVICE, layers=layers)
+        load_model(model, checkpoint, use_tqdm=False, shard=partial(shard_named, head_dim=16, rank=group.rank, size=2))
+        layer = model.model.layers[1]
+        assert isinstance(layer, LateNormDecoderLayer) and layer.folded
+        return [
+            layer.after_attention(x.to(DEVICE, copy=True), attended[:, [group.rank]].to(DEVICE))
+            for x, attended in steps
+        ]
+
+    with torch.inference_mode():
+        first, second = on_ranks(2, work)
+        for ours, theirs, (x, attended) in zip(first, second, steps, strict=True):
+            assert torch.equal(ours, theirs)
+            torch.testing.assert_close(ours, whole.after_attention(x.to(DEVICE, copy=True), attended.to(DEVICE)))
+    assert sorted(together) == ([1] * 4 + [2] * 4 if has_mailboxes and path == "few" else [])  # two ranks, two products
 
 
 @pytest.mark.parametrize("outliers", [False, True])

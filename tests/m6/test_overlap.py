@@ -253,7 +253,7 @@ def test_a_long_random_run_leaks_nothing() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_engine_that_was_dropped_without_close_is_collected(mode: str) -> None:
+def test_an_engine_that_was_dropped_without_close_is_collected(mode: str, real_freezing: None) -> None:
     """What is frozen would never be: not the blocks, and not a model that a recorded step on a CPU refers to."""
     served = engine(**MODES[mode])
     served.add_request("r", [5, 6, 7], SamplingParams(max_tokens=4), stream=False)

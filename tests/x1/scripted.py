@@ -8,7 +8,7 @@ from typing import Any
 
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
-from folovllm.events import Aborted, Admitted, Event, Finished, Listener, RequestAdded, Snapshot, StepEnded
+from folovllm.events import Aborted, Admitted, Event, Finished, GivenUp, Listener, RequestAdded, Snapshot, StepEnded
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.engine_loop import EngineLoop, plain
 from folovllm.server.messages import Abort, Add, Command, News, Ready
@@ -45,6 +45,10 @@ class ScriptedEngine:
         for index, seq_id in enumerate(ids):
             self._tell([RequestAdded(seq_id, request_id, index, prompt, params.max_tokens or 0, 0, 0.0)])
             self._tell([Admitted(seq_id, 0)])
+
+    def give_up(self, request_id: str) -> None:
+        request = self.requests.pop(request_id)
+        self._tell([event(seq_id) for seq_id in request["seq_ids"] for event in (GivenUp, Aborted)])
 
     def abort_request(self, request_id: Iterable[str]) -> None:
         for id_ in request_id:

@@ -154,6 +154,31 @@ class TestEnds:
         assert (engine.num_open, engine.num_queued, engine.num_queued_tokens) == (0, 0, 0)
 
     @scripted
+    async def test_the_engine_gives_up(self, engine: AsyncEngine, transport: HandTransport) -> None:
+        """As it does with an answer that cannot get its form any more: the reader hears of the end."""
+        begun, queued = await submit(engine), await submit(engine)
+        transport.turn()
+        assert text(await anext(begun)) == "a"
+        for number in "01":
+            transport.engine.give_up(number)
+        transport.turn()
+        reasons = [[answer.finish_reason for answer in (await anext(stream)).outputs] for stream in (begun, queued)]
+        assert reasons == [["abort"], ["abort"]] and not transport.ended
+        assert (engine.num_open, engine.num_queued) == (0, 0) and engine.counters.finished["abort"] == 2
+
+    @scripted
+    async def test_a_request_leaves_the_queue_once(self, engine: AsyncEngine, transport: HandTransport) -> None:
+        """A long prompt that is scored, chunk by chunk, tells of itself before its first token."""
+        await submit(engine, replace(DELTAS, prompt_logprobs=0))
+        await submit(engine)
+        for token_id in (1, 2):
+            transport.deliver(Step([Delta(0, 0, [], prompt_logprobs=[[(token_id, -1.0, 1)]])], Load()))
+        assert (engine.num_queued, engine.num_queued_tokens) == (2, 6), "no token has come yet"
+        transport.deliver(Step([Delta(0, 0, [A])], Load()))
+        assert (engine.num_queued, engine.num_queued_tokens) == (1, 3)
+        assert engine.counters.prompt_tokens == 3, "one prompt has been answered"
+
+    @scripted
     async def test_abort(self, engine: AsyncEngine, transport: HandTransport) -> None:
         """The reader gets what there is. The engine's news of the request, which was under way, is nobody's."""
         stream = await submit(engine, request_id="mine")

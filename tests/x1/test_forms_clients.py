@@ -107,6 +107,14 @@ class TestDocuments:
         choice = client.chat.completions.parse(**chat(response_format=Fish)).choices[0]
         assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Fish)
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_what_leads_nowhere_is_given_up(self, client: OpenAI, stream: bool) -> None:
+        """No token is left that the form allows: the client hears of the end, and does not wait for ever."""
+        extra: Any = {"structured_outputs": {"regex": "[x-z]{9}"}, "allowed_token_ids": [5]}
+        asked: Any = {"model": MODEL, "prompt": [7, 8], "stream": stream, "extra_body": extra, "timeout": 60}
+        answer = client.completions.create(**asked)
+        assert (list(answer)[-1] if stream else answer).choices[0].finish_reason == "abort"
+
     def test_parsed_in_a_stream(self, client: OpenAI) -> None:
         with client.chat.completions.stream(**chat(response_format=Fish)) as stream:
             for _ in stream:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from folovllm import EngineConfig
+from folovllm.engine.setup import set_up
+from folovllm.worker.native_model import load_native_model, load_sharded_model
+from tests.m6.ranks import ThreadGroup, on_ranks
 
 Tensors = dict[str, torch.Tensor]
 PROJECTIONS = ("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
@@ -96,3 +102,22 @@ def compressed(
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
         "ignore": list(ignore),
     }  # fmt: skip
+
+
+def assert_ranks_hold_their_parts(coded: Path, **tolerance: float) -> None:
+    """Two ranks' attention and MLP of the second layer are those of the whole model."""
+    fields = EngineConfig(model=str(coded), device="cpu", use_tqdm=False)
+    setup = set_up(replace(fields, tensor_parallel_size=2))
+    whole: Any = load_native_model(set_up(fields)).model.layers[1]
+    x = torch.randn(3, setup.hf_config.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    def work(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        layer: Any = load_sharded_model(setup, group).model.layers[1]
+        return layer.self_attn.split_heads(layer.self_attn.qkv_proj(x))[0], layer.mlp(x)
+
+    with torch.inference_mode():
+        ranks = on_ranks(2, work)
+        query = whole.self_attn.split_heads(whole.self_attn.qkv_proj(x))[0]
+        torch.testing.assert_close(torch.cat([own for own, _ in ranks], dim=1), query, **tolerance)
+        for _, summed in ranks:
+            torch.testing.assert_close(summed, whole.mlp(x), **tolerance)

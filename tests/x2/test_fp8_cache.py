@@ -18,10 +18,11 @@ from folovllm.attention.backends.select import choose_backend
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.engine.setup import set_up
 from folovllm.kv_scales import FP8, UNSCALED, KVScales, decode, encode
+from folovllm.sampling_params import SamplingParams
 from tests import contract
 from tests.contract import CASES, Case, make_problem
-from tests.helpers import tiny_checkpoint
-from tests.workloads import make_engine, mixed_requests, serve
+from tests.helpers import prompts, tiny_checkpoint
+from tests.workloads import Request, make_engine, mixed_requests, serve
 
 SCALES = KVScales(0.25, 0.03)  # one that moves exponents alone, and one that does not
 BACKENDS = ("torch_naive", "torch_paged", "triton")
@@ -160,15 +161,18 @@ def test_all_layers_see_what_was_planned(kv: dict[str, object], monkeypatch: pyt
     pytest.importorskip("triton", reason="Triton is for Linux only")
     from folovllm.worker import prompt_graphs
 
-    model, requests = tiny_checkpoint(), mixed_requests(count=3)
-    monkeypatch.setattr(prompt_graphs, "rooms_for", lambda setup: [prompt_graphs.Room(96, 4)])
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    model, requests = tiny_checkpoint(), [Request(prompt, greedy) for prompt in prompts([1, 2, 20])]
+    monkeypatch.setattr(prompt_graphs, "rooms_for", lambda setup: [prompt_graphs.Room(32, 4)])
     used: list[object] = []
     graph = prompt_graphs.PromptGraphs.graph
     monkeypatch.setattr(
         prompt_graphs.PromptGraphs, "graph", lambda self, room: (used.append(room), graph(self, room))[1]
     )
     plain, recorded = (
-        make_engine(model, milestone=milestone, attention_backend=backend, max_num_seqs=4, **kv)
+        make_engine(
+            model, milestone=milestone, attention_backend=backend, max_num_seqs=4, max_num_batched_tokens=32, **kv
+        )
         for milestone, backend in (("m5", "torch_paged"), ("m6", "triton"))
     )
     expected = [list(o.outputs[0].token_ids) for o in serve(plain, requests)]
@@ -214,13 +218,18 @@ def test_a_checkpoints_scales_are_used(names: tuple[str, str], ranks: int, tmp_p
         pytest.skip("ranks read all names alike")
     scales = {f"model.layers.{i}.{name}": torch.tensor(300.0) for i in range(3) for name in names}
     model, requests = with_tensors(scales, tmp_path / "scaled"), mixed_requests(count=3)
-    kinds: dict[str, list[list[int]]] = {}
-    for path, kv in ((model, "auto"), (tiny_checkpoint(), "auto"), (model, "fp8")):
+
+    def answers(path: str, kv: str, ranks: int = 1) -> list[list[int]]:
         engine = make_engine(Path(path), milestone="m5", kv_cache_dtype=kv, tensor_parallel_size=ranks)
-        kinds[f"{path} {kv}"] = [list(o.outputs[0].token_ids) for o in serve(engine, requests)]
+        drawn = [list(o.outputs[0].token_ids) for o in serve(engine, requests)]
         engine.close()
-    plain_scaled, plain, coarse = kinds.values()
-    assert plain_scaled == plain and coarse != plain
+        return drawn
+
+    if ranks == 2:
+        assert answers(model, "fp8", ranks) == answers(model, "fp8")
+        return
+    plain = answers(str(tiny_checkpoint()), "auto")
+    assert answers(model, "auto") == plain and answers(model, "fp8") != plain
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.0), torch.tensor(float("nan")), torch.ones(2), torch.tensor(-1.0)])

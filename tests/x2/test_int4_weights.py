@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from folovllm.layers.formats.int4_checkpoints import Awq
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import Place, arranged
 from folovllm.quantize.groups import dequantize_groups, quantize_groups
-from folovllm.worker.native_model import load_native_model, load_sharded_model
+from folovllm.worker.native_model import load_native_model
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
-from tests.m6.ranks import ThreadGroup, on_ranks
 from tests.workloads import Workload, answered, make_engine, mixed_requests, serve
-from tests.x2.quantized import Quantize, Tensors, compressed, write_quantized
+from tests.x2.quantized import Quantize, Tensors, assert_ranks_hold_their_parts, compressed, write_quantized
 
 GROUP = 32
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
@@ -169,21 +167,7 @@ def test_ranks_hold_their_parts(kind: str, tmp_path: Path) -> None:
     """Of words, scales and zeros, along outputs and along inputs; a scale for a whole row is everybody's."""
     source = tiny_checkpoint("qwen3", hidden_size=64, intermediate_size=128)
     coded, _ = write_quantized(source, tmp_path, *KINDS[kind])
-    fields = EngineConfig(model=str(coded), device="cpu", use_tqdm=False)
-    setup = set_up(replace(fields, tensor_parallel_size=2))
-    whole: Any = load_native_model(set_up(fields)).model.layers[1]
-    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-
-    def work(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        layer: Any = load_sharded_model(setup, group).model.layers[1]
-        return layer.self_attn.split_heads(layer.self_attn.qkv_proj(x))[0], layer.mlp(x)
-
-    with torch.inference_mode():
-        ranks = on_ranks(2, work)
-        query = whole.self_attn.split_heads(whole.self_attn.qkv_proj(x))[0]
-        torch.testing.assert_close(torch.cat([own for own, _ in ranks], dim=1), query, rtol=1e-4, atol=1e-4)
-        for _, summed in ranks:
-            torch.testing.assert_close(summed, whole.mlp(x), rtol=1e-4, atol=1e-4)
+    assert_ranks_hold_their_parts(coded, rtol=1e-4, atol=1e-4)
 
 
 class TestRefusals:

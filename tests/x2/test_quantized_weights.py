@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,11 @@ from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import load_model
 from folovllm.models.quantization import formats_of, linear_bytes, linear_shapes
 from folovllm.setup import EngineSetup
-from folovllm.worker.native_model import load_native_model, load_sharded_model
+from folovllm.worker.native_model import load_native_model
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
-from tests.m6.ranks import ThreadGroup, on_ranks
 from tests.workloads import Workload, answered, make_engine, mixed_requests, serve
-from tests.x2.quantized import compressed, packed, quantize_8, write_quantized
+from tests.x2.quantized import assert_ranks_hold_their_parts, compressed, packed, quantize_8, write_quantized
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = (16, 8)
@@ -272,21 +270,7 @@ def test_ranks_hold_their_parts_of_codes_and_scales(kind: str, tmp_path: Path) -
     if kind == "fp8 blocks":
         quantize, config = quantize_8(E4M3, "weight_scale_inv", (8, 8)), FP8_BLOCKS | {"weight_block_size": [8, 8]}
     coded, _ = write_quantized(tiny_checkpoint("qwen3"), tmp_path, quantize, config)
-    fields = EngineConfig(model=str(coded), device="cpu", use_tqdm=False)
-    setup = set_up(replace(fields, tensor_parallel_size=2))
-    whole: Any = load_native_model(set_up(fields)).model.layers[1]
-    x = torch.randn(3, 72, generator=torch.Generator().manual_seed(0))
-
-    def work(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        layer: Any = load_sharded_model(setup, group).model.layers[1]
-        return layer.self_attn.split_heads(layer.self_attn.qkv_proj(x))[0], layer.mlp(x)
-
-    with torch.inference_mode():
-        ranks = on_ranks(2, work)
-        query = whole.self_attn.split_heads(whole.self_attn.qkv_proj(x))[0]
-        torch.testing.assert_close(torch.cat([own for own, _ in ranks], dim=1), query)
-        for _, summed in ranks:
-            torch.testing.assert_close(summed, whole.mlp(x))
+    assert_ranks_hold_their_parts(coded)
 
 
 def test_an_engine_of_two_processes(served: tuple[Path, Workload], tmp_path: Path) -> None:

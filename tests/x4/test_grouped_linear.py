@@ -57,13 +57,13 @@ def test_the_kernel_multiplies_as_a_loop(shape: tuple[int, ...], gated: bool) ->
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("shape", [(9, 3, 8, 16, 32), (40, 1, 3, 33, 40)])
+@pytest.mark.parametrize("shape", [(9, 3, 8, 16, 32), (40, 1, 3, 33, 40), (70, 1, 1, 16, 32)])
 def test_boxes_of_weights_give_the_same(shape: tuple[int, ...], gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What only Hopper runs, in small tiles: whole ones, those half full, and boxes that reach past the matrix."""
     from folovllm.kernels import grouped_hopper as hopper
 
     num_tokens, top_k, num_experts, n, k = shape
-    for name, size in {"TILE_M": 32, "ROWS": 32, "TILE_K": 16}.items():
+    for name, size in {"TILE_M": 32, "REST": 16, "ROWS": 32, "TILE_K": 16}.items():
         monkeypatch.setattr(hopper, name, size)
     generator = torch.Generator().manual_seed(num_tokens)
     x = torch.randn(num_tokens, k, generator=generator).to(ON, torch.float16)

@@ -24,6 +24,11 @@ from tests.workloads import answered, mixed_requests, serve
 from tests.x3.guessing_loop import POISON, Device, Loop
 
 
+def alike(token_ids: Any, prefix: int) -> int:
+    """A hash with which all blocks behind the same block collide."""
+    return prefix + 1
+
+
 class SlidingDevice(Device):
     """Reads the K/V in each token's window. A block that nobody can find again is poison as soon as it is free."""
 
@@ -82,7 +87,7 @@ def test_texts_longer_than_the_pool(
     kv = kind(most_held(window, budget, block_size), block_size, window=window)
     with pytest.MonkeyPatch.context() as patch:
         if collides:
-            patch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: int(tokens.sum()))
+            patch.setattr(prefix_cache, "compute_hash", alike)
         Loop(kv, SlidingDevice(kv), random.Random(seed), k, budget, blocks_add_up).run(longest=150)
 
 
@@ -118,6 +123,31 @@ def test_by_hand() -> None:
     assert kv.reserve(seq, 1) and seq.block_table == [GONE, GONE, 2, 3] and kv.num_used == 2
     kv.free(seq)
     assert seq.block_table == [] and kv.num_used == 0
+
+
+def test_a_collision_ends_with_the_name_that_it_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block without a name is not given back. But its sequence takes free blocks meanwhile, and with each a name goes."""
+    monkeypatch.setattr(prefix_cache, "compute_hash", alike)
+    kv = SlidingPrefixCachingBlockManager(4, 2, window=2)
+    other, seq = make_seq(1), make_seq(10)
+    for _ in range(3):
+        other.append_token(7)
+    assert kv.reserve(other, 4)
+    other.num_computed_tokens = 4
+    kv.publish(other)
+    kv.free(other)  # blocks 0 and 1 keep their names until they are taken, 1 before 0
+    tables = []
+    for length in range(2, 12, 2):
+        assert kv.reserve(seq, 2)
+        tables.append(list(seq.block_table))
+        if length == 2:
+            seq.start()
+        seq.num_computed_tokens = length
+        kv.publish(seq)
+    assert tables[:4] == [[2], [2, 3], [2, 3, 1], [2, 3, 1, 0]], (
+        "block 0 has the name that this text's first block gets"
+    )
+    assert tables[4] == [GONE, GONE, GONE, 0, 1] and kv.num_used == 2
 
 
 def test_a_sequence_longer_than_the_pool() -> None:

@@ -78,10 +78,10 @@ class AttentionBackend(ABC):
         return cls.supports_cuda_graph or device.type == "cpu"
 
     def of_layer(self, scales: KVScales, window: int | None = None) -> AttentionBackend:
-        """Return the backend of a layer whose cache has `scales`, and whose tokens see `window` tokens, if that is not None.
+        """Return the backend of a layer whose cache has `scales` and whose tokens see `window` tokens (None: all).
 
-        It is this one itself, unless the layer has a window or a cache in 8 bits. A step is planned once, by the original.
-        So what a plan leaves must lie in an object that copies share.
+        It is this object, or a copy where the layer has a window or a cache in 8 bits. The original plans each step, once.
+        So a plan must be kept in an object that the copies share.
         """
         backend = self if window is None else self.sliding(window)
         if not self.config.is_fp8:
@@ -93,7 +93,7 @@ class AttentionBackend(ABC):
     def sliding(self, window: int) -> AttentionBackend:
         """Return the backend of a layer in which a token sees `window` tokens: itself and those right before it.
 
-        Here that is plain torch in its place, which nothing can record. Raises `BackendUnavailable` where this one can be.
+        Here plain torch takes its place, which cannot be recorded. Raises `BackendUnavailable` if this backend can be.
         """
         if self.supports_cuda_graph:
             raise BackendUnavailable(f'{self.name} knows no sliding window: choose "triton" or "torch_paged"')
@@ -104,7 +104,7 @@ class AttentionBackend(ABC):
     def as_bytes(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """New K/V as a cache in 8 bits keeps them, and that cache: all as bytes, which can be copied by any means."""
+        """Encode new K/V for a cache in 8 bits. Returns them and the cache as bytes, which any operation can copy."""
         cached = encode(key, self.scales.key_factor), encode(value, self.scales.value_factor)
         return cached[0].view(torch.uint8), cached[1].view(torch.uint8), kv_cache.view(torch.uint8)
 

@@ -52,7 +52,7 @@ def gather_blocks(
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """Causal attention of the last tokens of a sequence, [n, Hq, D], over all of it, two [seq_len, Hkv, D]."""
-    whole = len(query) == len(key)  # then a word will do for the mask, and what it hides is not even computed
+    whole = len(query) == len(key)  # then `is_causal` is enough, and PyTorch skips what the mask would hide
     mask = None if whole or len(query) == 1 else create_causal_mask(len(query), len(key), query.device)
     output = scaled_dot_product_attention(
         query.transpose(0, 1)[None],  # [1, Hq, n, D]

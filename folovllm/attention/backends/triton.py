@@ -32,7 +32,7 @@ class Planned:
 
 
 class TritonBackend(AttentionBackend):
-    """Decodes, which come first in a batch, go to one kernel and the other sequences to the other. Any block size."""
+    """Decodes come first in a batch and have a kernel of their own; the prefill kernel takes the rest. Any block size."""
 
     name = "triton"
     supports_cuda_graph = True
@@ -48,7 +48,7 @@ class TritonBackend(AttentionBackend):
         self._decode = self._make_decode(config.block_size)
         self._decodes: dict[int | None, SplitKVDecode] = {None: self._decode}  # by window; copies share it
         self._own_prefill = own_prefill
-        self.supports_prompt_graph = own_prefill is None  # of one's own nothing is asked but what its contract says
+        self.supports_prompt_graph = own_prefill is None  # a kernel of a learner's need not know padded steps
         self._hopper = None if own_prefill else _hopper(config)
         self._tile_m = config_on(config.device, config.head_dim, config.dtype.itemsize).tile_m
         self._planned = Planned()
@@ -95,7 +95,7 @@ class TritonBackend(AttentionBackend):
         return backend
 
     def plan(self, batch: ForwardBatch) -> None:
-        """List the decodes' work, and in a recorded step that of the prompts: it is the same in all layers."""
+        """List the work of the decodes, and in a recorded step that of the prompts. All layers share the lists."""
         n, self._planned.tiles = batch.num_decodes, None
         for decode in self._decodes.values() if n else ():
             decode.plan(batch.seq_lens, n)
@@ -124,7 +124,7 @@ class TritonBackend(AttentionBackend):
         return out
 
     def _prefill_kernel(self, num_tokens: int, max_query_len: int) -> PrefillKernel:
-        """Which of the two serves a step of so many tokens, whose longest share is given. Only one knows windows."""
+        """The prefill kernel for a step of `num_tokens` tokens. Hopper's has no windows."""
         if self._planned.tiles is not None or self._window is not None:
             return partial(prefill, tiles=self._planned.tiles, scales=self.scales, window=self._window)
         hopper = self._hopper

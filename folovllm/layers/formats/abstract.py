@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from folovllm.layers.activation import SiluAndMul
 
 if TYPE_CHECKING:
+    from folovllm.distributed.group import Group
     from folovllm.distributed.sharding import Weight
     from folovllm.kernels.quant_linear import Codes
     from folovllm.layers.linear import LinearBase
@@ -104,6 +105,13 @@ class WeightFormat(ABC):
     ) -> torch.Tensor:
         """Do what `apply` promises in one kernel. Called only where `fuses` said so."""
         raise NotImplementedError(f"{type(self).__name__} has no such kernel")
+
+    def summed(
+        self, layer: LinearBase, x: torch.Tensor, group: Group, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Multiply a rank's inputs, and add up over ranks: [T, outputs] on all of them. `residual`, as of `apply`, is added once."""
+        total = group.all_reduce(self.apply(layer, x))
+        return total if residual is None else residual.add_(total)
 
     def check_stack(self, layer: LinearBase) -> None:
         """Raise ValueError unless the parts of `layer` may be experts, each of which is multiplied by itself: the end of a

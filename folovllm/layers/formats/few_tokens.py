@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from folovllm.kernels.small_linear import serves, small_linear
+from folovllm.kernels.summed_linear import fits, summed_linear
 from folovllm.layers.formats.plain import Plain
 
 if TYPE_CHECKING:
+    from folovllm.distributed.group import Group
     from folovllm.layers.linear import LinearBase
 
 
@@ -21,6 +23,14 @@ class FewTokens(Plain):
     ) -> torch.Tensor:
         """As `WeightFormat`."""
         return small_linear(x, layer.weight, norm_eps, gated, residual)
+
+    def summed(
+        self, layer: LinearBase, x: torch.Tensor, group: Group, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As `WeightFormat`; where the ranks have mailboxes, in one kernel."""
+        if group.mailboxes is not None and self.fuses(layer, x) and fits(len(x), layer.weight):
+            return summed_linear(x, layer.weight, group.mailboxes, residual)
+        return super().summed(layer, x, group, residual)
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
         """True for few tokens and no bias."""

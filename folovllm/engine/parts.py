@@ -1,0 +1,30 @@
+"""What an engine consists of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from folovllm.engine.input_processor import InputProcessor
+from folovllm.engine.scheduler import SchedulerLike
+from folovllm.events import Events
+from folovllm.executor.abstract import Executor
+from folovllm.setup import EngineSetup
+from folovllm.structured.guides import Guides
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(slots=True, frozen=True)
+class Parts:
+    """The parts of an engine. `folovllm.build` decides which class stands in each place."""
+
+    setup: EngineSetup
+    num_threads: int | None
+    tokenizer: PreTrainedTokenizerBase
+    processor: InputProcessor
+    executor: Executor
+    scheduler: SchedulerLike
+    events: Events
+    guides: Guides

@@ -1,0 +1,137 @@
+"""A product whose inputs are cut among ranks, and the sum over ranks in its last lines.
+
+The product is `small_linear`'s. Then each program sends its parts of sums into the other ranks' boxes, and waits for theirs in
+its own (`distributed.mailboxes`). All ranks add up in the order of ranks, and so have the same bits.
+
+A program waits for the program of the same number on another rank. It has sent before it waits, and programs start in the
+order of their numbers: so of all that wait, that with the lowest number finds its letters or gets them soon, and no rank's
+programs keep another's from running, however few run at a time. A kernel that may start while this one ends (`pdl`) starts
+its programs behind all of this one's.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from folovllm.distributed.mailboxes import LETTERS, MOST_PROGRAMS, Mailboxes
+from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
+from folovllm.kernels.small_linear import add_products, append, load_chunk, load_rows, tiling, total_rows
+
+# Reads a letter again and again, until it has the right number: past all caches that do not hear of other GPUs.
+WAIT = tl.constexpr("""{
+    .reg .pred early;
+    .reg .b64 letter;
+    .reg .b32 number;
+again:
+    ld.relaxed.sys.global.b64 letter, [$1];
+    mov.b64 {$0, number}, letter;
+    setp.ne.b32 early, number, $2;
+    @early bra again;
+}""")
+
+
+@triton.jit
+def stack(rows):
+    """Tiles [ROWS] of each token, as one [M, ROWS]: then each letter has a thread, and all are waited for at once."""
+    token = tl.arange(0, len(rows))[:, None]
+    tile = tl.zeros([len(rows), rows[0].shape[0]], tl.float32)
+    for m in tl.static_range(len(rows)):
+        tile = tl.where(token == m, rows[m][None, :], tile)
+    return tile
+
+
+@triton.jit
+def send(parts, box_ptr, number):
+    """Write parts [M, ROWS] float32 of sum `number` into another rank's box."""
+    letter = (number.to(tl.int64) << 32) | (parts.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    tl.store(box_ptr, letter)
+
+
+@triton.jit
+def receive(box_ptr, number, WAITS: tl.constexpr):
+    """Wait for parts of sum `number`. In the interpreter they are there, or are not numbers."""
+    if WAITS:
+        parts = tl.inline_asm_elementwise(WAIT, "=r,l,r", [box_ptr, number], tl.int32, False, 1)
+    else:
+        letter = tl.load(box_ptr)
+        parts = tl.where(letter >> 32 == number, letter, 0x7FC00000).to(tl.int32)
+    return parts.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def summed_linear_kernel(
+    x_ptr, weight_ptr, residual_ptr, out_ptr, box_ptrs, number_ptr, stride_x, num_rows, K: tl.constexpr, RANK: tl.constexpr,
+    LETTERS: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    WAITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program p: outputs p * ROWS to p * ROWS + ROWS of all M tokens, as `small_linear_kernel`; then the other ranks' parts.
+
+    RESIDUAL [M, num_rows] is added to the sum. Of the boxes a program uses its own place alone.
+    """
+    let_next_start(PDL)
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = K // 2 if weight_ptr.dtype.element_ty == tl.int32 else K
+    SIZE: tl.constexpr = len(box_ptrs)
+    place = tl.program_id(0)
+    outputs = place * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, CHUNK)[None, :]
+    weights = load_rows(weight_ptr + tl.minimum(outputs, num_rows - 1)[:, None].to(tl.int64) * WIDTH + k, k, WIDTH)
+    wait_for_inputs(PDL)
+    number = tl.load(number_ptr + place)
+    token, row = tl.arange(0, M)[:, None], tl.arange(0, ROWS)[None, :]
+    at, kept = token * num_rows + place * ROWS + row, place * ROWS + row < num_rows  # [M, ROWS], of the results
+    y = tl.load(residual_ptr + at, mask=kept, other=0).to(tl.float32) if RESIDUAL else 0.0
+    sums = ()
+    for _ in tl.static_range(M):
+        sums = append(sums, tl.zeros([ROWS, CHUNK], tl.float32))
+    x_row_ptr = x_ptr + k + tl.zeros([ROWS, 1], tl.int32)  # the same in all rows
+    for i in tl.static_range(len(weights)):
+        xs = ()
+        for m in tl.static_range(M):
+            xs = append(xs, load_chunk(x_row_ptr + m * stride_x, k, i * CHUNK, WIDTH, ""))
+        sums = add_products(sums, weights[i], xs, DTYPE)
+    own = stack(total_rows(sums))
+    letter = (place * 2 + (number & 1)) * SIZE * LETTERS + token * ROWS + row  # [M, ROWS], of those from rank 0
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            send(own, box_ptrs[peer] + RANK * LETTERS + letter, number)
+    total = tl.zeros([M, ROWS], tl.float32)
+    for sender in tl.static_range(SIZE):
+        if sender == RANK:
+            total += own
+        else:
+            total += receive(box_ptrs[RANK] + sender * LETTERS + letter, number, WAITS)
+    tl.store(out_ptr + at, (total + y).to(DTYPE), mask=kept)
+    tl.store(number_ptr + place, number + 1)
+
+
+def summed_linear(
+    x: torch.Tensor, weight: torch.Tensor, mailboxes: Mailboxes, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum over ranks of `x` [T, K] times the transpose of `weight` [rows, K], on every rank: [T, rows].
+
+    For what `fits`, as `small_linear` has it; all ranks call it with the same shapes. The parts of the sum are float32, and so is
+    the sum, to which `residual` [T, rows] is added once.
+    """
+    num_tokens, width = x.shape
+    rows = len(weight)
+    out = x.new_empty(num_tokens, rows)
+    num_warps, per_program, chunk = tiling(num_tokens, rows, width * x.itemsize)
+    if x.itemsize == 2 and width % 2 == x.stride(0) % 2 == x.storage_offset() % 2 == weight.storage_offset() % 2 == 0:
+        x, weight = x.view(torch.int32), weight.view(torch.int32)
+    summed_linear_kernel[(triton.cdiv(rows, per_program),)](
+        x, weight, out if residual is None else residual, out, mailboxes.boxes, mailboxes.numbers, x.stride(0), rows,
+        K=width, RANK=mailboxes.rank, LETTERS=LETTERS, RESIDUAL=residual is not None, M=num_tokens, ROWS=per_program,
+        CHUNK=min(chunk, triton.next_power_of_2(x.shape[1])), WAITS=not triton.knobs.runtime.interpret, num_warps=num_warps,
+        **launch_options(x.device, num_tokens),
+    )  # fmt: skip
+    return out
+
+
+def fits(num_tokens: int, weight: torch.Tensor) -> bool:
+    """Whether the boxes have a place for each program, and a letter for each of its results."""
+    rows = len(weight)
+    _, per_program, _ = tiling(num_tokens, rows, weight.shape[1] * weight.itemsize)
+    return triton.cdiv(rows, per_program) <= MOST_PROGRAMS and num_tokens * per_program <= LETTERS

@@ -1,0 +1,119 @@
+"""Serve the same work with FoloVLLM and with vLLM, one after the other on one machine: `python tools/beside_vllm.py`.
+
+Random weights of some shape, fresh prompts in every pass, both engines through their `LLM` with their own defaults but for
+steps of at most 16,384 tokens. Each work is done once to warm up and then `--passes` times; a line tells the seconds of each
+pass, and the last table the ratio of the best ones (above 1: ours is faster). vLLM must be there to import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from folovllm.bench.contenders import GEOMETRIES, write_geometry
+from folovllm.bench.workload import load_workload
+
+WORKS = {  # requests at once, tokens of a prompt, tokens of an answer
+    **{f"{n} at once": (n, 512, 256) for n in (1, 4, 16, 64, 256)},
+    "32 x 8,000": (32, 8000, 32),
+    "8 x 15,000": (8, 15_000, 32),
+    "1 x 8,000": (1, 8000, 1),
+}
+NANO = "nano-vllm"
+ENGINES = ("folovllm", "vllm")
+COMMON: dict[str, Any] = {"max_num_batched_tokens": 16_384, "max_model_len": 16_384, "dtype": "bfloat16"}
+
+
+def start(engine: str, model: Path, gpus: int) -> tuple[Any, type]:
+    """The engine, and its class of sampling parameters."""
+    if engine == "vllm":
+        from vllm import LLM, SamplingParams
+
+        own: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
+    else:
+        from folovllm import LLM, SamplingParams
+        from folovllm.config import DEFAULT_MODEL
+
+        own = {"random_weights": True, "tokenizer": DEFAULT_MODEL, "model_impl": "native", "milestone": "m6"}
+    return LLM(model=str(model), tensor_parallel_size=gpus, **COMMON, **own), SamplingParams
+
+
+def requests_of(work: str, seed: int) -> list[tuple[list[int], int]]:
+    """Prompts and the lengths of their answers. With nano-vllm's, prompts of another seed have the same lengths."""
+    rng = random.Random(seed)
+    if work == NANO:
+        lengths = [(len(one.prompt), one.output_len) for one in load_workload(NANO, 1 << 20).requests]
+    else:
+        count, prompt, answer = WORKS[work]
+        lengths = [(prompt, answer)] * count
+    return [([rng.randint(0, 10_000) for _ in range(prompt)], answer) for prompt, answer in lengths]
+
+
+def serve(engine: str, model: Path, gpus: int, works: list[str], passes: int) -> None:
+    """Print a line of JSON for each work: the seconds of each pass."""
+    began = time.perf_counter()
+    llm, params = start(engine, model, gpus)
+    print(json.dumps({"start": round(time.perf_counter() - began, 1)}), flush=True)
+    for work in works:
+        seconds = []
+        for number in range(passes + 1):
+            requests = requests_of(work, number)
+            how = [
+                params(temperature=0.6, ignore_eos=True, max_tokens=answer, detokenize=False) for _, answer in requests
+            ]
+            began = time.perf_counter()
+            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in requests], how, use_tqdm=False)
+            seconds.append(round(time.perf_counter() - began, 4))
+            got = sum(len(output.outputs[0].token_ids) for output in outputs)
+            assert got == sum(answer for _, answer in requests), f"{engine} wrote {got} tokens"
+        print(json.dumps({"work": work, "seconds": seconds[1:]}), flush=True)
+
+
+def best_of(engine: str, args: argparse.Namespace) -> dict[str, float]:
+    """The best seconds of each work, from a process that runs this engine alone."""
+    command = [sys.executable, __file__, "--engine", engine, "--geometry", args.geometry, "--gpus", str(args.gpus)]
+    command += ["--passes", str(args.passes), "--works", *args.works]
+    best = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith("{"):
+                print(f"{engine:9} {line.strip()}", flush=True)
+                result = json.loads(line)
+                if "work" in result:
+                    best[result["work"]] = min(result["seconds"])
+    if child.returncode:
+        print(f"{engine} ended with code {child.returncode}", flush=True)
+    return best
+
+
+def main() -> None:
+    """Run both engines, or one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", default="qwen3-0.6b", choices=GEOMETRIES)
+    parser.add_argument("--gpus", type=int, default=1, help="of one model (tensor parallelism)")
+    parser.add_argument("--works", nargs="+", default=[*WORKS, NANO], choices=[*WORKS, NANO])
+    parser.add_argument("--passes", type=int, default=2, help="measured ones; the best counts")
+    parser.add_argument("--engine", choices=ENGINES, help="this one alone, in this process")
+    args = parser.parse_args()
+    if args.engine:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        with tempfile.TemporaryDirectory() as folder:
+            serve(args.engine, write_geometry(args.geometry, Path(folder)), args.gpus, args.works, args.passes)
+        return
+    ours, theirs = (best_of(engine, args) for engine in ENGINES)
+    print(f"{args.geometry}, {args.gpus} GPU: {'FoloVLLM':>14} {'vLLM':>10} {'ratio':>8}")
+    for work in (work for work in args.works if work in ours and work in theirs):
+        print(f"{work:>18}: {ours[work]:>10.3f} s {theirs[work]:>8.3f} s {theirs[work] / ours[work]:>8.2f}")
+
+
+if __name__ == "__main__":
+    main()
