@@ -65,12 +65,8 @@ def load_words(word_ptr, rows, word, NUM: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def load_or_zero(ptr, inside, WHOLE: tl.constexpr):
-    """What is there; zeros where `inside` says so, which it cannot if WHOLE."""
-    if WHOLE:
-        numbers = tl.load(ptr)
-    else:
-        numbers = tl.load(ptr, mask=inside, other=0)
-    return numbers
+    """What is there, and zeros outside; nothing is outside if WHOLE."""
+    return tl.load(ptr) if WHOLE else tl.load(ptr, mask=inside, other=0)
 
 
 @triton.jit
