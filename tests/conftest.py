@@ -59,6 +59,7 @@ def real_freezing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.manual_seed(0)  # so no draw depends on the tests before it, which change with the number of workers
     if item.get_closest_marker("gpu") and not CUDA:
         pytest.skip("needs a CUDA GPU")
     if item.get_closest_marker("multi_gpu") and torch.cuda.device_count() < 2:

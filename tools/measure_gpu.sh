@@ -50,8 +50,7 @@ for geometry in qwen3-0.6b qwen3-4b; do
         --compare m6,m6:quantization=fp8,m6:quantization=int8,m6:quantization=int4
 done
 for method in ngram suffix draft_model; do
-    step guesses "guesses_$method" 120 python3 -m tools.measure_speculation --method $method
-    step guesses "guesses_${method}_16" 120 python3 -m tools.measure_speculation --method $method --batch 16
+    step guesses "guesses_$method" 200 python3 -m tools.measure_speculation --method $method --batches 1 16
 done
 step guesses guesses_checks 200 python3 -m tools.bench_checks
 step experts experts_layer 120 python3 tools/bench_experts.py

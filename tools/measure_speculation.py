@@ -1,8 +1,9 @@
-"""Time guessing beside plain decoding: `python -m tools.measure_speculation --method ngram`.
+"""Time guessing beside plain decoding: `python -m tools.measure_speculation --methods ngram suffix`.
 
 CPU seconds (on a GPU: seconds) for each token of the answers to `tools/speculation/*.json`, one request at a time or
-`--batch` of them, in turns: plain, with guesses, plain, ... Guesses speed up what comes behind an answer's first token, so
-that is told apart. The texts are compared, too: they must be the same.
+`--batches` of them, in turns: plain, with guesses, plain, ... Guesses speed up what comes behind an answer's first token, so
+that is told apart. The texts are compared, too: they must be the same. A second line says where the time went: in plain
+steps, in steps that waited for the newest tokens and had no guess then, and in steps with guesses.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from folovllm import LLM, SamplingParams
+from folovllm.spec.choose import AdaptiveDepth
 from folovllm.structured_outputs import StructuredOutputsParams
 
 FOLDER = Path(__file__).parent / "speculation"
@@ -61,34 +64,85 @@ def answer(llm: LLM, prompts: list[str], params: list[SamplingParams], batch: in
     return Answers(seconds / num_tokens, writing / (num_tokens - len(texts)), texts)
 
 
+class Watch:
+    """Sorts the steps of an engine with guesses by kind, and adds up the seconds from the end of one to that of the next.
+
+    It watches within `with`, and not while anything is timed: a small model's steps would feel it.
+    """
+
+    KINDS = ("prompts", "plain", "waited in vain", "with guesses")
+
+    def __init__(self, llm: LLM) -> None:
+        self._inner = llm.engine.scheduler.speculation
+        self._kinds: deque[str] = deque()
+
+    def __enter__(self) -> Watch:
+        self.counts, self.seconds = dict.fromkeys(self.KINDS, 0), dict.fromkeys(self.KINDS, 0.0)
+        self._began, self._ended = self._inner.began, self._inner.ended
+        self._inner.began, self._inner.ended = self._begin, self._end
+        self._last = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._inner.began, self._inner.ended = self._began, self._ended
+
+    def _begin(self, output: Any) -> None:
+        guessed = any(share.num_draws > 1 for share in output.shares)
+        kind = "with guesses" if guessed else "waited in vain" if self._inner.waited else "plain"
+        if any(share.draw is not None for share in output.shares):
+            kind = "prompts"
+        self._kinds.append(kind)
+        self._began(output)
+
+    def _end(self) -> None:
+        self._ended()
+        kind, now = self._kinds.popleft(), time.perf_counter()
+        self.counts[kind] += 1
+        self.seconds[kind] += now - self._last
+        self._last = now
+
+    def told(self) -> str:
+        """One line: steps of each kind, milliseconds of one, and its part of the time."""
+        whole = sum(self.seconds.values())
+        return ", ".join(
+            f"{count} {kind} {1e3 * seconds / count:.3f} ms ({seconds / whole:.0%})"
+            for kind, count, seconds in zip(self.KINDS, self.counts.values(), self.seconds.values(), strict=True)
+            if count
+        )
+
+
 def main() -> None:
-    """Print a line for each set."""
+    """Print the lines of each method, batch size and set."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="stories-5m")
-    parser.add_argument("--method", default="ngram")
+    parser.add_argument("--methods", nargs="+", default=["ngram"])
     parser.add_argument(
         "--draft", default=None, help="the small model of draft_model; the embedded one if none is named"
     )
     parser.add_argument("--tokens", type=int, default=8, help="guesses for a sequence in a step, at most")
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--fixed", action="store_true", help="always guess as many tokens")
     parser.add_argument("--sets", nargs="*", default=["repetitive", "plain"])
     arguments = parser.parse_args()
-    config: dict[str, Any] = {"method": arguments.method, "num_speculative_tokens": arguments.tokens}
-    config["adaptive"] = not arguments.fixed
-    if "draft_model" in arguments.method:
-        config["model"] = arguments.draft or "stories-draft"
-    common: dict[str, Any] = {"model": arguments.model, "use_tqdm": False, "max_num_seqs": max(8, arguments.batch)}
-    plain, guessing = LLM(**common), LLM(**common, speculative_config=config)
-    for name in arguments.sets:
-        compare(plain, guessing, name, arguments)
+    common: dict[str, Any] = {"model": arguments.model, "use_tqdm": False, "max_num_seqs": max(8, *arguments.batches)}
+    plain = LLM(**common)
+    for method in arguments.methods:
+        config: dict[str, Any] = {"method": method, "num_speculative_tokens": arguments.tokens}
+        config["adaptive"] = not arguments.fixed
+        if "draft_model" in method:
+            config["model"] = arguments.draft or "stories-draft"
+        guessing = LLM(**common, speculative_config=config)
+        for batch in arguments.batches:
+            for name in arguments.sets:
+                compare(plain, guessing, name, batch, arguments)
+        guessing.close()
 
 
-def compare(plain: LLM, guessing: LLM, name: str, arguments: argparse.Namespace) -> None:
-    """Print the line of a set. One that is smaller than a batch is taken several times."""
-    counts, batch = guessing.engine.scheduler.speculation, arguments.batch
+def compare(plain: LLM, guessing: LLM, name: str, batch: int, arguments: argparse.Namespace) -> None:
+    """Print the lines of a set. One that is smaller than a batch is taken several times; the last round is not timed, but watched."""
+    counts = guessing.engine.scheduler.speculation
     prompts, params = requests(plain, name, arguments.temperature)
     times = -(-batch // len(prompts))
     work = prompts * times, params * times, batch
@@ -97,17 +151,31 @@ def compare(plain: LLM, guessing: LLM, name: str, arguments: argparse.Namespace)
     for is_guessing in [False, True] * arguments.rounds:
         found[is_guessing].append(answer(guessing if is_guessing else plain, *work))
     now = counts.num_guessed, counts.num_accepted, counts.num_drafts
+    with Watch(guessing) as watch:
+        answer(guessing, *work)
     guessed, accepted, steps = (one - other for one, other in zip(now, before, strict=True))
     same = sum(one == other for one, other in zip(found[False][-1].texts, found[True][-1].texts, strict=True))
     told = []
     for kind, which in (("", "seconds"), ("behind the first ", "behind_first")):
         slow, fast = (1e3 * statistics.median(getattr(one, which) for one in found[key]) for key in (False, True))
         told.append(f"{kind}{slow:.3f} ms a token, guessing {fast:.3f} ms, {slow / fast:.2f} x")
+    gains = " ".join(f"{one.seconds / other.seconds:.2f}" for one, other in zip(found[False], found[True], strict=True))
+    method = "+".join(guessing.engine.setup.config.speculation.methods)
     print(
-        f"{name}, batch {batch}, {arguments.method}: {'; '.join(told)}; {accepted} of {guessed} guesses right, in {steps} "
-        f"shares with guesses {1 + accepted / max(1, steps):.2f} tokens; {same} of {len(work[0])} texts equal",
+        f"{arguments.model}, {name}, batch {batch}, {method}: {'; '.join(told)}; {accepted} of {guessed} guesses right, in "
+        f"{steps} shares with guesses {1 + accepted / max(1, steps):.2f} tokens; {same} of {len(work[0])} texts equal; "
+        f"rounds {gains}\n    {watch.told()}{opinion(counts.depth)}",
         flush=True,
     )
+
+
+def opinion(depth: object) -> str:
+    """What `AdaptiveDepth` thinks that steps of one sequence take."""
+    if not isinstance(depth, AdaptiveDepth):
+        return ""
+    cost = depth.cost
+    plain, vain, checked = (1e3 * of(1) for of in (cost.of_plain, cost.of_vain, cost.of_narrow))
+    return f"; thought to take {plain:.3f}, {vain:.3f}, {checked:.3f} ms, a guess {1e3 * cost.guess:.4f}"
 
 
 if __name__ == "__main__":

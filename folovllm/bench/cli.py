@@ -23,7 +23,9 @@ Compare = Annotated[
 ]
 Geometry = Annotated[
     str | None,
-    typer.Option("--random-weights", help="A geometry with made-up weights: qwen3-0.6b, -4b or -8b.", metavar="NAME"),
+    typer.Option(
+        "--random-weights", help="A geometry with made-up weights: qwen3-0.6b, -4b, -8b or -30b-a3b.", metavar="NAME"
+    ),
 ]
 Limit = Annotated[
     float | None, typer.Option(help="Most seconds for each engine; rates are over what it generated.", min=0)

@@ -29,6 +29,7 @@ class Begun(NamedTuple):
     num_seqs: int
     num_tokens: int
     num_guessed: int
+    waited: bool
 
 
 @dataclass(slots=True)
@@ -51,6 +52,10 @@ class Speculation:
     """Asks the proposer and the depth, and tells them what they must know. It owns what the proposer has heard of.
 
     While `depth` rests, a step costs a few counters: no sequence is looked at, and what is drawn is told when it is needed.
+
+    Attributes:
+        num_drafts, num_guessed, num_accepted: shares with guesses so far, guesses, right ones.
+        waited: whether the coming step was to have guesses, and so waits for the newest tokens.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class Speculation:
         """`trim` cuts guesses to what an answer's form allows; `clock` gives the seconds that steps take."""
         self.proposer = proposer
         self.depth = depth
-        self.num_drafts = self.num_guessed = self.num_accepted = 0  # shares with guesses, guesses, right ones
+        self.num_drafts = self.num_guessed = self.num_accepted = 0
         self._trim, self._clock = trim, clock
         self._known: dict[int, Known] = {}  # by seq_id
         self._ks: dict[int, int] | None = None  # what `depth` said for the coming step
@@ -68,6 +73,7 @@ class Speculation:
         self._rest = 0  # steps for which nobody is asked
         self._begun: deque[Begun | None] = deque()  # None: its time does not count
         self._counts = False  # whether that of the coming step does
+        self.waited = False
         self._last_end = 0.0
 
     def wants(self, running: SequenceOf[Sequence]) -> bool:
@@ -98,14 +104,19 @@ class Speculation:
         """
         if not self.wants(running):
             self._ks, self._rest = None, max(0, self._rest - 1)
-            self._counts = self._rest == SETTLED
+            self._counts, self.waited = self._rest == SETTLED, False
             return {}
-        wanted, self._ks, self._counts = self._ks or {}, None, True
+        wanted, self._ks, self._counts, self.waited = self._ks or {}, None, True, True
         ready = [seq for seq in running if seq.seq_id in wanted and seq.num_tokens - seq.num_computed_tokens == 1]
         ks = [min(wanted[seq.seq_id], seq.max_tokens - seq.num_output_tokens - 1) for seq in ready]
         found = self.proposer.propose_all([self._know(seq).state() for seq in ready], ks)
-        guesses = {seq.seq_id: self._trim(seq, g[:k]) for seq, g, k in zip(ready, found, ks, strict=True) if g[:k]}
-        return {seq_id: own for seq_id, own in guesses.items() if own}
+        guesses = {}
+        for seq, k, guess in zip(ready, ks, found, strict=True):
+            if own := self._trim(seq, guess[:k]):
+                guesses[seq.seq_id] = own
+            elif guess[:k]:
+                self.depth.observe(seq.seq_id, 0, 0)  # to propose what a form rules out is to have no idea
+        return guesses
 
     def began(self, output: SchedulerOutput) -> None:
         """Hear of a step that will run."""
@@ -114,14 +125,14 @@ class Speculation:
             return
         num_guessed = sum(share.num_draws - 1 for share in output.shares if share.num_draws > 1)
         start = self._last_end if self._known else self._clock()  # behind another step: what the host does counts, too
-        self._begun.append(Begun(start, len(output.shares), output.num_tokens, num_guessed))
+        self._begun.append(Begun(start, len(output.shares), output.num_tokens, num_guessed, self.waited))
 
     def ended(self) -> None:
         """Hear that the tokens of the oldest such step are here. Its time counts from the end of the one before, at the earliest."""
         step, now = self._begun.popleft(), self._clock()
         if step is not None:
             seconds = now - max(step.time, self._last_end)
-            self.depth.observe_step(step.num_seqs, step.num_tokens, step.num_guessed, seconds)
+            self.depth.observe_step(step.num_seqs, step.num_tokens, step.num_guessed, seconds, step.waited)
         self._last_end = now
 
     def checked(self, seq: Sequence, num_guessed: int, num_accepted: int) -> None:

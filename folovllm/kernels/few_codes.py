@@ -64,6 +64,21 @@ def load_words(word_ptr, rows, word, NUM: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
+def load_factors(
+    scale_ptr, zero_ptr, first, num_rows, COUNT: tl.constexpr, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Of each of COUNT tiles, STEP inputs apart, what `load_scales` has for its rows: two [SPLITS, 16]."""
+    row, factors = tl.arange(0, 16)[None, :], ()
+    groups = row_of(first, row, num_rows, ROWS, 16 // PARTS) // GROUP_ROWS * tl.cdiv(K, GROUP)
+    part = tl.arange(0, SPLITS)[:, None] * PARTS + row // (16 // PARTS)
+    for c in tl.static_range(COUNT):
+        input = part * (STEP // (SPLITS * PARTS)) + c * STEP
+        factors = append(factors, load_scales(scale_ptr, zero_ptr, groups + input // GROUP, input < K))
+    return factors
+
+
+@triton.jit
 def load_or_zero(ptr, inside, WHOLE: tl.constexpr):
     """What is there, and zeros outside; nothing is outside if WHOLE."""
     return tl.load(ptr) if WHOLE else tl.load(ptr, mask=inside, other=0)
@@ -156,7 +171,6 @@ def few_codes_kernel(
     PER_WORD: tl.constexpr = 8 if KIND == "int4" else 4
     NUM: tl.constexpr = K // PER_WORD
     STEP: tl.constexpr = SPLITS * PARTS * WORDS
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     BY_TILE: tl.constexpr = GROUP < K or zero_ptr is not None
     first = tl.program_id(0) * ROWS
     place, column = tl.arange(0, 8 * SPLITS)[:, None], tl.arange(0, WORDS)[None, :]
@@ -165,12 +179,11 @@ def few_codes_kernel(
         word_ptr, row_of(first, i, num_rows, ROWS, LINES), (warp + i // LINES) * WORDS + column, NUM, STEP)  # fmt: skip
     more = load_words(
         word_ptr, row_of(first, i + 8, num_rows, ROWS, LINES), (warp + (i + 8) // LINES) * WORDS + column, NUM, STEP)  # fmt: skip
-    row, factors = tl.arange(0, 16)[None, :], ()
-    groups = row_of(first, row, num_rows, ROWS, LINES) // GROUP_ROWS * GROUPS
+    factors = ()
     if BY_TILE:
-        for c in tl.static_range(len(words)):
-            start = ((tl.arange(0, SPLITS)[:, None] * PARTS + row // LINES) * WORDS + c * STEP) * PER_WORD
-            factors = append(factors, load_scales(scale_ptr, zero_ptr, groups + start // GROUP, start < K))
+        factors = load_factors(
+            scale_ptr, zero_ptr, first, num_rows, len(words), K, GROUP_ROWS, GROUP, ROWS, PARTS, SPLITS, STEP * PER_WORD
+        )
     wait_for_inputs(PDL)
     inverse = inverse_root(x_ptr, stride_x, eps, K, M, 256 * SPLITS // M) if NORM else 1.0
     x_ptr += tl.minimum(i % TOKENS, M - 1) * stride_x

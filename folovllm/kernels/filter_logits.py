@@ -191,11 +191,11 @@ def finish_kernel(
     shift = tl.where((tl.load(field_ptr + FLAGS) & WORDS) != 0, 0, SHIFT)
     bounds = (key_of(cut, shift), key_of(most, shift) + 1)
     if count <= CAPACITY:
-        source = row + (count, True)
+        source = row + (count, True)  # noqa: RUF005 -- Triton knows no (*row, x)
         floor, last = find_border(source, scale, bounds, shift, rest, CHUNK)
         tl.store(token_ptr + s, draw_candidate(source, scale, floor, last, CHUNK, FAST))
     else:
-        source = row + (vocab_size, False)
+        source = row + (vocab_size, False)  # noqa: RUF005
         floor, last = find_border(source, scale, bounds, shift, rest * 0, WIDE_CHUNK)
         tl.store(token_ptr + s, -1)
     tl.store(floor_ptr + s, floor)

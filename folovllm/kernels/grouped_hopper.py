@@ -18,7 +18,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from folovllm.kernels.few_pairs import finish_tile
 
-TILE_M, REST = 128, 64  # pairs of a tile; the most that it takes besides if there are no others, and the tile for so few
+TILE_M = 128  # pairs of a tile
+REST = 64  # the most that it takes besides, if there are no others; and the tile for so few
 ROWS, TILE_K = 256, 64  # rows of W (gate's and up's together), numbers of each
 WARPS, STAGES = 8, 4
 MANY = 24  # pairs of each expert, from which on this is faster than smaller tiles
@@ -106,11 +107,14 @@ def grouped_hopper_kernel(
     if left > 0:
         order_ptr += begin
         if (left > TILE_M) & (left <= TILE_M + REST):
-            answer_tile(x_ptr, weight_desc, order_ptr, out_ptr, expert, left, N, K, ASKED, PARTS, TILE_M, REST, TILE_N, TILE_K)
+            answer_tile(x_ptr, weight_desc, order_ptr, out_ptr, expert, left, N, K, ASKED, PARTS, TILE_M, REST, TILE_N,
+                        TILE_K)  # fmt: skip
         elif left > REST:
-            answer_tile(x_ptr, weight_desc, order_ptr, out_ptr, expert, left, N, K, ASKED, PARTS, TILE_M, 0, TILE_N, TILE_K)
+            answer_tile(x_ptr, weight_desc, order_ptr, out_ptr, expert, left, N, K, ASKED, PARTS, TILE_M, 0, TILE_N,
+                        TILE_K)  # fmt: skip
         else:
-            answer_tile(x_ptr, weight_desc, order_ptr, out_ptr, expert, left, N, K, ASKED, PARTS, REST, 0, TILE_N, TILE_K)
+            answer_tile(x_ptr, weight_desc, order_ptr, out_ptr, expert, left, N, K, ASKED, PARTS, REST, 0, TILE_N,
+                        TILE_K)  # fmt: skip
 
 
 def serves(each: int, weight: torch.Tensor, capability: int) -> bool:

@@ -17,9 +17,9 @@ from folovllm.kernels.rms_norm import inverse_rms
 
 
 @triton.jit
-def _weighted(normed, weight_ptr, dtype):
+def _weighted(normed, weight, dtype):
     """`normed` is rounded to the dtype of the weight, multiplied by it, and rounded to the model's. Gemma's weight is float32."""
-    return (normed.to(weight_ptr.dtype.element_ty) * tl.load(weight_ptr)).to(dtype).to(tl.float32)
+    return (normed.to(weight.dtype) * weight).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -32,29 +32,38 @@ def _norm_rope(
     if NORM:
         inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
         i = tl.arange(0, HALF)[None, :]
-        first = _weighted(first * inverse, weight_ptr + i, dtype)
-        second = _weighted(second * inverse, weight_ptr + HALF + i, dtype)
+        first = _weighted(first * inverse, tl.load(weight_ptr + i), dtype)
+        second = _weighted(second * inverse, tl.load(weight_ptr + HALF + i), dtype)
     return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 
 @triton.jit
-def _norm_rope_whole(x_ptr, rows, weight_ptr, angle_ptr, mask, eps, NORM: tl.constexpr, D: tl.constexpr):
-    """As `_norm_rope`, for the heads that start at `rows` [N, 1], in one piece: [N, D].
+def norm_rope(x, other, weight, other_weight, cos, sin, eps, NORM: tl.constexpr, D: tl.constexpr, DTYPE: tl.constexpr):
+    """As `_norm_rope`, for heads `x` in one piece: [N, D] of type DTYPE. All is loaded already.
 
-    A number and its partner, half a head away, come from two loads: cheaper than to join two halves in one tile.
+    `other` holds each number's partner, half a head away, and `other_weight` its weight: two loads are cheaper than to
+    join two halves in one tile. Without NORM no weight is read.
     """
-    HALF: tl.constexpr = D // 2
-    dtype = x_ptr.dtype.element_ty
-    i = tl.arange(0, D)[None, :]
-    partner = (i + HALF) % D
-    x = tl.load(x_ptr + rows + i, mask=mask, other=0.0).to(tl.float32)
-    other = tl.load(x_ptr + rows + partner, mask=mask, other=0.0).to(tl.float32)
+    x, other = x.to(tl.float32), other.to(tl.float32)
     if NORM:
         inverse = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = _weighted(x * inverse, weight_ptr + i, dtype)
-        other = _weighted(other * inverse, weight_ptr + partner, dtype)
+        x, other = _weighted(x * inverse, weight, DTYPE), _weighted(other * inverse, other_weight, DTYPE)
+    return (x * cos + tl.where(tl.arange(0, D)[None, :] < D // 2, -other, other) * sin).to(DTYPE)
+
+
+@triton.jit
+def _norm_rope_whole(x_ptr, rows, weight_ptr, angle_ptr, mask, eps, NORM: tl.constexpr, D: tl.constexpr):
+    """`norm_rope` of the heads that start at `rows` [N, 1]."""
+    HALF: tl.constexpr = D // 2
+    i = tl.arange(0, D)[None, :]
+    partner = (i + HALF) % D
+    x = tl.load(x_ptr + rows + i, mask=mask, other=0.0)
+    other = tl.load(x_ptr + rows + partner, mask=mask, other=0.0)
+    weight, other_weight = x, other
+    if NORM:
+        weight, other_weight = tl.load(weight_ptr + i), tl.load(weight_ptr + partner)
     cos, sin = tl.load(angle_ptr + i % HALF), tl.load(angle_ptr + HALF + i % HALF)
-    return (x * cos + tl.where(i < HALF, -other, other) * sin).to(dtype)
+    return norm_rope(x, other, weight, other_weight, cos, sin, eps, NORM, D, x_ptr.dtype.element_ty)
 
 
 @triton.jit

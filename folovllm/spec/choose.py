@@ -1,8 +1,9 @@
 """How many tokens to guess, so that speculation never loses: by what was accepted and by what a step costs.
 
 A step over one sequence and k guesses gives 1 + a + a^2 + ... + a^k tokens, if each guess is right with probability a where
-all before it were (Leviathan et al., arXiv 2211.17192, section 3.1). It costs more than a step without guesses. What
-counts is the ratio, over the whole batch.
+all before it were (Leviathan et al., arXiv 2211.17192, section 3.1). It costs more than a step without guesses. Where the
+proposer has no idea, a step that was to have guesses costs no more than the wait for the newest tokens. What counts is the
+ratio of tokens to seconds, over the whole batch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from folovllm.spec.proposer import Depth
 Floats = npt.NDArray[np.float64]
 NEWS, RARE_NEWS = 0.1, 0.3  # what one measurement counts against all before it
 LEAST = 0.1  # of the table
+FADE = 0.03  # of what is missing in the table: what a rest takes off
+HARDLY = 1e-9  # a chance that is none
 
 
 class Curve(NamedTuple):
@@ -47,39 +50,71 @@ class Curve(NamedTuple):
 
 @dataclass
 class StepCost:
-    """What steps take: a table from the start of the engine, and what steps have taken since."""
+    """What steps take: a table from the start of the engine, and what steps have taken since.
+
+    There are three kinds: plain ones; those with guesses; and those that waited for the newest tokens, and then nobody had
+    a guess. What is missing in the table is mostly the host's: a form, a penalty, many requests. So it is added, not multiplied.
+    """
 
     plain: Curve  # steps without guesses
     checked: Curve  # steps with guesses. The host waits for the last tokens before them
     guess: float = 0.0  # seconds that the proposer takes for each further guess, of all sequences together
     plain_more: float = 0.0  # seconds that steps take in truth, more than the table says, whatever their width
     checked_more: float = 0.0
+    wait: float = 0.0  # seconds that a step takes more than a plain one where it waited in vain
+    num_plain: int = 0  # plain steps that were timed, and such as waited
+    num_vain: int = 0
 
     def of_plain(self, num_tokens: float) -> float:
         """Seconds of a step without guesses."""
         return corrected(self.plain.at(num_tokens), self.plain_more)
 
+    def of_vain(self, num_tokens: float) -> float:
+        """Seconds of a step that was to have guesses and got none."""
+        return self.of_plain(num_tokens) + self.wait
+
     def of_narrow(self, num_tokens: float) -> float:
-        """Seconds of a step with guesses of which the fewest came; without arrays, as `of_plain`."""
+        """Seconds of a step with guesses; without arrays, as `of_plain`."""
         return corrected(self.checked.at(num_tokens), self.checked_more)
 
-    def of_checked(self, num_tokens: Floats, depths: npt.NDArray[np.integer]) -> Floats:
-        """Seconds [n] of steps with guesses, as many as `depths` for the sequence with most, and of guessing."""
-        table = self.checked.of(num_tokens)
-        return np.maximum(table + self.checked_more, LEAST * table) + self.guess * depths
+    def of_checked(self, num_tokens: Floats, depths: npt.NDArray[np.integer], hits: Floats) -> Floats:
+        """Seconds [n] of steps that are to have guesses, and of guessing, on average.
+
+        Args:
+            num_tokens: [n], of such steps, on average.
+            depths: [n], guesses for the sequence with most.
+            hits: [S], the chance of each sequence that there is a guess for it. Where nobody has one, the step has waited
+                in vain; the others are so much the wider.
+        """
+        num_seqs, silent = len(hits), float(np.prod(1 - hits))
+        some = max(1 - silent, HARDLY)  # the chance that anyone has a guess
+        table = self.checked.of(num_seqs + (num_tokens - num_seqs) / some)
+        checked = np.maximum(table + self.checked_more, LEAST * table)
+        return silent * self.of_vain(num_seqs) + some * checked + self.guess * depths
 
     def note(self, num_tokens: int, is_checked: bool, seconds: float) -> None:
         """A step took so long. One that took far too long, or that was interrupted, counts no more than twice its time.
 
-        What is missing in the table is mostly the host's: a form, a penalty, many requests. So it is added, not multiplied.
-        Plain steps are timed now and then, and count more.
+        Plain steps are timed now and then, and count more, the first ones most.
         """
         if is_checked:
             expected = self.of_narrow(num_tokens)
             self.checked_more += NEWS * (min(seconds, 2 * expected) - expected)
         else:
-            expected = self.of_plain(num_tokens)
-            self.plain_more += RARE_NEWS * (min(seconds, 2 * expected) - expected)
+            expected, self.num_plain = self.of_plain(num_tokens), self.num_plain + 1
+            self.plain_more += max(RARE_NEWS, 1 / self.num_plain) * (min(seconds, 2 * expected) - expected)
+
+    def fade(self) -> None:
+        """Nobody has tried guesses for a while: what was found against them counts a little less, so that they are tried again."""
+        self.checked_more -= FADE * max(0.0, self.checked_more)
+        self.wait -= FADE * self.wait
+
+    def note_vain(self, num_tokens: int, seconds: float) -> None:
+        """A step that waited in vain took so long. No plain step takes longer: where one seems to, it was timed badly."""
+        expected, self.num_vain = self.of_vain(num_tokens), self.num_vain + 1
+        self.wait += max(NEWS, 1 / self.num_vain) * (min(seconds, 2 * expected) - expected)
+        if self.wait < 0:
+            self.plain_more, self.wait = self.plain_more + self.wait, 0.0
 
 
 def corrected(table: float, more: float) -> float:
@@ -131,8 +166,7 @@ def best_depths(hits: Floats, acceptances: Floats, cost: StepCost, most: int, ma
 
     The j-th guess for a sequence comes with the chance `hit`, takes one token of the step's width, and is worth
     acceptance ** j. So sort all guesses of all sequences by worth, and take as many from the front as give the best ratio
-    of tokens to time: for any width no other choice has more tokens. All zero unless that is `margin` times as good as
-    to guess nothing.
+    of tokens to time: for any width no other choice has more tokens. All zero unless that is `margin` times as good as to guess nothing.
     """
     num_seqs = len(hits)
     worth = acceptances[:, None] ** np.arange(1, most + 1)  # [S, most]
@@ -140,7 +174,7 @@ def best_depths(hits: Floats, acceptances: Floats, cost: StepCost, most: int, ma
     seq, depth = order // most, order % most + 1
     tokens = num_seqs + np.cumsum(hits[seq] * worth.ravel()[order])
     width = num_seqs + np.cumsum(hits[seq])
-    speed = tokens / cost.of_checked(width, np.maximum.accumulate(depth))
+    speed = tokens / cost.of_checked(width, np.maximum.accumulate(depth), hits)
     best = int(np.argmax(speed))
     if speed[best] <= margin * num_seqs / cost.of_plain(num_seqs):
         return [0] * num_seqs
@@ -152,18 +186,21 @@ class AdaptiveDepth(Depth):
 
     While it guesses nothing it learns from guesses that are compared with what was drawn and never checked by the model
     (`Shadow`), or, where a proposer is too dear for that, from a step with guesses now and then (`probe`).
+
+    Attributes:
+        cost: what steps take, as far as is known.
     """
 
     KEEP, KEEP_COMMON = 0.9, 0.99  # what an observation counts a step later: for its sequence, and for those to come
     WEIGHT = 2.0  # steps that the opinion of all sequences counts at the start of one
     MARGIN = 1.02
-    HOLD = 4  # steps with guesses from one decision to the next
+    HOLD, FIRST = 8, 3  # steps with guesses from one decision to the next; if it is the first of a sequence
     PAUSE, LONGEST = 8, 64  # steps without: it is asked after 8, then after 16, ...
     PROBE_SHARE = 0.01  # of the time, for probes
 
     def __init__(self, cost: StepCost, most: int, probe: bool = False) -> None:
         """`most`: guesses for a sequence in a step. `probe`: whether nobody scores guesses while there are none."""
-        self._cost, self._most, self._probe = cost, most, probe
+        self.cost, self._most, self._probe = cost, most, probe
         self._common = Estimate(1.0, 0.0, 0.5, 0.5)
         self._own: dict[int, Estimate] = {}
         self._decided: dict[int, int] = {}  # by seq_id; empty: nothing for anyone
@@ -178,11 +215,12 @@ class AdaptiveDepth(Depth):
         if not seq_ids:
             return []
         self._age += 1
-        if self._age >= self.HOLD or not self._decided.keys() >= set(seq_ids):
-            self._decided, self._age = self._decide(seq_ids), 0
+        if (is_first := not self._decided.keys() >= set(seq_ids)) or self._age >= self.HOLD:
+            self._decided, self._age = self._decide(seq_ids), self.HOLD - self.FIRST if is_first else 0
         if any(depths := [self._decided.get(seq_id, 0) for seq_id in seq_ids]):
             self._is_off, self.rest = False, 0
             return depths
+        self.cost.fade()
         is_long = self._is_off and not self._probe
         self._is_off, self.rest = True, min(2 * self.rest, self.LONGEST) if is_long else self.PAUSE
         return self._probed(depths) if self._probe else depths
@@ -192,35 +230,39 @@ class AdaptiveDepth(Depth):
             return {}
         known = [self.estimate(seq_id) for seq_id in seq_ids]
         hits, acceptances = np.array([(e.hit, e.acceptance) for e in known]).T
-        depths = best_depths(hits, acceptances, self._cost, self._most, self.MARGIN)
+        depths = best_depths(hits, acceptances, self.cost, self._most, self.MARGIN)
         return dict(zip(seq_ids, depths, strict=True))
 
     def _can_pay(self, seq_ids: Sequence[int]) -> bool:
         """False where it is certain that guesses do not pay, which takes less to see than `best_depths` takes to say.
 
-        A step that is wider by w has no more than w times the most likely guess of tokens more, nor more than all that all
-        guesses bring. Tokens and seconds lie on lines between the widths of the table: their ratio is largest at one of these.
+        Of steps of which as many as can be have guesses, w of them: they bring no more than w times the most likely guess,
+        nor more than all that all guesses bring. Tokens and seconds lie on lines between the widths of the table: their
+        ratio is largest at one of these.
         """
-        n, cost = len(seq_ids), self._cost
+        n, cost, silent = len(seq_ids), self.cost, 1.0
         found = [(self._own[seq_id], 1) for seq_id in seq_ids if seq_id in self._own]
         found.append((self._common, n - len(found)))
-        widest = n + self._most * sum(e.hit * count for e, count in found)
+        for e, count in found:
+            silent *= (1 - e.hit) ** count
+        some, vain = max(1 - silent, HARDLY), silent * cost.of_vain(n)  # some: the chance that anyone has a guess
+        widest = self._most * sum(e.hit * count for e, count in found) / some
         most, likely = sum(e.tokens(self._most) * count for e, count in found), max(e.acceptance for e, _ in found)
-        widths = [n, *(w for w in cost.checked.widths if n < w < widest), widest]
+        widths = [*(w - n for w in cost.checked.widths if n < w < n + widest), widest]
         if likely > 0:
-            widths.append(min(n + most / likely, widest))
-        speed = max((n + min(most, likely * (w - n))) / cost.of_narrow(w) for w in widths)
+            widths.append(min(most / likely / some, widest))
+        speed = max((n + min(most, likely * some * w)) / (some * cost.of_narrow(n + w) + vain) for w in widths)
         return speed > self.MARGIN * n / cost.of_plain(n)
 
     def _probed(self, depths: list[int]) -> list[int]:
         """`depths`, all 0, or a few guesses for one sequence, as rarely as `PROBE_SHARE` demands."""
         few, turn = min(2, self._most), self._num_probes % len(depths)
-        plain = self._cost.of_plain(len(depths))
+        plain = self.cost.of_plain(len(depths))
         self._until_probe -= self.PROBE_SHARE * plain * self.PAUSE
         if self._until_probe > 0:
             return depths
-        probe = self._cost.of_checked(np.array([float(len(depths) + few)]), np.array([few]))[0]
-        self._until_probe = max(0.0, float(probe) - plain)
+        probe = self.cost.of_narrow(len(depths) + few) + self.cost.guess * few
+        self._until_probe = max(0.0, probe - plain)
         self._num_probes += 1
         return [few if i == turn else 0 for i in range(len(depths))]
 
@@ -238,16 +280,17 @@ class AdaptiveDepth(Depth):
     def observe_guessing(self, num_guesses: int, seconds: float) -> None:
         """The proposer took so long for as many guesses in turn, of all sequences together."""
         self._guessing += seconds
-        self._cost.guess += (NEWS if self._cost.guess else 1.0) * (seconds / num_guesses - self._cost.guess)
+        self.cost.guess += (NEWS if self.cost.guess else 1.0) * (seconds / num_guesses - self.cost.guess)
 
-    def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float) -> None:
-        """As `Depth`. The time for guessing is not the step's. Steps with parts of prompts say nothing here.
-
-        A step that waited for its guesses and got none is one with guesses, too: it cost the wait.
-        """
+    def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float, waited: bool) -> None:
+        """As `Depth`. The time for guessing is not the step's. Steps with parts of prompts say nothing here."""
         seconds, self._guessing = seconds - self._guessing, 0.0
-        if num_tokens == num_seqs + num_guessed and seconds > 0:
-            self._cost.note(num_tokens, num_guessed > 0 or not self._is_off, seconds)
+        if num_tokens != num_seqs + num_guessed or seconds <= 0:
+            return
+        if waited and not num_guessed:
+            self.cost.note_vain(num_tokens, seconds)
+        else:
+            self.cost.note(num_tokens, num_guessed > 0, seconds)
 
     def finish(self, seq_id: int) -> None:
         """As `Depth`."""

@@ -79,8 +79,11 @@ class Depth(ABC):
     def observe_guessing(self, num_guesses: int, seconds: float) -> None:
         """The proposer took so long for so many guesses in turn, of all sequences of a step together."""
 
-    def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float) -> None:
-        """A step of so many sequences and tokens, guesses among them, took so long, from its schedule to its tokens."""
+    def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float, waited: bool) -> None:
+        """A step of so many sequences and tokens, guesses among them, took so long, from its schedule to its tokens.
+
+        `waited`: it was to have guesses, and so waited for the newest tokens, whether there were any then or not.
+        """
 
     def finish(self, seq_id: int) -> None:
         """A sequence has ended."""

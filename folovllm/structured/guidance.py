@@ -6,7 +6,7 @@ It walks the tokenizer's tokens as a tree of bytes beside a parser, so that a ma
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Between the parts of a document: no more than a model needs to write one nicely, so that it cannot go on for ever.
 WHITESPACE = r" |\n {0,16}"
 
-FEW = 4  # masks that are made one after the other: more of them on several threads
+FEW = 16  # masks that are made one after the other: more of them on several threads
 
 
 def library() -> Any:
@@ -109,6 +109,10 @@ class GuidanceMatcher:
     def advance(self, token_id: int) -> bool:
         """As `Matcher`."""
         return bool(self.inner.consume_token(token_id))
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """As `Matcher`."""
+        return int(self.inner.validate_tokens(list(token_ids)))
 
     def copy(self) -> GuidanceMatcher:
         """As `Matcher`."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from itertools import zip_longest
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from folovllm.structured.guidance import fill_together
-from folovllm.structured.matcher import Matcher, Words, clear_bits, set_bits
+from folovllm.structured.matcher import Matcher, Words, set_bits
 from folovllm.structured.vocabulary import Vocabulary
 
 
@@ -48,6 +46,7 @@ class Guide:
         """`allowed` [ceil(V / 32)]: the only tokens that the request wants at all."""
         self._matcher, self._end_ids, self._allowed, self._preface = matcher, end_ids, allowed, preface
         self._num_missing = min_tokens  # tokens that must come before the answer may end
+        self._ends: Words | None = None  # the mask of `end_ids`, once it was needed
         self.is_over = False  # it may only end
         self.is_broken = False  # nothing leads to an answer of this form any more
 
@@ -64,18 +63,24 @@ class Guide:
         if self._preface is not None:
             words.fill(-1)
         elif self._matcher.is_accepting():
-            set_bits(words, self._end_ids)
+            words |= self._end_words(words)
         if self._allowed is not None:
             words &= self._allowed
         if self._num_missing > 0:
-            clear_bits(words, self._end_ids)
+            words &= ~self._end_words(words)
         if not words.any():
             self.is_broken = self._preface is not None or not self._matcher.is_accepting()
             self._fill_ends(words)
 
     def _fill_ends(self, words: Words) -> None:
-        words.fill(0)
-        set_bits(words, self._end_ids)
+        words[:] = self._end_words(words)
+
+    def _end_words(self, words: Words) -> Words:
+        """The mask of the tokens that end an answer, as long as `words`."""
+        if self._ends is None:
+            self._ends = np.zeros_like(words)
+            set_bits(self._ends, self._end_ids)
+        return self._ends
 
     def advance(self, token_id: int) -> None:
         """Take in a token that was drawn."""
@@ -89,41 +94,33 @@ class Guide:
         else:
             self.is_broken = not self._matcher.advance(token_id)
 
+    def num_allowed(self, guesses: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, the form allows. An end is no guess: nothing is behind it."""
+        if self.is_over or self.is_broken:
+            return 0
+        first_end = next((i for i, token in enumerate(guesses) if token in self._end_ids), len(guesses))
+        return first_end if self._preface is not None else self._matcher.num_allowed(guesses[:first_end])
+
+    def ahead(self, guesses: Sequence[int]) -> Iterator[Guide]:
+        """The guide itself, and others at the places behind the guesses, up to the first that leads nowhere."""
+        place = self
+        yield place
+        for token in guesses:
+            place = place.copy()
+            place.advance(token)
+            yield place
+            if place.is_broken:
+                break
+
     def copy(self) -> Guide:
         """The guide of another answer at the same place."""
         preface = None if self._preface is None else self._preface.copy()
-        return Guide(
+        guide = Guide(
             self._matcher.copy(),
             self._end_ids,
             min_tokens=self._num_missing,
             allowed=self._allowed,
             preface=preface,
         )
-
-
-def masks_ahead(guide: Guide, guesses: Sequence[int], width: int) -> list[Words]:
-    """The masks [width] of the next draw and of those behind the guesses, as far as these are allowed: one more than are.
-
-    None at all where nothing can be guessed. The guide stays where it is. First come the places behind the guesses, then
-    their masks, all at once.
-    """
-    if guide.is_over or guide.is_broken:
-        return []
-    places = [guide.copy()]
-    for token in guesses:
-        ahead = places[-1].copy()
-        ahead.advance(token)
-        if ahead.is_broken:
-            break
-        places.append(ahead)
-    masks = np.full((len(places), width), -1, np.int32)
-    fill_together([(place.matcher, i) for i, place in enumerate(places) if place.matcher is not None], masks)
-    found: list[Words] = []
-    for place, words, token in zip_longest(places, masks, guesses[: len(places)]):
-        place.finish(words)
-        if place.is_broken:
-            break
-        found.append(words)
-        if token is None or place.is_over or not words[token // 32] >> token % 32 & 1:
-            break
-    return found
+        guide._ends = self._ends
+        return guide

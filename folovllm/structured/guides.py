@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from folovllm.draw_row import Int32, mask_of, mask_width
+from folovllm.draw_row import mask_of, mask_width
 from folovllm.request import Sequence
 from folovllm.step.masks import Masks
-from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.step.schedule import SchedulerOutput
 from folovllm.structured import guidance
-from folovllm.structured.guide import Guide, Preface, masks_ahead
+from folovllm.structured.guide import Guide, Preface
 from folovllm.structured.matcher import ChoiceMatcher, Matcher
 from folovllm.structured.vocabulary import Vocabulary, read_vocabulary
 from folovllm.structured_outputs import StructuredOutputsParams
@@ -34,7 +34,7 @@ class Guides:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._library_tokenizer: Any = None
         self._guides: WeakKeyDictionary[Sequence, Guide] = WeakKeyDictionary()
-        self._ahead: dict[int, list[Int32]] = {}  # by seq_id: the masks of the draws of a share with guesses
+        self._limits: dict[int, int] = {}  # by seq_id: tokens of the step under way that count, where not all may
 
     def add(self, seqs: SequenceOf[Sequence]) -> None:
         """Make the guides of a request's answers, if it asks for a form: compiled once, and copied for each answer.
@@ -64,44 +64,38 @@ class Guides:
         return any(share.num_draws and seq in self._guides for share, seq in zip(output.shares, seqs, strict=True))
 
     def masks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> Masks:
-        """What each of these answers may draw in the step. All tokens before are taken in.
+        """What each of these answers may draw in the step, a mask for each draw. All tokens before are taken in.
 
-        An answer that has ended meanwhile draws what it likes.
+        An answer that has ended meanwhile draws what it likes. So do draws behind a guess that its form does not allow,
+        which count for nothing; nor does anything drawn where the form cannot be reached any more.
         """
-        pairs = zip(output.shares, seqs, strict=True)
-        drawn = [(share, seq) for share, seq in pairs if share.num_draws and seq in self._guides]
-        bits = np.full((len(drawn), mask_width(self._vocab_size)), -1, np.int32)
-        guides = [(i, self._guides[seq]) for i, (_, seq) in enumerate(drawn) if not seq.status.is_finished]
-        guidance.fill_together([(guide.matcher, i) for i, guide in guides if guide.matcher is not None], bits)
-        for i, guide in guides:
-            guide.finish(bits[i])
-        masks = Masks(np.array([share.row for share, _ in drawn], np.int32), bits)
-        return masks if not self._ahead else self._with_guesses(masks, [share for share, _ in drawn])
+        rows: list[int] = []
+        places: list[
+            tuple[Sequence, int, Guide, int]
+        ] = []  # whose, which of its draws, where it is then, line of its mask
+        for share, seq in zip(output.shares, seqs, strict=True):
+            guide = self._guides.get(seq) if share.num_draws else None
+            if guide is None:
+                continue
+            if not seq.status.is_finished:
+                guesses = share.token_ids[1:].tolist() if share.num_draws > 1 else ()
+                places += [(seq, level, at, len(rows) + level) for level, at in enumerate(guide.ahead(guesses))]
+            rows += [share.row] * share.num_draws
+        bits = np.full((len(rows), mask_width(self._vocab_size)), -1, np.int32)
+        guidance.fill_together([(at.matcher, i) for _, _, at, i in places if at.matcher is not None], bits)
+        for seq, level, at, i in places:
+            at.finish(bits[i])
+            if at.is_broken and level:
+                self._limits.setdefault(seq.seq_id, level)
+        return Masks(np.array(rows, np.int32), bits)
 
     def trim(self, seq: Sequence, guesses: list[int]) -> list[int]:
         """The guesses, from the first on, that the form of an answer allows; all of them where it has none.
 
-        What may be drawn beside and behind them is kept for `masks`. No guess leads to where the form cannot be
-        reached any more: the answer that draws its way there ends as it does without guesses.
+        What may be drawn beside and behind them is found out later, while the device computes (`masks`).
         """
-        self._ahead.pop(seq.seq_id, None)
         guide = self._guides.get(seq)
-        if guide is None:
-            return guesses
-        masks = masks_ahead(guide, guesses, mask_width(self._vocab_size))
-        if len(masks) > 1:
-            self._ahead[seq.seq_id] = masks
-        return guesses[: max(0, len(masks) - 1)]
-
-    def _with_guesses(self, masks: Masks, shares: list[Share]) -> Masks:
-        """The same with a mask for each draw of a share that has several."""
-        lines = [
-            self._ahead[share.seq_id][: share.num_draws] if share.num_draws > 1 else [own]
-            for share, own in zip(shares, masks.bits, strict=True)
-        ]
-        self._ahead.clear()
-        counts = [len(own) for own in lines]
-        return Masks(np.repeat(masks.rows, counts), np.concatenate(lines).reshape(sum(counts), -1))
+        return guesses if guide is None else guesses[: guide.num_allowed(guesses)]
 
     def prepare(self, model_end_ids: Iterable[int]) -> None:
         """Do now what the first answer with a grammar would wait for, if the library is there."""
@@ -113,10 +107,12 @@ class Guides:
             logger.warning("%s", error)
 
     def advance(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
-        """Take in what a step drew, share by share."""
+        """Take in what a step drew, share by share, and cut off what does not count."""
         if not self._guides:
             return
         for seq, tokens in zip(seqs, token_ids, strict=True):
+            if self._limits:
+                del tokens[self._limits.pop(seq.seq_id, len(tokens)) :]
             if tokens and not seq.status.is_finished and (guide := self._guides.get(seq)) is not None:
                 for token_id in tokens:
                     guide.advance(token_id)

@@ -26,6 +26,9 @@ class Matcher(Protocol):
     def advance(self, token_id: int) -> bool:
         """Take in a token. False: the form does not allow it, or has become too complex to be followed."""
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, one after the other, the form allows. The answer stays where it is."""
+
     def copy(self) -> Matcher:
         """Another answer at the same place."""
 
@@ -53,6 +56,11 @@ class ChoiceMatcher:
         self._so_far += self._vocabulary.bytes_of.get(token_id, b"\xff")  # no text holds this byte
         return any(choice.startswith(self._so_far) for choice in self._choices)
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """As `Matcher`."""
+        ahead = self.copy()
+        return next((i for i, token in enumerate(token_ids) if not ahead.advance(token)), len(token_ids))
+
     def copy(self) -> ChoiceMatcher:
         """As `Matcher`."""
         return ChoiceMatcher(self._vocabulary, self._choices, self._end_ids, self._so_far)
@@ -62,9 +70,3 @@ def set_bits(words: Words, ids: Collection[int]) -> None:
     """Set the tokens' bits."""
     at = np.fromiter(ids, np.int64, len(ids))
     np.bitwise_or.at(words.view(np.uint32), at // 32, np.uint32(1) << (at % 32).astype(np.uint32))
-
-
-def clear_bits(words: Words, ids: Collection[int]) -> None:
-    """Clear the tokens' bits."""
-    at = np.fromiter(ids, np.int64, len(ids))
-    np.bitwise_and.at(words.view(np.uint32), at // 32, ~(np.uint32(1) << (at % 32).astype(np.uint32)))

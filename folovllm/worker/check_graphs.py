@@ -1,15 +1,28 @@
-"""Recorded steps with guesses: as those with prompts, but of each sequence any number of tokens may be drawn after."""
+"""Recorded steps with guesses: as those with prompts, but of each sequence any number of tokens may be drawn after.
+
+Such a step is two recordings for each room, so that masks can be made on the host while the device is at the first: from
+the step to the logits of all draws, and from there to the tokens.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 
+from folovllm.draw_row import mask_width
+from folovllm.sample.draw_state import DrawState
+from folovllm.sample.rules import bits_of
 from folovllm.setup import EngineSetup
-from folovllm.step.packed import Int32, PackedStep
-from folovllm.step.verify import Draws, most_draws
+from folovllm.step.masks import Masks
+from folovllm.step.packed import Field, Int32, PackedStep
+from folovllm.step.verify import Draws, Ints, most_draws
+from folovllm.worker.draw import StepDraw
+from folovllm.worker.host_ring import HostRing
 from folovllm.worker.prompt_graphs import Line, PromptGraphs, Room
+from folovllm.worker.step_graph import StepGraph
 
 TOKENS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
@@ -29,27 +42,137 @@ class CheckRoom(Room):
 
 
 class CheckGraphs(PromptGraphs):
-    """The recorded steps. What a graph leaves are the hidden states of all tokens after which one is drawn."""
+    """The recorded steps. What the first graph leaves are the logits of all tokens after which one is drawn."""
 
-    def pad_draws(self, step: PackedStep, draws: Draws) -> tuple[Room | None, Int32]:
-        """As `pad`. Sequences with one token are treated as the others."""
-        room, numbers = self.pad(replace(step, num_decodes=0))
-        if room is not None:
-            first = Line.LAST * room.num_seqs
-            numbers[first : first + len(draws.token)] = draws.token
-        return room, numbers
+    def __init__(
+        self, *rest: Any, steps_in: HostRing, draw: StepDraw, rows_draw: DrawState, tokens: torch.Tensor
+    ) -> None:
+        """How steps come to the device, how they draw, and where their tokens [R] go; `rest`: as `PromptGraphs`."""
+        super().__init__(*rest)
+        self._steps_in, self._draw, self._rows_draw, self._tokens = steps_in, draw, rows_draw, tokens
+        self._logits = torch.empty(0)  # [R, V]
+        self._draws: dict[tuple[Room, bool], StepGraph] = {}
 
-    def logits_of_draws(
-        self, step: PackedStep, flat: torch.Tensor, room: Room, padded: torch.Tensor, count: int
-    ) -> torch.Tensor:
-        """Run a step, as `logits` does, of which `count` tokens are drawn. Returns [count, V]."""
-        self._tables.enter_blocks(step, flat)
-        self.graph(room).replay(padded)
-        logits: torch.Tensor = self._runner.model.lm_head(self._last_hidden[:count])
-        return logits
+    def room_for(self, step: PackedStep) -> Room | None:
+        """The smallest room that holds a step; None if there is none, or if it has more to do than to check guesses."""
+        if step.scores.size or step.draws.num_rows:
+            return None
+        needed = max(len(step.tokens), step.updates.shape[1])
+        return next((room for room in self.rooms if needed <= room.tokens), None)
+
+    def replay(self, step: PackedStep, draws: Draws, room: Room) -> torch.Tensor:
+        """Run a step as far as its logits [R, V], one line for each draw."""
+        self.graph(room).replay(self._steps_in.stage(lay_out(step, draws, room, self._setup.max_num_seqs)))
+        self._steps_in.mark()
+        return self._logits[: len(draws.token)]
+
+    def replay_draw(self, by_draw: PackedStep, room: Room, masks: Masks | None) -> None:
+        """Draw for a step that `replay` has run, all at once. `by_draw` has a column for each draw."""
+        count, width = by_draw.num_seqs, mask_width(self._setup.vocab_size) if masks is not None else 0
+        numbers = self._no_draws(room, masks is not None)
+        lines = numbers[: 3 * room.tokens].reshape(3, -1)
+        lines[0, :count], lines[1, :count] = by_draw.fields[Field.ROW], by_draw.fields[Field.SEQ_LEN]
+        if masks is not None:
+            at = slice(count) if len(masks.rows) == count else draws_of(masks, by_draw)
+            lines[2, at] = masks.rows
+            numbers[3 * room.tokens :].reshape(-1, width)[at] = masks.bits
+        self._draw_graph(room, masks is not None).replay(self._steps_in.stage(numbers))
+        self._steps_in.mark()
+
+    def open(self) -> None:
+        """As `PromptGraphs`."""
+        super().open()
+        if self._setup.device.type == "cuda":
+            for room in self.rooms[::-1]:
+                for is_masked in (True, False):
+                    self._draw_graph(room, is_masked)
+
+    def rehearse(self) -> None:
+        """As `PromptGraphs`."""
+        super().rehearse()
+        for room in self._wanted():
+            for is_masked in (True, False):
+                numbers = torch.from_numpy(self._no_draws(room, is_masked)).to(self._setup.device)
+                self._draw_work(room, is_masked)(numbers)
+
+    def _hidden_of_largest(self) -> torch.Tensor:
+        """As `PromptGraphs`; of the logits, too."""
+        most = max((room.tokens for room in self._wanted()), default=0)
+        lm_head, setup = self._runner.model.lm_head, self._setup
+        self._logits = torch.zeros(most, len(lm_head.weight), dtype=setup.dtype, device=setup.device)
+        return super()._hidden_of_largest()
 
     def _wanted(self) -> list[Room]:
         return check_rooms(self._setup) if self._runner.supports_prompt_graph() else []
+
+    def _nothing_in(self, room: Room) -> Int32:
+        blocks = np.zeros((3, room.tokens), np.int32)
+        blocks[0] = self._setup.max_num_seqs
+        return np.concatenate([super()._nothing_in(room), blocks.ravel()])
+
+    def _compute(self, room: Room, numbers: torch.Tensor) -> None:
+        """The work of the first recording: enter new blocks, run the model, and make logits."""
+        row, column, block = numbers[-3 * room.tokens :].view(3, -1)
+        self._tables.block_tables[row.long(), column.long()] = block
+        super()._compute(room, numbers[: -3 * room.tokens])
+        self._runner.model.lm_head(self._last_hidden[: room.tokens], self._logits[: room.tokens])
+
+    def _no_draws(self, room: Room, is_masked: bool) -> Int32:
+        """The input of the second recording, [3 + words, tokens] end to end: rows, positions, rows with masks; masks."""
+        width = mask_width(self._setup.vocab_size) if is_masked else 0
+        numbers = np.full((3 + width) * room.tokens, -1, np.int32)
+        lines = numbers[: 3 * room.tokens].reshape(3, -1)
+        lines[:], lines[1] = self._setup.max_num_seqs, 0
+        return numbers
+
+    def _draw_graph(self, room: Room, is_masked: bool) -> StepGraph:
+        """The second recording, with a mask for each draw or without. Records it now if it is not yet there."""
+        if (room, is_masked) not in self._draws:
+            work = self._draw_work(room, is_masked)
+            self._draws[room, is_masked] = self._recorder.record(self._no_draws(room, is_masked), work)
+        return self._draws[room, is_masked]
+
+    def _draw_work(self, room: Room, is_masked: bool) -> Callable[[torch.Tensor], None]:
+        """Draw after each token of a room. Where a draw has a mask, the one of its row rules nothing out."""
+
+        def draw(numbers: torch.Tensor) -> None:
+            rows, positions, masked = numbers[: 3 * room.tokens].view(3, -1)
+            logits = self._draw.whole(self._logits[: room.tokens])
+            if is_masked:
+                self._rows_draw.masks.index_fill_(0, masked.long(), -1)
+                logits = without_masked(logits, numbers[3 * room.tokens :].view(room.tokens, -1))
+            self._rows_draw.draw(logits, rows, positions, self._tokens)
+
+        return draw
+
+
+def without_masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """The logits [n, V] with -inf where the masks [n, ceil(V / 32)] int32 have no bit."""
+    if logits.is_cuda:
+        from folovllm.kernels.mask_logits import mask_logits
+
+        return mask_logits(logits, masks)
+    return logits.masked_fill(~bits_of(masks, logits.shape[1]), -torch.inf)
+
+
+def draws_of(masks: Masks, by_draw: PackedStep) -> Ints:
+    """Which of the draws of a step have a mask, [n]."""
+    return np.isin(by_draw.fields[Field.ROW], masks.rows).nonzero()[0]
+
+
+def lay_out(step: PackedStep, draws: Draws, room: Room, padding_row: int) -> Int32:
+    """The input of the first recording: the matrix [len(Line), num_seqs], the tokens, new blocks [3, tokens]."""
+    n, seqs, tokens = step.num_seqs, room.num_seqs, len(step.tokens)
+    first = len(Line) * seqs
+    numbers = np.zeros(first + 4 * room.tokens, np.int32)
+    lines, blocks = numbers[:first].reshape(len(Line), -1), numbers[first + room.tokens :].reshape(3, -1)
+    lines[Line.ROW, n:] = blocks[0] = padding_row
+    lines[: Line.LAST, :n] = step.fields[Field.ROW : Field.QUERY_LEN + 1]
+    lines[Line.QUERY_LEN, -1] = room.tokens - tokens
+    lines[Line.LAST, : len(draws.token)] = draws.token
+    numbers[first : first + tokens] = step.tokens
+    blocks[:, : step.updates.shape[1]] = step.updates
+    return numbers
 
 
 def check_rooms(setup: EngineSetup) -> list[Room]:

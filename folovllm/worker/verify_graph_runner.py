@@ -10,18 +10,20 @@ import torch
 
 from folovllm.draw_row import BAD, WORDS, RowField, mask_width
 from folovllm.sample.logprobs import by_share
-from folovllm.sample.rules import bits_of
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import DrawSpec, Logprobs
 from folovllm.step.masks import Masks
 from folovllm.step.packed import NO_SCORES, Field, Int32, PackedStep, StepPacker
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.step.verify import NO_GUESS, Draws, accept, most_draws
-from folovllm.worker.check_graphs import CheckGraphs
+from folovllm.worker.check_graphs import CheckGraphs, draws_of, without_masked
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.pending_step import Computed, PendingStep
+from folovllm.worker.prompt_graphs import Room
 from folovllm.worker.warm_up import dummy_shares, steps_with_guesses
+
+NO_FIELDS = torch.empty(len(Field), 0, dtype=torch.int32)
 
 
 @dataclass(slots=True, frozen=True, eq=False, kw_only=True)
@@ -30,6 +32,7 @@ class CheckedStep(Computed):
 
     whole: PackedStep  # a column for each share
     draws: Draws
+    room: Room | None = None  # of a recorded step; its `fields` are on the host alone
 
 
 class PendingGuesses(PendingStep):
@@ -73,7 +76,10 @@ class VerifyingGraphRunner(GraphRunner):
         """As `GraphRunner`."""
         super().__init__(setup, runner, *others)
         self._tokens = self._tokens.new_zeros(most_draws(setup.max_num_seqs))  # what the step drew
-        self._checks = CheckGraphs(setup, runner, self._tables, self._recorder)
+        self._checks = CheckGraphs(
+            setup, runner, self._tables, self._recorder, steps_in=self._steps_in, draw=self._draw,
+            rows_draw=self._rows_draw, tokens=self._tokens,
+        )  # fmt: skip
         self._remembers = np.zeros(setup.max_num_seqs + 1, bool)  # rows whose draws depend on the tokens before them
 
     def compile_kernels(self) -> None:
@@ -108,17 +114,17 @@ class VerifyingGraphRunner(GraphRunner):
         draws = Draws.of(query_lens, num_draws, ends, step.tokens)
         if len(draws.token) > len(self._tokens):
             raise RuntimeError(f"a step draws {len(draws.token)} tokens, and there is room for {len(self._tokens)}")
-        by_draw, (room, numbers) = spread(step, draws), self._checks.pad_draws(step, draws)
-        places = draws.token.astype(np.int32)
-        flat, more = self._upload(step, np.concatenate([numbers, by_draw.fields.ravel(), places]))
-        padded, fields, at = more.split([len(numbers), by_draw.fields.size, len(places)])
-        fields, scores = fields.view(by_draw.fields.shape), None
+        by_draw, room = spread(step, draws), self._checks.room_for(step)
         if room is not None:
-            logits = self._checks.logits_of_draws(step, flat, room, padded, len(places))
-        else:
-            batch = self._tables.unpack_mixed(step, flat)
-            batch.logits_indices, batch.only_last = at.long(), False
-            logits, scores = self._logits_and_scores(step, batch)
+            logits = self._checks.replay(step, draws, room)
+            return CheckedStep(step=by_draw, logits=logits, fields=NO_FIELDS, whole=step, draws=draws, room=room)
+        places = draws.token.astype(np.int32)
+        flat, more = self._upload(step, np.concatenate([by_draw.fields.ravel(), places]))
+        fields, at = more.split([by_draw.fields.size, len(places)])
+        batch = self._tables.unpack_mixed(step, flat)
+        batch.logits_indices, batch.only_last = at.long(), False
+        logits, scores = self._logits_and_scores(step, batch)
+        fields = fields.view(by_draw.fields.shape)
         return CheckedStep(step=by_draw, logits=logits, fields=fields, scores=scores, whole=step, draws=draws)
 
     def _draw_late(self, masks: Masks) -> PendingStep:
@@ -129,7 +135,7 @@ class VerifyingGraphRunner(GraphRunner):
         return self._pending(checked)
 
     def _draw_step(self, computed: Computed, is_special: bool) -> None:
-        if is_special and isinstance(computed, CheckedStep):
+        if isinstance(computed, CheckedStep) and (is_special or computed.room is not None):
             self._draw_special(computed, None)
         else:
             super()._draw_step(computed, is_special)
@@ -144,6 +150,9 @@ class VerifyingGraphRunner(GraphRunner):
         if self._remembers[checked.step.fields[Field.ROW]].any():
             self._draw_levels(checked, masks)
             return
+        if checked.room is not None:
+            self._checks.replay_draw(checked.step, checked.room, masks)
+            return
         logits, fields = self._draw.whole(checked.logits), checked.fields
         rows, positions = fields[Field.ROW], fields[Field.SEQ_LEN]
         if masks is not None:
@@ -152,16 +161,17 @@ class VerifyingGraphRunner(GraphRunner):
 
     def _masked(self, logits: torch.Tensor, checked: CheckedStep, masks: Masks) -> torch.Tensor:
         """The logits [R, V] without what the masks of these draws rule out; the rows' own masks rule out nothing then."""
-        at = np.isin(checked.step.fields[Field.ROW], masks.rows).nonzero()[0].astype(np.int32)
+        at = draws_of(masks, checked.step).astype(np.int32)
         numbers = self._steps_in.to_device(np.concatenate([at, masks.rows, masks.bits.ravel()]))
         index, rows, bits = numbers.split([len(at), len(masks.rows), masks.bits.size])
         self._rows_draw.masks[rows.long()] = -1
-        allowed = bits_of(bits.view(masks.bits.shape), logits.shape[1])
-        return logits.index_put((index.long(),), logits[index.long()].masked_fill(~allowed, -torch.inf))
+        return logits.index_put((index.long(),), without_masked(logits[index.long()], bits.view(masks.bits.shape)))
 
     def _draw_levels(self, checked: CheckedStep, masks: Masks | None) -> None:
         """Draw one level after the other."""
-        draws, whole = checked.draws, self._draw.whole(checked.logits)
+        draws, whole, fields = checked.draws, self._draw.whole(checked.logits), checked.fields
+        if checked.room is not None:
+            fields = self._steps_in.to_device(checked.step.fields.ravel()).view(checked.step.fields.shape)
         share, guess = self._steps_in.to_device(np.stack([draws.share, draws.guess]).astype(np.int32).ravel()).view(
             2, -1
         )
@@ -171,7 +181,7 @@ class VerifyingGraphRunner(GraphRunner):
                 numbers = self._steps_in.to_device(np.concatenate([own.rows, own.bits.ravel()]))
                 self._rows_draw.set_masks(numbers[: len(own.rows)], numbers[len(own.rows) :].view(own.bits.shape))
             index = self._steps_in.to_device(at.astype(np.int32)).long()
-            rows, positions = checked.fields[Field.ROW, index], checked.fields[Field.SEQ_LEN, index]
+            rows, positions = fields[Field.ROW, index], fields[Field.SEQ_LEN, index]
             drawn = self._rows_draw.draw(whole[index], rows, positions)
             self._tokens[index] = drawn
             of = share[index].long()

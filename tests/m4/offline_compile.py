@@ -26,7 +26,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from folovllm.distributed.mailboxes import LETTERS
-from folovllm.kernels import grouped_hopper
+from folovllm.kernels import early_decode, grouped_hopper
 from folovllm.kernels.activation import act_and_mul_kernel
 from folovllm.kernels.check import MERGED, check_config, check_kernel, merge_checks_kernel, num_warps_of, tile_shape
 from folovllm.kernels.check_plan import list_checks_kernel, plan_checks_kernel
@@ -46,6 +46,8 @@ from folovllm.kernels.int4_linear import int4_linear_kernel
 from folovllm.kernels.int4_linear import tiling as tiling_4
 from folovllm.kernels.int4_matmul import int4_matmul_kernel, int4_unpack_kernel
 from folovllm.kernels.int4_matmul import tiling as tiling_4_many
+from folovllm.kernels.mask_logits import WIDTH as MASKED
+from folovllm.kernels.mask_logits import mask_logits_kernel
 from folovllm.kernels.note_drawn import note_drawn_kernel
 from folovllm.kernels.prefill import prefill_config, prefill_kernel
 from folovllm.kernels.prefill_hopper import NUM_STAGES, prefill_hopper_kernel
@@ -69,7 +71,7 @@ HQ, HKV = 16, 8
 WINDOW = 1024  # of a layer that has one
 
 
-OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"): "*fp32", ("merge_checks_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
+OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("early_decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"): "*fp32", ("merge_checks_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
              ("finish_kernel", "weight_ptr"): "*fp32", ("finish_kernel", "token_ptr"): "*i32",
              ("small_linear_kernel", "x_ptr"): "*i32", ("small_linear_kernel", "weight_ptr"): "*i32",
              ("few_codes_kernel", "scale_ptr"): "*fp32",
@@ -105,7 +107,7 @@ def pointer_type(name: str, dtype: str) -> str:
     if name in ("table_ptr", "start_ptr", "len_ptr", "item_ptr", "header_ptr", "queue_ptr", "done_ptr", "at_ptr",
                 "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr", "row_ptr", "word_ptr", "draws_ptr",
                 "hot_ptr", "id_ptr", "last_ptr", "drawn_ptr", "given_ptr", "query_len_ptr", "tile_ptr", "place_ptr", "end_ptr",
-                "count_ptr", "number_ptr"):  # fmt: skip
+                "count_ptr", "mask_ptr", "number_ptr"):  # fmt: skip
         return "*i32"
     if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr", "largest_ptr",
                 "value_ptr", "scaled_ptr", "floor_ptr"):  # fmt: skip
@@ -216,6 +218,16 @@ def kernels_of_m6(capability: int, head_dim: int, block_size: int):
     if capability == 90 and head_dim in (64, 128):
         shape = {"HKV": HKV, "B": block_size, "G": HQ // HKV, "D": head_dim, "STAGES": NUM_STAGES}
         yield prefill_hopper_kernel, shape, 4, 3
+        strides = {
+            "STRIDE_BLOCK": HKV * block_size * head_dim,
+            "STRIDE_TOKEN": head_dim,
+            "STRIDE_HEAD": block_size * head_dim,
+        }
+        for group in (1, 2, 4, 8):
+            yield (early_decode.early_decode_kernel,
+                   {**strides, "B": block_size, "HKV": HKV, "G": group, "GROUP": group, "D": head_dim, "M": 16, "NORM": True,
+                    "TILE": early_decode.TILE, "STEP": DecodeConfig().merge_step, "PDL": True},
+                   early_decode.NUM_WARPS, early_decode.NUM_STAGES)  # fmt: skip
     if (head_dim, block_size) != (128, 16):
         return
     yield gumbel_max_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
@@ -364,6 +376,7 @@ def kernels_of_x3(capability: int, head_dim: int, block_size: int):
         config = check_config(32, head_dim, 2, False)
         chunks = {"MIN_CHUNK": config.min_chunk, "MAX_CHUNK": config.max_chunk, "QUEUE_CHUNK": config.queue_chunk}
         yield list_checks_kernel, {"TILE_TOKENS": 8, "WIDTH": 128}, 1, 3
+        yield mask_logits_kernel, {"WIDTH": MASKED}, 4, 3
         yield plan_checks_kernel, {"HKV": HKV, "TILE": 32, "TILES": 256, "MAX_PARTS": 32, **chunks}, 4, 3
     strides = {
         "STRIDE_BLOCK": HKV * block_size * head_dim,

@@ -1,12 +1,16 @@
-"""The decode kernel that takes in the new tokens itself: the same numbers as a kernel before it, and the same cache."""
+"""The decode kernels that take in the new tokens themselves: the same numbers as a kernel before them, and the same cache."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+from folovllm.kernels import early_decode as early
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
@@ -30,6 +34,29 @@ def test_equals_the_two_kernels(
     dtype: torch.dtype, heads: tuple[int, int], dim: int, block_size: int, norm: bool
 ) -> None:
     """With and without QK-norm; unowned slots are NaN, the new tokens' too."""
+    check(lambda kernel, *args: kernel(*args), dtype, heads, dim, block_size, norm)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "dim", "block_size", "norm"), [((2, 1), 16, 16, True), ((6, 2), 32, 5, True), ((3, 3), 16, 32, False)]
+)
+def test_equals_them_when_it_asks_early(
+    dtype: torch.dtype, heads: tuple[int, int], dim: int, block_size: int, norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk of two tiles, of which the second comes late; blocks of a tile's size, larger ones, and others."""
+    monkeypatch.setattr(early, "TILE", 16)
+    check(partial(early.early_decode, num_programs=3), dtype, heads, dim, block_size, norm)
+
+
+def check(
+    decode: Callable[..., torch.Tensor],
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    dim: int,
+    block_size: int,
+    norm: bool,
+) -> None:
     torch.manual_seed(0)
     (num_heads, num_kv_heads), num_seqs = heads, len(AROUND)
     paged = Paged.make(AROUND, block_size, num_kv_heads, dim, dtype)
@@ -54,8 +81,33 @@ def test_equals_the_two_kernels(
     out, expected = torch.full((2, num_seqs, num_heads, dim), float("nan"), device=DEVICE, dtype=dtype)
     table = paged.block_tables
     kernel(query, other_cache, table, num_seqs, dim**-0.5, expected)
-    kernel(qkv, paged.kv_cache, table, num_seqs, dim**-0.5, out, preparation)
+    decode(kernel, qkv, paged.kv_cache, table, num_seqs, dim**-0.5, out, preparation)
 
     tol = 1e-5 if dtype == torch.float32 else 2e-2
     assert torch.allclose(paged.kv_cache.float(), other_cache.float(), rtol=tol, atol=tol, equal_nan=True)
     assert torch.allclose(out.float(), expected.float(), rtol=tol, atol=tol)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [8, 16, 32])
+@pytest.mark.parametrize("lens", [[1], [64], [65, 130], [2, 700, 0, 3000]], ids=str)
+def test_many_times_in_a_row_on_a_gpu(num_heads: int, lens: list[int]) -> None:
+    """As it is launched: after a kernel that it overlaps with, over and over. What it asked for early must not be stale."""
+    torch.manual_seed(0)
+    hkv, dim, num_seqs = 8, 128, len(lens)
+    paged = Paged.make([n + 40 for n in lens], 16, hkv, dim, torch.bfloat16)
+    cache, other = paged.kv_cache.nan_to_num(1.0), paged.kv_cache.nan_to_num(1.0)
+    weights = [1 + torch.rand(dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    preparation = Preparation(RotaryEmbedding(frequencies(dim), 4096).to(DEVICE).cos_sin_cache, *weights, 1e-6)
+    kernel = SplitKVDecode(num_seqs, num_heads, hkv, dim, 16, DEVICE)
+    assert early.serves(kernel, cache, num_seqs) == (torch.cuda.get_device_capability() >= (9, 0))
+    for step in range(40):
+        qkv = torch.randn(num_seqs, (num_heads + 2 * hkv) * dim, device=DEVICE, dtype=torch.bfloat16)
+        seq_lens = torch.tensor([n + step * (n > 0) for n in lens], device=DEVICE, dtype=torch.int32)
+        kernel.plan(seq_lens, num_seqs)
+        out, expected = torch.full((2, num_seqs, num_heads, dim), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+        kernel(qkv, other, paged.block_tables, num_seqs, dim**-0.5, expected, preparation)
+        for _ in range(3):
+            early.early_decode(kernel, qkv, cache, paged.block_tables, num_seqs, dim**-0.5, out, preparation)
+        assert torch.allclose(out.float(), expected.float(), rtol=2e-2, atol=2e-2), f"step {step}"
+        assert torch.allclose(cache.float(), other.float(), rtol=2e-2, atol=2e-2), f"step {step}"

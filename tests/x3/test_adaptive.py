@@ -49,7 +49,7 @@ def test_each_method_writes_the_same_text(plain: list[list[int]], method: str) -
 def test_the_cost_of_steps_is_measured() -> None:
     config = {"method": "ngram", "num_speculative_tokens": 3}
     with LLM("stories-5m", **COMMON, speculative_config=config) as llm:
-        cost = llm.engine.scheduler.speculation.depth._cost  # type: ignore[attr-defined]
+        cost = llm.engine.scheduler.speculation.depth.cost  # type: ignore[attr-defined]
         assert cost.plain.widths == (1, 2)
         assert cost.checked.widths == (1, 2, 4, 8)
         for curve in (cost.plain, cost.checked):

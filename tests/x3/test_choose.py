@@ -1,6 +1,7 @@
 """Speculation that never loses, in virtual time: a step costs what a table says, and texts repeat themselves or do not."""
 
 from itertools import product
+from math import prod
 from random import Random
 
 import numpy as np
@@ -17,7 +18,7 @@ from tests.tiny import worked_case
 
 
 def costs(widths: tuple[float, ...], seconds: tuple[float, ...], wait: float = 0.0, guess: float = 0.0) -> StepCost:
-    return StepCost(Curve(widths, seconds), Curve(widths, tuple(s + wait for s in seconds)), guess)
+    return StepCost(Curve(widths, seconds), Curve(widths, tuple(s + wait for s in seconds)), guess, wait=wait)
 
 
 FLAT = costs((1.0, 64.0), (1.0, 1.063), wait=0.05)  # a GPU at small batch: a token more is nearly free
@@ -71,9 +72,13 @@ class TestBestDepths:
 
         def speed(chosen: tuple[int, ...]) -> float:
             tokens = sum(1 + h * sum(a**j for j in range(1, k + 1)) for (h, a), k in zip(rows, chosen, strict=True))
-            width = sum(1 + h * k for (h, _), k in zip(rows, chosen, strict=True))
+            width = sum(h * k for (h, _), k in zip(rows, chosen, strict=True))
+            silent = prod(1 - h for h, _ in rows)
+            some = 1 - silent
             return tokens / (
-                float(cost.of_checked(np.array([width]), np.array([0]))[0]) if any(chosen) else cost.of_plain(width)
+                silent * cost.of_vain(len(rows)) + some * cost.of_narrow(len(rows) + width / some)
+                if any(chosen)
+                else cost.of_plain(len(rows))
             )
 
         found = best_depths(hits, acceptances, cost, 3)
@@ -94,23 +99,37 @@ class TestStepCost:
         depth = AdaptiveDepth(cost, 4)
         for _ in range(60):
             depth.observe_guessing(2, 0.1)
-            depth.observe_step(1, 3, 2, 1.6)
+            depth.observe_step(1, 3, 2, 1.6, waited=True)
         assert cost.checked_more == pytest.approx(0.5, rel=0.01), "the tenth that guessing took is no part of it"
         assert cost.guess == pytest.approx(0.05, rel=0.01)
         assert cost.plain_more == 0.0
-        depth.observe_step(1, 30, 0, 9.0)
+        depth.observe_step(1, 30, 0, 9.0, waited=False)
         assert cost.plain_more == 0.0, "a prompt says nothing of decodes"
 
-    def test_a_step_that_waited_in_vain_cost_the_wait(self) -> None:
-        cost = costs((1.0, 9.0), (1.0, 1.0), wait=2.0)
+    def test_a_step_that_waited_in_vain_cost_the_wait_and_no_more(self) -> None:
+        cost = costs((1.0, 9.0), (1.0, 1.0))
         depth = AdaptiveDepth(cost, 8)
-        assert depth.choose([0]) == [0] and depth.rest == depth.PAUSE, "so much waiting does not pay"
         for _ in range(30):
-            depth.observe_step(1, 1, 0, 3.0)  # forms, say, for which a step waits anyway
-        assert cost.of_plain(1) == pytest.approx(3.0, rel=0.01) and cost.checked_more == 0.0
-        assert depth.choose([0]) != [0]
-        depth.observe_step(1, 1, 0, 4.0)
-        assert cost.of_narrow(1) == pytest.approx(3.1) and cost.of_plain(1) == pytest.approx(3.0, rel=0.01)
+            depth.observe_step(1, 1, 0, 3.0, waited=False)  # forms, say
+        assert cost.of_plain(1) == pytest.approx(3.0, rel=0.01) and cost.of_vain(1) == cost.of_plain(1)
+        for _ in range(60):
+            depth.observe_step(1, 1, 0, 3.5, waited=True)
+        assert cost.of_vain(1) == pytest.approx(3.5, rel=0.01) and cost.of_plain(1) == pytest.approx(3.0, rel=0.01)
+        assert cost.checked_more == 0.0, "nothing was checked"
+
+    def test_the_first_plain_steps_count_most(self) -> None:
+        cost = costs((1.0, 9.0), (1.0, 1.0))
+        for _ in range(4):
+            cost.note(1, False, 3.0)
+        assert cost.of_plain(1) > 2.6, "a table that is far too low is corrected soon"
+
+    def test_a_plain_step_takes_no_longer_than_one_that_waited(self) -> None:
+        """While guesses are made no plain step is timed. One that was interrupted must not make guesses pay for ever."""
+        cost = costs((1.0, 9.0), (1.0, 1.0))
+        cost.note(1, False, 2.0)
+        for _ in range(60):
+            cost.note_vain(1, 1.1)
+        assert cost.of_plain(1) == pytest.approx(1.1, rel=0.01)
 
     def test_a_table_that_is_too_high_is_never_corrected_to_nothing(self) -> None:
         cost = costs((1.0, 2.0), (1.0, 9.0))
@@ -150,6 +169,11 @@ def test_an_estimate_follows_the_text() -> None:
         known.note(0, 0, 0.9)
     assert known.acceptance < 0.2, "silence says nothing of the guesses there were"
     assert known.hit < 0.01
+    depth = AdaptiveDepth(FLAT, 8)
+    depth._own[0] = known
+    assert depth.choose([0]) == [0] and best_depths(np.zeros(2), np.full(2, 0.9), FLAT, 8) == [0, 0], (
+        "no idea is no guess"
+    )
 
 
 class Guesser(Proposer):
@@ -184,8 +208,11 @@ def virtual_seconds(
         ks, resting = dict(zip(ids, chosen, strict=True)), 0 if any(chosen) else (resting or depth.rest or 1) - 1
         guesses = proposer.propose_all([state(i) for i in ids], chosen) if any(chosen) else [[] for _ in ids]
         width = len(ids) + sum(map(len, guesses))
-        deepest = np.array([max(chosen)])
-        seconds += float(cost.of_checked(np.array([float(width)]), deepest)[0]) if any(chosen) else cost.of_plain(width)
+        if any(guesses):
+            seconds += cost.of_narrow(width)
+        else:
+            seconds += cost.of_vain(width) if any(chosen) else cost.of_plain(width)
+        seconds += cost.guess * max(chosen)
         asked.append(sum(chosen))
         for seq_id, k, guess in zip(ids, chosen, guesses, strict=True):
             rest = texts[seq_id][written[seq_id] :]

@@ -8,6 +8,6 @@ def best_depths(hits, acceptances, cost, most, margin=1.0):
     seq, depth = order // most, order % most + 1
     tokens = num_seqs + np.cumsum(hits[seq] * worth.ravel()[order])
     width = num_seqs + np.cumsum(hits[seq])
-    speed = tokens / cost.of_checked(width, np.maximum.accumulate(depth))
+    speed = tokens / cost.of_checked(width, np.maximum.accumulate(depth), hits)
     best = int(np.argmax(speed))
     return np.bincount(seq[: best + 1], minlength=num_seqs).tolist()

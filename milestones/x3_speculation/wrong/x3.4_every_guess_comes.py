@@ -8,7 +8,7 @@ def best_depths(hits, acceptances, cost, most, margin=1.0):
     seq, depth = order // most, order % most + 1
     tokens = num_seqs + np.cumsum(worth.ravel()[order])
     width = num_seqs + np.arange(1.0, len(order) + 1)
-    speed = tokens / cost.of_checked(width, np.maximum.accumulate(depth))
+    speed = tokens / cost.of_checked(width, np.maximum.accumulate(depth), np.ones(num_seqs))
     best = int(np.argmax(speed))
     if speed[best] <= margin * num_seqs / cost.of_plain(num_seqs):
         return [0] * num_seqs

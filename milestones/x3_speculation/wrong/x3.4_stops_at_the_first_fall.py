@@ -8,7 +8,7 @@ def best_depths(hits, acceptances, cost, most, margin=1.0):
     seq, depth = order // most, order % most + 1
     tokens = num_seqs + np.cumsum(hits[seq] * worth.ravel()[order])
     width = num_seqs + np.cumsum(hits[seq])
-    speed = tokens / cost.of_checked(width, np.maximum.accumulate(depth))
+    speed = tokens / cost.of_checked(width, np.maximum.accumulate(depth), hits)
     taken, last = 0, margin * num_seqs / cost.of_plain(num_seqs)
     while taken < len(speed) and speed[taken] > last:
         last = speed[taken]

@@ -7,7 +7,7 @@ def best_depths(hits, acceptances, cost, most, margin=1.0):
     for k in range(1, most + 1):
         tokens = n + sum(h * a**j for h, a in zip(hits.tolist(), acceptances.tolist()) for j in range(1, k + 1))
         width = n + k * float(hits.sum())
-        speed = tokens / float(cost.of_checked(np.array([width]), np.array([k]))[0])
+        speed = tokens / float(cost.of_checked(np.array([width]), np.array([k]), hits)[0])
         if speed > best_speed:
             best, best_speed = k, speed
     return [best] * n

@@ -1,0 +1,98 @@
+"""Guesses and the forms of answers: what a form rules out, and where it leads nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from folovllm.engine.speculation import Speculation
+from folovllm.spec.proposer import FixedDepth, Proposer, RowState
+from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.structured.guide import Guide
+from folovllm.structured.guides import Guides
+from folovllm.structured.matcher import Words
+from tests.x3.guessing_loop import sequence
+
+ANY, LAST, NOTHING_BEHIND = 0b1111, 3, 2
+
+
+class DeadEnd:
+    """Allows the tokens 0 to 3. Behind a 2 it finds none, and is not complete."""
+
+    def __init__(self, is_dead: bool = False) -> None:
+        self._is_dead = is_dead
+
+    def fill(self, words: Words) -> None:
+        words[:] = 0 if self._is_dead else ANY
+
+    def is_accepting(self) -> bool:
+        return False
+
+    def advance(self, token_id: int) -> bool:
+        self._is_dead = token_id == NOTHING_BEHIND
+        return token_id <= LAST
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        return next((i for i, token in enumerate(token_ids) if token > LAST), len(token_ids))
+
+    def copy(self) -> DeadEnd:
+        return DeadEnd(self._is_dead)
+
+
+def guides_of(seq: Any) -> Guides:
+    guides = Guides(None, 32)  # type: ignore[arg-type]
+    guides._guides[seq] = Guide(DeadEnd(), end_ids=[9])
+    return guides
+
+
+def step(seq: Any, guesses: list[int]) -> SchedulerOutput:
+    tokens = np.array([0, *guesses], np.int32)
+    return SchedulerOutput((Share(seq.seq_id, 5, 2, len(tokens), tokens, (), 0, len(tokens), None),))
+
+
+def test_a_form_is_asked_for_no_more_than_it_allows_and_never_for_an_end() -> None:
+    seq = sequence([1, 1, 1], 8)
+    guides = guides_of(seq)
+    assert guides.trim(seq, [1, 3, 4, 1]) == [1, 3]
+    assert guides.trim(seq, [1, 9, 1]) == [1], "behind an end there is nothing to guess"
+
+
+def test_each_draw_has_its_own_mask() -> None:
+    seq = sequence([1, 1, 1], 8)
+    masks = guides_of(seq).masks(step(seq, [1, 3]), [seq])
+    assert masks.rows.tolist() == [5, 5, 5] and masks.bits.tolist() == [[ANY]] * 3
+
+
+def test_what_is_drawn_where_the_form_cannot_be_reached_does_not_count() -> None:
+    """The answer ends there as it does without guesses: by the step that finds nothing it may draw."""
+    seq = sequence([1, 1, 1], 8)
+    guides = guides_of(seq)
+    masks = guides.masks(step(seq, [1, NOTHING_BEHIND, 1]), [seq])
+    assert masks.bits[:3].tolist() == [[ANY], [ANY], [1 << 9]], "behind the second guess there is but an end"
+    drawn = [[1, NOTHING_BEHIND, 9]]
+    guides.advance([seq], drawn)
+    assert drawn == [[1, NOTHING_BEHIND]] and not guides.broken([seq])
+    guides.masks(step(seq, []), [seq])
+    assert guides.broken([seq]) == [seq]
+
+
+class Ones(Proposer):
+    """Always guesses the same."""
+
+    def propose(self, state: RowState, k: int) -> list[int]:
+        return [1] * k
+
+
+def test_to_propose_what_a_form_rules_out_is_to_have_no_idea() -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Listening(FixedDepth):
+        def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
+            seen.append((num_guessed, num_accepted))
+
+    seq = sequence([1, 1, 1], 8)
+    seq.num_computed_tokens = 2
+    assert Speculation(Ones(), Listening(2), lambda seq, guesses: []).guess([seq]) == {}
+    assert seen == [(0, 0)], "or it would be asked again and again"
