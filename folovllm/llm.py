@@ -45,13 +45,13 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self.engine.tokenizer
+        """The model's tokenizer, which is transformers'."""
+        return self.engine.get_tokenizer()
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the model can be asked through `chat`."""
-        return getattr(self.tokenizer, "chat_template", None) is not None
+        return getattr(self.engine.tokenizer, "chat_template", None) is not None
 
     @property
     def llm_engine(self) -> LLMEngine:

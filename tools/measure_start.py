@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ PHASES = {  # of a `GraphRunner`, in order
     "compile_kernels": "small steps",
     "capture_cudagraph": "recording",
 }
+HEAVY = ("transformers", "torch._dynamo", "sympy", "sklearn", "pandas")  # seconds to import
 
 
 class Clock:
@@ -63,41 +65,45 @@ class Clock:
         setattr(owner, name, timed)
 
 
+class Compiled:
+    """Which kernels Triton looked for, and how long that took: it calls this after each."""
+
+    def __init__(self) -> None:
+        self._all: list[tuple[float, str, bool]] = []
+
+    def __call__(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        """Note a kernel."""
+        self._all.append((times.total / 1e6, src.name, cache_hit))
+
+    def print(self, each: bool) -> None:
+        """Say how many there were; with `each` name those that were compiled, the slowest first."""
+        new = [(seconds, name) for seconds, name, was_there in self._all if not was_there]
+        total = sum(seconds for seconds, _ in new)
+        print(f"{len(self._all)} kernels, {len(new)} of them compiled, in {total:.1f} s of their threads")
+        for seconds, name in sorted(new, reverse=True) if each else ():
+            print(f"  {seconds:6.2f} s  {name}")
+
+
 def main() -> None:
     """Start, and print the phases."""
-    clock = Clock()
+    clock, compiled = Clock(), Compiled()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", default="qwen3-0.6b")
     parser.add_argument("--kernels", action="store_true")
     given = parser.parse_args()
     clock.add("Python")
-    import torch
+    import torch  # noqa: F401
 
     clock.add("import torch")
-    import transformers  # noqa: F401
-
-    clock.add("import transformers")
     from folovllm import LLM, SamplingParams
     from folovllm.bench.contenders import random_model
-    from folovllm.worker.graph_runner import GraphRunner
-    from folovllm.worker.model_runner import ModelRunner
 
+    watch_phases(clock)
     clock.add("import folovllm")
-    torch.zeros(1, device="cuda")
-    clock.add("CUDA")
     from triton import knobs
 
-    compiled: list[tuple[float, str, bool]] = []
-
-    def note(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
-        compiled.append((times.total / 1e6, src.name, cache_hit))
-
-    knobs.compilation.listener = note
+    knobs.compilation.listener = compiled
     clock.add("import triton")
-    for name, phase in PHASES.items():
-        owner = ModelRunner if name == "fit_kv_cache" else GraphRunner
-        if hasattr(owner, name):
-            clock.watch(owner, name, phase)
     with (
         tempfile.TemporaryDirectory() as folder,
         LLM(**random_model(given.geometry, Path(folder), {"use_tqdm": False})) as llm,
@@ -108,13 +114,21 @@ def main() -> None:
         total = clock.now()
     for phase, seconds in clock.phases.items():
         print(f"{phase:24}{seconds:8.2f} s")
-    new = [one for one in compiled if not one[2]]
     print(f"{'to the first token':24}{total:8.2f} s")
-    print(
-        f"{len(compiled)} kernels, {len(new)} of them compiled, in {sum(one[0] for one in new):.1f} s of their threads"
-    )
-    for seconds, name, _ in sorted(new, reverse=True) if given.kernels else ():
-        print(f"  {seconds:6.2f} s  {name}")
+    print("imported on the way:", ", ".join(name for name in HEAVY if name in sys.modules) or "nothing heavy")
+    compiled.print(given.kernels)
+
+
+def watch_phases(clock: Clock) -> None:
+    """Let the engine's calls be phases."""
+    from folovllm import build
+    from folovllm.worker.graph_runner import GraphRunner
+    from folovllm.worker.model_runner import ModelRunner
+
+    clock.watch(build, "set_up", "configuration")
+    clock.watch(build, "load_tokenizer", "tokenizer")
+    for name, phase in PHASES.items():
+        clock.watch(ModelRunner if name == "fit_kv_cache" else GraphRunner, name, phase)
 
 
 if __name__ == "__main__":

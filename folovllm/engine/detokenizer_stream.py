@@ -7,9 +7,9 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from tokenizers.decoders import DecodeStream
-from transformers import PreTrainedTokenizerFast
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
+from folovllm.quick_tokenizer import QuickTokenizer
 from folovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -107,5 +107,9 @@ def make_detokenizer(
 
 def decodes_by_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the `tokenizers` library alone makes the text: a fast backend without Python code of the model's around it."""
+    if isinstance(tokenizer, QuickTokenizer):
+        return True
+    from transformers import PreTrainedTokenizerFast
+
     kind, fast = type(tokenizer), PreTrainedTokenizerFast
     return issubclass(kind, fast) and kind.decode is fast.decode and kind._decode is fast._decode

@@ -19,6 +19,7 @@ from folovllm.engine.snapshot import added, engine_stats, snapshot
 from folovllm.events import ExpertsAsked, Finished, GivenUp, Listener, StepEnded
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.outputs import RequestOutput
+from folovllm.quick_tokenizer import whole
 from folovllm.request import Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.step.schedule import SchedulerOutput, StepResult
@@ -163,8 +164,8 @@ class LLMEngine:
         return len(self._output.requests)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
-        return self.tokenizer
+        """The model's tokenizer, which is transformers'."""
+        return whole(self.tokenizer)
 
     def step(self) -> list[RequestOutput]:
         """Schedule, compute, draw, and hand out what is new. Without work it returns an empty list."""

@@ -171,15 +171,13 @@ def finish_kernel(
         logits_ptr + s * stride_logits, word_ptr + row_index * stride_words, field_ptr, tl.load(position_ptr + s),
         vocab_size, value_ptr + s * CAPACITY, scaled_ptr + s * CAPACITY, id_ptr + s * CAPACITY,
     )  # fmt: skip
-    largest_ptr += s * num_groups
-    weight_ptr += s * num_groups
-    hot_ptr += s * num_groups
-    g = tl.arange(0, GROUPS)
-    largest = tl.load(largest_ptr + g, mask=g < num_groups, other=float("-inf"))
+    g, hot_ptr = tl.arange(0, GROUPS), hot_ptr + s * num_groups
+    largest = tl.load(largest_ptr + s * num_groups + g, mask=g < num_groups, other=float("-inf"))
     temperature, most = float_field(field_ptr, TEMPERATURE), tl.max(largest, 0)
     inverse, top = 1.0 / temperature, tl.max(divide(tl.zeros([1], tl.float32) + most, temperature), 0)
     scale = (temperature, top, top + tl.log(float_field(field_ptr, MIN_P)))
-    weights = tl.load(weight_ptr + g, mask=g < num_groups, other=0.0) * tl.exp((largest - most) * inverse)
+    weights = tl.load(weight_ptr + s * num_groups + g, mask=g < num_groups, other=0.0)
+    weights *= tl.exp((largest - most) * inverse)
     cut, counts_rest = choose_cut(largest, weights, most, field_ptr, vocab_size, inverse)
     hot = (g < num_groups) & (largest >= cut)
     tl.store(hot_ptr + tl.cumsum(hot.to(tl.int32), 0) - 1, g, mask=hot)
@@ -191,11 +189,11 @@ def finish_kernel(
     shift = tl.where((tl.load(field_ptr + FLAGS) & WORDS) != 0, 0, SHIFT)
     bounds = (key_of(cut, shift), key_of(most, shift) + 1)
     if count <= CAPACITY:
-        source = row + (count, True)  # noqa: RUF005 -- Triton knows no (*row, x)
+        source = row + (count, True)  # noqa: RUF005 -- Triton knows no *row
         floor, last = find_border(source, scale, bounds, shift, rest, CHUNK)
         tl.store(token_ptr + s, draw_candidate(source, scale, floor, last, CHUNK, FAST))
     else:
-        source = row + (vocab_size, False)  # noqa: RUF005
+        source = row + (vocab_size, False)  # noqa: RUF005 -- Triton knows no *row
         floor, last = find_border(source, scale, bounds, shift, rest * 0, WIDE_CHUNK)
         tl.store(token_ptr + s, -1)
     tl.store(floor_ptr + s, floor)

@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 from triton import knobs
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 MOST_THREADS = 16
@@ -68,6 +69,7 @@ class Asked:
         self._thread = threading.get_ident()
         self._compile: Callable[[], Any] | None = None  # of the launch that is asked for now
         self._futures: dict[tuple[Any, str], Future[None]] = {}
+        self._triton_key = pool.submit(triton_key)
 
     def instead_of(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         """What this thread does when it should launch. Other threads launch as ever."""
@@ -87,7 +89,9 @@ class Asked:
         if (fn.jit_function, key) not in self._futures:
             assert self._compile is not None
             self._progress.total += 1
-            self._futures[fn.jit_function, key] = future = self._pool.submit(compile_and_load, self._compile)
+            self._futures[fn.jit_function, key] = future = self._pool.submit(
+                compile_and_load, self._compile, self._triton_key
+            )
             future.add_done_callback(lambda _: self._progress.update())
         return True
 
@@ -102,8 +106,13 @@ class Asked:
         self._futures.clear()
 
 
-def compile_and_load(compile_it: Callable[[], Any]) -> None:
-    """Compile a kernel, or find it in Triton's cache, and do all that its first launch would do."""
+def compile_and_load(compile_it: Callable[[], Any], triton_key: Future[str]) -> None:
+    """Compile a kernel, or find it in Triton's cache, and do all that its first launch would do.
+
+    Names in that cache begin with a hash of Triton itself, 460 MB. One thread computes it and the others wait, lest each
+    of them does.
+    """
+    triton_key.result()
     _ = compile_it().run
 
 
@@ -125,6 +134,11 @@ def initializer_for(device: torch.device) -> tuple[Callable[..., None], tuple[to
 
 class Zeros(TorchDispatchMode):
     """Within this, new memory is zero, so that ids, lengths and places that no kernel has written are in bounds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would import its compiler, which takes seconds, to tell it to leave this alone."""
+        return False
 
     EMPTY = frozenset(
         getattr(torch.ops.aten, name)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from folovllm.config import DEFAULT_MODEL, EngineConfig
 from folovllm.models.json_files import read_json, reading
+from folovllm.models.plain_config import plain_config
+from folovllm.quick_tokenizer import quick_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ASSETS = Path(__file__).parent.parent / "assets"
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+)
 
 
 def resolve_model(name: str) -> Path:
@@ -54,9 +63,18 @@ def _from_hub(name: str) -> Path:
 
 
 def load_hf_config(path: Path, config: EngineConfig) -> Any:
-    """The model's `PretrainedConfig`. Raises ValueError where it cannot be read, or is of no model that serves text."""
+    """The model's `PretrainedConfig`, or a `PlainConfig` with its fields.
+
+    Raises:
+        ValueError: it cannot be read, or is of no model that serves text.
+    """
     with reading(f"the configuration in {path}"):
-        check_heads(read_json(path / "config.json"))
+        fields = read_json(path / "config.json")
+        check_heads(fields)
+        if config.model_impl == "native" and (plain := plain_config(fields)) is not None:
+            return plain
+        from transformers import AutoConfig  # here, for that takes seconds
+
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         if absent := [name for name in NEEDED if getattr(hf_config, name, None) is None]:
             raise ValueError(f"config.json lacks {', '.join(absent)}: it is not the configuration of a decoder of text")
@@ -79,8 +97,11 @@ def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
     if not any((where / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{where} has no tokenizer (tokenizer.json): name one with tokenizer=...")
     with reading(f"the tokenizer in {where}"):
-        for file in filter(Path.is_file, (where / name for name in TOKENIZER_FILES)):
-            read_json(file)
+        files = {name: read_json(where / name) for name in TOKENIZER_FILES if (where / name).is_file()}
+        if (quick := quick_tokenizer(where, files)) is not None:
+            return quick
+        from transformers import AutoTokenizer  # here, for that takes seconds
+
         return AutoTokenizer.from_pretrained(where, trust_remote_code=config.trust_remote_code)
 
 

@@ -23,6 +23,7 @@ from folovllm.engine.input_processor import encode_within
 from folovllm.inputs import Prompt
 from folovllm.inspector.web import FILES, PAGE
 from folovllm.models.files import generation_defaults
+from folovllm.quick_tokenizer import whole
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.admission import Admission
 from folovllm.server.answers import ChatWriter, CompletionWriter
@@ -256,7 +257,7 @@ class Api:
 
     async def tokenizer_info(self, request: Request) -> Response:
         """How texts become ids, for clients that do it themselves."""
-        return json_response(tokenizer_info(self._engine.tokenizer))
+        return json_response(tokenizer_info(whole(self._engine.tokenizer)))
 
     async def _read(self, request: Request, kind: type[R]) -> R:
         """The request in the body. Only JSON: a page in a browser may send other kinds to any address, unasked."""

@@ -11,6 +11,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from folovllm.quick_tokenizer import whole
 from folovllm.structured.matcher import Matcher, Words
 from folovllm.structured_outputs import StructuredOutputsParams
 
@@ -45,7 +46,7 @@ def make_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_ids:
     from llguidance.hf import from_tokenizer
 
     try:
-        return from_tokenizer(tokenizer, vocab_size, end_ids or None)
+        return from_tokenizer(whole(tokenizer), vocab_size, end_ids or None)
     except Exception as error:  # the binding knows no narrower class
         raise ValueError(f"json, regex and grammar cannot be had with this tokenizer: {error}") from error
 

@@ -35,9 +35,8 @@ class CudaGraph:
         self._stream = stream
 
     def capture(self, run: Callable[[torch.Tensor], None]) -> None:
-        """Record `run(static_input)`. It runs twice before, so that everything it compiles or loads is there."""
-        for _ in range(2):
-            run(self.static_input)
+        """Record `run(static_input)`. It runs once before, so that everything it compiles or loads is there."""
+        run(self.static_input)
         torch.cuda.synchronize()
         with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream):
             run(self.static_input)
