@@ -32,7 +32,7 @@ import triton
 
 from folovllm.kernels import int4_matmul as four
 from folovllm.kernels import quant_matmul as eight
-from folovllm.kernels.int4_linear import int4_linear
+from folovllm.kernels.few_codes import few_codes
 from folovllm.kernels.quant_linear import Codes, quant_linear
 from folovllm.kernels.quantize_rows import fp8_matmul
 from folovllm.kernels.small_linear import serves, small_linear
@@ -141,7 +141,10 @@ def multiply(job: Job, name: str, weight: object, x: torch.Tensor, residual: tor
         ways = {"few": partial(quant_linear, x, weight, *fused), "tiles": partial(eight.quant_matmul, x, weight, added),
                 "both": partial(both_fp8, x, weight, added)}  # fmt: skip
         return ways[job.way]() if job.way in ways else by_library(x, eight.unpacked(weight, x.dtype), added)
-    ways = {"few": partial(int4_linear, x, *weight, *fused), "tiles": partial(four.int4_matmul, x, *weight, added)}
+    ways = {
+        "few": partial(few_codes, x, *weight, (1, 128), "int4", *fused),
+        "tiles": partial(four.int4_matmul, x, *weight, added),
+    }
     return ways[job.way]() if job.way in ways else by_library(x, four.unpacked(*weight, x.dtype), added)
 
 

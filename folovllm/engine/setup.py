@@ -119,7 +119,13 @@ def check_gpus(device: torch.device, tensor_parallel_size: int) -> None:
 
 
 def choose_dtype(name: str, device: torch.device, hf_config: Any) -> torch.dtype:
-    """The dtype asked for; "auto" is float32 on CPU and the checkpoint's own on a GPU."""
+    """The dtype asked for; "auto" is float32 on CPU and the checkpoint's own on a GPU.
+
+    Raises ValueError for bfloat16 on a card that has no instructions for it: kernels do not compile there.
+    """
+    if name == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        card = torch.cuda.get_device_name(device)
+        raise ValueError(f"bfloat16 needs a card of compute capability 8.0 or later, and {card} is older: use float16")
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
     if device.type == "cpu":

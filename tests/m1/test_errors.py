@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -446,3 +447,16 @@ def test_what_the_model_or_machine_cannot_give(fields: dict[str, Any], says: str
 def test_a_gpu_where_there_is_none() -> None:
     with pytest.raises(ValueError, match="no CUDA GPU here: use device='cpu'"):
         LLM(str(tiny_checkpoint()), milestone="m1", device="cuda", use_tqdm=False)
+
+
+def test_bfloat16_is_refused_on_a_card_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to itself the engine takes float16 there; asked for bfloat16, it says what to do before any kernel is compiled."""
+    from folovllm.engine.setup import choose_dtype
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    hf_config, card = SimpleNamespace(dtype=torch.bfloat16), torch.device("cuda")
+    assert choose_dtype("auto", card, hf_config) == torch.float16
+    with pytest.raises(ValueError, match=r"8\.0 or later, and Tesla T4 is older: use float16"):
+        choose_dtype("bfloat16", card, hf_config)
+    assert choose_dtype("bfloat16", torch.device("cpu"), hf_config) == torch.bfloat16

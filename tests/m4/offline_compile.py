@@ -33,12 +33,14 @@ from folovllm.kernels.check_plan import list_checks_kernel, plan_checks_kernel
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel
 from folovllm.kernels.decode_plan import plan_kernel
 from folovllm.kernels.draw_tokens import plain_kernel, special_kernel
+from folovllm.kernels.few_codes import few_codes_kernel
+from folovllm.kernels.few_codes import tile_of as tile_of_codes
 from folovllm.kernels.few_pairs import few_pairs_kernel
 from folovllm.kernels.few_pairs import tiling as tiling_of_pairs
 from folovllm.kernels.filter_logits import CAPACITY, CHUNK, WARPS, WIDE_CHUNK, finish_kernel, scan_kernel
 from folovllm.kernels.grouped_linear import grouped_linear_kernel, tiles_for
 from folovllm.kernels.grouped_quant import grouped_quant_kernel
-from folovllm.kernels.grouped_quant import tiles as tiles_of_codes
+from folovllm.kernels.grouped_quant import tiles as tiles_of_experts
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_kernel
 from folovllm.kernels.int4_linear import int4_linear_kernel
 from folovllm.kernels.int4_linear import tiling as tiling_4
@@ -51,7 +53,6 @@ from folovllm.kernels.prefill import prefill_config, prefill_kernel
 from folovllm.kernels.prefill_hopper import NUM_STAGES, prefill_hopper_kernel
 from folovllm.kernels.prefill_tiles import list_tiles_kernel
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
-from folovllm.kernels.quant_linear import quant_linear_kernel, tile_of
 from folovllm.kernels.quant_matmul import quant_matmul_kernel, tiles, unpack_kernel
 from folovllm.kernels.quantize_rows import quantize_rows_kernel
 from folovllm.kernels.rms_norm import add_rms_norm_kernel, late_add_rms_norm_kernel
@@ -73,9 +74,8 @@ WINDOW = 1024  # of a layer that has one
 OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("early_decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"): "*fp32", ("merge_checks_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
              ("finish_kernel", "weight_ptr"): "*fp32", ("finish_kernel", "token_ptr"): "*i32",
              ("small_linear_kernel", "x_ptr"): "*i32", ("small_linear_kernel", "weight_ptr"): "*i32",
+             ("few_codes_kernel", "scale_ptr"): "*fp32",
              ("summed_linear_kernel", "x_ptr"): "*i32", ("summed_linear_kernel", "weight_ptr"): "*i32",
-             ("quant_linear_kernel", "x_ptr"): "*i32", ("quant_linear_kernel", "weight_ptr"): "*i16",
-             ("quant_linear_kernel", "columns_ptr"): "*i32", ("quant_linear_kernel", "scale_ptr"): "*fp32",
              ("quant_matmul_kernel", "weight_ptr"): "*i8", ("quant_matmul_kernel", "scale_ptr"): "*fp32",
              ("unpack_kernel", "weight_ptr"): "*i8", ("unpack_kernel", "scale_ptr"): "*fp32",
              ("few_pairs_kernel", "x_ptr"): "*i32", ("few_pairs_kernel", "weight_ptr"): "*i32",
@@ -290,11 +290,9 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
             (4, 9728, False, fp8),
         ]
         some += [(32, "int8"), (64, fp8), (256, fp8), (256, "int8")]
-    for tokens, width, gated, kind in few:
-        num_warps, per_program, units = tile_of(tokens, width, gated)
-        group = {"GROUP_ROWS": 1, "GROUP": width} if kind == "int8" else {"GROUP_ROWS": 128, "GROUP": 128}
-        yield quant_linear_kernel, {"K": width, **group, "KIND": kind, "NORM": gated, "COLUMNS": gated, "GATED": gated,
-                                    "RESIDUAL": not gated, "M": tokens, "ROWS": per_program, "CHUNK": units, **pdl}, num_warps, 3  # fmt: skip
+    for tokens, width, gated, kind in few if capability >= 80 else ():
+        rows, columns = (1, width) if kind == "int8" else (128, 128)
+        yield few_codes_of(tokens, width, gated, rows, columns, kind, width, 64 if kind == "int8" else columns, pdl)
     for tokens, kind in some:
         group = {"GROUP_ROWS": 1, "GROUP": 9728} if kind == "int8" else {"GROUP_ROWS": 128, "GROUP": 128}
         shape = tiles(tokens, 1 << 30 if kind == "int8" else 128, 2, capability)
@@ -330,6 +328,14 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
     yield from kernels_of_int4(capability)
 
 
+def few_codes_of(tokens, width, gated, rows, columns, kind, row_bytes, group_bytes, options):
+    """The product of few tokens with codes in Qwen3-4B's layers: with a norm and gate, or with a residual."""
+    tile = tile_of_codes(tokens, row_bytes, group_bytes)
+    ahead = {"NORM": gated, "GATED": gated, "RESIDUAL": not gated} | ({} if gated else {"columns_ptr": None})
+    group = {"GROUP_ROWS": rows, "GROUP": columns, "KIND": kind, "zero_ptr": None}
+    return few_codes_kernel, {"K": width, **group, **ahead, "M": tokens, **tile, **options}, tile["SPLITS"], 3
+
+
 def kernels_of_int4(capability: int):
     """Products with weights of 4 bits, in Qwen3-4B's largest layers."""
     few = [(1, 2560, 9728, False, 128)]  # tokens, rows, width, gated, group
@@ -343,6 +349,9 @@ def kernels_of_int4(capability: int):
         none |= {} if gated else {"columns_ptr": None}
         yield int4_linear_kernel, {"K": width, "GROUP": group, "NORM": gated, "GATED": gated, "RESIDUAL": not gated, "M": tokens,
                                    "ROWS": per_program, "QUADS": quads, "PDL": capability >= 90, **none}, num_warps, 3  # fmt: skip
+    for tokens, _, width, gated, _ in few if capability >= 80 else ():
+        options = {"PDL": capability >= 90, "scales": "fp16"}
+        yield few_codes_of(tokens, width, gated, 1, 128, "int4", width // 2, 64, options)
     some = [(*one, 2) for one in some] + [(256, 128, 4), (128, 512, 2)] * (capability == 86)
     for tokens, group, itemsize in some:
         shape = tiling_4_many(tokens, group, itemsize)
@@ -431,7 +440,7 @@ def grouped_codes(capability: int):
         shapes += [(fp8, 2048, False), (fp8, 32768, True), ("int4", 8, True), ("int4", 32768, True)]
     for kind, pairs, gated in shapes:
         k, group, rows = hidden if gated else inner, 128 if kind == fp8 else 32, 128 if kind == fp8 else 1
-        shape = tiles_of_codes(pairs // experts, k, group, kind, torch.bfloat16, gated, capability)
+        shape = tiles_of_experts(pairs // experts, k, group, kind, torch.bfloat16, gated, capability)
         num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
         shape |= {"K": k, "E": experts, "WIDTH": experts, "ASKED": asked if gated else 1, "GATED": gated}
         shape |= {"GROUP_ROWS": rows, "GROUP": group, "KIND": kind}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from tests.contract import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+from folovllm.kernels.few_codes import few_codes
 from folovllm.kernels.int4_linear import int4_linear
 from folovllm.kernels.int4_matmul import int4_matmul, unpacked
 
@@ -56,6 +59,31 @@ def inputs_of(tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 )
 def test_few_tokens(dtype: torch.dtype, tokens: int, outputs: int, inputs: int, group: int, zeros: str) -> None:
     """Alone, and with all that comes before and after it; some rows and quads are past the end."""
+    check_few(int4_linear, dtype, tokens, outputs, inputs, group, zeros)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs", "group", "zeros"),
+    [(1, 5, 768, 128, "none"), (2, 6, 1280, 256, "codes"), (4, 3, 384, 128, "minimums"), (1, 2, 1056, 1056, "codes")],
+)
+def test_few_tokens_on_tensor_cores(
+    dtype: torch.dtype, tokens: int, outputs: int, inputs: int, group: int, zeros: str
+) -> None:
+    """The same; some tiles are past the end, and one group is no whole number of tiles."""
+    check_few(on_tensor_cores, dtype, tokens, outputs, inputs, group, zeros)
+
+
+def on_tensor_cores(x: torch.Tensor, *kept: torch.Tensor | None, **more: object) -> torch.Tensor:
+    words, scales, zeros = kept
+    assert words is not None and scales is not None
+    block = (1, x.shape[1] // scales.shape[1])
+    return few_codes(x, words, scales, zeros, block, "int4", **more)  # type: ignore[arg-type]
+
+
+def check_few(
+    int4_linear: Callable[..., torch.Tensor], dtype: torch.dtype, tokens: int, outputs: int, inputs: int, group: int, zeros: str
+) -> None:  # fmt: skip
     kept, weight = made_up(outputs, inputs, group, zeros)
     x = inputs_of(tokens, inputs, dtype)
     exact = x.double().cpu() @ weight.t()

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from folovllm.layers.formats import packing
 from folovllm.layers.formats.abstract import on_gpu
 
+WHOLE = 128  # inputs that 16 words hold: of shorter groups, tensor cores would have numbers move between threads
+
 
 @dataclass(slots=True)
 class Grouped:
@@ -115,10 +117,14 @@ class Grouped:
     def fused(
         self, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """The product of few tokens, with all that comes before and after it."""
+        """The product of few tokens, with all that comes before and after it: on the tensor cores, where they are fast."""
+        from folovllm.kernels.few_codes import few_codes, serves
         from folovllm.kernels.int4_linear import int4_linear
 
         assert self.words is not None
+        if x.itemsize == 2 and self.group_size % WHOLE == 0 and serves(x):
+            given = self.words, self.scales, self.zeros, (1, self.group_size), "int4"
+            return few_codes(x, *given, norm_eps, gated, residual, self.columns)
         return int4_linear(x, self.words, self.scales, self.zeros, norm_eps, gated, residual, self.columns)
 
     def fuses(self, x: torch.Tensor) -> bool:

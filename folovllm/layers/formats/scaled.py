@@ -138,12 +138,13 @@ class Scaled(WeightFormat):
         return quant_linear(x, self.codes_of(layer), norm_eps, gated, residual, layer.columns)
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
-        """True for few tokens and no bias."""
+        """True for few tokens and no bias, on a card whose tensor cores serve few tokens."""
         if layer.bias is not None or not self.has_kernels(layer, x):
             return False
+        from folovllm.kernels.few_codes import serves
         from folovllm.kernels.quant_linear import FEW
 
-        return len(x) in FEW and x.stride(0) % 2 == x.storage_offset() % 2 == 0
+        return len(x) in FEW and serves(x)
 
     def can_fold(self, layer: LinearBase) -> bool:
         """As for plain weights: False with a bias, and in float16."""

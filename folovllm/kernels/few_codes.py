@@ -1,0 +1,272 @@
+"""Weights in codes of 8 or 4 bits times very few tokens, on the tensor cores.
+
+Codes are read in half or a quarter of the time of 16-bit weights, and what is then done with each takes as long. To multiply
+and add is most of that, with more than one token. A tensor core does 2,048 of these in one instruction, of floats of 16 bits;
+so all that is left is to make such floats (`unpack_codes`). Three things make it fit:
+
+- **No number moves to another thread.** A tensor core wants certain elements in certain threads. But a sum may be taken in any
+  order. So what a thread has read, 16 neighbouring bytes, is given to the tensor core as if it were what that thread should
+  have, and `x` is read in the same order.
+- **No idle corner.** The smallest product is 16 rows of weights times 8 tokens. With one token four rows are enough:
+  PARTS = 4 quarters of their inputs are 16 rows, and the quarters of `x` are 8 columns. Of the 16 x 8 results those count
+  where a part has met its own. So programs stay small, and there are many of them.
+- **Warps share rows.** Of SPLITS warps each has every SPLITS-th tile of inputs, as in a batch of products. Their sums meet
+  at the end.
+
+As in `small_linear`, a program asks for all its weights before it waits for its inputs. A scale meets the sum of a tile's
+products, or of all where a row has one scale.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from folovllm.kernels.int4_linear import EXPONENT, load_scales
+from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
+from folovllm.kernels.small_linear import append
+from folovllm.kernels.unpack_codes import four_bytes, in_turn, nibble
+
+
+@triton.jit
+def in_order(tile, KIND: tl.constexpr):
+    """Numbers [8 SPLITS, n] in the order of the inputs as [SPLITS, 8, n] in the order in which a tensor core takes them.
+
+    Any order is right if weights and `x` have the same. This one leaves numbers in the thread that has read them: of four
+    threads t has 16 neighbours, of which a product of 16 inputs takes four. Of 4 bits the order of the inputs is that.
+    """
+    NUM: tl.constexpr = tile.shape[1]
+    SPLITS: tl.constexpr = tile.shape[0] // 8
+    if KIND != "int4" and NUM == 64:
+        tile = tl.permute(tl.reshape(tile, [8 * SPLITS, 4, 2, 2, 2, 2]), 0, 2, 4, 1, 3, 5)
+    return tl.reshape(tile, [SPLITS, 8, NUM])
+
+
+@triton.jit
+def row_of(first, i, num_rows, ROWS: tl.constexpr, LINES: tl.constexpr):
+    """Which row of weights is row i of a product. Past the last one that again."""
+    return tl.minimum(first + i % ROWS, num_rows - 1) + i % LINES // ROWS * num_rows
+
+
+@triton.jit
+def load_words(word_ptr, rows, word, NUM: tl.constexpr, STEP: tl.constexpr):
+    """All tiles of words of some rows. Each is read once, so it leaves the caches to `x` (`evict_first`)."""
+    tiles = ()
+    for start in tl.static_range(0, NUM, STEP):
+        ptr = word_ptr + rows.to(tl.int64) * NUM + start + word
+        if start + STEP <= NUM:
+            tile = tl.load(ptr, eviction_policy="evict_first")
+        else:
+            tile = tl.load(ptr, mask=word < NUM - start, other=0, eviction_policy="evict_first")
+        tiles = append(tiles, tile)
+    return tiles
+
+
+@triton.jit
+def load_factors(
+    scale_ptr, zero_ptr, first, num_rows, COUNT: tl.constexpr, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Of each of COUNT tiles, STEP inputs apart, what `load_scales` has for its rows: two [SPLITS, 16]."""
+    row, factors = tl.arange(0, 16)[None, :], ()
+    groups = row_of(first, row, num_rows, ROWS, 16 // PARTS) // GROUP_ROWS * tl.cdiv(K, GROUP)
+    part = tl.arange(0, SPLITS)[:, None] * PARTS + row // (16 // PARTS)
+    for c in tl.static_range(COUNT):
+        input = part * (STEP // (SPLITS * PARTS)) + c * STEP
+        factors = append(factors, load_scales(scale_ptr, zero_ptr, groups + input // GROUP, input < K))
+    return factors
+
+
+@triton.jit
+def load_or_zero(ptr, inside, WHOLE: tl.constexpr):
+    """What is there, and zeros outside; nothing is outside if WHOLE."""
+    return tl.load(ptr) if WHOLE else tl.load(ptr, mask=inside, other=0)
+
+
+@triton.jit
+def load_inputs(
+    ptr, first, NUM: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """The numbers at `ptr` that WORDS words from `first` [8 SPLITS, 1] on meet, in the order in which a tensor core takes them."""
+    if KIND == "int4":
+        PLANE: tl.constexpr = GROUP // 8
+        word = first + tl.arange(0, WORDS)[None, :]
+        at, tiles = ptr + word // PLANE * GROUP + word % PLANE, ()
+        for i in tl.static_range(8):
+            tiles = append(tiles, load_or_zero(at + i * PLANE, word < NUM, WHOLE))
+        tile = in_turn(tiles)
+    elif WORDS == 16:  # in halves, so that four threads share 64 numbers, as they do 64 codes
+        column = tl.arange(0, 32)[None, :]
+        at = first * 4 + column // 8 * 16 + column % 8
+        low, high = load_or_zero(ptr + at, at < 4 * NUM, WHOLE), load_or_zero(ptr + at + 8, at + 8 < 4 * NUM, WHOLE)
+        both = tl.permute(tl.reshape(tl.join(low, high), [first.shape[0], 4, 8, 2]), 0, 1, 3, 2)
+        tile = tl.reshape(both, [first.shape[0], 64])
+    else:
+        at = first * 4 + tl.arange(0, 4 * WORDS)[None, :]
+        tile = load_or_zero(ptr + at, at < 4 * NUM, WHOLE)
+    return in_order(tile, KIND)
+
+
+@triton.jit
+def sixteen(words, more, exponent, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Words [8 SPLITS, WORDS] of rows 0 to 7, and of rows 8 to 15, as numbers [SPLITS, 16, inputs]."""
+    if KIND == "int4":
+        low, high = (), ()
+        for i in tl.static_range(8):
+            low, high = append(low, nibble(words, i, exponent, DTYPE)), append(high, nibble(more, i, exponent, DTYPE))
+        low, high = in_turn(low), in_turn(high)
+    else:
+        low, high = four_bytes(words, KIND, DTYPE), four_bytes(more, KIND, DTYPE)
+    both = tl.permute(tl.join(in_order(low, KIND), in_order(high, KIND)), 0, 3, 1, 2)
+    return tl.reshape(both, [both.shape[0], 16, both.shape[3]])
+
+
+@triton.jit
+def inverse_root(x_ptr, stride_x, eps, K: tl.constexpr, M: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Of each token: one over the root mean square of its `x`, [1, M]."""
+    row_ptr, squares = x_ptr + tl.arange(0, M)[:, None] * stride_x, tl.zeros([M, AT_ONCE], tl.float32)
+    for start in tl.static_range(0, K, AT_ONCE):
+        k = start + tl.arange(0, AT_ONCE)[None, :]
+        x = load_or_zero(row_ptr + k, k < K, start + AT_ONCE <= K).to(tl.float32)
+        squares += x * x
+    return tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
+
+
+@triton.jit
+def sum_parts(acc, PARTS: tl.constexpr):
+    """Of products [SPLITS, 16, 8] those of a part with itself, added up: [16 / PARTS lines, 8 / PARTS tokens]."""
+    LINES: tl.constexpr = 16 // PARTS
+    TOKENS: tl.constexpr = 8 // PARTS
+    met = tl.arange(0, 16)[:, None] // LINES == tl.arange(0, 8)[None, :] // TOKENS
+    each = tl.reshape(tl.where(met, tl.sum(acc, 0), 0.0), [PARTS, LINES, PARTS, TOKENS])
+    return tl.sum(tl.sum(each, 2), 0)
+
+
+@triton.jit
+def silu_times(y, DTYPE: tl.constexpr):
+    """Lines of gate and then of up, [2 ROWS, TOKENS], as silu(gate) * up; both are rounded before they meet."""
+    y = tl.reshape(y.to(DTYPE).to(tl.float32), [2, y.shape[0] // 2, y.shape[1]])
+    gate, up = tl.split(tl.permute(y, 1, 2, 0))
+    return (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up
+
+
+@triton.jit
+def few_codes_kernel(
+    x_ptr, word_ptr, scale_ptr, zero_ptr, columns_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, exponent,
+    K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program p: outputs p * ROWS to p * ROWS + ROWS of all M tokens, in tiles of WORDS words of a part of a row.
+
+    NORM, GATED and RESIDUAL as in `small_linear_kernel`. GATED: the program's lines are its rows of gate, then those of up.
+    GROUP_ROWS outputs and GROUP inputs share a scale; with GROUP = K it is multiplied last, unless there are zeros.
+    """
+    let_next_start(PDL)
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    PRECISION: tl.constexpr = "ieee" if DTYPE == tl.float32 else "tf32"  # noqa: SIM300
+    LINES: tl.constexpr = 16 // PARTS
+    TOKENS: tl.constexpr = 8 // PARTS
+    ROWS: tl.constexpr = LINES // (1 + GATED)
+    PER_WORD: tl.constexpr = 8 if KIND == "int4" else 4
+    NUM: tl.constexpr = K // PER_WORD
+    STEP: tl.constexpr = SPLITS * PARTS * WORDS
+    BY_TILE: tl.constexpr = GROUP < K or zero_ptr is not None
+    first = tl.program_id(0) * ROWS
+    place, column = tl.arange(0, 8 * SPLITS)[:, None], tl.arange(0, WORDS)[None, :]
+    warp, i = place // 8 * PARTS, place % 8  # rows i and i + 8 of a product, or its column i
+    words = load_words(
+        word_ptr, row_of(first, i, num_rows, ROWS, LINES), (warp + i // LINES) * WORDS + column, NUM, STEP)  # fmt: skip
+    more = load_words(
+        word_ptr, row_of(first, i + 8, num_rows, ROWS, LINES), (warp + (i + 8) // LINES) * WORDS + column, NUM, STEP)  # fmt: skip
+    factors = ()
+    if BY_TILE:
+        factors = load_factors(
+            scale_ptr, zero_ptr, first, num_rows, len(words), K, GROUP_ROWS, GROUP, ROWS, PARTS, SPLITS, STEP * PER_WORD
+        )
+    wait_for_inputs(PDL)
+    inverse = inverse_root(x_ptr, stride_x, eps, K, M, 256 * SPLITS // M) if NORM else 1.0
+    x_ptr += tl.minimum(i % TOKENS, M - 1) * stride_x
+    acc = tl.zeros([SPLITS, 16, 8], tl.float32)
+    for c in tl.static_range(len(words)):
+        word = (warp + i // TOKENS) * WORDS + c * STEP
+        x = load_inputs(x_ptr, word, NUM, GROUP, KIND, WORDS, (c + 1) * STEP <= NUM)
+        if columns_ptr is not None:
+            x *= load_inputs(columns_ptr, word, NUM, GROUP, KIND, WORDS, (c + 1) * STEP <= NUM)
+        x, numbers = tl.permute(x, 0, 2, 1), sixteen(words[c], more[c], exponent, KIND, DTYPE)
+        if BY_TILE:
+            acc += tl.dot(numbers, x, input_precision=PRECISION) * factors[c][0][:, :, None]
+        else:
+            acc = tl.dot(numbers, x, acc, input_precision=PRECISION)
+        if zero_ptr is not None:
+            acc += tl.dot(tl.full(numbers.shape, 1.0, DTYPE), x, input_precision=PRECISION) * factors[c][1][:, :, None]
+    y = sum_parts(acc, PARTS)
+    if not BY_TILE:
+        line = row_of(first, tl.arange(0, LINES)[:, None], num_rows, ROWS, LINES)
+        y *= tl.load(scale_ptr + line // GROUP_ROWS).to(tl.float32)
+    y *= inverse
+    y = silu_times(y, DTYPE) if GATED else y
+    outputs, token = first + tl.arange(0, ROWS)[:, None], tl.arange(0, TOKENS)[None, :]
+    at, kept = token * num_rows + outputs, (outputs < num_rows) & (token < M)
+    if RESIDUAL:
+        y += tl.load(residual_ptr + at, mask=kept, other=0).to(tl.float32)
+    tl.store(out_ptr + at, y.to(DTYPE), mask=kept)
+
+
+def serves(x: torch.Tensor) -> bool:
+    """Whether the device of `x` keeps such a product in registers: compute capability 8.0 or later, or an interpreter."""
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+REGISTERS = 84  # of codes, in each thread
+MAX_WARPS = 16
+
+
+def tile_of(num_tokens: int, row_bytes: int, group_bytes: int) -> dict[str, int]:
+    """PARTS, SPLITS (which are warps) and WORDS of a program, for rows of so many bytes, and groups that share a scale.
+
+    As many parts as leave a column to each token, but four rows. As many warps as REGISTERS asks for; two at least where
+    the sums of four tokens take registers too.
+    """
+    parts = 2 if num_tokens > 2 else 4
+    splits = triton.next_power_of_2(triton.cdiv(16 // parts * row_bytes, 4 * 32 * REGISTERS))
+    words = min(16, (group_bytes & -group_bytes) // 4)
+    return {"PARTS": parts, "SPLITS": min(MAX_WARPS, max(splits, 1 + (num_tokens > 2))), "WORDS": words}
+
+
+def few_codes(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    block: tuple[int, int],
+    kind: str,
+    norm_eps: float | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`x` [T, K] times the transpose of W [rows, K], for T of 1, 2 or 4; accumulated in float32.
+
+    Args:
+        words: [rows, K / 4 or K / 8] int32: codes of 8 bits as they come, of 4 bits in the order of `pack_planes`.
+        scales: [rows / block[0], K / block[1]], floats.
+        zeros: of codes of 4 bits, as `int4_linear` has them.
+        block: outputs and inputs that share a scale. So many inputs are a multiple of 16 (8 bits) or 32 (4 bits).
+        kind: "fp8", "fp8_bits" (on a card that has no such numbers), "int8" or "int4".
+        norm_eps, gated, residual: as in `small_linear`. Rows of `x` may be apart; nothing else is.
+        columns: [K], factors of the (normed) `x`. Their product is rounded to its dtype.
+    """
+    num_tokens, width = x.shape
+    rows = len(words) // (1 + gated)
+    out = x.new_empty(num_tokens, rows)
+    row_bytes = 4 * words.shape[1]
+    has_groups = block[1] < width or kind == "int4"
+    tile = tile_of(num_tokens, row_bytes, row_bytes * block[1] // width if has_groups else 64)
+    few_codes_kernel[(triton.cdiv(rows, 16 // tile["PARTS"] // (1 + gated)),)](
+        x, words, scales, zeros, columns, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
+        EXPONENT, K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,
+        RESIDUAL=residual is not None, M=num_tokens, **tile, num_warps=tile["SPLITS"],
+        **launch_options(x.device, num_tokens),
+    )  # fmt: skip
+    return out
