@@ -5,7 +5,8 @@ the block ids, K and V. Of all this only the new token's own query, key and valu
 program asks for the rest before it waits for that product (`pdl`), and keeps its first TILE keys and values in registers.
 
 It may, because nothing in the step writes what it reads so early: the plan and the block tables are complete before the
-first layer begins, and all other tokens are of earlier steps.
+first layer begins, and all other tokens are of earlier steps. They are complete
+because the embedding, which is launched without `pdl`, comes between: right behind the plan this kernel could read an old one.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ def wait_for_inputs(PDL: tl.constexpr):
     """Wait until all kernels before this one are complete and their writes visible.
 
     Every kernel that is launched with `launch_options` calls it before it reads what another kernel wrote and before it
-    writes anything; what it reads earlier must have been there from the start, as weights are.
+    writes anything. It may read earlier what was there from the start, as weights are; and what was complete before some
+    kernel without these options began, since nothing overlaps with that one (`early_decode`). A program without work may
+    end without this call, if another program of its launch makes it.
     """
     if PDL:
         gdc_wait()
