@@ -23,7 +23,7 @@ from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import norm_rope
 
 MAX_SEQS = 4  # that were measured
-MAX_HEAD_DIM = 128  # a tile has to fit into registers
+MAX_HEAD_DIM, MAX_GROUP = 128, 8  # a tile, and the queries of a head of K and V, have to fit into registers
 TILE, NUM_WARPS, NUM_STAGES, PROGRAMS = 64, 4, 2, 2  # PROGRAMS: on each multiprocessor
 
 
@@ -114,9 +114,10 @@ def early_decode_kernel(
 
 
 def serves(decode: SplitKVDecode, kv_cache: torch.Tensor, num_seqs: int) -> bool:
-    """Whether this kernel is the one to take: where kernels overlap, for few sequences, and for what was measured."""
-    is_measured = kv_cache.dtype in (torch.bfloat16, torch.float16) and decode.head_dim <= MAX_HEAD_DIM
-    return is_measured and not decode.window and num_seqs <= MAX_SEQS and available(kv_cache.device)
+    """Whether this kernel is the one to take: where kernels overlap, for few sequences, and for what fits into registers."""
+    fits = decode.head_dim <= MAX_HEAD_DIM and decode.num_heads <= MAX_GROUP * decode.num_kv_heads
+    is_plain = kv_cache.dtype in (torch.bfloat16, torch.float16) and not decode.window
+    return fits and is_plain and num_seqs <= MAX_SEQS and available(kv_cache.device)
 
 
 def early_decode(
