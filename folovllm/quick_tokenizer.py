@@ -14,8 +14,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from folovllm.models.json_files import reading
-
 MODELS = ("llama", "qwen3")  # for which `AutoTokenizer` takes the class that the files name
 CLASSES = {"PreTrainedTokenizerFast": "PreTrainedTokenizerFast", "TokenizersBackend": "PreTrainedTokenizerFast"}
 CLASSES |= {"Qwen2Tokenizer": "Qwen2Tokenizer", "Qwen2TokenizerFast": "Qwen2Tokenizer"}
@@ -65,10 +63,12 @@ class QuickTokenizer:
         Raises:
             ValueError: transformers cannot read the files. (An AttributeError would lead back to here, by `__getattr__`.)
         """
-        with reading(f"the tokenizer in {self._where}"):
-            import transformers
+        import transformers
 
+        try:
             return getattr(transformers, self._kind).from_pretrained(self._where)
+        except Exception as error:  # of a damaged file there is nearly everything
+            raise ValueError(f"cannot read the tokenizer in {self._where}: {error}") from error
 
     def __len__(self) -> int:
         return len(self.whole)
