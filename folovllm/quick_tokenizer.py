@@ -24,7 +24,9 @@ CHANGES = (
     "split_special_tokens",
     "auto_map",
     "fix_mistral_regex",
+    "model_specific_special_tokens",
 )
+QWENS_OWN = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")  # where the files name none
 QWENS_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -42,8 +44,9 @@ class QuickTokenizer:
         self._where, self._kind = where, kind
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text."""
-        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """The token ids of a text. Other threads run meanwhile, which they do not while `Tokenizer.encode` does."""
+        (encoding,) = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(
@@ -55,10 +58,17 @@ class QuickTokenizer:
 
     @cached_property
     def whole(self) -> Any:
-        """transformers' tokenizer. Its class is imported by name: `AutoTokenizer` may import models as well."""
+        """transformers' tokenizer. Its class is imported by name: `AutoTokenizer` may import models as well.
+
+        Raises:
+            ValueError: transformers cannot read the files. (An AttributeError would lead back to here, by `__getattr__`.)
+        """
         import transformers
 
-        return getattr(transformers, self._kind).from_pretrained(self._where)
+        try:
+            return getattr(transformers, self._kind).from_pretrained(self._where)
+        except Exception as error:  # of a damaged file there is nearly everything
+            raise ValueError(f"cannot read the tokenizer in {self._where}: {error}") from error
 
     def __len__(self) -> int:
         return len(self.whole)
@@ -88,6 +98,8 @@ def quick_tokenizer(where: Path, files: Mapping[str, dict[str, Any]]) -> QuickTo
     if not (model and said and content) or "added_tokens.json" in files:
         return None
     kind = CLASSES.get(said.get("tokenizer_class") or "")
+    if kind == "Qwen2Tokenizer":
+        said = QWENS_OWN | said
     if model.get("model_type") not in MODELS or kind is None or any(said.get(name) for name in CHANGES):
         return None
     if "special_tokens_map.json" in files and "added_tokens_decoder" not in said:
@@ -109,11 +121,11 @@ def knows_special_tokens(said: dict[str, Any], content: dict[str, Any]) -> bool:
     """Whether the special tokens that `tokenizer_config.json` names are just those of `tokenizer.json`."""
     added = {token["id"]: token for token in content["added_tokens"]}
     special = {token["content"] for token in added.values() if token["special"]}
-    extra = [*(said.get("additional_special_tokens") or ()), *(said.get("extra_special_tokens") or ())]
-    named = [said[name] for name in said if name.endswith("_token") and name not in CHANGES]
-    decoder = said.get("added_tokens_decoder") or {}
-    return {*map(text_of, (*named, *extra))} <= {*special, None} and all(
-        added.get(int(id_)) == {"id": int(id_), **token} for id_, token in decoder.items()
+    extra, listed = said.get("extra_special_tokens") or (), said.get("added_tokens_decoder")
+    named = [*(said.get("additional_special_tokens") or ()), *(extra.values() if isinstance(extra, dict) else extra)]
+    named += [said[name] for name in said if name.endswith("_token") and name not in CHANGES]
+    return {*map(text_of, named)} <= {*special, None} and (
+        listed is None or added == {int(id_): {"id": int(id_), **token} for id_, token in listed.items()}
     )
 
 

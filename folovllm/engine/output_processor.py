@@ -184,7 +184,8 @@ class Answer:
             self._num_chars, self._num_tokens = num_visible_chars(seq), seq.num_output_tokens
             self._was_over = seq.status.is_finished
             if seq.logprobs:
-                self._cumulative_logprob += sum(chosen(row).logprob for row in seq.logprobs[old_tokens:])
+                new = seq.logprobs[old_tokens : self._num_tokens]  # behind the end there may be more
+                self._cumulative_logprob += sum(chosen(row).logprob for row in new)
         return old_chars, old_tokens
 
 

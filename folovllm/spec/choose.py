@@ -238,7 +238,7 @@ class AdaptiveDepth(Depth):
 
         Of steps of which as many as can be have guesses, w of them: they bring no more than w times the most likely guess,
         nor more than all that all guesses bring. Tokens and seconds lie on lines between the widths of the table: their
-        ratio is largest at one of these.
+        ratio is largest at one of these, or at 0.
         """
         n, cost, silent = len(seq_ids), self.cost, 1.0
         found = [(self._own[seq_id], 1) for seq_id in seq_ids if seq_id in self._own]
@@ -248,7 +248,7 @@ class AdaptiveDepth(Depth):
         some, vain = max(1 - silent, HARDLY), silent * cost.of_vain(n)  # some: the chance that anyone has a guess
         widest = self._most * sum(e.hit * count for e, count in found) / some
         most, likely = sum(e.tokens(self._most) * count for e, count in found), max(e.acceptance for e, _ in found)
-        widths = [*(w - n for w in cost.checked.widths if n < w < n + widest), widest]
+        widths = [0.0, *(w - n for w in cost.checked.widths if n < w < n + widest), widest]
         if likely > 0:
             widths.append(min(most / likely / some, widest))
         speed = max((n + min(most, likely * some * w)) / (some * cost.of_narrow(n + w) + vain) for w in widths)

@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -106,12 +108,40 @@ def test_encodes_and_decodes_as_transformers_does(folder: str, qwens: Path) -> N
 @pytest.mark.parametrize("changed", [
     {"tokenizer_class": "LlamaTokenizer"}, {"add_bos_token": True}, {"clean_up_tokenization_spaces": True},
     {"eos_token": "<new>"}, {"tokenizer_class": None}, {"additional_special_tokens": ["the"]},
-    {"added_tokens_decoder": {"2": {"content": "<|im_end|>", "special": False}}},
+    {"added_tokens_decoder": {"2": {"content": "<|im_end|>", "special": False}}}, {"added_tokens_decoder": {}},
+    {"extra_special_tokens": {"<|im_end|>": "the"}}, {"model_specific_special_tokens": {"image_token": "the"}},
 ])  # fmt: skip
 def test_a_tokenizer_that_transformers_changes_is_left_to_it(changed: dict, qwens: Path) -> None:
     assert isinstance(quick_of(qwens), QuickTokenizer)
     change(qwens, "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **changed})
     assert quick_of(qwens) is None
+
+
+def test_where_the_files_name_no_end_it_is_qwens(qwens: Path) -> None:
+    fields = json.loads((qwens / "tokenizer_config.json").read_text())
+    del fields["eos_token"]
+    (qwens / "tokenizer_config.json").write_text(json.dumps(fields))
+    assert quick_of(qwens).eos_token_id == AutoTokenizer.from_pretrained(qwens).eos_token_id == 0
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    """Or a server's answers would stop. One try of many must show it: a busy machine may leave a thread no turn."""
+    quick, text = quick_of(EMBEDDED), "Lily has a red kite. " * 4000
+
+    def turns() -> int:
+        with ThreadPoolExecutor(1) as threads:
+            encoding = threads.submit(quick.encode, text)
+            return sum(1 for _ in iter(lambda: time.sleep(0.001) or encoding.done(), True))
+
+    assert any(turns() > 9 for _ in range(50))
+
+
+def test_files_that_transformers_cannot_read_are_named(tmp_path: Path) -> None:
+    shutil.copytree(EMBEDDED, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    quick = quick_of(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="cannot read the tokenizer in"):
+        quick.chat_template  # noqa: B018
 
 
 @pytest.mark.parametrize("changed", [

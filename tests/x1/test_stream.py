@@ -178,6 +178,14 @@ class TestFeed:
         assert text_of(stream) == "a", "b ends the answer, and c was drawn after the end"
         assert stream.state.metrics.num_generated_tokens == 2, "a and b; what comes after the end is not counted"
 
+    def test_what_was_drawn_behind_the_end_is_in_no_sum(self) -> None:
+        stream = stream_of(replace(DELTAS, stop=["b"], logprobs=0))
+        rows = [[(token, -(2.0**i), 1)] for i, token in enumerate(ids_of("abc"))]
+        stream.feed(Delta(0, 0, ids_of("abc"), None, 0, rows), 1.0)
+        stream.feed(Delta(0, 0, [], "stop"), 1.0)
+        (answer,) = stream.state.output().outputs
+        assert (answer.cumulative_logprob, len(answer.logprobs or ())) == (-3.0, 2), "c was drawn behind the end"
+
     @given(st.text("aé#€", max_size=12), st.data())
     def test_text_only_grows_however_it_comes(self, whole: str, data: st.DataObject) -> None:
         """The pieces together are the text, in whatever steps the tokens come and whenever the reader looks."""

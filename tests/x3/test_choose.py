@@ -157,6 +157,18 @@ def test_what_cannot_pay_is_seen_without_asking_for_the_best_depths(num_seqs: in
     assert not can_pay or wait == 0.0
 
 
+def test_where_the_first_guess_alone_pays_it_is_asked_for() -> None:
+    """Few guesses, which cost nearly nothing, and each one more a lot: no width of the table pays."""
+    cost, rng = (
+        StepCost(Curve((1.0, 64.0), (2.0, 2.0)), Curve((1.0, 2.0, 8.0), (1.0, 1.0, 6.0))),
+        np.random.default_rng(3),
+    )
+    depth, hits, rights = AdaptiveDepth(cost, 8), rng.random((20, 3)) ** 3, rng.random((20, 3))
+    for own, right in zip(hits, rights, strict=True):
+        depth._own = {i: Estimate(h, 1 - h, a, 1 - a) for i, (h, a) in enumerate(zip(own, right, strict=True))}
+        assert depth._can_pay(range(3)) or not any(best_depths(own, right, cost, 8, depth.MARGIN))
+
+
 def test_an_estimate_follows_the_text() -> None:
     known = Estimate(1.0, 0.0, 0.5, 0.5)
     for _ in range(30):
