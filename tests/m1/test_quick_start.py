@@ -157,7 +157,7 @@ def test_so_is_one_that_is_not_qwens_but_says_so(changed: dict, qwens: Path) -> 
 SCRIPT = """
 import sys
 from folovllm import LLM, SamplingParams
-llm = LLM()
+llm = LLM(milestone="m1", model_impl="native")
 ids = llm.generate("Lily", SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids
 assert len(ids) == 2
 print([name for name in ("transformers", "torch._dynamo", "sympy", "pandas") if name in sys.modules])
