@@ -18,6 +18,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -41,29 +42,10 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
-BENCH_FLAGS = [
-    "--model",
-    "m",
-    "--backend",
-    "openai",
-    "--dataset-name",
-    "random",
-    "--random-input-len",
-    "512",
-    "--random-output-len",
-    "128",
-    "--ignore-eos",
-    "--temperature",
-    "0.6",
-    "--percentile-metrics",
-    "ttft,tpot,itl",
-    "--metric-percentiles",
-    "99",
-    "--disable-tqdm",
-    "--ready-check-timeout-sec",
-    "0",
-    "--save-result",
-]
+BENCH_FLAGS = shlex.split("""
+--model m --backend openai --dataset-name random --random-input-len 512 --random-output-len 128 --ignore-eos --temperature 0.6
+--percentile-metrics ttft,tpot,itl --metric-percentiles 99 --disable-tqdm --ready-check-timeout-sec 0 --save-result
+""")
 TICKS = os.sysconf("SC_CLK_TCK")
 OFFLINE = """
 import json, sys
