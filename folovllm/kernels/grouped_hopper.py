@@ -4,9 +4,9 @@ A box of gate and the box of up that belongs to it lie in shared memory one behi
 largest that the matrix units take, so they read each row of x once for both. What the engine fetches needs no addresses in
 registers, and where W ends it fills up with zeros. The rows of x lie anywhere, so threads gather them, as in `grouped_linear`.
 
-What bounds the kernel is what it reads from the L2 cache. An expert's pairs seldom fill their last tile. Half of all experts
-have a few more than the average, which is often a whole number of tiles; a tile for these few would read all weights again.
-So the tile before it takes up to REST pairs more, as a second factor beside its own.
+An expert's pairs seldom fill their last tile. Half of all experts have a few more than the average, which is often a whole
+number of tiles. A tile for these few would begin anew, and read all weights again. So the tile before it takes up to REST pairs
+more, as a second factor beside its own.
 """
 
 from __future__ import annotations

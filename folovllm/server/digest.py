@@ -145,7 +145,7 @@ class Digest:
         self._deltas[last] = replace(self._deltas[last], finish_reason=event.reason)
 
     def _given_up(self, event: ev.GivenUp) -> None:
-        """Nobody but the engine knows of this end. Whoever asked for any other abort looks no more."""
+        """The engine alone decided this end, so the reader must hear of it. Any other abort was asked for by the reader."""
         answer = self._served[event.seq_id]
         self._deltas.append(Delta(answer.number, answer.index, [], "abort", answer.num_cached_tokens or 0))
 

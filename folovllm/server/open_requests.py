@@ -24,7 +24,7 @@ class OpenRequests:
         return len(self._by_number)
 
     def all(self) -> list[Stream]:
-        """A list of its own: the requests in it may end while somebody goes through it."""
+        """A copy, so that requests may end while the caller goes through it."""
         return list(self._by_number.values())
 
     def get(self, number: int) -> Stream | None:
