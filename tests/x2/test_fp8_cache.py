@@ -167,7 +167,9 @@ def test_the_offset_is_about_the_mean_and_leaves_the_first_key_whole() -> None:
     cache[0].view(-1)[:] = torch.tensor([5.0, 8.0, 11.0, 999.0])
     cache[1].fill_(0.875)
     (scales,) = centred_scales_of([cache], 3)
-    assert scales == KVScales(1 / 64, 1 / 256), "twice 3, the largest once 8 is taken off, over 448 is 1/74.7; up to 1/64"
+    assert scales == KVScales(1 / 64, 1 / 256), (
+        "twice 3, the largest once 8 is taken off, over 448 is 1/74.7; up to 1/64"
+    )
     assert scales.offset is not None and scales.offset.tolist() == [[8.0]], "their mean: 5 - 8 is a number of 8 bits"
     cache[0].view(-1)[:3] = torch.tensor([4.7, 8.3, 11.0])
     (scales,) = centred_scales_of([cache], 3)
