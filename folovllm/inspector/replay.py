@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from folovllm import events as ev
-from folovllm.inspector.lines import FORMAT, VERSION, Line
+from folovllm.inspector.keyframe import Line
+from folovllm.inspector.lines import FORMAT, VERSION
 from folovllm.step.draw import no_tokens
 from folovllm.step.schedule import SchedulerOutput, Share, StepResult
 
