@@ -151,10 +151,6 @@ class LLMEngine:
             state.note_progress(time.monotonic())
         return [state.output() for state in states]
 
-    def has_request(self, request_id: str) -> bool:
-        """Whether a request of this id is being served."""
-        return request_id in self._output.requests
-
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
         return bool(self._output.requests)
@@ -288,7 +284,7 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """Requests and KV cache as they are now."""
         self.require_open()
-        return engine_stats(self.setup, self.scheduler, self.scheduler.kv, self._num_steps, self._num_preemptions)
+        return engine_stats(self.setup, self.scheduler, self._num_steps, self._num_preemptions)
 
     def expert_load(self) -> list[list[int]]:
         """How often each expert of each layer was asked since the start; waits for the steps under way.
