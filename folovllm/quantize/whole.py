@@ -11,7 +11,6 @@ from folovllm.attention.ops import create_causal_mask
 from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.attention import Attention
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.quantize.perplexity import perplexity, token_losses
 
 TOKENS_AT_ONCE = 4096  # more would only need more memory
 
@@ -73,8 +72,3 @@ def logits_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     """
     attend_within(model, ids.shape[1])
     return model.lm_head(model(whole_batch(ids))).unflatten(0, ids.shape)
-
-
-def perplexity_of(model: LlamaForCausalLM, ids: torch.Tensor) -> float:
-    """The model's perplexity on `ids` [n, length], one sequence at a time. As `logits_of`."""
-    return perplexity(torch.cat([token_losses(logits_of(model, some), some) for some in ids.split(1)]))

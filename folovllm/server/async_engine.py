@@ -18,7 +18,7 @@ from folovllm.models.files import generation_defaults, load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.messages import Abort, AskExperts, ExpertLoad, Failure, Load, News, Pace, Ready, Seen, Step, Watch
+from folovllm.server.messages import Abort, AskExperts, ExpertLoad, Failure, Load, News, Ready, Seen, Step, Watch
 from folovllm.server.open_requests import OpenRequests
 from folovllm.server.stream import Mailbox, Stream, add_message
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
@@ -222,10 +222,6 @@ class AsyncEngine:
         if self._asking is not None:
             self._asking.set_result(None)
             self._asking = None
-
-    def pace(self, delay: float = 0.0, is_held: bool = False, step: int = 0) -> None:
-        """Let the engine wait so many seconds between two steps, or hold it; held, it may take `step` more steps."""
-        self._transport.send(Pace(delay, is_held, step))
 
     @property
     def is_open(self) -> bool:
