@@ -59,9 +59,8 @@ def load(counts: npt.NDArray[np.int64], ranks: int = 1) -> Picture:
     num_layers, num_experts = counts.shape
     wide, high = WIDTH - LEFT - 12, 26
     parts: list[str] = []
-    percent = np.round(
-        100 * counts / counts.sum(-1, keepdims=True)
-    )  # so that a tie that falls otherwise changes no picture
+    # Rounded, so that a tie that falls otherwise changes no picture.
+    percent = np.round(100 * counts / counts.sum(-1, keepdims=True))
     for row, shares in enumerate(percent / percent.sum(-1, keepdims=True)):
         y = 8 + (high + 6) * row
         parts.append(text(LEFT - 6, y + 17, f"layer {row}", size=10, fill=GREY, end=True))

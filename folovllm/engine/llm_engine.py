@@ -177,7 +177,7 @@ class LLMEngine:
             return self._take_in(output, seqs, self._compute(output, seqs), start)
 
     def _compute(self, output: SchedulerOutput, seqs: list[Sequence]) -> StepResult:
-        """Compute a step and draw. Where an answer has a form, its guide says what may be drawn, and hears what was."""
+        """Compute a step and draw. Where an answer has a form, its guide says what may be drawn, and is told what was."""
         if self._guides.concern(output, seqs):
             output = replace(output, masks=self._guides.masks(output, seqs))
         result = self.executor.execute_model(output)

@@ -33,9 +33,8 @@ class WholeSequences(AttentionBackend):
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[n * length, Hq, D] -> the same shape."""
-        q, k, v = (
-            x.unflatten(0, (-1, self.length)).transpose(1, 2) for x in (query, *self.new)
-        )  # [n, heads, length, D]
+        # [n, heads, length, D]
+        q, k, v = (x.unflatten(0, (-1, self.length)).transpose(1, 2) for x in (query, *self.new))
         if self.window is None or self.window >= self.length:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:

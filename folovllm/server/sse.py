@@ -1,4 +1,4 @@
-"""Responses that end when the client does: whatever is done for it races against its going away."""
+"""Responses that end when the client leaves: the work for it races against its disconnect."""
 
 from __future__ import annotations
 
