@@ -36,7 +36,7 @@ class Mailbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, stream: Stream) -> None:
-        """A stream has news that nobody has taken: it joins `self._fresh`, and who waits is woken, once however many come."""
+        """Add a stream that has news to `self._fresh`, and wake the reader if it waits: once, however many streams come."""
         self._fresh.append(stream)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -44,7 +44,7 @@ class Mailbox:
     async def get(self) -> list[Stream]:
         """The streams that have news, each handed out once; waits until there is one.
 
-        Who waits does so on `self._waiter`, a future of the running event loop: `put` gives it a result.
+        The reader waits on `self._waiter`, a future of the running event loop: `put` gives it a result.
         """
         if not self._fresh:
             self._waiter = asyncio.get_running_loop().create_future()
