@@ -70,8 +70,9 @@ class Guides:
         which count for nothing; nor does anything drawn where the form cannot be reached any more.
         """
         rows: list[int] = []
-        # Whose, which of its draws, where it is then, line of its mask.
-        places: list[tuple[Sequence, int, Guide, int]] = []
+        places: list[
+            tuple[Sequence, int, Guide, int]
+        ] = []  # whose, which of its draws, where it is then, line of its mask
         for share, seq in zip(output.shares, seqs, strict=True):
             guide = self._guides.get(seq) if share.num_draws else None
             if guide is None:
