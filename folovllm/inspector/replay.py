@@ -1,4 +1,4 @@
-"""From the lines of a recording back to events: whoever listens to an engine can listen to a recording."""
+"""From the lines of a recording back to events: a listener of engines can listen to a recording."""
 
 from __future__ import annotations
 

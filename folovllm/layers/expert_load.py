@@ -1,4 +1,4 @@
-"""How often each expert of each layer is asked: counted on the device, read only when somebody wants to know."""
+"""How often each expert of each layer is asked: counted on the device, and read only when it is asked for."""
 
 from __future__ import annotations
 
