@@ -175,6 +175,7 @@ def local_config(hf_config: PretrainedConfig, size: int, expert_parallel: bool =
     local.num_key_value_heads = max(1, num_kv_heads_of(hf_config) // size)
     for name, inner in cut_sizes(hf_config, expert_parallel).items():
         setattr(local, name, inner // size)
+    local.whole_vocab_size = hf_config.vocab_size
     local.vocab_size = vocab_shard_size(hf_config.vocab_size, size)
     return local
 

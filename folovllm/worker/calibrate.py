@@ -18,10 +18,11 @@ HEADROOM = 2.0  # a prompt may bring larger numbers than these
 
 
 def calibration_shares(setup: EngineSetup) -> tuple[Share, ...]:
-    """One sequence of tokens from all over the vocabulary, the same at every start."""
+    """One sequence of tokens from all over the vocabulary, the same at every start and on any number of ranks."""
     length = min(TOKENS, setup.max_model_len, setup.max_num_batched_tokens)
     (share,) = dummy_shares([length], setup.block_size)
-    tokens = np.random.default_rng(0).integers(0, setup.vocab_size, length, dtype=np.int32)
+    vocab_size = getattr(setup.hf_config, "whole_vocab_size", setup.vocab_size)  # a rank's own is a part
+    tokens = np.random.default_rng(0).integers(0, vocab_size, length, dtype=np.int32)
     return (share._replace(token_ids=tokens),)
 
 

@@ -209,6 +209,22 @@ def test_all_milestones_answer_alike_from_8_bits(milestone: str) -> None:
     assert got == expected
 
 
+def test_ranks_look_at_the_same_tokens() -> None:
+    """A rank holds a part of the vocabulary; it must not choose the made-up tokens from that part."""
+    drawn = []
+    for ranks in (1, 2):
+        engine = make_engine(
+            tiny_checkpoint(),
+            milestone="m5",
+            kv_cache_dtype="fp8",
+            calculate_kv_scales=True,
+            tensor_parallel_size=ranks,
+        )
+        drawn.append([list(o.outputs[0].token_ids) for o in serve(engine, mixed_requests(count=4))])
+        engine.close()
+    assert drawn[0] == drawn[1]
+
+
 @pytest.mark.parametrize("kv", [{}, {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}], ids=["whole", "8 bits"])
 def test_all_layers_see_what_was_planned(kv: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """A padded step is planned once. A layer's own copy of the backend, which has its scales, must know of it."""
