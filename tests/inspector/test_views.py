@@ -92,6 +92,12 @@ class TestStory:
         assert "must wait: " in here.run("return inspector.lanes[0].text")
         assert key(here, "r") > at > 0 and key(here, "Shift+R") == at
 
+    def test_a_sentence_has_the_width_of_the_page(self, here: Shown) -> None:
+        """Also the first one, before any request; its class was the legend's once, and made it a letter wide."""
+        here.open("m3.jsonl", t=0)
+        assert "The engine waits for its first request." in here.run("return inspector.lanes[0].text")
+        assert here.run("return document.querySelector('.said p').clientWidth") > 400
+
     def test_the_numbers_count_from_one_step(self, here: Shown) -> None:
         here.open("m2.jsonl", t=1)
         assert here.run("return inspector.lanes[0].text").startswith("Step 1: ")
