@@ -195,6 +195,10 @@ class TestStart:
         for flag in ("--engine-process", "--no-engine-process"):
             assert "has no config.json" in self.fails(capsys, str(tmp_path), "--port", "0", flag)
 
+    def test_a_model_by_flag_as_in_other_commands(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        assert "has no config.json" in self.fails(capsys, "--model", str(tmp_path), "--port", "0")
+        assert "two models are named, a and b" in self.fails(capsys, "a", "--model", "b")
+
     @pytest.mark.parametrize(
         ("field", "value"),
         [
