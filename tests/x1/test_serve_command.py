@@ -111,6 +111,7 @@ class TestEnds:
             count = len(next(running).choices)
             server.process.send_signal(signal.SIGTERM)
             eventually(lambda: server.health() == 503)
+            assert server.process.stdout and server.process.stdout.readline().startswith("1 running: up to 30 s to end")
             with pytest.raises(openai.InternalServerError, match="shutting down") as refused:
                 server.client.completions.create(model="stories-5m", prompt="x")
             assert refused.value.status_code == 503
