@@ -73,12 +73,13 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, opening: str
 
 
 def show_steps_taken(steps: Iterable[StepStats], watcher: Watcher) -> None:
-    """A line for each step that was taken in: with overlap none, one or two. Then the pool."""
+    """A line for each step that was taken in: with overlap none, one or two. Under a line the pool."""
     from folovllm.show import draw_pool
 
-    for stats in steps:
-        stderr().print(step_line(stats), style="dim", soft_wrap=True)
-    if pool := draw_pool(watcher):
+    lines = [step_line(stats) for stats in steps]
+    for line in lines:
+        stderr().print(line, style="dim", soft_wrap=True)
+    if lines and (pool := draw_pool(watcher)):
         stderr().print(pool, soft_wrap=True)
 
 
