@@ -172,11 +172,6 @@ class AsyncEngine:
         for stream in self._open.all():
             self._abort(stream)
 
-    @property
-    def num_open(self) -> int:
-        """Requests whose answers have not ended."""
-        return len(self._open)
-
     async def drain(self, seconds: float | None = None) -> bool:
         """Take no new requests, and return when those that run have ended; after so many `seconds` the rest is aborted.
 
