@@ -261,6 +261,23 @@ class TestSources:
                 assert here.run("return inspector.lanes.length") == count
                 assert key(here, "ArrowRight") == 10
 
+    @pytest.mark.parametrize(("blocks", "drawn"), [(256, 256), (10_000, 64)])
+    def test_a_large_pool_is_drawn_as_far_as_it_is_used(
+        self, browser: Any, tmp_path: Path, blocks: int, drawn: int
+    ) -> None:
+        """Ten thousand cells would be dust, and three of them the whole story."""
+        header, start, *lines = lines_of("m5.jsonl")
+        header["engine"]["num_kv_blocks"] = blocks
+        start[3] |= {"free": "1" * blocks, "refs": [0] * blocks}
+        text = "\n".join(map(json.dumps, [header, start, *lines]))
+        (file := tmp_path / "run.html").write_text(whole_page(inline_source([("m5", text)])), encoding="utf-8")
+        with shown(browser) as here:
+            here.page.goto(f"{file.as_uri()}#t=9")
+            here.page.wait_for_function(SHOWN)
+            assert here.run("return inspector.lanes[0].memory.num") == drawn
+            facts = here.run("return inspector.lanes[0].memory.facts.textContent")
+            assert f" of {blocks:,} blocks" in facts and ("the first 64 are drawn" in facts) == (drawn < blocks)
+
     def test_in_a_notebook(self, here: Shown, tmp_path: Path) -> None:
         """In a frame that may do nothing but run scripts: it has no address, no storage and no clipboard."""
         page = whole_page(inline_source([("m5.jsonl", (SAMPLES / "m5.jsonl").read_text(encoding="utf-8"))]))
