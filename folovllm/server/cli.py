@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from folovllm.flags import engine_flags, pick
+
 
 def serve(
     name: Annotated[
@@ -23,9 +25,7 @@ def serve(
     It listens at http://127.0.0.1:8000, and a browser finds a page to chat there.
     If no model is named, the small one that comes with the package answers.
     """
-    from folovllm.cli import engine_flags
     from folovllm.config import EngineConfig
-    from folovllm.flags import pick
     from folovllm.server.config import ServerConfig
 
     config = ServerConfig(**pick(given, ServerConfig))

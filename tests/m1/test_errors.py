@@ -118,7 +118,7 @@ class TestPrompts:
     def test_other_fields_of_another_kind(self, llm: LLM, field: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=next(iter(field))):
             llm.engine.add_request("r", "a", SHORT, **field)
-        assert not llm.engine.has_request("r")
+        assert not llm.engine.has_unfinished_requests()
 
     @pytest.mark.parametrize(
         "messages", ["Hello", {"role": "user", "content": "Hello"}, ["Hello"], [["Hello"]], [5], iter([])]
