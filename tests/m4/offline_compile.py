@@ -110,7 +110,7 @@ def pointer_type(name: str, dtype: str) -> str:
                 "count_ptr", "mask_ptr", "number_ptr"):  # fmt: skip
         return "*i32"
     if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr", "largest_ptr",
-                "value_ptr", "scaled_ptr", "floor_ptr"):  # fmt: skip
+                "value_ptr", "offset_ptr", "scaled_ptr", "floor_ptr"):  # fmt: skip
         return "*fp32"
     return f"*{dtype}"
 
@@ -173,6 +173,11 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"([A-Z]+):(\d+)", function)}
 
 
+def with_offset(constants: dict) -> dict:
+    """The kernel that takes something off the keys that it stores."""
+    return {name: value for name, value in constants.items() if name != "offset_ptr"}
+
+
 def kernels(capability: int, head_dim: int, block_size: int):
     """Every kernel of M4 with the constants and options it is launched with for this shape."""
     d, b, major_minor = head_dim, block_size, divmod(capability, 10)
@@ -184,13 +189,13 @@ def kernels(capability: int, head_dim: int, block_size: int):
                                 "LISTED": listed, "WINDOW": window}, prefill.num_warps, prefill.num_stages)  # fmt: skip
     group = HQ // HKV
     shape = {"HKV": HKV, "G": group, "GROUP": group, "D": d, "TILE": decode.tile, "M": 16, "STEP": decode.merge_step,
-             "PDL": capability >= 90, "NORM": True, "WINDOW": 0}  # fmt: skip
+             "PDL": capability >= 90, "NORM": True, "WINDOW": 0, "offset_ptr": None}  # fmt: skip
     for raw, num_warps in ((False, 2), (False, 4), (True, 2), (True, 4)):
         yield decode_kernel, {**strides, **shape, "RAW": raw}, num_warps, decode.num_stages
     for window in windows:
         yield decode_kernel, {**strides, **shape, "RAW": True, "WINDOW": window}, 2, decode.num_stages
     heads = {"HQ": HQ, "HKV": HKV, "D": d, "QS": HQ, "KVS": HKV, "NORM": True, "H": 1024, "WIDTH": 1024, "SCALE": True,
-             "PDL": capability >= 90}  # fmt: skip
+             "PDL": capability >= 90, "offset_ptr": None}  # fmt: skip
     yield qk_norm_rope_store_kernel, {**strides, **heads}, 4, 3
     if capability >= 89 and (d, b) == (128, 16):
         fp8, tiles = {**strides, "cache": "fp8e4nv"}, {"TILE_M": prefill.tile_m, "TILE_N": prefill.tile_n}
@@ -198,8 +203,9 @@ def kernels(capability: int, head_dim: int, block_size: int):
             yield (prefill_kernel, {**fp8, **tiles, "G": HQ // HKV, "D": d, "LISTED": True, "WINDOW": window},
                    prefill.num_warps, prefill.num_stages)  # fmt: skip
         for raw, window in ((False, 0), (True, 0), (True, WINDOW)):
-            yield decode_kernel, {**fp8, **shape, "TILE": 64, "RAW": raw, "WINDOW": window}, 4, decode.num_stages
-        yield qk_norm_rope_store_kernel, {**fp8, **heads}, 4, 3
+            constants = {**fp8, **shape, "TILE": 64, "RAW": raw, "WINDOW": window}
+            yield decode_kernel, with_offset(constants) if raw else constants, 4, decode.num_stages
+        yield qk_norm_rope_store_kernel, with_offset({**fp8, **heads}), 4, 3
     if (d, b) == (128, 16):  # those below depend on neither
         chunks = {"MIN_CHUNK": decode.min_chunk, "MAX_CHUNK": decode.max_chunk, "QUEUE_CHUNK": decode.queue_chunk,
                   "MAX_PARTS": MAX_PARTS}  # fmt: skip
