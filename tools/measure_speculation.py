@@ -88,7 +88,7 @@ class Watch:
 
     def _begin(self, output: Any) -> None:
         guessed = any(share.num_draws > 1 for share in output.shares)
-        kind = "with guesses" if guessed else "waited in vain" if self._inner.waited else "plain"
+        kind = "with guesses" if guessed else "waited in vain" if self._inner.asked else "plain"
         if any(share.draw is not None for share in output.shares):
             kind = "prompts"
         self._kinds.append(kind)

@@ -115,6 +115,10 @@ class GuidanceMatcher:
         """As `Matcher`."""
         return int(self.inner.validate_tokens(list(token_ids)))
 
+    def forced(self) -> list[int]:
+        """As `Matcher`: a text that the grammar forces is cut into tokens as the tokenizer cuts it, and in no other way."""
+        return list(self.inner.compute_ff_tokens())
+
     def copy(self) -> GuidanceMatcher:
         """As `Matcher`."""
         return GuidanceMatcher(self.inner.deep_copy())

@@ -101,16 +101,26 @@ class Guide:
         first_end = next((i for i, token in enumerate(guesses) if token in self._end_ids), len(guesses))
         return first_end if self._preface is not None else self._matcher.num_allowed(guesses[:first_end])
 
+    def forced(self) -> list[int]:
+        """The tokens that come next, as far as there is no choice."""
+        return [] if self.matcher is None or self._allowed is not None else self._matcher.forced()
+
     def ahead(self, guesses: Sequence[int]) -> Iterator[Guide]:
         """The guide itself, and others at the places behind the guesses, up to the first that leads nowhere."""
         place = self
         yield place
         for token in guesses:
-            place = place.copy()
-            place.advance(token)
+            place = place.behind([token])
             yield place
             if place.is_broken:
                 break
+
+    def behind(self, token_ids: Sequence[int]) -> Guide:
+        """The guide itself, or if there are any tokens another one behind them."""
+        place = self.copy() if token_ids else self
+        for token in token_ids:
+            place.advance(token)
+        return place
 
     def copy(self) -> Guide:
         """The guide of another answer at the same place."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -17,7 +19,7 @@ from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.structured import guidance
 from folovllm.structured.guide import Guide, Preface
-from folovllm.structured.matcher import ChoiceMatcher, Matcher
+from folovllm.structured.matcher import ChoiceMatcher, Matcher, set_bits
 from folovllm.structured.vocabulary import Vocabulary, read_vocabulary
 from folovllm.structured_outputs import StructuredOutputsParams
 
@@ -27,12 +29,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger("folovllm")
 
 
+MOST_FORMS = 64  # that are kept
+MOST_USES = 1000
+
+
+@dataclass(slots=True)
+class Compiled:
+    """A form that requests have asked for, and others may. It takes milliseconds to compile.
+
+    Copies share what the library finds out about the form, and keeps for ever; so it is compiled anew from time to time.
+    """
+
+    matcher: Matcher  # at the beginning of an answer
+    num_uses: int = 0
+
+
 class Guides:
     """The owner of all guides. A guide goes with its sequence; what preemption takes is the cache, not the guide."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._library_tokenizer: Any = None
+        self._compiled: dict[str, Compiled] = {}  # by form; the one that was used last stands at the end
         self._guides: WeakKeyDictionary[Sequence, Guide] = WeakKeyDictionary()
         self._limits: dict[int, int] = {}  # by seq_id: tokens of the step under way that count, where not all may
 
@@ -70,6 +88,7 @@ class Guides:
         which count for nothing; nor does anything drawn where the form cannot be reached any more.
         """
         rows: list[int] = []
+        forced: list[tuple[int, int]] = []  # line of the mask, the only token that it allows
         places: list[
             tuple[Sequence, int, Guide, int]
         ] = []  # whose, which of its draws, where it is then, line of its mask
@@ -78,10 +97,16 @@ class Guides:
             if guide is None:
                 continue
             if not seq.status.is_finished:
-                guesses = share.token_ids[1:].tolist() if share.num_draws > 1 else ()
-                places += [(seq, level, at, len(rows) + level) for level, at in enumerate(guide.ahead(guesses))]
+                guesses = share.token_ids[1:].tolist() if share.num_draws > 1 else []
+                own = common(guide.forced(), guesses) if guesses else []
+                forced += [(len(rows) + level, token) for level, token in enumerate(own)]
+                ahead = enumerate(guide.behind(own).ahead(guesses[len(own) :]), len(own))
+                places += [(seq, level, at, len(rows) + level) for level, at in ahead]
             rows += [share.row] * share.num_draws
         bits = np.full((len(rows), mask_width(self._vocab_size)), -1, np.int32)
+        for i, token in forced:
+            bits[i] = 0
+            set_bits(bits[i], [token])
         guidance.fill_together([(at.matcher, i) for _, _, at, i in places if at.matcher is not None], bits)
         for seq, level, at, i in places:
             at.finish(bits[i])
@@ -96,6 +121,11 @@ class Guides:
         """
         guide = self._guides.get(seq)
         return guesses if guide is None else guesses[: guide.num_allowed(guesses)]
+
+    def forced(self, seq: Sequence, most: int) -> list[int]:
+        """At most so many tokens that come next in an answer because its form leaves no choice."""
+        guide = self._guides.get(seq)
+        return [] if guide is None else guide.forced()[:most]
 
     def prepare(self, model_end_ids: Iterable[int]) -> None:
         """Do now what the first answer with a grammar would wait for, if the library is there."""
@@ -128,7 +158,13 @@ class Guides:
     def _matcher(self, form: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Matcher:
         if form.choice is not None:
             return ChoiceMatcher(self._vocabulary, {text.encode() for text in form.choice}, end_ids)
-        return guidance.GuidanceMatcher.compile(form, self._make_library_tokenizer(model_end_ids))
+        known = self._compiled.pop(repr(form), None)
+        if known is None or known.num_uses == MOST_USES:
+            known = Compiled(guidance.GuidanceMatcher.compile(form, self._make_library_tokenizer(model_end_ids)))
+        self._compiled[repr(form)], known.num_uses = known, known.num_uses + 1
+        if len(self._compiled) > MOST_FORMS:
+            del self._compiled[next(iter(self._compiled))]
+        return known.matcher.copy()
 
     def _make_library_tokenizer(self, end_ids: list[int]) -> Any:
         """The library's; made once."""
@@ -139,3 +175,8 @@ class Guides:
     @cached_property
     def _vocabulary(self) -> Vocabulary:
         return read_vocabulary(self._tokenizer)
+
+
+def common(one: list[int], other: list[int]) -> list[int]:
+    """The tokens with which both begin."""
+    return [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]

@@ -29,6 +29,9 @@ class Matcher(Protocol):
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """How many of these tokens, one after the other, the form allows. The answer stays where it is."""
 
+    def forced(self) -> list[int]:
+        """The tokens that come next, as far as the form leaves no choice: `fill` would allow each of them alone. No ends."""
+
     def copy(self) -> Matcher:
         """Another answer at the same place."""
 
@@ -60,6 +63,10 @@ class ChoiceMatcher:
         """As `Matcher`."""
         ahead = self.copy()
         return next((i for i, token in enumerate(token_ids) if not ahead.advance(token)), len(token_ids))
+
+    def forced(self) -> list[int]:
+        """As `Matcher`: none, for a text may be cut into tokens in several ways."""
+        return []
 
     def copy(self) -> ChoiceMatcher:
         """As `Matcher`."""

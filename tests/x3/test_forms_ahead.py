@@ -37,6 +37,9 @@ class DeadEnd:
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         return next((i for i, token in enumerate(token_ids) if token > LAST), len(token_ids))
 
+    def forced(self) -> list[int]:
+        return []
+
     def copy(self) -> DeadEnd:
         return DeadEnd(self._is_dead)
 
@@ -94,5 +97,7 @@ def test_to_propose_what_a_form_rules_out_is_to_have_no_idea() -> None:
 
     seq = sequence([1, 1, 1], 8)
     seq.num_computed_tokens = 2
-    assert Speculation(Ones(), Listening(2), lambda seq, guesses: []).guess([seq]) == {}
+    guides = Guides(None, 32)  # type: ignore[arg-type]
+    guides._guides[seq] = Guide(DeadEnd(), end_ids=[1])
+    assert Speculation(Ones(), Listening(2), guides).guess([seq]) == {}
     assert seen == [(0, 0)], "or it would be asked again and again"
