@@ -19,7 +19,7 @@ from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.structured import guidance
 from folovllm.structured.guide import Guide, Preface
-from folovllm.structured.matcher import ChoiceMatcher, Matcher, set_bits
+from folovllm.structured.matcher import ChoiceMatcher, Matcher
 from folovllm.structured.vocabulary import Vocabulary, read_vocabulary
 from folovllm.structured_outputs import StructuredOutputsParams
 
@@ -104,9 +104,10 @@ class Guides:
                 places += [(seq, level, at, len(rows) + level) for level, at in ahead]
             rows += [share.row] * share.num_draws
         bits = np.full((len(rows), mask_width(self._vocab_size)), -1, np.int32)
-        for i, token in forced:
-            bits[i] = 0
-            set_bits(bits[i], [token])
+        if forced:
+            lines, tokens = np.array(forced).T
+            bits[lines] = 0
+            bits.view(np.uint32)[lines, tokens // 32] = 1 << tokens % 32
         guidance.fill_together([(at.matcher, i) for _, _, at, i in places if at.matcher is not None], bits)
         for seq, level, at, i in places:
             at.finish(bits[i])
