@@ -89,6 +89,8 @@ def require_good(form: StructuredOutputsParams, error: str) -> None:
 class GuidanceMatcher:
     """An answer's place in a grammar; a `Matcher`."""
 
+    sees_ahead = True
+
     def __init__(self, inner: Any) -> None:
         self.inner = inner  # an LLMatcher
 
@@ -124,15 +126,25 @@ class GuidanceMatcher:
         return GuidanceMatcher(self.inner.deep_copy())
 
 
-def fill_together(matchers: Collection[tuple[Matcher, int]], bits: Words) -> None:
-    """Write the mask of each matcher to its line of `bits` [n, ceil(V / 32)]."""
-    many = [(matcher.inner, i) for matcher, i in matchers if isinstance(matcher, GuidanceMatcher)]
-    is_parallel = len(many) > FEW
-    for matcher, i in matchers:
-        if not (is_parallel and isinstance(matcher, GuidanceMatcher)):
+def fill_together(places: Collection[tuple[Matcher, int, list[int]]], bits: Words) -> None:
+    """Write the masks of matchers to lines of `bits` [n, ceil(V / 32)].
+
+    Each comes with the line of its first mask, and with tokens: behind each of them there is a mask, in the lines that
+    follow, up to one that the form does not allow. Only a `GuidanceMatcher` may have tokens.
+    """
+    lines = sum(1 + len(tokens) for _, _, tokens in places)
+    many = []
+    for matcher, i, tokens in places:
+        if not isinstance(matcher, GuidanceMatcher):
             matcher.fill(bits[i])
-    if is_parallel:
-        _threads().unsafe_compute_mask_ptr(many, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
+        elif lines > FEW:
+            many.append((matcher.inner, i, tokens))
+        elif tokens:
+            matcher.inner.unsafe_compute_mask_ptr_with_draft_token(bits[i:].ctypes.data, bits[i].nbytes, tokens)
+        else:
+            matcher.fill(bits[i])
+    if many:
+        _threads().unsafe_compute_mask_ptr_with_draft_token(many, bits.ctypes.data, bits[0].nbytes, len(bits))
 
 
 @cache

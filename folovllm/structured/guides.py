@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,7 +19,7 @@ from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.structured import guidance
 from folovllm.structured.guide import Guide, Preface
-from folovllm.structured.matcher import ChoiceMatcher, Matcher
+from folovllm.structured.matcher import ChoiceMatcher, Matcher, Words
 from folovllm.structured.vocabulary import Vocabulary, read_vocabulary
 from folovllm.structured_outputs import StructuredOutputsParams
 
@@ -42,6 +42,32 @@ class Compiled:
 
     matcher: Matcher  # at the beginning of an answer
     num_uses: int = 0
+
+
+class Place(NamedTuple):
+    """Where an answer is at one of its draws, or at several: there, and behind each of the guesses `ahead`."""
+
+    seq: Sequence
+    level: int  # which of its draws
+    guide: Guide
+    line: int  # of its mask
+    ahead: list[int]
+
+    def finish(self, bits: Words) -> int | None:
+        """Make its masks what the request asks for. Returns the first draw that nothing leads on from, if there is one."""
+        if self.ahead:
+            broken = self.guide.finish_ahead(bits[self.line : self.line + 1 + len(self.ahead)])
+            return None if broken is None else self.level + broken
+        self.guide.finish(bits[self.line])
+        return self.level if self.guide.is_broken else None
+
+
+def places_behind(seq: Sequence, guide: Guide, guesses: list[int], level: int, line: int) -> list[Place]:
+    """The places of an answer that is `level` of its guesses further, where `guide` is; its first draw has that `line`."""
+    ahead = guesses[level:]
+    if ahead and guide.sees_ahead:
+        return [Place(seq, level, guide, line + level, ahead)]
+    return [Place(seq, i, at, line + i, []) for i, at in enumerate(guide.ahead(ahead), level)]
 
 
 class Guides:
@@ -89,9 +115,7 @@ class Guides:
         """
         rows: list[int] = []
         forced: list[tuple[int, int]] = []  # line of the mask, the only token that it allows
-        places: list[
-            tuple[Sequence, int, Guide, int]
-        ] = []  # whose, which of its draws, where it is then, line of its mask
+        places: list[Place] = []
         for share, seq in zip(output.shares, seqs, strict=True):
             guide = self._guides.get(seq) if share.num_draws else None
             if guide is None:
@@ -100,19 +124,18 @@ class Guides:
                 guesses = share.token_ids[1:].tolist() if share.num_draws > 1 else []
                 own = common(guide.forced(), guesses) if guesses else []
                 forced += [(len(rows) + level, token) for level, token in enumerate(own)]
-                ahead = enumerate(guide.behind(own).ahead(guesses[len(own) :]), len(own))
-                places += [(seq, level, at, len(rows) + level) for level, at in ahead]
+                places += places_behind(seq, guide.behind(own), guesses, len(own), len(rows))
             rows += [share.row] * share.num_draws
         bits = np.full((len(rows), mask_width(self._vocab_size)), -1, np.int32)
         if forced:
             lines, tokens = np.array(forced).T
             bits[lines] = 0
             bits.view(np.uint32)[lines, tokens // 32] = 1 << tokens % 32
-        guidance.fill_together([(at.matcher, i) for _, _, at, i in places if at.matcher is not None], bits)
-        for seq, level, at, i in places:
-            at.finish(bits[i])
-            if at.is_broken and level:
-                self._limits.setdefault(seq.seq_id, level)
+        guidance.fill_together([(p.guide.matcher, p.line, p.ahead) for p in places if p.guide.matcher], bits)
+        for p in places:
+            broken = p.finish(bits)
+            if broken:
+                self._limits.setdefault(p.seq.seq_id, broken)
         return Masks(np.array(rows, np.int32), bits)
 
     def trim(self, seq: Sequence, guesses: list[int]) -> list[int]:

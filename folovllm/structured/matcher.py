@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,13 @@ Words = npt.NDArray[np.int32]  # [ceil(V / 32)]: bit t % 32 of word t // 32 is t
 
 
 class Matcher(Protocol):
-    """One answer's place in a form."""
+    """One answer's place in a form.
+
+    Attributes:
+        sees_ahead: whether masks behind tokens that may come can be made together, without copies (`fill_together`).
+    """
+
+    sees_ahead: ClassVar[bool]
 
     def fill(self, words: Words) -> None:
         """Write the mask of the tokens that may come next over `words`; of those that end an answer, the model's own."""
@@ -38,6 +44,8 @@ class Matcher(Protocol):
 
 class ChoiceMatcher:
     """An answer that must be one of a few texts."""
+
+    sees_ahead = False
 
     def __init__(
         self, vocabulary: Vocabulary, choices: Collection[bytes], end_ids: Sequence[int], so_far: bytes = b""
