@@ -132,19 +132,22 @@ def fill_together(places: Collection[tuple[Matcher, int, list[int]]], bits: Word
     Each comes with the line of its first mask, and with tokens: behind each of them there is a mask, in the lines that
     follow, up to one that the form does not allow. Only a `GuidanceMatcher` may have tokens.
     """
-    lines = sum(1 + len(tokens) for _, _, tokens in places)
-    many = []
+    is_parallel = sum(1 + len(tokens) for _, _, tokens in places) > FEW
+    single: list[tuple[Any, int]] = []
+    ahead: list[tuple[Any, int, list[int]]] = []
     for matcher, i, tokens in places:
-        if not isinstance(matcher, GuidanceMatcher):
+        if not isinstance(matcher, GuidanceMatcher) or not (is_parallel or tokens):
             matcher.fill(bits[i])
-        elif lines > FEW:
-            many.append((matcher.inner, i, tokens))
-        elif tokens:
+        elif not is_parallel:
             matcher.inner.unsafe_compute_mask_ptr_with_draft_token(bits[i:].ctypes.data, bits[i].nbytes, tokens)
+        elif tokens:
+            ahead.append((matcher.inner, i, tokens))
         else:
-            matcher.fill(bits[i])
-    if many:
-        _threads().unsafe_compute_mask_ptr_with_draft_token(many, bits.ctypes.data, bits[0].nbytes, len(bits))
+            single.append((matcher.inner, i))
+    if single:
+        _threads().unsafe_compute_mask_ptr(single, bits.ctypes.data, bits[0].nbytes, len(bits))
+    if ahead:
+        _threads().unsafe_compute_mask_ptr_with_draft_token(ahead, bits.ctypes.data, bits[0].nbytes, len(bits))
 
 
 @cache

@@ -13,6 +13,7 @@ from folovllm.draw_row import mask_width
 from folovllm.engine.speculation import Speculation
 from folovllm.spec.proposer import FixedDepth, Proposer, RowState
 from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.structured import guidance
 from folovllm.structured import guides as guides_module
 from folovllm.structured.guidance import GuidanceMatcher
 from folovllm.structured.guide import Guide
@@ -97,16 +98,22 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("few", [16, 0], ids=["in turn", "on threads"])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: next(iter(form)))
-def test_masks_behind_guesses_are_those_of_one_after_the_other(form: dict[str, Any]) -> None:
+def test_masks_behind_guesses_are_those_of_one_after_the_other(
+    form: dict[str, Any], few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Along texts that are drawn at random from the masks; some guesses are what comes, some are not allowed."""
+    monkeypatch.setattr(guidance, "FEW", few)
     rng = random.Random(1)
     guides = Guides(tiny_tokenizer(), VOCAB_SIZE)
     num_forced = 0
     for _ in range(6):
-        seq = sequence([1, 1, 1], 40)
+        seq, other = sequence([1, 1, 1], 40), sequence([1], 40)
         seq.request.params.structured_outputs = StructuredOutputsParams(**form)
+        other.request.params.structured_outputs = StructuredOutputsParams(**FORMS[0])
         guides.add([seq])
+        guides.add([other])
         text, place = [], guides._guides[seq].copy()
         while not place.is_over and len(text) < 30:
             text.append(rng.choice(allowed_by(place)))
@@ -118,8 +125,10 @@ def test_masks_behind_guesses_are_those_of_one_after_the_other(form: dict[str, A
                 guesses[-1] = rng.randrange(VOCAB_SIZE)
             num_forced += len(forced := guides.forced(seq, 3))
             assert text[i : i + len(forced)] == forced[: end - i]
-            masks = guides.masks(step(seq, guesses), [seq])
+            two = SchedulerOutput((*step(seq, guesses).shares, *step(other, []).shares))
+            masks = guides.masks(two, [seq, other])
             guides._limits.clear()
+            assert ids_of(masks.bits[-1]) == allowed_by(guides._guides[other])
             for level, at in enumerate(guide.copy().ahead(guides.trim(seq, guesses))):
                 assert ids_of(masks.bits[level]) == allowed_by(at)
             guide.advance(text[i])
