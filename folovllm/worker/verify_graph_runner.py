@@ -196,7 +196,7 @@ class VerifyingGraphRunner(GraphRunner):
 
 def spread(step: PackedStep, draws: Draws) -> PackedStep:
     """What a draw needs of a step, with a column for each draw: its SEQ_LEN is the position of the token to draw."""
-    fields: Int32 = step.fields[:, draws.share].copy()
+    fields: Int32 = step.fields[:, draws.share]
     fields[Field.SEQ_LEN] = draws.position
     fields[[Field.QUERY_LEN, Field.NUM_DRAWS]] = 1
     asked = {int(i): int(count) for i, count in step.logprobs.T}
