@@ -28,6 +28,7 @@ class Forms(Protocol):
 
 SOON = 8  # steps after which a new sequence is thought of, at the latest
 SETTLED = 3  # steps before the end of a rest: one that is neither the first after guesses nor waits for a look
+TIMED = SETTLED, SETTLED + 1  # it is timed from the end of the one before
 
 
 class Begun(NamedTuple):
@@ -59,7 +60,7 @@ class Known:
 class Speculation:
     """Asks the proposer and the depth, and tells them what they must know. It owns what the proposer has heard of.
 
-    While `depth` rests, a step costs a few counters: no sequence is looked at, and what is drawn is told when it is needed.
+    While `depth` rests, a step costs a counter (`is_idle`): no sequence is looked at, and what is drawn is told when it is needed.
 
     Attributes:
         num_drafts, num_guessed, num_accepted: shares with guesses so far, guesses, right ones.
@@ -96,6 +97,13 @@ class Speculation:
         self._rest = 0 if chosen else self.depth.rest
         self._chosen = chosen
         return chosen
+
+    def is_idle(self) -> bool:
+        """Whether the coming step is a plain one that need not be timed: then nothing more is asked about it."""
+        if not self._rest or self._rest in TIMED:
+            return False
+        self._rest -= 1
+        return True
 
     def guess(self, running: SequenceOf[Sequence]) -> dict[int, list[int]]:
         """Guesses for the coming step by seq_id: for sequences of which all tokens but the newest are computed.

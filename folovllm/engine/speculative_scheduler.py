@@ -18,7 +18,7 @@ from folovllm.step.packed import FLYING
 from folovllm.step.schedule import SchedulerOutput, Share
 from folovllm.step.verify import most_draws
 
-NO_GUESSES: dict[int, int] = {}
+NO_GUESSES: dict[int, Any] = {}
 
 
 class GuessingRows(Rows):
@@ -63,17 +63,19 @@ class SpeculativeScheduler(Scheduler):
         self.speculation = speculation
         self._own_tokens = self._tokens_of_step
         self._rows: GuessingRows = GuessingRows(self._rows.num_rows, self.events, lambda: self.waiting)
-        self._under_way: deque[dict[int, int]] = deque()  # of each step, oldest first: its guesses, by seq_id
+        self._under_way: deque[dict[int, int] | None] = deque()  # of each step its guesses, by seq_id; None: it is idle
 
     def schedule(self) -> SchedulerOutput:
         """As `Scheduler`. Sequences with guesses come behind other decodes, which have a kernel of their own."""
-        guesses, num_running = self.speculation.guess(self.running), len(self.running)
+        num_running, is_idle = len(self.running), self.speculation.is_idle()
+        guesses = NO_GUESSES if is_idle else self.speculation.guess(self.running)
         if guesses or self._rows.guesses:
             self._expect(self._fitting(guesses))
         output = super().schedule()
         if output.shares:
-            self._under_way.append(num_guessed(output) if self._rows.guesses else NO_GUESSES)
-            self.speculation.began(output)
+            self._under_way.append(None if is_idle else num_guessed(output) if guesses else NO_GUESSES)
+            if not is_idle:
+                self.speculation.began(output)
         if len(self.running) > num_running:
             self.speculation.wake()
         return output
@@ -89,8 +91,9 @@ class SpeculativeScheduler(Scheduler):
 
         So each token meets the same checks, and its K/V becomes known to the cache at the same moment, as without guesses.
         """
-        self.speculation.ended()
         num_running, checked = len(self.running), self._under_way.popleft()
+        if checked is not None:
+            self.speculation.ended()
         if not checked:
             updated = super().postprocess(drawn)
         else:
