@@ -177,7 +177,9 @@ def compare(
     tell_differences(plain, exact, prompts, (found[False][-1].texts, found[True][-1].texts))
 
 
-def tell_differences(plain: LLM, exact: LLM | None, prompts: list[Any], texts: tuple[list[list[int]], list[list[int]]]) -> None:
+def tell_differences(
+    plain: LLM, exact: LLM | None, prompts: list[Any], texts: tuple[list[list[int]], list[list[int]]]
+) -> None:
     """A line for each text that differs: where, the token of the plain engine and the other one, and their log-probabilities."""
     ids = [plain.get_tokenizer().encode(prompt, add_special_tokens=False) for prompt in prompts]
     for i, (one, other) in enumerate(zip(*texts, strict=True)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from folovllm.quick_tokenizer import whole
 from folovllm.structured.matcher import Matcher, Words
@@ -89,7 +89,7 @@ def require_good(form: StructuredOutputsParams, error: str) -> None:
 class GuidanceMatcher:
     """An answer's place in a grammar; a `Matcher`."""
 
-    sees_ahead = True
+    sees_ahead: ClassVar[bool] = True
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner  # an LLMatcher

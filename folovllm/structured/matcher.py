@@ -45,7 +45,7 @@ class Matcher(Protocol):
 class ChoiceMatcher:
     """An answer that must be one of a few texts."""
 
-    sees_ahead = False
+    sees_ahead: ClassVar[bool] = False
 
     def __init__(
         self, vocabulary: Vocabulary, choices: Collection[bytes], end_ids: Sequence[int], so_far: bytes = b""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ ANY, LAST, NOTHING_BEHIND = 0b1111, 3, 2
 class DeadEnd:
     """Allows the tokens 0 to 3. Behind a 2 it finds none, and is not complete."""
 
-    sees_ahead = False
+    sees_ahead: ClassVar[bool] = False
 
     def __init__(self, is_dead: bool = False) -> None:
         self._is_dead = is_dead
@@ -93,7 +93,13 @@ def test_what_is_drawn_where_the_form_cannot_be_reached_does_not_count() -> None
 
 FORMS: list[dict[str, Any]] = [
     {"regex": r"(abc|abd)+(ef)?g{2,5}"},
-    {"json": {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["cd", "ce"]}}, "required": ["b"]}},
+    {
+        "json": {
+            "type": "object",
+            "properties": {"a": {"type": "boolean"}, "b": {"enum": ["cd", "ce"]}},
+            "required": ["b"],
+        }
+    },
     {"choice": ["abcabc", "abdeee"]},
 ]
 
