@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.int4_linear import EXPONENT, load_scales
-from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
+from folovllm.kernels.pdl import ask_cache, launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.small_linear import append
-from folovllm.kernels.unpack_codes import four_bytes, in_turn, nibble
+from folovllm.kernels.unpack_codes import SHIFT, four_bytes, nibbles
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def in_order(tile, KIND: tl.constexpr):
     """Numbers [8 SPLITS, n] in the order of the inputs as [SPLITS, 8, n] in the order in which a tensor core takes them.
 
     Any order is right if weights and `x` have the same. This one leaves numbers in the thread that has read them: of four
-    threads t has 16 neighbours, of which a product of 16 inputs takes four. Of 4 bits the order of the inputs is that.
+    threads t has 16 neighbours, of which a product of 16 inputs takes four.
     """
     NUM: tl.constexpr = tile.shape[1]
     SPLITS: tl.constexpr = tile.shape[0] // 8
@@ -44,29 +44,50 @@ def in_order(tile, KIND: tl.constexpr):
 
 
 @triton.jit
+def eight_in_order(tiles):
+    """Codes 0 to 7 of words, eight tiles [8 SPLITS, WORDS], as [SPLITS, 8, 8 WORDS]: i and i + 4 are neighbours.
+
+    Of four threads t has words 4 t to 4 t + 3 (or fewer); a product of 16 inputs takes from each thread codes i, i + 4,
+    i + 1 and i + 5 of one word.
+    """
+    ROWS: tl.constexpr = tiles[0].shape[0]
+    EACH: tl.constexpr = tiles[0].shape[1] // 4  # words of a thread
+    low = tl.join(tl.join(tiles[0], tiles[2]), tl.join(tiles[1], tiles[3]))  # [rows, WORDS, 2, 2]: i // 2, i % 2
+    high = tl.join(tl.join(tiles[4], tiles[6]), tl.join(tiles[5], tiles[7]))
+    each = tl.reshape(tl.join(low, high), [ROWS, 4, EACH, 2, 2, 2])
+    return tl.reshape(tl.permute(each, 0, 2, 3, 1, 4, 5), [ROWS // 8, 8, 32 * EACH])
+
+
+@triton.jit
 def row_of(first, i, num_rows, ROWS: tl.constexpr, LINES: tl.constexpr):
     """Which row of weights is row i of a product. Past the last one that again."""
     return tl.minimum(first + i % ROWS, num_rows - 1) + i % LINES // ROWS * num_rows
 
 
 @triton.jit
-def load_words(word_ptr, rows, word, NUM: tl.constexpr, STEP: tl.constexpr):
-    """All tiles of words of some rows. Each is read once, so it leaves the caches to `x` (`evict_first`)."""
-    tiles = ()
+def load_words(word_ptr, first, num_rows, wanted, NUM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+               SPLITS: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
+    """All words of the 16 / PARTS lines from `first` on, if `wanted`: of each tile two [8 SPLITS, WORDS].
+
+    Each word is read once, so it leaves the caches to `x` (`evict_first`).
+    """
+    LINES: tl.constexpr = 16 // PARTS
+    STEP: tl.constexpr = SPLITS * PARTS * WORDS
+    place, column, tiles = tl.arange(0, 8 * SPLITS)[:, None], tl.arange(0, WORDS)[None, :], ()
     for start in tl.static_range(0, NUM, STEP):
-        ptr = word_ptr + rows.to(tl.int64) * NUM + start + word
-        if start + STEP <= NUM:
-            tile = tl.load(ptr, eviction_policy="evict_first")
-        else:
-            tile = tl.load(ptr, mask=word < NUM - start, other=0, eviction_policy="evict_first")
-        tiles = append(tiles, tile)
+        for i in tl.static_range(0, 16, 8):
+            line = place % 8 + i
+            word = (place // 8 * PARTS + line // LINES) * WORDS + column + start
+            ptr = word_ptr + row_of(first, line, num_rows, ROWS, LINES).to(tl.int64) * NUM + word
+            inside = wanted if start + STEP <= NUM else wanted & (word < NUM)
+            tiles = append(tiles, tl.load(ptr, mask=inside, other=0, eviction_policy="evict_first"))
     return tiles
 
 
 @triton.jit
 def load_factors(
-    scale_ptr, zero_ptr, first, num_rows, COUNT: tl.constexpr, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
+    scale_ptr, zero_ptr, first, num_rows, wanted, COUNT: tl.constexpr, K: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Of each of COUNT tiles, STEP inputs apart, what `load_scales` has for its rows: two [SPLITS, 16]."""
     row, factors = tl.arange(0, 16)[None, :], ()
@@ -74,7 +95,8 @@ def load_factors(
     part = tl.arange(0, SPLITS)[:, None] * PARTS + row // (16 // PARTS)
     for c in tl.static_range(COUNT):
         input = part * (STEP // (SPLITS * PARTS)) + c * STEP
-        factors = append(factors, load_scales(scale_ptr, zero_ptr, groups + input // GROUP, input < K))
+        scale, offset = load_scales(scale_ptr, zero_ptr, groups + input // GROUP, wanted & (input < K))
+        factors = append(append(factors, scale), offset) if zero_ptr is not None else append(factors, scale)
     return factors
 
 
@@ -95,31 +117,94 @@ def load_inputs(
         at, tiles = ptr + word // PLANE * GROUP + word % PLANE, ()
         for i in tl.static_range(8):
             tiles = append(tiles, load_or_zero(at + i * PLANE, word < NUM, WHOLE))
-        tile = in_turn(tiles)
+        tile = eight_in_order(tiles)
     elif WORDS == 16:  # in halves, so that four threads share 64 numbers, as they do 64 codes
         column = tl.arange(0, 32)[None, :]
         at = first * 4 + column // 8 * 16 + column % 8
         low, high = load_or_zero(ptr + at, at < 4 * NUM, WHOLE), load_or_zero(ptr + at + 8, at + 8 < 4 * NUM, WHOLE)
         both = tl.permute(tl.reshape(tl.join(low, high), [first.shape[0], 4, 8, 2]), 0, 1, 3, 2)
-        tile = tl.reshape(both, [first.shape[0], 64])
+        tile = in_order(tl.reshape(both, [first.shape[0], 64]), KIND)
     else:
         at = first * 4 + tl.arange(0, 4 * WORDS)[None, :]
-        tile = load_or_zero(ptr + at, at < 4 * NUM, WHOLE)
-    return in_order(tile, KIND)
+        tile = in_order(load_or_zero(ptr + at, at < 4 * NUM, WHOLE), KIND)
+    return tile
+
+
+@triton.jit
+def load_all_inputs(
+    x_ptr, columns_ptr, stride_x, NUM: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr,
+    PARTS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """`x` times its columns' factors, a tile [SPLITS, n, 8] for each of the weights'."""
+    TOKENS: tl.constexpr = 8 // PARTS
+    STEP: tl.constexpr = SPLITS * PARTS * WORDS
+    place, tiles = tl.arange(0, 8 * SPLITS)[:, None], ()
+    x_ptr += tl.minimum(place % TOKENS, M - 1) * stride_x
+    for start in tl.static_range(0, NUM, STEP):
+        word = (place // 8 * PARTS + place % 8 // TOKENS) * WORDS + start
+        x = load_inputs(x_ptr, word, NUM, GROUP, KIND, WORDS, start + STEP <= NUM)
+        if columns_ptr is not None:
+            x *= load_inputs(columns_ptr, word, NUM, GROUP, KIND, WORDS, start + STEP <= NUM)
+        tiles = append(tiles, tl.permute(x, 0, 2, 1))
+    return tiles
+
+
+@triton.jit
+def as_halves(xs):
+    """Tiles of `x` [SPLITS, n, 8] as float16, divided by the largest of each column; and that, [SPLITS, 1, 8].
+
+    A float16 has three bits more than a bfloat16, so nothing is lost but the range, and codes of 8 bits are faster there.
+    """
+    peak, halves = tl.zeros(xs[0].shape, tl.float32), ()
+    for c in tl.static_range(len(xs)):
+        peak = tl.maximum(peak, tl.abs(xs[c].to(tl.float32)))
+    peak = tl.maximum(tl.max(peak, 1, keep_dims=True), 1e-30)
+    inverse = 1.0 / peak
+    for c in tl.static_range(len(xs)):
+        halves = append(halves, (xs[c].to(tl.float32) * inverse).to(tl.float16))
+    return halves, peak
 
 
 @triton.jit
 def sixteen(words, more, exponent, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Words [8 SPLITS, WORDS] of rows 0 to 7, and of rows 8 to 15, as numbers [SPLITS, 16, inputs]."""
     if KIND == "int4":
-        low, high = (), ()
-        for i in tl.static_range(8):
-            low, high = append(low, nibble(words, i, exponent, DTYPE)), append(high, nibble(more, i, exponent, DTYPE))
-        low, high = in_turn(low), in_turn(high)
+        low, high = eight_in_order(nibbles(words, exponent, DTYPE)), eight_in_order(nibbles(more, exponent, DTYPE))
     else:
-        low, high = four_bytes(words, KIND, DTYPE), four_bytes(more, KIND, DTYPE)
-    both = tl.permute(tl.join(in_order(low, KIND), in_order(high, KIND)), 0, 3, 1, 2)
+        low, high = in_order(four_bytes(words, KIND, DTYPE), KIND), in_order(four_bytes(more, KIND, DTYPE), KIND)
+    both = tl.permute(tl.join(low, high), 0, 3, 1, 2)
     return tl.reshape(both, [both.shape[0], 16, both.shape[3]])
+
+
+@triton.jit
+def shifted_sums(xs, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """What a tile's products begin with, [SPLITS, 16, 8]: codes of 4 bits are 136 too large, so as many sums of `x` less."""
+    sums = ()
+    for c in tl.static_range(len(xs)):
+        if KIND == "int4":
+            many = tl.full([xs[c].shape[0], 16, xs[c].shape[1]], -SHIFT, xs[c].dtype)
+            sums = append(sums, tl.dot(many, xs[c], input_precision=PRECISION))
+    return sums
+
+
+@triton.jit
+def multiply_lines(
+    words, factors, xs, sums, exponent, KIND: tl.constexpr, BY_TILE: tl.constexpr, ZEROS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The products of lines with inputs, [SPLITS, 16, 8]; times scales if BY_TILE."""
+    acc = tl.zeros([xs[0].shape[0], 16, 8], tl.float32)
+    for c in tl.static_range(len(xs)):
+        numbers = sixteen(words[2 * c], words[2 * c + 1], exponent, KIND, xs[c].dtype)
+        if KIND == "int4":
+            acc += tl.dot(numbers, xs[c], sums[c], input_precision=PRECISION) * factors[c * (1 + ZEROS)][:, :, None]
+        elif BY_TILE:
+            acc += tl.dot(numbers, xs[c], input_precision=PRECISION) * factors[c][:, :, None]
+        else:
+            acc = tl.dot(numbers, xs[c], acc, input_precision=PRECISION)
+        if ZEROS:
+            acc += sums[c] * (factors[2 * c + 1] * (-1 / SHIFT))[:, :, None]
+    return acc
 
 
 @triton.jit
@@ -152,12 +237,35 @@ def silu_times(y, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def few_codes_kernel(
-    x_ptr, word_ptr, scale_ptr, zero_ptr, columns_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, exponent,
-    K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+def finish(
+    acc, scale_ptr, residual_ptr, out_ptr, first, num_rows, inverse, GROUP_ROWS: tl.constexpr, BY_TILE: tl.constexpr,
+    GATED: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program p: outputs p * ROWS to p * ROWS + ROWS of all M tokens, in tiles of WORDS words of a part of a row.
+    """Outputs from `first` on, from sums [SPLITS, 16, 8] of all inputs with these lines."""
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    LINES: tl.constexpr = 16 // PARTS
+    ROWS: tl.constexpr = LINES // (1 + GATED)
+    y = sum_parts(acc, PARTS)
+    if not BY_TILE:
+        line = row_of(first, tl.arange(0, LINES)[:, None], num_rows, ROWS, LINES)
+        y *= tl.load(scale_ptr + line // GROUP_ROWS).to(tl.float32)
+    y *= inverse
+    y = silu_times(y, DTYPE) if GATED else y
+    outputs, token = first + tl.arange(0, ROWS)[:, None], tl.arange(0, 8 // PARTS)[None, :]
+    at, kept = token * num_rows + outputs, (outputs < num_rows) & (token < M)
+    if RESIDUAL:
+        y += tl.load(residual_ptr + at, mask=kept, other=0).to(tl.float32)
+    tl.store(out_ptr + at, y.to(DTYPE), mask=kept)
+
+
+@triton.jit
+def few_codes_kernel(
+    x_ptr, word_ptr, scale_ptr, zero_ptr, columns_ptr, residual_ptr, out_ptr, ahead_ptr, stride_x, num_rows, eps, exponent,
+    ahead_size, ahead_end, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr,
+    SPLITS: tl.constexpr, WORDS: tl.constexpr, TIMES: tl.constexpr, BARRIER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program p: outputs p * ROWS * TIMES to (p + 1) * ROWS * TIMES of all M tokens, ROWS at a time.
 
     NORM, GATED and RESIDUAL as in `small_linear_kernel`. GATED: the program's lines are its rows of gate, then those of up.
     GROUP_ROWS outputs and GROUP inputs share a scale; with GROUP = K it is multiplied last, unless there are zeros.
@@ -165,52 +273,40 @@ def few_codes_kernel(
     let_next_start(PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     PRECISION: tl.constexpr = "ieee" if DTYPE == tl.float32 else "tf32"  # noqa: SIM300
-    LINES: tl.constexpr = 16 // PARTS
-    TOKENS: tl.constexpr = 8 // PARTS
-    ROWS: tl.constexpr = LINES // (1 + GATED)
+    ROWS: tl.constexpr = 16 // PARTS // (1 + GATED)
     PER_WORD: tl.constexpr = 8 if KIND == "int4" else 4
     NUM: tl.constexpr = K // PER_WORD
     STEP: tl.constexpr = SPLITS * PARTS * WORDS
-    BY_TILE: tl.constexpr = GROUP < K or zero_ptr is not None
-    first = tl.program_id(0) * ROWS
-    place, column = tl.arange(0, 8 * SPLITS)[:, None], tl.arange(0, WORDS)[None, :]
-    warp, i = place // 8 * PARTS, place % 8  # rows i and i + 8 of a product, or its column i
-    words = load_words(
-        word_ptr, row_of(first, i, num_rows, ROWS, LINES), (warp + i // LINES) * WORDS + column, NUM, STEP)  # fmt: skip
-    more = load_words(
-        word_ptr, row_of(first, i + 8, num_rows, ROWS, LINES), (warp + (i + 8) // LINES) * WORDS + column, NUM, STEP)  # fmt: skip
+    COUNT: tl.constexpr = (NUM + STEP - 1) // STEP
+    BY_TILE: tl.constexpr = GROUP < K or KIND == "int4"
+    first = tl.program_id(0) * ROWS * TIMES
+    words = load_words(word_ptr, first, num_rows, True, NUM, ROWS, PARTS, SPLITS, WORDS)
     factors = ()
     if BY_TILE:
-        factors = load_factors(
-            scale_ptr, zero_ptr, first, num_rows, len(words), K, GROUP_ROWS, GROUP, ROWS, PARTS, SPLITS, STEP * PER_WORD
-        )
+        factors = load_factors(scale_ptr, zero_ptr, first, num_rows, True, COUNT, K, GROUP_ROWS, GROUP, ROWS, PARTS, SPLITS,
+                               STEP * PER_WORD)  # fmt: skip
+    if ahead_ptr is not None:
+        ask_cache(ahead_ptr, ahead_size, ahead_end)
     wait_for_inputs(PDL)
-    inverse = inverse_root(x_ptr, stride_x, eps, K, M, 256 * SPLITS // M) if NORM else 1.0
-    x_ptr += tl.minimum(i % TOKENS, M - 1) * stride_x
-    acc = tl.zeros([SPLITS, 16, 8], tl.float32)
-    for c in tl.static_range(len(words)):
-        word = (warp + i // TOKENS) * WORDS + c * STEP
-        x = load_inputs(x_ptr, word, NUM, GROUP, KIND, WORDS, (c + 1) * STEP <= NUM)
-        if columns_ptr is not None:
-            x *= load_inputs(columns_ptr, word, NUM, GROUP, KIND, WORDS, (c + 1) * STEP <= NUM)
-        x, numbers = tl.permute(x, 0, 2, 1), sixteen(words[c], more[c], exponent, KIND, DTYPE)
-        if BY_TILE:
-            acc += tl.dot(numbers, x, input_precision=PRECISION) * factors[c][0][:, :, None]
-        else:
-            acc = tl.dot(numbers, x, acc, input_precision=PRECISION)
-        if zero_ptr is not None:
-            acc += tl.dot(tl.full(numbers.shape, 1.0, DTYPE), x, input_precision=PRECISION) * factors[c][1][:, :, None]
-    y = sum_parts(acc, PARTS)
-    if not BY_TILE:
-        line = row_of(first, tl.arange(0, LINES)[:, None], num_rows, ROWS, LINES)
-        y *= tl.load(scale_ptr + line // GROUP_ROWS).to(tl.float32)
-    y *= inverse
-    y = silu_times(y, DTYPE) if GATED else y
-    outputs, token = first + tl.arange(0, ROWS)[:, None], tl.arange(0, TOKENS)[None, :]
-    at, kept = token * num_rows + outputs, (outputs < num_rows) & (token < M)
-    if RESIDUAL:
-        y += tl.load(residual_ptr + at, mask=kept, other=0).to(tl.float32)
-    tl.store(out_ptr + at, y.to(DTYPE), mask=kept)
+    xs = load_all_inputs(x_ptr, columns_ptr, stride_x, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS)
+    inverse, peak = inverse_root(x_ptr, stride_x, eps, K, M, 256 * SPLITS // M) if NORM else 1.0, 1.0
+    if KIND != "int4" and DTYPE != tl.float32:  # noqa: SIM300
+        xs, peak = as_halves(xs)
+    sums = shifted_sums(xs, KIND, PRECISION)
+    for i in tl.static_range(TIMES):
+        next = first + ROWS
+        if i + 1 < TIMES:
+            more = load_words(word_ptr, next, num_rows, True, NUM, ROWS, PARTS, SPLITS, WORDS)
+            more_factors = ()
+            if BY_TILE:
+                more_factors = load_factors(scale_ptr, zero_ptr, next, num_rows, True, COUNT, K, GROUP_ROWS, GROUP, ROWS, PARTS,
+                                            SPLITS, STEP * PER_WORD)  # fmt: skip
+            if BARRIER:
+                wait_for_inputs(PDL)
+        acc = multiply_lines(words, factors, xs, sums, exponent, KIND, BY_TILE, zero_ptr is not None, PRECISION) * peak
+        finish(acc, scale_ptr, residual_ptr, out_ptr, first, num_rows, inverse, GROUP_ROWS, BY_TILE, GATED, RESIDUAL, M, PARTS)
+        if i + 1 < TIMES:
+            words, factors, first = more, more_factors, next
 
 
 def serves(x: torch.Tensor) -> bool:
@@ -218,6 +314,7 @@ def serves(x: torch.Tensor) -> bool:
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
+AHEAD = 16 << 20
 REGISTERS = 84  # of codes, in each thread
 MAX_WARPS = 16
 
@@ -231,7 +328,7 @@ def tile_of(num_tokens: int, row_bytes: int, group_bytes: int) -> dict[str, int]
     parts = 2 if num_tokens > 2 else 4
     splits = triton.next_power_of_2(triton.cdiv(16 // parts * row_bytes, 4 * 32 * REGISTERS))
     words = min(16, (group_bytes & -group_bytes) // 4)
-    return {"PARTS": parts, "SPLITS": min(MAX_WARPS, max(splits, 1 + (num_tokens > 2))), "WORDS": words}
+    return {"PARTS": parts, "SPLITS": min(MAX_WARPS, max(splits, 1 + (num_tokens > 2))), "WORDS": words, "TIMES": 1, "BARRIER": False}
 
 
 def few_codes(
@@ -245,6 +342,7 @@ def few_codes(
     gated: bool = False,
     residual: torch.Tensor | None = None,
     columns: torch.Tensor | None = None,
+    ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x` [T, K] times the transpose of W [rows, K], for T of 1, 2 or 4; accumulated in float32.
 
@@ -263,9 +361,11 @@ def few_codes(
     row_bytes = 4 * words.shape[1]
     has_groups = block[1] < width or kind == "int4"
     tile = tile_of(num_tokens, row_bytes, row_bytes * block[1] // width if has_groups else 64)
-    few_codes_kernel[(triton.cdiv(rows, 16 // tile["PARTS"] // (1 + gated)),)](
-        x, words, scales, zeros, columns, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
-        EXPONENT, K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,
+    programs = triton.cdiv(rows, 16 // tile["PARTS"] // (1 + gated) * tile["TIMES"])
+    end = 0 if ahead is None else min(ahead.nbytes, AHEAD)
+    few_codes_kernel[(programs,)](
+        x, words, scales, zeros, columns, out if residual is None else residual, out, ahead, x.stride(0), rows,
+        norm_eps or 0.0, EXPONENT, triton.cdiv(end, 128 * programs) * 128, end, K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,
         RESIDUAL=residual is not None, M=num_tokens, **tile, num_warps=tile["SPLITS"],
         **launch_options(x.device, num_tokens),
     )  # fmt: skip

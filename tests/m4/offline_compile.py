@@ -332,7 +332,7 @@ def few_codes_of(tokens, width, gated, rows, columns, kind, row_bytes, group_byt
     """The product of few tokens with codes in Qwen3-4B's layers: with a norm and gate, or with a residual."""
     tile = tile_of_codes(tokens, row_bytes, group_bytes)
     ahead = {"NORM": gated, "GATED": gated, "RESIDUAL": not gated} | ({} if gated else {"columns_ptr": None})
-    group = {"GROUP_ROWS": rows, "GROUP": columns, "KIND": kind, "zero_ptr": None}
+    group = {"GROUP_ROWS": rows, "GROUP": columns, "KIND": kind, "zero_ptr": None, "ahead_ptr": None}
     return few_codes_kernel, {"K": width, **group, **ahead, "M": tokens, **tile, **options}, tile["SPLITS"], 3
 
 
