@@ -65,37 +65,42 @@ def row_of(first, i, num_rows, ROWS: tl.constexpr, LINES: tl.constexpr):
 
 
 @triton.jit
-def load_words(word_ptr, first, num_rows, wanted, NUM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-               SPLITS: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
+def load_words(word_ptr, first, num_rows, NUM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+               SPLITS: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
     """All words of the 16 / PARTS lines from `first` on, if `wanted`: of each tile two [8 SPLITS, WORDS].
 
     Each word is read once, so it leaves the caches to `x` (`evict_first`).
     """
     LINES: tl.constexpr = 16 // PARTS
     STEP: tl.constexpr = SPLITS * PARTS * WORDS
-    place, column, tiles = tl.arange(0, 8 * SPLITS)[:, None], tl.arange(0, WORDS)[None, :], ()
+    place, column, tiles = tl.arange(0, 8 * BLOCKS * SPLITS)[:, None], tl.arange(0, WORDS)[None, :], ()
+    first += place // (8 * SPLITS) * ROWS
     for start in tl.static_range(0, NUM, STEP):
         for i in tl.static_range(0, 16, 8):
             line = place % 8 + i
-            word = (place // 8 * PARTS + line // LINES) * WORDS + column + start
+            word = (place // 8 % SPLITS * PARTS + line // LINES) * WORDS + column + start
             ptr = word_ptr + row_of(first, line, num_rows, ROWS, LINES).to(tl.int64) * NUM + word
-            inside = wanted if start + STEP <= NUM else wanted & (word < NUM)
-            tiles = append(tiles, tl.load(ptr, mask=inside, other=0, eviction_policy="evict_first"))
+            if start + STEP <= NUM:
+                tile = tl.load(ptr, eviction_policy="evict_first")
+            else:
+                tile = tl.load(ptr, mask=word < NUM, other=0, eviction_policy="evict_first")
+            tiles = append(tiles, tile)
     return tiles
 
 
 @triton.jit
 def load_factors(
-    scale_ptr, zero_ptr, first, num_rows, wanted, COUNT: tl.constexpr, K: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
+    scale_ptr, zero_ptr, first, num_rows, COUNT: tl.constexpr, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, BLOCKS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Of each of COUNT tiles, STEP inputs apart, what `load_scales` has for its rows: two [SPLITS, 16]."""
-    row, factors = tl.arange(0, 16)[None, :], ()
+    row, warp, factors = tl.arange(0, 16)[None, :], tl.arange(0, BLOCKS * SPLITS)[:, None], ()
+    first += warp // SPLITS * ROWS
     groups = row_of(first, row, num_rows, ROWS, 16 // PARTS) // GROUP_ROWS * tl.cdiv(K, GROUP)
-    part = tl.arange(0, SPLITS)[:, None] * PARTS + row // (16 // PARTS)
+    part = warp % SPLITS * PARTS + row // (16 // PARTS)
     for c in tl.static_range(COUNT):
         input = part * (STEP // (SPLITS * PARTS)) + c * STEP
-        scale, offset = load_scales(scale_ptr, zero_ptr, groups + input // GROUP, wanted & (input < K))
+        scale, offset = load_scales(scale_ptr, zero_ptr, groups + input // GROUP, input < K)
         factors = append(append(factors, scale), offset) if zero_ptr is not None else append(factors, scale)
     return factors
 
@@ -113,17 +118,11 @@ def load_inputs(
     """The numbers at `ptr` that WORDS words from `first` [8 SPLITS, 1] on meet, in the order in which a tensor core takes them."""
     if KIND == "int4":
         PLANE: tl.constexpr = GROUP // 8
-        word = first + tl.arange(0, WORDS)[None, :]
-        at, tiles = ptr + word // PLANE * GROUP + word % PLANE, ()
-        for i in tl.static_range(8):
-            tiles = append(tiles, load_or_zero(at + i * PLANE, word < NUM, WHOLE))
-        tile = eight_in_order(tiles)
-    elif WORDS == 16:  # in halves, so that four threads share 64 numbers, as they do 64 codes
-        column = tl.arange(0, 32)[None, :]
-        at = first * 4 + column // 8 * 16 + column % 8
-        low, high = load_or_zero(ptr + at, at < 4 * NUM, WHOLE), load_or_zero(ptr + at + 8, at + 8 < 4 * NUM, WHOLE)
-        both = tl.permute(tl.reshape(tl.join(low, high), [first.shape[0], 4, 8, 2]), 0, 1, 3, 2)
-        tile = in_order(tl.reshape(both, [first.shape[0], 64]), KIND)
+        place = tl.arange(0, 8 * WORDS)[None, :]
+        word = first + place % WORDS
+        at = word // PLANE * GROUP + place // WORDS * PLANE + word % PLANE
+        planes = tl.reshape(load_or_zero(ptr + at, word < NUM, WHOLE), [first.shape[0], 2, 2, 2, 4, WORDS // 4])
+        tile = tl.reshape(tl.permute(planes, 0, 5, 2, 4, 3, 1), [first.shape[0] // 8, 8, 8 * WORDS])
     else:
         at = first * 4 + tl.arange(0, 4 * WORDS)[None, :]
         tile = in_order(load_or_zero(ptr + at, at < 4 * NUM, WHOLE), KIND)
@@ -145,24 +144,40 @@ def load_all_inputs(
         x = load_inputs(x_ptr, word, NUM, GROUP, KIND, WORDS, start + STEP <= NUM)
         if columns_ptr is not None:
             x *= load_inputs(columns_ptr, word, NUM, GROUP, KIND, WORDS, start + STEP <= NUM)
-        tiles = append(tiles, tl.permute(x, 0, 2, 1))
+        tiles = append(tiles, x)
     return tiles
 
 
 @triton.jit
-def as_halves(xs):
-    """Tiles of `x` [SPLITS, n, 8] as float16, divided by the largest of each column; and that, [SPLITS, 1, 8].
+def repeat(tile, BLOCKS: tl.constexpr):
+    """[SPLITS, ...] as [BLOCKS * SPLITS, ...], the same for each block."""
+    many = tl.broadcast_to(tile[None, :, :, :], [BLOCKS, tile.shape[0], tile.shape[1], tile.shape[2]])
+    return tl.reshape(many, [BLOCKS * tile.shape[0], tile.shape[1], tile.shape[2]])
+
+
+@triton.jit
+def for_blocks(xs, BLOCKS: tl.constexpr):
+    """Tiles [SPLITS, 8, n] as [BLOCKS * SPLITS, n, 8]."""
+    tiles = ()
+    for c in tl.static_range(len(xs)):
+        tiles = append(tiles, tl.permute(repeat(xs[c], BLOCKS), 0, 2, 1))
+    return tiles
+
+
+@triton.jit
+def as_halves(xs, BLOCKS: tl.constexpr):
+    """Tiles of `x` [SPLITS, 8, n] as float16, divided by the largest of each row; and that, [BLOCKS * SPLITS, 1, 8].
 
     A float16 has three bits more than a bfloat16, so nothing is lost but the range, and codes of 8 bits are faster there.
     """
     peak, halves = tl.zeros(xs[0].shape, tl.float32), ()
     for c in tl.static_range(len(xs)):
         peak = tl.maximum(peak, tl.abs(xs[c].to(tl.float32)))
-    peak = tl.maximum(tl.max(peak, 1, keep_dims=True), 1e-30)
+    peak = tl.maximum(tl.max(peak, 2, keep_dims=True), 1e-30)
     inverse = 1.0 / peak
     for c in tl.static_range(len(xs)):
         halves = append(halves, (xs[c].to(tl.float32) * inverse).to(tl.float16))
-    return halves, peak
+    return halves, tl.permute(repeat(peak, BLOCKS), 0, 2, 1)
 
 
 @triton.jit
@@ -219,20 +234,25 @@ def inverse_root(x_ptr, stride_x, eps, K: tl.constexpr, M: tl.constexpr, AT_ONCE
 
 
 @triton.jit
-def sum_parts(acc, PARTS: tl.constexpr):
-    """Of products [SPLITS, 16, 8] those of a part with itself, added up: [16 / PARTS lines, 8 / PARTS tokens]."""
+def sum_parts(acc, BLOCKS: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr):
+    """Of products [warps, 16, 8] those of a part with itself, added up: [BLOCKS, 16 / PARTS lines, 8 / PARTS tokens]."""
     LINES: tl.constexpr = 16 // PARTS
     TOKENS: tl.constexpr = 8 // PARTS
-    met = tl.arange(0, 16)[:, None] // LINES == tl.arange(0, 8)[None, :] // TOKENS
-    each = tl.reshape(tl.where(met, tl.sum(acc, 0), 0.0), [PARTS, LINES, PARTS, TOKENS])
-    return tl.sum(tl.sum(each, 2), 0)
+    line, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 8)[None, None, :]
+    token, y = tl.arange(0, TOKENS)[None, None, :], tl.zeros([BLOCKS, LINES, TOKENS], tl.float32)
+    for m in tl.static_range(M):
+        met = tl.sum(tl.where(line // LINES * TOKENS + m == column, acc, 0.0), 2)  # [warps, 16]
+        met = tl.sum(tl.reshape(met, [acc.shape[0], PARTS, LINES]), 1)
+        met = tl.sum(tl.reshape(met, [BLOCKS, acc.shape[0] // BLOCKS, LINES]), 1)
+        y = tl.where(token == m, met[:, :, None], y)
+    return y
 
 
 @triton.jit
 def silu_times(y, DTYPE: tl.constexpr):
-    """Lines of gate and then of up, [2 ROWS, TOKENS], as silu(gate) * up; both are rounded before they meet."""
-    y = tl.reshape(y.to(DTYPE).to(tl.float32), [2, y.shape[0] // 2, y.shape[1]])
-    gate, up = tl.split(tl.permute(y, 1, 2, 0))
+    """Lines of gate and then of up, [BLOCKS, 2 ROWS, TOKENS], as silu(gate) * up; both are rounded before they meet."""
+    y = tl.reshape(y.to(DTYPE).to(tl.float32), [y.shape[0], 2, y.shape[1] // 2, y.shape[2]])
+    gate, up = tl.split(tl.permute(y, 0, 2, 3, 1))
     return (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up
 
 
@@ -240,18 +260,20 @@ def silu_times(y, DTYPE: tl.constexpr):
 def finish(
     acc, scale_ptr, residual_ptr, out_ptr, first, num_rows, inverse, GROUP_ROWS: tl.constexpr, BY_TILE: tl.constexpr,
     GATED: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Outputs from `first` on, from sums [SPLITS, 16, 8] of all inputs with these lines."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     LINES: tl.constexpr = 16 // PARTS
     ROWS: tl.constexpr = LINES // (1 + GATED)
-    y = sum_parts(acc, PARTS)
+    y = sum_parts(acc, BLOCKS, PARTS, M)
+    first += tl.arange(0, BLOCKS)[:, None, None] * ROWS
     if not BY_TILE:
-        line = row_of(first, tl.arange(0, LINES)[:, None], num_rows, ROWS, LINES)
+        line = row_of(first, tl.arange(0, LINES)[None, :, None], num_rows, ROWS, LINES)
         y *= tl.load(scale_ptr + line // GROUP_ROWS).to(tl.float32)
     y *= inverse
     y = silu_times(y, DTYPE) if GATED else y
-    outputs, token = first + tl.arange(0, ROWS)[:, None], tl.arange(0, 8 // PARTS)[None, :]
+    outputs, token = first + tl.arange(0, ROWS)[None, :, None], tl.arange(0, 8 // PARTS)[None, None, :]
     at, kept = token * num_rows + outputs, (outputs < num_rows) & (token < M)
     if RESIDUAL:
         y += tl.load(residual_ptr + at, mask=kept, other=0).to(tl.float32)
@@ -263,7 +285,7 @@ def few_codes_kernel(
     x_ptr, word_ptr, scale_ptr, zero_ptr, columns_ptr, residual_ptr, out_ptr, ahead_ptr, stride_x, num_rows, eps, exponent,
     ahead_size, ahead_end, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr,
-    SPLITS: tl.constexpr, WORDS: tl.constexpr, TIMES: tl.constexpr, BARRIER: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr, TIMES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program p: outputs p * ROWS * TIMES to (p + 1) * ROWS * TIMES of all M tokens, ROWS at a time.
 
@@ -279,32 +301,34 @@ def few_codes_kernel(
     STEP: tl.constexpr = SPLITS * PARTS * WORDS
     COUNT: tl.constexpr = (NUM + STEP - 1) // STEP
     BY_TILE: tl.constexpr = GROUP < K or KIND == "int4"
-    first = tl.program_id(0) * ROWS * TIMES
-    words = load_words(word_ptr, first, num_rows, True, NUM, ROWS, PARTS, SPLITS, WORDS)
+    first = tl.program_id(0) * (ROWS * BLOCKS * TIMES)
+    words = load_words(word_ptr, first, num_rows, NUM, ROWS, PARTS, SPLITS, BLOCKS, WORDS)
     factors = ()
     if BY_TILE:
-        factors = load_factors(scale_ptr, zero_ptr, first, num_rows, True, COUNT, K, GROUP_ROWS, GROUP, ROWS, PARTS, SPLITS,
-                               STEP * PER_WORD)  # fmt: skip
+        factors = load_factors(scale_ptr, zero_ptr, first, num_rows, COUNT, K, GROUP_ROWS, GROUP, ROWS, PARTS, SPLITS,
+                               BLOCKS, STEP * PER_WORD)  # fmt: skip
     if ahead_ptr is not None:
         ask_cache(ahead_ptr, ahead_size, ahead_end)
     wait_for_inputs(PDL)
     xs = load_all_inputs(x_ptr, columns_ptr, stride_x, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS)
-    inverse, peak = inverse_root(x_ptr, stride_x, eps, K, M, 256 * SPLITS // M) if NORM else 1.0, 1.0
+    inverse = inverse_root(x_ptr, stride_x, eps, K, M, 256 * BLOCKS * SPLITS // M)[:, None, :] if NORM else 1.0
     if KIND != "int4" and DTYPE != tl.float32:  # noqa: SIM300
-        xs, peak = as_halves(xs)
+        xs, peak = as_halves(xs, BLOCKS)
+    xs = for_blocks(xs, BLOCKS)
     sums = shifted_sums(xs, KIND, PRECISION)
     for i in tl.static_range(TIMES):
-        next = first + ROWS
+        next = first + ROWS * BLOCKS
         if i + 1 < TIMES:
-            more = load_words(word_ptr, next, num_rows, True, NUM, ROWS, PARTS, SPLITS, WORDS)
+            more = load_words(word_ptr, next, num_rows, NUM, ROWS, PARTS, SPLITS, BLOCKS, WORDS)
             more_factors = ()
             if BY_TILE:
-                more_factors = load_factors(scale_ptr, zero_ptr, next, num_rows, True, COUNT, K, GROUP_ROWS, GROUP, ROWS, PARTS,
-                                            SPLITS, STEP * PER_WORD)  # fmt: skip
-            if BARRIER:
-                wait_for_inputs(PDL)
-        acc = multiply_lines(words, factors, xs, sums, exponent, KIND, BY_TILE, zero_ptr is not None, PRECISION) * peak
-        finish(acc, scale_ptr, residual_ptr, out_ptr, first, num_rows, inverse, GROUP_ROWS, BY_TILE, GATED, RESIDUAL, M, PARTS)
+                more_factors = load_factors(scale_ptr, zero_ptr, next, num_rows, COUNT, K, GROUP_ROWS, GROUP, ROWS, PARTS,
+                                            SPLITS, BLOCKS, STEP * PER_WORD)  # fmt: skip
+        acc = multiply_lines(words, factors, xs, sums, exponent, KIND, BY_TILE, zero_ptr is not None, PRECISION)
+        if KIND != "int4" and DTYPE != tl.float32:  # noqa: SIM300
+            acc *= peak
+        finish(acc, scale_ptr, residual_ptr, out_ptr, first, num_rows, inverse, GROUP_ROWS, BY_TILE, GATED, RESIDUAL, M, PARTS,
+               BLOCKS)  # fmt: skip
         if i + 1 < TIMES:
             words, factors, first = more, more_factors, next
 
@@ -328,7 +352,7 @@ def tile_of(num_tokens: int, row_bytes: int, group_bytes: int) -> dict[str, int]
     parts = 2 if num_tokens > 2 else 4
     splits = triton.next_power_of_2(triton.cdiv(16 // parts * row_bytes, 4 * 32 * REGISTERS))
     words = min(16, (group_bytes & -group_bytes) // 4)
-    return {"PARTS": parts, "SPLITS": min(MAX_WARPS, max(splits, 1 + (num_tokens > 2))), "WORDS": words, "TIMES": 1, "BARRIER": False}
+    return {"PARTS": parts, "SPLITS": min(MAX_WARPS, max(splits, 1 + (num_tokens > 2))), "WORDS": words, "TIMES": 1, "BLOCKS": 1}
 
 
 def few_codes(
@@ -361,12 +385,12 @@ def few_codes(
     row_bytes = 4 * words.shape[1]
     has_groups = block[1] < width or kind == "int4"
     tile = tile_of(num_tokens, row_bytes, row_bytes * block[1] // width if has_groups else 64)
-    programs = triton.cdiv(rows, 16 // tile["PARTS"] // (1 + gated) * tile["TIMES"])
+    programs = triton.cdiv(rows, 16 // tile["PARTS"] // (1 + gated) * tile["TIMES"] * tile["BLOCKS"])
     end = 0 if ahead is None else min(ahead.nbytes, AHEAD)
     few_codes_kernel[(programs,)](
         x, words, scales, zeros, columns, out if residual is None else residual, out, ahead, x.stride(0), rows,
         norm_eps or 0.0, EXPONENT, triton.cdiv(end, 128 * programs) * 128, end, K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,
-        RESIDUAL=residual is not None, M=num_tokens, **tile, num_warps=tile["SPLITS"],
+        RESIDUAL=residual is not None, M=num_tokens, **tile, num_warps=tile["SPLITS"] * tile["BLOCKS"],
         **launch_options(x.device, num_tokens),
     )  # fmt: skip
     return out
