@@ -26,7 +26,7 @@ import triton.language as tl
 from folovllm.kernels.int4_linear import EXPONENT, load_scales
 from folovllm.kernels.pdl import ask_cache, launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.small_linear import append
-from folovllm.kernels.unpack_codes import SHIFT, four_bytes, nibbles
+from folovllm.kernels.unpack_codes import SHIFT, four_bytes, in_turn, nibble
 
 
 @triton.jit
@@ -41,21 +41,6 @@ def in_order(tile, KIND: tl.constexpr):
     if KIND != "int4" and NUM == 64:
         tile = tl.permute(tl.reshape(tile, [8 * SPLITS, 4, 2, 2, 2, 2]), 0, 2, 4, 1, 3, 5)
     return tl.reshape(tile, [SPLITS, 8, NUM])
-
-
-@triton.jit
-def eight_in_order(tiles):
-    """Codes 0 to 7 of words, eight tiles [8 SPLITS, WORDS], as [SPLITS, 8, 8 WORDS]: i and i + 4 are neighbours.
-
-    Of four threads t has words 4 t to 4 t + 3 (or fewer); a product of 16 inputs takes from each thread codes i, i + 4,
-    i + 1 and i + 5 of one word.
-    """
-    ROWS: tl.constexpr = tiles[0].shape[0]
-    EACH: tl.constexpr = tiles[0].shape[1] // 4  # words of a thread
-    low = tl.join(tl.join(tiles[0], tiles[2]), tl.join(tiles[1], tiles[3]))  # [rows, WORDS, 2, 2]: i // 2, i % 2
-    high = tl.join(tl.join(tiles[4], tiles[6]), tl.join(tiles[5], tiles[7]))
-    each = tl.reshape(tl.join(low, high), [ROWS, 4, EACH, 2, 2, 2])
-    return tl.reshape(tl.permute(each, 0, 2, 3, 1, 4, 5), [ROWS // 8, 8, 32 * EACH])
 
 
 @triton.jit
@@ -118,34 +103,32 @@ def load_inputs(
     """The numbers at `ptr` that WORDS words from `first` [8 SPLITS, 1] on meet, in the order in which a tensor core takes them."""
     if KIND == "int4":
         PLANE: tl.constexpr = GROUP // 8
-        place = tl.arange(0, 8 * WORDS)[None, :]
-        word = first + place % WORDS
-        at = word // PLANE * GROUP + place // WORDS * PLANE + word % PLANE
-        planes = tl.reshape(load_or_zero(ptr + at, word < NUM, WHOLE), [first.shape[0], 2, 2, 2, 4, WORDS // 4])
-        tile = tl.reshape(tl.permute(planes, 0, 5, 2, 4, 3, 1), [first.shape[0] // 8, 8, 8 * WORDS])
+        word = first + tl.arange(0, WORDS)[None, :]
+        at, tiles = ptr + word // PLANE * GROUP + word % PLANE, ()
+        for i in tl.static_range(8):
+            tiles = append(tiles, load_or_zero(at + i * PLANE, word < NUM, WHOLE))
+        tile = in_turn(tiles)
     else:
         at = first * 4 + tl.arange(0, 4 * WORDS)[None, :]
-        tile = in_order(load_or_zero(ptr + at, at < 4 * NUM, WHOLE), KIND)
-    return tile
+        tile = load_or_zero(ptr + at, at < 4 * NUM, WHOLE)
+    return in_order(tile, KIND)
 
 
 @triton.jit
-def load_all_inputs(
-    x_ptr, columns_ptr, stride_x, NUM: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr,
-    PARTS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr,
+def load_tile(
+    x_ptr, columns_ptr, stride_x, start: tl.constexpr, NUM: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    M: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """`x` times its columns' factors, a tile [SPLITS, n, 8] for each of the weights'."""
+    """`x` times its columns' factors, [SPLITS, 8, n], where it meets the tile of words from `start` on."""
     TOKENS: tl.constexpr = 8 // PARTS
-    STEP: tl.constexpr = SPLITS * PARTS * WORDS
-    place, tiles = tl.arange(0, 8 * SPLITS)[:, None], ()
+    WHOLE: tl.constexpr = start + SPLITS * PARTS * WORDS <= NUM
+    place = tl.arange(0, 8 * SPLITS)[:, None]
     x_ptr += tl.minimum(place % TOKENS, M - 1) * stride_x
-    for start in tl.static_range(0, NUM, STEP):
-        word = (place // 8 * PARTS + place % 8 // TOKENS) * WORDS + start
-        x = load_inputs(x_ptr, word, NUM, GROUP, KIND, WORDS, start + STEP <= NUM)
-        if columns_ptr is not None:
-            x *= load_inputs(columns_ptr, word, NUM, GROUP, KIND, WORDS, start + STEP <= NUM)
-        tiles = append(tiles, x)
-    return tiles
+    word = (place // 8 * PARTS + place % 8 // TOKENS) * WORDS + start
+    x = load_inputs(x_ptr, word, NUM, GROUP, KIND, WORDS, WHOLE)
+    if columns_ptr is not None:
+        x *= load_inputs(columns_ptr, word, NUM, GROUP, KIND, WORDS, WHOLE)
+    return x
 
 
 @triton.jit
@@ -153,15 +136,6 @@ def repeat(tile, BLOCKS: tl.constexpr):
     """[SPLITS, ...] as [BLOCKS * SPLITS, ...], the same for each block."""
     many = tl.broadcast_to(tile[None, :, :, :], [BLOCKS, tile.shape[0], tile.shape[1], tile.shape[2]])
     return tl.reshape(many, [BLOCKS * tile.shape[0], tile.shape[1], tile.shape[2]])
-
-
-@triton.jit
-def for_blocks(xs, BLOCKS: tl.constexpr):
-    """Tiles [SPLITS, 8, n] as [BLOCKS * SPLITS, n, 8]."""
-    tiles = ()
-    for c in tl.static_range(len(xs)):
-        tiles = append(tiles, tl.permute(repeat(xs[c], BLOCKS), 0, 2, 1))
-    return tiles
 
 
 @triton.jit
@@ -184,42 +158,41 @@ def as_halves(xs, BLOCKS: tl.constexpr):
 def sixteen(words, more, exponent, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Words [8 SPLITS, WORDS] of rows 0 to 7, and of rows 8 to 15, as numbers [SPLITS, 16, inputs]."""
     if KIND == "int4":
-        low, high = eight_in_order(nibbles(words, exponent, DTYPE)), eight_in_order(nibbles(more, exponent, DTYPE))
+        low, high = (), ()
+        for i in tl.static_range(8):
+            low, high = append(low, nibble(words, i, exponent, DTYPE)), append(high, nibble(more, i, exponent, DTYPE))
+        low, high = in_turn(low), in_turn(high)
     else:
-        low, high = in_order(four_bytes(words, KIND, DTYPE), KIND), in_order(four_bytes(more, KIND, DTYPE), KIND)
-    both = tl.permute(tl.join(low, high), 0, 3, 1, 2)
+        low, high = four_bytes(words, KIND, DTYPE), four_bytes(more, KIND, DTYPE)
+    both = tl.permute(tl.join(in_order(low, KIND), in_order(high, KIND)), 0, 3, 1, 2)
     return tl.reshape(both, [both.shape[0], 16, both.shape[3]])
 
 
 @triton.jit
-def shifted_sums(xs, KIND: tl.constexpr, PRECISION: tl.constexpr):
-    """What a tile's products begin with, [SPLITS, 16, 8]: codes of 4 bits are 136 too large, so as many sums of `x` less."""
-    sums = ()
-    for c in tl.static_range(len(xs)):
-        if KIND == "int4":
-            many = tl.full([xs[c].shape[0], 16, xs[c].shape[1]], -SHIFT, xs[c].dtype)
-            sums = append(sums, tl.dot(many, xs[c], input_precision=PRECISION))
-    return sums
-
-
-@triton.jit
-def multiply_lines(
-    words, factors, xs, sums, exponent, KIND: tl.constexpr, BY_TILE: tl.constexpr, ZEROS: tl.constexpr,
+def multiply_tile(
+    accs, words, factors, x, exponent, c: tl.constexpr, COUNT: tl.constexpr, KIND: tl.constexpr, BY_TILE: tl.constexpr, ZEROS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The products of lines with inputs, [SPLITS, 16, 8]; times scales if BY_TILE."""
-    acc = tl.zeros([xs[0].shape[0], 16, 8], tl.float32)
-    for c in tl.static_range(len(xs)):
-        numbers = sixteen(words[2 * c], words[2 * c + 1], exponent, KIND, xs[c].dtype)
+    """Sums [warps, 16, 8] and the products of the c-th tile of each group of lines with `x` [warps, n, 8].
+
+    Codes of 4 bits are SHIFT too large. So their products begin with as many sums of `x` less.
+    """
+    result = ()
+    if KIND == "int4":
+        base = tl.dot(tl.full([x.shape[0], 16, x.shape[1]], -SHIFT, x.dtype), x, input_precision=PRECISION)
+    for i in tl.static_range(len(accs)):
+        tile, more, acc = words[2 * (i * COUNT + c)], words[2 * (i * COUNT + c) + 1], accs[i]
+        numbers = sixteen(tile, more, exponent, KIND, x.dtype)
         if KIND == "int4":
-            acc += tl.dot(numbers, xs[c], sums[c], input_precision=PRECISION) * factors[c * (1 + ZEROS)][:, :, None]
+            acc += tl.dot(numbers, x, base, input_precision=PRECISION) * factors[(i * COUNT + c) * (1 + ZEROS)][:, :, None]
         elif BY_TILE:
-            acc += tl.dot(numbers, xs[c], input_precision=PRECISION) * factors[c][:, :, None]
+            acc += tl.dot(numbers, x, input_precision=PRECISION) * factors[i * COUNT + c][:, :, None]
         else:
-            acc = tl.dot(numbers, xs[c], acc, input_precision=PRECISION)
+            acc = tl.dot(numbers, x, acc, input_precision=PRECISION)
         if ZEROS:
-            acc += sums[c] * (factors[2 * c + 1] * (-1 / SHIFT))[:, :, None]
-    return acc
+            acc += base * (factors[2 * (i * COUNT + c) + 1] * (-1 / SHIFT))[:, :, None]
+        result = append(result, acc)
+    return result
 
 
 @triton.jit
@@ -301,36 +274,34 @@ def few_codes_kernel(
     STEP: tl.constexpr = SPLITS * PARTS * WORDS
     COUNT: tl.constexpr = (NUM + STEP - 1) // STEP
     BY_TILE: tl.constexpr = GROUP < K or KIND == "int4"
+    HALVES: tl.constexpr = KIND != "int4" and DTYPE != tl.float32  # noqa: SIM300
     first = tl.program_id(0) * (ROWS * BLOCKS * TIMES)
-    words = load_words(word_ptr, first, num_rows, NUM, ROWS, PARTS, SPLITS, BLOCKS, WORDS)
-    factors = ()
-    if BY_TILE:
-        factors = load_factors(scale_ptr, zero_ptr, first, num_rows, COUNT, K, GROUP_ROWS, GROUP, ROWS, PARTS, SPLITS,
-                               BLOCKS, STEP * PER_WORD)  # fmt: skip
+    words, factors, accs, xs = (), (), (), ()
+    for i in tl.static_range(TIMES):
+        words += load_words(word_ptr, first + i * (ROWS * BLOCKS), num_rows, NUM, ROWS, PARTS, SPLITS, BLOCKS, WORDS)
+        accs = append(accs, tl.zeros([BLOCKS * SPLITS, 16, 8], tl.float32))
+    for i in tl.static_range(TIMES if BY_TILE else 0):
+        factors += load_factors(scale_ptr, zero_ptr, first + i * (ROWS * BLOCKS), num_rows, COUNT, K, GROUP_ROWS, GROUP, ROWS,
+                                PARTS, SPLITS, BLOCKS, STEP * PER_WORD)  # fmt: skip
     if ahead_ptr is not None:
         ask_cache(ahead_ptr, ahead_size, ahead_end)
     wait_for_inputs(PDL)
-    xs = load_all_inputs(x_ptr, columns_ptr, stride_x, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS)
     inverse = inverse_root(x_ptr, stride_x, eps, K, M, 256 * BLOCKS * SPLITS // M)[:, None, :] if NORM else 1.0
-    if KIND != "int4" and DTYPE != tl.float32:  # noqa: SIM300
+    if HALVES:
+        for c in tl.static_range(COUNT):
+            xs = append(xs, load_tile(x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS))
         xs, peak = as_halves(xs, BLOCKS)
-    xs = for_blocks(xs, BLOCKS)
-    sums = shifted_sums(xs, KIND, PRECISION)
+    for c in tl.static_range(COUNT):
+        if HALVES:
+            x = xs[c]
+        else:
+            x = load_tile(x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS)
+        x = tl.permute(repeat(x, BLOCKS), 0, 2, 1)
+        accs = multiply_tile(accs, words, factors, x, exponent, c, COUNT, KIND, BY_TILE, zero_ptr is not None, PRECISION)
     for i in tl.static_range(TIMES):
-        next = first + ROWS * BLOCKS
-        if i + 1 < TIMES:
-            more = load_words(word_ptr, next, num_rows, NUM, ROWS, PARTS, SPLITS, BLOCKS, WORDS)
-            more_factors = ()
-            if BY_TILE:
-                more_factors = load_factors(scale_ptr, zero_ptr, next, num_rows, COUNT, K, GROUP_ROWS, GROUP, ROWS, PARTS,
-                                            SPLITS, BLOCKS, STEP * PER_WORD)  # fmt: skip
-        acc = multiply_lines(words, factors, xs, sums, exponent, KIND, BY_TILE, zero_ptr is not None, PRECISION)
-        if KIND != "int4" and DTYPE != tl.float32:  # noqa: SIM300
-            acc *= peak
-        finish(acc, scale_ptr, residual_ptr, out_ptr, first, num_rows, inverse, GROUP_ROWS, BY_TILE, GATED, RESIDUAL, M, PARTS,
-               BLOCKS)  # fmt: skip
-        if i + 1 < TIMES:
-            words, factors, first = more, more_factors, next
+        acc = accs[i] * peak if HALVES else accs[i]
+        finish(acc, scale_ptr, residual_ptr, out_ptr, first + i * (ROWS * BLOCKS), num_rows, inverse, GROUP_ROWS, BY_TILE, GATED,
+               RESIDUAL, M, PARTS, BLOCKS)  # fmt: skip
 
 
 def serves(x: torch.Tensor) -> bool:

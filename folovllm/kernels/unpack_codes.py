@@ -11,7 +11,6 @@ import triton.language as tl
 
 from folovllm.kernels.fp8 import INTERPRETED
 from folovllm.kernels.int4_linear import code
-from folovllm.kernels.small_linear import append
 
 # Four codes of FP8, the bytes of $4, as float16: two at a time, where the card has such numbers ...
 FP8_TO_HALF = tl.constexpr("""{ .reg .b16 low, high; .reg .b32 two;
@@ -80,31 +79,45 @@ def four_bytes(words, KIND: tl.constexpr, DTYPE: tl.constexpr):
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [words.shape[0], 4 * words.shape[1]])
 
 
-SHIFT = tl.constexpr(136)  # how much larger `nibbles` are than codes less 8
-# Eight codes of 4 bits, each plus 128: a bfloat16's fraction counts ones from there on, and each half of a word has room for one.
-EIGHT_TO_BFLOAT16 = tl.constexpr("""{ .reg .b32 part, two, base;
-    mov.b32 base, 0x43004300;
-    lop3.b32 two, $8, 0x000F000F, base, 0xEA;
-    mov.b32 {$0, $4}, two;
-    shr.u32 part, $8, 4;
-    lop3.b32 two, part, 0x000F000F, base, 0xEA;
-    mov.b32 {$1, $5}, two;
-    shr.u32 part, $8, 8;
-    lop3.b32 two, part, 0x000F000F, base, 0xEA;
-    mov.b32 {$2, $6}, two;
-    shr.u32 part, $8, 12;
-    lop3.b32 two, part, 0x000F000F, base, 0xEA;
-    mov.b32 {$3, $7}, two; }""")
+SHIFT = tl.constexpr(136)  # how much larger a `nibble` is than its code less 8
+
+
+def of_byte(select: str) -> tl.constexpr:
+    """Assembly: the codes at bits 0 to 3 of one byte of two words, plus 128, as two numbers of bfloat16.
+
+    A bfloat16's fraction counts ones from 128 on; a code is put there.
+    """
+    return tl.constexpr(f"""{{ .reg .b32 both;
+    prmt.b32 both, $1, $2, {select};
+    lop3.b32 $0, both, 0x000F000F, 0x43004300, 0xEA; }}""")
+
+
+BYTE_0, BYTE_1, BYTE_2, BYTE_3 = of_byte("0x4400"), of_byte("0x5511"), of_byte("0x6622"), of_byte("0x7733")
 
 
 @triton.jit
-def nibbles(words, exponent, DTYPE: tl.constexpr):
-    """Codes 0 to 7 of each word, plus 128, exact in DTYPE: eight tiles."""
-    FOUR: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
-    tiles = ()
+def nibble(words, i: tl.constexpr, exponent, DTYPE: tl.constexpr):
+    """Codes i of each word, plus 128, exact in DTYPE."""
     if DTYPE != tl.bfloat16 or INTERPRETED:  # noqa: SIM300
-        for i in tl.static_range(8):
-            tiles = append(tiles, (code(words, i, exponent) + SHIFT).to(DTYPE))
+        number = (code(words, i, exponent) + SHIFT).to(DTYPE)
     else:
-        tiles = tl.inline_asm_elementwise(EIGHT_TO_BFLOAT16, "=h,=h,=h,=h,=h,=h,=h,=h,r", [words], FOUR + FOUR, True, 1)
-    return tiles
+        if i % 2 == 1:
+            words = words >> 4
+        if i < 2:
+            number = tl.inline_asm_elementwise(BYTE_0, "=r,r,r", [words], tl.bfloat16, True, 2)
+        elif i < 4:
+            number = tl.inline_asm_elementwise(BYTE_1, "=r,r,r", [words], tl.bfloat16, True, 2)
+        elif i < 6:
+            number = tl.inline_asm_elementwise(BYTE_2, "=r,r,r", [words], tl.bfloat16, True, 2)
+        else:
+            number = tl.inline_asm_elementwise(BYTE_3, "=r,r,r", [words], tl.bfloat16, True, 2)
+    return number
+
+
+@triton.jit
+def in_turn(tiles):
+    """Eight tiles [rows, n] as one [rows, 8 n]."""
+    even = tl.join(tl.join(tiles[0], tiles[4]), tl.join(tiles[2], tiles[6]))
+    odd = tl.join(tl.join(tiles[1], tiles[5]), tl.join(tiles[3], tiles[7]))
+    both = tl.permute(tl.join(even, odd), 0, 2, 3, 4, 1)  # [rows, 2, 2, 2, n]
+    return tl.reshape(both, [both.shape[0], 8 * both.shape[4]])
