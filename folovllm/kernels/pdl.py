@@ -37,20 +37,6 @@ def wait_for_inputs(PDL: tl.constexpr):
         gdc_wait()
 
 
-@triton.jit
-def ask_cache(ptr, size, end):
-    """Have the L2 cache read this program's share of bytes before `end`: `size` from program_id(0) * size on, in 16s."""
-    start = tl.minimum(tl.program_id(0) * size, end)
-    size = tl.minimum(size, end - start)
-    tl.inline_asm_elementwise(
-        """{ .reg .pred mine; .reg .u32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 mine, thread, 0;
-        setp.gt.and.s32 mine, $2, 0, mine;
-        @mine cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0; }""", "=r,l,r", [ptr.to(tl.pointer_type(tl.uint8)) + start, size], tl.int32, False, 1)  # fmt: skip
-
-
 @cache
 def available(device: torch.device) -> bool:
     """Whether kernels on `device` overlap in this way. FOLOVLLM_PDL=0 turns it off, to measure what it gains."""

@@ -12,39 +12,42 @@ import triton.language as tl
 from folovllm.kernels.fp8 import INTERPRETED
 from folovllm.kernels.int4_linear import code
 
-# Four codes of FP8, the bytes of $4, as float16: two at a time, where the card has such numbers ...
+# Four codes of FP8, the bytes of $4, as bfloat16: the bits of a bfloat16 whose exponent counts from another number, 120 less.
+FP8_TO_BFLOAT16 = tl.constexpr("""{ .reg .b32 two, bits, power, sign;
+    mov.b32 power, 0x7B807B80;
+    mov.b32 sign, 0x80008000;
+    prmt.b32 two, $4, 0, 0x1404;
+    shr.u32 bits, two, 4;
+    and.b32 bits, bits, 0x07F007F0;
+    lop3.b32 bits, two, sign, bits, 0xEA;
+    fma.rn.bf16x2 bits, bits, power, sign;
+    mov.b32 {$0, $1}, bits;
+    prmt.b32 two, $4, 0, 0x3424;
+    shr.u32 bits, two, 4;
+    and.b32 bits, bits, 0x07F007F0;
+    lop3.b32 bits, two, sign, bits, 0xEA;
+    fma.rn.bf16x2 bits, bits, power, sign;
+    mov.b32 {$2, $3}, bits; }""")
+# The same as float16, two in one instruction, on a card that has such numbers.
 FP8_TO_HALF = tl.constexpr("""{ .reg .b16 low, high; .reg .b32 two;
     mov.b32 {low, high}, $4;
     cvt.rn.f16x2.e4m3x2 two, low;
     mov.b32 {$0, $1}, two;
     cvt.rn.f16x2.e4m3x2 two, high;
     mov.b32 {$2, $3}, two; }""")
-# ... and elsewhere the bits of a float16 whose exponent counts from another number, 8 less.
-FP8_BITS_TO_HALF = tl.constexpr("""{ .reg .b32 two, bits, power, sign;
-    mov.b32 power, 0x5C005C00;
-    mov.b32 sign, 0x80008000;
-    prmt.b32 two, $4, 0, 0x1404;
-    shr.u32 bits, two, 1;
-    and.b32 bits, bits, 0x3F803F80;
-    lop3.b32 bits, two, sign, bits, 0xEA;
-    mul.rn.f16x2 bits, bits, power;
-    mov.b32 {$0, $1}, bits;
-    prmt.b32 two, $4, 0, 0x3424;
-    shr.u32 bits, two, 1;
-    and.b32 bits, bits, 0x3F803F80;
-    lop3.b32 bits, two, sign, bits, 0xEA;
-    mul.rn.f16x2 bits, bits, power;
-    mov.b32 {$2, $3}, bits; }""")
-# Four of int8: a float16's fraction counts ones from 1,024 on. A code plus 128, put there, is 1,152 too large.
-INT8_TO_HALF = tl.constexpr("""{ .reg .b32 all, two, base, less;
-    mov.b32 base, 0x64646464;
-    mov.b32 less, 0x64806480;
-    xor.b32 all, $4, 0x80808080;
-    prmt.b32 two, all, base, 0x4140;
-    sub.rn.f16x2 two, two, less;
+# Four of int8: seven bits are ones of a bfloat16 from 128 on; 128 is subtracted, or 256 where the eighth, the sign, is set.
+INT8_TO_BFLOAT16 = tl.constexpr("""{ .reg .b32 two, ones, less, one, raise;
+    mov.b32 raise, 0x43004300;
+    mov.b32 one, 0xBF80BF80;
+    prmt.b32 two, $4, 0, 0x4140;
+    lop3.b32 ones, two, 0x007F007F, raise, 0xEA;
+    lop3.b32 less, two, 0x00800080, raise, 0xEA;
+    fma.rn.bf16x2 two, less, one, ones;
     mov.b32 {$0, $1}, two;
-    prmt.b32 two, all, base, 0x4342;
-    sub.rn.f16x2 two, two, less;
+    prmt.b32 two, $4, 0, 0x4342;
+    lop3.b32 ones, two, 0x007F007F, raise, 0xEA;
+    lop3.b32 less, two, 0x00800080, raise, 0xEA;
+    fma.rn.bf16x2 two, less, one, ones;
     mov.b32 {$2, $3}, two; }""")
 
 
@@ -66,30 +69,31 @@ def byte(words, i: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
 def four_bytes(words, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Words [rows, n] of four codes as numbers [rows, 4 n], in the order of the inputs."""
     OUT: tl.constexpr = "=h,=h,=h,=h,r"
-    TYPES: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
-    if DTYPE != tl.float16 or INTERPRETED:  # noqa: SIM300
+    TYPES: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
+    HALVES: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+    if KIND == "fp8" and DTYPE == tl.float16 and not INTERPRETED:  # noqa: SIM300
+        a, b, c, d = tl.inline_asm_elementwise(FP8_TO_HALF, OUT, [words], HALVES, True, 1)
+    elif DTYPE != tl.bfloat16 or INTERPRETED:  # noqa: SIM300
         a, b = byte(words, 0, KIND, DTYPE), byte(words, 1, KIND, DTYPE)
         c, d = byte(words, 2, KIND, DTYPE), byte(words, 3, KIND, DTYPE)
     elif KIND == "int8":
-        a, b, c, d = tl.inline_asm_elementwise(INT8_TO_HALF, OUT, [words], TYPES, True, 1)
-    elif KIND == "fp8":
-        a, b, c, d = tl.inline_asm_elementwise(FP8_TO_HALF, OUT, [words], TYPES, True, 1)
+        a, b, c, d = tl.inline_asm_elementwise(INT8_TO_BFLOAT16, OUT, [words], TYPES, True, 1)
     else:
-        a, b, c, d = tl.inline_asm_elementwise(FP8_BITS_TO_HALF, OUT, [words], TYPES, True, 1)
+        a, b, c, d = tl.inline_asm_elementwise(FP8_TO_BFLOAT16, OUT, [words], TYPES, True, 1)
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [words.shape[0], 4 * words.shape[1]])
 
 
-SHIFT = tl.constexpr(136)  # how much larger a `nibble` is than its code less 8
-
-
 def of_byte(select: str) -> tl.constexpr:
-    """Assembly: the codes at bits 0 to 3 of one byte of two words, plus 128, as two numbers of bfloat16.
+    """Assembly: the codes at bits 0 to 3 of one byte of two words, less 8, as two numbers of bfloat16.
 
-    A bfloat16's fraction counts ones from 128 on; a code is put there.
+    A bfloat16's fraction counts ones from 128 on. So a code, put there, is 128 too large, and 136 are subtracted.
     """
-    return tl.constexpr(f"""{{ .reg .b32 both;
+    return tl.constexpr(f"""{{ .reg .b32 both, one, less;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 less, 0xC308C308;
     prmt.b32 both, $1, $2, {select};
-    lop3.b32 $0, both, 0x000F000F, 0x43004300, 0xEA; }}""")
+    lop3.b32 both, both, 0x000F000F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 $0, both, one, less; }}""")
 
 
 BYTE_0, BYTE_1, BYTE_2, BYTE_3 = of_byte("0x4400"), of_byte("0x5511"), of_byte("0x6622"), of_byte("0x7733")
@@ -97,9 +101,9 @@ BYTE_0, BYTE_1, BYTE_2, BYTE_3 = of_byte("0x4400"), of_byte("0x5511"), of_byte("
 
 @triton.jit
 def nibble(words, i: tl.constexpr, exponent, DTYPE: tl.constexpr):
-    """Codes i of each word, plus 128, exact in DTYPE."""
+    """Codes i of each word, less 8, exact in DTYPE."""
     if DTYPE != tl.bfloat16 or INTERPRETED:  # noqa: SIM300
-        number = (code(words, i, exponent) + SHIFT).to(DTYPE)
+        number = code(words, i, exponent).to(DTYPE)
     else:
         if i % 2 == 1:
             words = words >> 4
