@@ -47,8 +47,11 @@ def start(engine: str, model: Path, gpus: int) -> tuple[Any, type]:
 
 
 def requests_of(work: str, seed: int) -> list[tuple[list[int], int]]:
-    """Prompts and the lengths of their answers. With nano-vllm's, prompts of another seed have the same lengths."""
-    rng = random.Random(seed)
+    """Prompts and the lengths of their answers. With nano-vllm's, prompts of another seed have the same lengths.
+
+    No prompt begins as one of another work or pass does, so nothing is found in a prefix cache.
+    """
+    rng = random.Random(f"{work}, {seed}")
     if work == NANO:
         lengths = [(len(one.prompt), one.output_len) for one in load_workload(NANO, 1 << 20).requests]
     else:
