@@ -130,10 +130,8 @@ def few_codes_kernel(
                 BY_TILE)  # fmt: skip
         acc = tl.zeros([SPLITS, 16, 8], tl.float32)
         for c in tl.static_range(len(words) // 2):
-            if HALVES:
-                x = xs[c]
-            else:
-                x = load_tile(x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS)
+            x = xs[c] if HALVES else load_tile(
+                x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS)  # fmt: skip
             numbers = sixteen(words[2 * c], words[2 * c + 1], exponent, KIND, x.dtype)
             acc = add_products(acc, numbers, x, factors[c] if BY_TILE else (), PRECISION)
         y = sum_parts(acc * peak if HALVES else acc, PARTS)
