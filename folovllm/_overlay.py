@@ -47,7 +47,7 @@ class Overlay(MetaPathFinder):
 
 
 def install(folder: str | Path | None = None) -> Path:
-    """Switch the learner's files on, here and in child processes; twice is once. Call it before other folovllm imports."""
+    """Switch the learner's files on, here and in child processes; a second call does nothing more. Call it before other folovllm imports."""
     mine = locate(folder or os.environ["FOLOVLLM_MINE"])
     os.environ["FOLOVLLM_MINE"] = str(mine)  # absolute: children may run in another folder
     sys.meta_path[:] = [Overlay(mine), *(f for f in sys.meta_path if not isinstance(f, Overlay))]

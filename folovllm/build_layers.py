@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from folovllm.engine.cpu_threads import largest_product
+from folovllm.files import cache_dir
 from folovllm.layers.expert_load import CountedLoad, ExpertLoad
 from folovllm.layers.layer_set import LayerSet
 from folovllm.model_config import num_experts_of
-from folovllm.models.smollm2 import cache_dir
 from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:

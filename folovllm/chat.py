@@ -19,7 +19,7 @@ HELP = "/reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."
 
 
 class Speaker(Protocol):
-    """Whoever continues a conversation: `OwnEngine` in this process, or `folovllm.remote.Server`."""
+    """Continues a conversation: `OwnEngine` in this process, or `folovllm.remote.Server`."""
 
     def stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
         """The new text of each step, until the answer ends or Ctrl-C is pressed. ValueError where there is none."""

@@ -1,12 +1,15 @@
-"""Child processes that import what this one imports, from where it imports it."""
+"""Child processes: they import what this one imports, from where it imports it, and end when it ends."""
 
 from __future__ import annotations
 
 import os
+import select
 import sys
 from pathlib import Path
 
 import folovllm
+
+PAUSE = 1000  # milliseconds between two checks of the parent's number
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
@@ -26,3 +29,16 @@ def import_path() -> str:
     own = str(Path(folovllm.__file__).parents[1])
     paths = [path or own for path in sys.path if path or own not in sys.path]
     return os.pathsep.join(dict.fromkeys([*paths, own]))
+
+
+def end_with_parent(fd: int) -> None:
+    """End this process as soon as its parent is gone, whatever it is doing.
+
+    The parent's end of the connection `fd` is closed then, unless a fork of the parent has a copy. So this checks the
+    parent's process number, too. It reads nothing: what the parent says is for the rank.
+    """
+    parent, connection = os.getppid(), select.poll()
+    connection.register(fd, 0)  # of no event but the end
+    while not connection.poll(PAUSE) and os.getppid() == parent:
+        pass
+    os._exit(1)

@@ -11,7 +11,8 @@ import re
 import sys
 import traceback
 from collections import deque
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -20,8 +21,8 @@ import typer
 from rich.text import Text
 
 import folovllm
-from folovllm.flags import in_a_folder
-from folovllm.terminal import print_next, run_steps, stderr
+from folovllm.flags import engine_flags, in_a_folder, pick, with_flags
+from folovllm.terminal import print_next, run_steps, stderr, stream_answer
 
 if TYPE_CHECKING:
     from folovllm.llm import LLM
@@ -89,7 +90,6 @@ def build_app() -> typer.Typer:
     """The commands, with a flag for every field of `EngineConfig` and `SamplingParams`."""
     from folovllm.bench.cli import build_bench_app
     from folovllm.config import EngineConfig
-    from folovllm.flags import with_flags
     from folovllm.inspector.cli import inspect
     from folovllm.quantize.cli import quantize
     from folovllm.quantize.options import QuantizeOptions
@@ -150,7 +150,6 @@ def generate(
 
     A model with a chat template is asked through it; other models, and any with --raw, continue the text.
     """
-    from folovllm.flags import pick
     from folovllm.interrupts import Interrupted
     from folovllm.sampling_params import SamplingParams
 
@@ -159,19 +158,14 @@ def generate(
     llm = load_llm(given)
     asked = [llm.render_chat([{"role": "user", "content": text}]) for text in texts] if chats(llm, raw) else texts
     untold = deque(texts)
-    tell = partial(print_next, llm, untold, as_json, "\n" * chats(llm, raw))
+    between = "\n" * chats(llm, raw)
+    tell = partial(print_next, llm, untold, as_json, between)
     try:
-        with ExitStack() as listeners:
-            if record is not None:
-                from folovllm.inspector.recorder import recording
-
-                listeners.enter_context(recording(llm.engine, record))
-            if trace is not None:
-                from folovllm.inspector.trace import tracing
-
-                listeners.enter_context(tracing(llm.engine, trace))
+        with listening(llm, record, trace):
             if show_steps:
                 run_steps(llm, asked, params, tell)
+            elif len(asked) == params.n == 1 and sys.stdout.isatty() and not as_json:
+                stream_answer(llm, asked[0], params, texts[0] + between)
             else:
                 llm.generate(asked, params, len(texts) > 1 and given["use_tqdm"] is not False, on_answer=tell)
     except Interrupted as interrupt:
@@ -179,6 +173,21 @@ def generate(
             tell(output)
         stderr().print(str(interrupt), style="bold red")
         raise
+
+
+@contextmanager
+def listening(llm: LLM, record: Path | None, trace: Path | None) -> Iterator[None]:
+    """Write what the engine does to these files, as far as they are named, until the end of the block."""
+    with ExitStack() as files:
+        if record is not None:
+            from folovllm.inspector.recorder import recording
+
+            files.enter_context(recording(llm.engine, record))
+        if trace is not None:
+            from folovllm.inspector.trace import tracing
+
+            files.enter_context(tracing(llm.engine, trace))
+        yield
 
 
 def chats(llm: LLM, raw: bool) -> bool:
@@ -198,7 +207,6 @@ def chat(
 ) -> None:
     """Talk to the model. /reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."""
     from folovllm.chat import Chat, OwnEngine
-    from folovllm.flags import pick
     from folovllm.remote import server_of_flags
     from folovllm.sampling_params import SamplingParams
 
@@ -239,22 +247,9 @@ def read_prompts(prompts: list[str] | None, file: TextIO | None) -> list[str]:
     return lines
 
 
-def engine_flags(given: dict[str, Any]) -> dict[str, Any]:
-    """Those of the flags that describe the engine. A bad value is refused before torch is loaded."""
-    from folovllm._overlay import started_milestone
-    from folovllm.config import EngineConfig
-    from folovllm.flags import pick
-
-    chosen = pick(given, EngineConfig)
-    if started := started_milestone():
-        chosen.setdefault("milestone", started)
-    EngineConfig(**chosen)
-    return chosen
-
-
 def load_llm(given: dict[str, Any]) -> LLM:
     """The engine that the flags describe."""
-    chosen = engine_flags(given)
+    chosen = engine_flags(given)  # before torch is loaded, which the next line does
     from folovllm.llm import LLM
 
     return LLM(**chosen)

@@ -1,4 +1,4 @@
-"""Names of other texts and engines, all of them ours under another roof, so that snippets run with their import line changed.
+"""The names that other texts and engines use, for classes of ours: their snippets run with the import line changed.
 
 from folovllm.compat import LLMEngine, ModelConfig
 engine = LLMEngine(ModelConfig(model="stories-5m", dtype="float32"), device="cpu")

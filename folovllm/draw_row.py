@@ -46,7 +46,7 @@ IN_PROMPT = 1 << 15
 BIAS_SHIFT = 16
 
 # A row's line of the table that holds the words: V words, then what has no word for each token. What lies `n` columns
-# behind the words is an entry of column -1 - n, so that whoever writes entries need not know V.
+# behind the words is an entry of column -1 - n, so that the code that writes entries need not know V.
 MAX_BAD_WORDS, MAX_BAD_TOKENS = 128, 1024  # of a row: runs of tokens, and their tokens together
 BAD_ENDS_AT = 0  # [MAX_BAD_WORDS]: where each bad word ends among their tokens; 0 behind the last
 BAD_TOKENS_AT = BAD_ENDS_AT + MAX_BAD_WORDS  # [MAX_BAD_TOKENS]: the bad words end to end

@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all."""
+"""Files that are there as a whole or not at all, and where those are kept that can be made again."""
 
 from __future__ import annotations
 
@@ -28,3 +28,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
             beside.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}. Name a file in a folder with room") from error
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept: `FOLOVLLM_CACHE`, else `$XDG_CACHE_HOME/folovllm`, else `~/.cache/folovllm`."""
+    if own := os.environ.get("FOLOVLLM_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "folovllm"

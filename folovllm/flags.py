@@ -35,6 +35,18 @@ def pick(given: Given, kind: type) -> Given:
     return {f.name: given[f.name] for f in fields(kind) if given.get(f.name) not in (None, [])}
 
 
+def engine_flags(given: Given) -> Given:
+    """Those of the flags that describe the engine. A bad value is refused before torch is loaded."""
+    from folovllm._overlay import started_milestone
+    from folovllm.config import EngineConfig
+
+    chosen = pick(given, EngineConfig)
+    if started := started_milestone():
+        chosen.setdefault("milestone", started)
+    EngineConfig(**chosen)
+    return chosen
+
+
 def described_fields(kind: type) -> list[tuple[Field[Any], str]]:
     """Each field that can be a flag, with its sentence in the "Attributes" section of the docstring."""
     section = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2].partition("\n\n")[0]

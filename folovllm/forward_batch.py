@@ -1,4 +1,4 @@
-"""What a model is given in a step. Whoever builds it (`worker/`) knows the scheduler; whoever reads it need not."""
+"""What a model is given in a step. `worker/` builds it from the scheduler's decisions; its readers need not know of a scheduler."""
 
 from __future__ import annotations
 

@@ -49,9 +49,8 @@ class Answers:
 def interrupts(then: Callable[[], object] = lambda: None) -> Iterator[threading.Event]:
     """An event that Ctrl-C sets, in place of an exception that would tear a step of the engine in two.
 
-    `then` is called as it is set, to wake whoever waits for something else. A second Ctrl-C acts as ever, for whoever waits
-    for a step that does not end. Only the main thread hears signals; in others, and where Ctrl-C is ignored, the event is
-    never set.
+    `then` is called when it is set, to end a wait for something else. A second Ctrl-C acts as it did before, so that it can
+    end a step that hangs. Only the main thread hears signals; in others, and where Ctrl-C is ignored, the event is never set.
     """
     event = threading.Event()
     before = signal.getsignal(signal.SIGINT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,10 +12,15 @@ LARGEST = 448.0  # in FP8
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """One layer's: a cached number times its scale is the number that was meant."""
+    """One layer's: a cached number times its scale is the number that was meant, for keys less `offset`.
+
+    A query's scores with all keys change by the same number when all keys lose the same vector, and softmax does not see that.
+    So only who writes keys needs `offset`: no reader does.
+    """
 
     key: float = 1.0
     value: float = 1.0
+    offset: torch.Tensor | None = field(default=None, compare=False)  # [Hkv, D] float32
 
     @property
     def key_factor(self) -> float:
@@ -26,6 +31,10 @@ class KVScales:
     def value_factor(self) -> float:
         """The same of a value."""
         return 1 / self.value
+
+    def centred(self, key: torch.Tensor) -> torch.Tensor:
+        """`key` [T, Hkv, D] less the offset, if there is one, in float32."""
+        return key if self.offset is None else key.float() - self.offset
 
 
 UNSCALED = KVScales()

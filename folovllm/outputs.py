@@ -20,7 +20,7 @@ class TokenLogprob:
 
 
 class Later(Generic[T]):
-    """A field of a dataclass that may be given as a function, which is called once, when somebody looks."""
+    """A field of a dataclass that may be given as a function, which is called once, when the field is first read."""
 
     def __init__(self, *default: T) -> None:
         self._default = default  # one value or none

@@ -116,7 +116,7 @@ def server_of_flags(url: str, api_key: str | None, fields: dict[str, Any], given
 
 
 def hang_up(connection: HTTPConnection) -> None:
-    """Wake whoever reads from it. (To close it would not.)"""
+    """Wake the thread that reads from the connection. (To close it would not.)"""
     if connection.sock is not None:
         with suppress(OSError):  # it has ended already
             connection.sock.shutdown(socket.SHUT_RDWR)

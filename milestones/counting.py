@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -63,26 +66,19 @@ class ToyModel:
         return torch.zeros(8)
 
 
-def count_kernel(kernel: Any, lens: list[int], new: list[int]) -> dict[str, float]:
-    """Run a prefill kernel in the interpreter, check its result, and count what it loads, stores and multiplies.
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """What Triton's interpreter does meanwhile: bytes that are "loaded" and "stored", and the "flops" of products.
 
     Raises:
-        ValueError: Triton compiles for a GPU here, or the result is wrong.
+        ValueError: Triton compiles for a GPU here.
     """
     import triton
     from triton.runtime.interpreter import interpreter_builder as builder
 
     if not triton.knobs.runtime.interpret:
         raise ValueError("kernels are counted in Triton's interpreter: set TRITON_INTERPRET=1 before Python starts")
-    num_heads, num_kv_heads, dim, size = 4, 2, 32, 16
-    torch.manual_seed(0)
-    blocks = [-(-n // size) for n in lens]
-    order = torch.randperm(sum(blocks)).int().split(blocks)
-    tables = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True)
-    cache = torch.randn(2, sum(blocks), num_kv_heads, size, dim).permute(0, 1, 3, 2, 4)
-    query = torch.randn(sum(new), num_heads, dim)
-    starts = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32)
-    counts = {"loaded": 0, "stored": 0, "flops": 0}
+    counts: Counter[str] = Counter()
     load, store, dot = builder.create_masked_load, builder.create_masked_store, builder.create_dot
 
     def counting_load(ptrs: Any, mask: Any, *rest: Any) -> Any:
@@ -97,12 +93,30 @@ def count_kernel(kernel: Any, lens: list[int], new: list[int]) -> dict[str, floa
         counts["flops"] += 2 * a.data.size * b.data.shape[-1]
         return dot(a, b, *rest)
 
-    out = torch.full_like(query, torch.nan)
     with (
         patch.object(builder, "create_masked_load", counting_load),
         patch.object(builder, "create_masked_store", counting_store),
         patch.object(builder, "create_dot", counting_dot),
     ):
+        yield counts
+
+
+def count_kernel(kernel: Any, lens: list[int], new: list[int]) -> dict[str, float]:
+    """Run a prefill kernel in the interpreter, check its result, and count what it loads, stores and multiplies.
+
+    Raises:
+        ValueError: Triton compiles for a GPU here, or the result is wrong.
+    """
+    num_heads, num_kv_heads, dim, size = 4, 2, 32, 16
+    torch.manual_seed(0)
+    blocks = [-(-n // size) for n in lens]
+    order = torch.randperm(sum(blocks)).int().split(blocks)
+    tables = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True)
+    cache = torch.randn(2, sum(blocks), num_kv_heads, size, dim).permute(0, 1, 3, 2, 4)
+    query = torch.randn(sum(new), num_heads, dim)
+    starts = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32)
+    out = torch.full_like(query, torch.nan)
+    with counted() as counts:
         kernel(query, cache, starts, torch.tensor(lens, dtype=torch.int32), tables, max(new), dim**-0.5, out)
 
     expected, pairs = [], 0

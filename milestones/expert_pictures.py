@@ -22,33 +22,33 @@ def color(expert: int) -> str:
     return COLORS[expert % len(COLORS)]
 
 
-def words(routing: Routing, layers: Iterable[int] | None = None) -> Picture:
+def words(routing: Routing) -> Picture:
     """A column a token, a row a layer. The cell has the color and number of the token's first expert; the strip below it, its second's."""
-    shown = list(range(len(routing.experts)) if layers is None else layers)
+    num_layers = len(routing.experts)
     parts: list[str] = []
     top, x = 8.0, float(LEFT)
-    parts += _names(shown, top)
+    parts += _names(num_layers, top)
     for number, piece in enumerate(routing.pieces):
         label = piece.strip() or "\N{OPEN BOX}"
         wide = max(CELL, 7 * len(label) + 8)
         if x + wide > WIDTH - 8:
-            top, x = top + 34 + HIGH * len(shown), LEFT
-            parts += _names(shown, top)
+            top, x = top + 34 + HIGH * num_layers, LEFT
+            parts += _names(num_layers, top)
         parts.append(text(x + wide / 2, top + 12, label, size=11, middle=True))
-        for row, layer in enumerate(shown):
+        for layer in range(num_layers):
             first, *others = routing.experts[layer, number].tolist()
-            y = top + 18 + HIGH * row
+            y = top + 18 + HIGH * layer
             parts.append(box(x, y, wide - 1, HIGH - 1, color(first), "none"))
             parts.append(text(x + wide / 2, y + 10, str(first), size=9, middle=True))
             each = (wide - 1) / max(1, len(others))
             parts += [box(x + each * i, y + HIGH - 5, each, 4, color(other), "none") for i, other in enumerate(others)]
         x += wide
-    return svg(parts, top + 26 + HIGH * len(shown))
+    return svg(parts, top + 26 + HIGH * num_layers)
 
 
-def _names(layers: list[int], top: float) -> Iterable[str]:
-    for row, layer in enumerate(layers):
-        yield text(LEFT - 6, top + 30 + HIGH * row, f"layer {layer}", size=10, fill=GREY, end=True)
+def _names(num_layers: int, top: float) -> Iterable[str]:
+    for layer in range(num_layers):
+        yield text(LEFT - 6, top + 30 + HIGH * layer, f"layer {layer}", size=10, fill=GREY, end=True)
 
 
 def load(counts: npt.NDArray[np.int64], ranks: int = 1) -> Picture:
@@ -59,9 +59,8 @@ def load(counts: npt.NDArray[np.int64], ranks: int = 1) -> Picture:
     num_layers, num_experts = counts.shape
     wide, high = WIDTH - LEFT - 12, 26
     parts: list[str] = []
-    percent = np.round(
-        100 * counts / counts.sum(-1, keepdims=True)
-    )  # so that a tie that falls otherwise changes no picture
+    # Rounded, so that a tie that falls otherwise changes no picture.
+    percent = np.round(100 * counts / counts.sum(-1, keepdims=True))
     for row, shares in enumerate(percent / percent.sum(-1, keepdims=True)):
         y = 8 + (high + 6) * row
         parts.append(text(LEFT - 6, y + 17, f"layer {row}", size=10, fill=GREY, end=True))

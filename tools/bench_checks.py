@@ -79,9 +79,8 @@ def bench_products(bandwidth: float, tokens: Iterable[int] = (1, 2, 3, 4, 5, 6, 
     """Print a line for each number of tokens and model: the four products of a layer. `bandwidth` in TB/s."""
     for name, (hidden, qkv, heads, mlp) in GEOMETRIES.items():
         shapes = (qkv, hidden), (hidden, heads), (2 * mlp, hidden), (hidden, mlp)
-        layers = [
-            [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes] for _ in range(8)
-        ]  # more than the L2 cache holds
+        # More than the L2 cache holds.
+        layers = [[torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes] for _ in range(8)]
         for count in tokens:
             xs = {n: torch.randn(count, n, dtype=torch.bfloat16, device="cuda") for _, n in shapes}
             found = []

@@ -20,24 +20,16 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import groupby
-from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 import triton
 
-from folovllm.kernels import int4_matmul as four
-from folovllm.kernels import quant_matmul as eight
-from folovllm.kernels.few_codes import few_codes
-from folovllm.kernels.quant_linear import Codes, quant_linear
-from folovllm.kernels.quantize_rows import fp8_matmul
-from folovllm.kernels.small_linear import serves, small_linear
+from folovllm.kernels.small_linear import serves
+from tools.weight_products import GEOMETRIES, Job, error_of, layers_of, shapes_of, step_of, with_tiles
 
-GEOMETRIES = {"4B": (2560, 6144, 4096, 9728), "0.6B": (1024, 4096, 2048, 3072)}  # hidden, qkv, heads, MLP
 TOKENS = (1, 2, 4, 8, 16, 64, 128, 256, 512, 2048, 8192)
 WAYS = {
     "bf16": ("library", "few"),
@@ -47,8 +39,6 @@ WAYS = {
     "int4": ("few", "tiles", "unpacked"),
     "int4 zeros": ("few", "tiles", "unpacked"),
 }
-LARGER_THAN_L2 = 160 << 20  # bytes of weights to go through
-EPS = 1e-6
 
 # Candidates by the most tokens that they are for.
 TILES_8 = {
@@ -63,123 +53,6 @@ TILES_4 = {
     128: [(128, 64, 16, 4, 2, 168), (128, 128, 16, 8, 3, 0), (64, 64, 16, 4, 3, 128), (64, 128, 16, 8, 3, 128)],
 }  # fmt: skip
 PROGRAMS = (132, 264)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A layer's products: one of `GEOMETRIES`, one of `WAYS`, so many tokens, and tiles that are not the engine's."""
-
-    geometry: str
-    format: str
-    way: str
-    tokens: int
-    tiles: tuple[int, ...] | None = None
-
-    def shape(self) -> dict[str, int]:
-        """The tiles as the engine's own function has them."""
-        assert self.tiles is not None
-        names = (
-            "BM",
-            "BN",
-            "WORDS" if self.format.startswith("int4") else "BK",
-            "num_warps",
-            "num_stages",
-            "maxnreg",
-            "programs",
-        )
-        shape = dict(zip(names, self.tiles, strict=True))
-        return {name: value for name, value in shape.items() if name != "maxnreg" or value}
-
-
-def shapes_of(geometry: str) -> dict[str, tuple[int, int]]:
-    """[outputs, inputs] of each product."""
-    hidden, qkv, heads, mlp = GEOMETRIES[geometry]
-    return {"qkv": (qkv, hidden), "o": (hidden, heads), "gate_up": (2 * mlp, hidden), "down": (hidden, mlp)}
-
-
-def weight_of(format: str, outputs: int, inputs: int) -> object:
-    """Made-up weights as the kernels take them."""
-    cuda = {"device": "cuda"}
-    if format == "bf16":
-        return torch.randn(outputs, inputs, dtype=torch.bfloat16, **cuda) * 0.02
-    if format.startswith("int4"):
-        words = torch.randint(-(2**31), 2**31 - 1, (outputs, inputs // 8), dtype=torch.int32, **cuda)
-        scales = torch.full((outputs, inputs // 128), 0.005, dtype=torch.float16, **cuda)
-        zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8, **cuda) if format == "int4 zeros" else None
-        return words, scales, zeros
-    rows, columns = (128, 128) if format == "fp8 block" else (1, inputs)
-    scale = torch.full((outputs // rows, inputs // columns), 0.0005, **cuda)
-    codes = (torch.randn(outputs, inputs, **cuda) * 40).clamp_(-127, 127)
-    return Codes(codes.to(torch.int8 if format == "int8" else torch.float8_e4m3fn), scale, rows, columns)
-
-
-def bytes_of(weight: object) -> int:
-    """What a product must read of it."""
-    if isinstance(weight, Codes):
-        return weight.weight.nbytes + weight.scale.nbytes
-    return sum(t.nbytes for t in (weight if isinstance(weight, tuple) else (weight,)) if t is not None)
-
-
-@cache
-def layers_of(geometry: str, format: str, most: int) -> list[dict[str, object]]:
-    """As many layers as the L2 cache does not hold, and at most `most`."""
-
-    def layer() -> dict[str, object]:
-        return {name: weight_of(format, *shape) for name, shape in shapes_of(geometry).items()}
-
-    first = layer()
-    return [first, *(layer() for _ in range(min(most - 1, LARGER_THAN_L2 // sum(map(bytes_of, first.values())))))]
-
-
-def multiply(job: Job, name: str, weight: object, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """One product, in the job's way."""
-    added, normed = residual if name in ("o", "down") else None, EPS if name in ("qkv", "gate_up") else None
-    fused = (normed, name == "gate_up", added)
-    if job.format == "bf16":
-        return small_linear(x, weight, *fused) if job.way == "few" else by_library(x, weight, added)
-    if isinstance(weight, Codes):
-        ways = {"few": partial(quant_linear, x, weight, *fused), "tiles": partial(eight.quant_matmul, x, weight, added),
-                "both": partial(both_fp8, x, weight, added)}  # fmt: skip
-        return ways[job.way]() if job.way in ways else by_library(x, eight.unpacked(weight, x.dtype), added)
-    ways = {
-        "few": partial(few_codes, x, *weight, (1, 128), "int4", *fused),
-        "tiles": partial(four.int4_matmul, x, *weight, added),
-    }
-    return ways[job.way]() if job.way in ways else by_library(x, four.unpacked(*weight, x.dtype), added)
-
-
-def by_library(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """The product in bfloat16."""
-    return F.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
-
-
-def both_fp8(x: torch.Tensor, codes: Codes, residual: torch.Tensor | None) -> torch.Tensor:
-    """The product of FP8 with FP8."""
-    y = fp8_matmul(x, codes)
-    return y if residual is None else residual.add_(y)
-
-
-def step_of(job: Job, num_layers: int) -> Callable[[], None]:
-    """The products of some layers, one after the other; and how many layers there are."""
-    layers = layers_of(job.geometry, job.format, num_layers)
-    xs = {
-        name: torch.randn(job.tokens, k, dtype=torch.bfloat16, device="cuda")
-        for name, (_, k) in shapes_of(job.geometry).items()
-    }
-    residual = torch.zeros(job.tokens, GEOMETRIES[job.geometry][0], dtype=torch.bfloat16, device="cuda")
-
-    def step() -> None:
-        for layer in layers:
-            for name, weight in layer.items():
-                multiply(job, name, weight, xs[name], residual)
-
-    return step
-
-
-def with_tiles(job: Job) -> patch:
-    """Within this, the job's tiles are the engine's."""
-    module, name = (four, "tiling") if job.format.startswith("int4") else (eight, "tiles")
-    return patch.object(module, name, (lambda *_: job.shape()) if job.tiles else getattr(module, name))
 
 
 def microseconds(job: Job) -> float:
@@ -211,19 +84,6 @@ def compile_jobs(jobs: list[Job]) -> str:
         except Exception as error:  # of this job alone
             wrong.append(f"{job}: {str(error)[:300]}")
     return "\n".join(wrong)
-
-
-def error_of(job: Job) -> float:
-    """How far a product is from that of the unpacked weight, as a share."""
-    if job.way not in ("tiles", "both") or job.tokens > 512:
-        return 0.0
-    (layer,) = layers_of(job.geometry, job.format, 1)
-    weight, (_, width) = layer["qkv"], shapes_of(job.geometry)["qkv"]
-    x = torch.randn(job.tokens, width, dtype=torch.bfloat16, device="cuda")
-    exact = by_library(
-        x, eight.unpacked(weight, x.dtype) if isinstance(weight, Codes) else four.unpacked(*weight, x.dtype), None
-    )
-    return float((multiply(job, "qkv", weight, x, x) - exact).float().norm() / exact.float().norm())
 
 
 def compiles(job: Job) -> bool:

@@ -19,14 +19,10 @@ import importlib.util
 import json
 import os
 import shlex
-import signal
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
-from typing import Any
+
+from programs import Measurement, Place, Server, Start, cpu_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("starlette", "uvicorn", "msgspec", "httptools")  # what our server needs, from vLLM's bundle
@@ -46,7 +42,6 @@ BENCH_FLAGS = shlex.split("""
 --model m --backend openai --dataset-name random --random-input-len 512 --random-output-len 128 --ignore-eos --temperature 0.6
 --percentile-metrics ttft,tpot,itl --metric-percentiles 99 --disable-tqdm --ready-check-timeout-sec 0 --save-result
 """)
-TICKS = os.sysconf("SC_CLK_TCK")
 OFFLINE = """
 import json, sys
 from pathlib import Path
@@ -58,43 +53,6 @@ fields = {"model": folder, "milestone": "m6", "random_weights": True, "model_imp
 found = bench_throughput([("m6", fields)], workload, repeats=2) if workload != "latency" else bench_latency([("m6", fields)], 3)
 found.describe_here().save(Path(out))
 """
-
-
-class Measurement:
-    """All that was found so far, and how much time is left."""
-
-    def __init__(self, out: Path, seconds: float) -> None:
-        out.mkdir(parents=True, exist_ok=True)
-        self.out, self._end = out, time.monotonic() + seconds
-        self.found: dict[str, Any] = {}
-
-    def left(self, most: float) -> float:
-        """Seconds for the next step."""
-        return min(most, self._end - time.monotonic())
-
-    def note(self, name: str, what: Any) -> None:
-        """Keep a result, and show it."""
-        self.found[name] = what
-        (self.out / "serving.json").write_text(json.dumps(self.found, indent=1) + "\n")
-        print(f"{name}: {json.dumps(what)}", flush=True)
-
-    def run(self, name: str, command: list[str], most: float, env: dict[str, str]) -> str | None:
-        """Run a program to its end; what it said, or None where it failed or took too long."""
-        seconds = self.left(most)
-        if seconds <= 0:
-            self.note(name, {"error": "no time was left"})
-            return None
-        try:
-            done = subprocess.run(
-                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
-            )
-        except subprocess.TimeoutExpired as error:
-            self.note(name, {"error": f"took more than {seconds:.0f} s", "said": str(error.stdout)[-1500:]})
-            return None
-        if done.returncode:
-            self.note(name, {"error": f"status {done.returncode}", "said": done.stdout[-1500:]})
-            return None
-        return done.stdout
 
 
 def make_model(folder: Path, tiny: bool) -> None:
@@ -125,80 +83,6 @@ def for_our_server(site: Path, extras: Path, links: Path) -> None:
         found = next((folder / name for folder in (site, extras) if (folder / name).exists()), None)
         if found is not None and not (links / name).exists():
             (links / name).symlink_to(found)
-
-
-class Place:
-    """Where a program runs: a GPU and cores of its own, or the whole machine."""
-
-    def __init__(self, index: int, of: int) -> None:
-        cores = sorted(os.sched_getaffinity(0))
-        mine = cores[index * len(cores) // of : (index + 1) * len(cores) // of]
-        self.before = ["taskset", "-c", ",".join(map(str, mine))] if of > 1 else []
-        self.env = {"CUDA_VISIBLE_DEVICES": str(index)} if of > 1 else {}
-
-
-class Server:
-    """A server that is starting from here on; `end` ends it with all that it has started."""
-
-    def __init__(
-        self, measurement: Measurement, name: str, command: list[str], port: int, place: Place, env: dict[str, str]
-    ) -> None:
-        self.name, self.port, self.place, self._measurement = name, port, place, measurement
-        self._began = time.monotonic()
-        with (measurement.out / f"{name}.log").open("w") as log:
-            self.process = subprocess.Popen(
-                place.before + command,
-                env=env | place.env,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def is_ready(self, most: float) -> bool:
-        """Wait until it is healthy, at most so many seconds after its start; say whether it is."""
-        end = time.monotonic() + self._measurement.left(most - (time.monotonic() - self._began))
-        while self.process.poll() is None and time.monotonic() < end and not is_healthy(self.port):
-            time.sleep(0.5)
-        took, ready = time.monotonic() - self._began, self.process.poll() is None and is_healthy(self.port)
-        if ready:
-            self._measurement.note(f"{self.name}: start-up seconds, at most", round(took, 1))
-        else:
-            self._measurement.note(f"{self.name}: start-up", {"error": f"not there after {took:.0f} s"})
-        return ready
-
-    def end(self) -> None:
-        """End it, and wait until it is gone."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGTERM)
-        try:
-            self.process.wait(8)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
-
-def is_healthy(port: int) -> bool:
-    """Whether a server answers there."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def cpu_seconds(session: int) -> dict[str, float]:
-    """What each process of a session has used so far, by a name for it: the server itself, and those that it started."""
-    used: dict[str, float] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
-        except OSError:
-            continue  # it has ended
-        fields = rest.split()
-        if int(fields[3]) == session:
-            pid = int(stat.parent.name)
-            used["server" if pid == session else f"{name} {pid}"] = (int(fields[11]) + int(fields[12])) / TICKS
-    return used
 
 
 def load(measurement: Measurement, server: Server, args: argparse.Namespace, index: int, kind: str) -> None:
@@ -232,14 +116,21 @@ def load(measurement: Measurement, server: Server, args: argparse.Namespace, ind
     measurement.note(f"{server.name}, {kind}, pass {index}", found)
 
 
-def commands(args: argparse.Namespace) -> dict[str, tuple[list[str], int]]:
-    """How each server is started, and its port."""
+def starts_of(args: argparse.Namespace) -> dict[str, Start]:
+    """How each server is started."""
     model, bundle = str(args.work / "model"), args.peers / "vllm-0.26.0"
     ours = [sys.executable, "-m", "folovllm", "serve", model, "--served-model-name", "m", "--port", "8011", "--random-weights",
             "--model-impl", "native", "--no-use-tqdm", "--engine-process", "--no-enable-prefix-caching", *SAME]  # fmt: skip
+    vllm = ["sh", str(bundle / "serve_vllm.sh"), str(args.work / "site"), model, "8012", *SAME]
+    ours_env = dict(os.environ) | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}{os.pathsep}{args.work / 'ours'}",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    of = 2 if args.beside else 1
     return {
-        "ours": (ours, 8011),
-        "vllm": (["sh", str(bundle / "serve_vllm.sh"), str(args.work / "site"), model, "8012", *SAME], 8012),
+        "ours": Start(ours, 8011, Place(0, of), ours_env),
+        "vllm": Start(vllm, 8012, Place(of - 1, of), dict(os.environ) | {"PYTHON": sys.executable}),
     }
 
 
@@ -255,16 +146,41 @@ def unpack(measurement: Measurement, args: argparse.Namespace) -> None:
     for_our_server(args.work / "site", args.work / "site_extras", args.work / "ours")
 
 
-def offline(measurement: Measurement, args: argparse.Namespace, place: Place, env: dict[str, str]) -> None:
+def offline(measurement: Measurement, args: argparse.Namespace, ours: Start) -> None:
     """Our engine without a server: nano-vllm's workload, and one request alone."""
     for workload in ("default" if args.tiny else "nano-vllm", "latency"):
         name, result = f"offline {workload}", args.out / f"offline-{workload}.json"
-        command = [*place.before, sys.executable, "-c", OFFLINE, str(args.work / "model"), workload, str(result)]
-        if measurement.run(name, command, 75, env | place.env) is not None:
+        command = [*ours.place.before, sys.executable, "-c", OFFLINE, str(args.work / "model"), workload, str(result)]
+        if measurement.run(name, command, 75, ours.env | ours.place.env) is not None:
             (run,) = json.loads(result.read_text())["runs"]
             measurement.note(
                 name, {key: [metric["median"], *metric["spread"]] for key, metric in run["metrics"].items()}
             )
+
+
+def measure(measurement: Measurement, args: argparse.Namespace, parts: list[str]) -> None:
+    """Our engine offline, then each server under each load; both servers at once with `--beside`."""
+    starts = starts_of(args)
+    ours, names, running = starts["ours"], [name for name in starts if name in parts], dict[str, Server]()
+    with contextlib.ExitStack() as early:
+        if args.beside and "vllm" in names:  # it takes two minutes, and nothing is measured on its GPU
+            running["vllm"] = early.enter_context(Server(measurement, "vllm", starts["vllm"]))
+        if args.meanwhile:
+            command = [*ours.place.before, "bash", "-c", args.meanwhile]
+            measurement.run("meanwhile", command, 100, dict(os.environ) | ours.place.env)
+        if any(server.process.poll() is not None for server in running.values()):
+            sys.exit(f"vLLM's server has ended: see {args.out / 'vllm.log'}")  # there would be nothing to stand beside
+        if "offline" in parts:
+            offline(measurement, args, ours)
+        for group in [names] if args.beside else [[name] for name in names]:
+            with contextlib.ExitStack() as stack:
+                servers = [
+                    running.get(name) or stack.enter_context(Server(measurement, name, starts[name])) for name in group
+                ]
+                ready = [server for server in servers if server.is_ready(200)]
+                for i, kind in enumerate(args.loads.split(",")):
+                    for server in ready:
+                        load(measurement, server, args, i, kind)
 
 
 def main() -> None:
@@ -281,41 +197,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model: to try this script without a GPU")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    measurement, parts = Measurement(args.out, args.seconds), args.only.split(",")
+    measurement = Measurement(args.out, args.seconds)
     make_model(args.work / "model", args.tiny)
     unpack(measurement, args)
-    ours_env = dict(os.environ) | {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}{os.pathsep}{args.work / 'ours'}",
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    envs = {"ours": ours_env, "vllm": dict(os.environ) | {"PYTHON": sys.executable}}
-    num_places = 2 if args.beside else 1
-    places = {"ours": Place(0, num_places), "vllm": Place(num_places - 1, num_places)}
-    names, running = [name for name in ("ours", "vllm") if name in parts], {}
-
-    def start(name: str, stack: contextlib.ExitStack) -> Server:
-        server = Server(measurement, name, *commands(args)[name], places[name], envs[name])
-        stack.callback(server.end)
-        return server
-
-    with contextlib.ExitStack() as early:
-        if args.beside and "vllm" in names:
-            running["vllm"] = start("vllm", early)  # it takes two minutes, and nothing is measured on its GPU
-        if args.meanwhile:
-            command = [*places["ours"].before, "bash", "-c", args.meanwhile]
-            measurement.run("meanwhile", command, 100, dict(os.environ) | places["ours"].env)
-        if any(server.process.poll() is not None for server in running.values()):
-            sys.exit(f"vLLM's server has ended: see {args.out / 'vllm.log'}")  # there would be nothing to stand beside
-        if "offline" in parts:
-            offline(measurement, args, places["ours"], ours_env)
-        for group in [names] if args.beside else [[name] for name in names]:
-            with contextlib.ExitStack() as stack:
-                servers = [running.get(name) or start(name, stack) for name in group]
-                ready = [server for server in servers if server.is_ready(200)]
-                for i, kind in enumerate(args.loads.split(",")):
-                    for server in ready:
-                        load(measurement, server, args, i, kind)
+    measure(measurement, args, args.only.split(","))
 
 
 if __name__ == "__main__":

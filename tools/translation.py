@@ -99,9 +99,9 @@ def stamp(pair: Pair, names: list[str]) -> None:
             else match[0]
         )
 
-    folder = (
-        pair.target.parent if pair.target.parent.name != "src" else pair.target.parents[1]
-    )  # a notebook's, not its source's
+    folder = pair.target.parent
+    if folder.name == "src":  # a notebook's folder, not its source's
+        folder = folder.parent
     pair.target.write_text(chinese_links(MARK.sub(mark, text), folder, but=pair.target), "utf-8")
 
 

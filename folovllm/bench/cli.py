@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from folovllm.flags import in_a_folder
+from folovllm.flags import in_a_folder, pick, with_flags
 
 if TYPE_CHECKING:
     from folovllm.bench.contenders import Contender
     from folovllm.bench.report import Result
+    from folovllm.bench.serving import Point
 
 Compare = Annotated[
     str | None,
@@ -40,7 +41,6 @@ Save = Annotated[Path | None, typer.Option("--save", help="Write the result to t
 def build_bench_app() -> typer.Typer:
     """Build the commands; each has a flag for every field of `EngineConfig`."""
     from folovllm.config import EngineConfig
-    from folovllm.flags import with_flags
 
     app = typer.Typer(
         no_args_is_help=True, help="Measure the engine; every result is a table and, with --save, a file."
@@ -197,15 +197,11 @@ def serve(
     **given: Any,
 ) -> None:
     """Load a server, ours or any with OpenAI's API: TTFT, TPOT, gaps, goodput, rate by rate. Ctrl-C keeps what there is."""
-    from folovllm.bench.serving import Point, Slo
+    from folovllm.bench.serving import Slo
     from folovllm.bench.sweep import VOCABULARY, Sweep, show_sweep
     from folovllm.bench.workload import load_workload
 
-    if rates is not None and clients is not None:
-        raise ValueError("give --rates or --clients, not both")
-    points = [Point(clients=int(n)) for n in numbers("--clients", clients)] if clients else [
-        Point(rate=rate) for rate in numbers("--rates", rates or "1,2,4,8")
-    ]  # fmt: skip
+    points = points_of(rates, clients)
     sweep = Sweep(load_workload(workload, VOCABULARY, requests), points, Slo.parse(slo), engine_process)
     if url is not None:
         chosen = {name for name, value in given.items() if value not in (None, [])} - {"model"}
@@ -220,6 +216,17 @@ def serve(
     finish(found, save, show_sweep)
     if not is_whole:
         raise typer.Exit(130)
+
+
+def points_of(rates: str | None, clients: str | None) -> list[Point]:
+    """The loads that the two flags ask for. Raises ValueError for both of them."""
+    from folovllm.bench.serving import Point
+
+    if rates is not None and clients is not None:
+        raise ValueError("give --rates or --clients, not both")
+    if clients:
+        return [Point(clients=int(count)) for count in numbers("--clients", clients)]
+    return [Point(rate=rate) for rate in numbers("--rates", rates or "1,2,4,8")]
 
 
 def numbers(flag: str, text: str) -> list[float]:
@@ -256,7 +263,6 @@ def contenders(given: dict[str, Any], compare: str | None, geometry: str | None)
     from folovllm._overlay import started_milestone
     from folovllm.bench.contenders import parse_contenders, random_model
     from folovllm.config import LATEST, EngineConfig
-    from folovllm.flags import pick
 
     chosen = {"use_tqdm": False, **pick(given, EngineConfig)}
     milestone = chosen.pop("milestone", None)

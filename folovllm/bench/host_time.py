@@ -66,7 +66,7 @@ class WaitClock:
 
 @dataclass(slots=True)
 class TimedPending:
-    """A step that was started. The clock runs while somebody waits for it."""
+    """A step that was started. The clock runs during the wait for it."""
 
     step: Pending
     clock: WaitClock

@@ -36,9 +36,10 @@ def own_server(fields: dict[str, Any], engine_process: bool | None) -> Iterator[
     command += flags_of(rest | {"engine_process": engine_process})
     with tempfile.TemporaryFile("w+") as log:
         env = dict(os.environ) | {"PYTHONPATH": import_path()}
+        # In a session of its own, since a Ctrl-C is ours alone: the server ends when its figures are taken.
         process = subprocess.Popen(
             command, env=env, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
-        )  # a Ctrl-C is ours alone: the server ends when its figures are taken
+        )
         assert process.stdout is not None
         try:
             for line in process.stdout:

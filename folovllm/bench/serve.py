@@ -67,7 +67,7 @@ class Observed:
     output_tokens: int = 0  # generated in time, by unfinished requests too
     steps: int = 0
     batch: int = 0  # sum over the steps of how many ran
-    looks: list[EngineStats] = field(default_factory=list)  # at the cache, while somebody held a part of it
+    looks: list[EngineStats] = field(default_factory=list)  # at the cache, while a part of it was held
     longest_gap: float = 0.0  # seconds of the longest step that gave a running request its next token
     reused: int = 0  # prompt tokens that were found in the cache
     partial: bool = False

@@ -120,9 +120,9 @@ def first_model(url: str, api_key: str | None) -> str:
         raise ValueError(f"{address} names no model ({error}): is the server there? Else say --model NAME") from error
 
 
-def show_sweep(result: Result, console: Console | None = None) -> None:
+def show_sweep(result: Result) -> None:
     """A table for each server, with a row for each load."""
-    console = console or Console(highlight=False)
+    console = Console(highlight=False)
     names = dict.fromkeys(run.name.rpartition(" at ")[0] for run in result.runs)
     console.print(f"bench serve: {workload_line(result.workload)}")
     for name in names:

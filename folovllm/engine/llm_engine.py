@@ -151,10 +151,6 @@ class LLMEngine:
             state.note_progress(time.monotonic())
         return [state.output() for state in states]
 
-    def has_request(self, request_id: str) -> bool:
-        """Whether a request of this id is being served."""
-        return request_id in self._output.requests
-
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
         return bool(self._output.requests)
@@ -181,7 +177,7 @@ class LLMEngine:
             return self._take_in(output, seqs, self._compute(output, seqs), start)
 
     def _compute(self, output: SchedulerOutput, seqs: list[Sequence]) -> StepResult:
-        """Compute a step and draw. Where an answer has a form, its guide says what may be drawn, and hears what was."""
+        """Compute a step and draw. Where an answer has a form, its guide says what may be drawn, and is told what was."""
         if self._guides.concern(output, seqs):
             output = replace(output, masks=self._guides.masks(output, seqs))
         result = self.executor.execute_model(output)
@@ -288,7 +284,7 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """Requests and KV cache as they are now."""
         self.require_open()
-        return engine_stats(self.setup, self.scheduler, self.scheduler.kv, self._num_steps, self._num_preemptions)
+        return engine_stats(self.setup, self.scheduler, self._num_steps, self._num_preemptions)
 
     def expert_load(self) -> list[list[int]]:
         """How often each expert of each layer was asked since the start; waits for the steps under way.

@@ -1,4 +1,4 @@
-"""What the engine reports about itself: a snapshot a step, and the state of its cache."""
+"""What the engine reports about itself: figures of each step, and the state of its cache."""
 
 from __future__ import annotations
 
@@ -49,14 +49,12 @@ def imbalance(counts: SequenceOf[int]) -> float:
 
 
 class StepLog:
-    """A listener that keeps each step's snapshot."""
+    """A listener that keeps each step's figures."""
 
     def __init__(self, steps: list[StepStats] | None = None) -> None:
         self.steps = [] if steps is None else steps
         self._added: dict[int, RequestAdded] = {}  # by seq_id; with overlap a share outlives its sequence
-        self._gone: deque[tuple[int, int]] = (
-            deque()
-        )  # ended sequences: the last step that may tell of one, and its seq_id
+        self._gone = deque[tuple[int, int]]()  # ended sequences: the last step that may tell of one, and its seq_id
         self._last_begun = self._last_ended = -1  # steps
         self._guessed = self._accepted = 0  # in the step that is being taken in
         self._asked: SequenceOf[SequenceOf[int]] = ()  # how often each expert was asked by then

@@ -40,7 +40,7 @@ class Rows:
         self._rows: dict[int, Row] = {}  # by seq_id
 
     def release(self, running: Iterable[Sequence]) -> None:
-        """Take back the rows of all that run no more."""
+        """Take back the rows of sequences that no longer run."""
         for seq_id in self._rows.keys() - {seq.seq_id for seq in running}:
             self._free.append(self._rows.pop(seq_id).number)
 

@@ -16,7 +16,7 @@ from folovllm.setup import EngineSetup
 def snapshot(
     setup: EngineSetup, kv: KVCacheManager | None, num_steps: int, requests: Iterable[RequestState]
 ) -> Snapshot:
-    """All that later events change. Without a `kv` the cache is not a pool of blocks."""
+    """The state that later events change. `kv` is None where the cache is no pool of blocks."""
     return Snapshot(
         num_blocks=0 if kv is None else kv.num_blocks,
         block_size=setup.block_size,
@@ -48,14 +48,12 @@ def added(seq: Sequence, time: float) -> RequestAdded:
     )
 
 
-def engine_stats(
-    setup: EngineSetup, scheduler: SchedulerLike, kv: KVCacheManager | None, num_steps: int, num_preemptions: int
-) -> EngineStats:
-    """Requests and KV cache as they are now. Without a `kv` the cache is not counted."""
+def engine_stats(setup: EngineSetup, scheduler: SchedulerLike, num_steps: int, num_preemptions: int) -> EngineStats:
+    """Requests and KV cache as they are now. A cache that is no pool of blocks counts as 0 blocks."""
+    kv, running = scheduler.kv, scheduler.running
     num_blocks, num_used = (0, 0) if kv is None else (kv.num_blocks, kv.num_used)
     bytes_per_token = setup.kv_bytes_per_token
     bytes_per_block = setup.block_size * bytes_per_token
-    running = scheduler.running
     num_shared = sum(len(seq.block_table) for seq in running) - num_used  # blocks are full before they are shared
     stored = sum(seq.num_computed_tokens for seq in running) - num_shared * setup.block_size
     return EngineStats(

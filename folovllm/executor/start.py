@@ -1,14 +1,12 @@
-"""The first lines of a rank: it watches its parent before it imports anything that takes time. Standard library only."""
+"""The first lines of a rank: it watches its parent before it imports anything that takes time."""
 
 from __future__ import annotations
 
-import os
-import select
 import signal
 import sys
 import threading
 
-PAUSE = 1000  # milliseconds between two checks of the parent's number
+from folovllm.children import end_with_parent
 
 
 def main() -> None:
@@ -19,19 +17,6 @@ def main() -> None:
     from folovllm.executor.rank import main as run_rank
 
     run_rank(fd)
-
-
-def end_with_parent(fd: int) -> None:
-    """End this process as soon as its parent is gone, whatever it is doing.
-
-    The parent's end of the connection `fd` is closed then, unless a fork of the parent has a copy. So this checks the
-    parent's process number, too. It reads nothing: what the parent says is for the rank.
-    """
-    parent, connection = os.getppid(), select.poll()
-    connection.register(fd, 0)  # of no event but the end
-    while not connection.poll(PAUSE) and os.getppid() == parent:
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

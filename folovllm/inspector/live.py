@@ -1,4 +1,4 @@
-"""What a running engine does, for those who look: collected beside the engine, and handed to each of them."""
+"""The live view of an engine: what it does is collected beside it, and handed to each reader."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ KEEP_ALIVE = 15.0  # seconds of silence after which a reader is told that we are
 
 
 class LiveLines:
-    """Beside the engine: the lines of what it does since somebody looks, in pieces.
+    """Beside the engine: the lines of what it does while it has readers, in pieces.
 
-    A piece that begins with a header is a beginning, for those who join; the others continue what came before. Nobody goes
-    back in a stream, so no keyframe comes after a beginning: of an engine with 66,000 blocks one has three megabytes.
+    A piece that begins with a header is a beginning, where readers join; the others continue what came before. A reader of
+    a stream never goes back, so no keyframe follows a beginning: of an engine with 66,000 blocks one has three megabytes.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._clock = engine, clock
         self._recorder: Recorder | None = None
-        self._texts: TokenTexts | None = None  # read when somebody looks for the first time
+        self._texts: TokenTexts | None = None  # made for the first reader
         self._pieces: list[bytearray] = []
         self._lock = threading.Lock()
         self._taken_at = clock()
 
     def begin(self) -> None:
-        """Somebody joins, and perhaps is the first."""
+        """Begin, or begin anew: a reader joins."""
         from folovllm.inspector.recorder import Recorder
 
         if self._recorder is None:
@@ -144,14 +144,14 @@ class Audience:
             self._watch(True)
 
     def join(self) -> Reader:
-        """One more. Whoever takes a reader says `leave` at the end."""
+        """A new reader. The caller must end it with `leave`."""
         reader = Reader()
         self._readers.add(reader)
         self._watch(True)
         return reader
 
     def leave(self, reader: Reader) -> None:
-        """One less; twice is once."""
+        """End a reader. A second call does nothing."""
         if reader in self._readers:
             self._readers.discard(reader)
             if not self._readers:

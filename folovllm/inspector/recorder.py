@@ -85,7 +85,7 @@ class Recorder:
         self._queue.join()
 
     def close(self, how: str = "closed") -> None:
-        """Write what is left, and the end; twice is once. Raises OSError if something could not be written."""
+        """Write what is left, and the end. A second call does nothing. Raises OSError if something could not be written."""
         if not self._is_open:
             return
         self._is_open = False

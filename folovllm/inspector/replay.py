@@ -1,4 +1,4 @@
-"""From the lines of a recording back to events: whoever listens to an engine can listen to a recording."""
+"""From the lines of a recording back to events: a listener of engines can listen to a recording."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from folovllm import events as ev
-from folovllm.inspector.lines import FORMAT, VERSION, Line
+from folovllm.inspector.keyframe import Line
+from folovllm.inspector.lines import FORMAT, VERSION
 from folovllm.step.draw import no_tokens
 from folovllm.step.schedule import SchedulerOutput, Share, StepResult
 

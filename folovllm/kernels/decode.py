@@ -129,7 +129,7 @@ def hand_in(
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, item_ptr, header_ptr, queue_ptr, done_ptr, max_ptr, sum_ptr, acc_ptr,
     q_weight_ptr, k_weight_ptr, cos_sin_ptr, stride_q, stride_table, scale, eps, v_scale,
-    k_factor, v_factor,
+    k_factor, v_factor, offset_ptr,
     STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
     B: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     TILE: tl.constexpr, M: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr, RAW: tl.constexpr, NORM: tl.constexpr,
@@ -161,7 +161,7 @@ def decode_kernel(
         if RAW:
             q = take_in_token(
                 token_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, k_ptr, v_ptr, table, head, tl.maximum(seq_len - 1, 0),
-                c == num_chunks - 1, eps, k_factor, v_factor, STRIDE_BLOCK, STRIDE_TOKEN, STRIDE_HEAD, B, HKV, G, M, D, NORM)  # fmt: skip
+                c == num_chunks - 1, eps, k_factor, v_factor, offset_ptr, STRIDE_BLOCK, STRIDE_TOKEN, STRIDE_HEAD, B, HKV, G, M, D, NORM)  # fmt: skip
         else:
             rows = (head * G + g)[:, None] * D
             q = tl.load(token_ptr + rows + dims[None, :], mask=real[:, None], other=0.0)  # [M, D]
@@ -275,6 +275,7 @@ class SplitKVDecode:
             self.part_max, self.part_sum, self.part_acc, query if raw.q_weight is None else raw.q_weight,
             query if raw.k_weight is None else raw.k_weight, raw.cos_sin_cache, query.stride(0), block_tables.stride(0),
             scale * scales.key * LOG2_E, raw.eps, scales.value, scales.key_factor, scales.value_factor,
+            scales.offset if preparation else None,
             STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head,
             B=self.block_size, HKV=self.num_kv_heads, G=self.num_heads // self.num_kv_heads, GROUP=self.group,
             D=self.head_dim, TILE=self.config.tile, M=max(16, self.group), STEP=self.config.merge_step,

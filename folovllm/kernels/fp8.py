@@ -33,6 +33,14 @@ def to_cache(x, factor, cache_ptr):
 
 
 @triton.jit
+def less_offset(key, offset_ptr, place, mask):
+    """`key` less what all keys of its layer lose before they are cached, at `place`; `key` itself where `offset_ptr` is None."""
+    if offset_ptr is not None:
+        key = key.to(tl.float32) - tl.load(offset_ptr + place, mask=mask, other=0.0)
+    return key
+
+
+@triton.jit
 def prefill_loop_fp8(
     q, row_max, row_sum, acc, k_ptr, v_ptr, table_ptr, positions, first, last, scale,
     MASKED: tl.constexpr, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr,

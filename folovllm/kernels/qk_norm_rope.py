@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.kernels.fp8 import to_cache
+from folovllm.kernels.fp8 import less_offset, to_cache
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.rms_norm import inverse_rms
@@ -69,7 +69,7 @@ def _norm_rope_whole(x_ptr, rows, weight_ptr, angle_ptr, mask, eps, NORM: tl.con
 @triton.jit
 def take_in_token(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, k_cache_ptr, v_cache_ptr, table_ptr, head, position, store, eps,
-    k_factor, v_factor, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr, B: tl.constexpr,
+    k_factor, v_factor, offset_ptr, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr, B: tl.constexpr,
     HKV: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """The queries [M, D] of one sequence's new token for one KV head, from its row of the projection, ready to attend.
@@ -84,6 +84,7 @@ def take_in_token(
         target = slot + head * STRIDE_HEAD + i
         row = tl.full([1, 1], (HKV * G + head) * D, tl.int32)
         key = _norm_rope_whole(qkv_ptr, row, k_weight_ptr, angle_ptr, row >= 0, eps, NORM, D)
+        key = less_offset(key, offset_ptr, head * D + i, row >= 0)
         tl.store(k_cache_ptr + target, to_cache(key, k_factor, k_cache_ptr))
         value = tl.load(qkv_ptr + row + HKV * D + i)
         tl.store(v_cache_ptr + target, to_cache(value, v_factor, v_cache_ptr))
@@ -95,7 +96,7 @@ def take_in_token(
 def qk_norm_rope_store_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, position_ptr, slot_ptr,
     k_cache_ptr, v_cache_ptr, stream_ptr, stride_q, stride_k, stride_v, eps, stream_eps,
-    k_factor, v_factor, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr, B: tl.constexpr,
+    k_factor, v_factor, offset_ptr, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr, B: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, QS: tl.constexpr, KVS: tl.constexpr, NORM: tl.constexpr,
     H: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -127,6 +128,8 @@ def qk_norm_rope_store_kernel(
     target = slot // B * STRIDE_BLOCK + slot % B * STRIDE_TOKEN + head * STRIDE_HEAD
     first, second = _norm_rope(
         k_ptr + token * stride_k, k_weight_ptr, cos, sin, head * D + i, head < HKV, scale, eps, NORM, HALF)  # fmt: skip
+    first = less_offset(first, offset_ptr, head * D + i, head < HKV)
+    second = less_offset(second, offset_ptr, head * D + HALF + i, head < HKV)
     tl.store(k_cache_ptr + target + i, to_cache(first, k_factor, k_cache_ptr), mask=keep)
     tl.store(k_cache_ptr + target + HALF + i, to_cache(second, k_factor, k_cache_ptr), mask=keep)
     whole = tl.arange(0, D)[None, :]
@@ -169,7 +172,7 @@ def qk_norm_rope_store(
         query, key, value, out, query if q_weight is None else q_weight, key if k_weight is None else k_weight,
         preparation.cos_sin_cache, positions, slot_mapping, k_cache, v_cache, query if stream is None else stream,
         query.stride(0), key.stride(0), value.stride(0), preparation.eps, stream_eps,
-        preparation.scales.key_factor, preparation.scales.value_factor,
+        preparation.scales.key_factor, preparation.scales.value_factor, preparation.scales.offset,
         STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head, B=kv_cache.shape[2],
         HQ=num_heads, HKV=num_kv_heads, D=head_dim, QS=triton.next_power_of_2(num_heads),
         KVS=triton.next_power_of_2(num_kv_heads), NORM=q_weight is not None and k_weight is not None,

@@ -1,4 +1,4 @@
-"""How often each expert of each layer is asked: counted on the device, read only when somebody wants to know."""
+"""How often each expert of each layer is asked: counted on the device, and read only when it is asked for."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ class CountedLoad(ExpertLoad):
 
     def end(self, slots: torch.Tensor) -> None:
         """As `ExpertLoad`. A token that is not a number may have chosen what no expert is called: that counts nowhere."""
-        chosen = torch.stack(
-            self._chosen[-len(self.counts) :]
-        )  # [L, T, k]; a step that failed may have left some before
+        newest = self._chosen[-len(self.counts) :]  # a step that failed may have left some before
+        chosen = torch.stack(newest)  # [L, T, k]
         self._chosen.clear()
         counts = (slots >= 0)[:, None] & (chosen >= 0) & (chosen < self.counts.shape[1])
         chosen = chosen.clamp(0, self.counts.shape[1] - 1)

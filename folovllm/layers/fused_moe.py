@@ -38,8 +38,9 @@ class GroupedExperts(Experts):
         return grouped_linear(hidden, self.down, order, starts, out=answers)
 
 
+# Where steps are recorded, no layer may read what the device computed.
 EXPERT_KERNELS: dict[Any, Callable[..., nn.Module]] = {
     CodedExperts: GroupedCodedExperts,
     Experts: GroupedExperts,
     MoE: FusedMoE,
-}  # where steps are recorded, no layer may read what the device computed
+}

@@ -38,8 +38,8 @@ class LateNormDecoderLayer(LlamaDecoderLayer):
     With few tokens a decode has not even those.
 
     RMSNorm multiplies each column by a weight and divides each row by one number. The weights move into the projection
-    that follows (`weights_loaded`). The division commutes with the projection, and waits for whoever reads its result
-    next. The projections back add to the residual stream as they write, so the stream arrives and leaves whole.
+    that follows (`weights_loaded`). The division commutes with the projection, and is left to what reads its result next.
+    The projections back add to the residual stream as they write, so the stream arrives and leaves whole.
     """
 
     folded = False

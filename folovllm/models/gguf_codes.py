@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,16 +134,3 @@ def block_bytes(tensor: Any) -> int:
     from gguf import GGML_QUANT_SIZES
 
     return int(GGML_QUANT_SIZES[tensor.tensor_type][1])
-
-
-def gguf_dir(file: Path) -> Path:
-    """The folder of a GGUF file in codes, in Hugging Face format: made when it is first asked for, kept in the cache.
-
-    Raises:
-        ValueError: the file is none, or of a model whose configuration or tokenizer is not known here.
-    """
-    from folovllm.models.smollm2 import cache_dir, converted_once
-
-    about = file.stat()
-    name = f"{file.stem}-{about.st_size:x}-{about.st_mtime_ns:x}"
-    return converted_once(file, cache_dir() / "gguf" / name)

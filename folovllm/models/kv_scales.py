@@ -33,5 +33,5 @@ def take_kv_scale(model: LlamaForCausalLM, name: str, tensor: torch.Tensor) -> N
     if tensor.numel() != 1 or not 0 < tensor.item() < float("inf"):
         raise ValueError(f"{name!r} must be one positive number: scales of single heads are not supported")
     attention = cast(LlamaDecoderLayer, model.model.layers[layer]).self_attn.attn
-    name = "key" if is_key else "value"
-    attention.scales = replace(attention.scales, **{name: tensor.item()})
+    scales, scale = attention.scales, tensor.item()
+    attention.scales = replace(scales, key=scale) if is_key else replace(scales, value=scale)

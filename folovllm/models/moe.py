@@ -42,10 +42,10 @@ class MoeForCausalLM(LlamaForCausalLM):
         )
         self.load = layers.make(ExpertLoad)  # the one that all layers tell
         held = self.moe().held
-        stacks = {
+        stacks = {  # of experts in codes
             "gate_ups": [f"{e}.{part}" for e in held for part in self.packed_modules_mapping["gate_up_proj"]],
             "downs": [f"{e}.down_proj" for e in held],
-        }  # of experts in codes
+        }
         self.packed_modules_mapping = {**self.packed_modules_mapping, **stacks}
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from folovllm.flags import pick
+
 if TYPE_CHECKING:
     from folovllm.quantize.run import Report
 
@@ -40,7 +42,6 @@ def quantize(
     gptq and awq have 4 bits a weight, fp8 and int8 have 8. Embedding and head stay as they are.
     """
     from folovllm.config import DEFAULT_MODEL
-    from folovllm.flags import pick
     from folovllm.quantize.options import QuantizeOptions
 
     if out is None:

@@ -11,7 +11,6 @@ from folovllm.attention.ops import create_causal_mask
 from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.attention import Attention
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.quantize.perplexity import perplexity, token_losses
 
 TOKENS_AT_ONCE = 4096  # more would only need more memory
 
@@ -34,9 +33,8 @@ class WholeSequences(AttentionBackend):
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[n * length, Hq, D] -> the same shape."""
-        q, k, v = (
-            x.unflatten(0, (-1, self.length)).transpose(1, 2) for x in (query, *self.new)
-        )  # [n, heads, length, D]
+        # [n, heads, length, D]
+        q, k, v = (x.unflatten(0, (-1, self.length)).transpose(1, 2) for x in (query, *self.new))
         if self.window is None or self.window >= self.length:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
@@ -73,8 +71,3 @@ def logits_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     """
     attend_within(model, ids.shape[1])
     return model.lm_head(model(whole_batch(ids))).unflatten(0, ids.shape)
-
-
-def perplexity_of(model: LlamaForCausalLM, ids: torch.Tensor) -> float:
-    """The model's perplexity on `ids` [n, length], one sequence at a time. As `logits_of`."""
-    return perplexity(torch.cat([token_losses(logits_of(model, some), some) for some in ids.split(1)]))

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens that were drawn and of the most likely ones, left on the device until somebody asks."""
+"""Log-probabilities of the tokens that were drawn and of the most likely ones, left on the device until they are asked for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DrawnLogprobs:
     ranks: torch.Tensor  # [n] int64: how many tokens are at least as likely as the drawn one
 
     def to_host(self, non_blocking: bool = False) -> DrawnLogprobs:
-        """A copy in host memory. With `non_blocking` it is only queued, and whoever reads waits for an event first."""
+        """A copy in host memory. With `non_blocking` it is only queued: wait for an event before you read it."""
         parts = (part.to("cpu", non_blocking=non_blocking) for part in (self.ids, self.values, self.ranks))
         return DrawnLogprobs(*parts)
 

@@ -21,9 +21,9 @@ class Admission:
         `self._max_tokens` bound the two. The message of a refusal names what is too much: "prompts" or "prompt tokens".
 
         Raises:
-            ApiError: with status 400 if one of the two would not fit into an empty queue either, for who is told to come
-                again would come for ever; else 429 if one does not fit now, with the code "queue_full" and the header
-                `Retry-After`, `RETRY_AFTER` seconds.
+            ApiError: with status 400 if one of the two would not fit into an empty queue either, since to try again would
+                never help; else 429 if one does not fit now, with the code "queue_full" and the header `Retry-After`,
+                `RETRY_AFTER` seconds.
         """
         engine = self._engine
         budgets = (

@@ -32,7 +32,7 @@ from folovllm.server.replies import (
 Row = dict[int, TokenLogprob]
 DONE = b"data: [DONE]\n\n"
 NO_NEWS = ChatMessage()
-MARK = "\0"  # stands where the text comes
+MARK = "\0"  # in place of the text while a frame is made
 
 
 def event(payload: bytes) -> bytes:
@@ -48,14 +48,14 @@ class CompletionWriter:
     CHUNK: ClassVar[str] = "text_completion"
 
     def __init__(self, model: str, n: int = 1, shows_prompt: bool = False) -> None:
-        """`n` answers to each prompt; `shows_prompt`: with what the model thinks of the tokens of the prompt."""
+        """`n` answers to each prompt; `shows_prompt`: with the log-probabilities of the prompt's tokens."""
         self._model, self._n, self._shows_prompt = model, n, shows_prompt
         self.requests: Sequence[RequestState] = ()  # one for each prompt, from when the engine has them
         self.id = f"{self.PREFIX}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._offsets: defaultdict[int, int] = defaultdict(int)  # characters that an answer's tokens had so far
-        self._frames: dict[int, tuple[bytes, bytes]] = {}  # an answer's events before and after their text
-        self._has_frames = True  # a subclass whose events are not all alike says no
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # by answer: its events' bytes before and after the text
+        self._has_frames = True  # False where an answer's events differ by more than their text
 
     def usage(self) -> Usage:
         """Tokens of the requests that the response is made of."""
@@ -79,7 +79,7 @@ class CompletionWriter:
         ])  # fmt: skip
 
     def _is_text_alone(self, index: int, answer: Piece) -> bool:
-        """Whether the event is that of the text before it, but for the text."""
+        """Whether this event differs from the one before by its text alone."""
         return index in self._frames and answer.logprobs is None and answer.finish_reason is None
 
     def _spliced(self, index: int, text: str) -> bytes:
@@ -87,7 +87,7 @@ class CompletionWriter:
         return before + msgspec.json.encode(text) + after
 
     def _events(self, index: int, answer: Piece, usage: Usage | None) -> bytes:
-        """All that an answer's news has to say; from now on its text can be put into a frame that is there already."""
+        """The events of an answer's news. The first time it keeps their frame, into which later texts are put."""
         events = b"".join([self._event([piece], usage) for piece in self.pieces(index, answer)])
         if self._has_frames and index not in self._frames and answer.finish_reason is None:
             (frame,) = self.pieces(index, Piece(index, MARK, None, None, None))
@@ -96,7 +96,7 @@ class CompletionWriter:
         return events
 
     def last(self, usage: Usage) -> bytes:
-        """The event after the text."""
+        """The last event: it has the usage, and no text."""
         return self._event([], usage)
 
     def _event(self, choices: list[object], usage: Usage | None) -> bytes:
@@ -122,9 +122,7 @@ class CompletionWriter:
             shown.token_logprobs.append(token.logprob)
             shown.tokens.append(token.decoded_token or "")
             likely: dict[str, float] = {}
-            for (
-                other
-            ) in row.values():  # several may have the same text, as parts of a character do: the likeliest counts
+            for other in row.values():  # parts of a character may have the same text: the likeliest counts
                 text = other.decoded_token or ""
                 likely[text] = max(other.logprob, likely.get(text, -math.inf))
             shown.top_logprobs.append(likely)
@@ -146,7 +144,7 @@ class ChatWriter(CompletionWriter):
         shows_prompt: bool = False,
         make_reader: Callable[[], AnswerReader] | None = None,
     ) -> None:
-        """`make_reader`: for answers whose text is not their content alone."""
+        """`make_reader`: for answers whose text may hold thoughts or tool calls."""
         super().__init__(model, shows_prompt=shows_prompt)
         self._num_top = num_top  # most likely tokens to show of each
         self._begun: set[int] = set()  # answers whose role was said
@@ -165,7 +163,7 @@ class ChatWriter(CompletionWriter):
         return ChatChoice(index, message, self._chat_logprobs(answer), reason, answer.stop_reason)
 
     def pieces(self, index: int, answer: Piece) -> list[object]:
-        """As inherited; the first one says whose turn it is."""
+        """As inherited; the first one says the role."""
         opening: list[object] = []
         if index not in self._begun:
             self._begun.add(index)
@@ -191,13 +189,13 @@ def chat_logprob(row: Row, num_top: int) -> ChatLogprob:
 
 
 def top_logprob(token: TokenLogprob) -> TopLogprob:
-    """A token with its bytes, as far as its text has them."""
+    """A token, its log-probability, and the bytes of its text."""
     text = token.decoded_token or ""
     return TopLogprob(text, token.logprob, list(text.encode()))
 
 
 def shown_prompt(request: RequestState) -> PromptLogprobs:
-    """What the model thinks of the tokens of a prompt; of one that was aborted nothing."""
+    """The log-probabilities of a prompt's tokens; an empty list if its request was aborted."""
     return [
         None if row is None else {str(id_): PromptLogprob(t.logprob, t.rank, t.decoded_token) for id_, t in row.items()}
         for row in request.prompt_logprobs or ()

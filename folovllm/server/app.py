@@ -105,7 +105,7 @@ class Api:
         self._tags_are_special = not set(engine.tokenizer.all_special_tokens).isdisjoint(TAGS)
 
     def guarded(self, handler: Handler, needs_key: bool = False) -> Handler:
-        """The handler, for those who have a key, with an answer for every error."""
+        """Wrap a handler: it checks the key first, if one is needed, and answers every error."""
 
         async def guard(request: Request) -> Response:
             try:
@@ -124,7 +124,8 @@ class Api:
 
     def _check_key(self, request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        known = [secrets.compare_digest(given.encode(), key) for key in self._keys]  # all: time tells nothing
+        # With all keys, so that the time tells nothing.
+        known = [secrets.compare_digest(given.encode(), key) for key in self._keys]
         if self._keys and not (scheme.lower() == "bearer" and any(known)):
             message = "this server wants a key that it knows: send Authorization: Bearer YOUR_KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -132,12 +133,17 @@ class Api:
     async def no_such_address(self, request: Request, error: Exception) -> Response:
         """Starlette's own refusals: an unknown address, a method that it does not have."""
         assert isinstance(error, HTTPException)
-        wrong = f"{request.method} {request.url.path}"
-        message = f"{wrong}: this address takes another method" if error.status_code == 405 else f"{wrong}: not found"
+        here = [route.path for route in request.app.routes if route.path.startswith("/v1/") and "{" not in route.path]
+        wrong = (
+            "this address takes another method"
+            if error.status_code == 405
+            else f"not found; this server has {', '.join(here)}"
+        )
+        message = f"{request.method} {request.url.path}: {wrong}"
         return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
     async def page(self, request: Request) -> Response:
-        """To chat in a browser. Whoever opens it needs no key; what it asks for does."""
+        """The page to chat in a browser. It needs no key; its requests do."""
         return chat_page()
 
     async def health(self, request: Request) -> Response:
@@ -146,15 +152,15 @@ class Api:
         return Response(status_code=200)
 
     async def version(self, request: Request) -> Response:
-        """Ours."""
+        """The version of this package."""
         return json_response(Version(folovllm.__version__))
 
     async def openapi(self, request: Request) -> Response:
-        """What all of this takes and says, for programs."""
+        """The description of all addresses, for programs."""
         return Response(document(needs_key=bool(self._keys)), media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
-        """For Prometheus."""
+        """Figures for Prometheus."""
         await self._engine.ask_experts()
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -163,7 +169,7 @@ class Api:
         return json_response(ModelList("list", [self._card(name) for name in self._names]))
 
     async def model(self, request: Request) -> Response:
-        """One of its names."""
+        """The model, by one of its names."""
         name = request.path_params["name"]
         self._check_model(name)
         return json_response(self._card(name))
@@ -213,7 +219,7 @@ class Api:
         params: SamplingParams,
         writer: CompletionWriter,
     ) -> Response:
-        """All prompts are found good, and there is room for all, before the engine hears of any."""
+        """Answer all prompts. The engine hears of none before all are checked and there is room for all."""
         engine, admission = self._engine, self._admission
         admission.check(len(prompts))  # before the work of reading them
         prepared = []
@@ -260,7 +266,7 @@ class Api:
         return json_response(tokenizer_info(whole(self._engine.tokenizer)))
 
     async def _read(self, request: Request, kind: type[R]) -> R:
-        """The request in the body. Only JSON: a page in a browser may send other kinds to any address, unasked."""
+        """Parse the request in the body. It must be JSON: a web page may send other types to any server, unasked."""
         self._engine.require_open()
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "the body must be JSON: send the header Content-Type: application/json")

@@ -7,7 +7,6 @@ import itertools
 import logging
 import pickle
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
@@ -19,8 +18,7 @@ from folovllm.models.files import generation_defaults, load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.counters import Counters
-from folovllm.server.messages import Abort, AskExperts, ExpertLoad, Failure, Load, News, Pace, Ready, Seen, Step, Watch
+from folovllm.server.messages import Abort, AskExperts, ExpertLoad, Failure, Load, News, Ready, Seen, Step, Watch
 from folovllm.server.open_requests import OpenRequests
 from folovllm.server.stream import Mailbox, Stream, add_message
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
@@ -80,7 +78,7 @@ class AsyncEngine:
         self.load = Load()
         self.expert_load: list[list[int]] = []  # [L][E], when `ask_experts` last returned
         self._asking: asyncio.Future[None] | None = None
-        self.counters = Counters()
+        self.counters = self._open.counters
         self.on_seen: Callable[[list[bytes]], object] = lambda pieces: None  # gets what `watch` asks for
 
     async def start(self) -> None:
@@ -112,7 +110,7 @@ class AsyncEngine:
 
         Raises:
             ValueError: the id is in use, or the request can never be served.
-            EngineDead, Unavailable: nobody is there to answer.
+            EngineDead, Unavailable: the engine has ended, or takes no new requests.
         """
         seqs = await self.prepare(prompt, params, priority=priority, cache_salt=cache_salt)
         stream = self.submit(seqs, request_id)
@@ -157,15 +155,14 @@ class AsyncEngine:
         return stream
 
     def abort(self, request_id: str) -> None:
-        """End a request; its reader gets what there is, with finish_reason "abort". What is over already stays as it is."""
+        """End a request; its reader gets what there is, with finish_reason "abort". Does nothing if the request is over."""
         if (stream := self._open.named(request_id)) is not None:
             self._abort(stream)
 
     def _abort(self, stream: Stream) -> None:
         if self._open.get(stream.number) is not None:
             stream.abort(time.monotonic())
-            self._open.remove(stream)
-            self.counters.note_end(stream)
+            self._open.end(stream)
             self._transport.send(Abort(stream.number))
 
     def _abort_all(self) -> None:
@@ -173,7 +170,7 @@ class AsyncEngine:
             self._abort(stream)
 
     async def drain(self, seconds: float | None = None) -> bool:
-        """Take no new requests, and return when those that run have ended; after so many `seconds` the rest is aborted.
+        """Take no new requests, and wait until those that run have ended. After `seconds` the rest is aborted.
 
         Returns whether all have ended by themselves.
         """
@@ -189,7 +186,7 @@ class AsyncEngine:
         return self.death is None
 
     async def close(self) -> None:
-        """End the engine, and what it still works on; twice is once."""
+        """End the engine and the requests that it still works on. A second call does nothing."""
         self._is_draining = self._is_closed = True
         self._abort_all()
         await self._transport.stop()
@@ -205,9 +202,9 @@ class AsyncEngine:
         await self.close()
 
     def watch(self, is_on: bool) -> None:
-        """Let the engine tell `on_seen` what it does, as pieces of a recording, about 15 times a second; or let it be.
+        """Begin a recording of the engine (`folovllm.inspector`), or end it. `on_seen` gets its pieces, about 15 times a second.
 
-        To ask again is to ask for a new beginning, for those who join (`folovllm.inspector`).
+        A second `watch(True)` begins it anew, for a reader that joins.
         """
         self._transport.send(Watch(is_on))
 
@@ -221,14 +218,10 @@ class AsyncEngine:
         await asyncio.shield(self._asking)  # of several that wait, one may leave
 
     def _experts_told(self) -> None:
-        """Let those go on that wait for `expert_load`: it is there, or nothing more comes."""
+        """Wake those that wait for `expert_load`: it has come, or never will."""
         if self._asking is not None:
             self._asking.set_result(None)
             self._asking = None
-
-    def pace(self, delay: float = 0.0, is_held: bool = False, step: int = 0) -> None:
-        """Let the engine wait so many seconds between two steps, or hold it; held, it may take `step` more steps."""
-        self._transport.send(Pace(delay, is_held, step))
 
     @property
     def is_open(self) -> bool:
@@ -249,20 +242,20 @@ class AsyncEngine:
 
     @property
     def num_queued(self) -> int:
-        """Those of them without a token yet."""
+        """Open requests that have no token yet."""
         return self._open.num_queued
 
     @property
     def num_queued_tokens(self) -> int:
-        """The tokens of the prompts of these."""
+        """The tokens of their prompts."""
         return self._open.num_queued_tokens
 
     def default_params(self) -> SamplingParams:
-        """What a request samples with that says nothing: what the model recommends, else our defaults."""
+        """The parameters of a request that gives none: what the model recommends, else our defaults."""
         return SamplingParams.from_optional(**generation_defaults(self.setup.path))
 
     def _deliver(self, news: News) -> None:
-        """Take in one message of the engine's. What fails here would leave readers waiting for ever, so it is an end, too."""
+        """Take in a message from the engine. An error here would leave readers waiting for ever, so it ends the engine."""
         if isinstance(news, Step):
             try:
                 self._take_in(news)
@@ -280,30 +273,11 @@ class AsyncEngine:
             self._ready.set_result(news)
 
     def _take_in(self, step: Step) -> None:
-        now = time.monotonic()
         self.load = step.load
-        before: Counter[float] = Counter()  # when answers got the tokens before these: mostly one step ago, all of them
-        for delta in step.deltas:
-            if (stream := self._open.get(delta.number)) is None:
-                continue  # aborted, and the engine had not heard of it yet
-            if delta.token_ids:
-                if not stream.has_begun:
-                    self._open.leave_queue(stream)
-                    self.counters.note_start(stream, now)
-                if (last := stream.newest[delta.index]) is not None:
-                    before[last] += 1
-                self.counters.generation_tokens += len(delta.token_ids)
-            stream.feed(delta, now)
-            if stream.is_finished:
-                self._open.remove(stream)
-                self.counters.note_end(stream)
-        self.counters.note_step(now, before, step.queue_times)
-        for refused in step.refused:
-            if (stream := self._open.get(refused.number)) is not None:
-                self._fail(stream, ValueError(refused.message))
+        self._open.take_in(step, time.monotonic())
 
     def _die(self, failure: Failure) -> None:
-        """The engine is no more: whoever waits for it is told, and nobody waits for ever."""
+        """The engine has ended: tell all who wait for it."""
         if self.death is not None or self._is_closed:
             return
         self.death = EngineDead(failure.message)
@@ -313,8 +287,4 @@ class AsyncEngine:
         if not self._ready.done():
             self._ready.set_exception(ValueError(failure.message) if failure.is_user_error else self.death)
         for stream in self._open.all():
-            self._fail(stream, EngineDead(failure.message))
-
-    def _fail(self, stream: Stream, error: Exception) -> None:
-        stream.fail(error)
-        self._open.remove(stream)
+            self._open.fail(stream, EngineDead(failure.message))

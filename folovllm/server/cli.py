@@ -6,12 +6,16 @@ from typing import Annotated, Any
 
 import typer
 
+from folovllm.flags import engine_flags, pick
+
 
 def serve(
-    model: Annotated[
+    name: Annotated[
         str | None,
         typer.Argument(
-            help="A folder, a GGUF file, a hub id, or a model's short name (stories-5m, smollm2).", show_default=False
+            metavar="model",
+            help="A folder, a GGUF file, a hub id, or a model's short name (stories-5m, smollm2), as --model has it.",
+            show_default=False,
         ),
     ] = None,
     **given: Any,
@@ -21,13 +25,13 @@ def serve(
     It listens at http://127.0.0.1:8000, and a browser finds a page to chat there.
     If no model is named, the small one that comes with the package answers.
     """
-    from folovllm.cli import engine_flags
     from folovllm.config import EngineConfig
-    from folovllm.flags import pick
     from folovllm.server.config import ServerConfig
 
     config = ServerConfig(**pick(given, ServerConfig))
-    chosen = EngineConfig(**engine_flags(given | {"model": model}))
+    if name and given["model"]:
+        raise ValueError(f"two models are named, {name} and {given['model']}: a server has one")
+    chosen = EngineConfig(**engine_flags(given | {"model": name or given["model"]}))
     try:
         from folovllm.server.serve import run_server
     except ModuleNotFoundError as error:

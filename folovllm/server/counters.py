@@ -37,7 +37,7 @@ def _tokens() -> Histogram:
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start."""
+    """What was counted since the start."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from folovllm.step.schedule import Share
 
 @dataclass(slots=True)
 class Served:
-    """An answer that the engine works on, and whose it is."""
+    """An answer that the engine works on."""
 
     number: int  # of the request
     index: int  # among its answers
@@ -77,7 +76,7 @@ class Digest:
         }
 
     def take_in(self, events: Iterable[ev.Event]) -> None:
-        """What happened since the last time."""
+        """Take in what happened since the last call."""
         for event in events:
             if (reduce := self._reducers.get(type(event))) is not None:
                 reduce(event)
@@ -138,10 +137,10 @@ class Digest:
         self._deltas += deltas_of(event, self._served)
 
     def _finished(self, event: ev.Finished) -> None:
-        """The end is said with the last tokens: who looks between the two would take a stop token for text."""
+        """Add the end to the delta of the last tokens: a reader that got these first would take a stop token for text."""
         answer = self._gone(event.seq_id)
         of_it = (i for i, d in enumerate(self._deltas) if (d.number, d.index) == (answer.number, answer.index))
-        last = deque(of_it, maxlen=1)[0]  # the step that ended it drew for it
+        last = max(of_it)  # there is one: the step that ended it drew for it
         self._deltas[last] = replace(self._deltas[last], finish_reason=event.reason)
 
     def _given_up(self, event: ev.GivenUp) -> None:

@@ -1,4 +1,4 @@
-"""Completions that begin with their prompt, and what the model thinks of it: `echo`."""
+"""Completions that begin with their prompt and its log-probabilities: `echo`."""
 
 from __future__ import annotations
 

@@ -16,6 +16,8 @@ from folovllm.server.digest import Digest
 from folovllm.server.messages import Abort, Add, Failure, News, Ready, Refused, Step, Stop, Work
 from folovllm.setup import EngineSetup
 
+logger = logging.getLogger("folovllm")
+
 
 class Engine(Protocol):
     """What the loop asks of an engine: `LLMEngine` has it."""
@@ -41,16 +43,15 @@ class Engine(Protocol):
         """Whether `step` has work."""
 
     def step(self) -> object:
-        """Compute. Who listens hears what came of it."""
+        """Compute. Listeners hear what came of it."""
 
     def subscribe(self, listener: Listener) -> None:
-        """Let `listener` hear what happens; now, how things stand."""
+        """Call `listener` with what happens from now on, and first with the present state."""
 
     def close(self) -> None:
         """Give everything back."""
 
 
-logger = logging.getLogger("folovllm")
 MakeEngine = Callable[[EngineConfig], Engine]
 
 
@@ -97,9 +98,9 @@ def run_engine(config: EngineConfig, link: Link, make_engine: MakeEngine) -> boo
 
 
 class EngineLoop:
-    """Between a link and an engine that is there already, and idle.
+    """Runs an engine, which is idle at the start, for the other end of a link.
 
-    It reads the engine's events. So the engine makes no `RequestOutput` for a token, and nobody asks it how it is.
+    It reads the engine's events. So the engine makes no `RequestOutput` for each token, and is not asked for its state.
     """
 
     def __init__(self, engine: Engine, link: Link) -> None:

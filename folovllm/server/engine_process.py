@@ -7,11 +7,9 @@ import signal
 import sys
 import threading
 
-from folovllm.executor.start import end_with_parent
+from folovllm.children import end_with_parent
 
-SWITCH = (
-    2e-4  # seconds that the loop waits at most for another thread, the recorder of those who look; Python's are 5e-3
-)
+SWITCH = 2e-4  # seconds that the loop waits at most for another thread (a recorder's); Python's default is 5e-3
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception, fields: tuple[str, ...] = ()) -> ApiError:
-    """What a client is told of an error: a ValueError is its own fault. `fields` are those that the first word may name."""
+    """What a client is told of an error: a ValueError is the client's fault. `fields` are those that the first word may name."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Unavailable | EngineDead):

@@ -15,7 +15,7 @@ FORMATS = (
 
 
 def form_of(request: Sampling) -> StructuredOutputsParams | None:
-    """The form, or None where the answer is free. Raises ApiError for what is none, or for two of them."""
+    """The form, or None where the answer is free. Raises ApiError for an unknown form, or for two forms."""
     form = _of_format(request.response_format)
     if request.structured_outputs is not None:
         if form is not None:

@@ -18,7 +18,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     """The body. Raises ApiError (413) if it is longer than limit, in bytes.
 
     The answer waits until the rest has come, which is dropped: most clients read no answer before they have sent all, and
-    a connection that is closed with bytes unread loses the answer, too. Nobody is waited for beyond DROPPED bytes.
+    a connection that is closed with bytes unread loses the answer, too. After DROPPED bytes too many it waits no longer.
     """
     body = bytearray()
     announced = request.headers.get("content-length", "0")
@@ -38,10 +38,10 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def json_response(said: Any) -> Response:
-    """A success."""
+    """A response with status 200."""
     return Response(msgspec.json.encode(said), media_type="application/json")
 
 
 def error_response(error: ApiError) -> Response:
-    """A failure."""
+    """The response that tells an error."""
     return Response(error.body(), error.status, error.headers, media_type="application/json")

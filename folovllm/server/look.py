@@ -1,4 +1,4 @@
-"""The addresses of the inspector, on a server that serves others, too."""
+"""The inspector's addresses on a server."""
 
 from __future__ import annotations
 

@@ -33,13 +33,13 @@ class Stop(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Watch(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Somebody begins to look at what the engine does (`is_on`, which may be said again), or nobody looks any more."""
+    """Begin a recording of what the engine does, or end it. Said again, `is_on` begins it anew."""
 
     is_on: bool
 
 
 class Pace(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """How fast to go, for those who look: seconds between steps; held, `step` more steps may be taken."""
+    """How fast to go, so that a reader can follow: seconds between steps; if held, `step` more steps may be taken."""
 
     delay: float = 0.0
     is_held: bool = False
@@ -47,7 +47,7 @@ class Pace(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class AskExperts(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Say how often each expert was asked (`ExpertLoad`)."""
+    """How often was each expert asked? The answer is an `ExpertLoad`."""
 
 
 class Ready(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -97,11 +97,11 @@ class Step(msgspec.Struct, array_like=True, tag=True, frozen=True):
     deltas: list[Delta]
     load: Load
     refused: list[Refused] = []
-    queue_times: list[float] = []  # seconds that those waited whom this step let in for the first time
+    queue_times: list[float] = []  # seconds in the queue of each sequence that this step let in for the first time
 
 
 class Seen(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """What happened, for those who look: pieces of a recording. One that begins with a header is for those who join."""
+    """Pieces of the recording. One that begins with a header is a new beginning, where readers may join."""
 
     pieces: list[bytes]
 

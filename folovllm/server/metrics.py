@@ -18,7 +18,7 @@ LABELS = ("model_name", "engine")
 
 
 class Metrics(Collector):
-    """Reads the engine's counters when somebody asks; nothing is done for it before."""
+    """Reads the engine's counters when it is asked, and costs nothing otherwise."""
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self._engine = engine

@@ -1,22 +1,26 @@
-"""The requests that the engine works on, and how many of them have no token yet."""
+"""The requests that the engine works on: what a step brings to each, and how many of them have no token yet."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
+from folovllm.server.counters import Counters
+from folovllm.server.messages import Step
 from folovllm.server.stream import Stream
 
 
 class OpenRequests:
     """The streams of the requests that are not over, found by their number or by their id.
 
-    Invariant: a request counts as queued from `add` to its first token (`leave_queue`) or its end (`remove`).
+    Invariant: a request counts as queued from `add` to its first token, or to its end if it gets none.
     """
 
     def __init__(self) -> None:
         self._by_number: dict[int, Stream] = {}
         self._by_id: dict[str, Stream] = {}
         self.num_queued = self.num_queued_tokens = 0  # requests, and the tokens of their prompts
+        self.counters = Counters()
         self.is_empty = asyncio.Event()
         self.is_empty.set()
 
@@ -42,15 +46,44 @@ class OpenRequests:
         self.num_queued_tokens += stream.state.metrics.num_prompt_tokens
         self.is_empty.clear()
 
-    def leave_queue(self, stream: Stream) -> None:
-        """Its first token is here."""
+    def take_in(self, step: Step, now: float) -> None:
+        """Give each request what the step brought for it. Those that end leave."""
+        before: Counter[float] = Counter()  # when answers got the tokens before these: mostly one step ago, all of them
+        for delta in step.deltas:
+            if (stream := self.get(delta.number)) is None:
+                continue  # aborted, and the engine had not heard of it yet
+            if delta.token_ids:
+                if not stream.has_begun:
+                    self._leave_queue(stream)
+                    self.counters.note_start(stream, now)
+                if (last := stream.newest[delta.index]) is not None:
+                    before[last] += 1
+                self.counters.generation_tokens += len(delta.token_ids)
+            stream.feed(delta, now)
+            if stream.is_finished:
+                self.end(stream)
+        self.counters.note_step(now, before, step.queue_times)
+        for refused in step.refused:
+            if (stream := self.get(refused.number)) is not None:
+                self.fail(stream, ValueError(refused.message))
+
+    def end(self, stream: Stream) -> None:
+        """The engine works on it no more."""
+        self._remove(stream)
+        self.counters.note_end(stream)
+
+    def fail(self, stream: Stream, error: Exception) -> None:
+        """End a request with an error, which its reader gets. No counter counts it."""
+        stream.fail(error)
+        self._remove(stream)
+
+    def _leave_queue(self, stream: Stream) -> None:
         self.num_queued -= 1
         self.num_queued_tokens -= stream.state.metrics.num_prompt_tokens
 
-    def remove(self, stream: Stream) -> None:
-        """The engine works on it no more."""
+    def _remove(self, stream: Stream) -> None:
         del self._by_number[stream.number], self._by_id[stream.request_id]
         if not stream.has_begun:
-            self.leave_queue(stream)
+            self._leave_queue(stream)
         if not self._by_number:
             self.is_empty.set()

@@ -10,9 +10,9 @@ HEADER_SECONDS = 20.0
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """uvicorn's, which closes a connection whose first request, or whose begun headers, do not come in time.
+    """uvicorn's protocol, but a connection is closed whose first request does not begin, or whose headers do not end, in time.
 
-    What has come is not counted: a byte a second is no way to stay. Answers may take as long as they do.
+    Bytes that come do not extend the time, so a byte a second keeps no connection open. Answers may take as long as they need.
     """
 
     _deadline: asyncio.TimerHandle | None = None

@@ -55,7 +55,7 @@ class AnswerReader:
 def reading_of(
     asked: ChatRequest, params: SamplingParams, prompt: str, parser: str | None, tags_are_special: bool
 ) -> tuple[SamplingParams, Callable[[], AnswerReader] | None]:
-    """How the text of the answers is to be read, and what that asks of the draw.
+    """How the text of the answers is read, and the sampling parameters that this needs.
 
     Tags must be text, even where the tokenizer takes them for special tokens; and the form of an answer begins behind its
     thought. Without tools and thoughts text is content, and nobody reads it.

@@ -40,7 +40,7 @@ def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -
 
 
 def wants_prompt_alone(request: CompletionRequest) -> bool:
-    """Whether a completion is to have no answer, but its prompt and what the model thinks of it."""
+    """Whether a completion is to be its prompt alone, with log-probabilities if these are asked for, and no answer."""
     return bool(request.echo) and request.max_tokens == 0
 
 
@@ -83,7 +83,7 @@ def prompts_of(request: CompletionRequest) -> list[Prompt]:
 
 
 def chat_prompt(tokenizer: Any, limit: int, request: ChatRequest | TokenizeRequest) -> TokensPrompt:
-    """The prompt that the model's template makes of a conversation. Raises ValueError where it takes it not."""
+    """The prompt that the model's template makes of a conversation. Raises ValueError where the template refuses it."""
     text = render(
         tokenizer,
         [checked(message) for message in request.messages or []],

@@ -19,7 +19,10 @@ from folovllm.server.stream import Mailbox
 
 
 class Job:
-    """One HTTP request: a stream for each of its prompts, each with `n` answers. Its maker must close it."""
+    """One HTTP request: a stream for each of its prompts, each with `n` answers.
+
+    Its maker calls `whole` or `events`, once: each closes the streams at its end.
+    """
 
     def __init__(self, engine: AsyncEngine, requests: list[list[Sequence]], writer: CompletionWriter, n: int) -> None:
         self._mailbox = Mailbox()
@@ -30,12 +33,12 @@ class Job:
         writer.requests = [stream.state for stream in self._streams]
 
     def close(self) -> None:
-        """End what still runs of it; twice is once."""
+        """End what still runs. A second call does nothing."""
         for stream in self._streams:
             stream.close()
 
     async def whole(self, receive: Receive) -> Response:
-        """The response when all is answered. Raises ClientDisconnect once nobody waits for it any more."""
+        """The response when all is answered. Raises ClientDisconnect if the client leaves before."""
         try:
             answers = await unless_gone(receive, self._read_all())
         finally:
@@ -43,17 +46,17 @@ class Job:
         return Response(self._writer.whole(answers, self._usage()), media_type="application/json")
 
     def events(self, options: StreamOptions) -> EventStream:
-        """The response that begins now."""
+        """The response as a stream of events."""
         return EventStream(self._events(options), self.close)
 
     async def _read_all(self) -> list[tuple[int, Piece]]:
-        answers: list[tuple[int, Piece]] = []  # its streams have news once: the end
+        answers: list[tuple[int, Piece]] = []  # each stream has news once, at its end
         while self._num_open:
             answers += await self._next()
         return sorted(answers)
 
     async def _events(self, options: StreamOptions) -> AsyncIterator[bytes]:
-        """What is new, step by step; an error is the last that is said."""
+        """What is new, step by step; an error is the last event but one."""
         try:
             while self._num_open:
                 pieces = await self._next()

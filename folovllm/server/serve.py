@@ -24,10 +24,10 @@ BACKLOG = 2048
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, but signals are heard by `End`."""
+    """uvicorn's server, but `End` takes care of signals."""
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """None."""
+        """Capture none."""
         return nullcontext()
 
 
@@ -79,8 +79,8 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, listener: soc
         )  # fmt: skip
         ending = asyncio.create_task(end.of(server, engine, config.drain_seconds))
         gc.collect()
-        gc.freeze()  # what exists by now stays: a collection that searched it again would hold up everybody
-        listener.listen(BACKLOG)  # who reads the next line may ask at once
+        gc.freeze()  # what exists by now stays: to search it in each collection would hold up all requests
+        listener.listen(BACKLOG)  # a client that reads the next line may connect at once
         announce(engine, config, listener)
         await server.serve(sockets=[listener])
         await ending
@@ -88,7 +88,7 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, listener: soc
 
 
 def in_process_of_its_own(config: ServerConfig, engine_config: EngineConfig) -> bool:
-    """What was asked for; else whether the engine's steps run on a GPU, while Python could serve."""
+    """Whether the engine gets a process: as asked for; else if it runs on a GPU, so that its Python does not hold up the server's."""
     if config.engine_process is not None:
         return config.engine_process
     from folovllm.engine.setup import choose_device
@@ -126,6 +126,8 @@ class End:
         if died.done():
             await asyncio.wait((asked,), timeout=LINGER)
         else:
+            if count := engine.num_open:
+                print(f"{count} running: up to {drain_seconds:g} s to end; a second signal does not wait", flush=True)
             await engine.drain(drain_seconds)
         asked.cancel()
         died.cancel()

@@ -33,7 +33,7 @@ class SocketLink:
         self._poll.register(connection, select.POLLIN)
 
     def first(self) -> bytes:
-        """The first message, which is no command."""
+        """The first message: no command, but the configuration."""
         while not self._unread:
             self._read()
         return self._unread.popleft()

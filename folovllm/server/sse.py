@@ -1,4 +1,4 @@
-"""Responses that end when the client does: whatever is done for it races against its going away."""
+"""Responses that end when the client leaves: the work for it races against its disconnect."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Do the work, or cancel it as soon as the client is gone. The request's body must have been read.
 
     `_disconnect(receive)` returns when the client is gone. Work that is done by then is done. However the race ends, and also
-    if it is cancelled itself, nothing of it runs any more when it is over: neither the work, which may take a while to give
-    back what it holds, nor who listens for the client.
+    if it is cancelled itself, nothing of it still runs afterwards: neither the work, which may take a while to give back what
+    it holds, nor the wait for the client.
 
     Returns:
         What the work returns; what it raises is raised.

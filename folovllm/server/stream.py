@@ -1,4 +1,4 @@
-"""The server's side of one request: it hears which tokens were drawn, and makes text of them when somebody looks."""
+"""The server's side of one request: it gets the tokens that were drawn, and makes text of them when its reader asks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def add_message(number: int, request: Request) -> Add:
 
 
 class Mailbox:
-    """Says which of its streams have news, to one reader, who wakes once however many they are and whatever came."""
+    """Tells one reader which of its streams have news. The reader wakes once, however many they are."""
 
     def __init__(self) -> None:
         self._fresh: list[Stream] = []
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, stream: Stream) -> None:
-        """A stream has news that nobody has taken: it joins `self._fresh`, and who waits is woken, once however many come."""
+        """Add a stream that has news to `self._fresh`, and wake the reader if it waits: once, however many streams come."""
         self._fresh.append(stream)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -44,7 +44,7 @@ class Mailbox:
     async def get(self) -> list[Stream]:
         """The streams that have news, each handed out once; waits until there is one.
 
-        Who waits does so on `self._waiter`, a future of the running event loop: `put` gives it a result.
+        The reader waits on `self._waiter`, a future of the running event loop: `put` gives it a result.
         """
         if not self._fresh:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -60,7 +60,7 @@ class Stream:
     is no queue of outputs. A reader gets all that is new since it last looked, so one that reads slowly gets fewer and
     longer pieces, and holds no more memory than the answer takes.
 
-    Whoever has the mailbox to itself iterates over `RequestOutput`s; a reader of several streams takes their pieces.
+    A reader of one stream iterates over its `RequestOutput`s. A reader of several, which share a mailbox, takes their pieces.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Stream:
             self._mailbox.put(self)
 
     def close(self) -> None:
-        """The reader goes. If the answer is not over, the engine stops working on it."""
+        """The reader leaves. If the answer is not over, the engine stops working on it."""
         self.is_over = True
         self._on_close(self)
 

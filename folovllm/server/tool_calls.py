@@ -33,15 +33,15 @@ class ToolCall(msgspec.Struct, omit_defaults=True):
 class ToolCallParser:
     """Cuts text that comes in pieces into content and calls, wherever the pieces are torn.
 
-    The arguments are handed on as the model writes them, from where the name is known. What is no call after all is content.
-    Space around calls belongs to nobody.
+    The arguments are handed on as the model writes them, as soon as the name is known. Text that turns out to be no call is
+    content. Space around calls is dropped.
     """
 
     def __init__(self, only_one: bool = False) -> None:
         """`only_one`: calls after the first are dropped."""
         self._only_one = only_one
         self.num_calls = 0
-        self._pending = ""  # text that nothing is known of yet
+        self._pending = ""  # text that may still be either
         self._body: JsonObject | None = None  # the arguments that are being read
         self._is_inside = False  # of a call
 

@@ -28,13 +28,13 @@ class Transport(Protocol):
     """The server's end: starts the engine, carries commands to it, and news from it into the event loop."""
 
     async def start(self, config: EngineConfig, deliver: Deliver) -> None:
-        """Start the engine; `deliver` is called in the event loop with all that it says, the first thing being `Ready`."""
+        """Start the engine. `deliver` is called in the event loop with each of its messages; the first is `Ready` or a `Failure`."""
 
     def send(self, command: Command) -> None:
         """Tell the engine something. What is said to a dead one is lost."""
 
     async def stop(self) -> None:
-        """End the engine, and return when it has ended; twice is once."""
+        """End the engine, and return when it has ended. A second call does nothing."""
 
 
 class ThreadTransport:
@@ -46,17 +46,17 @@ class ThreadTransport:
         self._thread: threading.Thread | None = None
 
     async def start(self, config: EngineConfig, deliver: Deliver) -> None:
-        """As promised."""
+        """As `Transport` has it."""
         self._loop, self._deliver = asyncio.get_running_loop(), deliver
         self._thread = threading.Thread(target=self._run, args=[config], name="engine", daemon=True)
         self._thread.start()
 
     def send(self, command: Command) -> None:
-        """As promised."""
+        """As `Transport` has it."""
         self._commands.put(command)
 
     async def stop(self) -> None:
-        """As promised."""
+        """As `Transport` has it."""
         self._commands.put(Stop())
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
@@ -67,14 +67,14 @@ class ThreadTransport:
 
 
 class _ThreadLink:
-    """The engine's end of it."""
+    """The engine's end of a `ThreadTransport`."""
 
     def __init__(self, commands: queue.SimpleQueue[Command], loop: asyncio.AbstractEventLoop, deliver: Deliver) -> None:
         self._commands, self._loop, self._deliver = commands, loop, deliver
 
     def receive(self, wait: bool) -> list[Command]:
         """As `Link` has it."""
-        if self._loop.is_closed():  # nobody closed the engine: nobody is left who could
+        if self._loop.is_closed():  # the engine was not closed, and nobody is left who could
             return [Stop()]
         commands = [self._commands.get()] if wait else []
         while not self._commands.empty():
@@ -105,7 +105,7 @@ class ProcessTransport:
         return None if self._process is None else self._process.pid
 
     async def start(self, config: EngineConfig, deliver: Deliver) -> None:
-        """As promised."""
+        """As `Transport` has it."""
         here, there = socket.socketpair()
         with there:
             for end in (here, there):
@@ -121,12 +121,12 @@ class ProcessTransport:
         self._writer.write(frame(pickle.dumps(config)))
 
     def send(self, command: Command) -> None:
-        """As promised."""
+        """As `Transport` has it."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame(encode(command)))
 
     async def stop(self) -> None:
-        """As promised. What does not end within `GRACE` is killed."""
+        """As `Transport` has it. What does not end within `GRACE` is killed."""
         self.send(Stop())
         if self._process is not None:
             try:
@@ -139,7 +139,7 @@ class ProcessTransport:
 
 
 class _Receiver(asyncio.Protocol):
-    """Hands on each message as it is whole, and the end of the process as a `Failure`."""
+    """Delivers each message when it is whole, and the end of the process as a `Failure`."""
 
     def __init__(self, deliver: Deliver, process: subprocess.Popen[bytes]) -> None:
         self._deliver, self._process, self._frames = deliver, process, Frames()
@@ -149,7 +149,7 @@ class _Receiver(asyncio.Protocol):
             self._deliver(decode_news(message))
 
     def connection_lost(self, error: Exception | None) -> None:
-        """It said why, or was killed. The exit code takes a moment to come."""
+        """The engine has said why it ended, or was killed. Its exit code takes a moment to come."""
         asyncio.get_running_loop().call_later(0.05, self._tell_the_end)
 
     def _tell_the_end(self) -> None:

@@ -1,4 +1,4 @@
-"""Between the engine's loop and its link: what those who look at the engine ask for, so that the loop knows nothing of them."""
+"""Between the engine's loop and its link: the commands of those who watch the engine, of which the loop knows nothing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from folovllm.server.messages import AskExperts, Command, ExpertLoad, Failure, N
 
 
 class Watchable(server.Engine, recorder.Engine, Protocol):
-    """What one asks of an engine that is served and looked at: `LLMEngine` has it."""
+    """What is asked of an engine that is served and watched: `LLMEngine` has it."""
 
     def prepare_forms(self) -> None:
-        """Do what the first answer of a form would hold up others with."""
+        """Prepare for answers with a form: the first one would hold up the others for a second."""
 
     def expert_load(self) -> list[list[int]]:
         """How often each expert of each layer was asked, [L][E]."""
@@ -29,7 +29,7 @@ MakeWatchable = Callable[[EngineConfig], Watchable]
 
 
 class PacedEngine:
-    """An engine that waits between steps, or takes none, where those who look want it so."""
+    """An engine that waits between steps, or takes none, as those who watch it ask."""
 
     def __init__(self, engine: Watchable) -> None:
         self._engine = engine
@@ -44,7 +44,7 @@ class PacedEngine:
 
     @property
     def is_slow(self) -> bool:
-        """Whether those who look can see each step."""
+        """Whether a reader can see each step."""
         return self._pace.is_held or self._pace.delay > 0
 
     def has_unfinished_requests(self) -> bool:
@@ -54,7 +54,7 @@ class PacedEngine:
     def step(self) -> None:
         """Compute, unless it is held."""
         if not self.has_unfinished_requests():
-            self._engine.abort_request([])  # ends nobody, and tells who has come, though it is held
+            self._engine.abort_request([])  # ends none, and lets listeners hear of new requests while it is held
             return
         self._engine.step()
         if self._pace.is_held:
@@ -94,7 +94,7 @@ class Link(Protocol):
 
 
 class WatchedLink:
-    """A link that takes out of what arrives what those want who look, and answers between two turns."""
+    """A link that keeps the commands of those who watch from the loop, and carries them out between two turns."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -102,7 +102,7 @@ class WatchedLink:
         self._live: LiveLines | None = None
 
     def making(self, make_engine: MakeWatchable) -> Callable[[EngineConfig], PacedEngine]:
-        """`make_engine`, whose engine can be looked at through this link."""
+        """Wrap `make_engine`: its engine can be watched through this link."""
 
         def make(config: EngineConfig) -> PacedEngine:
             engine = make_engine(config)
@@ -113,7 +113,7 @@ class WatchedLink:
         return make
 
     def receive(self, wait: bool) -> list[Work]:
-        """As the loop's link has it; with `wait` there may be nothing left of what has arrived."""
+        """As the loop's link has it; but the list may be empty with `wait` too, if no command was for the loop."""
         if self._live is None or self._engine is None:
             return [command for command in self._link.receive(wait) if isinstance(command, Work)]
         self._tell(self._live.take(all_of_it=wait or self._engine.is_slow))

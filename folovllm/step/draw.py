@@ -36,9 +36,7 @@ class DrawSpec:
     first_end: int = 0  # the first position at which a token of `forbidden` may be drawn (`min_tokens`)
     forbidden: tuple[int, ...] = ()  # tokens that would end the answer
     num_prompt_tokens: int = 0
-    history: TokenIds = field(
-        default_factory=no_tokens
-    )  # the tokens so far, where penalties or bad words look; else empty
+    history: TokenIds = field(default_factory=no_tokens)  # the tokens so far, for penalties and bad words; else empty
     allowed: tuple[int, ...] | None = None  # the tokens that may be drawn at all; None: all
     has_form: bool = False  # which tokens may be drawn is said anew for each draw
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the answer must not hold

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from folovllm.kv_scales import LARGEST, KVScales
+from folovllm.kv_scales import LARGEST, KVScales, decode, encode
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import Share
 from folovllm.worker.warm_up import dummy_shares
@@ -32,3 +33,20 @@ def scales_of(kv_caches: Sequence[torch.Tensor]) -> list[KVScales]:
     largest = torch.stack([cache.abs().amax(dim=(1, 2, 3, 4)) for cache in kv_caches]).float()  # [L, 2]
     scales = torch.exp2((largest * HEADROOM / LARGEST).clamp(min=2.0**-40).log2().ceil())
     return [KVScales(key, value) for key, value in scales.tolist()]
+
+
+def centred_scales_of(kv_caches: Sequence[torch.Tensor], num_tokens: int) -> list[KVScales]:
+    """The same, and what all keys of a layer should lose: for each cache, whose first `num_tokens` slots hold one sequence.
+
+    It is about their mean over the sequence. Numbers of 8 bits err by a share of their size, and what keys have in common
+    is large and tells no two of them apart (SageAttention; Zhang et al., 2024). It is not quite the mean: a
+    sequence's first key often takes half of all attention and hardly depends on its token, so it is left without an error.
+    """
+    found = []
+    for cache in kv_caches:
+        key, value = cache.flatten(1, 2)[:, :num_tokens].float()  # [num_tokens, Hkv, D] each
+        mean = key.mean(0)
+        (scales,) = scales_of([torch.stack([key - mean, value])[:, None]])
+        first = decode(encode(key[0] - mean, scales.key_factor), scales.key, torch.float32)
+        found.append(replace(scales, offset=key[0] - first))
+    return found

@@ -18,7 +18,7 @@ from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import Logprobs
 from folovllm.step.schedule import SchedulerOutput, Share, StepResult, one_each, tokens_to_score
-from folovllm.worker.calibrate import calibration_shares, scales_of
+from folovllm.worker.calibrate import calibration_shares, centred_scales_of
 from folovllm.worker.input_batch import InputBatch, SlotsOf
 from folovllm.worker.kv_memory import num_blocks_that_fit
 from folovllm.worker.native_model import attention_layers
@@ -91,7 +91,7 @@ class ModelRunner:
             batch = self._input_batch.build(shares)
             whole.plan(batch)
             self.model(batch)
-            found = scales_of([attention.kv_cache for attention in layers])
+            found = centred_scales_of([attention.kv_cache for attention in layers], shares[0].num_new_tokens)
         for attention, scales in zip(layers, found, strict=True):
             attention.scales = scales
         self._bind_backends()

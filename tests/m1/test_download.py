@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from folovllm.cli import main
 from folovllm.models import smollm2
+from folovllm.models.gguf_file import BLOCK_NAMES, publish
 from tests.helpers import no_file_beyond
 
 HEADS, KV_HEADS, HIDDEN = 4, 2, 32
@@ -55,7 +56,7 @@ def gguf_file(original: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFacto
     writer.add_rope_freq_base(500.0)
     writer.add_layer_norm_rms_eps(1e-6)
     _add_tokenizer(writer)
-    theirs = {ours: gguf for gguf, ours in smollm2._BLOCK_NAMES.items()}
+    theirs = {ours: gguf for gguf, ours in BLOCK_NAMES.items()}
     for name, weight in original.model.state_dict().items():
         parts = name.split(".")
         if parts[0] == "layers":
@@ -244,7 +245,7 @@ class TestDownload:
             (tmp_path / name).mkdir()
             for file in ("config.json", "model.safetensors", "tokenizer.json"):
                 (tmp_path / name / file).write_text(name)
-        smollm2._publish(tmp_path / "mine", tmp_path / "theirs")
+        publish(tmp_path / "mine", tmp_path / "theirs")
         assert (tmp_path / "theirs" / "config.json").read_text() == "theirs"
 
 

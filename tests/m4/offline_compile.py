@@ -110,7 +110,7 @@ def pointer_type(name: str, dtype: str) -> str:
                 "count_ptr", "mask_ptr", "number_ptr"):  # fmt: skip
         return "*i32"
     if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr", "largest_ptr",
-                "value_ptr", "scaled_ptr", "floor_ptr"):  # fmt: skip
+                "value_ptr", "offset_ptr", "scaled_ptr", "floor_ptr"):  # fmt: skip
         return "*fp32"
     return f"*{dtype}"
 
@@ -173,6 +173,11 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"([A-Z]+):(\d+)", function)}
 
 
+def with_offset(constants: dict) -> dict:
+    """The kernel that takes something off the keys that it stores."""
+    return {name: value for name, value in constants.items() if name != "offset_ptr"}
+
+
 def kernels(capability: int, head_dim: int, block_size: int):
     """Every kernel of M4 with the constants and options it is launched with for this shape."""
     d, b, major_minor = head_dim, block_size, divmod(capability, 10)
@@ -184,13 +189,13 @@ def kernels(capability: int, head_dim: int, block_size: int):
                                 "LISTED": listed, "WINDOW": window}, prefill.num_warps, prefill.num_stages)  # fmt: skip
     group = HQ // HKV
     shape = {"HKV": HKV, "G": group, "GROUP": group, "D": d, "TILE": decode.tile, "M": 16, "STEP": decode.merge_step,
-             "PDL": capability >= 90, "NORM": True, "WINDOW": 0}  # fmt: skip
+             "PDL": capability >= 90, "NORM": True, "WINDOW": 0, "offset_ptr": None}  # fmt: skip
     for raw, num_warps in ((False, 2), (False, 4), (True, 2), (True, 4)):
         yield decode_kernel, {**strides, **shape, "RAW": raw}, num_warps, decode.num_stages
     for window in windows:
         yield decode_kernel, {**strides, **shape, "RAW": True, "WINDOW": window}, 2, decode.num_stages
     heads = {"HQ": HQ, "HKV": HKV, "D": d, "QS": HQ, "KVS": HKV, "NORM": True, "H": 1024, "WIDTH": 1024, "SCALE": True,
-             "PDL": capability >= 90}  # fmt: skip
+             "PDL": capability >= 90, "offset_ptr": None}  # fmt: skip
     yield qk_norm_rope_store_kernel, {**strides, **heads}, 4, 3
     if capability >= 89 and (d, b) == (128, 16):
         fp8, tiles = {**strides, "cache": "fp8e4nv"}, {"TILE_M": prefill.tile_m, "TILE_N": prefill.tile_n}
@@ -198,8 +203,9 @@ def kernels(capability: int, head_dim: int, block_size: int):
             yield (prefill_kernel, {**fp8, **tiles, "G": HQ // HKV, "D": d, "LISTED": True, "WINDOW": window},
                    prefill.num_warps, prefill.num_stages)  # fmt: skip
         for raw, window in ((False, 0), (True, 0), (True, WINDOW)):
-            yield decode_kernel, {**fp8, **shape, "TILE": 64, "RAW": raw, "WINDOW": window}, 4, decode.num_stages
-        yield qk_norm_rope_store_kernel, {**fp8, **heads}, 4, 3
+            constants = {**fp8, **shape, "TILE": 64, "RAW": raw, "WINDOW": window}
+            yield decode_kernel, with_offset(constants) if raw else constants, 4, decode.num_stages
+        yield qk_norm_rope_store_kernel, with_offset({**fp8, **heads}), 4, 3
     if (d, b) == (128, 16):  # those below depend on neither
         chunks = {"MIN_CHUNK": decode.min_chunk, "MAX_CHUNK": decode.max_chunk, "QUEUE_CHUNK": decode.queue_chunk,
                   "MAX_PARTS": MAX_PARTS}  # fmt: skip
@@ -291,8 +297,7 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
         ]
         some += [(32, "int8"), (64, fp8), (256, fp8), (256, "int8")]
     for tokens, width, gated, kind in few if capability >= 80 else ():
-        rows, columns = (1, width) if kind == "int8" else (128, 128)
-        yield few_codes_of(tokens, width, gated, rows, columns, kind, width, 64 if kind == "int8" else columns, pdl)
+        yield few_codes_of(tokens, 9728 if gated else 2560, width, gated, kind, pdl)
     for tokens, kind in some:
         group = {"GROUP_ROWS": 1, "GROUP": 9728} if kind == "int8" else {"GROUP_ROWS": 128, "GROUP": 128}
         shape = tiles(tokens, 1 << 30 if kind == "int8" else 128, 2, capability)
@@ -328,9 +333,11 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
     yield from kernels_of_int4(capability)
 
 
-def few_codes_of(tokens, width, gated, rows, columns, kind, row_bytes, group_bytes, options):
+def few_codes_of(tokens, outputs, width, gated, kind, options):
     """The product of few tokens with codes in Qwen3-4B's layers: with a norm and gate, or with a residual."""
-    tile = tile_of_codes(tokens, row_bytes, group_bytes)
+    rows, columns = (1, width) if kind == "int8" else (1, 128) if kind == "int4" else (128, 128)
+    row_bytes, group_bytes = width // 2 if kind == "int4" else width, 64 if kind.startswith("int") else columns
+    tile = tile_of_codes(tokens, outputs * (1 + gated), row_bytes, group_bytes, kind == "fp8" and tokens == 1)
     ahead = {"NORM": gated, "GATED": gated, "RESIDUAL": not gated} | ({} if gated else {"columns_ptr": None})
     group = {"GROUP_ROWS": rows, "GROUP": columns, "KIND": kind, "zero_ptr": None}
     return few_codes_kernel, {"K": width, **group, **ahead, "M": tokens, **tile, **options}, tile["SPLITS"], 3
@@ -349,9 +356,9 @@ def kernels_of_int4(capability: int):
         none |= {} if gated else {"columns_ptr": None}
         yield int4_linear_kernel, {"K": width, "GROUP": group, "NORM": gated, "GATED": gated, "RESIDUAL": not gated, "M": tokens,
                                    "ROWS": per_program, "QUADS": quads, "PDL": capability >= 90, **none}, num_warps, 3  # fmt: skip
-    for tokens, _, width, gated, _ in few if capability >= 80 else ():
+    for tokens, outputs, width, gated, _ in few if capability >= 80 else ():
         options = {"PDL": capability >= 90, "scales": "fp16"}
-        yield few_codes_of(tokens, width, gated, 1, 128, "int4", width // 2, 64, options)
+        yield few_codes_of(tokens, outputs, width, gated, "int4", options)
     some = [(*one, 2) for one in some] + [(256, 128, 4), (128, 512, 2)] * (capability == 86)
     for tokens, group, itemsize in some:
         shape = tiling_4_many(tokens, group, itemsize)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,14 @@ from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.engine.setup import set_up
 from folovllm.kv_scales import FP8, UNSCALED, KVScales, decode, encode
 from folovllm.sampling_params import SamplingParams
+from folovllm.worker.calibrate import centred_scales_of
 from tests import contract
 from tests.contract import CASES, Case, make_problem
 from tests.helpers import prompts, tiny_checkpoint
 from tests.workloads import Request, make_engine, mixed_requests, serve
 
 SCALES = KVScales(0.25, 0.03)  # one that moves exponents alone, and one that does not
+OFFSET = 10.0  # that all keys of these tests lose, more or less
 BACKENDS = ("torch_naive", "torch_paged", "triton")
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 ON = contract.DEVICE
@@ -50,15 +53,25 @@ def backend_for(name: str, case: Case, dtype: torch.dtype, scales: KVScales) -> 
     return make_backend(name, config).of_layer(scales)
 
 
+def with_offset(scales: KVScales, num_kv_heads: int, dim: int) -> KVScales:
+    """The same, and a number for each head and dimension that keys lose."""
+    offset = OFFSET + torch.randn(num_kv_heads, dim, generator=torch.Generator().manual_seed(0))
+    return replace(scales, offset=offset.to(ON))
+
+
 def in_8_bits(cache: torch.Tensor, scales: KVScales) -> torch.Tensor:
     """A cache in whole numbers, encoded; NaN stays NaN, as what nobody owns is."""
-    whole = cache.transpose(2, 3)
-    factors = scales.key_factor, scales.value_factor
-    return torch.stack([encode(part, factor) for part, factor in zip(whole, factors, strict=True)]).transpose(2, 3)
+    keys, values = cache  # [N, B, Hkv, D] each
+    keys = keys if scales.offset is None else keys.float() - scales.offset
+    parts = encode(keys, scales.key_factor), encode(values, scales.value_factor)
+    return torch.stack([part.transpose(1, 2).contiguous() for part in parts]).transpose(2, 3)
 
 
 def read_back(cache: torch.Tensor, scales: KVScales, dtype: torch.dtype) -> torch.Tensor:
-    return torch.stack([decode(cache[0], scales.key, dtype), decode(cache[1], scales.value, dtype)])
+    """What `in_8_bits` was given, all of it: an offset that no reader needs is put back."""
+    keys = decode(cache[0], scales.key, dtype)
+    keys = keys if scales.offset is None else keys + scales.offset
+    return torch.stack([keys, decode(cache[1], scales.value, dtype)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
@@ -81,13 +94,17 @@ def test_kernels_round_as_torch_does(dtype: torch.dtype, factor: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scales", [UNSCALED, SCALES], ids=["unscaled", "scaled"])
-@pytest.mark.parametrize("case", CASES[:8], ids=str)
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [*product(CASES[:8], ["unscaled", "scaled"]), (CASES[4], "with an offset")],
+    ids=str,
+)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_backend_stores_8_bits_and_attends_over_them(
-    name: str, case: Case, scales: KVScales, dtype: torch.dtype
-) -> None:
+def test_a_backend_stores_8_bits_and_attends_over_them(name: str, case: Case, kind: str, dtype: torch.dtype) -> None:
     """New K/V land encoded in their slots and nowhere else; attention is that over what they decode to."""
+    scales = UNSCALED if kind == "unscaled" else SCALES
+    if kind.endswith("offset"):
+        scales = with_offset(scales, case.num_kv_heads, case.head_dim)
     backend = backend_for(name, case, dtype, scales)
     p = make_problem(backend.config, case)
     cache, after = in_8_bits(p.kv_cache, scales), in_8_bits(p.cache_after, scales)
@@ -102,8 +119,8 @@ def test_a_backend_stores_8_bits_and_attends_over_them(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [32, 64])
-def test_the_kernels_that_prepare_and_store_at_once_agree(dtype: torch.dtype, dim: int) -> None:
+@pytest.mark.parametrize(("dim", "offset"), [(32, False), (64, False), (32, True)])
+def test_the_kernels_that_prepare_and_store_at_once_agree(dtype: torch.dtype, dim: int, offset: bool) -> None:
     """Rotating and storing in one pass, and a decode that takes in the raw projection: the bytes that torch's way stores."""
     pytest.importorskip("triton", reason="Triton is for Linux only")
     from folovllm.kernels.decode import SplitKVDecode
@@ -121,13 +138,14 @@ def test_the_kernels_that_prepare_and_store_at_once_agree(dtype: torch.dtype, di
     rope = RotaryEmbedding(10000.0 ** -(torch.arange(0, dim, 2) / dim), 64).to(ON)
     qkv = torch.randn(5, (hq + 2 * hkv) * dim, device=ON, dtype=dtype)
     query, key, value = torch.split(qkv.view(5, -1, dim), [hq, hkv, hkv], dim=1)
-    preparation = Preparation(rope.cos_sin_cache, scales=SCALES)
+    scales = with_offset(SCALES, hkv, dim) if offset else SCALES
+    preparation = Preparation(rope.cos_sin_cache, scales=scales)
 
     rotated = qk_norm_rope_store(query, key, value, last, cache, slots, preparation)
     expected_query, expected_key = rope(last, query, key)
     written = cache[:, slots.long() // block_size, slots.long() % block_size]
     if dtype == torch.float32:  # else the two rotations may differ in the last bit
-        assert torch.equal(written[0].float(), encode(expected_key, SCALES.key_factor).float())
+        assert torch.equal(written[0].float(), encode(scales.centred(expected_key), SCALES.key_factor).float())
         torch.testing.assert_close(rotated, expected_query)
     assert torch.equal(written[1].float(), encode(value, SCALES.value_factor).float())
 
@@ -135,12 +153,48 @@ def test_the_kernels_that_prepare_and_store_at_once_agree(dtype: torch.dtype, di
     kernel.plan(lens.int(), 5)
     out, raw = torch.empty_like(rotated), torch.empty_like(rotated)
     kernel(rotated, cache, tables, 5, dim**-0.5, out, scales=SCALES)
-    kernel(qkv, other, tables, 5, dim**-0.5, raw, preparation, SCALES)
+    kernel(qkv, other, tables, 5, dim**-0.5, raw, preparation, scales)
     differing = (cache.float() != other.float()).float().mean()
     assert differing == 0 if dtype == torch.float32 else differing < 1e-3
     torch.testing.assert_close(
         raw, out, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-4 if dtype == torch.float32 else 2e-2
     )
+
+
+def test_the_offset_is_about_the_mean_and_leaves_the_first_key_whole() -> None:
+    """Worked by hand: keys 5, 8 and 11 of one dimension, in slots beside one that no token has."""
+    cache = torch.zeros(2, 2, 2, 1, 1)
+    cache[0].view(-1)[:] = torch.tensor([5.0, 8.0, 11.0, 999.0])
+    cache[1].fill_(0.875)
+    (scales,) = centred_scales_of([cache], 3)
+    assert scales == KVScales(1 / 64, 1 / 256), (
+        "twice 3, the largest once 8 is taken off, over 448 is 1/74.7; up to 1/64"
+    )
+    assert scales.offset is not None and scales.offset.tolist() == [[8.0]], "their mean: 5 - 8 is a number of 8 bits"
+    cache[0].view(-1)[:3] = torch.tensor([4.7, 8.3, 11.0])
+    (scales,) = centred_scales_of([cache], 3)
+    assert scales.offset is not None
+    (offset,) = scales.offset.flatten().tolist()
+    assert offset == pytest.approx(7.95), "4.7 - 8 is -3.3, next to -3.25: so 7.95"
+    left = torch.tensor([4.7]) - offset
+    assert torch.allclose(decode(encode(left, scales.key_factor), scales.key, torch.float32), left, atol=1e-6)
+
+
+def test_what_keys_have_in_common_costs_nothing() -> None:
+    """Keys that lie far off zero, all by the same vector: attention over 8 bits is hardly off, as if they did not."""
+    case = CASES[0]
+    p = make_problem(contract.make_backend("torch_naive", case, torch.float32).config, case)
+    common = 100 * torch.randn(case.num_kv_heads, case.head_dim, generator=torch.Generator().manual_seed(1)).to(ON)
+
+    def error(scales: KVScales, added: torch.Tensor | float) -> float:
+        backend = backend_for("torch_naive", case, torch.float32, scales)
+        after = p.cache_after.clone()
+        after[0] += added
+        expected = TorchNaiveBackend(replace(backend.config, kv_dtype=None)).forward(p.query, after, p.batch)
+        return float((backend.forward(p.query, in_8_bits(after, scales), p.batch) - expected).abs().max())
+
+    near = error(UNSCALED, 0.0)
+    assert error(KVScales(offset=common), common) <= 1.1 * near < error(UNSCALED, common) / 4
 
 
 @pytest.mark.parametrize("milestone", ["m2", "m3", "m4", "m5", "m6"])

@@ -13,9 +13,9 @@ from folovllm import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.layers.formats.grouped import Grouped
 from folovllm.layers.linear import LinearBase
-from folovllm.models import smollm2
 from folovllm.models.files import resolve_model
 from folovllm.models.gguf_codes import TYPES
+from folovllm.models.gguf_file import convert
 from tests.helpers import Driver, assert_logits_equal, prompts
 from tests.m1.test_download import _add_tokenizer, _pairs
 
@@ -91,7 +91,7 @@ def test_a_file_in_codes_answers_as_unpacked(tmp_path: Path, monkeypatch: pytest
     assert resolve_model(str(tmp_path / "tiny.gguf")) == folder, "made once"
     with pytest.raises(ValueError, match="which M1 runs, cannot keep a GGUF file's codes"):
         set_up(EngineConfig(model=str(tmp_path / "tiny.gguf"), milestone="m1", device="cpu"))
-    smollm2.convert(tmp_path / "tiny.gguf", tmp_path / "unpacked")
+    convert(tmp_path / "tiny.gguf", tmp_path / "unpacked")
     coded, plain = Driver(folder), Driver(tmp_path / "unpacked")
     tokens = prompts([12])[0]
     expected = plain.step({0: tokens})[0]

@@ -16,7 +16,7 @@ from folovllm.quantize.one_layer import PREFIX, Checkpoint, OneLayer
 from folovllm.quantize.options import QuantizeOptions
 from folovllm.quantize.perplexity import compare, perplexity, token_losses
 from folovllm.quantize.run import Report, decoded, quantize, rows_of
-from folovllm.quantize.whole import logits_of, perplexity_of
+from folovllm.quantize.whole import logits_of
 from tests.helpers import Driver, assert_logits_equal, hf_model, prompts, tiny_checkpoint
 from tests.workloads import make_engine, mixed_requests, serve
 
@@ -85,7 +85,8 @@ def test_the_engine_runs_what_was_measured(written: tuple[str, Report], text: Pa
     assert_logits_equal(coded.step({0: ids})[0], plain.step({0: ids})[0])
     rows = rows_of(report.folder, coded.config, options(kind), text)
     assert report.quality is not None
-    assert perplexity_of(coded.model, rows[1]) == pytest.approx(report.quality.after, rel=1e-3)
+    losses = token_losses(logits_of(coded.model, rows[1]), rows[1])
+    assert perplexity(losses) == pytest.approx(report.quality.after, rel=1e-3)
     assert report.quality.tokens == rows[1][:, 1:].numel()
 
 
@@ -330,7 +331,7 @@ def test_the_loss_is_that_of_transformers() -> None:
         expected = hf_model(path)(rows, labels=rows).loss
     losses = token_losses(logits_of(Driver(path).model, rows), rows)
     assert losses.shape == (2, 23) and float(losses.mean()) == pytest.approx(float(expected), rel=1e-5)
-    assert perplexity_of(Driver(path).model, rows) == pytest.approx(float(expected.exp()), rel=1e-5)
+    assert perplexity(losses) == pytest.approx(float(expected.exp()), rel=1e-5)
 
 
 def test_a_comparison_by_hand() -> None:

@@ -105,7 +105,7 @@ class AttentionBackend(ABC):
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Encode new K/V for a cache in 8 bits. Returns them and the cache as bytes, which any operation can copy."""
-        cached = encode(key, self.scales.key_factor), encode(value, self.scales.value_factor)
+        cached = encode(self.scales.centred(key), self.scales.key_factor), encode(value, self.scales.value_factor)
         return cached[0].view(torch.uint8), cached[1].view(torch.uint8), kv_cache.view(torch.uint8)
 
     def plan(self, batch: ForwardBatch) -> None:

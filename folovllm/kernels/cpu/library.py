@@ -70,9 +70,8 @@ def compiled(dtype: torch.dtype, folder: Path, compiler: list[str]) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             object_file, library = f"{scratch}/kernels.o", f"{scratch}/kernels.so"
             run(*compiler, *flags, "-c", str(SOURCE), "-o", object_file)
-            run(
-                *compiler, "-shared", "-nodefaultlibs", object_file, "-lgcc", "-o", library
-            )  # torch has loaded the rest
+            # Without the default libraries: torch has loaded them.
+            run(*compiler, "-shared", "-nodefaultlibs", object_file, "-lgcc", "-o", library)
             os.replace(library, target)
     return target
 

@@ -31,7 +31,7 @@ class Fp8Both(Fp8):
 
     Then a GPU multiplies FP8 by FP8, which it does at twice the rate, and unpacks nothing. Whatever the batch, each product
     rounds its inputs in the same way, so that a token's answer does not depend on who else is there. That error is ten
-    times that of bfloat16, so somebody must have asked for it.
+    times that of bfloat16, so it must have been asked for.
     """
 
     def create(self, layer: LinearBase) -> None:
