@@ -138,7 +138,7 @@ def make_speculation(
     from folovllm.spec.registry import make_depth
 
     proposer, depth = make_depth(setup.config.speculation, setup, executor, proposer)
-    return Speculation(proposer, depth, guides.trim, clock_for(setup))
+    return Speculation(proposer, depth, guides, clock_for(setup))
 
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:

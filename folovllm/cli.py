@@ -22,7 +22,7 @@ from rich.text import Text
 
 import folovllm
 from folovllm.flags import engine_flags, in_a_folder, pick, with_flags
-from folovllm.terminal import print_next, run_steps, stderr
+from folovllm.terminal import print_next, run_steps, stderr, stream_answer
 
 if TYPE_CHECKING:
     from folovllm.llm import LLM
@@ -158,11 +158,14 @@ def generate(
     llm = load_llm(given)
     asked = [llm.render_chat([{"role": "user", "content": text}]) for text in texts] if chats(llm, raw) else texts
     untold = deque(texts)
-    tell = partial(print_next, llm, untold, as_json, "\n" * chats(llm, raw))
+    between = "\n" * chats(llm, raw)
+    tell = partial(print_next, llm, untold, as_json, between)
     try:
         with listening(llm, record, trace):
             if show_steps:
                 run_steps(llm, asked, params, tell)
+            elif len(asked) == params.n == 1 and sys.stdout.isatty() and not as_json:
+                stream_answer(llm, asked[0], params, texts[0] + between)
             else:
                 llm.generate(asked, params, len(texts) > 1 and given["use_tqdm"] is not False, on_answer=tell)
     except Interrupted as interrupt:

@@ -50,13 +50,36 @@ def run_steps(
             answers.add(finished)
 
 
+def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, opening: str) -> None:
+    """What `llm.generate` does with one prompt, for a terminal: `opening`, then the answer as it grows, on stdout.
+
+    After Ctrl-C what was said stays.
+    """
+    from folovllm.interrupts import Interrupted, interrupts
+
+    llm.engine.add_request("0", prompt, params)
+    Console(highlight=False).print(Text(opening, style="bold"), soft_wrap=True, end="")
+    with interrupts() as ctrl_c:
+        while (goes_on := llm.engine.has_unfinished_requests()) and not ctrl_c.is_set():
+            for output in llm.engine.step():
+                print(output.outputs[0].delta_text, end="", flush=True)
+    if goes_on:
+        output = llm.engine.abort_request("0")
+        print(output.outputs[0].delta_text, end="")
+    print()
+    show_times(output, llm)
+    if goes_on:
+        raise Interrupted([None])
+
+
 def show_steps_taken(steps: Iterable[StepStats], watcher: Watcher) -> None:
-    """A line for each step that was taken in: with overlap none, one or two. Then the pool."""
+    """A line for each step that was taken in: with overlap none, one or two. Under a line the pool."""
     from folovllm.show import draw_pool
 
-    for stats in steps:
-        stderr().print(step_line(stats), style="dim", soft_wrap=True)
-    if pool := draw_pool(watcher):
+    lines = [step_line(stats) for stats in steps]
+    for line in lines:
+        stderr().print(line, style="dim", soft_wrap=True)
+    if lines and (pool := draw_pool(watcher)):
         stderr().print(pool, soft_wrap=True)
 
 
@@ -74,10 +97,15 @@ def step_line(stats: StepStats) -> str:
 
 
 def show(output: RequestOutput, llm: LLM, between: str) -> None:
-    """Prompt and answers on stdout, the times on stderr, and on a CPU the threads that they are of."""
+    """Prompt and answers on stdout, the times on stderr."""
     for answer in output.outputs:
-        prompt = Text(f"{output.prompt}{between}", style="bold")
-        Console(highlight=False).print(prompt + Text(answer.text), soft_wrap=True)
+        text = Text.assemble((f"{output.prompt}{between}", "bold"), answer.text)
+        Console(highlight=False).print(text, soft_wrap=True)
+    show_times(output, llm)
+
+
+def show_times(output: RequestOutput, llm: LLM) -> None:
+    """How long it took, on stderr, and on a CPU with how many threads."""
     threads = f" · {count} thread{'s' * (count > 1)}" if (count := llm.engine.num_threads) else ""
     stderr().print(times(output.metrics) + threads, style="dim")
 

@@ -49,9 +49,11 @@ for geometry in qwen3-0.6b qwen3-4b; do
     bench bits "bits_latency_$geometry" 240 latency --random-weights $geometry --repeats 3 \
         --compare m6,m6:quantization=fp8,m6:quantization=int8,m6:quantization=int4
 done
-for method in ngram suffix draft_model; do
-    step guesses "guesses_$method" 200 python3 -m tools.measure_speculation --method $method --batches 1 16
+guesses=(python3 -m tools.measure_speculation --batches 1 16 --rounds 3 --exact)
+for model in stories-5m smollm2; do
+    step guesses "guesses_$model" 200 "${guesses[@]}" --model $model --methods ngram+suffix ngram suffix --tokens 15
 done
+step guesses guesses_draft 200 "${guesses[@]}" --methods draft_model
 step guesses guesses_checks 200 python3 -m tools.bench_checks
 step experts experts_layer 120 python3 tools/bench_experts.py
 bench experts experts_latency 200 latency --random-weights qwen3-30b-a3b --repeats 3 --milestone m6

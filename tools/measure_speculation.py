@@ -2,8 +2,9 @@
 
 CPU seconds (on a GPU: seconds) for each token of the answers to `tools/speculation/*.json`, one request at a time or
 `--batches` of them, in turns: plain, with guesses, plain, ... Guesses speed up what comes behind an answer's first token, so
-that is told apart. The texts are compared, too: they must be the same. A second line says where the time went: in plain
-steps, in steps that waited for the newest tokens and had no guess then, and in steps with guesses.
+that is told apart. A second line says where the time went: in plain steps, in steps for which nobody had a guess, and in
+steps with guesses. The texts are compared, too: they must be the same but for near ties. So where two part, a line gives
+both tokens, and how likely they are in the plain engine and, with `--exact`, in float32.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Watch:
     It watches within `with`, and not while anything is timed: a small model's steps would feel it.
     """
 
-    KINDS = ("prompts", "plain", "waited in vain", "with guesses")
+    KINDS = ("prompts", "plain", "no idea", "with guesses")
 
     def __init__(self, llm: LLM) -> None:
         self._inner = llm.engine.scheduler.speculation
@@ -88,7 +89,7 @@ class Watch:
 
     def _begin(self, output: Any) -> None:
         guessed = any(share.num_draws > 1 for share in output.shares)
-        kind = "with guesses" if guessed else "waited in vain" if self._inner.waited else "plain"
+        kind = "with guesses" if guessed else "no idea" if self._inner.asked else "plain"
         if any(share.draw is not None for share in output.shares):
             kind = "prompts"
         self._kinds.append(kind)
@@ -124,23 +125,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--fixed", action="store_true", help="always guess as many tokens")
+    parser.add_argument("--exact", action="store_true", help="load the model in float32, too, to judge texts that part")
     parser.add_argument("--sets", nargs="*", default=["repetitive", "plain"])
     arguments = parser.parse_args()
     common: dict[str, Any] = {"model": arguments.model, "use_tqdm": False, "max_num_seqs": max(8, *arguments.batches)}
     plain = LLM(**common)
+    exact = LLM(**common, dtype="float32", num_kv_blocks=256) if arguments.exact else None
+    plain.engine.prepare_forms()  # it takes a second, once, before the first answer with a form
     for method in arguments.methods:
         config: dict[str, Any] = {"method": method, "num_speculative_tokens": arguments.tokens}
         config["adaptive"] = not arguments.fixed
         if "draft_model" in method:
             config["model"] = arguments.draft or "stories-draft"
         guessing = LLM(**common, speculative_config=config)
+        guessing.engine.prepare_forms()
         for batch in arguments.batches:
             for name in arguments.sets:
-                compare(plain, guessing, name, batch, arguments)
+                compare(plain, guessing, name, batch, arguments, exact)
         guessing.close()
 
 
-def compare(plain: LLM, guessing: LLM, name: str, batch: int, arguments: argparse.Namespace) -> None:
+def compare(
+    plain: LLM, guessing: LLM, name: str, batch: int, arguments: argparse.Namespace, exact: LLM | None = None
+) -> None:
     """Print the lines of a set. One that is smaller than a batch is taken several times; the last round is not timed, but watched."""
     counts = guessing.engine.scheduler.speculation
     prompts, params = requests(plain, name, arguments.temperature)
@@ -167,6 +174,31 @@ def compare(plain: LLM, guessing: LLM, name: str, batch: int, arguments: argpars
         f"rounds {gains}\n    {watch.told()}{opinion(counts.depth)}",
         flush=True,
     )
+    tell_differences(plain, exact, prompts, (found[False][-1].texts, found[True][-1].texts))
+
+
+def tell_differences(
+    plain: LLM, exact: LLM | None, prompts: list[Any], texts: tuple[list[list[int]], list[list[int]]]
+) -> None:
+    """A line for each text that differs: where, the token of the plain engine and the other one, and their log-probabilities."""
+    ids = [plain.get_tokenizer().encode(prompt, add_special_tokens=False) for prompt in prompts]
+    for i, (one, other) in enumerate(zip(*texts, strict=True)):
+        if one == other:
+            continue
+        at = next(at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+        told = []
+        for name, llm in (("plain", plain), ("float32", exact)):
+            if llm is not None:
+                pair = [log_probability(llm, ids[i % len(ids)] + one[:at], text[at]) for text in (one, other)]
+                told.append(f"{name} {pair[0]:.4f} and {pair[1]:.4f}")
+        print(f"    text {i} parts at {at}: {one[at]} and {other[at]}; {'; '.join(told)}", flush=True)
+
+
+def log_probability(llm: LLM, text: list[int], token: int) -> float:
+    """Of a token behind a text."""
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    (output,) = llm.generate([{"prompt_token_ids": [*text, token]}], params, use_tqdm=False)
+    return float(output.prompt_logprobs[-1][token].logprob)
 
 
 def opinion(depth: object) -> str:

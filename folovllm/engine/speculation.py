@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from folovllm.engine.plan import draw_spec
 from folovllm.request import Sequence
@@ -15,11 +15,20 @@ from folovllm.spec.proposer import Depth, Proposer, RowState
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput
 
-Trim = Callable[[Sequence, list[int]], list[int]]  # the guesses, from the first on, that an answer's form allows
+
+class Forms(Protocol):
+    """What is known of the forms of answers."""
+
+    def forced(self, seq: Sequence, most: int) -> list[int]:
+        """At most so many tokens that are the only likely way for `seq` to go on. Empty where there is a choice, or no form."""
+
+    def trim(self, seq: Sequence, guesses: list[int]) -> list[int]:
+        """The guesses, from the first on, that the form of an answer allows; all of them where it has none."""
 
 
 SOON = 8  # steps after which a new sequence is thought of, at the latest
 SETTLED = 3  # steps before the end of a rest: one that is neither the first after guesses nor waits for a look
+TIMED = SETTLED, SETTLED + 1  # it is timed from the end of the one before
 
 
 class Begun(NamedTuple):
@@ -29,7 +38,7 @@ class Begun(NamedTuple):
     num_seqs: int
     num_tokens: int
     num_guessed: int
-    waited: bool
+    asked: bool
 
 
 @dataclass(slots=True)
@@ -51,71 +60,75 @@ class Known:
 class Speculation:
     """Asks the proposer and the depth, and tells them what they must know. It owns what the proposer has heard of.
 
-    While `depth` rests, a step costs a few counters: no sequence is looked at, and what is drawn is told when it is needed.
+    While `depth` rests, a step costs a counter (`is_idle`): no sequence is looked at, and what is drawn is told when it is needed.
 
     Attributes:
         num_drafts, num_guessed, num_accepted: shares with guesses so far, guesses, right ones.
-        waited: whether the coming step was to have guesses, and so waits for the newest tokens.
+        asked: whether the coming step was to have guesses.
     """
 
     def __init__(
-        self, proposer: Proposer, depth: Depth, trim: Trim, clock: Callable[[], float] = time.perf_counter
+        self, proposer: Proposer, depth: Depth, forms: Forms, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`trim` cuts guesses to what an answer's form allows; `clock` gives the seconds that steps take."""
+        """`clock` gives the seconds that steps take."""
         self.proposer = proposer
         self.depth = depth
         self.num_drafts = self.num_guessed = self.num_accepted = 0
-        self._trim, self._clock = trim, clock
+        self._forms, self._clock = forms, clock
         self._known: dict[int, Known] = {}  # by seq_id
-        self._ks: dict[int, int] | None = None  # what `depth` said for the coming step
-        self._asked: dict[int, int] = {}  # what it said last
+        self._chosen: dict[int, int] = {}  # what `depth` said last
         self._turn = 0  # of those who get no guesses, whose are looked at next
         self._rest = 0  # steps for which nobody is asked
         self._begun: deque[Begun | None] = deque()  # None: its time does not count
         self._counts = False  # whether that of the coming step does
-        self.waited = False
+        self.asked = False
         self._last_end = 0.0
-
-    def wants(self, running: SequenceOf[Sequence]) -> bool:
-        """Whether the coming step is to have guesses. `depth` is asked once for each step, and not while it rests."""
-        if self._rest:
-            return False
-        if self._ks is None:
-            self._ks = self._asked = self._choose(running)
-        return bool(self._ks)
 
     def _choose(self, running: SequenceOf[Sequence]) -> dict[int, int]:
         seqs = [seq for seq in running if seq.num_tokens - seq.num_computed_tokens < 2]  # some are in flight
         if not seqs:
             return {}
         if most := self.proposer.num_looks():
-            idle = [seq for seq in seqs if seq.seq_id not in self._asked]
+            idle = [seq for seq in seqs if seq.seq_id not in self._chosen]
             first, self._turn = (self._turn, self._turn + most) if self._turn < len(idle) else (0, most)
             self.proposer.look([self._know(seq).state() for seq in idle[first : first + most]])
         ids = [seq.seq_id for seq in seqs]
         chosen = {id_: k for id_, k in zip(ids, self.depth.choose(ids), strict=True) if k > 0}
         self._rest = 0 if chosen else self.depth.rest
+        self._chosen = chosen
         return chosen
+
+    def is_idle(self) -> bool:
+        """Whether the coming step is a plain one that need not be timed: then nothing more is asked about it."""
+        if not self._rest or self._rest in TIMED:
+            return False
+        self._rest -= 1
+        return True
 
     def guess(self, running: SequenceOf[Sequence]) -> dict[int, list[int]]:
         """Guesses for the coming step by seq_id: for sequences of which all tokens but the newest are computed.
 
+        The newest may be in flight. It is guessed, too, and the others are of use if that was right; so no step waits for it.
         An answer is never guessed beyond its greatest length, nor beyond what its form allows.
         """
-        if not self.wants(running):
-            self._ks, self._rest = None, max(0, self._rest - 1)
-            self._counts, self.waited = self._rest == SETTLED, False
+        wanted = {} if self._rest else self._choose(running)
+        if not wanted:
+            self._rest = max(0, self._rest - 1)
+            self._counts, self.asked = self._rest == SETTLED, False
             return {}
-        wanted, self._ks, self._counts, self.waited = self._ks or {}, None, True, True
-        ready = [seq for seq in running if seq.seq_id in wanted and seq.num_tokens - seq.num_computed_tokens == 1]
-        ks = [min(wanted[seq.seq_id], seq.max_tokens - seq.num_output_tokens - 1) for seq in ready]
+        self._counts = self.asked = True
+        ready = [seq for seq in running if seq.seq_id in wanted and seq.num_tokens - seq.num_computed_tokens < 2]
+        flying = [1 + seq.num_computed_tokens - seq.num_tokens for seq in ready]  # 1 where the newest token is
+        left = [seq.max_tokens - seq.num_output_tokens - 1 for seq in ready]
+        ks = [min(wanted[seq.seq_id] + f, most) for seq, f, most in zip(ready, flying, left, strict=True)]
         found = self.proposer.propose_all([self._know(seq).state() for seq in ready], ks)
         guesses = {}
-        for seq, k, guess in zip(ready, ks, found, strict=True):
-            if own := self._trim(seq, guess[:k]):
+        for seq, k, f, guess in zip(ready, ks, flying, found, strict=True):
+            guess = longer(self._forms.forced(seq, k), guess[:k])
+            if own := self._forms.trim(seq, guess)[f:]:
                 guesses[seq.seq_id] = own
-            elif guess[:k]:
-                self.depth.observe(seq.seq_id, 0, 0)  # to propose what a form rules out is to have no idea
+            elif k > f:
+                self.depth.observe(seq.seq_id, 0, 0)  # to propose what a form rules out is to have no idea, too
         return guesses
 
     def began(self, output: SchedulerOutput) -> None:
@@ -125,14 +138,14 @@ class Speculation:
             return
         num_guessed = sum(share.num_draws - 1 for share in output.shares if share.num_draws > 1)
         start = self._last_end if self._known else self._clock()  # behind another step: what the host does counts, too
-        self._begun.append(Begun(start, len(output.shares), output.num_tokens, num_guessed, self.waited))
+        self._begun.append(Begun(start, len(output.shares), output.num_tokens, num_guessed, self.asked))
 
     def ended(self) -> None:
         """Hear that the tokens of the oldest such step are here. Its time counts from the end of the one before, at the earliest."""
         step, now = self._begun.popleft(), self._clock()
         if step is not None:
             seconds = now - max(step.time, self._last_end)
-            self.depth.observe_step(step.num_seqs, step.num_tokens, step.num_guessed, seconds, step.waited)
+            self.depth.observe_step(step.num_seqs, step.num_tokens, step.num_guessed, seconds, step.asked)
         self._last_end = now
 
     def checked(self, seq: Sequence, num_guessed: int, num_accepted: int) -> None:
@@ -169,3 +182,8 @@ class Speculation:
             self.proposer.observe(seq.seq_id, seq.tokens(known.num_told, seq.num_tokens).tolist())
             known.num_told = seq.num_tokens
         return known
+
+
+def longer(forced: list[int], guess: list[int]) -> list[int]:
+    """What goes on further where both say the same; else what is forced."""
+    return guess if guess[: len(forced)] == forced else forced

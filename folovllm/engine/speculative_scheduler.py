@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,8 +14,11 @@ from folovllm.engine.scheduler import Scheduler
 from folovllm.engine.speculation import Speculation
 from folovllm.events import GuessesChecked
 from folovllm.request import Sequence
+from folovllm.step.packed import FLYING
 from folovllm.step.schedule import SchedulerOutput, Share
 from folovllm.step.verify import most_draws
+
+NO_GUESSES: dict[int, Any] = {}
 
 
 class GuessingRows(Rows):
@@ -33,12 +37,13 @@ class GuessingRows(Rows):
         self.guesses = guesses
 
     def _share_with_guesses(self, seq: Sequence, num_new_tokens: int) -> Share:
-        """As `share`; of a sequence with guesses all tokens but these and the newest are computed."""
+        """As `share`; of a sequence with guesses all tokens but these and the newest are computed. That may be in flight."""
         share, guesses = super().share(seq, num_new_tokens), self.guesses.get(seq.seq_id)
         if guesses is None:
             return share
+        newest = share.token_ids if len(share.token_ids) else FLYING
         tokens = np.array(guesses[: num_new_tokens - 1], np.int32)
-        return share._replace(token_ids=np.concatenate([share.token_ids, tokens]), num_draws=num_new_tokens)
+        return share._replace(token_ids=np.concatenate([newest, tokens]), num_draws=num_new_tokens)
 
     def cut(self, seq: Sequence) -> None:
         """The table of `seq` has become shorter: what the devices know behind its end counts no more."""
@@ -58,18 +63,19 @@ class SpeculativeScheduler(Scheduler):
         self.speculation = speculation
         self._own_tokens = self._tokens_of_step
         self._rows: GuessingRows = GuessingRows(self._rows.num_rows, self.events, lambda: self.waiting)
-        self._checked: dict[int, int] = {}  # guesses of the step under way, by seq_id
+        self._under_way: deque[dict[int, int] | None] = deque()  # of each step its guesses, by seq_id; None: it is idle
 
     def schedule(self) -> SchedulerOutput:
         """As `Scheduler`. Sequences with guesses come behind other decodes, which have a kernel of their own."""
-        guesses, num_running = self.speculation.guess(self.running), len(self.running)
+        num_running, is_idle = len(self.running), self.speculation.is_idle()
+        guesses = NO_GUESSES if is_idle else self.speculation.guess(self.running)
         if guesses or self._rows.guesses:
             self._expect(self._fitting(guesses))
         output = super().schedule()
-        if self._rows.guesses or self._checked:
-            self._checked = {share.seq_id: share.num_draws - 1 for share in output.shares if share.num_draws > 1}
         if output.shares:
-            self.speculation.began(output)
+            self._under_way.append(None if is_idle else num_guessed(output) if guesses else NO_GUESSES)
+            if not is_idle:
+                self.speculation.began(output)
         if len(self.running) > num_running:
             self.speculation.wake()
         return output
@@ -85,12 +91,13 @@ class SpeculativeScheduler(Scheduler):
 
         So each token meets the same checks, and its K/V becomes known to the cache at the same moment, as without guesses.
         """
-        self.speculation.ended()
-        num_running = len(self.running)
-        if not self._checked:
+        num_running, checked = len(self.running), self._under_way.popleft()
+        if checked is not None:
+            self.speculation.ended()
+        if not checked:
             updated = super().postprocess(drawn)
         else:
-            updated = [seq for pair in drawn for seq in self._take(*pair)]
+            updated = [seq for pair in drawn for seq in self._take(*pair, checked.get(pair[0].seq_id, 0))]
         if len(self.running) < num_running:
             self.speculation.finish([seq for seq in updated if seq.status.is_finished])
         return updated
@@ -100,9 +107,8 @@ class SpeculativeScheduler(Scheduler):
         super().abort(*seqs)
         self.speculation.forget(seqs)
 
-    def _take(self, seq: Sequence, token_ids: list[int]) -> list[Sequence]:
+    def _take(self, seq: Sequence, token_ids: list[int], num_guessed: int) -> list[Sequence]:
         """Take in the tokens of one share, and cut off what was reserved and computed for wrong guesses."""
-        num_guessed = self._checked.pop(seq.seq_id, 0)
         if not num_guessed:
             return super().postprocess([(seq, token_ids)])
         self.speculation.checked(seq, num_guessed, len(token_ids) - 1)
@@ -148,8 +154,13 @@ class SpeculativeScheduler(Scheduler):
 
 
 class SpeculativeOverlapScheduler(SpeculativeScheduler, OverlapScheduler):
-    """The same behind overlapped steps: before it guesses it waits for the newest tokens."""
+    """The same behind overlapped steps. Nothing is scheduled behind a step with guesses until it is known what came of them."""
 
     def must_wait(self) -> bool:
-        """As `OverlapScheduler`. While nobody guesses, steps overlap as ever."""
-        return bool(self._checked) or super().must_wait() or self.speculation.wants(self.running)
+        """As `OverlapScheduler`. Steps without guesses overlap as ever."""
+        return any(self._under_way) or super().must_wait()
+
+
+def num_guessed(output: SchedulerOutput) -> dict[int, int]:
+    """Guesses of each sequence that has some, by seq_id."""
+    return {share.seq_id: share.num_draws - 1 for share in output.shares if share.num_draws > 1}

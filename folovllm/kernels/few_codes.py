@@ -13,8 +13,12 @@ so all that is left is to make such floats (`unpack_codes`). Three things make i
 - **Warps share rows.** Of SPLITS warps each has every SPLITS-th tile of inputs, as in a batch of products. Their sums meet
   at the end.
 
-As in `small_linear`, a program asks for all its weights before it waits for its inputs. A scale meets the sum of a tile's
-products, or of all where a row has one scale.
+As in `small_linear`, a program asks for weights before it waits for its inputs. A scale meets the sum of a tile's products,
+or of all where a row has one scale.
+
+FP8 becomes float16 in one instruction for two codes, bfloat16 in five. So with one token `x` becomes float16 too, which is
+long: a program keeps it in registers, and has several groups of lines, one after the other (TIMES). What else was tried,
+and why these products still take longer than their bytes, is in `docs/performance_log.md`.
 """
 
 from __future__ import annotations
@@ -23,103 +27,10 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.kernels.int4_linear import EXPONENT, load_scales
+from folovllm.kernels.code_tiles import as_halves, load_lines, load_or_zero, load_tile, row_of, sixteen
+from folovllm.kernels.int4_linear import EXPONENT
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.small_linear import append
-from folovllm.kernels.unpack_codes import four_bytes, in_turn, nibble
-
-
-@triton.jit
-def in_order(tile, KIND: tl.constexpr):
-    """Numbers [8 SPLITS, n] in the order of the inputs as [SPLITS, 8, n] in the order in which a tensor core takes them.
-
-    Any order is right if weights and `x` have the same. This one leaves numbers in the thread that has read them: of four
-    threads t has 16 neighbours, of which a product of 16 inputs takes four. Of 4 bits the order of the inputs is that.
-    """
-    NUM: tl.constexpr = tile.shape[1]
-    SPLITS: tl.constexpr = tile.shape[0] // 8
-    if KIND != "int4" and NUM == 64:
-        tile = tl.permute(tl.reshape(tile, [8 * SPLITS, 4, 2, 2, 2, 2]), 0, 2, 4, 1, 3, 5)
-    return tl.reshape(tile, [SPLITS, 8, NUM])
-
-
-@triton.jit
-def row_of(first, i, num_rows, ROWS: tl.constexpr, LINES: tl.constexpr):
-    """Which row of weights is row i of a product. Past the last one that again."""
-    return tl.minimum(first + i % ROWS, num_rows - 1) + i % LINES // ROWS * num_rows
-
-
-@triton.jit
-def load_words(word_ptr, rows, word, NUM: tl.constexpr, STEP: tl.constexpr):
-    """All tiles of words of some rows. Each is read once, so it leaves the caches to `x` (`evict_first`)."""
-    tiles = ()
-    for start in tl.static_range(0, NUM, STEP):
-        ptr = word_ptr + rows.to(tl.int64) * NUM + start + word
-        if start + STEP <= NUM:
-            tile = tl.load(ptr, eviction_policy="evict_first")
-        else:
-            tile = tl.load(ptr, mask=word < NUM - start, other=0, eviction_policy="evict_first")
-        tiles = append(tiles, tile)
-    return tiles
-
-
-@triton.jit
-def load_factors(
-    scale_ptr, zero_ptr, first, num_rows, COUNT: tl.constexpr, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Of each of COUNT tiles, STEP inputs apart, what `load_scales` has for its rows: two [SPLITS, 16]."""
-    row, factors = tl.arange(0, 16)[None, :], ()
-    groups = row_of(first, row, num_rows, ROWS, 16 // PARTS) // GROUP_ROWS * tl.cdiv(K, GROUP)
-    part = tl.arange(0, SPLITS)[:, None] * PARTS + row // (16 // PARTS)
-    for c in tl.static_range(COUNT):
-        input = part * (STEP // (SPLITS * PARTS)) + c * STEP
-        factors = append(factors, load_scales(scale_ptr, zero_ptr, groups + input // GROUP, input < K))
-    return factors
-
-
-@triton.jit
-def load_or_zero(ptr, inside, WHOLE: tl.constexpr):
-    """What is there, and zeros outside; nothing is outside if WHOLE."""
-    return tl.load(ptr) if WHOLE else tl.load(ptr, mask=inside, other=0)
-
-
-@triton.jit
-def load_inputs(
-    ptr, first, NUM: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr
-):  # fmt: skip
-    """The numbers at `ptr` that WORDS words from `first` [8 SPLITS, 1] on meet, in the order in which a tensor core takes them."""
-    if KIND == "int4":
-        PLANE: tl.constexpr = GROUP // 8
-        word = first + tl.arange(0, WORDS)[None, :]
-        at, tiles = ptr + word // PLANE * GROUP + word % PLANE, ()
-        for i in tl.static_range(8):
-            tiles = append(tiles, load_or_zero(at + i * PLANE, word < NUM, WHOLE))
-        tile = in_turn(tiles)
-    elif WORDS == 16:  # in halves, so that four threads share 64 numbers, as they do 64 codes
-        column = tl.arange(0, 32)[None, :]
-        at = first * 4 + column // 8 * 16 + column % 8
-        low, high = load_or_zero(ptr + at, at < 4 * NUM, WHOLE), load_or_zero(ptr + at + 8, at + 8 < 4 * NUM, WHOLE)
-        both = tl.permute(tl.reshape(tl.join(low, high), [first.shape[0], 4, 8, 2]), 0, 1, 3, 2)
-        tile = tl.reshape(both, [first.shape[0], 64])
-    else:
-        at = first * 4 + tl.arange(0, 4 * WORDS)[None, :]
-        tile = load_or_zero(ptr + at, at < 4 * NUM, WHOLE)
-    return in_order(tile, KIND)
-
-
-@triton.jit
-def sixteen(words, more, exponent, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Words [8 SPLITS, WORDS] of rows 0 to 7, and of rows 8 to 15, as numbers [SPLITS, 16, inputs]."""
-    if KIND == "int4":
-        low, high = (), ()
-        for i in tl.static_range(8):
-            low, high = append(low, nibble(words, i, exponent, DTYPE)), append(high, nibble(more, i, exponent, DTYPE))
-        low, high = in_turn(low), in_turn(high)
-    else:
-        low, high = four_bytes(words, KIND, DTYPE), four_bytes(more, KIND, DTYPE)
-    both = tl.permute(tl.join(in_order(low, KIND), in_order(high, KIND)), 0, 3, 1, 2)
-    return tl.reshape(both, [both.shape[0], 16, both.shape[3]])
 
 
 @triton.jit
@@ -152,65 +63,81 @@ def silu_times(y, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def add_products(acc, numbers, x, factors, PRECISION: tl.constexpr):
+    """Sums [SPLITS, 16, 8] and the products of numbers [SPLITS, 16, n] with `x` [SPLITS, n, 8], times a tile's own factors."""
+    if len(factors) == 0:
+        acc = tl.dot(numbers, x, acc, input_precision=PRECISION)
+    else:
+        acc += tl.dot(numbers, x, input_precision=PRECISION) * factors[0][:, :, None]
+    if len(factors) == 2:  # there are zeros
+        acc += tl.dot(tl.full(numbers.shape, 1.0, x.dtype), x, input_precision=PRECISION) * factors[1][:, :, None]
+    return acc
+
+
+@triton.jit
+def finish(
+    y, scale_ptr, residual_ptr, out_ptr, first, num_rows, inverse, GROUP_ROWS: tl.constexpr, BY_TILE: tl.constexpr,
+    GATED: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """Store the outputs from `first` on, of sums [lines, tokens]."""
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    LINES: tl.constexpr = y.shape[0]
+    ROWS: tl.constexpr = LINES // (1 + GATED)
+    if not BY_TILE:
+        line = row_of(first, tl.arange(0, LINES)[:, None], num_rows, ROWS, LINES)
+        y *= tl.load(scale_ptr + line // GROUP_ROWS).to(tl.float32)
+    outputs, token = first + tl.arange(0, ROWS)[:, None], tl.arange(0, y.shape[1])[None, :]
+    at, kept = token * num_rows + outputs, (outputs < num_rows) & (token < M)
+    y *= inverse
+    y = silu_times(y, DTYPE) if GATED else y
+    if RESIDUAL:
+        y += tl.load(residual_ptr + at, mask=kept, other=0).to(tl.float32)
+    tl.store(out_ptr + at, y.to(DTYPE), mask=kept)
+
+
+@triton.jit
 def few_codes_kernel(
     x_ptr, word_ptr, scale_ptr, zero_ptr, columns_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, exponent,
     K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    RESIDUAL: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr,
+    TIMES: tl.constexpr, HALVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program p: outputs p * ROWS to p * ROWS + ROWS of all M tokens, in tiles of WORDS words of a part of a row.
+    """Program p: outputs p * ROWS * TIMES to (p + 1) * ROWS * TIMES of all M tokens, ROWS at a time. HALVES: `x` in float16.
 
-    NORM, GATED and RESIDUAL as in `small_linear_kernel`. GATED: the program's lines are its rows of gate, then those of up.
+    NORM, GATED and RESIDUAL as in `small_linear_kernel`. GATED: the lines are ROWS rows of gate, then those of up.
     GROUP_ROWS outputs and GROUP inputs share a scale; with GROUP = K it is multiplied last, unless there are zeros.
     """
     let_next_start(PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     PRECISION: tl.constexpr = "ieee" if DTYPE == tl.float32 else "tf32"  # noqa: SIM300
-    LINES: tl.constexpr = 16 // PARTS
-    TOKENS: tl.constexpr = 8 // PARTS
-    ROWS: tl.constexpr = LINES // (1 + GATED)
-    PER_WORD: tl.constexpr = 8 if KIND == "int4" else 4
-    NUM: tl.constexpr = K // PER_WORD
+    ROWS: tl.constexpr = 16 // PARTS // (1 + GATED)
+    NUM: tl.constexpr = K // 8 if KIND == "int4" else K // 4
     STEP: tl.constexpr = SPLITS * PARTS * WORDS
     BY_TILE: tl.constexpr = GROUP < K or zero_ptr is not None
-    first = tl.program_id(0) * ROWS
-    place, column = tl.arange(0, 8 * SPLITS)[:, None], tl.arange(0, WORDS)[None, :]
-    warp, i = place // 8 * PARTS, place % 8  # rows i and i + 8 of a product, or its column i
-    words = load_words(
-        word_ptr, row_of(first, i, num_rows, ROWS, LINES), (warp + i // LINES) * WORDS + column, NUM, STEP)  # fmt: skip
-    more = load_words(
-        word_ptr, row_of(first, i + 8, num_rows, ROWS, LINES), (warp + (i + 8) // LINES) * WORDS + column, NUM, STEP)  # fmt: skip
-    factors = ()
-    if BY_TILE:
-        factors = load_factors(
-            scale_ptr, zero_ptr, first, num_rows, len(words), K, GROUP_ROWS, GROUP, ROWS, PARTS, SPLITS, STEP * PER_WORD
-        )
+    first, xs = tl.program_id(0) * (ROWS * TIMES), ()
+    words, factors = load_lines(
+        word_ptr, scale_ptr, zero_ptr, first, num_rows, K, GROUP_ROWS, GROUP, ROWS, NUM, PARTS, SPLITS, WORDS, BY_TILE)  # fmt: skip
     wait_for_inputs(PDL)
     inverse = inverse_root(x_ptr, stride_x, eps, K, M, 256 * SPLITS // M) if NORM else 1.0
-    x_ptr += tl.minimum(i % TOKENS, M - 1) * stride_x
-    acc = tl.zeros([SPLITS, 16, 8], tl.float32)
-    for c in tl.static_range(len(words)):
-        word = (warp + i // TOKENS) * WORDS + c * STEP
-        x = load_inputs(x_ptr, word, NUM, GROUP, KIND, WORDS, (c + 1) * STEP <= NUM)
-        if columns_ptr is not None:
-            x *= load_inputs(columns_ptr, word, NUM, GROUP, KIND, WORDS, (c + 1) * STEP <= NUM)
-        x, numbers = tl.permute(x, 0, 2, 1), sixteen(words[c], more[c], exponent, KIND, DTYPE)
-        if BY_TILE:
-            acc += tl.dot(numbers, x, input_precision=PRECISION) * factors[c][0][:, :, None]
-        else:
-            acc = tl.dot(numbers, x, acc, input_precision=PRECISION)
-        if zero_ptr is not None:
-            acc += tl.dot(tl.full(numbers.shape, 1.0, DTYPE), x, input_precision=PRECISION) * factors[c][1][:, :, None]
-    y = sum_parts(acc, PARTS)
-    if not BY_TILE:
-        line = row_of(first, tl.arange(0, LINES)[:, None], num_rows, ROWS, LINES)
-        y *= tl.load(scale_ptr + line // GROUP_ROWS).to(tl.float32)
-    y *= inverse
-    y = silu_times(y, DTYPE) if GATED else y
-    outputs, token = first + tl.arange(0, ROWS)[:, None], tl.arange(0, TOKENS)[None, :]
-    at, kept = token * num_rows + outputs, (outputs < num_rows) & (token < M)
-    if RESIDUAL:
-        y += tl.load(residual_ptr + at, mask=kept, other=0).to(tl.float32)
-    tl.store(out_ptr + at, y.to(DTYPE), mask=kept)
+    for c in tl.static_range(len(words) // 2 if HALVES else 0):
+        xs = append(xs, load_tile(x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS))
+    if HALVES:
+        xs, peak = as_halves(xs)
+    for i in tl.static_range(TIMES):
+        if i + 1 < TIMES:
+            next_words, next_factors = load_lines(
+                word_ptr, scale_ptr, zero_ptr, first + ROWS, num_rows, K, GROUP_ROWS, GROUP, ROWS, NUM, PARTS, SPLITS, WORDS,
+                BY_TILE)  # fmt: skip
+        acc = tl.zeros([SPLITS, 16, 8], tl.float32)
+        for c in tl.static_range(len(words) // 2):
+            x = xs[c] if HALVES else load_tile(
+                x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS)  # fmt: skip
+            numbers = sixteen(words[2 * c], words[2 * c + 1], exponent, KIND, x.dtype)
+            acc = add_products(acc, numbers, x, factors[c] if BY_TILE else (), PRECISION)
+        y = sum_parts(acc * peak if HALVES else acc, PARTS)
+        finish(y, scale_ptr, residual_ptr, out_ptr, first, num_rows, inverse, GROUP_ROWS, BY_TILE, GATED, RESIDUAL, M)
+        if i + 1 < TIMES:
+            words, factors, first = next_words, next_factors, first + ROWS
 
 
 def serves(x: torch.Tensor) -> bool:
@@ -220,18 +147,26 @@ def serves(x: torch.Tensor) -> bool:
 
 REGISTERS = 84  # of codes, in each thread
 MAX_WARPS = 16
+PROGRAMS = 600
+MOST_BYTES = 320  # of a row, in a part of a warp, where `x` stays in registers
 
 
-def tile_of(num_tokens: int, row_bytes: int, group_bytes: int) -> dict[str, int]:
-    """PARTS, SPLITS (which are warps) and WORDS of a program, for rows of so many bytes, and groups that share a scale.
+def tile_of(num_tokens: int, rows: int, row_bytes: int, group_bytes: int, halves: bool) -> dict[str, int]:
+    """PARTS, SPLITS (which are warps), WORDS, TIMES and HALVES of a program, for rows of so many bytes, and groups that share a scale.
 
     As many parts as leave a column to each token, but four rows. As many warps as REGISTERS asks for; two at least where
-    the sums of four tokens take registers too.
+    the sums of four tokens take registers too. If `x` becomes float16, each part of a warp has up to MOST_BYTES; and so that
+    this is done less often, a program has several groups of lines, while there are PROGRAMS.
     """
-    parts = 2 if num_tokens > 2 else 4
-    splits = triton.next_power_of_2(triton.cdiv(16 // parts * row_bytes, 4 * 32 * REGISTERS))
+    parts, times = 2 if num_tokens > 2 else 4, 1
+    splits = max(triton.next_power_of_2(triton.cdiv(16 // parts * row_bytes, 4 * 32 * REGISTERS)), 1 + (num_tokens > 2))
+    if halves:
+        pieces = triton.next_power_of_2(triton.cdiv(row_bytes, MOST_BYTES))
+        parts = 8 if pieces > 8 else 4
+        splits = max(1, pieces // parts)
+        times = 1 << max(0, min(8, rows * parts // (16 * PROGRAMS)).bit_length() - 1)
     words = min(16, (group_bytes & -group_bytes) // 4)
-    return {"PARTS": parts, "SPLITS": min(MAX_WARPS, max(splits, 1 + (num_tokens > 2))), "WORDS": words}
+    return {"PARTS": parts, "SPLITS": min(MAX_WARPS, splits), "WORDS": words, "TIMES": times, "HALVES": halves}
 
 
 def few_codes(
@@ -262,8 +197,9 @@ def few_codes(
     out = x.new_empty(num_tokens, rows)
     row_bytes = 4 * words.shape[1]
     has_groups = block[1] < width or kind == "int4"
-    tile = tile_of(num_tokens, row_bytes, row_bytes * block[1] // width if has_groups else 64)
-    few_codes_kernel[(triton.cdiv(rows, 16 // tile["PARTS"] // (1 + gated)),)](
+    halves = kind == "fp8" and num_tokens == 1 and x.itemsize == 2
+    tile = tile_of(num_tokens, len(words), row_bytes, row_bytes * block[1] // width if has_groups else 64, halves)
+    few_codes_kernel[(triton.cdiv(rows, 16 // tile["PARTS"] // (1 + gated) * tile["TIMES"]),)](
         x, words, scales, zeros, columns, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
         EXPONENT, K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,
         RESIDUAL=residual is not None, M=num_tokens, **tile, num_warps=tile["SPLITS"],

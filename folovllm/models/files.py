@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from folovllm.config import DEFAULT_MODEL, EngineConfig
-from folovllm.models.json_files import read_json, reading
+from folovllm.models.json_files import in_one_line, read_json, reading
 from folovllm.models.plain_config import plain_config
 from folovllm.quick_tokenizer import quick_tokenizer
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ASSETS = Path(__file__).parent.parent / "assets"
+BY_NAME = ("stories-5m", "stories-moe", "smollm2", "smollm2-gguf")  # embedded or downloaded: the hub has none of them
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -59,7 +61,11 @@ def _from_hub(name: str) -> Path:
     except HFValidationError as error:
         raise ValueError(f"no model folder at {name!r}, and it is not a hub id such as Qwen/Qwen3-0.6B") from error
     except Exception as error:  # offline, unknown, gated: the hub's own sentence says which
-        raise ValueError(f"no model folder at {name!r}, and the Hugging Face hub did not give it: {error}") from error
+        near = "".join(f" (did you mean {other!r}?)" for other in get_close_matches(name, BY_NAME, 1, 0.7))
+        said = in_one_line(error)
+        raise ValueError(
+            f"no model folder at {name!r}{near}, and the Hugging Face hub did not give it: {said}"
+        ) from error
 
 
 def load_hf_config(path: Path, config: EngineConfig) -> Any:

@@ -133,8 +133,13 @@ class Api:
     async def no_such_address(self, request: Request, error: Exception) -> Response:
         """Starlette's own refusals: an unknown address, a method that it does not have."""
         assert isinstance(error, HTTPException)
-        wrong = f"{request.method} {request.url.path}"
-        message = f"{wrong}: this address takes another method" if error.status_code == 405 else f"{wrong}: not found"
+        here = [route.path for route in request.app.routes if route.path.startswith("/v1/") and "{" not in route.path]
+        wrong = (
+            "this address takes another method"
+            if error.status_code == 405
+            else f"not found; this server has {', '.join(here)}"
+        )
+        message = f"{request.method} {request.url.path}: {wrong}"
         return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
     async def page(self, request: Request) -> Response:

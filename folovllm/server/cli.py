@@ -10,10 +10,12 @@ from folovllm.flags import engine_flags, pick
 
 
 def serve(
-    model: Annotated[
+    name: Annotated[
         str | None,
         typer.Argument(
-            help="A folder, a GGUF file, a hub id, or a model's short name (stories-5m, smollm2).", show_default=False
+            metavar="model",
+            help="A folder, a GGUF file, a hub id, or a model's short name (stories-5m, smollm2), as --model has it.",
+            show_default=False,
         ),
     ] = None,
     **given: Any,
@@ -27,7 +29,9 @@ def serve(
     from folovllm.server.config import ServerConfig
 
     config = ServerConfig(**pick(given, ServerConfig))
-    chosen = EngineConfig(**engine_flags(given | {"model": model}))
+    if name and given["model"]:
+        raise ValueError(f"two models are named, {name} and {given['model']}: a server has one")
+    chosen = EngineConfig(**engine_flags(given | {"model": name or given["model"]}))
     try:
         from folovllm.server.serve import run_server
     except ModuleNotFoundError as error:

@@ -25,6 +25,10 @@ def checked(message: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(calls, list):
             raise ApiError(400, f"tool_calls in a message must be a list of {A_CALL}", "messages")
         told["tool_calls"] = [_checked_call(call) for call in calls]
+    if content is None and message["role"] != "assistant":
+        raise ApiError(
+            400, f"a message of {message['role']!r} needs content: a text, or a list of text parts", "messages"
+        )
     return {**told, "content": "" if content is None else content}
 
 

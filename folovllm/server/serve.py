@@ -126,6 +126,8 @@ class End:
         if died.done():
             await asyncio.wait((asked,), timeout=LINGER)
         else:
+            if count := engine.num_open:
+                print(f"{count} running: up to {drain_seconds:g} s to end; a second signal does not wait", flush=True)
             await engine.drain(drain_seconds)
         asked.cancel()
         died.cancel()

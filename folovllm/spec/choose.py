@@ -2,8 +2,8 @@
 
 A step over one sequence and k guesses gives 1 + a + a^2 + ... + a^k tokens, if each guess is right with probability a where
 all before it were (Leviathan et al., arXiv 2211.17192, section 3.1). It costs more than a step without guesses. Where the
-proposer has no idea, a step that was to have guesses costs no more than the wait for the newest tokens. What counts is the
-ratio of tokens to seconds, over the whole batch.
+proposer has no idea, a step that was to have guesses costs little more than a plain one. What counts is the ratio of tokens
+to seconds, over the whole batch.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class Curve(NamedTuple):
 class StepCost:
     """What steps take: a table from the start of the engine, and what steps have taken since.
 
-    There are three kinds: plain ones; those with guesses; and those that waited for the newest tokens, and then nobody had
-    a guess. What is missing in the table is mostly the host's: a form, a penalty, many requests. So it is added, not multiplied.
+    There are three kinds: plain ones; those with guesses; and those for which proposers were asked in vain. Some of these come
+    behind guesses, and so have waited for their tokens. What is missing in the table is mostly the host's: a form, a penalty, many requests. So it is added, not multiplied.
     """
 
     plain: Curve  # steps without guesses
-    checked: Curve  # steps with guesses. The host waits for the last tokens before them
+    checked: Curve  # steps with guesses
     guess: float = 0.0  # seconds that the proposer takes for each further guess, of all sequences together
     plain_more: float = 0.0  # seconds that steps take in truth, more than the table says, whatever their width
     checked_more: float = 0.0
-    wait: float = 0.0  # seconds that a step takes more than a plain one where it waited in vain
-    num_plain: int = 0  # plain steps that were timed, and such as waited
+    wait: float = 0.0  # seconds that a step takes more than a plain one where proposers were asked in vain
+    num_plain: int = 0  # plain steps that were timed, and such as asked in vain
     num_vain: int = 0
 
     def of_plain(self, num_tokens: float) -> float:
@@ -83,7 +83,7 @@ class StepCost:
         Args:
             num_tokens: [n], of such steps, on average.
             depths: [n], guesses for the sequence with most.
-            hits: [S], the chance of each sequence that there is a guess for it. Where nobody has one, the step has waited
+            hits: [S], the chance of each sequence that there is a guess for it. Where nobody has one, the step has asked
                 in vain; the others are so much the wider.
         """
         num_seqs, silent = len(hits), float(np.prod(1 - hits))
@@ -110,7 +110,7 @@ class StepCost:
         self.wait -= FADE * self.wait
 
     def note_vain(self, num_tokens: int, seconds: float) -> None:
-        """A step that waited in vain took so long. No plain step takes longer: where one seems to, it was timed badly."""
+        """A step for which proposers were asked in vain took so long. No plain step takes longer: where one seems to, it was timed badly."""
         expected, self.num_vain = self.of_vain(num_tokens), self.num_vain + 1
         self.wait += max(NEWS, 1 / self.num_vain) * (min(seconds, 2 * expected) - expected)
         if self.wait < 0:
@@ -283,12 +283,12 @@ class AdaptiveDepth(Depth):
         self._guessing += seconds
         self.cost.guess += (NEWS if self.cost.guess else 1.0) * (seconds / num_guesses - self.cost.guess)
 
-    def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float, waited: bool) -> None:
+    def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float, asked: bool) -> None:
         """As `Depth`. The time for guessing is not the step's. Steps with parts of prompts say nothing here."""
         seconds, self._guessing = seconds - self._guessing, 0.0
         if num_tokens != num_seqs + num_guessed or seconds <= 0:
             return
-        if waited and not num_guessed:
+        if asked and not num_guessed:
             self.cost.note_vain(num_tokens, seconds)
         else:
             self.cost.note(num_tokens, num_guessed > 0, seconds)

@@ -33,7 +33,7 @@ def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost
     time_of = Timer(executor, setup, most)
     without = time_of.curve(plain)
     found = time_of.curve([lengths for lengths in checked if len(lengths) <= setup.max_num_seqs])
-    seconds = tuple(max(t, without.at(n)) for n, t in zip(*found, strict=True))  # a step that waits is never cheaper
+    seconds = tuple(max(t, without.at(n)) for n, t in zip(*found, strict=True))  # a step with guesses is never cheaper
     return StepCost(without, Curve(found.widths, seconds))
 
 

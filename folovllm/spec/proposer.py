@@ -13,7 +13,7 @@ class RowState(NamedTuple):
     """A running sequence, as a proposer sees it."""
 
     seq_id: int  # no other sequence ever has it
-    token_ids: TokenIds  # [n] int32: prompt and answer so far, a view to read only. The first guess is for position n
+    token_ids: TokenIds  # [n] int32: prompt and answer as far as they are known, a view to read only. The first guess is for position n
     num_prompt_tokens: int
     draw: DrawSpec  # how its tokens are drawn; with the seed and a position a draft draws with the same noise
     cache_salt: str | None = None  # what is learnt from a sequence may serve those of the same salt
@@ -79,10 +79,10 @@ class Depth(ABC):
     def observe_guessing(self, num_guesses: int, seconds: float) -> None:
         """The proposer took so long for so many guesses in turn, of all sequences of a step together."""
 
-    def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float, waited: bool) -> None:
+    def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float, asked: bool) -> None:
         """A step of so many sequences and tokens, guesses among them, took so long, from its schedule to its tokens.
 
-        `waited`: it was to have guesses, and so waited for the newest tokens, whether there were any then or not.
+        `asked`: it was to have guesses, whether there were any then or not.
         """
 
     def finish(self, seq_id: int) -> None:

@@ -36,16 +36,14 @@ class Shadow(Proposer):
         return self.propose_all([state], [k])[0]
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
-        """As `Proposer`; says how long it took, and for which sequences there is no idea."""
+        """As `Proposer`; says how long it took."""
         start = self._clock()
         found = self._inner.propose_all(states, ks)
         if deepest := max(ks, default=0):
             self._depth.observe_guessing(deepest, self._clock() - start)
-        for state, k, guess in zip(states, ks, found, strict=True):
+        for state, k in zip(states, ks, strict=True):
             if k:
                 self._judged[state.seq_id] = len(state.token_ids) + 1  # those are judged by the model
-                if not guess:
-                    self._depth.observe(state.seq_id, 0, 0)
         return found
 
     def num_looks(self) -> int:

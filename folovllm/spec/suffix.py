@@ -5,6 +5,7 @@ After SuffixDecoding (Oliaro et al., arXiv 2411.04975), with suffix automata in 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from folovllm.spec.automaton import NOWHERE, Place, SuffixAutomaton
 from folovllm.spec.proposer import Proposer, RowState
 
 ANSWER_ENDS = -1  # stands behind a past answer; no token has this id
+PATIENCE = 512  # tokens of past answers that are learnt before a guess
 RECENT = 64  # tokens of a text that are looked for in past answers
 
 Generations = tuple[SuffixAutomaton, ...]
@@ -147,6 +149,9 @@ class SuffixProposer(Proposer):
         `least`: a guess ends before a token whose chance is smaller.
         """
         self._past, self._least = AnswersBySalt(capacity), least
+        self._ended: deque[tuple[str | None, list[int]]] = deque(
+            maxlen=64
+        )  # answers not yet in `_past`, with their salts
         self._texts: dict[int, Memory] = {}
         self._answers: dict[int, tuple[str | None, list[int]]] = {}  # of running sequences, with their salts
 
@@ -156,6 +161,7 @@ class SuffixProposer(Proposer):
 
     def propose(self, state: RowState, k: int) -> list[int]:
         """As `Proposer`: as many tokens as are likely enough."""
+        self._learn()
         if state.seq_id not in self._texts:
             self._texts[state.seq_id] = Memory(partial(self._past.generations, state.cache_salt))
         text = self._texts[state.seq_id]
@@ -167,6 +173,14 @@ class SuffixProposer(Proposer):
         self._answers[seq_id][1].extend(token_ids)
 
     def finish(self, seq_id: int) -> None:
-        """As `Proposer`: the answer is remembered."""
+        """As `Proposer`: the answer will be remembered, when guesses are asked for."""
         self._texts.pop(seq_id, None)
-        self._past.add(*self._answers.pop(seq_id))
+        self._ended.append(self._answers.pop(seq_id))
+
+    def _learn(self) -> None:
+        """Remember answers that ended, the oldest first, until they are `PATIENCE` tokens or more: a step waits."""
+        num_learnt = 0
+        while self._ended and num_learnt < PATIENCE:
+            salt, answer = self._ended.popleft()
+            self._past.add(salt, answer)
+            num_learnt += len(answer)

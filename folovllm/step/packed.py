@@ -76,8 +76,9 @@ class StepPacker:
         """`buckets` are the widths for which a decode step is recorded, ascending."""
         self._padding_row = num_rows
         self._buckets = buckets
-        self._temperature = np.zeros(num_rows, np.float32)  # [rows], as the first share of each said
-        self._seeds = np.zeros(num_rows, np.int64)  # [rows]
+        self._row_numbers = np.zeros(
+            (3, num_rows), np.int32
+        )  # TEMPERATURE, SEED_LOW, SEED_HIGH of each, as its first share said
         self._special: set[int] = set()  # rows whose draw takes more than temperature and noise
         self._logprobs: dict[int, int] = {}  # by row, where the request wants any
 
@@ -142,17 +143,19 @@ class StepPacker:
         updates = [row_update(row, spec) for row, spec in new.items()]
         for update, spec in zip(updates, new.values(), strict=True):
             row = update.row
-            self._temperature[row], self._seeds[row] = spec.temperature, spec.seed
+            self._row_numbers[0, row] = np.float32(spec.temperature).view(np.int32)
+            self._row_numbers[1:, row] = np.array([spec.seed], np.int64).view(
+                np.int32
+            )  # little endian: the low word comes first
             (self._special.add if update.fields[RowField.FLAGS] else self._special.discard)(row)
             self._logprobs.pop(row, None)
             if spec.logprobs is not None:
                 self._logprobs[row] = spec.logprobs
-        return pack_updates(updates)
+        return pack_updates(updates) if updates else NO_DRAWS
 
     def _row_fields(self, rows: list[int]) -> Int32:
         """TEMPERATURE, SEED_LOW and SEED_HIGH of the rows, [3, S]."""
-        seeds = self._seeds[rows].view(np.int32).reshape(-1, 2)  # little endian: the low word comes first
-        return np.stack([self._temperature[rows].view(np.int32), seeds[:, 0], seeds[:, 1]])
+        return self._row_numbers[:, rows]
 
 
 def choose_bucket(num_seqs: int, buckets: list[int]) -> int:

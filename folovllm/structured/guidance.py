@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from folovllm.quick_tokenizer import whole
 from folovllm.structured.matcher import Matcher, Words
@@ -89,6 +89,8 @@ def require_good(form: StructuredOutputsParams, error: str) -> None:
 class GuidanceMatcher:
     """An answer's place in a grammar; a `Matcher`."""
 
+    sees_ahead: ClassVar[bool] = True
+
     def __init__(self, inner: Any) -> None:
         self.inner = inner  # an LLMatcher
 
@@ -115,20 +117,37 @@ class GuidanceMatcher:
         """As `Matcher`."""
         return int(self.inner.validate_tokens(list(token_ids)))
 
+    def forced(self) -> list[int]:
+        """As `Matcher`: a text that the grammar forces is cut into tokens as the tokenizer cuts it, and in no other way."""
+        return list(self.inner.compute_ff_tokens())
+
     def copy(self) -> GuidanceMatcher:
         """As `Matcher`."""
         return GuidanceMatcher(self.inner.deep_copy())
 
 
-def fill_together(matchers: Collection[tuple[Matcher, int]], bits: Words) -> None:
-    """Write the mask of each matcher to its line of `bits` [n, ceil(V / 32)]."""
-    many = [(matcher.inner, i) for matcher, i in matchers if isinstance(matcher, GuidanceMatcher)]
-    is_parallel = len(many) > FEW
-    for matcher, i in matchers:
-        if not (is_parallel and isinstance(matcher, GuidanceMatcher)):
+def fill_together(places: Collection[tuple[Matcher, int, list[int]]], bits: Words) -> None:
+    """Write the masks of matchers to lines of `bits` [n, ceil(V / 32)].
+
+    Each comes with the line of its first mask, and with tokens: behind each of them there is a mask, in the lines that
+    follow, up to one that the form does not allow. Only a `GuidanceMatcher` may have tokens.
+    """
+    is_parallel = sum(1 + len(tokens) for _, _, tokens in places) > FEW
+    single: list[tuple[Any, int]] = []
+    ahead: list[tuple[Any, int, list[int]]] = []
+    for matcher, i, tokens in places:
+        if not isinstance(matcher, GuidanceMatcher) or not (is_parallel or tokens):
             matcher.fill(bits[i])
-    if is_parallel:
-        _threads().unsafe_compute_mask_ptr(many, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
+        elif not is_parallel:
+            matcher.inner.unsafe_compute_mask_ptr_with_draft_token(bits[i:].ctypes.data, bits[i].nbytes, tokens)
+        elif tokens:
+            ahead.append((matcher.inner, i, tokens))
+        else:
+            single.append((matcher.inner, i))
+    if single:
+        _threads().unsafe_compute_mask_ptr(single, bits.ctypes.data, bits[0].nbytes, len(bits))
+    if ahead:
+        _threads().unsafe_compute_mask_ptr_with_draft_token(ahead, bits.ctypes.data, bits[0].nbytes, len(bits))
 
 
 @cache

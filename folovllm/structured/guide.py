@@ -47,6 +47,7 @@ class Guide:
         self._matcher, self._end_ids, self._allowed, self._preface = matcher, end_ids, allowed, preface
         self._num_missing = min_tokens  # tokens that must come before the answer may end
         self._ends: Words | None = None  # the mask of `end_ids`, once it was needed
+        self._forced: list[int] | None = None  # what is known of `forced`
         self.is_over = False  # it may only end
         self.is_broken = False  # nothing leads to an answer of this form any more
 
@@ -85,6 +86,7 @@ class Guide:
     def advance(self, token_id: int) -> None:
         """Take in a token that was drawn."""
         self._num_missing -= 1
+        self._forced = self._forced[1:] or None if self._forced and self._forced[0] == token_id else None
         if self.is_over or self.is_broken:
             return
         if self._preface is not None:
@@ -101,16 +103,49 @@ class Guide:
         first_end = next((i for i, token in enumerate(guesses) if token in self._end_ids), len(guesses))
         return first_end if self._preface is not None else self._matcher.num_allowed(guesses[:first_end])
 
+    def forced(self) -> list[int]:
+        """The tokens that come next, as far as there is no choice."""
+        if self._forced is None:
+            self._forced = [] if self.matcher is None or self._allowed is not None else self._matcher.forced()
+        return self._forced
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether masks behind guesses can be made together, and only the ends of the answer added (`finish_ahead`)."""
+        is_plain = self.matcher is not None and self._allowed is None and self._num_missing <= 0
+        return is_plain and self._matcher.sees_ahead
+
+    def finish_ahead(self, lines: Words) -> int | None:
+        """As `finish`, here and behind guesses: masks [n, ceil(V / 32)] of a guide that `sees_ahead`.
+
+        The form is complete where its mask has an end. Returns the first place from which nothing leads to an answer of
+        this form, if there is one.
+        """
+        ends = self._end_words(lines[0])
+        at = ends.nonzero()[0]
+        lines[(lines[:, at] & ends[at]).any(axis=1)] |= ends
+        nowhere = (np.bitwise_or.reduce(lines, axis=1) == 0).nonzero()[0]
+        lines[nowhere] = ends
+        if len(nowhere) and not nowhere[0]:
+            self.is_broken = True
+        return int(nowhere[0]) if len(nowhere) else None
+
     def ahead(self, guesses: Sequence[int]) -> Iterator[Guide]:
         """The guide itself, and others at the places behind the guesses, up to the first that leads nowhere."""
         place = self
         yield place
         for token in guesses:
-            place = place.copy()
-            place.advance(token)
+            place = place.behind([token])
             yield place
             if place.is_broken:
                 break
+
+    def behind(self, token_ids: Sequence[int]) -> Guide:
+        """The guide itself, or if there are any tokens another one behind them."""
+        place = self.copy() if token_ids else self
+        for token in token_ids:
+            place.advance(token)
+        return place
 
     def copy(self) -> Guide:
         """The guide of another answer at the same place."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,7 +19,7 @@ from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.structured import guidance
 from folovllm.structured.guide import Guide, Preface
-from folovllm.structured.matcher import ChoiceMatcher, Matcher
+from folovllm.structured.matcher import ChoiceMatcher, Matcher, Words
 from folovllm.structured.vocabulary import Vocabulary, read_vocabulary
 from folovllm.structured_outputs import StructuredOutputsParams
 
@@ -27,12 +29,54 @@ if TYPE_CHECKING:
 logger = logging.getLogger("folovllm")
 
 
+MOST_FORMS = 64  # that are kept
+MOST_USES = 1000
+
+
+@dataclass(slots=True)
+class Compiled:
+    """A form that requests have asked for, and others may. It takes milliseconds to compile.
+
+    Copies share what the library finds out about the form, and keeps for ever; so it is compiled anew from time to time.
+    """
+
+    matcher: Matcher  # at the beginning of an answer
+    num_uses: int = 0
+
+
+class Place(NamedTuple):
+    """Where an answer is at one of its draws, or at several: there, and behind each of the guesses `ahead`."""
+
+    seq: Sequence
+    level: int  # which of its draws
+    guide: Guide
+    line: int  # of its mask
+    ahead: list[int]
+
+    def finish(self, bits: Words) -> int | None:
+        """Make its masks what the request asks for. Returns the first draw that nothing leads on from, if there is one."""
+        if self.ahead:
+            broken = self.guide.finish_ahead(bits[self.line : self.line + 1 + len(self.ahead)])
+            return None if broken is None else self.level + broken
+        self.guide.finish(bits[self.line])
+        return self.level if self.guide.is_broken else None
+
+
+def places_behind(seq: Sequence, guide: Guide, guesses: list[int], level: int, line: int) -> list[Place]:
+    """The places of an answer that is `level` of its guesses further, where `guide` is; its first draw has that `line`."""
+    ahead = guesses[level:]
+    if ahead and guide.sees_ahead:
+        return [Place(seq, level, guide, line + level, ahead)]
+    return [Place(seq, i, at, line + i, []) for i, at in enumerate(guide.ahead(ahead), level)]
+
+
 class Guides:
     """The owner of all guides. A guide goes with its sequence; what preemption takes is the cache, not the guide."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._library_tokenizer: Any = None
+        self._compiled: dict[str, Compiled] = {}  # by form; the one that was used last stands at the end
         self._guides: WeakKeyDictionary[Sequence, Guide] = WeakKeyDictionary()
         self._limits: dict[int, int] = {}  # by seq_id: tokens of the step under way that count, where not all may
 
@@ -70,23 +114,28 @@ class Guides:
         which count for nothing; nor does anything drawn where the form cannot be reached any more.
         """
         rows: list[int] = []
-        places: list[
-            tuple[Sequence, int, Guide, int]
-        ] = []  # whose, which of its draws, where it is then, line of its mask
+        forced: list[tuple[int, int]] = []  # line of the mask, the only token that it allows
+        places: list[Place] = []
         for share, seq in zip(output.shares, seqs, strict=True):
             guide = self._guides.get(seq) if share.num_draws else None
             if guide is None:
                 continue
             if not seq.status.is_finished:
-                guesses = share.token_ids[1:].tolist() if share.num_draws > 1 else ()
-                places += [(seq, level, at, len(rows) + level) for level, at in enumerate(guide.ahead(guesses))]
+                guesses = share.token_ids[1:].tolist() if share.num_draws > 1 else []
+                own = common(guide.forced(), guesses) if guesses else []
+                forced += [(len(rows) + level, token) for level, token in enumerate(own)]
+                places += places_behind(seq, guide.behind(own), guesses, len(own), len(rows))
             rows += [share.row] * share.num_draws
         bits = np.full((len(rows), mask_width(self._vocab_size)), -1, np.int32)
-        guidance.fill_together([(at.matcher, i) for _, _, at, i in places if at.matcher is not None], bits)
-        for seq, level, at, i in places:
-            at.finish(bits[i])
-            if at.is_broken and level:
-                self._limits.setdefault(seq.seq_id, level)
+        if forced:
+            lines, tokens = np.array(forced).T
+            bits[lines] = 0
+            bits.view(np.uint32)[lines, tokens // 32] = 1 << tokens % 32
+        guidance.fill_together([(p.guide.matcher, p.line, p.ahead) for p in places if p.guide.matcher], bits)
+        for p in places:
+            broken = p.finish(bits)
+            if broken:
+                self._limits.setdefault(p.seq.seq_id, broken)
         return Masks(np.array(rows, np.int32), bits)
 
     def trim(self, seq: Sequence, guesses: list[int]) -> list[int]:
@@ -96,6 +145,11 @@ class Guides:
         """
         guide = self._guides.get(seq)
         return guesses if guide is None else guesses[: guide.num_allowed(guesses)]
+
+    def forced(self, seq: Sequence, most: int) -> list[int]:
+        """At most so many tokens that come next in an answer because its form leaves no choice."""
+        guide = self._guides.get(seq)
+        return [] if guide is None else guide.forced()[:most]
 
     def prepare(self, model_end_ids: Iterable[int]) -> None:
         """Do now what the first answer with a grammar would wait for, if the library is there."""
@@ -128,7 +182,13 @@ class Guides:
     def _matcher(self, form: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Matcher:
         if form.choice is not None:
             return ChoiceMatcher(self._vocabulary, {text.encode() for text in form.choice}, end_ids)
-        return guidance.GuidanceMatcher.compile(form, self._make_library_tokenizer(model_end_ids))
+        known = self._compiled.pop(repr(form), None)
+        if known is None or known.num_uses == MOST_USES:
+            known = Compiled(guidance.GuidanceMatcher.compile(form, self._make_library_tokenizer(model_end_ids)))
+        self._compiled[repr(form)], known.num_uses = known, known.num_uses + 1
+        if len(self._compiled) > MOST_FORMS:
+            del self._compiled[next(iter(self._compiled))]
+        return known.matcher.copy()
 
     def _make_library_tokenizer(self, end_ids: list[int]) -> Any:
         """The library's; made once."""
@@ -139,3 +199,8 @@ class Guides:
     @cached_property
     def _vocabulary(self) -> Vocabulary:
         return read_vocabulary(self._tokenizer)
+
+
+def common(one: list[int], other: list[int]) -> list[int]:
+    """The tokens with which both begin."""
+    return [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,13 @@ Words = npt.NDArray[np.int32]  # [ceil(V / 32)]: bit t % 32 of word t // 32 is t
 
 
 class Matcher(Protocol):
-    """One answer's place in a form."""
+    """One answer's place in a form.
+
+    Attributes:
+        sees_ahead: whether masks behind tokens that may come can be made together, without copies (`fill_together`).
+    """
+
+    sees_ahead: ClassVar[bool]
 
     def fill(self, words: Words) -> None:
         """Write the mask of the tokens that may come next over `words`; of those that end an answer, the model's own."""
@@ -29,12 +35,17 @@ class Matcher(Protocol):
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """How many of these tokens, one after the other, the form allows. The answer stays where it is."""
 
+    def forced(self) -> list[int]:
+        """The tokens that come next, as far as the form leaves no choice: `fill` would allow each of them alone. No ends."""
+
     def copy(self) -> Matcher:
         """Another answer at the same place."""
 
 
 class ChoiceMatcher:
     """An answer that must be one of a few texts."""
+
+    sees_ahead: ClassVar[bool] = False
 
     def __init__(
         self, vocabulary: Vocabulary, choices: Collection[bytes], end_ids: Sequence[int], so_far: bytes = b""
@@ -60,6 +71,10 @@ class ChoiceMatcher:
         """As `Matcher`."""
         ahead = self.copy()
         return next((i for i, token in enumerate(token_ids) if not ahead.advance(token)), len(token_ids))
+
+    def forced(self) -> list[int]:
+        """As `Matcher`: none, for a text may be cut into tokens in several ways."""
+        return []
 
     def copy(self) -> ChoiceMatcher:
         """As `Matcher`."""

@@ -50,7 +50,7 @@ class CheckGraphs(PromptGraphs):
         """How steps come to the device, how they draw, and where their tokens [R] go; `rest`: as `PromptGraphs`."""
         super().__init__(*rest)
         self._steps_in, self._draw, self._rows_draw, self._tokens = steps_in, draw, rows_draw, tokens
-        self._logits = torch.empty(0)  # [R, V]
+        self._logits = self._kept_free = torch.empty(0)  # [R, V]
         self._draws: dict[tuple[Room, bool], StepGraph] = {}
 
     def room_for(self, step: PackedStep) -> Room | None:
@@ -81,6 +81,7 @@ class CheckGraphs(PromptGraphs):
 
     def open(self) -> None:
         """As `PromptGraphs`."""
+        self._kept_free = torch.empty(0)
         super().open()
         if self._setup.device.type == "cuda":
             for room in self.rooms[::-1]:
@@ -95,12 +96,15 @@ class CheckGraphs(PromptGraphs):
                 numbers = torch.from_numpy(self._no_draws(room, is_masked)).to(self._setup.device)
                 self._draw_work(room, is_masked)(numbers)
 
-    def _hidden_of_largest(self) -> torch.Tensor:
-        """As `PromptGraphs`; of the logits, too."""
+    def make_room(self) -> None:
+        """Make the place for the logits of any room, and take as much again for what masks leave of them, until that is made.
+
+        Called before the KV cache is sized.
+        """
         most = max((room.tokens for room in self._wanted()), default=0)
         lm_head, setup = self._runner.model.lm_head, self._setup
         self._logits = torch.zeros(most, len(lm_head.weight), dtype=setup.dtype, device=setup.device)
-        return super()._hidden_of_largest()
+        self._kept_free = torch.empty_like(self._logits)
 
     def _wanted(self) -> list[Room]:
         return check_rooms(self._setup) if self._runner.supports_prompt_graph() else []

@@ -21,7 +21,7 @@ class HostRing:
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._buffers = [torch.empty(0, dtype=dtype) for _ in range(SLOTS)]
-        self._events: list[torch.cuda.Event | None] = [None] * SLOTS
+        self._events = [torch.cuda.Event() for _ in range(SLOTS * self._on_gpu)]  # behind the last copy of each buffer
         self._next = 0
 
     def stage(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
@@ -29,7 +29,7 @@ class HostRing:
         if not self._on_gpu:
             return torch.from_numpy(array.copy())
         slot = self._take(len(array))
-        slot.copy_(torch.from_numpy(array))
+        slot.numpy()[:] = array
         return slot
 
     def to_device(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
@@ -55,17 +55,14 @@ class HostRing:
         """Note that all copies of the current buffer are queued; moves on to the next."""
         if not self._on_gpu:
             return None
-        event = torch.cuda.Event()
+        event = self._events[self._next]
         event.record()
-        self._events[self._next] = event
         self._next = (self._next + 1) % SLOTS
         return event
 
     def _take(self, length: int) -> torch.Tensor:
         """The current buffer, free and long enough."""
-        event = self._events[self._next]
-        if event is not None:
-            event.synchronize()
+        self._events[self._next].synchronize()
         if len(self._buffers[self._next]) < length:
             self._buffers[self._next] = torch.empty(2 * length, dtype=self._dtype, pin_memory=True)
         return self._buffers[self._next][:length]

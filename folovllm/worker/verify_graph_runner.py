@@ -82,6 +82,12 @@ class VerifyingGraphRunner(GraphRunner):
         )  # fmt: skip
         self._remembers = np.zeros(setup.max_num_seqs + 1, bool)  # rows whose draws depend on the tokens before them
 
+    def initialize_kv_cache(self) -> int:
+        """As `GraphRunner`. The logits of guesses have their place before the cache takes what is left."""
+        if not self._setup.config.enforce_eager:
+            self._checks.make_room()
+        return super().initialize_kv_cache()
+
     def compile_kernels(self) -> None:
         """As `GraphRunner`, with guesses too."""
         super().compile_kernels()
@@ -196,7 +202,7 @@ class VerifyingGraphRunner(GraphRunner):
 
 def spread(step: PackedStep, draws: Draws) -> PackedStep:
     """What a draw needs of a step, with a column for each draw: its SEQ_LEN is the position of the token to draw."""
-    fields: Int32 = step.fields[:, draws.share].copy()
+    fields: Int32 = step.fields[:, draws.share]
     fields[Field.SEQ_LEN] = draws.position
     fields[[Field.QUERY_LEN, Field.NUM_DRAWS]] = 1
     asked = {int(i): int(count) for i, count in step.logprobs.T}

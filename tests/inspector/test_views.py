@@ -92,6 +92,12 @@ class TestStory:
         assert "must wait: " in here.run("return inspector.lanes[0].text")
         assert key(here, "r") > at > 0 and key(here, "Shift+R") == at
 
+    def test_a_sentence_has_the_width_of_the_page(self, here: Shown) -> None:
+        """Also the first one, before any request; its class was the legend's once, and made it a letter wide."""
+        here.open("m3.jsonl", t=0)
+        assert "The engine waits for its first request." in here.run("return inspector.lanes[0].text")
+        assert here.run("return document.querySelector('.said p').clientWidth") > 400
+
     def test_the_numbers_count_from_one_step(self, here: Shown) -> None:
         here.open("m2.jsonl", t=1)
         assert here.run("return inspector.lanes[0].text").startswith("Step 1: ")
@@ -254,6 +260,23 @@ class TestSources:
                 here.page.wait_for_function(SHOWN)
                 assert here.run("return inspector.lanes.length") == count
                 assert key(here, "ArrowRight") == 10
+
+    @pytest.mark.parametrize(("blocks", "drawn"), [(256, 256), (10_000, 64)])
+    def test_a_large_pool_is_drawn_as_far_as_it_is_used(
+        self, browser: Any, tmp_path: Path, blocks: int, drawn: int
+    ) -> None:
+        """Ten thousand cells would be dust, and three of them the whole story."""
+        header, start, *lines = lines_of("m5.jsonl")
+        header["engine"]["num_kv_blocks"] = blocks
+        start[3] |= {"free": "1" * blocks, "refs": [0] * blocks}
+        text = "\n".join(map(json.dumps, [header, start, *lines]))
+        (file := tmp_path / "run.html").write_text(whole_page(inline_source([("m5", text)])), encoding="utf-8")
+        with shown(browser) as here:
+            here.page.goto(f"{file.as_uri()}#t=9")
+            here.page.wait_for_function(SHOWN)
+            assert here.run("return inspector.lanes[0].memory.num") == drawn
+            facts = here.run("return inspector.lanes[0].memory.facts.textContent")
+            assert f" of {blocks:,} blocks" in facts and ("the first 64 are drawn" in facts) == (drawn < blocks)
 
     def test_in_a_notebook(self, here: Shown, tmp_path: Path) -> None:
         """In a frame that may do nothing but run scripts: it has no address, no storage and no clipboard."""

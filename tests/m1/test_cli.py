@@ -115,6 +115,18 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeLLM]]:
     yield FakeLLM
 
 
+def interrupted_after_two(step: Any) -> Any:
+    """A `FakeEngine.step` during the second of which Ctrl-C is pressed."""
+
+    def pressed(engine: FakeEngine) -> list[RequestOutput]:
+        if engine.steps == 1:
+            signal.raise_signal(signal.SIGINT)
+        outputs: list[RequestOutput] = step(engine)
+        return outputs
+
+    return pressed
+
+
 def run(*arguments: str) -> int:
     """The exit code of a command."""
     with pytest.raises(SystemExit) as stop:
@@ -213,6 +225,24 @@ class TestOutput:
         out, err = capsys.readouterr()
         assert out == "Say [/bold]: SAY [/BOLD]:\n"  # markup in a text is text
         assert err == "5 tokens · TTFT 500.0 ms · TPOT 500.0 ms · 2.0 tokens/s · 1 thread\n"
+
+    def test_one_answer_grows_on_a_terminal(
+        self, llm: type[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The prompt in bold, then a word a step; after Ctrl-C what was said stays. Several answers come one by one, whole."""
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        assert run("generate", "one two three") == 0
+        assert (
+            capsys.readouterr().out == "\x1b[1mone two three\x1b[0mthree two one \n" and llm.made[-1].engine.steps == 3
+        )
+        monkeypatch.setattr(FakeEngine, "step", interrupted_after_two(FakeEngine.step))
+        assert run("generate", "one two three") == 130
+        out, err = capsys.readouterr()
+        assert out.endswith("three two \n") and "interrupted: 0 of 1" in err and llm.made[-1].engine.aborted == ["0"]
+        run("generate", "one", "two")
+        assert capsys.readouterr().out == "\x1b[1mone\x1b[0m ONE\n\x1b[1mtwo\x1b[0m TWO\n"
 
     def test_json_is_one_object_a_line(self, llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
         run("generate", "one", "zwölf", "--json")

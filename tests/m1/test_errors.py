@@ -256,6 +256,19 @@ def test_broken_models(folder: Path, damage: Callable[[Path], Any], says: str, m
         LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
 
 
+def test_a_name_that_is_nearly_one_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's own message has several lines; ours has one, and the name that was meant before it."""
+
+    def offline(*_: Any, **__: Any) -> str:
+        raise OSError("Got: ConnectError\nPlease check your connection")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(ValueError, match=r"at 'stories5m' \(did you mean 'stories-5m'\?\).*ConnectError Please"):
+        LLM("stories5m", use_tqdm=False)
+    with pytest.raises(ValueError, match="at 'Qwen/none', and the"):
+        LLM("Qwen/none", use_tqdm=False)
+
+
 def test_small_files_are_read_before_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "generation_config.json").write_text("{")
     monkeypatch.setattr("folovllm.build.make_executor", lambda _: pytest.fail("loads the model first"))

@@ -94,5 +94,7 @@ def test_each_step_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--milestone", "m6", "--max-num-seqs", "1", "--max-model-len", "32", "--raw"]
     with pytest.raises(SystemExit):
         main(["generate", "abc", "de", "--model", str(tiny_checkpoint()), "--max-tokens", "3", "--show-steps", *flags])
-    steps = [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("step ", "     0 "))]
+    steps = [line.split()[1] for line in shown if line.startswith("step ")]
+    assert shown[0].startswith("step 0 "), "a pool stands under the step that left it so"
     assert steps == [str(i) for i in range(len(steps))] and len(steps) >= 6

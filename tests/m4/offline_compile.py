@@ -297,8 +297,7 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
         ]
         some += [(32, "int8"), (64, fp8), (256, fp8), (256, "int8")]
     for tokens, width, gated, kind in few if capability >= 80 else ():
-        rows, columns = (1, width) if kind == "int8" else (128, 128)
-        yield few_codes_of(tokens, width, gated, rows, columns, kind, width, 64 if kind == "int8" else columns, pdl)
+        yield few_codes_of(tokens, 9728 if gated else 2560, width, gated, kind, pdl)
     for tokens, kind in some:
         group = {"GROUP_ROWS": 1, "GROUP": 9728} if kind == "int8" else {"GROUP_ROWS": 128, "GROUP": 128}
         shape = tiles(tokens, 1 << 30 if kind == "int8" else 128, 2, capability)
@@ -334,9 +333,11 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
     yield from kernels_of_int4(capability)
 
 
-def few_codes_of(tokens, width, gated, rows, columns, kind, row_bytes, group_bytes, options):
+def few_codes_of(tokens, outputs, width, gated, kind, options):
     """The product of few tokens with codes in Qwen3-4B's layers: with a norm and gate, or with a residual."""
-    tile = tile_of_codes(tokens, row_bytes, group_bytes)
+    rows, columns = (1, width) if kind == "int8" else (1, 128) if kind == "int4" else (128, 128)
+    row_bytes, group_bytes = width // 2 if kind == "int4" else width, 64 if kind.startswith("int") else columns
+    tile = tile_of_codes(tokens, outputs * (1 + gated), row_bytes, group_bytes, kind == "fp8" and tokens == 1)
     ahead = {"NORM": gated, "GATED": gated, "RESIDUAL": not gated} | ({} if gated else {"columns_ptr": None})
     group = {"GROUP_ROWS": rows, "GROUP": columns, "KIND": kind, "zero_ptr": None}
     return few_codes_kernel, {"K": width, **group, **ahead, "M": tokens, **tile, **options}, tile["SPLITS"], 3
@@ -355,9 +356,9 @@ def kernels_of_int4(capability: int):
         none |= {} if gated else {"columns_ptr": None}
         yield int4_linear_kernel, {"K": width, "GROUP": group, "NORM": gated, "GATED": gated, "RESIDUAL": not gated, "M": tokens,
                                    "ROWS": per_program, "QUADS": quads, "PDL": capability >= 90, **none}, num_warps, 3  # fmt: skip
-    for tokens, _, width, gated, _ in few if capability >= 80 else ():
+    for tokens, outputs, width, gated, _ in few if capability >= 80 else ():
         options = {"PDL": capability >= 90, "scales": "fp16"}
-        yield few_codes_of(tokens, width, gated, 1, 128, "int4", width // 2, 64, options)
+        yield few_codes_of(tokens, outputs, width, gated, "int4", options)
     some = [(*one, 2) for one in some] + [(256, 128, 4), (128, 512, 2)] * (capability == 86)
     for tokens, group, itemsize in some:
         shape = tiling_4_many(tokens, group, itemsize)

@@ -303,6 +303,8 @@ class TestErrors:
         for path, status in (("/v1/nothing", 404), ("/v1/completions", 405)):
             got, said = fetch(server, path)
             assert got == status and path in said["error"]["message"]
+        with pytest.raises(openai.NotFoundError, match=r"this server has .*/v1/chat/completions"):
+            client.embeddings.create(model=MODEL, input="x")
         assert fetch(server, "/tokenize", {"prompt": "x"}, **{"Content-Type": "text/plain"})[0] == 415
 
 

@@ -167,3 +167,6 @@ class TestTools:
         for wrong in ("x", [5], [{"function": {"name": "f", "arguments": "{"}}], [{"function": {"arguments": "{}"}}]):
             with pytest.raises(ApiError, match="tool_calls in a message must be"):
                 checked({"role": "assistant", "tool_calls": wrong})
+        for wrong in ({"role": "user", "contents": "a slip of the pen"}, {"role": "tool", "content": None}):
+            with pytest.raises(ApiError, match="needs content"):
+                checked(wrong)

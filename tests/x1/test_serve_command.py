@@ -111,6 +111,7 @@ class TestEnds:
             count = len(next(running).choices)
             server.process.send_signal(signal.SIGTERM)
             eventually(lambda: server.health() == 503)
+            assert server.process.stdout and server.process.stdout.readline().startswith("1 running: up to 30 s to end")
             with pytest.raises(openai.InternalServerError, match="shutting down") as refused:
                 server.client.completions.create(model="stories-5m", prompt="x")
             assert refused.value.status_code == 503
@@ -194,6 +195,10 @@ class TestStart:
     def test_a_model_that_is_not_there(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         for flag in ("--engine-process", "--no-engine-process"):
             assert "has no config.json" in self.fails(capsys, str(tmp_path), "--port", "0", flag)
+
+    def test_a_model_by_flag_as_in_other_commands(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        assert "has no config.json" in self.fails(capsys, "--model", str(tmp_path), "--port", "0")
+        assert "two models are named, a and b" in self.fails(capsys, "a", "--model", "b")
 
     @pytest.mark.parametrize(
         ("field", "value"),

@@ -10,6 +10,7 @@ from tests.contract import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+from folovllm.kernels import few_codes
 from folovllm.kernels import quant_linear as few
 from folovllm.kernels import quant_matmul as many
 from folovllm.kernels.quant_linear import Codes
@@ -66,6 +67,21 @@ def test_few_tokens(kind: str, dtype: torch.dtype, tokens: int, outputs: int, in
     if outputs % 2 == 0:
         gate, up = (normed @ weight.T).chunk(2, 1)
         close(few.quant_linear(on, codes, 1e-5, gated=True, columns=columns.to(DEVICE)), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("block", [None, (2, 16)])
+def test_one_token_of_several_groups(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: object) -> None:
+    """In float16 `x` is divided by its largest, so it may have any size; the last program has more groups than rows."""
+    if not few.has_fp8(torch.device(DEVICE)):
+        pytest.skip("this card has no numbers of FP8")
+    monkeypatch.setattr(few_codes, "PROGRAMS", 1)
+    codes, weight = made_up("fp8", 10, 2608, block)
+    x = torch.randn(1, 2608, generator=torch.Generator().manual_seed(0))
+    x[0, 1600:] *= 1e6 if dtype == torch.bfloat16 else 1000  # a float16 ends at 65,504
+    close(few.quant_linear(x.to(DEVICE, dtype), codes), x.to(dtype).double() @ weight.T)
+    zero = torch.zeros(1, 2608, dtype=dtype, device=DEVICE)
+    assert not few.quant_linear(zero, codes).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

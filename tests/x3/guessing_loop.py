@@ -18,6 +18,7 @@ from folovllm.engine.speculative_scheduler import SpeculativeOverlapScheduler
 from folovllm.request import Request, Sequence
 from folovllm.sampling_params import SamplingParams
 from folovllm.spec.proposer import Depth, Proposer, RowState
+from folovllm.step.packed import IN_FLIGHT
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.step.verify import accept
 from folovllm.watcher import Watcher
@@ -69,6 +70,16 @@ class AtTimes(Depth):
         self.checked += num_guessed
 
 
+class NoForms:
+    """No answer has a form."""
+
+    def forced(self, seq: Sequence, most: int) -> list[int]:
+        return []
+
+    def trim(self, seq: Sequence, guesses: list[int]) -> list[int]:
+        return guesses
+
+
 class Device:
     """Keeps in each slot which tokens its K/V stands for: the token's own and all before it."""
 
@@ -107,7 +118,8 @@ class Device:
         table = [] if share.draw is not None else self.tables[share.row]
         table[share.first_new_block :] = share.new_blocks
         self.tables[share.row] = table
-        tokens = share.token_ids.tolist() or [self.newest[share.row]]
+        tokens = share.token_ids.tolist() or [IN_FLIGHT]
+        tokens = [self.newest[share.row] if token == IN_FLIGHT else token for token in tokens]
         before = share.start - 1
         text = list(self.slots[table[before // self.size]][before % self.size]) if share.start else []
         for position, token in enumerate(tokens, share.start):
@@ -127,7 +139,7 @@ class Loop:
         self.proposer, self.depth = Coin(rng), AtTimes(rng, k)
         self.scheduler = SpeculativeOverlapScheduler(
             kv=kv, max_num_seqs=4, max_num_batched_tokens=budget, tokens_of_step=chunk, make_room=preempt,
-            speculation=Speculation(self.proposer, self.depth, lambda seq, guesses: guesses),
+            speculation=Speculation(self.proposer, self.depth, NoForms()),
         )  # fmt: skip
         self.watcher = Watcher()
         snapshot = partial(ev.Snapshot, kv.num_blocks, kv.block_size, 4, budget, 0)

@@ -99,21 +99,21 @@ class TestStepCost:
         depth = AdaptiveDepth(cost, 4)
         for _ in range(60):
             depth.observe_guessing(2, 0.1)
-            depth.observe_step(1, 3, 2, 1.6, waited=True)
+            depth.observe_step(1, 3, 2, 1.6, asked=True)
         assert cost.checked_more == pytest.approx(0.5, rel=0.01), "the tenth that guessing took is no part of it"
         assert cost.guess == pytest.approx(0.05, rel=0.01)
         assert cost.plain_more == 0.0
-        depth.observe_step(1, 30, 0, 9.0, waited=False)
+        depth.observe_step(1, 30, 0, 9.0, asked=False)
         assert cost.plain_more == 0.0, "a prompt says nothing of decodes"
 
     def test_a_step_that_waited_in_vain_cost_the_wait_and_no_more(self) -> None:
         cost = costs((1.0, 9.0), (1.0, 1.0))
         depth = AdaptiveDepth(cost, 8)
         for _ in range(30):
-            depth.observe_step(1, 1, 0, 3.0, waited=False)  # forms, say
+            depth.observe_step(1, 1, 0, 3.0, asked=False)  # forms, say
         assert cost.of_plain(1) == pytest.approx(3.0, rel=0.01) and cost.of_vain(1) == cost.of_plain(1)
         for _ in range(60):
-            depth.observe_step(1, 1, 0, 3.5, waited=True)
+            depth.observe_step(1, 1, 0, 3.5, asked=True)
         assert cost.of_vain(1) == pytest.approx(3.5, rel=0.01) and cost.of_plain(1) == pytest.approx(3.0, rel=0.01)
         assert cost.checked_more == 0.0, "nothing was checked"
 

@@ -95,34 +95,35 @@ def test_fewer_steps_and_what_is_told_of_them() -> None:
     assert [(step.num_prefill_tokens, step.num_decode_tokens) for step in engine.history] == [(21, 0)] + [(0, 4)] * 5
 
 
-def test_without_guesses_the_loop_overlaps() -> None:
-    """While the depth says 0 a step starts before the one before it was taken in, and while it says more none does."""
+def test_only_what_comes_behind_guesses_waits() -> None:
+    """A step starts before the one before it was taken in, unless that one has guesses."""
     (request,) = crowd()[:1]
     engine = make_engine(milestone="m6", **guessing(make_proposer("random", [], [])))
-    depth = speculation_of(engine).depth
-    flying = in_flight_after_each_step(engine, request)
-    assert set(flying) == {1}  # it takes in a step, then starts the next one
-    depth.choose = lambda seq_ids: [0] * len(seq_ids)  # type: ignore[method-assign]
-    assert max(in_flight_after_each_step(engine, request)) == 2
+    flying = in_flight_at_each_start(engine, request)
+    assert {count for count, behind_guesses in flying if behind_guesses} == {1}
+    assert {count for count, behind_guesses in flying[1:] if not behind_guesses} == {2}, "no step waits for a guess"
+    speculation_of(engine).depth.choose = lambda seq_ids: [0] * len(seq_ids)  # type: ignore[method-assign]
+    assert set(in_flight_at_each_start(engine, request)[1:]) == {(2, False)}
 
 
-def in_flight_after_each_step(engine: LLMEngine, request: Request) -> list[int]:
-    """How many steps are on the device at most during each turn of the loop."""
+def in_flight_at_each_start(engine: LLMEngine, request: Request) -> list[tuple[int, bool]]:
+    """For each step how many are on the device when it has started, and whether the one before it had guesses."""
     engine.add_request("a", request.prompt, request.params)
-    submit, wait, counts = engine.executor.submit, [0], []  # type: ignore[attr-defined]
+    submit, flying, counts, had_guesses = engine.executor.submit, [0], [], [False]  # type: ignore[attr-defined]
 
     class Pending:
         def __init__(self, inner: Any) -> None:
             self.inner = inner
 
         def wait(self) -> Any:
-            wait[0] -= 1
+            flying[0] -= 1
             return self.inner.wait()
 
     def start(output: Any) -> Any:
         pending = submit(output)
-        wait[0] += 1
-        counts.append(wait[0])
+        flying[0] += 1
+        counts.append((flying[0], had_guesses[-1]))
+        had_guesses.append(any(share.num_draws > 1 for share in output.shares))
         return Pending(pending)
 
     engine.executor.submit = start  # type: ignore[attr-defined]

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 
+from folovllm.draw_row import mask_width
 from folovllm.engine.speculation import Speculation
 from folovllm.spec.proposer import FixedDepth, Proposer, RowState
 from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.structured import guidance
+from folovllm.structured import guides as guides_module
+from folovllm.structured.guidance import GuidanceMatcher
 from folovllm.structured.guide import Guide
 from folovllm.structured.guides import Guides
 from folovllm.structured.matcher import Words
+from folovllm.structured_outputs import StructuredOutputsParams
+from tests.helpers import VOCAB_SIZE, tiny_tokenizer
 from tests.x3.guessing_loop import sequence
 
 ANY, LAST, NOTHING_BEHIND = 0b1111, 3, 2
@@ -20,6 +28,8 @@ ANY, LAST, NOTHING_BEHIND = 0b1111, 3, 2
 
 class DeadEnd:
     """Allows the tokens 0 to 3. Behind a 2 it finds none, and is not complete."""
+
+    sees_ahead: ClassVar[bool] = False
 
     def __init__(self, is_dead: bool = False) -> None:
         self._is_dead = is_dead
@@ -36,6 +46,9 @@ class DeadEnd:
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         return next((i for i, token in enumerate(token_ids) if token > LAST), len(token_ids))
+
+    def forced(self) -> list[int]:
+        return []
 
     def copy(self) -> DeadEnd:
         return DeadEnd(self._is_dead)
@@ -78,6 +91,83 @@ def test_what_is_drawn_where_the_form_cannot_be_reached_does_not_count() -> None
     assert guides.broken([seq]) == [seq]
 
 
+FORMS: list[dict[str, Any]] = [
+    {"regex": r"(abc|abd)+(ef)?g{2,5}"},
+    {
+        "json": {
+            "type": "object",
+            "properties": {"a": {"type": "boolean"}, "b": {"enum": ["cd", "ce"]}},
+            "required": ["b"],
+        }
+    },
+    {"choice": ["abcabc", "abdeee"]},
+]
+
+
+@pytest.mark.parametrize("few", [16, 0], ids=["in turn", "on threads"])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: next(iter(form)))
+def test_masks_behind_guesses_are_those_of_one_after_the_other(
+    form: dict[str, Any], few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Along texts that are drawn at random from the masks; some guesses are what comes, some are not allowed."""
+    monkeypatch.setattr(guidance, "FEW", few)
+    rng = random.Random(1)
+    guides = Guides(tiny_tokenizer(), VOCAB_SIZE)
+    num_forced = 0
+    for _ in range(6):
+        seq, other = sequence([1, 1, 1], 40), sequence([1], 40)
+        seq.request.params.structured_outputs = StructuredOutputsParams(**form)
+        other.request.params.structured_outputs = StructuredOutputsParams(**FORMS[0])
+        guides.add([seq])
+        guides.add([other])
+        text, place = [], guides._guides[seq].copy()
+        while not place.is_over and len(text) < 30:
+            text.append(rng.choice(allowed_by(place)))
+            place.advance(text[-1])
+        end, guide = len(text) - 1, guides._guides[seq]  # the last one ends the answer: it is no guess
+        for i in range(end):
+            guesses = text[i : i + rng.randint(1, 6)][: end - i]
+            if rng.random() < 0.3:
+                guesses[-1] = rng.randrange(VOCAB_SIZE)
+            num_forced += len(forced := guides.forced(seq, 3))
+            assert text[i : i + len(forced)] == forced[: end - i]
+            two = SchedulerOutput((*step(seq, guesses).shares, *step(other, []).shares))
+            masks = guides.masks(two, [seq, other])
+            guides._limits.clear()
+            assert ids_of(masks.bits[-1]) == allowed_by(guides._guides[other])
+            for level, at in enumerate(guide.copy().ahead(guides.trim(seq, guesses))):
+                assert ids_of(masks.bits[level]) == allowed_by(at)
+            guide.advance(text[i])
+    assert num_forced or "choice" in form
+
+
+def allowed_by(guide: Guide) -> list[int]:
+    """What may come, each place asked by itself."""
+    guide, words = guide.copy(), np.full(mask_width(VOCAB_SIZE), -1, np.int32)
+    if guide.matcher is not None:
+        guide.matcher.fill(words)
+    guide.finish(words)
+    return ids_of(words)
+
+
+def ids_of(words: Words) -> list[int]:
+    return np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB_SIZE].nonzero()[0].tolist()
+
+
+def test_a_form_that_was_asked_for_before_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    compile_ = GuidanceMatcher.compile
+    monkeypatch.setattr(GuidanceMatcher, "compile", lambda *form: (compiled.append(form), compile_(*form))[1])
+    monkeypatch.setattr(guides_module, "MOST_FORMS", 2)
+    guides = Guides(tiny_tokenizer(), VOCAB_SIZE)
+    for letter in "aabababcba":  # b is kept, for it was used after a
+        seq = sequence([1, 1, 1], 8)
+        seq.request.params.structured_outputs = StructuredOutputsParams(regex=letter)
+        guides.add([seq])
+        assert guides._guides[seq].forced() == tiny_tokenizer().encode(letter)
+    assert [form.regex for form, _ in compiled] == ["a", "b", "c", "a"]
+
+
 class Ones(Proposer):
     """Always guesses the same."""
 
@@ -94,5 +184,7 @@ def test_to_propose_what_a_form_rules_out_is_to_have_no_idea() -> None:
 
     seq = sequence([1, 1, 1], 8)
     seq.num_computed_tokens = 2
-    assert Speculation(Ones(), Listening(2), lambda seq, guesses: []).guess([seq]) == {}
+    guides = Guides(None, 32)  # type: ignore[arg-type]
+    guides._guides[seq] = Guide(DeadEnd(), end_ids=[1])
+    assert Speculation(Ones(), Listening(2), guides).guess([seq]) == {}
     assert seen == [(0, 0)], "or it would be asked again and again"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from folovllm.spec import automaton
 from folovllm.spec.automaton import NOWHERE, Place, SuffixAutomaton
 from folovllm.spec.proposer import RowState
-from folovllm.spec.suffix import ANSWER_ENDS, AnswersBySalt, PastAnswers, SuffixProposer, most_frequent
+from folovllm.spec.suffix import ANSWER_ENDS, PATIENCE, AnswersBySalt, PastAnswers, SuffixProposer, most_frequent
 from folovllm.step.draw import DrawSpec
 from tests.tiny import worked_case
 
@@ -208,6 +208,18 @@ class TestProposer:
         proposer.admit(self.state(2, 3, 4))
         assert proposer.propose(self.state(2, 3, 4), 4) == [], "nothing in common so far"
         assert proposer.propose(self.state(2, 3, 4, 5, 6), 4) == [7, 8], "another answer went on like this, and ended"
+
+    def test_what_ended_is_learnt_when_guesses_are_asked_for_and_little_at_a_time(self) -> None:
+        proposer = SuffixProposer()
+        for i in range(4):
+            self.answer(proposer, i, *range(10 * i, 10 * i + PATIENCE // 2))
+        assert proposer._past.num_tokens == 0, "while nobody asks it costs nothing"
+        proposer.admit(self.state(9, 1, 2))
+        learnt = []
+        for _ in range(3):
+            proposer.propose(self.state(9, 1, 2), 4)
+            learnt.append(proposer._past.num_tokens)
+        assert learnt == [PATIENCE + 2, 2 * PATIENCE + 4, 2 * PATIENCE + 4]
 
     def test_answers_of_another_salt_are_not_seen(self) -> None:
         proposer = SuffixProposer(least=0.1)

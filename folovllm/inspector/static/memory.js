@@ -4,6 +4,7 @@ import { drawGhost, GHOSTS } from "./ghosts.js";
 import { contextOf, count, el, plural, setText, showTip, template, widthOf } from "./dom.js";
 
 const [MIN_CELL, MAX_CELL, MAX_ASPECT] = [1.5, 60, 2.6]; // CSS pixels; how much wider than high a cell of a small pool may be
+const [FEW, MANY] = [64, 256]; // blocks: of a pool of more than MANY as far as it was ever used, a power of two from FEW on
 
 const LEGEND = {
   free: "free",
@@ -60,12 +61,12 @@ export class MemoryView {
 
   /** Cells: how many, how large, how many a row. */
   #layOut() {
-    const { state } = this.#frame;
+    const { state, recording } = this.#frame;
     const width = Math.max(120, widthOf(this.stage));
-    const { engine } = this.#frame.recording;
-    this.num = state.numBlocks || this.#growing().length;
-    this.isWide = engine.kv_cache === "slots"; // a slot is a long bar
-    const most = state.numBlocks || Math.max(engine.max_model_len ?? 0, this.num);
+    const used = Math.min(state.numBlocks, Math.max(FEW, 2 ** Math.ceil(Math.log2(recording.reach + 1))));
+    this.num = state.numBlocks > MANY ? used : state.numBlocks || this.#growing().length;
+    this.isWide = recording.engine.kv_cache === "slots"; // a slot is a long bar
+    const most = state.numBlocks ? this.num : Math.max(recording.engine.max_model_len ?? 0, this.num);
     const aspect = this.isWide ? Infinity : state.numBlocks ? MAX_ASPECT : 1;
     for (this.columns = 1; ; this.columns++) {
       this.w = width / this.columns;
@@ -171,14 +172,14 @@ export class MemoryView {
       return;
     }
     const counts = Object.fromEntries(Object.keys(LEGEND).map((kind) => [kind, 0]));
-    for (let i = 0; i < this.num; i++) counts[stateOfCell(state, i)]++;
+    for (let i = 0; i < state.numBlocks; i++) counts[stateOfCell(state, i)]++;
     for (const own of this.#frame.ghosts.values()) for (const { kind } of own) counts[kind]++;
     let [reserved, filled] = [0, 0];
     for (const seq of state.sequences.values()) {
       if (seq.isRunning && seq.table.length) [reserved, filled] = [reserved + seq.table.length * state.blockSize, filled + seq.numComputed];
     }
     const waste = reserved ? Math.round(100 * Math.max(0, 1 - filled / reserved)) : 0;
-    setText(this.facts, `${count(state.numUsed)} of ${plural(state.numBlocks, "block")} of ${state.blockSize} used; ${waste}% of that empty`);
+    setText(this.facts, `${count(state.numUsed)} of ${plural(state.numBlocks, "block")} of ${state.blockSize} used; ${waste}% of that empty${this.num < state.numBlocks ? `; the first ${count(this.num)} are drawn` : ""}`);
     const said = Object.keys(LEGEND).filter((kind) => counts[kind]).map((kind) => `${count(counts[kind])} ${kind}`);
     this.canvas.setAttribute("aria-label", `KV cache: ${said.join(", ")}. Arrow keys go from block to block.`);
     const shown = Object.keys(LEGEND).filter((kind) => counts[kind] || kind === "free" || kind === "owned" || (recording.hasGuesses && kind in GHOSTS && kind !== "asked"));

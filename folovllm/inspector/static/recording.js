@@ -43,6 +43,7 @@ export class Recording {
     this.stepsBefore = 0; // that the engine had made when the recording began
     this.how = null; // it ended
     this.hasGuesses = false;
+    this.reach = 0; // the last block that was ever in use
     this.first = 0; // the first moment that is still known
     this.size = 0; // characters of the lines that are known
     this.start = Infinity; // microseconds
@@ -181,6 +182,8 @@ export class Recording {
       else if (event[0] === "refuse") this.#refused(event, at, row);
       else if (event[0] === "guess") this.#checked(event, at);
       this.#head.apply(event);
+      if (event[0] === "key") this.reach = Math.max(0, this.#head.isFree.lastIndexOf(0), this.#head.hash.findLastIndex(Boolean));
+      else if (["claim", "take", "new"].includes(event[0])) for (const block of event.slice(1)) this.reach = Math.max(this.reach, block);
     }
     this.#refusal = row.refusal ?? "";
     this.#measure(row, time);

@@ -21,7 +21,7 @@ export function sentencesOf(recording, at, state) {
   sayMany(by.abort, say, ([, seq]) => [{ seq }, " was aborted from outside."], " were aborted from outside.");
   const isOver = at === recording.length - 1 && recording.how !== null && recording.how !== "closed";
   if (isOver) say("abort", `Here the run ended: ${recording.how}.`);
-  if (!said.length) say("key", quiet(by));
+  if (!said.length) say("quiet", quiet(by));
   return said;
 }
 
