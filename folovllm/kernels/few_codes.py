@@ -148,6 +148,7 @@ def serves(x: torch.Tensor) -> bool:
 REGISTERS = 84  # of codes, in each thread
 MAX_WARPS = 16
 PROGRAMS = 600
+MOST_TIMES = 4  # groups of lines of a program: they are unrolled, and eight took the compiler 9 s
 MOST_BYTES = 320  # of a row, in a part of a warp, where `x` stays in registers
 
 
@@ -164,7 +165,7 @@ def tile_of(num_tokens: int, rows: int, row_bytes: int, group_bytes: int, halves
         pieces = triton.next_power_of_2(triton.cdiv(row_bytes, MOST_BYTES))
         parts = 8 if pieces > 8 else 4
         splits = max(1, pieces // parts)
-        times = 1 << max(0, min(8, rows * parts // (16 * PROGRAMS)).bit_length() - 1)
+        times = 1 << max(0, min(MOST_TIMES, rows * parts // (16 * PROGRAMS)).bit_length() - 1)
     words = min(16, (group_bytes & -group_bytes) // 4)
     return {"PARTS": parts, "SPLITS": min(MAX_WARPS, splits), "WORDS": words, "TIMES": times, "HALVES": halves}
 

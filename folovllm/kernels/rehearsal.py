@@ -25,6 +25,8 @@ from triton import knobs
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
+from folovllm.kernels.carveout import divide_memory
+
 MOST_THREADS = 16
 _turn = threading.Lock()  # a rehearsal changes what all threads use
 
@@ -113,7 +115,9 @@ def compile_and_load(compile_it: Callable[[], Any], triton_key: Future[str]) -> 
     of them does.
     """
     triton_key.result()
-    _ = compile_it().run
+    kernel = compile_it()
+    _ = kernel.run  # loads it
+    divide_memory(kernel)
 
 
 @contextmanager
