@@ -28,7 +28,7 @@ class Forms(Protocol):
 
 SOON = 8  # steps after which a new sequence is thought of, at the latest
 SETTLED = 3  # steps before the end of a rest: one that is neither the first after guesses nor waits for a look
-TIMED = SETTLED, SETTLED + 1  # it is timed from the end of the one before
+TIMED = SETTLED + 1, SETTLED + 2  # what is left of the rest before it, and before the one at whose end its time begins
 
 
 class Begun(NamedTuple):

@@ -39,12 +39,17 @@ class Guide:
         matcher: Matcher,
         end_ids: Collection[int],
         *,
+        model_end_ids: Collection[int] = (),
         min_tokens: int = 0,
         allowed: Words | None = None,
         preface: Preface | None = None,
     ) -> None:
-        """`allowed` [ceil(V / 32)]: the only tokens that the request wants at all."""
+        """`allowed` [ceil(V / 32)]: the only tokens that the request wants at all.
+
+        `model_end_ids`: those of `end_ids` that are never text. Where the form is complete, the matcher's mask has them.
+        """
         self._matcher, self._end_ids, self._allowed, self._preface = matcher, end_ids, allowed, preface
+        self._model_end_ids = np.array(model_end_ids, np.int32)
         self._num_missing = min_tokens  # tokens that must come before the answer may end
         self._ends: Words | None = None  # the mask of `end_ids`, once it was needed
         self._forced: list[int] | None = None  # what is known of `forced`
@@ -118,12 +123,11 @@ class Guide:
     def finish_ahead(self, lines: Words) -> int | None:
         """As `finish`, here and behind guesses: masks [n, ceil(V / 32)] of a guide that `sees_ahead`.
 
-        The form is complete where its mask has an end. Returns the first place from which nothing leads to an answer of
-        this form, if there is one.
+        The form is complete where its mask has an end of the model. Those of the request may be text that the form allows.
+        Returns the first place from which nothing leads to an answer of this form, if there is one.
         """
-        ends = self._end_words(lines[0])
-        at = ends.nonzero()[0]
-        lines[(lines[:, at] & ends[at]).any(axis=1)] |= ends
+        ends, own = self._end_words(lines[0]), self._model_end_ids
+        lines[(lines[:, own // 32] >> own % 32 & 1).any(axis=1)] |= ends
         nowhere = (np.bitwise_or.reduce(lines, axis=1) == 0).nonzero()[0]
         lines[nowhere] = ends
         if len(nowhere) and not nowhere[0]:
@@ -153,6 +157,7 @@ class Guide:
         guide = Guide(
             self._matcher.copy(),
             self._end_ids,
+            model_end_ids=self._model_end_ids,
             min_tokens=self._num_missing,
             allowed=self._allowed,
             preface=preface,

@@ -94,10 +94,18 @@ class Guides:
         if not end_ids:
             raise ValueError("structured_outputs needs a token that ends the answer: give stop_token_ids")
         preface = None if form.after is None else Preface(self._vocabulary, form.after.encode())
-        matcher = self._matcher(form, end_ids, sorted(first.eos_token_ids) or end_ids)
+        model_end_ids = sorted(first.eos_token_ids) or end_ids
+        matcher = self._matcher(form, end_ids, model_end_ids)
         params = first.params
         allowed = None if params.allowed_token_ids is None else mask_of(params.allowed_token_ids, self._vocab_size)
-        guide = Guide(matcher, end_ids, min_tokens=params.min_tokens, allowed=allowed, preface=preface)
+        guide = Guide(
+            matcher,
+            end_ids,
+            model_end_ids=model_end_ids,
+            min_tokens=params.min_tokens,
+            allowed=allowed,
+            preface=preface,
+        )
         for seq in seqs:
             self._guides[seq] = guide if seq is first else guide.copy()
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from folovllm import LLM, SamplingParams
+from folovllm.cache.block_manager import BlockManager
+from folovllm.engine.scheduler import chunk, preempt
+from folovllm.engine.speculation import Speculation
+from folovllm.engine.speculative_scheduler import SpeculativeOverlapScheduler
 from folovllm.spec.choose import AdaptiveDepth
-from folovllm.spec.proposer import FixedDepth, RowState
+from folovllm.spec.ngram import NgramProposer
+from folovllm.spec.proposer import Depth, FixedDepth, RowState
 from folovllm.spec.registry import InTurn
 from folovllm.spec.suffix import SuffixProposer
 from folovllm.step.draw import DrawSpec
 from tests.helpers import tiny_checkpoint
+from tests.sequences import make_seq
+from tests.x3.guessing_loop import NoForms
 
 COMMON: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 2, "use_tqdm": False}
 STORY = "<|im_start|>user\nTell me a story about Lily and a red kite.<|im_end|>\n<|im_start|>assistant\n"
@@ -54,6 +62,40 @@ def test_the_cost_of_steps_is_measured() -> None:
         assert cost.checked.widths == (1, 2, 4, 8)
         for curve in (cost.plain, cost.checked):
             assert 0 < curve.seconds[0] <= curve.seconds[-1]
+
+
+class Resting(Depth):
+    """Never wants guesses, and notes what it is told of steps."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def choose(self, seq_ids: Sequence[int]) -> list[int]:
+        self.rest = 8
+        return [0] * len(seq_ids)
+
+    def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
+        pass
+
+    def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float, asked: bool) -> None:
+        self.seconds.append(seconds)
+
+
+@pytest.mark.parametrize("ahead", [0, 1], ids=["in turn", "overlapped"])
+def test_a_step_in_a_rest_takes_its_own_time_alone(ahead: int) -> None:
+    """Each step takes a second. Nobody asks when the idle ones end, but that must not be counted to the one that is timed."""
+    now, depth, under_way = 0.0, Resting(), []
+    scheduler = SpeculativeOverlapScheduler(
+        kv=BlockManager(64, 4), max_num_seqs=1, max_num_batched_tokens=64, tokens_of_step=chunk, make_room=preempt,
+        speculation=Speculation(NgramProposer(), depth, NoForms(), clock=lambda: now),
+    )  # fmt: skip
+    scheduler.add(make_seq(3, max_tokens=60))
+    for _ in range(40):
+        under_way.append(scheduler.sequences(scheduler.schedule()))
+        if len(under_way) > ahead:
+            now += 1.0
+            scheduler.postprocess([(seq, [1]) for seq in under_way.pop(0)])
+    assert depth.seconds == [1.0] * 5
 
 
 def test_more_guesses_than_the_context_has_room_for() -> None:

@@ -141,6 +141,17 @@ def test_masks_behind_guesses_are_those_of_one_after_the_other(
     assert num_forced or "choice" in form
 
 
+def test_a_stop_token_that_is_text_completes_no_form() -> None:
+    """The form allows "a" all the way. That the request stops at an "a" does not mean that the answer may end."""
+    a, b, c = tiny_tokenizer().encode("abc")
+    guides, seq = Guides(tiny_tokenizer(), VOCAB_SIZE), sequence([1, 1, 1], 8)
+    seq.request.params.structured_outputs = StructuredOutputsParams(regex="[a-c]{3}")
+    seq.request.params.stop_token_ids = [a]
+    guides.add([seq])
+    masks = guides.masks(step(seq, [b, c, b]), [seq])
+    assert [ids_of(words) for words in masks.bits] == [[a, b, c]] * 3 + [sorted([a, *seq.eos_token_ids])]
+
+
 def allowed_by(guide: Guide) -> list[int]:
     """What may come, each place asked by itself."""
     guide, words = guide.copy(), np.full(mask_width(VOCAB_SIZE), -1, np.int32)
