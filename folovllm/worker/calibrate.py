@@ -10,6 +10,7 @@ import torch
 
 from folovllm.kv_scales import LARGEST, KVScales, decode, encode
 from folovllm.setup import EngineSetup
+from folovllm.step.draw import TokenIds
 from folovllm.step.schedule import Share
 from folovllm.worker.warm_up import dummy_shares
 
@@ -17,13 +18,31 @@ TOKENS = 512  # to look at
 HEADROOM = 2.0  # a prompt may bring larger numbers than these
 
 
-def calibration_shares(setup: EngineSetup) -> tuple[Share, ...]:
-    """One sequence of tokens from all over the vocabulary, the same at every start and on any number of ranks."""
-    length = min(TOKENS, setup.max_model_len, setup.max_num_batched_tokens)
-    (share,) = dummy_shares([length], setup.block_size)
+def calibration_shares(setup: EngineSetup) -> list[Share]:
+    """One sequence of tokens from all over the vocabulary, cut into steps that the engine has room for.
+
+    It is the same at every start, for any size of steps and on any number of ranks.
+    """
+    length, most = min(TOKENS, setup.max_model_len), setup.max_num_batched_tokens
+    (whole,) = dummy_shares([length], setup.block_size)
     vocab_size = getattr(setup.hf_config, "whole_vocab_size", setup.vocab_size)  # a rank's own is a part
     tokens = np.random.default_rng(0).integers(0, vocab_size, length, dtype=np.int32)
-    return (share._replace(token_ids=tokens),)
+    return [
+        part_of(whole, tokens, start, min(start + most, length), setup.block_size) for start in range(0, length, most)
+    ]
+
+
+def part_of(whole: Share, tokens: TokenIds, start: int, end: int, block_size: int) -> Share:
+    """The tokens `start` to `end` of a sequence, as a share of their own."""
+    first, last = -(-start // block_size), -(-end // block_size)
+    return whole._replace(
+        start=start,
+        num_new_tokens=end - start,
+        token_ids=tokens[start:end],
+        new_blocks=whole.new_blocks[first:last],
+        first_new_block=first,
+        draw=None if start else whole.draw,
+    )
 
 
 def scales_of(kv_caches: Sequence[torch.Tensor]) -> list[KVScales]:

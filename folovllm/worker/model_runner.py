@@ -83,15 +83,17 @@ class ModelRunner:
         setup, layers = self._setup, attention_layers(self.model)
         whole = make_backend(setup.backend, replace(setup.attention, kv_dtype=None))
         shares = calibration_shares(setup)
-        self.allocate_kv_cache(len(shares[0].new_blocks), setup.dtype)
+        num_tokens = shares[-1].end
+        self.allocate_kv_cache(-(-num_tokens // setup.block_size), setup.dtype)
         self.kv_cache.zero_()
         for attention in layers:
             attention.bind(whole)
         with torch.inference_mode():
-            batch = self._input_batch.build(shares)
-            whole.plan(batch)
-            self.model(batch)
-            found = centred_scales_of([attention.kv_cache for attention in layers], shares[0].num_new_tokens)
+            for share in shares:
+                batch = self._input_batch.build([share])
+                whole.plan(batch)
+                self.model(batch)
+            found = centred_scales_of([attention.kv_cache for attention in layers], num_tokens)
         for attention, scales in zip(layers, found, strict=True):
             attention.scales = scales
         self._bind_backends()

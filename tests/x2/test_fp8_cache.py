@@ -209,16 +209,15 @@ def test_all_milestones_answer_alike_from_8_bits(milestone: str) -> None:
     assert got == expected
 
 
-def test_ranks_look_at_the_same_tokens() -> None:
-    """A rank holds a part of the vocabulary; it must not choose the made-up tokens from that part."""
+@pytest.mark.parametrize(
+    "cut", [{"tensor_parallel_size": 2}, {"max_num_batched_tokens": 7, "max_num_seqs": 2}], ids=["ranks", "small steps"]
+)
+def test_scales_come_from_the_same_tokens(cut: dict[str, int]) -> None:
+    """A rank holds a part of the vocabulary, and a small step a part of the sequence: neither is looked at alone."""
     drawn = []
-    for ranks in (1, 2):
+    for fields in ({}, cut):
         engine = make_engine(
-            tiny_checkpoint(),
-            milestone="m5",
-            kv_cache_dtype="fp8",
-            calculate_kv_scales=True,
-            tensor_parallel_size=ranks,
+            tiny_checkpoint(), milestone="m5", kv_cache_dtype="fp8", calculate_kv_scales=True, **fields
         )
         drawn.append([list(o.outputs[0].token_ids) for o in serve(engine, mixed_requests(count=4))])
         engine.close()
