@@ -52,8 +52,9 @@ class Curve(NamedTuple):
 class StepCost:
     """What steps take: a table from the start of the engine, and what steps have taken since.
 
-    There are three kinds: plain ones; those with guesses; and those for which proposers were asked in vain. Some of these come
-    behind guesses, and so have waited for their tokens. What is missing in the table is mostly the host's: a form, a penalty, many requests. So it is added, not multiplied.
+    There are three kinds: plain ones; those with guesses; and those for which proposers were asked in vain. Some of these
+    come behind guesses, and so have waited for their tokens. What is missing in the table is mostly the host's: a form, a
+    penalty, many requests. So it is added, not multiplied.
     """
 
     plain: Curve  # steps without guesses
@@ -110,7 +111,10 @@ class StepCost:
         self.wait -= FADE * self.wait
 
     def note_vain(self, num_tokens: int, seconds: float) -> None:
-        """A step for which proposers were asked in vain took so long. No plain step takes longer: where one seems to, it was timed badly."""
+        """A step for which proposers were asked in vain took so long.
+
+        No plain step takes longer: where one seems to, it was timed badly.
+        """
         expected, self.num_vain = self.of_vain(num_tokens), self.num_vain + 1
         self.wait += max(NEWS, 1 / self.num_vain) * (min(seconds, 2 * expected) - expected)
         if self.wait < 0:

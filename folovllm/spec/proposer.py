@@ -13,7 +13,7 @@ class RowState(NamedTuple):
     """A running sequence, as a proposer sees it."""
 
     seq_id: int  # no other sequence ever has it
-    token_ids: TokenIds  # [n] int32: prompt and answer as far as they are known, a view to read only. The first guess is for position n
+    token_ids: TokenIds  # [n] int32: prompt and answer as far as known, a view. The first guess is for position n
     num_prompt_tokens: int
     draw: DrawSpec  # how its tokens are drawn; with the seed and a position a draft draws with the same noise
     cache_salt: str | None = None  # what is learnt from a sequence may serve those of the same salt
