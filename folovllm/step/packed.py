@@ -76,9 +76,8 @@ class StepPacker:
         """`buckets` are the widths for which a decode step is recorded, ascending."""
         self._padding_row = num_rows
         self._buckets = buckets
-        self._row_numbers = np.zeros(
-            (3, num_rows), np.int32
-        )  # TEMPERATURE, SEED_LOW, SEED_HIGH of each, as its first share said
+        # TEMPERATURE, SEED_LOW and SEED_HIGH of each row, as its first share said.
+        self._row_numbers = np.zeros((3, num_rows), np.int32)
         self._special: set[int] = set()  # rows whose draw takes more than temperature and noise
         self._logprobs: dict[int, int] = {}  # by row, where the request wants any
 
@@ -144,9 +143,8 @@ class StepPacker:
         for update, spec in zip(updates, new.values(), strict=True):
             row = update.row
             self._row_numbers[0, row] = np.float32(spec.temperature).view(np.int32)
-            self._row_numbers[1:, row] = np.array([spec.seed], np.int64).view(
-                np.int32
-            )  # little endian: the low word comes first
+            # Little endian: the low word comes first.
+            self._row_numbers[1:, row] = np.array([spec.seed], np.int64).view(np.int32)
             (self._special.add if update.fields[RowField.FLAGS] else self._special.discard)(row)
             self._logprobs.pop(row, None)
             if spec.logprobs is not None:
