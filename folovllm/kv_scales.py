@@ -15,7 +15,7 @@ class KVScales:
     """One layer's: a cached number times its scale is the number that was meant, for keys less `offset`.
 
     A query's scores with all keys change by the same number when all keys lose the same vector, and softmax does not see that.
-    So what writes keys needs `offset`, and no reader does.
+    So only the code that writes keys needs `offset`; no reader does.
     """
 
     key: float = 1.0

@@ -3,7 +3,7 @@
 # fails costs no other. From the root of the repository, on a machine with a GPU and with torch, triton and pytest:
 #     tools/measure_gpu.sh OUT [STEP ...]
 # OUT gets a log for each step, and a JSON file from each benchmark; steps are the names below, those of the milestones if
-# none is given (about 15 minutes); of the electives there are: electives looking bits guesses experts.
+# none is given (about 15 minutes); of the electives there are: electives looking bits guesses experts; of a start and few requests: few.
 set -uo pipefail
 out=${1:?usage: tools/measure_gpu.sh OUT [STEP ...]}
 shift
@@ -55,6 +55,10 @@ for model in stories-5m smollm2; do
 done
 step guesses guesses_draft 200 "${guesses[@]}" --methods draft_model
 step guesses guesses_checks 200 python3 -m tools.bench_checks
+for start in cold warm warm_again; do
+    step few few_start_$start 60 env TRITON_CACHE_DIR="$out/triton" python3 tools/measure_start.py
+done
+step few few_steps 60 python3 tools/measure_step.py --num-seqs 1 2 4 16 --kinds plain
 step experts experts_layer 120 python3 tools/bench_experts.py
 bench experts experts_latency 200 latency --random-weights qwen3-30b-a3b --repeats 3 --milestone m6
 bench experts experts_throughput 240 throughput --random-weights qwen3-30b-a3b --workload nano-vllm --max-num-batched-tokens 16384

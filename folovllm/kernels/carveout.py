@@ -3,7 +3,8 @@
 A kernel may say which share it wants as shared memory. Else the driver decides, and differently for a product, which needs
 none, and for attention. A multiprocessor must be empty to be divided anew, so the programs of the next kernel cannot start
 beside the last ones of this kernel, which is what `pdl` is for. All kernels of a layer want the same here: a lone token took
-8% less (`docs/performance_log.md`). With four tokens it took 3 to 10% more, so their products say nothing.
+7% less (`docs/performance_log.md`). Four tokens took 3 to 10% more, so their products ask for nothing. Their attention, which is
+the same kernel as that of one token, does: alone that changed nothing.
 """
 
 from __future__ import annotations

@@ -149,8 +149,8 @@ class SuffixProposer(Proposer):
         `least`: a guess ends before a token whose chance is smaller.
         """
         self._past, self._least = AnswersBySalt(capacity), least
-        # The latest answers that are not yet in `_past`, with their salts. More of them are not worth the wait.
-        self._ended = deque[tuple[str | None, list[int]]](maxlen=64)
+        # Answers not yet in `_past`, with their salts.
+        self._ended: deque[tuple[str | None, list[int]]] = deque(maxlen=64)
         self._texts: dict[int, Memory] = {}
         self._answers: dict[int, tuple[str | None, list[int]]] = {}  # of running sequences, with their salts
 
