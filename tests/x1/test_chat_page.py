@@ -360,7 +360,7 @@ class TestLook:
         visit.page.click("#settings")
         visit.page.click("label:has-text('Light') input")
         visit.page.click("text=Done")
-        assert light(visit.page) > 200
+        visit.page.wait_for_function("getComputedStyle(document.body).backgroundColor.match(/\\d+/g)[0] > 200")
         visit.page.reload()
         assert light(visit.page) > 200
         visit.page.context.close()
