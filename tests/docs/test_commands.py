@@ -14,7 +14,7 @@ import pytest
 
 from tests.docs.blocks import ROOT, Block, blocks, links, pages
 
-SECONDS = 240  # for one block, on two cores that others may use too
+SECONDS = 150  # for one block
 LEFT_OUT = shutil.ignore_patterns(".*", "mine", "site", "__pycache__", "*.egg-info", "build", "dist")
 WITH_COMMANDS = [page for page in pages() if any(not block.no_run for block in blocks(page))]
 

@@ -361,6 +361,7 @@ class TestLook:
         visit.page.click("label:has-text('Light') input")
         visit.page.click("text=Done")
         visit.page.wait_for_function("getComputedStyle(document.body).backgroundColor.match(/\\d+/g)[0] > 200")
+        assert light(visit.page) > 200
         visit.page.reload()
         assert light(visit.page) > 200
         visit.page.context.close()
