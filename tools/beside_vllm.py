@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from folovllm.bench.contenders import GEOMETRIES, write_geometry
-from folovllm.bench.workload import load_workload
+from folovllm.bench.workload import load_workload, mixed_workload
 
 WORKS = {  # requests at once, tokens of a prompt, tokens of an answer
     **{f"{n} at once": (n, 512, 256) for n in (1, 4, 16, 64, 256)},
@@ -27,7 +27,7 @@ WORKS = {  # requests at once, tokens of a prompt, tokens of an answer
     "8 x 15,000": (8, 15_000, 32),
     "1 x 8,000": (1, 8000, 1),
 }
-NANO = "nano-vllm"
+NANO, BURST = "nano-vllm", "burst"
 ENGINES = ("folovllm", "vllm")
 COMMON: dict[str, Any] = {"max_num_batched_tokens": 16_384, "max_model_len": 16_384, "dtype": "bfloat16"}
 
@@ -47,13 +47,14 @@ def start(engine: str, model: Path, gpus: int) -> tuple[Any, type]:
 
 
 def requests_of(work: str, seed: int) -> list[tuple[list[int], int]]:
-    """Prompts and the lengths of their answers. With nano-vllm's, prompts of another seed have the same lengths.
+    """Prompts and the lengths of their answers. Of nano-vllm and a burst, prompts of another seed have the same lengths.
 
     No prompt begins as one of another work or pass does, so nothing is found in a prefix cache.
     """
     rng = random.Random(f"{work}, {seed}")
-    if work == NANO:
-        lengths = [(len(one.prompt), one.output_len) for one in load_workload(NANO, 1 << 20).requests]
+    if work in (NANO, BURST):  # a burst: short and long ones at once, so that parts of prompts stand beside decodes
+        load = load_workload(NANO, 1 << 20) if work == NANO else mixed_workload(128, 0, (64, 8000), (16, 256))
+        lengths = [(len(one.prompt), one.output_len) for one in load.requests]
     else:
         count, prompt, answer = WORKS[work]
         lengths = [(prompt, answer)] * count
@@ -103,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", default="qwen3-0.6b", choices=GEOMETRIES)
     parser.add_argument("--gpus", type=int, default=1, help="of one model (tensor parallelism)")
-    parser.add_argument("--works", nargs="+", default=[*WORKS, NANO], choices=[*WORKS, NANO])
+    parser.add_argument("--works", nargs="+", default=[*WORKS, BURST, NANO], choices=[*WORKS, BURST, NANO])
     parser.add_argument("--passes", type=int, default=2, help="measured ones; the best counts")
     parser.add_argument("--engine", choices=ENGINES, help="this one alone, in this process")
     args = parser.parse_args()
