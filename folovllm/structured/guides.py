@@ -58,8 +58,7 @@ class Place(NamedTuple):
         if self.ahead:
             broken = self.guide.finish_ahead(bits[self.line : self.line + 1 + len(self.ahead)])
             return None if broken is None else self.level + broken
-        self.guide.finish(bits[self.line])
-        return self.level if self.guide.is_broken else None
+        return None if self.guide.finish(bits[self.line]) else self.level
 
 
 def places_behind(seq: Sequence, guide: Guide, guesses: list[int], level: int, line: int) -> list[Place]:
@@ -142,7 +141,7 @@ class Guides:
         guidance.fill_together([(p.guide.matcher, p.line, p.ahead) for p in places if p.guide.matcher], bits)
         for p in places:
             broken = p.finish(bits)
-            if broken:
+            if broken is not None:
                 self._limits.setdefault(p.seq.seq_id, broken)
         return Masks(np.array(rows, np.int32), bits)
 
@@ -169,13 +168,16 @@ class Guides:
             logger.warning("%s", error)
 
     def advance(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
-        """Take in what a step drew, share by share, and cut off what does not count."""
+        """Take in what a step drew, share by share, and cut off what does not count. Where nothing counts, give up."""
         if not self._guides:
             return
         for seq, tokens in zip(seqs, token_ids, strict=True):
-            if self._limits:
-                del tokens[self._limits.pop(seq.seq_id, len(tokens)) :]
-            if tokens and not seq.status.is_finished and (guide := self._guides.get(seq)) is not None:
+            limit = self._limits.pop(seq.seq_id, len(tokens)) if self._limits else len(tokens)
+            guide = self._guides.get(seq) if tokens and not seq.status.is_finished else None
+            del tokens[limit:]
+            if guide is not None:
+                if not tokens:
+                    guide.give_up()
                 for token_id in tokens:
                     guide.advance(token_id)
 

@@ -288,6 +288,20 @@ class TestCorners:
         assert dead.outputs[0].finish_reason == "abort"
         assert len(alive.outputs[0].token_ids) == 30
 
+    @pytest.mark.parametrize("milestone", ["m2", "m5", "m6", None])
+    def test_what_was_drawn_before_it_led_nowhere_is_kept(self, milestone: str | None) -> None:
+        """Whichever step finds that no token is left: those that came before are part of the answer."""
+        with engine(milestone) as llm:
+            a, b = llm.tokenizer.encode("ab")
+            dead, _, alive = llm.generate(
+                INPUTS[:3],
+                [formed(regex="ab[x-z]{9}", allowed_token_ids=[a, b]), formed(regex="[a-c]{30}"), FREE],
+                use_tqdm=False,
+            )
+        answer = dead.outputs[0]
+        assert (answer.token_ids, answer.text, answer.finish_reason) == ([a, b], "ab", "abort")
+        assert len(alive.outputs[0].token_ids) == 30
+
     def test_a_grammar_that_becomes_too_complex(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(GuidanceMatcher, "advance", lambda self, token_id: False)
         assert one(llm, regex="[a-z]{9}").finish_reason == "abort"
