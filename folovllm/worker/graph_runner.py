@@ -95,8 +95,13 @@ class GraphRunner:
         compile_at_once(self._setup, self.model.model, lambda: self._rehearse(records))
 
     def _rehearse(self, records: bool) -> None:
-        """Do once, over a small cache, what the start does: the largest step, small ones, and what is recorded."""
+        """Do once, over a small cache, what the start does: the largest step, small ones, and what is recorded.
+
+        Scales of a cache come first, since kernels are others where keys lose an offset; the start finds the true ones.
+        """
         setup = self._setup
+        if setup.config.calculate_kv_scales:
+            self._runner.calculate_kv_scales()
         self._runner.warmup_model()
         self._runner.allocate_kv_cache(-(-min(setup.max_model_len, setup.max_num_batched_tokens) // setup.block_size))
         self.compile_kernels()
