@@ -78,9 +78,8 @@ class GraphRunner:
         """Find out how many blocks fit, and allocate them; compile kernels and record steps. Returns the number of blocks."""
         setup = self._setup
         records = not setup.config.enforce_eager and self._runner.supports_graph()
-        if records:  # before the cache takes what is left
-            shape = setup.max_num_seqs, len(self.model.lm_head.weight)
-            self._logits = torch.zeros(shape, dtype=setup.dtype, device=setup.device)
+        if records:
+            self._reserve_logits()
         if setup.device.type == "cuda" and not setup.config.compile:
             self.compile_at_once(records)
         num_blocks = self._runner.fit_kv_cache(self._prompts.largest() if records else 0.0)
@@ -89,6 +88,11 @@ class GraphRunner:
         if records:
             self.capture_cudagraph()
         return num_blocks
+
+    def _reserve_logits(self) -> None:
+        """Make the place where recorded steps leave their logits, before the cache takes what is left."""
+        shape = self._setup.max_num_seqs, len(self.model.lm_head.weight)
+        self._logits = torch.zeros(shape, dtype=self._setup.dtype, device=self._setup.device)
 
     def compile_at_once(self, records: bool) -> None:
         """Compile all kernels of the start, many at a time."""
