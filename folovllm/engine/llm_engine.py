@@ -176,9 +176,9 @@ class LLMEngine(Observed):
     ) -> list[RequestOutput]:
         """Hand the tokens of a step that began at `start` to their sequences; returns what is new."""
         arrived = time.monotonic()
-        given_up = self._give_up(seqs)
         alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
-        updated = self.scheduler.postprocess([(seqs[i], result.token_ids[i]) for i in alive])
+        broken = self._guides.broken(seqs)
+        updated = self.scheduler.postprocess([(seqs[i], result.token_ids[i]) for i in alive if seqs[i] not in broken])
         if result.logprobs:
             for i in alive:
                 if i in result.logprobs:
@@ -192,20 +192,19 @@ class LLMEngine(Observed):
             self.events.emit(StepEnded(self._num_steps, start, arrived, now, output, result, waiting, used))
             for seq in (seqs[i] for i in alive if seqs[i].status.is_finished):
                 self.events.emit(Finished(seq.seq_id, seq.status.value))
+        self._give_up(broken)
         self._num_steps += 1
         self._num_preemptions += len(output.preempted)
-        return self._output.outputs([*updated, *given_up], now)
+        return self._output.outputs([*updated, *broken], now)
 
-    def _give_up(self, seqs: list[Sequence]) -> list[Sequence]:
-        """End the answers that cannot get their form any more, with finish_reason "abort". Returns them."""
-        broken = self._guides.broken(seqs)
+    def _give_up(self, broken: list[Sequence]) -> None:
+        """End answers that cannot get their form any more, with finish_reason "abort"."""
         for seq in broken:
             logger.warning("request %s ends early: its answer cannot be brought to its form", seq.request_id)
             if self.events.on:
                 self.events.emit(GivenUp(seq.seq_id))
         if broken:
             self.scheduler.abort(*broken)
-        return broken
 
     def prepare_forms(self) -> None:
         """Prepare for answers with a form. It takes about a second, and the first such answer would hold up all others."""
