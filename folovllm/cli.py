@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 USER_ERROR = 2  # the exit code of a usage error, too
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 CHAT_MAX_TOKENS = 1024
+Record = Annotated[
+    Path | None,
+    typer.Option(help="Record what the engine does, prompts too, for `folovllm inspect`.", callback=in_a_folder),
+]
+Trace = Annotated[
+    Path | None, typer.Option(help="Write steps and requests as a trace for ui.perfetto.dev.", callback=in_a_folder)
+]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -136,14 +143,8 @@ def generate(
     show_steps: Annotated[
         bool, typer.Option("--show-steps", help="Print a line a step, and draw the KV cache: a letter a block.")
     ] = False,
-    record: Annotated[
-        Path | None,
-        typer.Option(help="Record what the engine does, prompts too, for `folovllm inspect`.", callback=in_a_folder),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Write steps and requests as a trace for ui.perfetto.dev.", callback=in_a_folder),
-    ] = None,
+    record: Record = None,
+    trace: Trace = None,
     **given: Any,
 ) -> None:
     """Answer prompts from the arguments, from a file or from stdin.

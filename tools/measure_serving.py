@@ -158,9 +158,8 @@ def offline(measurement: Measurement, args: argparse.Namespace, ours: Start) -> 
             )
 
 
-def measure(measurement: Measurement, args: argparse.Namespace, parts: list[str]) -> None:
+def measure(measurement: Measurement, args: argparse.Namespace, starts: dict[str, Start], parts: list[str]) -> None:
     """Our engine offline, then each server under each load; both servers at once with `--beside`."""
-    starts = starts_of(args)
     ours, names, running = starts["ours"], [name for name in starts if name in parts], dict[str, Server]()
     with contextlib.ExitStack() as early:
         if args.beside and "vllm" in names:  # it takes two minutes, and nothing is measured on its GPU
@@ -197,10 +196,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model: to try this script without a GPU")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    measurement = Measurement(args.out, args.seconds)
+    starts, measurement = starts_of(args), Measurement(args.out, args.seconds)
     make_model(args.work / "model", args.tiny)
     unpack(measurement, args)
-    measure(measurement, args, args.only.split(","))
+    measure(measurement, args, starts, args.only.split(","))
 
 
 if __name__ == "__main__":

@@ -58,10 +58,12 @@ class Measurement:
 
 
 class Place:
-    """Where a program runs: a GPU and cores of its own, or the whole machine."""
+    """Where a program runs: a GPU and cores of its own, or the whole machine. ValueError where there are too few cores."""
 
     def __init__(self, index: int, of: int) -> None:
         cores = whole_cores(os.sched_getaffinity(0))
+        if of > len(cores):
+            raise ValueError(f"{of} programs at once need as many cores, and there are {len(cores)}: run one at a time")
         mine = chain.from_iterable(cores[index * len(cores) // of : (index + 1) * len(cores) // of])
         self.before = ["taskset", "-c", ",".join(map(str, mine))] if of > 1 else []
         self.env = {"CUDA_VISIBLE_DEVICES": str(index)} if of > 1 else {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from folovllm.flags import in_a_folder, pick, with_flags
+from folovllm.flags import Given, in_a_folder, pick, with_flags
 
 if TYPE_CHECKING:
     from folovllm.bench.contenders import Contender
@@ -204,11 +204,7 @@ def serve(
     points = points_of(rates, clients)
     sweep = Sweep(load_workload(workload, VOCABULARY, requests), points, Slo.parse(slo), engine_process)
     if url is not None:
-        chosen = {name for name, value in given.items() if value not in (None, [])} - {"model"}
-        if chosen or compare or random_weights:
-            raise ValueError(
-                "--url names a server that has its settings: say --model and the load, nothing of the engine"
-            )
+        require_no_engine(given, compare, random_weights)
         found, is_whole = sweep.run_at(url, given.get("model"), api_key)
     else:
         with contenders(given, compare, random_weights) as engines:
@@ -216,6 +212,13 @@ def serve(
     finish(found, save, show_sweep)
     if not is_whole:
         raise typer.Exit(130)
+
+
+def require_no_engine(given: Given, compare: str | None, geometry: str | None) -> None:
+    """Raise ValueError if something of an engine was chosen, beside the model."""
+    chosen = {name for name, value in given.items() if value not in (None, [])} - {"model"}
+    if chosen or compare or geometry:
+        raise ValueError("--url names a server that has its settings: say --model and the load, nothing of the engine")
 
 
 def points_of(rates: str | None, clients: str | None) -> list[Point]:

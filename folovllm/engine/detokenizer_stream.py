@@ -18,20 +18,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+MOST_HELD = 64  # tokens that wait for the end of a character
+LONGEST = 4  # bytes of a character, so the tokens of one are no more
+
+
 class StreamDetokenizer(IncrementalDetokenizer):
     """An `IncrementalDetokenizer` that decodes outside Python and whose text grows in place.
 
     A token costs the same at any length. `DecodeStream` moves the same window by the same rule, but gives up where the text
     of the window changes as it grows (bytes that are no character, for some tokenizers): there the inherited `advance`
-    takes over, and a new stream goes on from its marks.
+    takes over, and a new stream goes on from its marks as soon as there is text.
+
+    Bytes that never make a character would be held back to the end, and each decoded again with every token. Of more than
+    `MOST_HELD` tokens what is final is shown.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], backend: Any, skip_special_tokens: bool) -> None:
         super().__init__(decode)
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._num_streamed = 0  # tokens that the stream has seen
+        self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._num_streamed = 0  # tokens that were taken in
 
     def advance(self) -> str:
         """As inherited."""
@@ -39,23 +46,62 @@ class StreamDetokenizer(IncrementalDetokenizer):
         if not new:
             return ""
         self._num_streamed = len(self.token_ids)
+        delta = self._step(new)
+        return self._advance_in_python() if delta is None else delta
+
+    def _step(self, new: list[int]) -> str | None:
+        """What the stream makes of new tokens; None if there is no stream, or it cannot follow, or too many are held back."""
+        if self._stream is None:
+            return None
         try:
-            delta = self._stream.step(self._backend, new)
+            delta: str | None = self._stream.step(self._backend, new)
         except Exception as error:  # the binding knows no narrower class
             if not str(error).startswith("Invalid prefix"):
                 raise
-            return self._advance_in_python()
-        if not delta:
-            return ""
-        self._context, self._shown = self._shown, len(self.token_ids)
-        self._buffer.seek(0, 2)
-        self._buffer.write(delta)
-        return delta
+            return None
+        if delta:
+            self._context, self._shown = self._shown, len(self.token_ids)
+            self._write(delta)
+        return None if self._num_held > MOST_HELD else delta or ""
 
     def _advance_in_python(self) -> str:
-        delta = super().advance()
-        self._stream = DecodeStream(self.token_ids[self._context :], self._skip_special_tokens)
+        delta, self._stream = super().advance(), None
+        if delta:
+            self._stream = DecodeStream(self.token_ids[self._context :], self._skip_special_tokens)
+        elif self._num_held > MOST_HELD:
+            return self._show_final()
         return delta
+
+    def _show_final(self) -> str:
+        """Show the text up to a token behind which there are those of a character, and with which it reads the same.
+
+        Tokens that are no text at all, special ones mostly, are dropped.
+        """
+        before, now = self._decoded(self._shown), self._decoded(len(self.token_ids))
+        newest = len(self.token_ids) - LONGEST
+        for end in range(newest, newest - LONGEST, -1):
+            text = self._decoded(end)
+            if text == before:
+                del self.token_ids[self._shown : end]
+                self._num_streamed = len(self.token_ids)
+                return ""
+            if now.startswith(text) and len(text) > len(before):
+                self._context, self._shown = self._shown, end
+                self._write(text[len(before) :])
+                return text[len(before) :]
+        return ""
+
+    @property
+    def _num_held(self) -> int:
+        """Tokens whose text is not shown yet."""
+        return len(self.token_ids) - self._shown
+
+    def _decoded(self, end: int) -> str:
+        return self._decode(self.token_ids[self._context : end])
+
+    def _write(self, text: str) -> None:
+        self._buffer.seek(0, 2)
+        self._buffer.write(text)
 
     @property
     def text(self) -> str:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
-from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
 from folovllm.config import EngineConfig, ModelConfig
-from folovllm.engine.metrics import EngineStats, StepLog, StepStats
-from folovllm.engine.output_processor import OutputProcessor, RequestState
-from folovllm.engine.snapshot import added, engine_stats, snapshot
-from folovllm.events import ExpertsAsked, Finished, GivenUp, Listener, StepEnded
+from folovllm.engine.observed import Observed
+from folovllm.engine.output_processor import RequestState
+from folovllm.engine.snapshot import added
+from folovllm.events import ExpertsAsked, Finished, GivenUp, StepEnded
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.outputs import RequestOutput
 from folovllm.quick_tokenizer import whole
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("folovllm")
 
 
-class LLMEngine:
+class LLMEngine(Observed):
     """Serves requests step by step; `LLM` wraps it for offline use.
 
     Use it from one thread at a time. After an exception inside `step` the engine's state is undefined: make a new one.
@@ -49,20 +47,9 @@ class LLMEngine:
         elif overrides:
             raise ValueError(f"an EngineConfig says all: put {', '.join(overrides)} into it")
         parts = put_together(config)
-        self.setup = parts.setup
-        self.num_threads = parts.num_threads
-        self.tokenizer = parts.tokenizer
-        self.executor = parts.executor
-        self.scheduler = parts.scheduler
-        self.events = parts.events
+        super().__init__(parts)
         self._guides = parts.guides
         self._processor = parts.processor
-        self._output = OutputProcessor(parts.tokenizer)
-        self._log: StepLog | None = None
-        self._num_steps = 0
-        self._num_preemptions = 0
-        self._is_closed = False
-        self._process = os.getpid()
 
     @staticmethod
     def from_engine_args(engine_args: EngineConfig) -> LLMEngine:
@@ -184,44 +171,14 @@ class LLMEngine:
         self._guides.advance(seqs, result.token_ids)
         return result
 
-    def subscribe(self, listener: Listener, experts: bool = False) -> None:
-        """Call `listener(events)` after each step with what happened (`folovllm.events`), and now with the present state.
-
-        With `experts`, what happened includes how often experts were asked (`ExpertsAsked`), where `count_experts` is set.
-        """
-        state = snapshot(self.setup, self.scheduler.kv, self._num_steps, self._output.requests.values())
-        experts = experts and self.setup.config.count_experts
-        self.events.subscribe(listener, state, experts)
-        if experts:
-            self.events.emit(ExpertsAsked(self.expert_load()))
-            self.events.drain()
-
-    def unsubscribe(self, listener: Listener) -> None:
-        """Tell `listener` nothing more. ValueError if it does not listen."""
-        self.events.unsubscribe(listener)
-
-    @property
-    def history(self) -> list[StepStats] | None:
-        """The steps so far, or None. Set it to [] to have each step's figures appended from now on, and to None to stop."""
-        return None if self._log is None else self._log.steps
-
-    @history.setter
-    def history(self, steps: list[StepStats] | None) -> None:
-        if self._log is not None:
-            self.unsubscribe(self._log)
-        self._log = None
-        if steps is not None:
-            self._log = StepLog(steps)
-            self.subscribe(self._log, experts=True)
-
     def _take_in(
         self, output: SchedulerOutput, seqs: list[Sequence], result: StepResult, start: float
     ) -> list[RequestOutput]:
         """Hand the tokens of a step that began at `start` to their sequences; returns what is new."""
         arrived = time.monotonic()
-        given_up = self._give_up(seqs)
         alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
-        updated = self.scheduler.postprocess([(seqs[i], result.token_ids[i]) for i in alive])
+        broken = self._guides.broken(seqs)
+        updated = self.scheduler.postprocess([(seqs[i], result.token_ids[i]) for i in alive if seqs[i] not in broken])
         if result.logprobs:
             for i in alive:
                 if i in result.logprobs:
@@ -235,37 +192,23 @@ class LLMEngine:
             self.events.emit(StepEnded(self._num_steps, start, arrived, now, output, result, waiting, used))
             for seq in (seqs[i] for i in alive if seqs[i].status.is_finished):
                 self.events.emit(Finished(seq.seq_id, seq.status.value))
+        self._give_up(broken)
         self._num_steps += 1
         self._num_preemptions += len(output.preempted)
-        return self._output.outputs([*updated, *given_up], now)
+        return self._output.outputs([*updated, *broken], now)
 
-    def _give_up(self, seqs: list[Sequence]) -> list[Sequence]:
-        """End the answers that cannot get their form any more, with finish_reason "abort". Returns them."""
-        broken = self._guides.broken(seqs)
+    def _give_up(self, broken: list[Sequence]) -> None:
+        """End answers that cannot get their form any more, with finish_reason "abort"."""
         for seq in broken:
             logger.warning("request %s ends early: its answer cannot be brought to its form", seq.request_id)
             if self.events.on:
                 self.events.emit(GivenUp(seq.seq_id))
         if broken:
             self.scheduler.abort(*broken)
-        return broken
 
     def prepare_forms(self) -> None:
         """Prepare for answers with a form. It takes about a second, and the first such answer would hold up all others."""
         self._guides.prepare(self._processor.eos_token_ids)
-
-    def require_open(self) -> None:
-        """Raise RuntimeError if the engine was closed, or if this process is a fork of the engine's.
-
-        A fork has neither torch's threads nor its GPUs, so the first product there would wait for ever.
-        """
-        if self._is_closed:
-            raise RuntimeError("the engine was closed: make a new one")
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"the engine belongs to process {self._process}, and this is a fork of it, which has none of its threads: "
-                'start the process with multiprocessing\'s "spawn", and make an engine there'
-            )
 
     def require_idle(self) -> None:
         """Raise RuntimeError if the engine was closed, ValueError if it serves requests: their outputs would be lost."""
@@ -280,34 +223,3 @@ class LLMEngine:
         self.executor.shutdown()
         gc.unfreeze()  # `make_engine` froze what refers to itself; only thawed can it be collected
         gc.collect()
-
-    def stats(self) -> EngineStats:
-        """Requests and KV cache as they are now."""
-        self.require_open()
-        return engine_stats(self.setup, self.scheduler, self._num_steps, self._num_preemptions)
-
-    def expert_load(self) -> list[list[int]]:
-        """How often each expert of each layer was asked since the start; waits for the steps under way.
-
-        L lists of E numbers; a token asks k experts of a layer. ValueError where that is not counted.
-        """
-        self.require_open()
-        if not self.setup.config.count_experts:
-            raise ValueError("experts are not counted: set count_experts=True")
-        return self.executor.expert_load()
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, as after a change of the weights. Raises ValueError where there is no cache."""
-        self._prefix_caching_manager().reset()
-        self.events.drain()
-        return True  # vLLM's may fail
-
-    def prefix_cache_stats(self) -> PrefixCacheStats:
-        """Hits and evictions so far. Raises ValueError where there is no cache."""
-        return self._prefix_caching_manager().stats
-
-    def _prefix_caching_manager(self) -> KVCacheManager:
-        kv = self.scheduler.kv
-        if kv is None or not self.setup.config.enable_prefix_caching:
-            raise ValueError("there is no prefix cache: set enable_prefix_caching=True, or take milestone m5")
-        return kv

@@ -125,7 +125,7 @@ class Stream:
             self._tell()
 
     def _end(self, seq: Sequence, reason: str, now: float) -> None:
-        if not self.params.stop:
+        if reason == "stop" and not self.params.stop:
             check_stop_conditions(seq)  # notes which token stopped it
         seq.finish(SequenceStatus(reason))
         self.is_finished = self.state.finished

@@ -79,7 +79,7 @@ class Timer:
 
     def _shares(self, lengths: list[int], draw: DrawSpec | None) -> Iterator[Share]:
         """Shares of sequences that are new where `draw` is given; all tokens are drawn after."""
-        blocks = () if draw is None else self._blocks
+        blocks, first = ((), len(self._blocks)) if draw is None else (self._blocks, 0)
         for row, n in enumerate(lengths):
             tokens = no_tokens() if n == 0 else np.zeros(n, np.int32)
-            yield Share(-1 - row, row, self._start, n, tokens, blocks, 0, n, draw)
+            yield Share(-1 - row, row, self._start, n, tokens, blocks, first, n, draw)

@@ -46,7 +46,7 @@ def make_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_ids:
     from llguidance.hf import from_tokenizer
 
     try:
-        return from_tokenizer(whole(tokenizer), vocab_size, end_ids or None)
+        return from_tokenizer(whole(tokenizer), vocab_size, end_ids)
     except Exception as error:  # the binding knows no narrower class
         raise ValueError(f"json, regex and grammar cannot be had with this tokenizer: {error}") from error
 

@@ -54,18 +54,22 @@ class Guide:
         self._ends: Words | None = None  # the mask of `end_ids`, once it was needed
         self._forced: list[int] | None = None  # what is known of `forced`
         self.is_over = False  # it may only end
-        self.is_broken = False  # nothing leads to an answer of this form any more
+        self.is_broken = False  # nothing leads to an answer of this form any more, and all that counts was taken in
 
     @property
     def matcher(self) -> Matcher | None:
         """Whose mask `finish` starts from; None where the form has no say: before it begins, and when it is over."""
         return None if self.is_over or self.is_broken or self._preface is not None else self._matcher
 
-    def finish(self, words: Words) -> None:
-        """From the mask of the matcher, if there is one, to that of all the request asks for, in place: [ceil(V / 32)]."""
+    def finish(self, words: Words) -> bool:
+        """From the mask of the matcher, if there is one, to that of all the request asks for, in place: [ceil(V / 32)].
+
+        Returns whether an answer of this form can still come. If not, `words` has the ends alone; and what is drawn with
+        them must not count: `give_up` is for the step that drew it, since tokens before it may be on their way.
+        """
         if self.is_over or self.is_broken:
             self._fill_ends(words)
-            return
+            return self.is_over
         if self._preface is not None:
             words.fill(-1)
         elif self._matcher.is_accepting():
@@ -74,9 +78,10 @@ class Guide:
             words &= self._allowed
         if self._num_missing > 0:
             words &= ~self._end_words(words)
-        if not words.any():
-            self.is_broken = self._preface is not None or not self._matcher.is_accepting()
-            self._fill_ends(words)
+        if words.any():
+            return True
+        self._fill_ends(words)
+        return self._preface is None and self._matcher.is_accepting()
 
     def _fill_ends(self, words: Words) -> None:
         words[:] = self._end_words(words)
@@ -100,6 +105,10 @@ class Guide:
             self.is_over = True
         else:
             self.is_broken = not self._matcher.advance(token_id)
+
+    def give_up(self) -> None:
+        """No answer of this form can come any more, and all tokens that count were taken in."""
+        self.is_broken = True
 
     def num_allowed(self, guesses: Sequence[int]) -> int:
         """How many of these tokens, from the first on, the form allows. An end is no guess: nothing is behind it."""
@@ -130,8 +139,6 @@ class Guide:
         lines[(lines[:, own // 32] >> own % 32 & 1).any(axis=1)] |= ends
         nowhere = (np.bitwise_or.reduce(lines, axis=1) == 0).nonzero()[0]
         lines[nowhere] = ends
-        if len(nowhere) and not nowhere[0]:
-            self.is_broken = True
         return int(nowhere[0]) if len(nowhere) else None
 
     def ahead(self, guesses: Sequence[int]) -> Iterator[Guide]:

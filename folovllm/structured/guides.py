@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +31,7 @@ logger = logging.getLogger("folovllm")
 
 MOST_FORMS = 64  # that are kept
 MOST_USES = 1000
+MOST_TOKENIZERS = 4  # of the library, that are kept: a model with ends of its own has one
 
 
 @dataclass(slots=True)
@@ -58,8 +59,7 @@ class Place(NamedTuple):
         if self.ahead:
             broken = self.guide.finish_ahead(bits[self.line : self.line + 1 + len(self.ahead)])
             return None if broken is None else self.level + broken
-        self.guide.finish(bits[self.line])
-        return self.level if self.guide.is_broken else None
+        return None if self.guide.finish(bits[self.line]) else self.level
 
 
 def places_behind(seq: Sequence, guide: Guide, guesses: list[int], level: int, line: int) -> list[Place]:
@@ -75,8 +75,10 @@ class Guides:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._library_tokenizer: Any = None
-        self._compiled: dict[str, Compiled] = {}  # by form; the one that was used last stands at the end
+        self._library_tokenizers: dict[tuple[int, ...], Any] = {}  # by the tokens that end a text, and are never in one
+        self._compiled: dict[
+            tuple[str, tuple[int, ...]], Compiled
+        ] = {}  # by form and such ends; the one that was used last stands at the end
         self._guides: WeakKeyDictionary[Sequence, Guide] = WeakKeyDictionary()
         self._limits: dict[int, int] = {}  # by seq_id: tokens of the step under way that count, where not all may
 
@@ -142,7 +144,7 @@ class Guides:
         guidance.fill_together([(p.guide.matcher, p.line, p.ahead) for p in places if p.guide.matcher], bits)
         for p in places:
             broken = p.finish(bits)
-            if broken:
+            if broken is not None:
                 self._limits.setdefault(p.seq.seq_id, broken)
         return Masks(np.array(rows, np.int32), bits)
 
@@ -159,23 +161,26 @@ class Guides:
         guide = self._guides.get(seq)
         return [] if guide is None else guide.forced()[:most]
 
-    def prepare(self, model_end_ids: Iterable[int]) -> None:
+    def prepare(self, model_end_ids: Collection[int]) -> None:
         """Do now what the first answer with a grammar would wait for, if the library is there."""
-        if not guidance.is_installed():
+        if not guidance.is_installed() or not model_end_ids:  # of a model without ends, each request brings its own
             return
         try:
-            self._make_library_tokenizer(sorted(model_end_ids))
+            self._library_tokenizer(tuple(sorted(model_end_ids)))
         except ValueError as error:  # requests that ask for one are told the same
             logger.warning("%s", error)
 
     def advance(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
-        """Take in what a step drew, share by share, and cut off what does not count."""
+        """Take in what a step drew, share by share, and cut off what does not count. Where nothing counts, give up."""
         if not self._guides:
             return
         for seq, tokens in zip(seqs, token_ids, strict=True):
-            if self._limits:
-                del tokens[self._limits.pop(seq.seq_id, len(tokens)) :]
-            if tokens and not seq.status.is_finished and (guide := self._guides.get(seq)) is not None:
+            limit = self._limits.pop(seq.seq_id, len(tokens)) if self._limits else len(tokens)
+            guide = self._guides.get(seq) if tokens and not seq.status.is_finished else None
+            del tokens[limit:]
+            if guide is not None:
+                if not tokens:
+                    guide.give_up()
                 for token_id in tokens:
                     guide.advance(token_id)
 
@@ -190,19 +195,24 @@ class Guides:
     def _matcher(self, form: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Matcher:
         if form.choice is not None:
             return ChoiceMatcher(self._vocabulary, {text.encode() for text in form.choice}, end_ids)
-        known = self._compiled.pop(repr(form), None)
+        key = repr(form), tuple(model_end_ids)
+        known = self._compiled.pop(key, None)
         if known is None or known.num_uses == MOST_USES:
-            known = Compiled(guidance.GuidanceMatcher.compile(form, self._make_library_tokenizer(model_end_ids)))
-        self._compiled[repr(form)], known.num_uses = known, known.num_uses + 1
+            known = Compiled(guidance.GuidanceMatcher.compile(form, self._library_tokenizer(key[1])))
+        self._compiled[key], known.num_uses = known, known.num_uses + 1
         if len(self._compiled) > MOST_FORMS:
             del self._compiled[next(iter(self._compiled))]
         return known.matcher.copy()
 
-    def _make_library_tokenizer(self, end_ids: list[int]) -> Any:
-        """The library's; made once."""
-        if self._library_tokenizer is None:
-            self._library_tokenizer = guidance.make_tokenizer(self._tokenizer, self._vocab_size, end_ids)
-        return self._library_tokenizer
+    def _library_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
+        """The library's, which knows these ends; made once."""
+        made = self._library_tokenizers.pop(end_ids, None)
+        if made is None:
+            made = guidance.make_tokenizer(self._tokenizer, self._vocab_size, list(end_ids))
+        self._library_tokenizers[end_ids] = made
+        if len(self._library_tokenizers) > MOST_TOKENIZERS:
+            del self._library_tokenizers[next(iter(self._library_tokenizers))]
+        return made
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

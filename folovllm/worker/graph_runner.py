@@ -78,9 +78,8 @@ class GraphRunner:
         """Find out how many blocks fit, and allocate them; compile kernels and record steps. Returns the number of blocks."""
         setup = self._setup
         records = not setup.config.enforce_eager and self._runner.supports_graph()
-        if records:  # before the cache takes what is left
-            shape = setup.max_num_seqs, len(self.model.lm_head.weight)
-            self._logits = torch.zeros(shape, dtype=setup.dtype, device=setup.device)
+        if records:
+            self._reserve_logits()
         if setup.device.type == "cuda" and not setup.config.compile:
             self.compile_at_once(records)
         num_blocks = self._runner.fit_kv_cache(self._prompts.largest() if records else 0.0)
@@ -90,13 +89,23 @@ class GraphRunner:
             self.capture_cudagraph()
         return num_blocks
 
+    def _reserve_logits(self) -> None:
+        """Make the place where recorded steps leave their logits, before the cache takes what is left."""
+        shape = self._setup.max_num_seqs, len(self.model.lm_head.weight)
+        self._logits = torch.zeros(shape, dtype=self._setup.dtype, device=self._setup.device)
+
     def compile_at_once(self, records: bool) -> None:
         """Compile all kernels of the start, many at a time."""
         compile_at_once(self._setup, self.model.model, lambda: self._rehearse(records))
 
     def _rehearse(self, records: bool) -> None:
-        """Do once, over a small cache, what the start does: the largest step, small ones, and what is recorded."""
+        """Do once, over a small cache, what the start does: the largest step, small ones, and what is recorded.
+
+        Scales of a cache come first, since kernels are others where keys lose an offset; the start finds the true ones.
+        """
         setup = self._setup
+        if setup.config.calculate_kv_scales:
+            self._runner.calculate_kv_scales()
         self._runner.warmup_model()
         self._runner.allocate_kv_cache(-(-min(setup.max_model_len, setup.max_num_batched_tokens) // setup.block_size))
         self.compile_kernels()

@@ -82,11 +82,9 @@ class VerifyingGraphRunner(GraphRunner):
         )  # fmt: skip
         self._remembers = np.zeros(setup.max_num_seqs + 1, bool)  # rows whose draws depend on the tokens before them
 
-    def initialize_kv_cache(self) -> int:
-        """As `GraphRunner`. The logits of guesses have their place before the cache takes what is left."""
-        if not self._setup.config.enforce_eager:
-            self._checks.make_room()
-        return super().initialize_kv_cache()
+    def _reserve_logits(self) -> None:
+        super()._reserve_logits()
+        self._checks.make_room()
 
     def compile_kernels(self) -> None:
         """As `GraphRunner`, with guesses too."""

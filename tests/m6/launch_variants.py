@@ -27,8 +27,11 @@ from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.kernels import pdl
 from folovllm.kernels.filter_logits import FilterWorkspace
+from folovllm.kv_scales import UNSCALED
 from folovllm.worker import prompt_graphs
 from folovllm.worker.graph_runner import GraphRunner
+from folovllm.worker.model_runner import ModelRunner
+from folovllm.worker.native_model import attention_layers
 from tests.m6.traffic import FIELDS, serve_everything
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
@@ -80,9 +83,13 @@ def start(runner: GraphRunner, records: bool) -> dict[str, None]:
     runner._draw._use_kernel = True
     runner._rows_draw._work = FilterWorkspace.allocate(21, runner._draw.vocab_size, torch.device("cpu"))
     rooms, runner._prompts.rooms = runner._prompts.rooms, []  # kernels are compiled before any is open
+    forget_kv_scales(inner)
     runner.compile_at_once(records)
     rehearsed = dict(seen)
     seen.clear()
+    forget_kv_scales(inner)
+    if inner._setup.config.calculate_kv_scales:
+        inner.calculate_kv_scales()
     inner.warmup_model()
     inner.allocate_kv_cache(num_blocks)
     with torch.inference_mode():
@@ -93,6 +100,13 @@ def start(runner: GraphRunner, records: bool) -> dict[str, None]:
             runner._record(width)
     runner._prompts.rooms = rooms
     return rehearsed
+
+
+def forget_kv_scales(runner: ModelRunner) -> None:
+    """What the start has found out so far."""
+    for attention in attention_layers(runner.model):
+        attention.scales = UNSCALED
+    runner._bind_backends()
 
 
 if __name__ == "__main__":

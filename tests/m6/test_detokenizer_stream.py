@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from folovllm import LLM, SamplingParams
+from folovllm.engine import detokenizer_stream
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.detokenizer_stream import NoText, StreamDetokenizer, make_detokenizer
 from folovllm.engine.output_processor import RequestState
@@ -87,6 +88,59 @@ def test_bytes_that_change_what_was_shown() -> None:
             detokenizer.advance()
         answers.append(detokenizer.text)
     assert answers[0] == answers[1] != ""
+
+
+NO_TEXT = {"bytes": [255, 188, 256], "byte fallback": [1 + 0xFF, 0], "words": [0]}  # however many of them
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@given(data=st.data())
+def test_bytes_without_end_are_not_held_back(name: str, data: st.DataObject) -> None:
+    """The text is M1's in the end, no token waits for long, and none is decoded again and again."""
+    backend, widest = BACKENDS[name], 0
+
+    def decode(ids: list[int]) -> str:
+        nonlocal widest
+        widest = max(widest, len(ids))
+        return str(backend.decode(ids))
+
+    plain, stream = IncrementalDetokenizer(backend.decode), StreamDetokenizer(decode, backend, True)
+    # With byte fallback how a byte reads depends on all bytes around it: there are words between.
+    pieces = [[backend.token_to_id(piece)] for piece in ("▁a", "b", "▁the")]
+    some = st.sampled_from(pieces) if name == "byte fallback" else ids_of(name)
+    ends = st.sampled_from([[], *([id_] * 40 for id_ in NO_TEXT[name])])
+    parts = data.draw(st.lists(st.tuples(some, ends), max_size=6))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(detokenizer_stream, "MOST_HELD", 8)
+        for token in [token for part in parts for ids in part for token in ids]:
+            plain.append(token)
+            stream.append(token)
+            plain.advance()
+            stream.advance()
+    plain.flush()
+    stream.flush()
+    assert stream.text == plain.text
+    if name == "bytes":  # in others a token may be no text at all
+        assert widest <= 3 * 8
+
+
+@pytest.mark.parametrize("byte", [0xFF, 0xF0, 0xE2, 0x80])
+def test_a_byte_that_is_no_character_costs_what_others_cost(byte: int) -> None:
+    backend = BACKENDS["byte fallback"]
+    decoded: list[int] = []
+
+    def decode(ids: list[int]) -> str:
+        decoded.append(len(ids))
+        return str(backend.decode(ids))
+
+    stream = StreamDetokenizer(decode, backend, True)
+    for count in range(1, 1001):
+        stream.append(1 + byte)
+        stream.advance()
+        assert stream.num_chars >= count - 65
+    stream.append(backend.token_to_id("▁the"))
+    assert stream.advance().endswith("� the")
+    assert stream.text == backend.decode(stream.token_ids) and max(decoded) <= 3 * 64
 
 
 @pytest.mark.parametrize("make", [IncrementalDetokenizer, lambda d: StreamDetokenizer(d, BACKENDS["bytes"], True)])

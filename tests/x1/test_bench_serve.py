@@ -283,3 +283,9 @@ def test_two_servers_have_no_core_in_common(tmp_path: Path, monkeypatch: pytest.
     assert [programs.Place(i, 2).before[-1] for i in range(2)] == ["0,4,1,5", "2,6,3,7"]
     monkeypatch.setattr(programs, "CPUS", tmp_path / "none")
     assert [programs.Place(i, 2).before[-1] for i in range(2)] == ["0,1,2,3", "4,5,6,7"]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 4}, raising=False)
+    assert [programs.Place(i, 2).before[-1] for i in range(2)] == ["0", "4"]
+    monkeypatch.setattr(programs, "CPUS", tmp_path)
+    with pytest.raises(ValueError, match="2 programs at once need as many cores, and there are 1"):
+        programs.Place(0, 2)
+    assert programs.Place(0, 1).before == []

@@ -147,6 +147,12 @@ class TestFeed:
         said = ("a", "stop", ids_of("z")[0], True, 2.0)
         assert run(main) == said, "the token that stopped it is no text, and is the reason; it ended at second 2"
 
+    def test_an_answer_without_a_token_was_stopped_by_none(self) -> None:
+        """It was given up: that its prompt ends in a stop token says nothing."""
+        stream = stream_of(SamplingParams(stop_token_ids=[1, 2, 3]))
+        stream.feed(Delta(0, 0, [], "abort"), 1.0)
+        assert stream.is_finished and stream._seqs[0].stop_reason is None
+
     def test_who_wants_the_whole_is_not_woken_before_the_end(self) -> None:
         mailbox = Mailbox()
         stream = stream_of(replace(DELTAS, output_kind=RequestOutputKind.FINAL_ONLY), mailbox)

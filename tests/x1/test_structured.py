@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -21,6 +22,7 @@ from folovllm.engine.overlap import OverlappedEngine
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
+from folovllm.server.async_engine import AsyncEngine
 from folovllm.structured.guidance import GuidanceMatcher, check_form
 from folovllm.structured.guides import Guides
 from folovllm.structured_outputs import StructuredOutputsParams
@@ -287,6 +289,36 @@ class TestCorners:
         )
         assert dead.outputs[0].finish_reason == "abort"
         assert len(alive.outputs[0].token_ids) == 30
+
+    @pytest.mark.parametrize("milestone", ["m2", "m5", "m6", None])
+    def test_what_was_drawn_before_it_led_nowhere_is_kept(self, milestone: str | None) -> None:
+        """Whichever step finds that no token is left: those that came before are part of the answer."""
+        with engine(milestone) as llm:
+            a, b = llm.tokenizer.encode("ab")
+            dead, _, alive = llm.generate(
+                INPUTS[:3],
+                [formed(regex="ab[x-z]{9}", allowed_token_ids=[a, b]), formed(regex="[a-c]{30}"), FREE],
+                use_tqdm=False,
+            )
+        answer = dead.outputs[0]
+        assert (answer.token_ids, answer.text, answer.finish_reason) == ([a, b], "ab", "abort")
+        assert len(alive.outputs[0].token_ids) == 30
+
+    @pytest.mark.parametrize("fields", [{}, {"max_num_batched_tokens": 4}, {"milestone": "m2"}], ids=str)
+    def test_the_prompt_of_what_is_given_up_was_scored(self, fields: dict[str, Any]) -> None:
+        """In the very step that finds that nothing can be drawn, or in one before it; with a server too."""
+        params = formed(regex="[x-z]{9}", allowed_token_ids=[64, 65], prompt_logprobs=0)
+        with engine(**fields) as llm:
+            (dead,) = llm.generate(INPUTS[1], params, use_tqdm=False)
+        assert dead.outputs[0].finish_reason == "abort"
+        assert dead.prompt_logprobs is not None and len(dead.prompt_logprobs) == len(INPUTS[1])
+
+        async def last() -> RequestOutput:
+            common = {"max_model_len": 200, "device": "cpu", "use_tqdm": False, "max_num_seqs": 16}
+            async with AsyncEngine(str(tiny_checkpoint()), **(common | fields)) as served:
+                return [output async for output in served.generate(INPUTS[1], params)][-1]
+
+        assert asyncio.run(last()).prompt_logprobs == dead.prompt_logprobs
 
     def test_a_grammar_that_becomes_too_complex(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(GuidanceMatcher, "advance", lambda self, token_id: False)

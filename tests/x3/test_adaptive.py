@@ -54,9 +54,10 @@ def test_each_method_writes_the_same_text(plain: list[list[int]], method: str) -
         )
 
 
-def test_the_cost_of_steps_is_measured() -> None:
+@pytest.mark.parametrize("milestone", ["m2", "m5", "m6"])
+def test_the_cost_of_steps_is_measured(milestone: str) -> None:
     config = {"method": "ngram", "num_speculative_tokens": 3}
-    with LLM("stories-5m", **COMMON, speculative_config=config) as llm:
+    with LLM("stories-5m", milestone=milestone, **COMMON, speculative_config=config) as llm:
         cost = llm.engine.scheduler.speculation.depth.cost  # type: ignore[attr-defined]
         assert cost.plain.widths == (1, 2)
         assert cost.checked.widths == (1, 2, 4, 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -88,7 +89,10 @@ def test_what_is_drawn_where_the_form_cannot_be_reached_does_not_count() -> None
     guides.advance([seq], drawn)
     assert drawn == [[1, NOTHING_BEHIND]] and not guides.broken([seq])
     guides.masks(step(seq, []), [seq])
-    assert guides.broken([seq]) == [seq]
+    assert not guides.broken([seq]), "tokens before these masks' own may be on their way"
+    drawn = [[9]]
+    guides.advance([seq], drawn)
+    assert drawn == [[]] and guides.broken([seq]) == [seq]
 
 
 FORMS: list[dict[str, Any]] = [
@@ -150,6 +154,29 @@ def test_a_stop_token_that_is_text_completes_no_form() -> None:
     guides.add([seq])
     masks = guides.masks(step(seq, [b, c, b]), [seq])
     assert [ids_of(words) for words in masks.bits] == [[a, b, c]] * 3 + [sorted([a, *seq.eos_token_ids])]
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_requests_to_a_model_without_ends_have_each_their_own(prepared: bool) -> None:
+    """What ends one request is text of another, whichever comes first."""
+    a, b, c, x, y = tiny_tokenizer().encode("abcxy")
+    guides = Guides(tiny_tokenizer(), VOCAB_SIZE)
+    if prepared:
+        guides.prepare([])
+    for end, other in [(x, y), (y, x), (x, y), *((int(id_), x) for id_ in tiny_tokenizer().encode("0123456789"))]:
+        seq = sequence([1, 1, 1], 8)
+        seq.request = replace(seq.request, eos_token_ids=frozenset())
+        seq.request.params.structured_outputs = StructuredOutputsParams(regex="[a-cxy][a-c]{2}")
+        seq.request.params.stop_token_ids = [end]
+        guides.add([seq])
+        guide, seen = guides._guides[seq], []
+        for token in [other, b, c]:
+            seen.append(allowed_by(guide))
+            guide.advance(token)
+        assert other in seen[0] and {a, b, c} < {*seen[0]}
+        assert [*seen[1:], allowed_by(guide)] == [[a, b, c], [a, b, c], [end]]
+        masks = guides.masks(step(seq, []), [seq])
+        assert ids_of(masks.bits[0]) == [end]
 
 
 def allowed_by(guide: Guide) -> list[int]:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from folovllm.attention.backends.torch_paged import TorchPagedBackend
 from folovllm.sampling_params import SamplingParams
 from folovllm.structured_outputs import StructuredOutputsParams
 from folovllm.worker import check_graphs
 from folovllm.worker.check_graphs import CheckGraphs, CheckRoom
+from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.prompt_graphs import Room
 from tests.helpers import prompts, tiny_tokenizer
 from tests.workloads import Request, serve, workload
@@ -100,3 +102,25 @@ def test_recorded_steps_with_guesses(guesses: str, monkeypatch: pytest.MonkeyPat
     assert len(set(used)) > 3 and max(used).tokens <= 24
     assert check_graphs.rooms(64)[-2:] == [CheckRoom(48, 0), CheckRoom(64, 0)]
     assert check_graphs.rooms(2000)[-1] == CheckRoom(512, 0)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_logits_have_places_only_where_steps_are_recorded(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two while the cache is sized, and then one; none where the backend cannot be part of a recording."""
+    made: list[CheckGraphs] = []
+    sizes: list[list[int]] = []
+    make, fit = CheckGraphs.__init__, ModelRunner.fit_kv_cache
+
+    def places() -> list[int]:
+        return [len(made[0]._logits), len(made[0]._kept_free)]
+
+    def noted(self: CheckGraphs, *rest: Any, **more: Any) -> None:
+        made.append(self)
+        make(self, *rest, **more)
+
+    monkeypatch.setattr(check_graphs, "check_rooms", lambda setup: check_graphs.rooms(24))
+    monkeypatch.setattr(TorchPagedBackend, "supports_graph", lambda self, device: recorded)
+    monkeypatch.setattr(CheckGraphs, "__init__", noted)
+    monkeypatch.setattr(ModelRunner, "fit_kv_cache", lambda *args: (sizes.append(places()), fit(*args))[1])
+    make_engine(max_num_seqs=4, **BLOCKS["m6"], **guessing(make_proposer("right", [], [])))
+    assert [*sizes, places()] == ([[24, 24], [24, 0]] if recorded else [[0, 0], [0, 0]])
