@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from folovllm import LLM, SamplingParams
-from folovllm.spec.choose import AdaptiveDepth
+from folovllm.spec.adaptive import AdaptiveDepth
 from folovllm.structured_outputs import StructuredOutputsParams
 
 FOLDER = Path(__file__).parent / "speculation"

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.spec.choose import AdaptiveDepth, Curve, Estimate, StepCost, best_depths
+from folovllm.spec.adaptive import AdaptiveDepth, Estimate
+from folovllm.spec.choose import Curve, StepCost, best_depths
 from folovllm.spec.ngram import NgramProposer
 from folovllm.spec.proposer import Depth, FixedDepth, Proposer, RowState
 from folovllm.spec.shadow import Shadow

@@ -169,7 +169,7 @@ class TestPastAnswers:
     def test_memory_is_bounded_and_the_latest_are_kept(self, answers: list[list[int]]) -> None:
         past, capacity = PastAnswers(10), 10
         for answer in answers:
-            past.add(answer)
+            past.add([*answer, ANSWER_ENDS])
         kept = [text.num_tokens for text in past.generations]
         total = sum(len(answer) + 1 for answer in answers)
         assert max(kept) <= capacity
@@ -181,8 +181,8 @@ class TestPastAnswers:
     def test_of_many_salts_the_latest_are_kept(self, answers: list[tuple[str | None, list[int]]]) -> None:
         past, alone = AnswersBySalt(10), {salt: PastAnswers(10) for salt in (None, "a", "b")}
         for salt, answer in answers:
-            past.add(salt, answer)
-            alone[salt].add(answer)
+            past.add(salt, [*answer, ANSWER_ENDS])
+            alone[salt].add([*answer, ANSWER_ENDS])
             assert past.num_tokens == sum(kept.num_tokens for kept in past._by_salt.values()) <= 20
             found = [text.num_tokens for text in past.generations(salt)]
             if len({one for one, _ in answers}) == 1:
