@@ -90,7 +90,7 @@ class Speculation:
 
     def _choose(self, running: SequenceOf[Sequence], room: int) -> dict[int, int]:
         if room <= 0:
-            self._rest = SOON
+            self._chosen, self._rest = {}, SOON
             return {}
         seqs = [seq for seq in running if seq.num_tokens - seq.num_computed_tokens < 2]  # some are in flight
         if not seqs:
@@ -106,6 +106,7 @@ class Speculation:
         """Learn what guesses would be worth for those who get none: by what their forms force, and by some of their texts."""
         for seq in idle:
             if (num_forced := len(self._forms.forced(seq, LOOK)) - num_flying(seq)) > 0:
+                self._know(seq)
                 self.depth.observe(seq.seq_id, num_forced, num_forced)
         if most := self.proposer.num_looks():
             first, self._turn = (self._turn, self._turn + most) if self._turn < len(idle) else (0, most)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -153,16 +154,63 @@ def copied(seed: int, length: int) -> list[int]:
     return [token if die.random() > 0.03 else die.randrange(100, 700) for token in (text * (length // 60 + 1))[:length]]
 
 
-if __name__ == "__main__":
-    for method in ("ngram", "ngram+suffix"):
-        for batch in (1, 16, 256):
-            for make, prompt, length, forms, scale in ((story, 45, 245, False, 1), (copied, 150, 320, True, 1), (copied, 150, 320, False, 10), (story, 2000, 2200, False, 10)):
-                if batch == 256 and prompt > 1000: continue
-                plain, guessing = Served(batch, "", forms, scale), Served(batch, method, forms, scale)
-                print(method, batch, make.__name__, prompt, forms, scale, end=": ")
-                for turn in range(4 if batch < 99 else 3):
-                    texts = [make(turn * 1000 + i, length) for i in range(batch)]
-                    a, b = plain.serve(texts, prompt), guessing.serve(texts, prompt)
-                    sp = guessing.speculation
-                    print(f"{a/b:.3f} ({1e3*(b-a):.2f} of {1e3*a:.1f} ms; {sp.num_drafts} {sp.num_accepted}/{sp.num_guessed})", end="  ")
-                print()
+def both(batch: int, methods: str, turns: list[list[list[int]]], num_prompt: int, **how: Any) -> tuple[Served, float, float]:
+    """The engine with guesses, and the seconds that all turns took without them and with them."""
+    plain, guessing = Served(batch, **how), Served(batch, methods, **how)
+    seconds = [(plain.serve(texts, num_prompt), guessing.serve(texts, num_prompt)) for texts in turns]
+    return guessing, sum(one for one, _ in seconds), sum(other for _, other in seconds)
+
+
+def stories(batch: int, num_turns: int, length: int = 245) -> list[list[list[int]]]:
+    return [[story(1000 * turn + i, length) for i in range(batch)] for turn in range(num_turns)]
+
+
+@pytest.mark.parametrize("methods", ["ngram", "ngram+suffix"])
+@pytest.mark.parametrize("batch", [1, 8, 16, 256])
+def test_new_texts_lose_under_two_percent(batch: int, methods: str) -> None:
+    """From the first step of the engine on: several answers of 200 tokens for each sequence."""
+    _, plain, guessing = both(batch, methods, stories(batch, 8 if batch < 256 else 2), 45)
+    assert guessing < 1.02 * plain
+
+
+@pytest.mark.parametrize("batch", [1, 8, 16])
+def test_the_first_answers_alone_lose_a_few_steps(batch: int) -> None:
+    """Looks and tries have a few steps of one sequence to lose at the start, and each of them ends once it began."""
+    _, plain, guessing = both(batch, "ngram+suffix", stories(batch, 1), 45)
+    assert guessing - plain < 2 * LOAN * PLAIN.seconds[0] + 0.01 * plain + (60 + 245) * A_TOKEN * 2
+
+
+@pytest.mark.parametrize("methods", ["ngram", "ngram+suffix"])
+def test_a_long_prompt_is_read_once_and_paid_for(methods: str) -> None:
+    """To read 2,000 tokens takes 50 steps; then nobody looks until that was a hundredth of the time."""
+    guessing, plain, seconds = both(4, methods, stories(4, 12, 2100), 2000, scale=2.0)
+    assert seconds - plain < 0.01 * plain + 2 * 2100 * A_TOKEN * 2
+
+
+@pytest.mark.parametrize(("batch", "gain"), [(1, 2.2), (16, 2.0)])
+@pytest.mark.parametrize("methods", ["ngram", "ngram+suffix"])
+def test_texts_that_repeat_themselves_gain(batch: int, gain: float, methods: str) -> None:
+    """With forms, from the first answers on; and in a model of which a step takes ten times as long, without forms."""
+    turns = [[copied(1000 * turn + i, 320) for i in range(batch)] for turn in range(4)]
+    _, plain, guessing = both(batch, methods, turns[:1], 150, forms=True)
+    assert plain > 0.9 * gain * guessing
+    _, plain, guessing = both(batch, methods, turns, 150, forms=True)
+    assert plain > gain * guessing
+    _, plain, guessing = both(batch, methods, turns, 150, scale=10.0)
+    assert plain > min(gain, 1.4) * guessing
+
+
+def test_where_a_step_has_no_room_for_guesses_nobody_is_asked() -> None:
+    """256 sequences draw as many tokens as there is memory for."""
+    guessing, plain, seconds = both(256, "ngram", [[copied(i, 190) for i in range(256)]], 150, forms=True)
+    assert seconds == pytest.approx(plain) and not guessing.speculation.num_guessed
+
+
+def test_after_new_texts_come_some_that_repeat_themselves() -> None:
+    """What was lost on stories does not keep guesses off for long."""
+    plain, guessing = Served(1), Served(1, "ngram")
+    for turn in range(6):
+        guessing.serve([story(turn, 245)], 45)
+    texts = [copied(i, 320) for i in range(8)]
+    seconds = [(plain.serve([text], 150), guessing.serve([text], 150)) for text in texts]
+    assert seconds[-1][0] > 1.5 * seconds[-1][1]
