@@ -97,11 +97,13 @@ class StepCost:
     def note(self, num_tokens: int, is_checked: bool, seconds: float) -> None:
         """A step took so long. One that took far too long, or that was interrupted, counts no more than twice its time.
 
-        Plain steps are timed now and then, and count more, the first ones most; the very first counts as it is.
+        Plain steps are timed now and then, and count more, the first ones most; the very first counts as it is. None takes
+        longer than one with guesses: where one seems to, it was timed badly.
         """
         if is_checked:
             expected = self.of_narrow(num_tokens)
             self.checked_more += NEWS * (min(seconds, 2 * expected) - expected)
+            self.plain_more -= NEWS * max(0.0, self.of_plain(num_tokens) - seconds)
         else:
             expected, self.num_plain = self.of_plain(num_tokens), self.num_plain + 1
             longest = 2 * expected if self.num_plain > 1 else seconds

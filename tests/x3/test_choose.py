@@ -146,6 +146,14 @@ class TestStepCost:
             cost.note_vain(1, 1.1)
         assert cost.of_plain(1) == pytest.approx(1.1, rel=0.01)
 
+    def test_a_plain_step_takes_no_longer_than_one_with_guesses(self) -> None:
+        """Else any guess would seem to pay: steps with guesses are timed often, and plain ones meanwhile not at all."""
+        cost = costs((1.0, 9.0), (1.0, 1.0))
+        cost.note(1, False, 9.0)
+        for _ in range(60):
+            cost.note(3, True, 2.0)
+        assert cost.of_plain(1) == pytest.approx(2.0, rel=0.01)
+
     def test_a_table_that_is_too_high_is_never_corrected_to_nothing(self) -> None:
         cost = costs((1.0, 2.0), (1.0, 9.0))
         for _ in range(99):
