@@ -21,21 +21,23 @@ from typing import Any
 import torch
 
 from folovllm import LLM, SamplingParams
-from folovllm.spec.choose import AdaptiveDepth
+from folovllm.spec.adaptive import AdaptiveDepth
 from folovllm.structured_outputs import StructuredOutputsParams
 
 FOLDER = Path(__file__).parent / "speculation"
 
 
-def requests(llm: LLM, name: str, temperature: float) -> tuple[list[str], list[SamplingParams]]:
-    """The prompts of a set, and how they are answered."""
-    tasks = json.loads((FOLDER / f"{name}.json").read_text())
+def requests(
+    llm: LLM, name: str, temperature: float, times: int = 1, first_seed: int = 0
+) -> tuple[list[str], list[SamplingParams]]:
+    """The prompts of a set, taken several times, and how they are answered: no two with the same seed."""
+    tasks = json.loads((FOLDER / f"{name}.json").read_text()) * times
     render = llm.get_tokenizer().apply_chat_template
     prompts = [render(task["messages"], tokenize=False, add_generation_prompt=True) for task in tasks]
     params = [
         SamplingParams(
             temperature=temperature,
-            seed=i,
+            seed=first_seed + i,
             max_tokens=task["max_tokens"],
             structured_outputs=StructuredOutputsParams(**task["form"]) if task["form"] else None,
         )
@@ -126,6 +128,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--fixed", action="store_true", help="always guess as many tokens")
     parser.add_argument("--exact", action="store_true", help="load the model in float32, too, to judge texts that part")
+    parser.add_argument("--fresh", action="store_true", help="other seeds in each round: with a temperature nothing comes again")
     parser.add_argument("--sets", nargs="*", default=["repetitive", "plain"])
     arguments = parser.parse_args()
     common: dict[str, Any] = {"model": arguments.model, "use_tqdm": False, "max_num_seqs": max(8, *arguments.batches)}
@@ -150,31 +153,36 @@ def compare(
 ) -> None:
     """Print the lines of a set. One that is smaller than a batch is taken several times; the last round is not timed, but watched."""
     counts = guessing.engine.scheduler.speculation
-    prompts, params = requests(plain, name, arguments.temperature)
-    times = -(-batch // len(prompts))
-    work = prompts * times, params * times, batch
+    num_tasks = len(requests(plain, name, 0.0)[0])
+    times = -(-batch // num_tasks)
+
+    def work(turn: int) -> tuple[list[str], list[SamplingParams], int]:
+        return *requests(plain, name, arguments.temperature, times, 1000 * turn * arguments.fresh), batch
+
     before = counts.num_guessed, counts.num_accepted, counts.num_drafts
     found: dict[bool, list[Answers]] = {False: [], True: []}
-    for is_guessing in [False, True] * arguments.rounds:
-        found[is_guessing].append(answer(guessing if is_guessing else plain, *work))
+    for turn in range(arguments.rounds):
+        for is_guessing in (False, True):
+            found[is_guessing].append(answer(guessing if is_guessing else plain, *work(turn)))
     now = counts.num_guessed, counts.num_accepted, counts.num_drafts
     with Watch(guessing) as watch:
-        answer(guessing, *work)
+        answer(guessing, *work(arguments.rounds))
     guessed, accepted, steps = (one - other for one, other in zip(now, before, strict=True))
     same = sum(one == other for one, other in zip(found[False][-1].texts, found[True][-1].texts, strict=True))
     told = []
     for kind, which in (("", "seconds"), ("behind the first ", "behind_first")):
         slow, fast = (1e3 * statistics.median(getattr(one, which) for one in found[key]) for key in (False, True))
         told.append(f"{kind}{slow:.3f} ms a token, guessing {fast:.3f} ms, {slow / fast:.2f} x")
-    gains = " ".join(f"{one.seconds / other.seconds:.2f}" for one, other in zip(found[False], found[True], strict=True))
+    each = [one.seconds / other.seconds for one, other in zip(found[False], found[True], strict=True)]
+    gains = " ".join(f"{gain:.3f}" for gain in each) + f", median {statistics.median(each):.3f}"
     method = "+".join(guessing.engine.setup.config.speculation.methods)
     print(
         f"{arguments.model}, {name}, batch {batch}, {method}: {'; '.join(told)}; {accepted} of {guessed} guesses right, in "
-        f"{steps} shares with guesses {1 + accepted / max(1, steps):.2f} tokens; {same} of {len(work[0])} texts equal; "
+        f"{steps} shares with guesses {1 + accepted / max(1, steps):.2f} tokens; {same} of {times * num_tasks} texts equal; "
         f"rounds {gains}\n    {watch.told()}{opinion(counts.depth)}",
         flush=True,
     )
-    tell_differences(plain, exact, prompts, (found[False][-1].texts, found[True][-1].texts))
+    tell_differences(plain, exact, work(0)[0], (found[False][-1].texts, found[True][-1].texts))
 
 
 def tell_differences(

@@ -28,7 +28,8 @@ class Forms(Protocol):
 
 SOON = 8  # steps after which a new sequence is thought of, at the latest
 SETTLED = 3  # steps before the end of a rest: one that is neither the first after guesses nor waits for a look
-TIMED = SETTLED + 1, SETTLED + 2  # what is left of the rest before it, and before the one at whose end its time begins
+TIMED = SETTLED + 2, SETTLED + 1  # what is left of the rest before the step at whose end its time begins, and before it
+LOOK = 4  # forced tokens that a look counts
 
 
 class Begun(NamedTuple):
@@ -60,9 +61,10 @@ class Known:
 class Speculation:
     """Asks the proposer and the depth, and tells them what they must know. It owns what the proposer has heard of.
 
-    While `depth` rests, a step costs a counter (`is_idle`): no sequence is looked at, and what is drawn is told when it is needed.
+    While `depth` rests, a step costs a counter (`idle`): no sequence is looked at, and what is drawn is told when it is needed.
 
     Attributes:
+        idle: steps to come that are plain and need not be timed: nothing is asked or told about them. Who makes one counts it off.
         num_drafts, num_guessed, num_accepted: shares with guesses so far, guesses, right ones.
         asked: whether the coming step was to have guesses.
     """
@@ -78,47 +80,57 @@ class Speculation:
         self._known: dict[int, Known] = {}  # by seq_id
         self._chosen: dict[int, int] = {}  # what `depth` said last
         self._turn = 0  # of those who get no guesses, whose are looked at next
-        self._rest = 0  # steps for which nobody is asked
+        self.idle = self._rest = 0  # the rest: steps behind these for which nobody is asked
+        self._rest_for(depth.rest)
         self._begun: deque[Begun | None] = deque()  # None: its time does not count
         self._counts = False  # whether that of the coming step does
+        self._num_right = 0  # guesses of the step that is taken in
         self.asked = False
         self._last_end = 0.0
 
-    def _choose(self, running: SequenceOf[Sequence]) -> dict[int, int]:
+    def _choose(self, running: SequenceOf[Sequence], room: int) -> dict[int, int]:
+        if room <= 0:
+            self._chosen, self._rest = {}, SOON
+            return {}
         seqs = [seq for seq in running if seq.num_tokens - seq.num_computed_tokens < 2]  # some are in flight
         if not seqs:
             return {}
-        if most := self.proposer.num_looks():
-            idle = [seq for seq in seqs if seq.seq_id not in self._chosen]
-            first, self._turn = (self._turn, self._turn + most) if self._turn < len(idle) else (0, most)
-            self.proposer.look([self._know(seq).state() for seq in idle[first : first + most]])
+        self._look([seq for seq in seqs if seq.seq_id not in self._chosen])
         ids = [seq.seq_id for seq in seqs]
         chosen = {id_: k for id_, k in zip(ids, self.depth.choose(ids), strict=True) if k > 0}
         self._rest = 0 if chosen else self.depth.rest
         self._chosen = chosen
         return chosen
 
-    def is_idle(self) -> bool:
-        """Whether the coming step is a plain one that need not be timed: then nothing more is asked about it."""
-        if not self._rest or self._rest in TIMED:
-            return False
-        self._rest -= 1
-        return True
+    def _look(self, idle: list[Sequence]) -> None:
+        """Learn what guesses would be worth for those who get none: by what their forms force, and by some of their texts."""
+        for seq in idle:
+            if (num_forced := len(self._forms.forced(seq, LOOK)) - num_flying(seq)) > 0:
+                self._know(seq)
+                self.depth.observe(seq.seq_id, num_forced, num_forced)
+        if most := self.proposer.num_looks():
+            first, self._turn = (self._turn, self._turn + most) if self._turn < len(idle) else (0, most)
+            self.proposer.look([self._know(seq).state() for seq in idle[first : first + most]])
 
-    def guess(self, running: SequenceOf[Sequence]) -> dict[int, list[int]]:
+    def _rest_for(self, steps: int) -> None:
+        asked = next(left for left in (*TIMED, 0) if left <= steps)
+        self.idle, self._rest = steps - asked, asked
+
+    def guess(self, running: SequenceOf[Sequence], room: int) -> dict[int, list[int]]:
         """Guesses for the coming step by seq_id: for sequences of which all tokens but the newest are computed.
 
         The newest may be in flight. It is guessed, too, and the others are of use if that was right; so no step waits for it.
-        An answer is never guessed beyond its greatest length, nor beyond what its form allows.
+        An answer is never guessed beyond its greatest length, nor beyond what its form allows. Without `room`, the tokens
+        that the step may draw for guesses, nobody is asked.
         """
-        wanted = {} if self._rest else self._choose(running)
+        wanted = {} if self._rest else self._choose(running, room)
         if not wanted:
-            self._rest = max(0, self._rest - 1)
-            self._counts, self.asked = self._rest == SETTLED, False
+            self._rest_for(left := max(0, self._rest - 1))
+            self._counts, self.asked = left == SETTLED, False
             return {}
         self._counts = self.asked = True
         ready = [seq for seq in running if seq.seq_id in wanted and seq.num_tokens - seq.num_computed_tokens < 2]
-        flying = [1 + seq.num_computed_tokens - seq.num_tokens for seq in ready]  # 1 where the newest token is
+        flying = [num_flying(seq) for seq in ready]
         left = [seq.max_tokens - seq.num_output_tokens - 1 for seq in ready]
         ks = [min(wanted[seq.seq_id] + f, most) for seq, f, most in zip(ready, flying, left, strict=True)]
         found = self.proposer.propose_all([self._know(seq).state() for seq in ready], ks)
@@ -141,23 +153,26 @@ class Speculation:
         self._begun.append(Begun(start, len(output.shares), output.num_tokens, num_guessed, self.asked))
 
     def ended(self) -> None:
-        """Hear that the tokens of the oldest such step are here. Its time counts from the end of the one before, at the earliest."""
+        """Hear that the oldest such step is taken in. Its time counts from the end of the one before, at the earliest."""
         step, now = self._begun.popleft(), self._clock()
         if step is not None:
+            _, num_seqs, num_tokens, num_guessed, asked = step
             seconds = now - max(step.time, self._last_end)
-            self.depth.observe_step(step.num_seqs, step.num_tokens, step.num_guessed, seconds, step.asked)
-        self._last_end = now
+            self.depth.observe_step(num_seqs, num_tokens, num_guessed, self._num_right, seconds, asked)
+        self._last_end, self._num_right = now, 0
 
     def checked(self, seq: Sequence, num_guessed: int, num_accepted: int) -> None:
         """Hear what came of guesses."""
         self.num_drafts += 1
         self.num_guessed += num_guessed
         self.num_accepted += num_accepted
+        self._num_right += num_accepted
         self.depth.observe(seq.seq_id, num_guessed, num_accepted)
 
     def wake(self) -> None:
-        """Hear that sequences were admitted."""
-        self._rest = min(self._rest, SOON)
+        """Hear that sequences may be admitted."""
+        if self.idle + self._rest > SOON:
+            self._rest_for(SOON)
 
     def finish(self, seqs: Iterable[Sequence]) -> None:
         """Hear that sequences have ended by themselves: the proposer may learn from the whole of their texts."""
@@ -182,6 +197,11 @@ class Speculation:
             self.proposer.observe(seq.seq_id, seq.tokens(known.num_told, seq.num_tokens).tolist())
             known.num_told = seq.num_tokens
         return known
+
+
+def num_flying(seq: Sequence) -> int:
+    """1 if its newest token has not arrived."""
+    return 1 + seq.num_computed_tokens - seq.num_tokens
 
 
 def longer(forced: list[int], guess: list[int]) -> list[int]:

@@ -62,22 +62,30 @@ class SpeculativeScheduler(Scheduler):
         super().__init__(**rest)
         self.speculation = speculation
         self._own_tokens = self._tokens_of_step
+        self._num_draws = min(self._max_num_batched_tokens, most_draws(self._max_num_seqs))  # of a step, at most
         self._rows: GuessingRows = GuessingRows(self._rows.num_rows, self.events, lambda: self.waiting)
         self._under_way: deque[dict[int, int] | None] = deque()  # of each step its guesses, by seq_id; None: it is idle
 
+    def add(self, seq: Sequence) -> None:
+        """As `Scheduler`."""
+        super().add(seq)
+        self.speculation.wake()
+
     def schedule(self) -> SchedulerOutput:
         """As `Scheduler`. Sequences with guesses come behind other decodes, which have a kernel of their own."""
-        num_running, is_idle = len(self.running), self.speculation.is_idle()
-        guesses = NO_GUESSES if is_idle else self.speculation.guess(self.running)
+        if self.speculation.idle:
+            self.speculation.idle -= 1
+            output = super().schedule()
+            if output.shares:
+                self._under_way.append(None)
+            return output
+        guesses = self.speculation.guess(self.running, self._num_draws - len(self.running))
         if guesses or self._rows.guesses:
             self._expect(self._fitting(guesses))
         output = super().schedule()
         if output.shares:
-            self._under_way.append(None if is_idle else num_guessed(output) if guesses else NO_GUESSES)
-            if not is_idle:
-                self.speculation.began(output)
-        if len(self.running) > num_running:
-            self.speculation.wake()
+            self._under_way.append(num_guessed(output) if guesses else NO_GUESSES)
+            self.speculation.began(output)
         return output
 
     def _expect(self, guesses: dict[int, list[int]]) -> None:
@@ -92,14 +100,16 @@ class SpeculativeScheduler(Scheduler):
         So each token meets the same checks, and its K/V becomes known to the cache at the same moment, as without guesses.
         """
         num_running, checked = len(self.running), self._under_way.popleft()
-        if checked is not None:
-            self.speculation.ended()
         if not checked:
             updated = super().postprocess(drawn)
         else:
             updated = [seq for pair in drawn for seq in self._take(*pair, checked.get(pair[0].seq_id, 0))]
+        if checked is not None:
+            self.speculation.ended()
         if len(self.running) < num_running:
             self.speculation.finish([seq for seq in updated if seq.status.is_finished])
+            if self.waiting:
+                self.speculation.wake()
         return updated
 
     def abort(self, *seqs: Sequence) -> None:
@@ -135,7 +145,7 @@ class SpeculativeScheduler(Scheduler):
         if not guesses:
             return guesses
         budget = self._max_num_batched_tokens
-        tokens = min(budget, most_draws(self._max_num_seqs)) - len(self.running)
+        tokens = self._num_draws - len(self.running)
         blocks, fitting = self.kv.num_free, {}
         for seq in self.running:
             blocks -= self._missing(seq, min(seq.num_uncomputed_tokens, budget))

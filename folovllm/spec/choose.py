@@ -9,14 +9,11 @@ to seconds, over the whole batch.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from folovllm.spec.proposer import Depth
 
 Floats = npt.NDArray[np.float64]
 NEWS, RARE_NEWS = 0.1, 0.3  # what one measurement counts against all before it
@@ -78,6 +75,10 @@ class StepCost:
         """Seconds of a step with guesses; without arrays, as `of_plain`."""
         return corrected(self.checked.at(num_tokens), self.checked_more)
 
+    def more(self, num_seqs: int, num_guessed: int) -> float:
+        """Seconds that so many guesses add to a step by the table alone, which no interrupted step has changed."""
+        return self.checked.at(num_seqs + num_guessed) - self.plain.at(num_seqs) if num_guessed else 0.0
+
     def of_checked(self, num_tokens: Floats, depths: npt.NDArray[np.integer], hits: Floats) -> Floats:
         """Seconds [n] of steps that are to have guesses, and of guessing, on average.
 
@@ -96,14 +97,17 @@ class StepCost:
     def note(self, num_tokens: int, is_checked: bool, seconds: float) -> None:
         """A step took so long. One that took far too long, or that was interrupted, counts no more than twice its time.
 
-        Plain steps are timed now and then, and count more, the first ones most.
+        Plain steps are timed now and then, and count more, the first ones most; the very first counts as it is. None takes
+        longer than one with guesses: where one seems to, it was timed badly.
         """
         if is_checked:
             expected = self.of_narrow(num_tokens)
             self.checked_more += NEWS * (min(seconds, 2 * expected) - expected)
+            self.plain_more -= NEWS * max(0.0, self.of_plain(num_tokens) - seconds)
         else:
             expected, self.num_plain = self.of_plain(num_tokens), self.num_plain + 1
-            self.plain_more += max(RARE_NEWS, 1 / self.num_plain) * (min(seconds, 2 * expected) - expected)
+            longest = 2 * expected if self.num_plain > 1 else seconds
+            self.plain_more += max(RARE_NEWS, 1 / self.num_plain) * (min(seconds, longest) - expected)
 
     def fade(self) -> None:
         """Nobody has tried guesses for a while: what was found against them counts a little less, so that they are tried again."""
@@ -126,45 +130,6 @@ def corrected(table: float, more: float) -> float:
     return max(table + more, LEAST * table)
 
 
-@dataclass
-class Estimate:
-    """What is known of the guesses for a sequence. Old observations fade, so that it follows the text."""
-
-    offered: float  # steps in which there was a guess
-    silent: float  # steps in which there was none
-    right: float  # guesses that were right
-    wrong: float  # guesses that were the first wrong one of a step
-
-    @property
-    def hit(self) -> float:
-        """The chance that there is a guess."""
-        return self.offered / (self.offered + self.silent)
-
-    @property
-    def acceptance(self) -> float:
-        """The chance that a guess is right if those before it were."""
-        return self.right / (self.right + self.wrong)
-
-    def tokens(self, k: int) -> float:
-        """Tokens more than one that `k` guesses bring to a step."""
-        a = self.acceptance
-        return self.hit * (k if a > 0.999 else a * (1 - a**k) / (1 - a))
-
-    def note(self, num_guessed: int, num_accepted: int, keep: float) -> None:
-        """A step more; what was known before counts `keep` times as much as until now."""
-        self.offered = keep * self.offered + (num_guessed > 0)
-        self.silent = keep * self.silent + (num_guessed == 0)
-        if num_guessed:
-            self.right = keep * self.right + num_accepted
-            self.wrong = keep * self.wrong + (num_accepted < num_guessed)
-
-    def start(self, weight: float) -> Estimate:
-        """The same opinion with the weight of `weight` steps: what to think of a sequence that nothing is known of."""
-        return Estimate(
-            weight * self.hit, weight * (1 - self.hit), weight * self.acceptance, weight * (1 - self.acceptance)
-        )
-
-
 def best_depths(hits: Floats, acceptances: Floats, cost: StepCost, most: int, margin: float = 1.0) -> list[int]:
     """The number of guesses for each sequence [S], 0 to `most`, that gives the most tokens a second.
 
@@ -184,119 +149,3 @@ def best_depths(hits: Floats, acceptances: Floats, cost: StepCost, most: int, ma
     if speed[best] <= margin * num_seqs / cost.of_plain(num_seqs):
         return [0] * num_seqs
     return np.bincount(seq[: best + 1], minlength=num_seqs).tolist()
-
-
-class AdaptiveDepth(Depth):
-    """Guesses as many tokens as pays, for each sequence; none where it does not pay.
-
-    While it guesses nothing it learns from guesses that are compared with what was drawn and never checked by the model
-    (`Shadow`), or, where a proposer is too dear for that, from a step with guesses now and then (`probe`).
-
-    Attributes:
-        cost: what steps take, as far as is known.
-    """
-
-    KEEP, KEEP_COMMON = 0.9, 0.99  # what an observation counts a step later: for its sequence, and for those to come
-    WEIGHT = 2.0  # steps that the opinion of all sequences counts at the start of one
-    MARGIN = 1.02
-    HOLD, FIRST = 8, 3  # steps with guesses from one decision to the next; if it is the first of a sequence
-    PAUSE, LONGEST = 8, 64  # steps without: it is asked after 8, then after 16, ...
-    PROBE_SHARE = 0.01  # of the time, for probes
-
-    def __init__(self, cost: StepCost, most: int, probe: bool = False) -> None:
-        """`most`: guesses for a sequence in a step. `probe`: whether nobody scores guesses while there are none."""
-        self.cost, self._most, self._probe = cost, most, probe
-        self._common = Estimate(1.0, 0.0, 0.5, 0.5)
-        self._own: dict[int, Estimate] = {}
-        self._decided: dict[int, int] = {}  # by seq_id; empty: nothing for anyone
-        self._age = 0  # steps that it has served
-        self._is_off = False  # no guesses were asked for last
-        self._until_probe = 0.0  # seconds to save up
-        self._num_probes = 0
-        self._guessing = 0.0  # seconds, since the last step
-
-    def choose(self, seq_ids: Sequence[int]) -> list[int]:
-        """As `Depth`."""
-        if not seq_ids:
-            return []
-        self._age += 1
-        if (is_first := not self._decided.keys() >= set(seq_ids)) or self._age >= self.HOLD:
-            self._decided, self._age = self._decide(seq_ids), self.HOLD - self.FIRST if is_first else 0
-        if any(depths := [self._decided.get(seq_id, 0) for seq_id in seq_ids]):
-            self._is_off, self.rest = False, 0
-            return depths
-        self.cost.fade()
-        is_long = self._is_off and not self._probe
-        self._is_off, self.rest = True, min(2 * self.rest, self.LONGEST) if is_long else self.PAUSE
-        return self._probed(depths) if self._probe else depths
-
-    def _decide(self, seq_ids: Sequence[int]) -> dict[int, int]:
-        if not self._can_pay(seq_ids):
-            return {}
-        known = [self.estimate(seq_id) for seq_id in seq_ids]
-        hits, acceptances = np.array([(e.hit, e.acceptance) for e in known]).T
-        depths = best_depths(hits, acceptances, self.cost, self._most, self.MARGIN)
-        return dict(zip(seq_ids, depths, strict=True))
-
-    def _can_pay(self, seq_ids: Sequence[int]) -> bool:
-        """False where it is certain that guesses do not pay, which takes less to see than `best_depths` takes to say.
-
-        Of steps of which as many as can be have guesses, w of them: they bring no more than w times the most likely guess,
-        nor more than all that all guesses bring. Tokens and seconds lie on lines between the widths of the table: their
-        ratio is largest at one of these, or at 0.
-        """
-        n, cost, silent = len(seq_ids), self.cost, 1.0
-        found = [(self._own[seq_id], 1) for seq_id in seq_ids if seq_id in self._own]
-        found.append((self._common, n - len(found)))
-        for e, count in found:
-            silent *= (1 - e.hit) ** count
-        some, vain = max(1 - silent, HARDLY), silent * cost.of_vain(n)  # some: the chance that anyone has a guess
-        widest = self._most * sum(e.hit * count for e, count in found) / some
-        most, likely = sum(e.tokens(self._most) * count for e, count in found), max(e.acceptance for e, _ in found)
-        widths = [0.0, *(w - n for w in cost.checked.widths if n < w < n + widest), widest]
-        if likely > 0:
-            widths.append(min(most / likely / some, widest))
-        speed = max((n + min(most, likely * some * w)) / (some * cost.of_narrow(n + w) + vain) for w in widths)
-        return speed > self.MARGIN * n / cost.of_plain(n)
-
-    def _probed(self, depths: list[int]) -> list[int]:
-        """`depths`, all 0, or a few guesses for one sequence, as rarely as `PROBE_SHARE` demands."""
-        few, turn = min(2, self._most), self._num_probes % len(depths)
-        plain = self.cost.of_plain(len(depths))
-        self._until_probe -= self.PROBE_SHARE * plain * self.PAUSE
-        if self._until_probe > 0:
-            return depths
-        probe = self.cost.of_narrow(len(depths) + few) + self.cost.guess * few
-        self._until_probe = max(0.0, probe - plain)
-        self._num_probes += 1
-        return [few if i == turn else 0 for i in range(len(depths))]
-
-    def estimate(self, seq_id: int) -> Estimate:
-        """What is known of a sequence; of a new one, what is known of all."""
-        return self._own.get(seq_id) or self._common
-
-    def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
-        """As `Depth`. No guess where one was asked for counts, too."""
-        if seq_id not in self._own:
-            self._own[seq_id] = self._common.start(self.WEIGHT)
-        self._own[seq_id].note(num_guessed, num_accepted, self.KEEP)
-        self._common.note(num_guessed, num_accepted, self.KEEP_COMMON)
-
-    def observe_guessing(self, num_guesses: int, seconds: float) -> None:
-        """The proposer took so long for as many guesses in turn, of all sequences together."""
-        self._guessing += seconds
-        self.cost.guess += (NEWS if self.cost.guess else 1.0) * (seconds / num_guesses - self.cost.guess)
-
-    def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float, asked: bool) -> None:
-        """As `Depth`. The time for guessing is not the step's. Steps with parts of prompts say nothing here."""
-        seconds, self._guessing = seconds - self._guessing, 0.0
-        if num_tokens != num_seqs + num_guessed or seconds <= 0:
-            return
-        if asked and not num_guessed:
-            self.cost.note_vain(num_tokens, seconds)
-        else:
-            self.cost.note(num_tokens, num_guessed > 0, seconds)
-
-    def finish(self, seq_id: int) -> None:
-        """As `Depth`."""
-        self._own.pop(seq_id, None)

@@ -60,7 +60,7 @@ class Depth(ABC):
     All but `choose` have a body that does nothing.
 
     Attributes:
-        rest: after `choose` has said 0 for all, steps for which it need not be asked again.
+        rest: after `choose` has said 0 for all, steps for which it need not be asked again; at first, before it is asked.
     """
 
     rest = 0
@@ -77,12 +77,17 @@ class Depth(ABC):
         """So many guesses were checked in a step, and so many of them were right."""
 
     def observe_guessing(self, num_guesses: int, seconds: float) -> None:
-        """The proposer took so long for so many guesses in turn, of all sequences of a step together."""
+        """The proposer took so long for so many guesses in turn, of all sequences of a step together.
 
-    def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float, asked: bool) -> None:
+        `num_guesses` is 0 if it had to read the whole text of one of them first.
+        """
+
+    def observe_step(
+        self, num_seqs: int, num_tokens: int, num_guessed: int, num_right: int, seconds: float, asked: bool
+    ) -> None:
         """A step of so many sequences and tokens, guesses among them, took so long, from its schedule to its tokens.
 
-        `asked`: it was to have guesses, whether there were any then or not.
+        `num_right` of the guesses were right. `asked`: it was to have guesses, whether there were any then or not.
         """
 
     def finish(self, seq_id: int) -> None:

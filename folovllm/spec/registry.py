@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 
 from folovllm.executor.abstract import Executor
 from folovllm.setup import EngineSetup
-from folovllm.spec.choose import AdaptiveDepth
+from folovllm.spec.adaptive import AdaptiveDepth
+from folovllm.spec.budget import Budget
 from folovllm.spec.measure import clock_for, measure_steps
 from folovllm.spec.ngram import NgramProposer
 from folovllm.spec.proposer import Depth, FixedDepth, Proposer, RowState
 from folovllm.spec.shadow import Shadow
 from folovllm.spec.suffix import SuffixProposer
 from folovllm.speculative_config import SpeculativeConfig
+
+LOAN = 4  # plain steps of one sequence: the time that may be lost on looks before any has passed, and on tries
 
 MakeDraft = Callable[[str], Proposer]
 
@@ -26,7 +29,7 @@ class InTurn(Proposer):
 
     def propose(self, state: RowState, k: int) -> list[int]:
         """As `Proposer`."""
-        return self.propose_all([state], [k])[0]
+        return next((guess for one in self._proposers if (guess := list(one.propose(state, k)))), [])
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
         """As `Proposer`."""
@@ -47,6 +50,11 @@ class InTurn(Proposer):
         """As `Proposer`."""
         for proposer in self._proposers:
             proposer.observe(seq_id, token_ids)
+
+    def look(self, states: Sequence[RowState]) -> None:
+        """As `Proposer`."""
+        for proposer in self._proposers:
+            proposer.look(states)
 
     def finish(self, seq_id: int) -> None:
         """As `Proposer`."""
@@ -82,5 +90,7 @@ def make_depth(
     if not config.adaptive or not isinstance(config.method, str) or "TORCHELASTIC_RUN_ID" in os.environ:
         return proposer, FixedDepth(most)
     is_dear = "draft_model" in config.methods
-    depth = AdaptiveDepth(measure_steps(executor, setup, most), most, probe=is_dear)
-    return Shadow(proposer, depth, k=min(4, most), most=0 if is_dear else 4, clock=clock_for(setup)), depth
+    cost = measure_steps(executor, setup, most)
+    tries, looks = (Budget(LOAN * cost.of_plain(1), clock_for(setup)) for _ in range(2))
+    depth = AdaptiveDepth(cost, most, tries, probe=is_dear)
+    return Shadow(proposer, depth, looks, k=min(4, most), most=0 if is_dear else 4), depth

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from folovllm.spec.budget import Budget
 from folovllm.spec.proposer import Depth, Proposer, RowState
 
 
 class Shadow(Proposer):
     """A proposer whose guesses are scored also for sequences that no guess is asked for.
 
-    It looks back at texts that have grown meanwhile, at a few of them and now and then, so that looking takes no more than
-    `SHARE` of the time, however large the batch is; `Depth` takes them for a sample.
+    It looks back at texts that have grown meanwhile, at a few of them and now and then, as the budget allows, however large
+    the batch is; `Depth` takes them for a sample.
     """
 
-    SHARE = 0.005  # of the time, for looks
-    LONGEST = 0.0005  # seconds after which no further sequence is looked at: a step waits
     REACH, STRIDE = 24, 4  # tokens: how far a look goes back, and from one guess that says nothing to the next
 
-    def __init__(
-        self, inner: Proposer, depth: Depth, k: int = 4, most: int = 4, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, inner: Proposer, depth: Depth, budget: Budget, k: int = 4, most: int = 4) -> None:
         """`k`: tokens of a guess. `most`: sequences that are looked at in turn; 0 for a dear proposer."""
-        self._inner, self._depth, self._k, self._most, self._clock = inner, depth, k, most, clock
+        self._inner, self._depth, self._budget, self._k, self._most = inner, depth, budget, k, most
         self._judged: dict[int, int] = {}  # tokens of each sequence that a guess was compared with, by seq_id
-        self._next_look = 0.0
 
     def admit(self, state: RowState) -> None:
         """As `Proposer`."""
@@ -37,28 +32,30 @@ class Shadow(Proposer):
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
         """As `Proposer`; says how long it took."""
-        start = self._clock()
+        start = self._budget.clock()
         found = self._inner.propose_all(states, ks)
-        if deepest := max(ks, default=0):
-            self._depth.observe_guessing(deepest, self._clock() - start)
+        are_known = all(state.seq_id in self._judged for state, k in zip(states, ks, strict=True) if k)
+        self._depth.observe_guessing(max(ks, default=0) if are_known else 0, self._budget.clock() - start)
         for state, k in zip(states, ks, strict=True):
             if k:
                 self._judged[state.seq_id] = len(state.token_ids) + 1  # those are judged by the model
         return found
 
     def num_looks(self) -> int:
-        """As `Proposer`: none until the last looks are paid for."""
-        return self._most if self._most and self._clock() >= self._next_look else 0
+        """As `Proposer`: none while something is owed."""
+        return self._most if self._most and self._budget.left() > 0 else 0
 
     def look(self, states: Sequence[RowState]) -> None:
         """As `Proposer`."""
-        start = end = self._clock()
+        start = self._budget.clock()
+        self._inner.look(states)
         for state in states:
-            if end - start > self.LONGEST:
-                break
             self._score(state)
-            end = self._clock()
-        self._next_look = end + (end - start) / self.SHARE
+            end = self._budget.clock()
+            self._budget.pay(end - start)
+            start = end
+            if self._budget.left() <= 0:
+                break
 
     def _score(self, state: RowState) -> None:
         """Guess as if the end of the text were not known, from some places on, and compare."""

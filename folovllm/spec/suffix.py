@@ -14,7 +14,7 @@ from folovllm.spec.automaton import NOWHERE, Place, SuffixAutomaton
 from folovllm.spec.proposer import Proposer, RowState
 
 ANSWER_ENDS = -1  # stands behind a past answer; no token has this id
-PATIENCE = 512  # tokens of past answers that are learnt before a guess
+PATIENCE = 64  # tokens of past answers that are learnt at once: a step waits
 RECENT = 64  # tokens of a text that are looked for in past answers
 
 Generations = tuple[SuffixAutomaton, ...]
@@ -69,8 +69,8 @@ class PastAnswers:
         return sum(text.num_tokens for text in self.generations)
 
     def add(self, answer: Iterable[int]) -> None:
-        """Remember an answer."""
-        for token in (*answer, ANSWER_ENDS):
+        """Remember a part of an answer; `ANSWER_ENDS` stands behind the last."""
+        for token in answer:
             if self.generations[0].num_tokens == self._capacity:
                 self.generations = SuffixAutomaton(), self.generations[0]
             self.generations[0].append(token)
@@ -88,7 +88,7 @@ class AnswersBySalt:
         self.num_tokens = 0
 
     def add(self, salt: str | None, answer: Iterable[int]) -> None:
-        """Remember an answer."""
+        """As `PastAnswers`."""
         past = self._by_salt.pop(salt, None) or PastAnswers(self._capacity)
         self._by_salt[salt] = past
         self.num_tokens -= past.num_tokens
@@ -149,7 +149,7 @@ class SuffixProposer(Proposer):
         `least`: a guess ends before a token whose chance is smaller.
         """
         self._past, self._least = AnswersBySalt(capacity), least
-        # Answers not yet in `_past`, with their salts.
+        # Answers, or what is left of one, not yet in `_past`, with their salts.
         self._ended: deque[tuple[str | None, list[int]]] = deque(maxlen=64)
         self._texts: dict[int, Memory] = {}
         self._answers: dict[int, tuple[str | None, list[int]]] = {}  # of running sequences, with their salts
@@ -160,26 +160,37 @@ class SuffixProposer(Proposer):
 
     def propose(self, state: RowState, k: int) -> list[int]:
         """As `Proposer`: as many tokens as are likely enough."""
-        self._learn()
         if state.seq_id not in self._texts:
             self._texts[state.seq_id] = Memory(partial(self._past.generations, state.cache_salt))
         text = self._texts[state.seq_id]
         text.extend(state.token_ids[text.own.num_tokens :].tolist())
         return text.guess(k, self._least).token_ids
 
+    def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
+        """As `Proposer`."""
+        self._learn()
+        return super().propose_all(states, ks)
+
+    def look(self, states: Sequence[RowState]) -> None:
+        """As `Proposer`."""
+        self._learn()
+
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
         """As `Proposer`."""
         self._answers[seq_id][1].extend(token_ids)
 
     def finish(self, seq_id: int) -> None:
-        """As `Proposer`: the answer will be remembered, when guesses are asked for."""
+        """As `Proposer`: the answer will be remembered, while guesses are asked for or looked at."""
         self._texts.pop(seq_id, None)
-        self._ended.append(self._answers.pop(seq_id))
+        salt, answer = self._answers.pop(seq_id)
+        self._ended.append((salt, [*answer, ANSWER_ENDS]))
 
     def _learn(self) -> None:
-        """Remember answers that ended, the oldest first, until they are `PATIENCE` tokens or more: a step waits."""
-        num_learnt = 0
-        while self._ended and num_learnt < PATIENCE:
+        """Remember answers that ended, the oldest first, `PATIENCE` tokens of them."""
+        left = PATIENCE
+        while self._ended and left:
             salt, answer = self._ended.popleft()
-            self._past.add(salt, answer)
-            num_learnt += len(answer)
+            self._past.add(salt, answer[:left])
+            if answer[left:]:
+                self._ended.appendleft((salt, answer[left:]))
+            left -= min(left, len(answer))

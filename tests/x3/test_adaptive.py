@@ -13,7 +13,7 @@ from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.scheduler import chunk, preempt
 from folovllm.engine.speculation import Speculation
 from folovllm.engine.speculative_scheduler import SpeculativeOverlapScheduler
-from folovllm.spec.choose import AdaptiveDepth
+from folovllm.spec.adaptive import AdaptiveDepth
 from folovllm.spec.ngram import NgramProposer
 from folovllm.spec.proposer import Depth, FixedDepth, RowState
 from folovllm.spec.registry import InTurn
@@ -78,7 +78,9 @@ class Resting(Depth):
     def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
         pass
 
-    def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float, asked: bool) -> None:
+    def observe_step(
+        self, num_seqs: int, num_tokens: int, num_guessed: int, num_right: int, seconds: float, asked: bool
+    ) -> None:
         self.seconds.append(seconds)
 
 

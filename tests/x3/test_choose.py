@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.spec.choose import AdaptiveDepth, Curve, Estimate, StepCost, best_depths
+from folovllm.spec.adaptive import AdaptiveDepth, Estimate
+from folovllm.spec.budget import Budget
+from folovllm.spec.choose import Curve, StepCost, best_depths
 from folovllm.spec.ngram import NgramProposer
 from folovllm.spec.proposer import Depth, FixedDepth, Proposer, RowState
 from folovllm.spec.shadow import Shadow
@@ -23,6 +25,19 @@ def costs(widths: tuple[float, ...], seconds: tuple[float, ...], wait: float = 0
 
 FLAT = costs((1.0, 64.0), (1.0, 1.063), wait=0.05)  # a GPU at small batch: a token more is nearly free
 STEEP = costs((1.0, 2.0), (1.0, 1.8))  # a token more is nearly a step more
+
+
+class Clock:
+    """Seconds that others let pass."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def adaptive(cost: StepCost, most: int, clock: Clock | None = None, probe: bool = False) -> AdaptiveDepth:
+    return AdaptiveDepth(cost, most, Budget(4.0, clock or Clock()), probe)
 
 
 def depths(*acceptances: float, cost: StepCost = FLAT, most: int = 8) -> list[int]:
@@ -96,24 +111,24 @@ class TestStepCost:
 
     def test_what_steps_take_corrects_the_table(self) -> None:
         cost = costs((1.0, 2.0), (1.0, 1.0))
-        depth = AdaptiveDepth(cost, 4)
+        depth = adaptive(cost, 4)
         for _ in range(60):
             depth.observe_guessing(2, 0.1)
-            depth.observe_step(1, 3, 2, 1.6, asked=True)
+            depth.observe_step(1, 3, 2, 1, 1.6, asked=True)
         assert cost.checked_more == pytest.approx(0.5, rel=0.01), "the tenth that guessing took is no part of it"
         assert cost.guess == pytest.approx(0.05, rel=0.01)
         assert cost.plain_more == 0.0
-        depth.observe_step(1, 30, 0, 9.0, asked=False)
+        depth.observe_step(1, 30, 0, 0, 9.0, asked=False)
         assert cost.plain_more == 0.0, "a prompt says nothing of decodes"
 
     def test_a_step_that_waited_in_vain_cost_the_wait_and_no_more(self) -> None:
         cost = costs((1.0, 9.0), (1.0, 1.0))
-        depth = AdaptiveDepth(cost, 8)
+        depth = adaptive(cost, 8)
         for _ in range(30):
-            depth.observe_step(1, 1, 0, 3.0, asked=False)  # forms, say
+            depth.observe_step(1, 1, 0, 0, 3.0, asked=False)  # forms, say
         assert cost.of_plain(1) == pytest.approx(3.0, rel=0.01) and cost.of_vain(1) == cost.of_plain(1)
         for _ in range(60):
-            depth.observe_step(1, 1, 0, 3.5, asked=True)
+            depth.observe_step(1, 1, 0, 0, 3.5, asked=True)
         assert cost.of_vain(1) == pytest.approx(3.5, rel=0.01) and cost.of_plain(1) == pytest.approx(3.0, rel=0.01)
         assert cost.checked_more == 0.0, "nothing was checked"
 
@@ -130,6 +145,14 @@ class TestStepCost:
         for _ in range(60):
             cost.note_vain(1, 1.1)
         assert cost.of_plain(1) == pytest.approx(1.1, rel=0.01)
+
+    def test_a_plain_step_takes_no_longer_than_one_with_guesses(self) -> None:
+        """Else any guess would seem to pay: steps with guesses are timed often, and plain ones meanwhile not at all."""
+        cost = costs((1.0, 9.0), (1.0, 1.0))
+        cost.note(1, False, 9.0)
+        for _ in range(60):
+            cost.note(3, True, 2.0)
+        assert cost.of_plain(1) == pytest.approx(2.0, rel=0.01)
 
     def test_a_table_that_is_too_high_is_never_corrected_to_nothing(self) -> None:
         cost = costs((1.0, 2.0), (1.0, 9.0))
@@ -149,10 +172,10 @@ def test_what_cannot_pay_is_seen_without_asking_for_the_best_depths(num_seqs: in
     """Never where guesses would pay; and at once where there are hardly any."""
     cost, rng = costs((1.0, 2.0, 8.0, 64.0), (1.0, 1.2, 1.3, 3.0), wait), np.random.default_rng(num_seqs)
     for scale in [1.0, 0.3] * 50 + [0.01]:
-        depth = AdaptiveDepth(cost, 8)
+        depth = adaptive(cost, 8)
         hits, rights = scale * rng.random(num_seqs) ** 3, rng.random(num_seqs)
         depth._own = {i: Estimate(h, 1 - h, a, 1 - a) for i, (h, a) in enumerate(zip(hits, rights, strict=True))}
-        can_pay = depth._can_pay(range(num_seqs))
+        can_pay = depth._can_pay(list(depth._own.values()))
         assert can_pay or not any(best_depths(hits, rights, cost, 8, depth.MARGIN))
     assert not can_pay or wait == 0.0
 
@@ -163,10 +186,10 @@ def test_where_the_first_guess_alone_pays_it_is_asked_for() -> None:
         StepCost(Curve((1.0, 64.0), (2.0, 2.0)), Curve((1.0, 2.0, 8.0), (1.0, 1.0, 6.0))),
         np.random.default_rng(3),
     )
-    depth, hits, rights = AdaptiveDepth(cost, 8), rng.random((20, 3)) ** 3, rng.random((20, 3))
+    depth, hits, rights = adaptive(cost, 8), rng.random((20, 3)) ** 3, rng.random((20, 3))
     for own, right in zip(hits, rights, strict=True):
         depth._own = {i: Estimate(h, 1 - h, a, 1 - a) for i, (h, a) in enumerate(zip(own, right, strict=True))}
-        assert depth._can_pay(range(3)) or not any(best_depths(own, right, cost, 8, depth.MARGIN))
+        assert depth._can_pay(list(depth._own.values())) or not any(best_depths(own, right, cost, 8, depth.MARGIN))
 
 
 def test_an_estimate_follows_the_text() -> None:
@@ -181,7 +204,7 @@ def test_an_estimate_follows_the_text() -> None:
         known.note(0, 0, 0.9)
     assert known.acceptance < 0.2, "silence says nothing of the guesses there were"
     assert known.hit < 0.01
-    depth = AdaptiveDepth(FLAT, 8)
+    depth = adaptive(FLAT, 8)
     depth._own[0] = known
     assert depth.choose([0]) == [0] and best_depths(np.zeros(2), np.full(2, 0.9), FLAT, 8) == [0, 0], (
         "no idea is no guess"
@@ -201,10 +224,12 @@ class Guesser(Proposer):
 
 
 def virtual_seconds(
-    texts: dict[int, list[int]], proposer: Proposer, depth: Depth, cost: StepCost
+    texts: dict[int, list[int]], proposer: Proposer, depth: Depth, cost: StepCost, clock: Clock | None = None
 ) -> tuple[float, list[int]]:
     """The time to write all texts, and the sum of guesses asked for in each step, as an engine would go about it."""
-    written, seconds, asked, resting, ks = dict.fromkeys(texts, 1), 0.0, [], 0, {}
+    clock = clock or Clock()
+    written, begin, asked, resting, ks = dict.fromkeys(texts, 1), clock.now, list[int](), 0, {}
+    plain, checked, wait, guess_price = cost.plain, cost.checked, cost.wait, cost.guess  # `depth` may change its mind
 
     def state(seq_id: int) -> RowState:
         return RowState(seq_id, np.array(texts[seq_id][: written[seq_id]], np.int32), 1, DrawSpec())
@@ -220,44 +245,46 @@ def virtual_seconds(
         ks, resting = dict(zip(ids, chosen, strict=True)), 0 if any(chosen) else (resting or depth.rest or 1) - 1
         guesses = proposer.propose_all([state(i) for i in ids], chosen) if any(chosen) else [[] for _ in ids]
         width = len(ids) + sum(map(len, guesses))
-        if any(guesses):
-            seconds += cost.of_narrow(width)
-        else:
-            seconds += cost.of_vain(width) if any(chosen) else cost.of_plain(width)
-        seconds += cost.guess * max(chosen)
+        seconds = checked.at(width) if any(guesses) else plain.at(width) + (wait if any(chosen) else 0)
+        if any(chosen):
+            depth.observe_guessing(max(chosen), guess_price * max(chosen))
         asked.append(sum(chosen))
+        num_right = 0
         for seq_id, k, guess in zip(ids, chosen, guesses, strict=True):
             rest = texts[seq_id][written[seq_id] :]
             right = next((i for i, (g, t) in enumerate(zip(guess, rest, strict=False)) if g != t), len(guess))
             if guess or (k and not isinstance(proposer, Shadow)):  # which says itself that it has no idea
                 depth.observe(seq_id, len(guess), right)
+            num_right += right
             proposer.observe(seq_id, rest[: right + 1])
             written[seq_id] += right + 1
             if written[seq_id] >= len(texts[seq_id]):
                 del written[seq_id]
                 proposer.finish(seq_id)
                 depth.finish(seq_id)
-    return seconds, asked
+        seconds += guess_price * max(chosen)
+        depth.observe_step(len(ids), width, width - len(ids), num_right, seconds, any(chosen))
+        clock.now += seconds
+    return clock.now - begin, asked
 
 
 def noise(length: int, seed: int = 0) -> list[int]:
     return [Random(seed * 10**6 + i).randrange(200) for i in range(length)]
 
 
-def FREE() -> float:  # a clock that stands still: looks cost nothing
-    return 0.0
+FREE = Budget(1.0, Clock())  # by a clock that stands still: looks cost nothing
 
 
-def shadowed(cost: StepCost, most: int = 8) -> tuple[Proposer, AdaptiveDepth]:
-    depth = AdaptiveDepth(cost, most)
-    return Shadow(NgramProposer(1, 3), depth, clock=FREE), depth
+def shadowed(cost: StepCost, clock: Clock, most: int = 8) -> tuple[Proposer, AdaptiveDepth]:
+    depth = adaptive(cost, most, clock)
+    return Shadow(NgramProposer(1, 3), depth, FREE), depth
 
 
 @pytest.mark.parametrize("cost", [FLAT, STEEP])
 def test_without_repetition_it_turns_itself_off(cost: StepCost) -> None:
     texts = {i: noise(600, i) for i in range(3)}
     plain, _ = virtual_seconds(texts, NgramProposer(), FixedDepth(0), cost)
-    seconds, asked = virtual_seconds(texts, *shadowed(cost), cost)
+    seconds, asked = virtual_seconds(texts, *shadowed(cost, clock := Clock()), cost, clock)
     assert seconds < 1.02 * plain
     assert sum(map(bool, asked[50:])) <= 0.05 * len(asked)
 
@@ -265,16 +292,14 @@ def test_without_repetition_it_turns_itself_off(cost: StepCost) -> None:
 def test_on_repetition_it_guesses_far() -> None:
     texts = {0: noise(30) * 20}
     plain, _ = virtual_seconds(texts, NgramProposer(), FixedDepth(0), FLAT)
-    seconds, asked = virtual_seconds(texts, *shadowed(FLAT), FLAT)
+    seconds, asked = virtual_seconds(texts, *shadowed(FLAT, clock := Clock()), FLAT, clock)
     assert asked[-1] == 8
     assert plain > 5 * seconds
 
 
 def test_it_comes_back_when_the_text_begins_to_repeat_itself() -> None:
-    depth = AdaptiveDepth(FLAT, 8)
-    _, asked = virtual_seconds(
-        {0: noise(300) + noise(30, 9) * 10}, Shadow(NgramProposer(1, 3), depth, clock=FREE), depth, FLAT
-    )
+    text = {0: noise(300) + noise(30, 9) * 10}
+    _, asked = virtual_seconds(text, *shadowed(FLAT, clock := Clock()), FLAT, clock)
     assert not any(asked[200:290]), "off while nothing repeats"
     assert asked[-1] == 8, "on again: guesses were scored in the shadow"
 
@@ -282,7 +307,7 @@ def test_it_comes_back_when_the_text_begins_to_repeat_itself() -> None:
 def test_one_sequence_repeats_and_the_other_does_not() -> None:
     texts = {0: noise(25) * 20, 1: noise(250, 5)}
     plain, _ = virtual_seconds(texts, NgramProposer(), FixedDepth(0), FLAT)
-    seconds, _ = virtual_seconds(texts, *shadowed(FLAT), FLAT)
+    seconds, _ = virtual_seconds(texts, *shadowed(FLAT, clock := Clock()), FLAT, clock)
     assert seconds < 0.6 * plain
 
 
@@ -291,7 +316,8 @@ def test_a_dear_proposer_is_probed_now_and_then(chance: float) -> None:
     cost = costs((1.0, 64.0), (1.0, 1.063), wait=0.1, guess=0.2)
     texts = {0: noise(800)}
     plain, _ = virtual_seconds(texts, Guesser(texts, 0), FixedDepth(0), cost)
-    seconds, asked = virtual_seconds(texts, Guesser(texts, chance), AdaptiveDepth(cost, 8, probe=True), cost)
+    depth = adaptive(cost, 8, clock := Clock(), probe=True)
+    seconds, asked = virtual_seconds(texts, Guesser(texts, chance), depth, cost, clock)
     if chance < 0.5:
         assert seconds < 1.02 * plain
         assert any(asked[-200:]), "it keeps looking whether guesses have become better"
@@ -303,10 +329,10 @@ def test_a_probe_finds_out_that_guesses_have_become_better() -> None:
     cost = costs((1.0, 64.0), (1.0, 1.063), wait=0.1, guess=0.1)
     texts = {0: noise(3000)}
     guesser = Guesser(texts, 0.0)
-    depth = AdaptiveDepth(cost, 4, probe=True)
-    virtual_seconds({0: texts[0][:500]}, guesser, depth, cost)
+    depth = adaptive(cost, 4, clock := Clock(), probe=True)
+    virtual_seconds({0: texts[0][:500]}, guesser, depth, cost, clock)
     guesser._chance = 0.95
-    _, asked = virtual_seconds(texts, guesser, depth, cost)
+    _, asked = virtual_seconds(texts, guesser, depth, cost, clock)
     assert asked[-1] == 4
 
 
@@ -314,7 +340,7 @@ class TestShadow:
     def test_only_a_few_sequences_are_watched(self) -> None:
         texts = {i: noise(30, i) for i in range(20)}
         guesser = Guesser(texts, 0.5)
-        virtual_seconds(texts, Shadow(guesser, FixedDepth(0), most=3, clock=FREE), FixedDepth(0), FLAT)
+        virtual_seconds(texts, Shadow(guesser, FixedDepth(0), FREE, most=3), FixedDepth(0), FLAT)
         assert guesser.asked <= 3 * 30, "the cost must not grow with the batch"
 
     def test_what_the_model_checks_is_not_counted_twice(self) -> None:
@@ -326,7 +352,7 @@ class TestShadow:
 
         texts = {0: noise(20)}
         depth = Listening(2)
-        virtual_seconds(texts, Shadow(Guesser(texts, 1.0), depth), depth, FLAT)
+        virtual_seconds(texts, Shadow(Guesser(texts, 1.0), depth, FREE), depth, FLAT)
         assert len(seen) == 7, "19 tokens, three a step"
 
     def test_a_guess_is_judged_over_several_steps(self) -> None:
@@ -338,5 +364,5 @@ class TestShadow:
 
         texts = {0: noise(14)}
         depth = Listening(0)
-        virtual_seconds(texts, Shadow(Guesser(texts, 1.0), depth, k=4, clock=FREE), depth, FLAT)
+        virtual_seconds(texts, Shadow(Guesser(texts, 1.0), depth, FREE, k=4), depth, FLAT)
         assert seen == [(4, 4)] * 2, "of the tokens 1 to 4 and 6 to 9; the last three are not judged to their end"

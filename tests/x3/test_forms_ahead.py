@@ -224,5 +224,5 @@ def test_to_propose_what_a_form_rules_out_is_to_have_no_idea() -> None:
     seq.num_computed_tokens = 2
     guides = Guides(None, 32)  # type: ignore[arg-type]
     guides._guides[seq] = Guide(DeadEnd(), end_ids=[1])
-    assert Speculation(Ones(), Listening(2), guides).guess([seq]) == {}
+    assert Speculation(Ones(), Listening(2), guides).guess([seq], 8) == {}
     assert seen == [(0, 0)], "or it would be asked again and again"

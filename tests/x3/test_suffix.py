@@ -169,7 +169,7 @@ class TestPastAnswers:
     def test_memory_is_bounded_and_the_latest_are_kept(self, answers: list[list[int]]) -> None:
         past, capacity = PastAnswers(10), 10
         for answer in answers:
-            past.add(answer)
+            past.add([*answer, ANSWER_ENDS])
         kept = [text.num_tokens for text in past.generations]
         total = sum(len(answer) + 1 for answer in answers)
         assert max(kept) <= capacity
@@ -181,8 +181,8 @@ class TestPastAnswers:
     def test_of_many_salts_the_latest_are_kept(self, answers: list[tuple[str | None, list[int]]]) -> None:
         past, alone = AnswersBySalt(10), {salt: PastAnswers(10) for salt in (None, "a", "b")}
         for salt, answer in answers:
-            past.add(salt, answer)
-            alone[salt].add(answer)
+            past.add(salt, [*answer, ANSWER_ENDS])
+            alone[salt].add([*answer, ANSWER_ENDS])
             assert past.num_tokens == sum(kept.num_tokens for kept in past._by_salt.values()) <= 20
             found = [text.num_tokens for text in past.generations(salt)]
             if len({one for one, _ in answers}) == 1:
@@ -197,6 +197,9 @@ class TestProposer:
     def state(self, seq_id: int, *tokens: int, salt: str | None = None) -> RowState:
         return RowState(seq_id, np.array(tokens, np.int32), 2, DrawSpec(), salt)
 
+    def guess(self, proposer: SuffixProposer, state: RowState, k: int) -> list[int]:
+        return proposer.propose_all([state], [k])[0]
+
     def answer(self, proposer: SuffixProposer, seq_id: int, *tokens: int, salt: str | None = None) -> None:
         proposer.admit(self.state(seq_id, 0, 1, tokens[0], salt=salt))
         proposer.observe(seq_id, tokens[1:])
@@ -206,20 +209,31 @@ class TestProposer:
         proposer = SuffixProposer(least=0.1)
         self.answer(proposer, 1, 5, 6, 7, 8)
         proposer.admit(self.state(2, 3, 4))
-        assert proposer.propose(self.state(2, 3, 4), 4) == [], "nothing in common so far"
-        assert proposer.propose(self.state(2, 3, 4, 5, 6), 4) == [7, 8], "another answer went on like this, and ended"
+        assert self.guess(proposer, self.state(2, 3, 4), 4) == [], "nothing in common so far"
+        assert self.guess(proposer, self.state(2, 3, 4, 5, 6), 4) == [7, 8], "another answer went on like this, and ended"
 
     def test_what_ended_is_learnt_when_guesses_are_asked_for_and_little_at_a_time(self) -> None:
         proposer = SuffixProposer()
         for i in range(4):
-            self.answer(proposer, i, *range(10 * i, 10 * i + PATIENCE // 2))
+            self.answer(proposer, i, *range(100 * i, 100 * i + PATIENCE // 2 - 1))
         assert proposer._past.num_tokens == 0, "while nobody asks it costs nothing"
         proposer.admit(self.state(9, 1, 2))
         learnt = []
         for _ in range(3):
-            proposer.propose(self.state(9, 1, 2), 4)
+            self.guess(proposer, self.state(9, 1, 2), 4)
             learnt.append(proposer._past.num_tokens)
-        assert learnt == [PATIENCE + 2, 2 * PATIENCE + 4, 2 * PATIENCE + 4]
+        assert learnt == [PATIENCE, 2 * PATIENCE, 2 * PATIENCE]
+
+    def test_a_look_learns_too_and_a_long_answer_comes_in_parts(self) -> None:
+        proposer, answer = SuffixProposer(), [7, *range(10, 10 + 2 * PATIENCE), 5]
+        self.answer(proposer, 1, *answer)
+        proposer.admit(self.state(9, 1, 2))
+        for known in (PATIENCE, 2 * PATIENCE, len(answer) + 1):
+            proposer.look([])
+            assert proposer._past.num_tokens == known
+        at = PATIENCE - 3
+        assert self.guess(proposer, self.state(9, 1, 2, *answer[:at]), 8) == answer[at : at + 8], "as if learnt at once"
+        assert self.guess(proposer, self.state(9, 1, 2, *answer[:-2]), 8) == answer[-2:], "it ends where the answer ended"
 
     def test_answers_of_another_salt_are_not_seen(self) -> None:
         proposer = SuffixProposer(least=0.1)
@@ -227,29 +241,29 @@ class TestProposer:
         for seq_id, (salt, found) in enumerate([("b", []), (None, []), ("a", [7, 8])], 2):
             state = self.state(seq_id, 3, 4, 5, 6, salt=salt)
             proposer.admit(state)
-            assert proposer.propose(state, 4) == found, f"salt {salt}"
+            assert self.guess(proposer, state, 4) == found, f"salt {salt}"
         self.answer(proposer, 9, 5, 6, 9, 9, salt="b")
-        assert proposer.propose(self.state(2, 3, 4, 5, 6, salt="b"), 2) == [9, 9], "what ended meanwhile"
+        assert self.guess(proposer, self.state(2, 3, 4, 5, 6, salt="b"), 2) == [9, 9], "what ended meanwhile"
 
     def test_a_place_survives_a_new_generation(self) -> None:
         proposer = SuffixProposer(capacity=5, least=0.1)
         proposer.admit(self.state(2, 3, 4))
-        assert proposer.propose(self.state(2, 3, 4, 5, 6), 2) == []
+        assert self.guess(proposer, self.state(2, 3, 4, 5, 6), 2) == []
         for seq_id in (10, 11):
             self.answer(proposer, seq_id, 5, 6, 7, 8)
-        assert proposer.propose(self.state(2, 3, 4, 5, 6), 2) == [7, 8]
+        assert self.guess(proposer, self.state(2, 3, 4, 5, 6), 2) == [7, 8]
 
     def test_the_longer_match_wins(self) -> None:
         proposer = SuffixProposer(least=0.1)
         self.answer(proposer, 1, 4, 5, 6, 7)
         proposer.admit(self.state(2, 0, 1))
         own = self.state(2, 0, 1, 6, 9, 4, 5, 6)
-        assert proposer.propose(own, 1) == [7], "its own text knows what followed 6, a past answer what followed 4 5 6"
+        assert self.guess(proposer, own, 1) == [7], "its own text knows what followed 6, a past answer what followed 4 5 6"
 
     def test_a_sequence_that_ended_leaves_its_answer_alone(self) -> None:
         proposer = SuffixProposer()
         self.answer(proposer, 1, 4, 5)
         proposer.admit(self.state(2, 0, 1))
-        proposer.propose(self.state(2, 0, 1), 1)
+        self.guess(proposer, self.state(2, 0, 1), 1)
         proposer.finish(2)
         assert not proposer._texts and not proposer._answers

@@ -1,0 +1,180 @@
+"""Who guesses how far, decided by what came of guesses so far; and what trying may cost where they do not pay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from folovllm.spec.budget import Budget
+from folovllm.spec.choose import HARDLY, NEWS, StepCost, best_depths
+from folovllm.spec.proposer import Depth
+
+
+@dataclass
+class Estimate:
+    """What is known of the guesses for a sequence. Old observations fade, so that it follows the text."""
+
+    offered: float  # steps in which there was a guess
+    silent: float  # steps in which there was none
+    right: float  # guesses that were right
+    wrong: float  # guesses that were the first wrong one of a step
+
+    @property
+    def hit(self) -> float:
+        """The chance that there is a guess."""
+        return self.offered / (self.offered + self.silent)
+
+    @property
+    def acceptance(self) -> float:
+        """The chance that a guess is right if those before it were."""
+        return self.right / (self.right + self.wrong)
+
+    def tokens(self, k: int) -> float:
+        """Tokens more than one that `k` guesses bring to a step."""
+        a = self.acceptance
+        return self.hit * (k if a > 0.999 else a * (1 - a**k) / (1 - a))
+
+    def note(self, num_guessed: int, num_accepted: int, keep: float) -> None:
+        """A step more; what was known before counts `keep` times as much as until now."""
+        self.offered = keep * self.offered + (num_guessed > 0)
+        self.silent = keep * self.silent + (num_guessed == 0)
+        if num_guessed:
+            self.right = keep * self.right + num_accepted
+            self.wrong = keep * self.wrong + (num_accepted < num_guessed)
+
+    def start(self, weight: float) -> Estimate:
+        """The same opinion with the weight of `weight` steps: what to think of a sequence that nothing is known of."""
+        return Estimate(
+            weight * self.hit, weight * (1 - self.hit), weight * self.acceptance, weight * (1 - self.acceptance)
+        )
+
+
+NO_IDEA = Estimate(0.0, 1.0, 0.0, 1.0)  # of a sequence that may not begin now
+
+
+class AdaptiveDepth(Depth):
+    """Guesses as many tokens as pays, for each sequence; none where it does not pay.
+
+    While it guesses nothing it learns from guesses that are compared with what was drawn and never checked by the model
+    (`Shadow`), or, where a proposer is too dear for that, from a step with guesses now and then (`probe`).
+
+    What guesses cost is paid from a `Budget`, and what they win goes there. While something is owed nobody gets guesses of
+    whom nothing is known but what is known of all; else few of these at a time, since the proposer must read their texts.
+
+    Attributes:
+        cost: what steps take, as far as is known.
+    """
+
+    KEEP, KEEP_COMMON = 0.9, 0.99  # what an observation counts a step later: for its sequence, and for those to come
+    WEIGHT = 2.0  # steps that the opinion of all sequences counts at the start of one
+    MARGIN = 1.02
+    HOLD, FIRST = 8, 3  # steps with guesses from one decision to the next; if nothing is known of a sequence
+    PAUSE, LONGEST = 8, 64  # steps without: it is asked after 8, then after 16, ...
+    FEW = 4  # sequences that nothing is known of that begin at once, and as many more as something is known of
+
+    def __init__(self, cost: StepCost, most: int, budget: Budget, probe: bool = False) -> None:
+        """`most`: guesses for a sequence in a step. `probe`: whether nobody scores guesses while there are none."""
+        self.cost, self._most, self._budget, self._probe = cost, most, budget, probe
+        self._common = Estimate(0.0, 1.0, 0.5, 0.5)  # nobody has had an idea yet
+        self._own: dict[int, Estimate] = {}
+        self._decided: dict[int, int] = {}  # by seq_id; empty: nothing for anyone
+        self.rest = self.PAUSE  # at first, too: what plain steps take is timed in it
+        self._age = 0  # steps that it has served
+        self._is_off = False  # no guesses were asked for last
+        self._num_probes = 0
+        self._guessing = 0.0  # seconds, since the last step
+
+    def choose(self, seq_ids: Sequence[int]) -> list[int]:
+        """As `Depth`."""
+        if not seq_ids:
+            return []
+        self._age += 1
+        if not self._decided.keys() >= set(seq_ids) or self._age >= self.HOLD:
+            self._decided = self._decide(seq_ids)
+            self._age = 0 if self._own.keys() >= set(seq_ids) else self.HOLD - self.FIRST
+        if any(depths := [self._decided.get(seq_id, 0) for seq_id in seq_ids]):
+            self._is_off, self.rest = False, 0
+            return depths
+        self.cost.fade()
+        is_long = self._is_off and not self._probe
+        self._is_off, self.rest = True, min(2 * self.rest, self.LONGEST) if is_long else self.PAUSE
+        return self._probed(depths) if self._probe else depths
+
+    def _decide(self, seq_ids: Sequence[int]) -> dict[int, int]:
+        can_begin = self._budget.left() > 0
+        known = [self.estimate(i) if can_begin or i in self._own else NO_IDEA for i in seq_ids]
+        if not self._can_pay(known):
+            return {}
+        hits, acceptances = np.array([(e.hit, e.acceptance) for e in known]).T
+        depths = best_depths(hits, acceptances, self.cost, self._most, self.MARGIN)
+        decided = dict(zip(seq_ids, depths, strict=True))
+        new = [i for i in seq_ids if decided[i] and i not in self._own]
+        return decided | dict.fromkeys(new[self.FEW + len(self._own) :], 0)
+
+    def _can_pay(self, known: Sequence[Estimate]) -> bool:
+        """False where it is certain that guesses do not pay, which takes less to see than `best_depths` takes to say.
+
+        Of steps of which as many as can be have guesses, w of them: they bring no more than w times the most likely guess,
+        nor more than all that all guesses bring. Tokens and seconds lie on lines between the widths of the table: their
+        ratio is largest at one of these, or at 0.
+        """
+        found = [e for e in known if e.hit > 0]
+        if not found:
+            return False
+        n, cost, silent = len(known), self.cost, math.prod(1 - e.hit for e in found)
+        some, vain = max(1 - silent, HARDLY), silent * cost.of_vain(n)  # some: the chance that anyone has a guess
+        widest = self._most * sum(e.hit for e in found) / some
+        most, likely = sum(e.tokens(self._most) for e in found), max(e.acceptance for e in found)
+        widths = [0.0, *(w - n for w in cost.checked.widths if n < w < n + widest), widest]
+        if likely > 0:
+            widths.append(min(most / likely / some, widest))
+        speed = max((n + min(most, likely * some * w)) / (some * cost.of_narrow(n + w) + vain) for w in widths)
+        return speed > self.MARGIN * n / cost.of_plain(n)
+
+    def _probed(self, depths: list[int]) -> list[int]:
+        """`depths`, all 0; or a few guesses for one sequence, if the budget has some."""
+        if self._budget.left() <= 0:
+            return depths
+        few, turn = min(2, self._most), self._num_probes % len(depths)
+        self._num_probes += 1
+        return [few if i == turn else 0 for i in range(len(depths))]
+
+    def estimate(self, seq_id: int) -> Estimate:
+        """What is known of a sequence; of a new one, what is known of all."""
+        return self._own.get(seq_id) or self._common
+
+    def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
+        """As `Depth`. No guess where one was asked for counts, too."""
+        if seq_id not in self._own:
+            self._own[seq_id] = self._common.start(self.WEIGHT)
+        self._own[seq_id].note(num_guessed, num_accepted, self.KEEP)
+        self._common.note(num_guessed, num_accepted, self.KEEP_COMMON)
+
+    def observe_guessing(self, num_guesses: int, seconds: float) -> None:
+        """As `Depth`. Guesses for a text that was read first say nothing of what the next ones take."""
+        self._guessing += seconds
+        self._budget.pay(seconds)
+        if num_guesses:
+            self.cost.guess += (NEWS if self.cost.guess else 1.0) * (seconds / num_guesses - self.cost.guess)
+
+    def observe_step(
+        self, num_seqs: int, num_tokens: int, num_guessed: int, num_right: int, seconds: float, asked: bool
+    ) -> None:
+        """As `Depth`. The time for guessing is not the step's. Steps with parts of prompts say nothing here."""
+        seconds, self._guessing = seconds - self._guessing, 0.0
+        if num_tokens != num_seqs + num_guessed or seconds <= 0:
+            return
+        cost = self.cost
+        if asked and not num_guessed:
+            self._budget.pay(cost.wait)
+            cost.note_vain(num_tokens, seconds)
+        else:
+            self._budget.pay(cost.more(num_seqs, num_guessed) - cost.of_plain(num_seqs) * num_right / num_seqs)
+            cost.note(num_tokens, num_guessed > 0, seconds)
+
+    def finish(self, seq_id: int) -> None:
+        """As `Depth`."""
+        self._own.pop(seq_id, None)

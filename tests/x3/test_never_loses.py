@@ -1,0 +1,216 @@
+"""What speculation costs where nothing repeats itself, and what it brings where all does, over an H200 in virtual time.
+
+The scheduler, the proposers and those who decide are the engine's own. A step takes what one of the embedded model takes
+there, and proposers take what their Python takes: nothing of it is hidden behind the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from random import Random
+from typing import Any
+
+import pytest
+
+from folovllm.cache.block_manager import BlockManager
+from folovllm.engine.overlap_scheduler import OverlapScheduler
+from folovllm.engine.scheduler import chunk, preempt
+from folovllm.engine.speculation import Speculation
+from folovllm.engine.speculative_scheduler import SpeculativeOverlapScheduler
+from folovllm.request import Sequence
+from folovllm.spec.adaptive import AdaptiveDepth
+from folovllm.spec.choose import Curve, StepCost
+from folovllm.spec.ngram import NgramProposer
+from folovllm.spec.proposer import Proposer, RowState
+from folovllm.spec.budget import Budget
+from folovllm.spec.registry import LOAN, InTurn
+from folovllm.spec.shadow import Shadow
+from folovllm.spec.suffix import SuffixProposer
+from folovllm.step.schedule import SchedulerOutput
+from folovllm.step.verify import accept
+from tests.x3.guessing_loop import NoForms, sequence
+
+MS = 1e-3
+PLAIN = Curve((1, 16, 64, 256), (0.15 * MS, 0.28 * MS, 0.45 * MS, 1.0 * MS))
+CHECKED = Curve((1, 16, 64, 256, 512), (0.32 * MS, 0.35 * MS, 0.5 * MS, 1.1 * MS, 1.7 * MS))
+WAIT = 0.15 * MS  # the device stands still behind a step with guesses until the host has scheduled
+A_MASK = 0.08 * MS  # of an answer with a form, for each step
+A_TOKEN, A_GUESS = 0.004 * MS, 0.015 * MS  # of a proposer: to take a token in, and to guess
+
+
+class Clock:
+    """Seconds that others let pass."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Slow(Proposer):
+    """A proposer that takes time."""
+
+    def __init__(self, inner: Proposer, clock: Clock) -> None:
+        self.inner, self.clock, self.known = inner, clock, dict[int, int]()
+
+    def propose(self, state: RowState, k: int) -> SequenceOf[int]:
+        seen = self.known.get(state.seq_id, 0)
+        self.known[state.seq_id] = max(seen, len(state.token_ids))
+        self.clock.now += A_GUESS + A_TOKEN * max(0, len(state.token_ids) - seen)
+        return self.inner.propose(state, k)
+
+    def propose_all(self, states: SequenceOf[RowState], ks: SequenceOf[int]) -> list[list[int]]:
+        self.look(states)
+        return super().propose_all(states, ks)
+
+    def look(self, states: SequenceOf[RowState]) -> None:
+        if isinstance(self.inner, SuffixProposer):
+            before = self.inner._past.num_tokens
+            self.inner.look(states)
+            self.clock.now += A_TOKEN * (self.inner._past.num_tokens - before)
+
+    def admit(self, state: RowState) -> None:
+        self.inner.admit(state)
+
+    def observe(self, seq_id: int, token_ids: SequenceOf[int]) -> None:
+        self.inner.observe(seq_id, token_ids)
+
+    def finish(self, seq_id: int) -> None:
+        self.inner.finish(seq_id)
+
+
+class Served:
+    """An engine without a device: its answers are known. With `forms` they are forced in part, and masks take time.
+
+    `scale`: how much longer than the embedded model's steps take.
+    """
+
+    def __init__(self, max_num_seqs: int, methods: str = "", forms: bool = False, scale: float = 1.0) -> None:
+        self.scale, self.form = scale, A_MASK if forms else 0.0
+        self.clock, self.texts = Clock(), dict[int, list[int]]()
+        common = dict(
+            kv=BlockManager(max_num_seqs * 160, 16), max_num_seqs=max_num_seqs, max_num_batched_tokens=2**16,
+            tokens_of_step=chunk, make_room=preempt,
+        )  # fmt: skip
+        if not methods:
+            self.scheduler: OverlapScheduler = OverlapScheduler(**common)
+            return
+        kinds = {"ngram": NgramProposer, "suffix": SuffixProposer}
+        tables = (Curve(widths, tuple(scale * s for s in seconds)) for widths, seconds in (PLAIN, CHECKED))
+        tries, looks = (Budget(LOAN * scale * PLAIN.seconds[0], self.clock) for _ in range(2))
+        depth = AdaptiveDepth(StepCost(*tables), 15, tries)
+        proposer = InTurn([Slow(kinds[name](), self.clock) for name in methods.split("+")])
+        self.speculation = Speculation(Shadow(proposer, depth, looks), depth, self if forms else NoForms(), self.clock)
+        self.scheduler = SpeculativeOverlapScheduler(speculation=self.speculation, **common)
+
+    def forced(self, seq: Sequence, most: int) -> list[int]:
+        n = seq.num_tokens
+        return self.texts[seq.seq_id][n : n + max(0, 14 - n % 20)][:most]
+
+    def trim(self, seq: Sequence, guesses: list[int]) -> list[int]:
+        return guesses
+
+    def serve(self, texts: list[list[int]], num_prompt: int) -> float:
+        """The seconds in which all texts are written behind their first `num_prompt` tokens."""
+        start, flying = self.clock.now, None
+        seqs = [sequence(text[:num_prompt], len(text) - num_prompt) for text in texts]
+        for seq, text in zip(seqs, texts, strict=True):
+            self.texts[seq.seq_id] = text
+            self.scheduler.add(seq)
+        while self.scheduler.running or self.scheduler.waiting:
+            if self.scheduler.must_wait():
+                self.clock.now += WAIT
+                self.collect(flying)
+                flying = None
+            output = self.scheduler.schedule()
+            before, flying = flying, (output, self.scheduler.sequences(output)) if output.shares else None
+            self.collect(before)
+        self.collect(flying)
+        return self.clock.now - start
+
+    def collect(self, step: tuple[SchedulerOutput, list[Sequence]] | None) -> None:
+        if step is None:
+            return
+        output, seqs = step
+        drawn, num_draws = [], sum(share.num_draws for share in output.shares)
+        self.clock.now += self.scale * (CHECKED if num_draws > len(seqs) else PLAIN).at(num_draws)
+        self.clock.now += self.form * (len(seqs) + 0.1 * num_draws)
+        for share, seq in zip(output.shares, seqs, strict=True):
+            text, at = self.texts[seq.seq_id], share.end - share.num_draws + 1
+            text = text[at : share.end + 1]
+            drawn.append((seq, accept(text, share.token_ids[1:].tolist() if share.num_draws > 1 else [])))
+        self.scheduler.postprocess([pair for pair in drawn if not pair[0].status.is_finished])
+
+
+def story(seed: int, length: int) -> list[int]:
+    """Tokens of which some are frequent, so that pairs come again, and what follows them does not."""
+    die = Random(seed)
+    return [100 + int(600 * die.random() ** 2) for _ in range(length)]
+
+
+def copied(seed: int, length: int) -> list[int]:
+    """A text that comes again and again, with a new word in it now and then."""
+    die, text = Random(seed), story(seed, 60)
+    return [token if die.random() > 0.03 else die.randrange(100, 700) for token in (text * (length // 60 + 1))[:length]]
+
+
+def both(batch: int, methods: str, turns: list[list[list[int]]], num_prompt: int, **how: Any) -> tuple[Served, float, float]:
+    """The engine with guesses, and the seconds that all turns took without them and with them."""
+    plain, guessing = Served(batch, **how), Served(batch, methods, **how)
+    seconds = [(plain.serve(texts, num_prompt), guessing.serve(texts, num_prompt)) for texts in turns]
+    return guessing, sum(one for one, _ in seconds), sum(other for _, other in seconds)
+
+
+def stories(batch: int, num_turns: int, length: int = 245) -> list[list[list[int]]]:
+    return [[story(1000 * turn + i, length) for i in range(batch)] for turn in range(num_turns)]
+
+
+@pytest.mark.parametrize("methods", ["ngram", "ngram+suffix"])
+@pytest.mark.parametrize("batch", [1, 8, 16, 256])
+def test_new_texts_lose_under_two_percent(batch: int, methods: str) -> None:
+    """From the first step of the engine on: several answers of 200 tokens for each sequence."""
+    _, plain, guessing = both(batch, methods, stories(batch, 8 if batch < 256 else 2), 45)
+    assert guessing < 1.02 * plain
+
+
+@pytest.mark.parametrize("batch", [1, 8, 16])
+def test_the_first_answers_alone_lose_a_few_steps(batch: int) -> None:
+    """Looks and tries have a few steps of one sequence to lose at the start, and each of them ends once it began."""
+    _, plain, guessing = both(batch, "ngram+suffix", stories(batch, 1), 45)
+    assert guessing - plain < 2 * LOAN * PLAIN.seconds[0] + 0.01 * plain + (60 + 245) * A_TOKEN * 2
+
+
+@pytest.mark.parametrize("methods", ["ngram", "ngram+suffix"])
+def test_a_long_prompt_is_read_once_and_paid_for(methods: str) -> None:
+    """To read 2,000 tokens takes 50 steps; then nobody looks until that was a hundredth of the time."""
+    guessing, plain, seconds = both(4, methods, stories(4, 12, 2100), 2000, scale=2.0)
+    assert seconds - plain < 0.01 * plain + 2 * 2100 * A_TOKEN * 2
+
+
+@pytest.mark.parametrize(("batch", "gain"), [(1, 2.2), (16, 2.0)])
+@pytest.mark.parametrize("methods", ["ngram", "ngram+suffix"])
+def test_texts_that_repeat_themselves_gain(batch: int, gain: float, methods: str) -> None:
+    """With forms, from the first answers on; and in a model of which a step takes ten times as long, without forms."""
+    turns = [[copied(1000 * turn + i, 320) for i in range(batch)] for turn in range(4)]
+    _, plain, guessing = both(batch, methods, turns[:1], 150, forms=True)
+    assert plain > 0.9 * gain * guessing
+    _, plain, guessing = both(batch, methods, turns, 150, forms=True)
+    assert plain > gain * guessing
+    _, plain, guessing = both(batch, methods, turns, 150, scale=10.0)
+    assert plain > min(gain, 1.4) * guessing
+
+
+def test_where_a_step_has_no_room_for_guesses_nobody_is_asked() -> None:
+    """256 sequences draw as many tokens as there is memory for."""
+    guessing, plain, seconds = both(256, "ngram", [[copied(i, 190) for i in range(256)]], 150, forms=True)
+    assert seconds == pytest.approx(plain) and not guessing.speculation.num_guessed
+
+
+def test_after_new_texts_come_some_that_repeat_themselves() -> None:
+    """What was lost on stories does not keep guesses off for long."""
+    plain, guessing = Served(1), Served(1, "ngram")
+    for turn in range(6):
+        guessing.serve([story(turn, 245)], 45)
+    texts = [copied(i, 320) for i in range(8)]
+    seconds = [(plain.serve([text], 150), guessing.serve([text], 150)) for text in texts]
+    assert seconds[-1][0] > 1.5 * seconds[-1][1]
