@@ -24,7 +24,7 @@ from folovllm.worker.host_ring import HostRing
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.pending_step import Computed, PendingStep
 from folovllm.worker.prompt_graphs import PromptGraphs
-from folovllm.worker.rehearse import compile_at_once
+from folovllm.worker.rehearse import compile_at_once, prepare_to_compile
 from folovllm.worker.step_graph import Recorder, StepGraph
 from folovllm.worker.warm_up import small_steps
 
@@ -58,7 +58,10 @@ class GraphRunner:
         self.buckets: list[int] = []
         self._tables = DeviceTables(rows, -(-setup.max_model_len // setup.block_size), setup.block_size, device)
         self._graphs = graphs
-        self._recorder = Recorder(device)
+        self._is_rehearsed = device.type == "cuda" and not setup.config.compile
+        if self._is_rehearsed:
+            prepare_to_compile()
+        self._recorder = Recorder(device, self._is_rehearsed)
         self._prompts = PromptGraphs(setup, runner, self._tables, self._recorder)
         self._late: Computed | None = None  # what `Masks` set going again
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # what the step drew
@@ -81,7 +84,7 @@ class GraphRunner:
         if records:  # before the cache takes what is left
             shape = setup.max_num_seqs, len(self.model.lm_head.weight)
             self._logits = torch.zeros(shape, dtype=setup.dtype, device=setup.device)
-        if setup.device.type == "cuda" and not setup.config.compile:
+        if self._is_rehearsed:
             self.compile_at_once(records)
         num_blocks = self._runner.fit_kv_cache(self._prompts.largest() if records else 0.0)
         if setup.device.type == "cuda":
