@@ -29,7 +29,6 @@ class Task:
 
     module: str
     name: str
-    source_hash: str  # Triton's hash of its source, which varies with what else was hashed before
     specialization: str  # Triton's record of a variant, JSON
     target: Any  # the GPU's kind
     triton_key: str  # a hash of Triton, which takes a while to compute
@@ -52,10 +51,26 @@ def compile_kernel(task: Task) -> None:
     cache.triton_key = lambda: task.triton_key
     driver.set_active(SimpleNamespace(get_current_target=lambda: task.target, get_current_device=lambda: 0))
     function = getattr(import_module(task.module), task.name)
-    function.hash = task.source_hash
+    hash_from_below(function)
     kernel = function.preload(task.specialization)
     if hasattr(nvidia, "make_launcher"):  # C, which Triton 3.6 writes and lets a compiler translate
         nvidia.CudaLauncher(kernel.src, kernel.metadata)
+
+
+def hash_from_below(function: Any, above: tuple[Any, ...] = ()) -> None:
+    """Let Triton hash the source of a kernel, after those of the functions that it calls, unless it has.
+
+    Names in its cache depend on these hashes, and a hash (Triton 3.6 to 3.7) on which of those it has made before.
+    """
+    from triton.runtime.jit import JITCallable
+
+    if function.hash is not None:
+        return
+    for name in function.fn.__code__.co_names:
+        called = function.__globals__.get(name)
+        if isinstance(called, JITCallable) and called not in (*above, function):
+            hash_from_below(called, (*above, function))
+    _ = function.cache_key
 
 
 def outcome(task: Task) -> str:

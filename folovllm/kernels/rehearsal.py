@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from folovllm.kernels.carveout import divide_memory
 from folovllm.kernels.compile_elsewhere import Elsewhere, Workers
-from folovllm.kernels.compile_worker import Task
+from folovllm.kernels.compile_worker import Task, hash_from_below
 
 MOST_THREADS = 16
 _turn = threading.Lock()  # a rehearsal changes what all threads use
@@ -77,6 +77,7 @@ class Asked:
         self._thread = threading.get_ident()
         self._compile: Callable[[], Any] | None = None  # of the launch that is asked for now
         self._futures: dict[tuple[Any, str], Future[None]] = {}
+        self._triton_key = pool.submit(triton_key)
 
     def instead_of(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         """What this thread does when it should launch. Other threads launch as ever."""
@@ -93,10 +94,10 @@ class Asked:
         """Triton asks this before it compiles a variant. True says that it must not, for the pool does."""
         if threading.get_ident() != self._thread:
             return False
+        hash_from_below(fn.jit_function)  # before anything else asks for its hash
         if (fn.jit_function, key) not in self._futures:
             assert self._compile is not None
             self._progress.total += 1
-            fn.jit_function.cache_key  # noqa: B018 -- here, one after the other: see `Task.source_hash`
             self._futures[fn.jit_function, key] = future = self._pool.submit(
                 self._compile_and_load, self._compile, fn, compile["specialization_data"]
             )
@@ -104,9 +105,13 @@ class Asked:
         return True
 
     def _compile_and_load(self, compile_it: Callable[[], Any], fn: Any, specialization: str) -> None:
-        """Compile a kernel, or find it in Triton's cache, and do all that its first launch would do."""
-        source_hash, target = fn.jit_function.cache_key, driver.active.get_current_target()
-        task = Task(fn.module, fn.name, source_hash, specialization, target, triton_hash().result())
+        """Compile a kernel, or find it in Triton's cache, and do all that its first launch would do.
+
+        Names in that cache begin with a hash of Triton itself, 460 MB. One thread computes it and the others wait, lest
+        each of them does.
+        """
+        target = driver.active.get_current_target()
+        task = Task(fn.module, fn.name, specialization, target, self._triton_key.result())
         with Elsewhere(self._workers, task):
             kernel = compile_it()
         _ = kernel.run  # loads it
@@ -121,18 +126,6 @@ class Asked:
         """Let go of the last launch's tensors now: futures know this object, so they would stay until Python looks for circles."""
         self._compile = None
         self._futures.clear()
-
-
-@cache
-def triton_hash() -> Future[str]:
-    """The hash of Triton itself, 460 MB, with which the names in its cache begin: computed in a thread, from the first call on.
-
-    Triton computes it when it first needs it, in as many threads as need it at the same time.
-    """
-    pool = ThreadPoolExecutor(1, "hash")
-    future = pool.submit(triton_key)
-    pool.shutdown(wait=False)
-    return future
 
 
 @contextmanager

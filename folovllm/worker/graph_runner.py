@@ -24,7 +24,7 @@ from folovllm.worker.host_ring import HostRing
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.pending_step import Computed, PendingStep
 from folovllm.worker.prompt_graphs import PromptGraphs
-from folovllm.worker.rehearse import compile_at_once, prepare_to_compile
+from folovllm.worker.rehearse import compile_at_once
 from folovllm.worker.step_graph import Recorder, StepGraph
 from folovllm.worker.warm_up import small_steps
 
@@ -59,8 +59,6 @@ class GraphRunner:
         self._tables = DeviceTables(rows, -(-setup.max_model_len // setup.block_size), setup.block_size, device)
         self._graphs = graphs
         self._is_rehearsed = device.type == "cuda" and not setup.config.compile
-        if self._is_rehearsed:
-            prepare_to_compile()
         self._recorder = Recorder(device, self._is_rehearsed)
         self._prompts = PromptGraphs(setup, runner, self._tables, self._recorder)
         self._late: Computed | None = None  # what `Masks` set going again

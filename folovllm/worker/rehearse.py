@@ -12,19 +12,12 @@ from folovllm.models.llama import LlamaModel
 from folovllm.setup import EngineSetup
 
 
-def prepare_to_compile() -> None:
-    """Begin what takes a while and needs no GPU, beside the first use of the GPU and the weights."""
-    from folovllm.kernels.rehearsal import triton_hash  # here, for not every machine has Triton
-
-    triton_hash()
-
-
 def compile_at_once(setup: EngineSetup, model: LlamaModel, work: Callable[[], None]) -> None:
     """Compile the kernels that `work` launches, on a GPU; it must not need their results.
 
     A kernel that is missed, say because layers of one kind differ after all, is compiled when it is first launched.
     """
-    from folovllm.kernels.rehearsal import rehearsal
+    from folovllm.kernels.rehearsal import rehearsal  # here, for not every machine has Triton
 
     config = setup.config
     with (
