@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from typing import Any
 
 from triton import AsyncCompileMode, knobs
@@ -103,7 +103,7 @@ class Worker:
         self._process.wait()
 
 
-class Elsewhere(AsyncCompileMode):
+class Elsewhere(AsyncCompileMode):  # type: ignore[misc]  # to mypy all of Triton is Any
     """Within this, a thread lets `workers` compile a kernel first, unless Triton's cache has it.
 
     Triton asks such a mode to compile. It then does so here all the same, and finds the kernel in its cache; or not, and
