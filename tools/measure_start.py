@@ -66,21 +66,34 @@ class Clock:
 
 
 class Compiled:
-    """Which kernels Triton looked for, and how long that took: it calls this after each."""
+    """Which kernels Triton looked for, and how long those took that were not there: it calls this after each."""
 
     def __init__(self) -> None:
-        self._all: list[tuple[float, str, bool]] = []
+        self._num_found = 0
+        self._new: list[tuple[float, str]] = []
 
     def __call__(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
         """Note a kernel."""
-        self._all.append((times.total / 1e6, src.name, cache_hit))
+        self._num_found += 1
+        if not cache_hit:
+            self._new.append((times.total / 1e6, src.name))
+
+    def watch(self, workers: Any) -> None:
+        """Note those that other processes compile, too. Triton finds them here afterwards."""
+        compile_elsewhere: Callable[[Any, Any], None] = workers.compile
+
+        def timed(self_: Any, task: Any) -> None:
+            start = time.monotonic()
+            compile_elsewhere(self_, task)
+            self._new.append((time.monotonic() - start, task.name))
+
+        workers.compile = timed
 
     def print(self, each: bool) -> None:
         """Say how many there were; with `each` name those that were compiled, the slowest first."""
-        new = [(seconds, name) for seconds, name, was_there in self._all if not was_there]
-        total = sum(seconds for seconds, _ in new)
-        print(f"{len(self._all)} kernels, {len(new)} of them compiled, in {total:.1f} s of their threads")
-        for seconds, name in sorted(new, reverse=True) if each else ():
+        total = sum(seconds for seconds, _ in self._new)
+        print(f"{self._num_found} kernels, {len(self._new)} of them compiled; for these, threads waited {total:.1f} s")
+        for seconds, name in sorted(self._new, reverse=True) if each else ():
             print(f"  {seconds:6.2f} s  {name}")
 
 
@@ -92,7 +105,7 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true")
     given = parser.parse_args()
     clock.add("Python")
-    import torch  # noqa: F401
+    import torch
 
     clock.add("import torch")
     from folovllm import LLM, SamplingParams
@@ -102,7 +115,10 @@ def main() -> None:
     clock.add("import folovllm")
     from triton import knobs
 
+    from folovllm.kernels.compile_elsewhere import Workers
+
     knobs.compilation.listener = compiled
+    compiled.watch(Workers)
     clock.add("import triton")
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -115,6 +131,10 @@ def main() -> None:
     for phase, seconds in clock.phases.items():
         print(f"{phase:24}{seconds:8.2f} s")
     print(f"{'to the first token':24}{total:8.2f} s")
+    print(
+        "torch's byte code:",
+        "kept" if Path(torch.__spec__.cached).exists() else "none, so its sources were compiled once more",
+    )
     print("imported on the way:", ", ".join(name for name in HEAVY if name in sys.modules) or "nothing heavy")
     compiled.print(given.kernels)
 

@@ -116,6 +116,8 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("models/fused_layer.py", "", ""),
         ("kernels/prefill_hopper.py", "", ""),
         ("kernels/rehearsal.py", "", ""),
+        ("kernels/compile_elsewhere.py", "", ""),
+        ("kernels/compile_worker.py", "", ""),
         ("worker/rehearse.py", "", ""),
         ("worker/host_ring.py", "", ""),
         ("engine/overlap_scheduler.py", "", "v1/core/sched/async_scheduler.py"),

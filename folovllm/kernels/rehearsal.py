@@ -6,6 +6,7 @@ it does not depend on what a step computes.
 
 `triton.AsyncCompileMode` is made for such a list. A launch within it waits as ever. After one error of the compiler (Triton
 3.6 to 3.7) no such mode can be entered again. And what launches a kernel, a C compiler's work in Triton 3.6, it leaves out.
+So here threads wait for one kernel each, and let another process compile it (`compile_elsewhere`).
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 from triton import knobs
+from triton.runtime import driver
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 from folovllm.kernels.carveout import divide_memory
+from folovllm.kernels.compile_elsewhere import Elsewhere, Workers
+from folovllm.kernels.compile_worker import Task, hash_from_below
 
 MOST_THREADS = 16
 _turn = threading.Lock()  # a rehearsal changes what all threads use
@@ -46,9 +50,9 @@ def rehearsal(device: torch.device, num_processes: int = 1, show_progress: bool 
         Exception: the first that the compiler, or the loading, raised.
     """
     num_threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // num_processes))
-    pool = ThreadPoolExecutor(num_threads, "compile", *initializer_for(device))
+    pool, workers = ThreadPoolExecutor(num_threads, "compile", *initializer_for(device)), Workers()
     with _turn, tqdm(total=0, desc="Compiling kernels", unit="kernel", disable=not show_progress) as progress:
-        asked = Asked(pool, progress)
+        asked = Asked(pool, workers, progress)
         try:
             with (
                 replaced(JITFunction, "run", asked.instead_of(JITFunction.run)),
@@ -59,14 +63,16 @@ def rehearsal(device: torch.device, num_processes: int = 1, show_progress: bool 
                 asked.wait()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+            workers.close()
             asked.forget()
 
 
 class Asked:
     """The kernels that launches of one thread, that which made this object, have asked for."""
 
-    def __init__(self, pool: ThreadPoolExecutor, progress: Any) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, workers: Workers, progress: Any) -> None:
         self._pool = pool
+        self._workers = workers
         self._progress = progress
         self._thread = threading.get_ident()
         self._compile: Callable[[], Any] | None = None  # of the launch that is asked for now
@@ -84,18 +90,32 @@ class Asked:
 
         return run
 
-    def is_asked(self, *, key: str, fn: Any, **_: Any) -> bool:
+    def is_asked(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         """Triton asks this before it compiles a variant. True says that it must not, for the pool does."""
         if threading.get_ident() != self._thread:
             return False
+        hash_from_below(fn.jit_function)  # before anything else asks for its hash
         if (fn.jit_function, key) not in self._futures:
             assert self._compile is not None
             self._progress.total += 1
             self._futures[fn.jit_function, key] = future = self._pool.submit(
-                compile_and_load, self._compile, self._triton_key
+                self._compile_and_load, self._compile, fn, compile["specialization_data"]
             )
             future.add_done_callback(lambda _: self._progress.update())
         return True
+
+    def _compile_and_load(self, compile_it: Callable[[], Any], fn: Any, specialization: str) -> None:
+        """Compile a kernel, or find it in Triton's cache, and do all that its first launch would do.
+
+        Names in that cache begin with a hash of Triton itself, 460 MB. One thread computes it and the others wait, lest
+        each of them does.
+        """
+        target = driver.active.get_current_target()
+        task = Task(fn.module, fn.name, specialization, target, self._triton_key.result())
+        with Elsewhere(self._workers, task):
+            kernel = compile_it()
+        _ = kernel.run  # loads it
+        divide_memory(kernel)
 
     def wait(self) -> None:
         """Wait until all are compiled."""
@@ -106,18 +126,6 @@ class Asked:
         """Let go of the last launch's tensors now: futures know this object, so they would stay until Python looks for circles."""
         self._compile = None
         self._futures.clear()
-
-
-def compile_and_load(compile_it: Callable[[], Any], triton_key: Future[str]) -> None:
-    """Compile a kernel, or find it in Triton's cache, and do all that its first launch would do.
-
-    Names in that cache begin with a hash of Triton itself, 460 MB. One thread computes it and the others wait, lest each
-    of them does.
-    """
-    triton_key.result()
-    kernel = compile_it()
-    _ = kernel.run  # loads it
-    divide_memory(kernel)
 
 
 @contextmanager

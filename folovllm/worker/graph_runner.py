@@ -58,7 +58,8 @@ class GraphRunner:
         self.buckets: list[int] = []
         self._tables = DeviceTables(rows, -(-setup.max_model_len // setup.block_size), setup.block_size, device)
         self._graphs = graphs
-        self._recorder = Recorder(device)
+        self._is_rehearsed = device.type == "cuda" and not setup.config.compile
+        self._recorder = Recorder(device, self._is_rehearsed)
         self._prompts = PromptGraphs(setup, runner, self._tables, self._recorder)
         self._late: Computed | None = None  # what `Masks` set going again
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # what the step drew
@@ -80,7 +81,7 @@ class GraphRunner:
         records = not setup.config.enforce_eager and self._runner.supports_graph()
         if records:
             self._reserve_logits()
-        if setup.device.type == "cuda" and not setup.config.compile:
+        if self._is_rehearsed:
             self.compile_at_once(records)
         num_blocks = self._runner.fit_kv_cache(self._prompts.largest() if records else 0.0)
         if setup.device.type == "cuda":

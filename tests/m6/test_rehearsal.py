@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -17,13 +19,28 @@ from folovllm.worker.rehearse import one_layer_of_each_kind
 ROOT = Path(__file__).parents[2]
 
 
-def test_rehearsal(tmp_path: Path) -> None:
+def begin(program: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start a program of these tests, with a cache of its own for Triton."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.m6.rehearse_kernels"]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder)}
+    command = [sys.executable, "-m", f"tests.m6.{program}", *arguments]
+    return subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run(program: str, folder: Path) -> dict[str, Any]:
+    """What a program of these tests finds."""
+    with begin(program, folder) as process:
+        out, err = process.communicate()
+    assert process.returncode == 0, err[-2000:]
+    assert "Traceback" not in err, err
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def test_rehearsal(tmp_path: Path) -> None:
+    found = run("rehearse_kernels", tmp_path)
     assert found["launched in the rehearsal"] == ["other"], "only another thread launches, and that as ever"
     assert found["written"] == 0, "what a kernel would have written is zero"
     assert found["compiled in the rehearsal"] == 3 + 1, (
@@ -35,6 +52,59 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert found["interrupted"] == "KeyboardInterrupt"
     assert found["once more"] == "", "a rehearsal that failed does not stand in the next one's way"
     assert found["as before"], "Triton is left as it was"
+
+
+def test_other_processes_compile(tmp_path: Path) -> None:
+    found = run("compile_elsewhere", tmp_path)
+    new = found["new"]
+    assert new["here"] == [] and new["loaded"] == 2 and new["begun"] in (1, 2), (
+        "other processes compile, this one loads"
+    )
+    assert found["known"] == {"here": [], "begun": 0, "left": [], "loaded": 2}, "none is begun for what the cache has"
+    assert found["not of the package"] == ["", ["copy_kernel"]], (
+        "only kernels of the package: to import might do things"
+    )
+    assert found["killed"] == {"here": ["act_and_mul_kernel"], "left": []}, "who loses a process compiles here"
+    assert found["wrong"] == "CompilationError", "what the compiler says reaches the caller"
+    assert found["interrupted"] == "KeyboardInterrupt"
+    assert new["left"] == found["left"] == [], "no process is left"
+    assert found["once more"] == {"here": [], "begun": 1, "left": [], "loaded": 2}
+
+
+def test_the_others_end_with_this_process(tmp_path: Path) -> None:
+    with begin("compile_elsewhere", tmp_path, "end") as process:
+        assert process.stdout is not None
+        other = int(process.stdout.readline())
+        os.kill(other, 0)
+        process.kill()
+    while is_alive(other):  # it may be in the middle of a kernel
+        time.sleep(0.1)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there that has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_kernels_need_no_torch() -> None:
+    """Where kernels are compiled, torch is an empty shell."""
+    pytest.importorskip("triton")
+    program = """
+import sys
+from importlib import import_module
+from pkgutil import iter_modules
+from folovllm import kernels
+from folovllm.kernels.compile_worker import WITHOUT, Shell
+sys.modules.update({name: Shell(name) for name in WITHOUT})
+for module in iter_modules(kernels.__path__):
+    if module.name not in ("cpu", "rehearsal"):
+        import_module(f"folovllm.kernels.{module.name}")
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_one_layer_of_each_kind() -> None:

@@ -78,7 +78,7 @@ class TestRecordedGraph:
 @pytest.mark.gpu
 def test_a_cuda_graph_is_as_the_recorded_one() -> None:
     static, out = torch.zeros(3, dtype=torch.int32, device="cuda"), torch.zeros(3, dtype=torch.int32, device="cuda")
-    graph = CudaGraph(static, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+    graph = CudaGraph(static, torch.cuda.graph_pool_handle(), torch.cuda.Stream(), is_rehearsed=False)
     graph.capture(lambda x: out.copy_(2 * x))
     graph.replay(torch.tensor([1, 2, 3], dtype=torch.int32).pin_memory())
     assert out.tolist() == [2, 4, 6]

@@ -1,0 +1,118 @@
+"""Rehearse launches of a kernel of the package, which other processes compile, with no GPU.
+
+A program of its own, as `rehearse_kernels`, whose driver it has: `python -m tests.m6.compile_elsewhere` prints a JSON object of
+what happened. With "end", it prints the number of a process that it has begun, and waits to be killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.m6.rehearse_kernels import CPU, copy, loaded, outcome, pretend_driver  # isort: skip -- nothing interprets
+
+import torch
+import triton
+
+from folovllm.kernels import compile_elsewhere
+from folovllm.kernels.activation import act_and_mul_kernel, silu_and_mul
+from folovllm.kernels.rehearsal import rehearsal
+
+compiled_here: list[str] = []
+begun: list[int] = []  # processes
+
+
+class NotedWorker(compile_elsewhere.Worker):
+    """Notes its process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        begun.append(self._process.pid)
+
+
+def note_compiled(*, src: object, cache_hit: bool, **_: object) -> None:
+    if not cache_hit:
+        compiled_here.append(src.name)
+
+
+def children() -> list[int]:
+    """The processes that this one has begun and not waited for."""
+    files = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def rehearse(*widths: int) -> dict[str, object]:
+    """Rehearse launches, a variant for each width; what happened meanwhile."""
+    compiled_here.clear()
+    begun.clear()
+    loaded.clear()
+    act_and_mul_kernel.device_caches.clear()  # as in a new process
+    with rehearsal(CPU):
+        for width in widths:
+            silu_and_mul(torch.zeros(1, 2 * width))
+    return {"here": list(compiled_here), "begun": len(begun), "left": children(), "loaded": len(loaded)}
+
+
+def at_first_process(act: Callable[[int], object]) -> threading.Thread:
+    """Do something with the first process that is begun from now on."""
+    known = len(begun)
+
+    def wait_and_act() -> None:
+        while len(begun) == known:
+            time.sleep(0.001)
+        act(begun[known])
+
+    thread = threading.Thread(target=wait_and_act)
+    thread.start()
+    return thread
+
+
+def main() -> dict[str, object]:
+    """Rehearse what is new, what is known, what is not of the package, and what fails or ends in several ways."""
+    found: dict[str, object] = {"new": rehearse(16, 32), "known": rehearse(16, 32)}
+
+    compiled_here.clear()
+    found["not of the package"] = (outcome(lambda: copy(2)), list(compiled_here))
+
+    begun.clear()
+    thread = at_first_process(lambda pid: os.kill(pid, signal.SIGKILL))
+    with rehearsal(CPU):
+        silu_and_mul(torch.zeros(1, 128))
+    thread.join()
+    found["killed"] = {"here": compiled_here[1:], "left": children()}
+
+    zeros = torch.zeros(16)
+    found["wrong"] = outcome(
+        lambda: act_and_mul_kernel[(1,)](
+            zeros, zeros, zeros, 6, 0.0, I=3, WIDTH=3, H=1, STREAM_WIDTH=1, SCALE=False, GELU=False
+        )
+    )
+
+    thread = at_first_process(lambda pid: os.kill(os.getpid(), signal.SIGINT))
+    found["interrupted"] = outcome(lambda: silu_and_mul(torch.zeros(1, 512)))
+    thread.join()
+    found["left"] = children()
+    found["once more"] = rehearse(16, 1024)
+    return found
+
+
+def wait_for_the_end() -> None:
+    """Be killed while another process compiles."""
+    at_first_process(lambda pid: print(pid, flush=True))
+    rehearse(*(16 * n for n in range(1, 30)))
+    raise RuntimeError("nobody killed this process")
+
+
+if __name__ == "__main__":
+    pretend_driver()
+    compile_elsewhere.Worker = NotedWorker
+    triton.knobs.compilation.listener = note_compiled
+    if sys.argv[1:] == ["end"]:
+        wait_for_the_end()
+    print(json.dumps(main()))
