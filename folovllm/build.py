@@ -55,6 +55,7 @@ from folovllm.worker.native_model import load_native_model, load_sharded_model
 
 if TYPE_CHECKING:
     from folovllm.engine.speculation import Speculation
+    from folovllm.executor.run_executor import RunExecutor
     from folovllm.spec.proposer import Proposer
 
 
@@ -122,9 +123,20 @@ def make_draft(setup: EngineSetup, model: str) -> Proposer:
     from folovllm.engine.draft_setup import draft_setup
     from folovllm.spec.draft_model import DraftModel
 
+    assert setup.config.speculation is not None
     draft = draft_setup(setup, model)
-    executor = LocalExecutor(draft.max_num_seqs, *make_packed_worker(draft))
+    executor = make_run_executor(draft, setup.config.speculation.num_speculative_tokens + 2)
     return DraftModel(executor, draft.max_num_seqs, draft.max_num_batched_tokens, draft.max_model_len, draft.block_size)
+
+
+def make_run_executor(setup: EngineSetup, longest: int) -> RunExecutor:
+    """A device that is sent up to `longest` decode steps at once (X3)."""
+    from folovllm.executor.run_executor import RunExecutor
+    from folovllm.worker.run_graph_runner import RunGraphRunner
+
+    worker, runner = make_packed_worker(setup, graphed=partial(RunGraphRunner, longest=longest))
+    assert isinstance(runner, RunGraphRunner)
+    return RunExecutor(setup.max_num_seqs, worker, runner)
 
 
 def make_speculation(
@@ -209,12 +221,14 @@ def most_draws_of(setup: EngineSetup) -> int:
     return setup.max_num_seqs if setup.config.speculation is None else most_draws(setup.max_num_seqs)
 
 
-def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[PackedWorker, GraphRunner]:
+def make_packed_worker(
+    setup: EngineSetup, group: Group | None = None, graphed: Callable[..., GraphRunner] | None = None
+) -> tuple[PackedWorker, GraphRunner]:
     """A worker for packed steps, with the whole model or, with a group, a rank's part of it (M6).
 
-    `setup` describes the whole model, but for the device, which is the rank's own.
+    `setup` describes the whole model, but for the device, which is the rank's own. `graphed` makes another kind of runner.
     """
-    plain, graphed = runner_kinds(setup)
+    plain, usual = runner_kinds(setup)
     sampler, slots, load = make_sampler(setup), cache_manager(setup.config).slots, expert_load(setup)
     backend, graphs = attention_backend(setup), (builders.own(setup.config, "graph_cache") or AllGraphs)
     draw: StepDraw
@@ -227,7 +241,7 @@ def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[
         part = setup.with_hf_config(local_config(setup.hf_config, group.size, setup.config.enable_expert_parallel))
         inner = plain(part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, draw.whole)
     rows_draw = DrawState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler, most_draws_of(setup))
-    runner = graphed(setup, inner, draw, rows_draw, graphs(setup.max_num_seqs))
+    runner = (graphed or usual)(setup, inner, draw, rows_draw, graphs(setup.max_num_seqs))
     return GPUWorker(setup.device, runner, load), runner
 
 

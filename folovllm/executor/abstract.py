@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from folovllm.step.masks import Masks
@@ -43,3 +44,14 @@ class AsyncExecutor(Executor, Protocol):
 
     def draw(self, masks: Masks) -> Pending:
         """Let the step that `forward` started draw. Rows in `masks` may draw only what their mask allows."""
+
+
+class RunsSteps(AsyncExecutor, Protocol):
+    """An executor that can run decode steps one behind the other, with no look at the tokens in between."""
+
+    def run(self, outputs: Sequence[SchedulerOutput]) -> list[StepResult]:
+        """Run the steps and return what each drew, as `execute_model` of one after the other would.
+
+        Each share is a decode of one token in a row that the device knows; a token that an earlier step of the run draws is
+        in flight. ValueError for any other share.
+        """

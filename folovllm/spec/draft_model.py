@@ -6,16 +6,13 @@ the same noise then makes both draw the same one: they agree more often than two
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from folovllm.executor.abstract import AsyncExecutor, Pending
+from folovllm.executor.abstract import RunsSteps
 from folovllm.spec.proposer import Proposer, RowState
-from folovllm.step.draw import DrawSpec, no_tokens
+from folovllm.step.draw import DrawSpec, TokenIds
 from folovllm.step.schedule import SchedulerOutput, Share
-
-MOST_IN_FLIGHT = 4  # steps whose tokens are on their way: an executor keeps those of a few
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +50,7 @@ class DraftModel(Proposer):
 
     def __init__(
         self,
-        executor: AsyncExecutor,
+        executor: RunsSteps,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
@@ -71,12 +68,11 @@ class DraftModel(Proposer):
         return self.propose_all([state], [k])[0]
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
-        """As `Proposer`: one step over what is new in the texts, then steps of one token that nobody waits for."""
+        """As `Proposer`: where a text has grown by much one step over that, and then a run of steps of one token each."""
         asked = [(state, k) for state, k in zip(states, ks, strict=True) if k]
         keep = {state.seq_id for state, _ in asked}
         placed = [(state, k) for state, k in asked if self._place(state, k, keep)]
-        shares, depths = self._catch_up(placed)
-        guesses = self._guess(shares, depths)
+        guesses = self._guess(self._catch_up(placed))
         for seq_id, tokens in guesses.items():
             self._drafts[seq_id].guesses = tokens
         return [guesses.get(state.seq_id, []) for state in states]
@@ -112,54 +108,58 @@ class DraftModel(Proposer):
         draft.blocks += [self._free.pop() for _ in range(missing)]
         return True
 
-    def _catch_up(self, placed: list[tuple[RowState, int]]) -> tuple[list[Share], dict[int, int]]:
-        """The first step, and how far to guess for each sequence. Of a text beyond the budget a part is computed, and no guess."""
-        budget, shares, depths = self._budget - len(placed), [], {}
+    def _catch_up(self, placed: list[tuple[RowState, int]]) -> list[tuple[RowState, int]]:
+        """Compute what texts have before their newest tokens, and tell the device of new rows. Returns who can guess now.
+
+        Behind guesses that were all right a text lacks two tokens, and else one: these are left to the run. Of a text beyond
+        the budget a part is computed.
+        """
+        budget, shares, ready = self._budget - len(placed), [], []
         for state, k in placed:
             draft = self._drafts[state.seq_id]
             draft.cut_back(state)
-            missing = len(state.token_ids) - draft.num_cached
-            num_new = min(missing, 1 + max(0, budget))
-            budget -= num_new - 1
-            if num_new == missing:
-                depths[state.seq_id] = k
-            tokens = state.token_ids[draft.num_cached : draft.num_cached + num_new]
-            share = self._share(state.seq_id, num_new, int(num_new == missing))
-            shares.append(share._replace(token_ids=tokens, draw=how_to_draw(state.draw) if draft.is_new else None))
-            draft.is_new = False
-        return sorted(shares, key=lambda share: share.num_new_tokens), depths
+            missing = len(state.token_ids) - 1 - draft.num_cached
+            num_new = 0
+            if missing > 1 or draft.is_new:
+                num_new = min(max(1, missing), 1 + max(0, budget))
+                budget -= num_new - 1
+                tokens = state.token_ids[draft.num_cached : draft.num_cached + num_new]
+                shares.append(self._share(state, tokens, num_new, 0))
+                draft.is_new = False
+            if num_new >= missing - 1:
+                draft.num_cached = min(draft.num_cached, len(state.token_ids) - 1)
+                ready.append((state, k))
+        if shares:
+            self._executor.submit(SchedulerOutput(tuple(sorted(shares, key=lambda share: share.num_new_tokens))))
+        return ready
 
-    def _guess(self, shares: list[Share], depths: dict[int, int]) -> dict[int, list[int]]:
-        """Run the step of `shares`, and then one step of one token after the other for those that guess further."""
-        guesses: dict[int, list[int]] = {seq_id: [] for seq_id in depths}
-        in_flight: deque[tuple[list[Share], Pending]] = deque()
+    def _guess(self, ready: list[tuple[RowState, int]]) -> dict[int, list[int]]:
+        """Let the model write: one token a step, first those of the text that are left, then those that it drew."""
+        left = [state.token_ids[self._drafts[state.seq_id].num_cached :] for state, _ in ready]
+        lengths = [len(tokens) - 1 + k for tokens, (_, k) in zip(left, ready, strict=True)]
+        steps = [
+            [
+                self._share(state, tokens[i : i + 1], 1, 1)
+                for tokens, length, (state, _) in zip(left, lengths, ready, strict=True)
+                if i < length
+            ]
+            for i in range(max(lengths, default=0))
+        ]
+        drawn: dict[int, list[int]] = {state.seq_id: [] for state, _ in ready}
+        if steps:
+            for shares, step in zip(steps, self._executor.run([SchedulerOutput(tuple(s)) for s in steps]), strict=True):
+                for share, tokens in zip(shares, step.token_ids, strict=True):
+                    drawn[share.seq_id] += tokens
+        return {state.seq_id: drawn[state.seq_id][len(tokens) - 1 :] for tokens, (state, _) in zip(left, ready, strict=True)}
 
-        def take_in() -> None:
-            done, step = in_flight.popleft()
-            for share, tokens in zip(done, step.wait().token_ids, strict=True):
-                if tokens:
-                    guesses[share.seq_id] += tokens
-
-        depth = 1
-        while shares:
-            in_flight.append((shares, self._executor.submit(SchedulerOutput(tuple(shares)))))
-            if len(in_flight) > MOST_IN_FLIGHT:
-                take_in()
-            going_on = [share.seq_id for share in shares if depths.get(share.seq_id, 0) > depth]
-            shares, depth = [self._share(seq_id, 1, 1) for seq_id in going_on], depth + 1
-        while in_flight:
-            take_in()
-        return guesses
-
-    def _share(self, seq_id: int, num_new: int, num_draws: int) -> Share:
-        """The next tokens of a sequence; without more, the token that was drawn last and is on the device."""
-        draft = self._drafts[seq_id]
+    def _share(self, state: RowState, tokens: TokenIds, num_new: int, num_draws: int) -> Share:
+        """The next `num_new` tokens of a sequence; without `tokens`, the one that was drawn last and is on the device."""
+        draft = self._drafts[state.seq_id]
         start, end = draft.num_cached, draft.num_cached + num_new
         first, needed = draft.num_sent, -(-end // self._block_size)
         draft.num_cached, draft.num_sent = end, max(first, needed)
-        return Share(
-            seq_id, draft.row, start, num_new, no_tokens(), tuple(draft.blocks[first:needed]), first, num_draws, None
-        )
+        blocks, draw = tuple(draft.blocks[first:needed]), how_to_draw(state.draw) if draft.is_new else None
+        return Share(state.seq_id, draft.row, start, num_new, tokens, blocks, first, num_draws, draw)
 
 
 def how_to_draw(spec: DrawSpec) -> DrawSpec:

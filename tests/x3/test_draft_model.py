@@ -7,10 +7,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from folovllm.build import make_executor
+from folovllm.build import make_run_executor
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
-from folovllm.executor.packed_executor import LocalExecutor
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.spec.draft_model import DraftModel
@@ -27,9 +26,7 @@ def draft(num_blocks: int = 64, max_num_seqs: int = 3) -> DraftModel:
         model=str(tiny_checkpoint()), milestone="m6", enable_prefix_caching=False, device="cpu", max_model_len=LENGTH,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=BUDGET, block_size=BLOCK, num_kv_blocks=num_blocks, use_tqdm=False,
     )  # fmt: skip
-    executor = make_executor(set_up(config))
-    assert isinstance(executor, LocalExecutor)
-    return DraftModel(executor, max_num_seqs, BUDGET, LENGTH, BLOCK)
+    return DraftModel(make_run_executor(set_up(config), longest=14), max_num_seqs, BUDGET, LENGTH, BLOCK)
 
 
 @pytest.fixture(scope="module")
