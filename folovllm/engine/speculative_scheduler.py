@@ -64,6 +64,7 @@ class SpeculativeScheduler(Scheduler):
         self._own_tokens = self._tokens_of_step
         self._rows: GuessingRows = GuessingRows(self._rows.num_rows, self.events, lambda: self.waiting)
         self._under_way: deque[dict[int, int] | None] = deque()  # of each step its guesses, by seq_id; None: it is idle
+        self._with_guesses: list[Share] = []  # of the step that has some
 
     def schedule(self) -> SchedulerOutput:
         """As `Scheduler`. Sequences with guesses come behind other decodes, which have a kernel of their own."""
@@ -76,6 +77,8 @@ class SpeculativeScheduler(Scheduler):
             self._under_way.append(None if is_idle else num_guessed(output) if guesses else NO_GUESSES)
             if not is_idle:
                 self.speculation.began(output)
+            if guesses:
+                self._with_guesses = [share for share in output.shares if share.num_draws > 1]
         if len(self.running) > num_running:
             self.speculation.wake()
         return output
@@ -94,6 +97,8 @@ class SpeculativeScheduler(Scheduler):
         num_running, checked = len(self.running), self._under_way.popleft()
         if checked is not None:
             self.speculation.ended()
+        if checked and self.events.on:
+            self._spell_guesses()
         if not checked:
             updated = super().postprocess(drawn)
         else:
@@ -101,6 +106,11 @@ class SpeculativeScheduler(Scheduler):
         if len(self.running) < num_running:
             self.speculation.finish([seq for seq in updated if seq.status.is_finished])
         return updated
+
+    def _spell_guesses(self) -> None:
+        """Write tokens in place of their names: who watches is shown what was guessed."""
+        for share in self._with_guesses:
+            share.token_ids[:] = self.speculation.proposer.tokens_of(share.token_ids.tolist())
 
     def abort(self, *seqs: Sequence) -> None:
         """As `Scheduler`."""

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from folovllm.executor.abstract import RunsSteps
 from folovllm.spec.proposer import Proposer, RowState
 from folovllm.step.draw import DrawSpec, TokenIds
 from folovllm.step.schedule import SchedulerOutput, Share
+
+if TYPE_CHECKING:
+    from folovllm.worker.draft_tokens import DraftTokens
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +34,7 @@ class Draft:
     blocks: list[int] = field(default_factory=list)
     num_sent: int = 0  # blocks that the device knows
     num_known: int = 0  # tokens of the text when guesses were last made; all of them were right
-    guesses: list[int] = field(default_factory=list)  # what was written behind them
+    guesses: list[int] = field(default_factory=list)  # what was written behind them, or its names
     num_cached: int = 0
     is_new: bool = True  # the device does not know how its tokens are drawn
 
@@ -55,13 +62,18 @@ class DraftModel(Proposer):
         max_num_batched_tokens: int,
         max_model_len: int,
         block_size: int,
+        hand_over: DraftTokens | None = None,
     ) -> None:
-        """`executor` runs the small model, in steps of at most so many sequences and tokens, blocks of `block_size`."""
-        self._executor = executor
+        """`executor` runs the small model, in steps of at most so many sequences and tokens, blocks of `block_size`.
+
+        `hand_over`: where the model that checks finds the tokens by their names, which are what is guessed then.
+        """
+        self._executor, self._hand_over = executor, hand_over
         self._budget, self._max_model_len, self._block_size = max_num_batched_tokens, max_model_len, block_size
         self._rows = list(range(max_num_seqs))
         self._free = list(range(executor.num_kv_blocks))
         self._drafts: dict[int, Draft] = {}  # by seq_id; who was asked about last stands at the end
+        self._named: list[Draft] = []  # those whose guesses may be names: of the last run
 
     def propose(self, state: RowState, k: int) -> list[int]:
         """As `Proposer`."""
@@ -69,13 +81,29 @@ class DraftModel(Proposer):
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
         """As `Proposer`: where a text has grown by much one step over that, and then a run of steps of one token each."""
+        self._learn()
         asked = [(state, k) for state, k in zip(states, ks, strict=True) if k]
         keep = {state.seq_id for state, _ in asked}
         placed = [(state, k) for state, k in asked if self._place(state, k, keep)]
         guesses = self._guess(self._catch_up(placed))
-        for seq_id, tokens in guesses.items():
-            self._drafts[seq_id].guesses = tokens
+        self._named = [self._drafts[seq_id] for seq_id in guesses]
+        for draft, tokens in zip(self._named, guesses.values(), strict=True):
+            draft.guesses = tokens
         return [guesses.get(state.seq_id, []) for state in states]
+
+    def tokens_of(self, guess: Sequence[int]) -> list[int]:
+        """As `Proposer`."""
+        if self._hand_over is None:
+            return list(guess)
+        return self._hand_over.spell(np.array(guess, np.int32)).tolist()
+
+    def _learn(self) -> None:
+        """Note the tokens of the last run: their names mean others when the next one begins."""
+        tokens = self.tokens_of([token for draft in self._named for token in draft.guesses])
+        for draft in self._named:
+            count = len(draft.guesses)
+            draft.guesses, tokens = tokens[:count], tokens[count:]
+        self._named = []
 
     def finish(self, seq_id: int) -> None:
         """As `Proposer`."""
@@ -135,22 +163,26 @@ class DraftModel(Proposer):
 
     def _guess(self, ready: list[tuple[RowState, int]]) -> dict[int, list[int]]:
         """Let the model write: one token a step, first those of the text that are left, then those that it drew."""
-        left = [state.token_ids[self._drafts[state.seq_id].num_cached :] for state, _ in ready]
-        lengths = [len(tokens) - 1 + k for tokens, (_, k) in zip(left, ready, strict=True)]
+        left = {state.seq_id: state.token_ids[self._drafts[state.seq_id].num_cached :] for state, _ in ready}
+        writers = [(state, left[state.seq_id], len(left[state.seq_id]) - 1 + k) for state, k in ready]
+        writers.sort(key=lambda writer: -writer[2])  # so that each has the same place in all of its steps
+        if not writers:
+            return {}
         steps = [
-            [
-                self._share(state, tokens[i : i + 1], 1, 1)
-                for tokens, length, (state, _) in zip(left, lengths, ready, strict=True)
-                if i < length
-            ]
-            for i in range(max(lengths, default=0))
+            SchedulerOutput(
+                tuple(self._share(state, tokens[i : i + 1], 1, 1) for state, tokens, end in writers if i < end)
+            )
+            for i in range(writers[0][2])
         ]
-        drawn: dict[int, list[int]] = {state.seq_id: [] for state, _ in ready}
-        if steps:
-            for shares, step in zip(steps, self._executor.run([SchedulerOutput(tuple(s)) for s in steps]), strict=True):
-                for share, tokens in zip(shares, step.token_ids, strict=True):
-                    drawn[share.seq_id] += tokens
-        return {state.seq_id: drawn[state.seq_id][len(tokens) - 1 :] for tokens, (state, _) in zip(left, ready, strict=True)}
+        run = self._executor.submit_run(steps)
+        if self._hand_over is not None and run.names is not None:
+            drawn = run.names.T.tolist()
+        else:
+            drawn = [list(tokens) for tokens in zip_longest(*(sum(step.token_ids, []) for step in run.wait()))]
+        return {
+            state.seq_id: tokens[len(given) - 1 : end]
+            for tokens, (state, given, end) in zip(drawn, writers, strict=False)
+        }
 
     def _share(self, state: RowState, tokens: TokenIds, num_new: int, num_draws: int) -> Share:
         """The next `num_new` tokens of a sequence; without `tokens`, the one that was drawn last and is on the device."""

@@ -37,6 +37,10 @@ class Proposer(ABC):
         """`propose` for each of several sequences; an empty list where its k is 0. A draft model runs them together."""
         return [list(self.propose(state, k)) if k else [] for state, k in zip(states, ks, strict=True)]
 
+    def tokens_of(self, guess: Sequence[int]) -> list[int]:
+        """The tokens of a guess of the last `propose_all`, which may have names of them (`DraftTokens`). Then it waits for them."""
+        return list(guess)
+
     def admit(self, state: RowState) -> None:
         """A sequence came; its prompt is computed."""
 

@@ -38,6 +38,12 @@ class InTurn(Proposer):
                 found = [guess or other for guess, other in zip(found, more, strict=True)]
         return found
 
+    def tokens_of(self, guess: Sequence[int]) -> list[int]:
+        """As `Proposer`."""
+        for proposer in self._proposers:
+            guess = proposer.tokens_of(guess)
+        return list(guess)
+
     def admit(self, state: RowState) -> None:
         """As `Proposer`."""
         for proposer in self._proposers:

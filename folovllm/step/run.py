@@ -31,6 +31,10 @@ class PackedRun:
 class RunPacker(StepPacker):
     """A `StepPacker` that packs several decode steps at once."""
 
+    def __init__(self, num_rows: int, buckets: list[int]) -> None:
+        super().__init__(num_rows, buckets)
+        self._paddings = {width: self.pack_decode([], width).fields for width in buckets}
+
     def pack_run(self, outputs: Sequence[SchedulerOutput]) -> PackedRun:
         """Pack steps that run one behind the other.
 
@@ -44,9 +48,9 @@ class RunPacker(StepPacker):
             raise ValueError("a run has decodes of one token, in rows that the device knows, and no log-probabilities")
         if not (width := choose_bucket(max(num_seqs), self._buckets)):
             raise ValueError(f"no recorded step holds {max(num_seqs)} sequences")
-        packed, padding = self.pack_decode(every, len(every)).fields, self.pack_decode([], width).fields
+        packed = self.pack_decode(every, len(every)).fields
         fields = np.zeros((len(outputs), LINES, width), np.int32)
-        fields[:, : len(Field)] = padding
+        fields[:, : len(Field)] = self._paddings[width]
         start = 0
         for step, count in zip(fields, num_seqs, strict=True):
             step[: len(Field), :count] = packed[:, start : start + count]

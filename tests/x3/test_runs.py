@@ -13,6 +13,7 @@ from folovllm.engine.setup import set_up
 from folovllm.executor.run_executor import RunExecutor
 from folovllm.step.draw import DrawSpec, no_tokens
 from folovllm.step.schedule import SchedulerOutput, Share, StepResult
+from folovllm.worker.draft_tokens import DraftTokens
 from folovllm.worker.run_graph_runner import parts
 from tests.helpers import tiny_checkpoint
 
@@ -28,7 +29,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def executor(device: str = "cpu", **more: object) -> RunExecutor:
     fields = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 3, "num_kv_blocks": 3 * BLOCKS, **more}
     config = EngineConfig(model=str(tiny_checkpoint()), device=device, block_size=BLOCK, use_tqdm=False, **fields)  # type: ignore[arg-type]
-    return make_run_executor(set_up(config), LONGEST)
+    setup = set_up(config)
+    return make_run_executor(setup, DraftTokens.for_runs(LONGEST, setup))
 
 
 class Writers:
@@ -72,7 +74,7 @@ def test_a_run_is_its_steps(specs: list[str], device: str) -> None:
     in_a_run, in_turn = Writers(one, kinds), Writers(other, kinds)
     drawn = set()
     for lengths, given in ([5, 2, 7], 1), ([13, 13, 1], 2), ([1, 1, 1], 1), ([3, 8, 8], 2):
-        found = one.run(in_a_run.steps(lengths[: len(specs)], given))
+        found = one.submit_run(in_a_run.steps(lengths[: len(specs)], given)).wait()
         expected = [other.execute_model(step) for step in in_turn.steps(lengths[: len(specs)], given)]
         assert found == expected, f"lengths {lengths}, {given} tokens given"
         drawn |= {token for step in found for (token,) in step.token_ids}
@@ -83,7 +85,7 @@ def test_without_recordings_it_runs_one_after_the_other() -> None:
     eager, recorded = executor(enforce_eager=True), executor()
     found: list[list[StepResult]] = []
     for device in eager, recorded:
-        found.append(device.run(Writers(device, [SPECS["noise"]] * 2).steps([6, 3], 1)))
+        found.append(device.submit_run(Writers(device, [SPECS["noise"]] * 2).steps([6, 3], 1)).wait())
     assert found[0] == found[1] and not eager.graph_widths and recorded.graph_widths
 
 
@@ -100,10 +102,8 @@ def test_only_plain_decodes() -> None:
         second,
     ):
         with pytest.raises(ValueError, match="a run has decodes of one token"):
-            device.run([SchedulerOutput((share,))])
+            device.submit_run([SchedulerOutput((share,))])
 
 
 def test_parts() -> None:
-    assert [*parts(7, [8, 4, 2, 1])] == [4, 2, 1]
-    assert [*parts(19, [8, 4, 2, 1])] == [8, 8, 2, 1]
-    assert [*parts(3, [1])] == [1, 1, 1]
+    assert [[*parts(n)] for n in (1, 4, 7, 18)] == [[1], [4], [4, 2, 1], [16, 2]]
