@@ -78,7 +78,9 @@ def put_together(config: EngineConfig) -> Parts:
     tokenizer = load_tokenizer(setup.path, config)
     processor = InputProcessor(setup, tokenizer)  # reads small files, which may be damaged: so before the weights
     drafted = make_draft_tokens(setup)
-    proposer = make_proposer(setup, drafted)  # which may have a model and a cache: so before the cache that takes all memory
+    proposer = make_proposer(
+        setup, drafted
+    )  # which may have a model and a cache: so before the cache that takes all memory
     executor = make_checker(setup, drafted) if drafted and hands_over(setup) else make_executor(setup)
     events, guides = Events(), Guides(tokenizer, setup.vocab_size)
     speculation = make_speculation(setup, proposer, executor, guides)
@@ -121,11 +123,12 @@ def make_proposer(setup: EngineSetup, drafted: DraftTokens | None) -> Proposer |
     return registry.make_proposer(setup.config.speculation, partial(make_draft, setup, drafted))
 
 
-def make_draft(setup: EngineSetup, drafted: DraftTokens, model: str) -> Proposer:
+def make_draft(setup: EngineSetup, drafted: DraftTokens | None, model: str) -> Proposer:
     """The small model `model`, with rows and blocks of its own: as many sequences as the large one, in a part of its memory."""
     from folovllm.engine.draft_setup import draft_setup
     from folovllm.spec.draft_model import DraftModel
 
+    assert drafted is not None
     draft = draft_setup(setup, model)
     return DraftModel(
         make_run_executor(draft, drafted),

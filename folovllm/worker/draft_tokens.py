@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from folovllm.setup import EngineSetup
@@ -42,7 +45,7 @@ class DraftTokens:
         """Put what is meant in place of each name in `tokens` [n] int32; what is in flight stays. Device work only."""
         torch.index_select(self._meant, 0, tokens + 1, out=tokens)
 
-    def spell(self, tokens: Int32) -> Int32:
+    def spell(self, tokens: npt.NDArray[np.signedinteger[Any]]) -> npt.NDArray[np.signedinteger[Any]]:
         """[n] tokens with what is meant in place of each name. The host waits for the run."""
         named = tokens >= self._first_name
         if not named.any():

@@ -130,4 +130,3 @@ def parts(count: int) -> Iterator[int]:
     for bit in reversed(range(count.bit_length())):
         if count >> bit & 1:
             yield 1 << bit
-
