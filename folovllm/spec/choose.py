@@ -59,7 +59,8 @@ class StepCost:
 
     plain: Curve  # steps without guesses
     checked: Curve  # steps with guesses
-    guess: float = 0.0  # seconds that the proposer takes for each further guess, of all sequences together
+    guess: float = 0.0  # seconds that the proposer takes for each guess, of all sequences together
+    first_guess: float = 0.0  # and for the first one, more than that
     plain_more: float = 0.0  # seconds that steps take in truth, more than the table says, whatever their width
     checked_more: float = 0.0
     wait: float = 0.0  # seconds that a step takes more than a plain one where proposers were asked in vain
@@ -91,7 +92,7 @@ class StepCost:
         some = max(1 - silent, HARDLY)  # the chance that anyone has a guess
         table = self.checked.of(num_seqs + (num_tokens - num_seqs) / some)
         checked = np.maximum(table + self.checked_more, LEAST * table)
-        return silent * self.of_vain(num_seqs) + some * checked + self.guess * depths
+        return silent * self.of_vain(num_seqs) + some * checked + self.first_guess + self.guess * depths
 
     def note(self, num_tokens: int, is_checked: bool, seconds: float) -> None:
         """A step took so long. One that took far too long, or that was interrupted, counts no more than twice its time.
@@ -213,7 +214,7 @@ class AdaptiveDepth(Depth):
         self._is_off = False  # no guesses were asked for last
         self._until_probe = 0.0  # seconds to save up
         self._num_probes = 0
-        self._guessing = 0.0  # seconds, since the last step
+        self._guessing, self._has_guessed = 0.0, False  # seconds, since the last step; whether that is known at all
 
     def choose(self, seq_ids: Sequence[int]) -> list[int]:
         """As `Depth`."""
@@ -266,7 +267,7 @@ class AdaptiveDepth(Depth):
         self._until_probe -= self.PROBE_SHARE * plain * self.PAUSE
         if self._until_probe > 0:
             return depths
-        probe = self.cost.of_narrow(len(depths) + few) + self.cost.guess * few
+        probe = self.cost.of_narrow(len(depths) + few) + self.cost.first_guess + self.cost.guess * few
         self._until_probe = max(0.0, probe - plain)
         self._num_probes += 1
         return [few if i == turn else 0 for i in range(len(depths))]
@@ -283,9 +284,15 @@ class AdaptiveDepth(Depth):
         self._common.note(num_guessed, num_accepted, self.KEEP_COMMON)
 
     def observe_guessing(self, num_guesses: int, seconds: float) -> None:
-        """The proposer took so long for as many guesses in turn, of all sequences together."""
+        """The proposer took so long for as many guesses in turn, of all sequences together.
+
+        What each further guess takes was measured at the start. Where a step waits for them in the proposer's stead, it
+        takes as much longer as the proposer takes less.
+        """
         self._guessing += seconds
-        self.cost.guess += (NEWS if self.cost.guess else 1.0) * (seconds / num_guesses - self.cost.guess)
+        more = seconds - self.cost.guess * num_guesses
+        self.cost.first_guess += (NEWS if self._has_guessed else 1.0) * (more - self.cost.first_guess)
+        self._has_guessed = True
 
     def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float, asked: bool) -> None:
         """As `Depth`. The time for guessing is not the step's. Steps with parts of prompts say nothing here."""

@@ -44,6 +44,10 @@ class InTurn(Proposer):
             guess = proposer.tokens_of(guess)
         return list(guess)
 
+    def time_guess(self, most: int, clock: Callable[[], float]) -> float:
+        """As `Proposer`: of the dearest one."""
+        return max(proposer.time_guess(most, clock) for proposer in self._proposers)
+
     def admit(self, state: RowState) -> None:
         """As `Proposer`."""
         for proposer in self._proposers:
@@ -88,5 +92,7 @@ def make_depth(
     if not config.adaptive or not isinstance(config.method, str) or "TORCHELASTIC_RUN_ID" in os.environ:
         return proposer, FixedDepth(most)
     is_dear = "draft_model" in config.methods
-    depth = AdaptiveDepth(measure_steps(executor, setup, most), most, probe=is_dear)
-    return Shadow(proposer, depth, k=min(4, most), most=0 if is_dear else 4, clock=clock_for(setup)), depth
+    cost, clock = measure_steps(executor, setup, most), clock_for(setup)
+    cost.guess = proposer.time_guess(most, clock)
+    depth = AdaptiveDepth(cost, most, probe=is_dear)
+    return Shadow(proposer, depth, k=min(4, most), most=0 if is_dear else 4, clock=clock), depth
