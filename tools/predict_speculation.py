@@ -5,9 +5,9 @@ fixed chance (`folovllm/spec/oracle.py`), as for a draft of that quality. Always
 
     (1 + a + ... + a^k) * plain / (checked + guessing)
 
-with a step's seconds from the table that an engine makes when it starts, and the median of what guessing took. Seconds on a
-GPU, of the process on a CPU; plain and guessing in turns, the median of rounds. The texts of both must be the same but for near ties:
-where they part every guess is wrong.
+with a step's seconds as in the table that an engine makes when it starts, and the median of what guessing took, waits included:
+what an oracle says the host has to know. Plain and guessing take turns; the median of the rounds. The texts of both must be the
+same but for near ties: where they part every guess is wrong.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from folovllm.setup import EngineSetup
 from folovllm.spec.draft_model import DraftModel
 from folovllm.spec.measure import measure_steps
 from folovllm.spec.oracle import Oracle
-from folovllm.spec.proposer import RowState
+from folovllm.spec.proposer import FixedDepth, RowState
+from folovllm.worker.draft_tokens import DraftTokens
 from tools.measure_speculation import answer
 
 
@@ -43,7 +44,7 @@ class ToldDraft(DraftModel):
 
     def __init__(self, setup: EngineSetup, longest: int) -> None:
         """`setup` describes the draft."""
-        executor = make_run_executor(setup, longest)
+        executor = make_run_executor(setup, DraftTokens.for_runs(longest, setup))
         super().__init__(
             executor, setup.max_num_seqs, setup.max_num_batched_tokens, setup.max_model_len, setup.block_size
         )
@@ -79,6 +80,7 @@ def compare(plain: LLM, guessing: LLM, told: ToldDraft, arguments: argparse.Name
     texts = answer(plain, prompts, params, batch).texts
     told.oracle = Oracle({tuple(own): text for own, text in zip(ids, texts, strict=True)}, arguments.chance, 4000)
     counts = guessing.engine.scheduler.speculation
+    counts.depth = FixedDepth(k)
     answer(guessing, prompts, params, batch)
     told.seconds.clear()
     before, gains = (counts.num_drafts, counts.num_guessed, counts.num_accepted), []
@@ -88,14 +90,16 @@ def compare(plain: LLM, guessing: LLM, told: ToldDraft, arguments: argparse.Name
         gains.append(slow.behind_first / fast.behind_first)
     shares, guessed, accepted = np.subtract((counts.num_drafts, counts.num_guessed, counts.num_accepted), before)
     cost, guess = measure_steps(guessing.engine.executor, guessing.engine.setup, k), statistics.median(told.seconds)
-    tokens = sum(arguments.chance**i for i in range(k + 1))
+    tokens, came = sum(arguments.chance**i for i in range(k + 1)), 1 + accepted / shares
     step, checked = cost.plain.at(batch), cost.checked.at(batch * (k + 1))
+    gain = step / (checked + guess)  # of each token
     same = sum(one == other for one, other in zip(slow.texts, fast.texts, strict=True))
     print(
         f"batch {batch}, {k} guesses: plain {1e3 * slow.behind_first:.3f} ms a token, guessing {1e3 * fast.behind_first:.3f} ms, "
-        f"{statistics.median(gains):.2f} x; predicted {tokens * step / (checked + guess):.2f} x of steps of "
-        f"{1e3 * step:.3f}, {1e3 * checked:.3f}, guesses {1e3 * guess:.3f} ms; {1 + accepted / shares:.2f} tokens a share with "
-        f"guesses, predicted {tokens:.2f}; {accepted} of {guessed} right; {same} of {batch} texts equal",
+        f"{statistics.median(gains):.2f} x; predicted {tokens * gain:.2f} x, and {came * gain:.2f} x "
+        f"of the tokens that came: a step of {1e3 * step:.3f}, {1e3 * checked:.3f} with guesses, which take {1e3 * guess:.3f} ms; "
+        f"{came:.2f} tokens a share with guesses, predicted {tokens:.2f}; {accepted} of {guessed} right; {same} of {batch} texts "
+        "equal",
         flush=True,
     )
 
@@ -110,7 +114,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--answer", type=int, default=200)
+    parser.add_argument("--answer", type=int, default=400)
     arguments = parser.parse_args()
     common: dict[str, Any] = {"use_tqdm": False, "max_num_seqs": max(8, *arguments.batches), "max_model_len": 1024}
     common["num_kv_blocks"] = 64 * (common["max_num_seqs"] + 1)
@@ -120,13 +124,10 @@ def main() -> None:
         model = random_model(arguments.model, Path(folder), common)
         draft = str(write_geometry(arguments.draft, Path(folder)))
         plain = LLM(**model)
+        guessing, told = guessing_engine(model, draft, max(arguments.tokens))
         for k in arguments.tokens:
-            start = time.perf_counter()
-            guessing, told = guessing_engine(model, draft, k)
-            print(f"started in {time.perf_counter() - start:.1f} s", flush=True)
             for batch in arguments.batches:
                 compare(plain, guessing, told, arguments, batch, k)
-            guessing.close()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from folovllm.step.packed import Field, Int32, StepPacker, choose_bucket, is_plain_decode
+from folovllm.step.packed import Field, Int32, PackedStep, StepPacker, choose_bucket, is_plain_decode
 from folovllm.step.schedule import SchedulerOutput
 
 LINES = (
@@ -35,7 +35,7 @@ class RunPacker(StepPacker):
 
     def __init__(self, num_rows: int, buckets: list[int]) -> None:
         super().__init__(num_rows, buckets)
-        self._paddings = {width: self.pack_decode([], width).fields for width in buckets}
+        self._paddings = {width: padding_of_step(self.pack_decode([], width)) for width in buckets}
 
     def pack_run(self, outputs: Sequence[SchedulerOutput]) -> PackedRun:
         """Pack steps that run one behind the other.
@@ -51,10 +51,14 @@ class RunPacker(StepPacker):
         if not (width := choose_bucket(max(num_seqs), self._buckets)):
             raise ValueError(f"no recorded step holds {max(num_seqs)} sequences")
         packed = self.pack_decode(every, len(every)).fields
-        fields = np.zeros((len(outputs), LINES, width), np.int32)
-        fields[:, : len(Field)] = self._paddings[width]
+        fields = np.repeat(self._paddings[width], len(outputs), 0)
         start = 0
         for step, count in zip(fields, num_seqs, strict=True):
             step[: len(Field), :count] = packed[:, start : start + count]
             start += count
         return PackedRun(fields, num_seqs, not rows.isdisjoint(self._special))
+
+
+def padding_of_step(nobody: PackedStep) -> Int32:
+    """A step of a run in which nothing is done, [1, LINES, width], from a decode step of no sequences."""
+    return np.pad(nobody.fields, ((0, LINES - len(Field)), (0, 0)))[None]

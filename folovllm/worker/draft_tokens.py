@@ -30,6 +30,7 @@ class DraftTokens:
         self.drawn = self._meant[1 + vocab_size :].view(shape)
         self.names: Int32 = np.arange(num_lines * num_rows, dtype=np.int32).reshape(shape) + vocab_size
         self.host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._on_host = self.host.numpy().ravel()  # a view
         self.arrived: torch.cuda.Event | None = None  # behind the last run; None on a CPU
 
     @classmethod
@@ -47,10 +48,7 @@ class DraftTokens:
 
     def spell(self, tokens: npt.NDArray[np.signedinteger[Any]]) -> npt.NDArray[np.signedinteger[Any]]:
         """[n] tokens with what is meant in place of each name. The host waits for the run."""
-        named = tokens >= self._first_name
-        if not named.any():
-            return tokens
         if self.arrived is not None:
             self.arrived.synchronize()
-        host = self.host.numpy().ravel()
-        return np.where(named, host[np.where(named, tokens - self._first_name, 0)], tokens)
+        places = tokens - self._first_name
+        return np.where(places >= 0, self._on_host[np.maximum(places, 0)], tokens)

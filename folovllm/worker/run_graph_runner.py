@@ -15,15 +15,15 @@ import torch
 
 from folovllm.setup import EngineSetup
 from folovllm.step.masks import Masks
-from folovllm.step.packed import Field, Int32, PackedStep
-from folovllm.step.run import LINES, PackedRun
+from folovllm.step.packed import Field, Int32, PackedStep, StepPacker
+from folovllm.step.run import PackedRun, padding_of_step
 from folovllm.step.schedule import StepResult
 from folovllm.worker.draft_tokens import DraftTokens
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.step_graph import StepGraph
 
-WIDEST = 64  # sequences of a recorded run: beyond, a step takes the device much longer than the host takes to start it
+WIDEST = 32  # sequences of a recorded run: beyond, a step takes the device much longer than the host takes to start it
 
 
 class PendingRun:
@@ -80,11 +80,11 @@ class RunGraphRunner(GraphRunner):
         return self._graphs.get(width, kind, lambda: self._record_run(width, length, is_special))
 
     def _record_run(self, width: int, length: int, is_special: bool) -> StepGraph:
-        fields = np.repeat(self._padding_of_step(width)[None], length, 0)
+        fields = np.repeat(self._padding_of_step(width), length, 0)
         return self._recorder.record(fields, self._run_work(is_special), from_host=True)
 
     def _padding_of_step(self, width: int) -> Int32:
-        return np.pad(self._padding(width), ((0, LINES - len(Field)), (0, 0)))
+        return padding_of_step(StepPacker(self._setup.max_num_seqs, []).pack_decode([], width))
 
     def _run_work(self, is_special: bool) -> Callable[[torch.Tensor], None]:
         """The work of decode steps from their input [n, LINES, width] in host memory to their tokens there."""
@@ -122,7 +122,7 @@ class RunGraphRunner(GraphRunner):
         super()._rehearse_graphs()
         for width in self._graphs.widths:
             for is_special in (False, True):
-                self._run_work(is_special)(torch.from_numpy(self._padding_of_step(width)[None]))
+                self._run_work(is_special)(torch.from_numpy(self._padding_of_step(width)))
 
 
 def parts(count: int) -> Iterator[int]:

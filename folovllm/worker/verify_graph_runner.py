@@ -216,7 +216,8 @@ class VerifyingGraphRunner(GraphRunner):
     def _pending(self, computed: Computed) -> PendingStep:
         if not isinstance(computed, CheckedStep):
             return super()._pending(computed)
-        return PendingGuesses(super()._pending(replace(computed, scores=None)), computed, self._drafted)
+        drawn = computed if computed.scores is None else replace(computed, scores=None)
+        return PendingGuesses(super()._pending(drawn), computed, self._drafted)
 
 
 def spread(step: PackedStep, draws: Draws) -> PackedStep:
