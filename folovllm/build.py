@@ -55,7 +55,9 @@ from folovllm.worker.native_model import load_native_model, load_sharded_model
 
 if TYPE_CHECKING:
     from folovllm.engine.speculation import Speculation
+    from folovllm.executor.run_executor import RunExecutor
     from folovllm.spec.proposer import Proposer
+    from folovllm.worker.draft_tokens import DraftTokens
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
@@ -75,8 +77,12 @@ def put_together(config: EngineConfig) -> Parts:
     num_threads = use_threads(setup)
     tokenizer = load_tokenizer(setup.path, config)
     processor = InputProcessor(setup, tokenizer)  # reads small files, which may be damaged: so before the weights
-    proposer = make_proposer(setup)  # which may have a model and a cache: so before the cache that takes all memory
-    executor, events, guides = make_executor(setup), Events(), Guides(tokenizer, setup.vocab_size)
+    drafted = make_draft_tokens(setup)
+    proposer = make_proposer(
+        setup, drafted
+    )  # which may have a model and a cache: so before the cache that takes all memory
+    executor = make_checker(setup, drafted) if drafted and hands_over(setup) else make_executor(setup)
+    events, guides = Events(), Guides(tokenizer, setup.vocab_size)
     speculation = make_speculation(setup, proposer, executor, guides)
     scheduler = make_scheduler(setup, executor.num_kv_blocks, events, speculation)
     return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events, guides)
@@ -108,23 +114,63 @@ def make_scheduler(
     )
 
 
-def make_proposer(setup: EngineSetup) -> Proposer | None:
-    """Who guesses tokens, where anybody does (X3)."""
+def make_proposer(setup: EngineSetup, drafted: DraftTokens | None) -> Proposer | None:
+    """Who guesses tokens, where anybody does (X3). A draft's go to `drafted`."""
     if setup.config.speculation is None:
         return None
     from folovllm.spec import registry
 
-    return registry.make_proposer(setup.config.speculation, partial(make_draft, setup))
+    return registry.make_proposer(setup.config.speculation, partial(make_draft, setup, drafted))
 
 
-def make_draft(setup: EngineSetup, model: str) -> Proposer:
+def make_draft(setup: EngineSetup, drafted: DraftTokens | None, model: str) -> Proposer:
     """The small model `model`, with rows and blocks of its own: as many sequences as the large one, in a part of its memory."""
     from folovllm.engine.draft_setup import draft_setup
     from folovllm.spec.draft_model import DraftModel
 
+    assert drafted is not None
     draft = draft_setup(setup, model)
-    executor = LocalExecutor(draft.max_num_seqs, *make_packed_worker(draft))
-    return DraftModel(executor, draft.max_num_seqs, draft.max_num_batched_tokens, draft.max_model_len, draft.block_size)
+    return DraftModel(
+        make_run_executor(draft, drafted),
+        draft.max_num_seqs,
+        draft.max_num_batched_tokens,
+        draft.max_model_len,
+        draft.block_size,
+        drafted if hands_over(setup) else None,
+    )
+
+
+def make_draft_tokens(setup: EngineSetup) -> DraftTokens | None:
+    """The place for what a draft draws in a call, where there is a draft (X3): guesses, and one more where a token is in flight."""
+    speculation = setup.config.speculation
+    if speculation is None or "draft_model" not in speculation.methods:
+        return None
+    from folovllm.worker.draft_tokens import DraftTokens
+
+    return DraftTokens.for_runs(speculation.num_speculative_tokens + 2, setup)
+
+
+def hands_over(setup: EngineSetup) -> bool:
+    """Whether a draft runs on the one device of its model, which then takes guesses from there (X3)."""
+    return setup.config.packed_steps and setup.config.tensor_parallel_size == 1
+
+
+def make_run_executor(setup: EngineSetup, drafted: DraftTokens) -> RunExecutor:
+    """A device that is sent several decode steps at once (X3)."""
+    from folovllm.executor.run_executor import RunExecutor
+    from folovllm.worker.run_graph_runner import RunGraphRunner
+
+    worker, runner = make_packed_worker(setup, graphed=partial(RunGraphRunner, drafted=drafted))
+    assert isinstance(runner, RunGraphRunner)
+    return RunExecutor(setup.max_num_seqs, worker, runner)
+
+
+def make_checker(setup: EngineSetup, drafted: DraftTokens) -> Executor:
+    """A device whose steps bring guesses by name (X3)."""
+    from folovllm.worker.verify_graph_runner import VerifyingGraphRunner
+
+    graphed = partial(VerifyingGraphRunner, drafted=drafted)
+    return LocalExecutor(setup.max_num_seqs, *make_packed_worker(setup, graphed=graphed))
 
 
 def make_speculation(
@@ -209,12 +255,14 @@ def most_draws_of(setup: EngineSetup) -> int:
     return setup.max_num_seqs if setup.config.speculation is None else most_draws(setup.max_num_seqs)
 
 
-def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[PackedWorker, GraphRunner]:
+def make_packed_worker(
+    setup: EngineSetup, group: Group | None = None, graphed: Callable[..., GraphRunner] | None = None
+) -> tuple[PackedWorker, GraphRunner]:
     """A worker for packed steps, with the whole model or, with a group, a rank's part of it (M6).
 
-    `setup` describes the whole model, but for the device, which is the rank's own.
+    `setup` describes the whole model, but for the device, which is the rank's own. `graphed` makes another kind of runner.
     """
-    plain, graphed = runner_kinds(setup)
+    plain, usual = runner_kinds(setup)
     sampler, slots, load = make_sampler(setup), cache_manager(setup.config).slots, expert_load(setup)
     backend, graphs = attention_backend(setup), (builders.own(setup.config, "graph_cache") or AllGraphs)
     draw: StepDraw
@@ -227,7 +275,7 @@ def make_packed_worker(setup: EngineSetup, group: Group | None = None) -> tuple[
         part = setup.with_hf_config(local_config(setup.hf_config, group.size, setup.config.enable_expert_parallel))
         inner = plain(part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, draw.whole)
     rows_draw = DrawState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler, most_draws_of(setup))
-    runner = graphed(setup, inner, draw, rows_draw, graphs(setup.max_num_seqs))
+    runner = (graphed or usual)(setup, inner, draw, rows_draw, graphs(setup.max_num_seqs))
     return GPUWorker(setup.device, runner, load), runner
 
 

@@ -215,7 +215,7 @@ def opinion(depth: object) -> str:
         return ""
     cost = depth.cost
     plain, vain, checked = (1e3 * of(1) for of in (cost.of_plain, cost.of_vain, cost.of_narrow))
-    return f"; thought to take {plain:.3f}, {vain:.3f}, {checked:.3f} ms, a guess {1e3 * cost.guess:.4f}"
+    return f"; thought to take {plain:.3f}, {vain:.3f}, {checked:.3f} ms, guesses {1e3 * cost.first_guess:.4f}, and {1e3 * cost.guess:.4f} each"
 
 
 if __name__ == "__main__":

@@ -136,6 +136,8 @@ class Speculation:
         found = self.proposer.propose_all([self._know(seq).state() for seq in ready], ks)
         guesses = {}
         for seq, k, f, guess in zip(ready, ks, flying, found, strict=True):
+            if guess and self._know(seq).spec.has_form:
+                guess = self.proposer.tokens_of(guess)
             guess = longer(self._forms.forced(seq, k), guess[:k])
             if own := self._forms.trim(seq, guess)[f:]:
                 guesses[seq.seq_id] = own

@@ -65,6 +65,7 @@ class SpeculativeScheduler(Scheduler):
         self._num_draws = min(self._max_num_batched_tokens, most_draws(self._max_num_seqs))  # of a step, at most
         self._rows: GuessingRows = GuessingRows(self._rows.num_rows, self.events, lambda: self.waiting)
         self._under_way: deque[dict[int, int] | None] = deque()  # of each step its guesses, by seq_id; None: it is idle
+        self._with_guesses: list[Share] = []  # of the step that has some
 
     def add(self, seq: Sequence) -> None:
         """As `Scheduler`."""
@@ -86,6 +87,8 @@ class SpeculativeScheduler(Scheduler):
         if output.shares:
             self._under_way.append(num_guessed(output) if guesses else NO_GUESSES)
             self.speculation.began(output)
+            if guesses:
+                self._with_guesses = [share for share in output.shares if share.num_draws > 1]
         return output
 
     def _expect(self, guesses: dict[int, list[int]]) -> None:
@@ -100,6 +103,8 @@ class SpeculativeScheduler(Scheduler):
         So each token meets the same checks, and its K/V becomes known to the cache at the same moment, as without guesses.
         """
         num_running, checked = len(self.running), self._under_way.popleft()
+        if checked and self.events.on:
+            self._spell_guesses()
         if not checked:
             updated = super().postprocess(drawn)
         else:
@@ -111,6 +116,11 @@ class SpeculativeScheduler(Scheduler):
             if self.waiting:
                 self.speculation.wake()
         return updated
+
+    def _spell_guesses(self) -> None:
+        """Write tokens in place of their names: who watches is shown what was guessed."""
+        for share in self._with_guesses:
+            share.token_ids[:] = self.speculation.proposer.tokens_of(share.token_ids.tolist())
 
     def abort(self, *seqs: Sequence) -> None:
         """As `Scheduler`."""

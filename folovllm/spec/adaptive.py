@@ -85,7 +85,7 @@ class AdaptiveDepth(Depth):
         self._age = 0  # steps that it has served
         self._is_off = False  # no guesses were asked for last
         self._num_probes = 0
-        self._guessing = 0.0  # seconds, since the last step
+        self._guessing, self._has_guessed = 0.0, False  # seconds, since the last step; whether that is known at all
 
     def choose(self, seq_ids: Sequence[int]) -> list[int]:
         """As `Depth`."""
@@ -154,11 +154,17 @@ class AdaptiveDepth(Depth):
         self._common.note(num_guessed, num_accepted, self.KEEP_COMMON)
 
     def observe_guessing(self, num_guesses: int, seconds: float) -> None:
-        """As `Depth`. Guesses for a text that was read first say nothing of what the next ones take."""
+        """As `Depth`. Guesses for a text that was read first say nothing of what the next ones take.
+
+        What each further guess takes was measured at the start. Where a step waits for them in the proposer's stead, it
+        takes as much longer as the proposer takes less.
+        """
         self._guessing += seconds
         self._budget.pay(seconds)
         if num_guesses:
-            self.cost.guess += (NEWS if self.cost.guess else 1.0) * (seconds / num_guesses - self.cost.guess)
+            more = seconds - self.cost.guess * num_guesses
+            self.cost.first_guess += (NEWS if self._has_guessed else 1.0) * (more - self.cost.first_guess)
+            self._has_guessed = True
 
     def observe_step(
         self, num_seqs: int, num_tokens: int, num_guessed: int, num_right: int, seconds: float, asked: bool

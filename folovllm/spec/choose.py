@@ -56,7 +56,8 @@ class StepCost:
 
     plain: Curve  # steps without guesses
     checked: Curve  # steps with guesses
-    guess: float = 0.0  # seconds that the proposer takes for each further guess, of all sequences together
+    guess: float = 0.0  # seconds that the proposer takes for each guess, of all sequences together
+    first_guess: float = 0.0  # and for the first one, more than that
     plain_more: float = 0.0  # seconds that steps take in truth, more than the table says, whatever their width
     checked_more: float = 0.0
     wait: float = 0.0  # seconds that a step takes more than a plain one where proposers were asked in vain
@@ -92,7 +93,7 @@ class StepCost:
         some = max(1 - silent, HARDLY)  # the chance that anyone has a guess
         table = self.checked.of(num_seqs + (num_tokens - num_seqs) / some)
         checked = np.maximum(table + self.checked_more, LEAST * table)
-        return silent * self.of_vain(num_seqs) + some * checked + self.guess * depths
+        return silent * self.of_vain(num_seqs) + some * checked + self.first_guess + self.guess * depths
 
     def note(self, num_tokens: int, is_checked: bool, seconds: float) -> None:
         """A step took so long. One that took far too long, or that was interrupted, counts no more than twice its time.

@@ -6,16 +6,21 @@ the same noise then makes both draw the same one: they agree more often than two
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TYPE_CHECKING
 
-from folovllm.executor.abstract import AsyncExecutor, Pending
+import numpy as np
+
+from folovllm.executor.abstract import RunsSteps
+from folovllm.spec.measure import CONTEXT, ROUNDS
 from folovllm.spec.proposer import Proposer, RowState
-from folovllm.step.draw import DrawSpec, no_tokens
+from folovllm.step.draw import DrawSpec, TokenIds
 from folovllm.step.schedule import SchedulerOutput, Share
 
-MOST_IN_FLIGHT = 4  # steps whose tokens are on their way: an executor keeps those of a few
+if TYPE_CHECKING:
+    from folovllm.worker.draft_tokens import DraftTokens
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +35,7 @@ class Draft:
     blocks: list[int] = field(default_factory=list)
     num_sent: int = 0  # blocks that the device knows
     num_known: int = 0  # tokens of the text when guesses were last made; all of them were right
-    guesses: list[int] = field(default_factory=list)  # what was written behind them
+    guesses: list[int] = field(default_factory=list)  # what was written behind them, or its names
     num_cached: int = 0
     is_new: bool = True  # the device does not know how its tokens are drawn
 
@@ -53,33 +58,68 @@ class DraftModel(Proposer):
 
     def __init__(
         self,
-        executor: AsyncExecutor,
+        executor: RunsSteps,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
         block_size: int,
+        hand_over: DraftTokens | None = None,
     ) -> None:
-        """`executor` runs the small model, in steps of at most so many sequences and tokens, blocks of `block_size`."""
-        self._executor = executor
+        """`executor` runs the small model, in steps of at most so many sequences and tokens, blocks of `block_size`.
+
+        `hand_over`: where the model that checks finds the tokens by their names, which are what is guessed then.
+        """
+        self._executor, self._hand_over = executor, hand_over
         self._budget, self._max_model_len, self._block_size = max_num_batched_tokens, max_model_len, block_size
         self._rows = list(range(max_num_seqs))
         self._free = list(range(executor.num_kv_blocks))
         self._drafts: dict[int, Draft] = {}  # by seq_id; who was asked about last stands at the end
+        self._named: list[Draft] = []  # those whose guesses may be names: of the last run
 
     def propose(self, state: RowState, k: int) -> list[int]:
         """As `Proposer`."""
         return self.propose_all([state], [k])[0]
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
-        """As `Proposer`: one step over what is new in the texts, then steps of one token that nobody waits for."""
+        """As `Proposer`: where a text has grown by much one step over that, and then a run of steps of one token each."""
+        self._learn()
         asked = [(state, k) for state, k in zip(states, ks, strict=True) if k]
         keep = {state.seq_id for state, _ in asked}
         placed = [(state, k) for state, k in asked if self._place(state, k, keep)]
-        shares, depths = self._catch_up(placed)
-        guesses = self._guess(shares, depths)
-        for seq_id, tokens in guesses.items():
-            self._drafts[seq_id].guesses = tokens
+        guesses = self._guess(self._catch_up(placed))
+        self._named = [self._drafts[seq_id] for seq_id in guesses]
+        for draft, tokens in zip(self._named, guesses.values(), strict=True):
+            draft.guesses = tokens
         return [guesses.get(state.seq_id, []) for state in states]
+
+    def tokens_of(self, guess: Sequence[int]) -> list[int]:
+        """As `Proposer`."""
+        if self._hand_over is None:
+            return list(guess)
+        return self._hand_over.spell(np.array(guess, np.int32)).tolist()
+
+    def _learn(self) -> None:
+        """Note the tokens of the last run: their names mean others when the next one begins."""
+        tokens = self.tokens_of([token for draft in self._named for token in draft.guesses])
+        for draft in self._named:
+            count = len(draft.guesses)
+            draft.guesses, tokens = tokens[:count], tokens[count:]
+        self._named = []
+
+    def time_guess(self, most: int, clock: Callable[[], float]) -> float:
+        """As `Proposer`: the slope from one guess to `most`, each the fastest of some rounds, over a made-up text."""
+        length = min(CONTEXT, self._budget, self._max_model_len - most)
+        text = np.zeros(max(1, length), np.int32)
+        state = RowState(-1, text, len(text), DrawSpec(temperature=0))
+
+        def seconds(k: int) -> float:
+            start = clock()
+            self.tokens_of(self.propose(state, k))
+            return clock() - start
+
+        few, many = (min([seconds(k) for _ in range(1 + ROUNDS)][1:]) for k in (1, most))
+        self.finish(-1)
+        return max(0.0, many - few) / max(1, most - 1)
 
     def finish(self, seq_id: int) -> None:
         """As `Proposer`."""
@@ -112,54 +152,63 @@ class DraftModel(Proposer):
         draft.blocks += [self._free.pop() for _ in range(missing)]
         return True
 
-    def _catch_up(self, placed: list[tuple[RowState, int]]) -> tuple[list[Share], dict[int, int]]:
-        """The first step, and how far to guess for each sequence. Of a text beyond the budget a part is computed, and no guess."""
-        budget, shares, depths = self._budget - len(placed), [], {}
+    def _catch_up(self, placed: list[tuple[RowState, int]]) -> list[tuple[RowState, int]]:
+        """Compute what texts have before their newest tokens, and tell the device of new rows. Returns who can guess now.
+
+        Behind guesses that were all right a text lacks two tokens, and else one: these are left to the run. Of a text beyond
+        the budget a part is computed.
+        """
+        budget, shares, ready = self._budget - len(placed), [], []
         for state, k in placed:
             draft = self._drafts[state.seq_id]
             draft.cut_back(state)
-            missing = len(state.token_ids) - draft.num_cached
-            num_new = min(missing, 1 + max(0, budget))
-            budget -= num_new - 1
-            if num_new == missing:
-                depths[state.seq_id] = k
-            tokens = state.token_ids[draft.num_cached : draft.num_cached + num_new]
-            share = self._share(state.seq_id, num_new, int(num_new == missing))
-            shares.append(share._replace(token_ids=tokens, draw=how_to_draw(state.draw) if draft.is_new else None))
-            draft.is_new = False
-        return sorted(shares, key=lambda share: share.num_new_tokens), depths
+            missing = len(state.token_ids) - 1 - draft.num_cached
+            num_new = 0
+            if missing > 1 or draft.is_new:
+                num_new = min(max(1, missing), 1 + max(0, budget))
+                budget -= num_new - 1
+                tokens = state.token_ids[draft.num_cached : draft.num_cached + num_new]
+                shares.append(self._share(state, tokens, num_new, 0))
+                draft.is_new = False
+            if num_new >= missing - 1:
+                draft.num_cached = min(draft.num_cached, len(state.token_ids) - 1)
+                ready.append((state, k))
+        if shares:
+            self._executor.submit(SchedulerOutput(tuple(sorted(shares, key=lambda share: share.num_new_tokens))))
+        return ready
 
-    def _guess(self, shares: list[Share], depths: dict[int, int]) -> dict[int, list[int]]:
-        """Run the step of `shares`, and then one step of one token after the other for those that guess further."""
-        guesses: dict[int, list[int]] = {seq_id: [] for seq_id in depths}
-        in_flight: deque[tuple[list[Share], Pending]] = deque()
+    def _guess(self, ready: list[tuple[RowState, int]]) -> dict[int, list[int]]:
+        """Let the model write: one token a step, first those of the text that are left, then those that it drew."""
+        left = {state.seq_id: state.token_ids[self._drafts[state.seq_id].num_cached :] for state, _ in ready}
+        writers = [(state, left[state.seq_id], len(left[state.seq_id]) - 1 + k) for state, k in ready]
+        writers.sort(key=lambda writer: -writer[2])  # so that each has the same place in all of its steps
+        if not writers:
+            return {}
+        steps = [
+            SchedulerOutput(
+                tuple(self._share(state, tokens[i : i + 1], 1, 1) for state, tokens, end in writers if i < end)
+            )
+            for i in range(writers[0][2])
+        ]
+        run = self._executor.submit_run(steps)
+        if self._hand_over is not None and run.names is not None:
+            drawn = run.names.T.tolist()
+        else:
+            by_step = ([token for (token,) in step.token_ids] for step in run.wait())
+            drawn = [list(tokens) for tokens in zip_longest(*by_step)]
+        return {
+            state.seq_id: tokens[len(given) - 1 : end]
+            for tokens, (state, given, end) in zip(drawn, writers, strict=False)
+        }
 
-        def take_in() -> None:
-            done, step = in_flight.popleft()
-            for share, tokens in zip(done, step.wait().token_ids, strict=True):
-                if tokens:
-                    guesses[share.seq_id] += tokens
-
-        depth = 1
-        while shares:
-            in_flight.append((shares, self._executor.submit(SchedulerOutput(tuple(shares)))))
-            if len(in_flight) > MOST_IN_FLIGHT:
-                take_in()
-            going_on = [share.seq_id for share in shares if depths.get(share.seq_id, 0) > depth]
-            shares, depth = [self._share(seq_id, 1, 1) for seq_id in going_on], depth + 1
-        while in_flight:
-            take_in()
-        return guesses
-
-    def _share(self, seq_id: int, num_new: int, num_draws: int) -> Share:
-        """The next tokens of a sequence; without more, the token that was drawn last and is on the device."""
-        draft = self._drafts[seq_id]
+    def _share(self, state: RowState, tokens: TokenIds, num_new: int, num_draws: int) -> Share:
+        """The next `num_new` tokens of a sequence; without `tokens`, the one that was drawn last and is on the device."""
+        draft = self._drafts[state.seq_id]
         start, end = draft.num_cached, draft.num_cached + num_new
         first, needed = draft.num_sent, -(-end // self._block_size)
         draft.num_cached, draft.num_sent = end, max(first, needed)
-        return Share(
-            seq_id, draft.row, start, num_new, no_tokens(), tuple(draft.blocks[first:needed]), first, num_draws, None
-        )
+        blocks, draw = tuple(draft.blocks[first:needed]), how_to_draw(state.draw) if draft.is_new else None
+        return Share(state.seq_id, draft.row, start, num_new, tokens, blocks, first, num_draws, draw)
 
 
 def how_to_draw(spec: DrawSpec) -> DrawSpec:

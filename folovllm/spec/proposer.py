@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from folovllm.step.draw import DrawSpec, TokenIds
@@ -36,6 +36,14 @@ class Proposer(ABC):
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
         """`propose` for each of several sequences; an empty list where its k is 0. A draft model runs them together."""
         return [list(self.propose(state, k)) if k else [] for state, k in zip(states, ks, strict=True)]
+
+    def tokens_of(self, guess: Sequence[int]) -> list[int]:
+        """The tokens of a guess of the last `propose_all`, which may have names of them (`DraftTokens`). Then it waits for them."""
+        return list(guess)
+
+    def time_guess(self, most: int, clock: Callable[[], float]) -> float:
+        """Seconds that each guess more takes, up to `most` in turn; 0 if hardly any. It is asked once, before any request."""
+        return 0.0
 
     def admit(self, state: RowState) -> None:
         """A sequence came; its prompt is computed."""

@@ -41,6 +41,16 @@ class InTurn(Proposer):
                 found = [guess or other for guess, other in zip(found, more, strict=True)]
         return found
 
+    def tokens_of(self, guess: Sequence[int]) -> list[int]:
+        """As `Proposer`."""
+        for proposer in self._proposers:
+            guess = proposer.tokens_of(guess)
+        return list(guess)
+
+    def time_guess(self, most: int, clock: Callable[[], float]) -> float:
+        """As `Proposer`: of the dearest one."""
+        return max(proposer.time_guess(most, clock) for proposer in self._proposers)
+
     def admit(self, state: RowState) -> None:
         """As `Proposer`."""
         for proposer in self._proposers:
@@ -90,7 +100,8 @@ def make_depth(
     if not config.adaptive or not isinstance(config.method, str) or "TORCHELASTIC_RUN_ID" in os.environ:
         return proposer, FixedDepth(most)
     is_dear = "draft_model" in config.methods
-    cost = measure_steps(executor, setup, most)
-    tries, looks = (Budget(LOAN * cost.of_plain(1), clock_for(setup)) for _ in range(2))
+    cost, clock = measure_steps(executor, setup, most), clock_for(setup)
+    cost.guess = proposer.time_guess(most, clock)
+    tries, looks = (Budget(LOAN * cost.of_plain(1), clock) for _ in range(2))
     depth = AdaptiveDepth(cost, most, tries, probe=is_dear)
     return Shadow(proposer, depth, looks, k=min(4, most), most=0 if is_dear else 4), depth

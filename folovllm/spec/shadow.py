@@ -41,6 +41,10 @@ class Shadow(Proposer):
                 self._judged[state.seq_id] = len(state.token_ids) + 1  # those are judged by the model
         return found
 
+    def tokens_of(self, guess: Sequence[int]) -> list[int]:
+        """As `Proposer`."""
+        return self._inner.tokens_of(guess)
+
     def num_looks(self) -> int:
         """As `Proposer`: none while something is owed."""
         return self._most if self._most and self._budget.left() > 0 else 0

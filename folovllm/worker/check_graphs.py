@@ -1,7 +1,7 @@
 """Recorded steps with guesses: as those with prompts, but of each sequence any number of tokens may be drawn after.
 
-Such a step is two recordings for each room, so that masks can be made on the host while the device is at the first: from
-the step to the logits of all draws, and from there to the tokens.
+Such a step is one recording, from the step to its tokens. Where answers have a form it is two, so that masks can be made on
+the host while the device is at the first: from the step to the logits of all draws, and from there to the tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from folovllm.setup import EngineSetup
 from folovllm.step.masks import Masks
 from folovllm.step.packed import Field, Int32, PackedStep
 from folovllm.step.verify import Draws, Ints, most_draws
+from folovllm.worker.draft_tokens import DraftTokens
 from folovllm.worker.draw import StepDraw
 from folovllm.worker.host_ring import HostRing
 from folovllm.worker.prompt_graphs import Line, PromptGraphs, Room
 from folovllm.worker.step_graph import StepGraph
 
+Work = tuple[Callable[[torch.Tensor], None], Int32]  # what is recorded, and its input when there is nothing to do
 TOKENS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
@@ -45,13 +47,16 @@ class CheckGraphs(PromptGraphs):
     """The recorded steps. What the first graph leaves are the logits of all tokens after which one is drawn."""
 
     def __init__(
-        self, *rest: Any, steps_in: HostRing, draw: StepDraw, rows_draw: DrawState, tokens: torch.Tensor
-    ) -> None:
+        self, *rest: Any, steps_in: HostRing, draw: StepDraw, rows_draw: DrawState, tokens: torch.Tensor,
+        drafted: DraftTokens | None,
+    ) -> None:  # fmt: skip
         """How steps come to the device, how they draw, and where their tokens [R] go; `rest`: as `PromptGraphs`."""
         super().__init__(*rest)
         self._steps_in, self._draw, self._rows_draw, self._tokens = steps_in, draw, rows_draw, tokens
+        self._drafted = drafted
         self._logits = self._kept_free = torch.empty(0)  # [R, V]
-        self._draws: dict[tuple[Room, bool], StepGraph] = {}
+        self._draws: dict[Room, StepGraph] = {}  # of steps with masks
+        self._whole: dict[Room, StepGraph] = {}
 
     def room_for(self, step: PackedStep) -> Room | None:
         """The smallest room that holds a step; None if there is none, or if it has more to do than to check guesses."""
@@ -66,17 +71,20 @@ class CheckGraphs(PromptGraphs):
         self._steps_in.mark()
         return self._logits[: len(draws.token)]
 
-    def replay_draw(self, by_draw: PackedStep, room: Room, masks: Masks | None) -> None:
+    def replay_whole(self, step: PackedStep, draws: Draws, by_draw: PackedStep, room: Room) -> torch.Tensor:
+        """`replay`, and draw for all without a mask. `by_draw` has a column for each draw."""
+        numbers = lay_out(step, draws, room, self._setup.max_num_seqs)
+        lines = self._lines_of_draws(by_draw, room)
+        self._whole_graph(room).replay(self._steps_in.stage(np.concatenate([lines.ravel(), numbers])))
+        self._steps_in.mark()
+        return self._logits[: len(draws.token)]
+
+    def replay_draw(self, by_draw: PackedStep, room: Room, masks: Masks) -> None:
         """Draw for a step that `replay` has run, all at once. `by_draw` has a column for each draw."""
-        count, width = by_draw.num_seqs, mask_width(self._setup.vocab_size) if masks is not None else 0
-        numbers = self._no_draws(room, masks is not None)
-        lines = numbers[: 3 * room.tokens].reshape(3, -1)
-        lines[0, :count], lines[1, :count] = by_draw.fields[Field.ROW], by_draw.fields[Field.SEQ_LEN]
-        if masks is not None:
-            at = slice(count) if len(masks.rows) == count else draws_of(masks, by_draw)
-            lines[2, at] = masks.rows
-            numbers[3 * room.tokens :].reshape(-1, width)[at] = masks.bits
-        self._draw_graph(room, masks is not None).replay(self._steps_in.stage(numbers))
+        lines, bits = self._lines_of_draws(by_draw, room), self._no_masks(room)
+        at = slice(by_draw.num_seqs) if len(masks.rows) == by_draw.num_seqs else draws_of(masks, by_draw)
+        lines[2, at], bits[at] = masks.rows, masks.bits
+        self._draw_graph(room).replay(self._steps_in.stage(np.concatenate([lines.ravel(), bits.ravel()])))
         self._steps_in.mark()
 
     def open(self) -> None:
@@ -85,16 +93,15 @@ class CheckGraphs(PromptGraphs):
         super().open()
         if self._setup.device.type == "cuda":
             for room in self.rooms[::-1]:
-                for is_masked in (True, False):
-                    self._draw_graph(room, is_masked)
+                self._draw_graph(room)
+                self._whole_graph(room)
 
     def rehearse(self) -> None:
         """As `PromptGraphs`."""
         super().rehearse()
         for room in self._wanted():
-            for is_masked in (True, False):
-                numbers = torch.from_numpy(self._no_draws(room, is_masked)).to(self._setup.device)
-                self._draw_work(room, is_masked)(numbers)
+            for work, numbers in self._draw_work(room), self._whole_work(room):
+                work(torch.from_numpy(numbers).to(self._setup.device))
 
     def make_room(self) -> None:
         """Make the place for the logits of any room, and take as much again for what masks leave of them, until that is made.
@@ -118,36 +125,57 @@ class CheckGraphs(PromptGraphs):
         """The work of the first recording: enter new blocks, run the model, and make logits."""
         row, column, block = numbers[-3 * room.tokens :].view(3, -1)
         self._tables.block_tables[row.long(), column.long()] = block
+        if self._drafted is not None:
+            self._drafted.spell_on_device(numbers[-4 * room.tokens : -3 * room.tokens])
         super()._compute(room, numbers[: -3 * room.tokens])
         self._runner.model.lm_head(self._last_hidden[: room.tokens], self._logits[: room.tokens])
 
-    def _no_draws(self, room: Room, is_masked: bool) -> Int32:
-        """The input of the second recording, [3 + words, tokens] end to end: rows, positions, rows with masks; masks."""
-        width = mask_width(self._setup.vocab_size) if is_masked else 0
-        numbers = np.full((3 + width) * room.tokens, -1, np.int32)
-        lines = numbers[: 3 * room.tokens].reshape(3, -1)
+    def _lines_of_draws(self, by_draw: PackedStep | None, room: Room) -> Int32:
+        """Rows, positions, rows with masks (none): [3, tokens]. Without a step, all of them padding."""
+        lines = np.full((3, room.tokens), -1, np.int32)
         lines[:], lines[1] = self._setup.max_num_seqs, 0
-        return numbers
+        if by_draw is not None:
+            lines[:2, : by_draw.num_seqs] = by_draw.fields[[Field.ROW, Field.SEQ_LEN]]
+        return lines
 
-    def _draw_graph(self, room: Room, is_masked: bool) -> StepGraph:
-        """The second recording, with a mask for each draw or without. Records it now if it is not yet there."""
-        if (room, is_masked) not in self._draws:
-            work = self._draw_work(room, is_masked)
-            self._draws[room, is_masked] = self._recorder.record(self._no_draws(room, is_masked), work)
-        return self._draws[room, is_masked]
+    def _no_masks(self, room: Room) -> Int32:
+        return np.full((room.tokens, mask_width(self._setup.vocab_size)), -1, np.int32)
 
-    def _draw_work(self, room: Room, is_masked: bool) -> Callable[[torch.Tensor], None]:
+    def _draw_graph(self, room: Room) -> StepGraph:
+        """The second of two recordings, with a mask for each draw. Records it now if it is not yet there."""
+        if room not in self._draws:
+            work, numbers = self._draw_work(room)
+            self._draws[room] = self._recorder.record(numbers, work)
+        return self._draws[room]
+
+    def _whole_graph(self, room: Room) -> StepGraph:
+        """The recording of a whole step. Records it now if it is not yet there."""
+        if room not in self._whole:
+            work, numbers = self._whole_work(room)
+            self._whole[room] = self._recorder.record(numbers, work)
+        return self._whole[room]
+
+    def _draw_work(self, room: Room) -> Work:
         """Draw after each token of a room. Where a draw has a mask, the one of its row rules nothing out."""
 
         def draw(numbers: torch.Tensor) -> None:
             rows, positions, masked = numbers[: 3 * room.tokens].view(3, -1)
             logits = self._draw.whole(self._logits[: room.tokens])
-            if is_masked:
-                self._rows_draw.masks.index_fill_(0, masked.long(), -1)
-                logits = without_masked(logits, numbers[3 * room.tokens :].view(room.tokens, -1))
+            self._rows_draw.masks.index_fill_(0, masked.long(), -1)
+            logits = without_masked(logits, numbers[3 * room.tokens :].view(room.tokens, -1))
             self._rows_draw.draw(logits, rows, positions, self._tokens)
 
-        return draw
+        return draw, np.concatenate([self._lines_of_draws(None, room).ravel(), self._no_masks(room).ravel()])
+
+    def _whole_work(self, room: Room) -> Work:
+        """Compute a step, and draw after each of its tokens."""
+
+        def whole(numbers: torch.Tensor) -> None:
+            rows, positions, _ = numbers[: 3 * room.tokens].view(3, -1)
+            self._compute(room, numbers[3 * room.tokens :])
+            self._rows_draw.draw(self._draw.whole(self._logits[: room.tokens]), rows, positions, self._tokens)
+
+        return whole, np.concatenate([self._lines_of_draws(None, room).ravel(), self._nothing_in(room)])
 
 
 def without_masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:

@@ -94,9 +94,16 @@ class Recorder:
         if device.type == "cuda":
             self._shared = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device), is_rehearsed
 
-    def record(self, padding: npt.NDArray[np.int32], work: Callable[[torch.Tensor], None]) -> StepGraph:
-        """Record `work` on an input like `padding`, with which it runs now, and must leave no trace."""
-        static_input = torch.from_numpy(padding).to(self._device)
+    def record(
+        self, padding: npt.NDArray[np.int32], work: Callable[[torch.Tensor], None], from_host: bool = False
+    ) -> StepGraph:
+        """Record `work` on an input like `padding`, with which it runs now, and must leave no trace.
+
+        `from_host`: the input lies in host memory, and `work` begins by copying it. So a replay is a single launch, and the
+        one before must be over by then.
+        """
+        on_host = torch.from_numpy(padding)
+        static_input = on_host.to(self._device) if not from_host or self._shared is None else on_host.pin_memory()
         graph = RecordedGraph(static_input) if self._shared is None else CudaGraph(static_input, *self._shared)
         with torch.inference_mode():
             graph.capture(work)

@@ -17,6 +17,7 @@ from folovllm.step.packed import NO_SCORES, Field, Int32, PackedStep, StepPacker
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.step.verify import NO_GUESS, Draws, accept, most_draws
 from folovllm.worker.check_graphs import CheckGraphs, draws_of, without_masked
+from folovllm.worker.draft_tokens import DraftTokens
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.pending_step import Computed, PendingStep
@@ -33,13 +34,16 @@ class CheckedStep(Computed):
     whole: PackedStep  # a column for each share
     draws: Draws
     room: Room | None = None  # of a recorded step; its `fields` are on the host alone
+    has_drawn: bool = False  # in the same recording
 
 
 class PendingGuesses(PendingStep):
     """A started step with guesses, of whose draws another one knows. Which of them count is decided on the host."""
 
-    def __init__(self, drawn: PendingStep, checked: CheckedStep) -> None:
+    def __init__(self, drawn: PendingStep, checked: CheckedStep, drafted: DraftTokens | None) -> None:
+        """`drafted` knows what guesses are named."""
         self._drawn, self._whole, self._draws, self._scores = drawn, checked.whole, checked.draws, checked.scores
+        self._drafted = drafted
 
     def is_here(self) -> bool:
         """As `PendingStep`."""
@@ -48,9 +52,10 @@ class PendingGuesses(PendingStep):
     def wait(self) -> StepResult:
         """As `PendingStep`."""
         every, draws = self._drawn.wait(), self._draws
+        guessed = draws.guess if self._drafted is None else self._drafted.spell(draws.guess)
         drawn: list[list[int]] = [[] for _ in range(self._whole.num_seqs)]
         guesses: list[list[int]] = [[] for _ in drawn]
-        for i, (token,), guess in zip(draws.share.tolist(), every.token_ids, draws.guess.tolist(), strict=True):
+        for i, (token,), guess in zip(draws.share.tolist(), every.token_ids, guessed.tolist(), strict=True):
             drawn[i].append(token)
             if guess != NO_GUESS:
                 guesses[i].append(guess)
@@ -72,13 +77,16 @@ class VerifyingGraphRunner(GraphRunner):
     leaves no trace in the rows' words.
     """
 
-    def __init__(self, setup: EngineSetup, runner: ModelRunner, *others: Any) -> None:
-        """As `GraphRunner`."""
+    def __init__(
+        self, setup: EngineSetup, runner: ModelRunner, *others: Any, drafted: DraftTokens | None = None
+    ) -> None:
+        """As `GraphRunner`. `drafted` has the tokens of guesses that steps bring by name."""
         super().__init__(setup, runner, *others)
+        self._drafted = drafted
         self._tokens = self._tokens.new_zeros(most_draws(setup.max_num_seqs))  # what the step drew
         self._checks = CheckGraphs(
             setup, runner, self._tables, self._recorder, steps_in=self._steps_in, draw=self._draw,
-            rows_draw=self._rows_draw, tokens=self._tokens,
+            rows_draw=self._rows_draw, tokens=self._tokens, drafted=drafted,
         )  # fmt: skip
         self._remembers = np.zeros(setup.max_num_seqs + 1, bool)  # rows whose draws depend on the tokens before them
 
@@ -120,11 +128,19 @@ class VerifyingGraphRunner(GraphRunner):
             raise RuntimeError(f"a step draws {len(draws.token)} tokens, and there is room for {len(self._tokens)}")
         by_draw, room = spread(step, draws), self._checks.room_for(step)
         if room is not None:
-            logits = self._checks.replay(step, draws, room)
-            return CheckedStep(step=by_draw, logits=logits, fields=NO_FIELDS, whole=step, draws=draws, room=room)
+            at_once = not (step.draws_late or self._remembers[step.fields[Field.ROW]].any())
+            if at_once:
+                logits = self._checks.replay_whole(step, draws, by_draw, room)
+            else:
+                logits = self._checks.replay(step, draws, room)
+            return CheckedStep(
+                step=by_draw, logits=logits, fields=NO_FIELDS, whole=step, draws=draws, room=room, has_drawn=at_once
+            )
         places = draws.token.astype(np.int32)
         flat, more = self._upload(step, np.concatenate([by_draw.fields.ravel(), places]))
         fields, at = more.split([by_draw.fields.size, len(places)])
+        if self._drafted is not None:
+            self._drafted.spell_on_device(flat[step.fields.size :][: len(step.tokens)])
         batch = self._tables.unpack_mixed(step, flat)
         batch.logits_indices, batch.only_last = at.long(), False
         logits, scores = self._logits_and_scores(step, batch)
@@ -140,7 +156,8 @@ class VerifyingGraphRunner(GraphRunner):
 
     def _draw_step(self, computed: Computed, is_special: bool) -> None:
         if isinstance(computed, CheckedStep) and (is_special or computed.room is not None):
-            self._draw_special(computed, None)
+            if not computed.has_drawn:
+                self._draw_special(computed, None)
         else:
             super()._draw_step(computed, is_special)
 
@@ -154,7 +171,7 @@ class VerifyingGraphRunner(GraphRunner):
         if self._remembers[checked.step.fields[Field.ROW]].any():
             self._draw_levels(checked, masks)
             return
-        if checked.room is not None:
+        if checked.room is not None and masks is not None:
             self._checks.replay_draw(checked.step, checked.room, masks)
             return
         logits, fields = self._draw.whole(checked.logits), checked.fields
@@ -179,6 +196,8 @@ class VerifyingGraphRunner(GraphRunner):
         share, guess = self._steps_in.to_device(np.stack([draws.share, draws.guess]).astype(np.int32).ravel()).view(
             2, -1
         )
+        if self._drafted is not None:
+            self._drafted.spell_on_device(guess)
         right = torch.ones(checked.whole.num_seqs, dtype=torch.int32, device=whole.device)
         for level, at in enumerate(draws.levels()):
             if masks is not None and len((own := masks.of_level(level)).rows):
@@ -195,7 +214,8 @@ class VerifyingGraphRunner(GraphRunner):
     def _pending(self, computed: Computed) -> PendingStep:
         if not isinstance(computed, CheckedStep):
             return super()._pending(computed)
-        return PendingGuesses(super()._pending(replace(computed, scores=None)), computed)
+        drawn = computed if computed.scores is None else replace(computed, scores=None)
+        return PendingGuesses(super()._pending(drawn), computed, self._drafted)
 
 
 def spread(step: PackedStep, draws: Draws) -> PackedStep:

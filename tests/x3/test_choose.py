@@ -110,13 +110,15 @@ class TestStepCost:
         assert [Curve((2.0,), (3.0,)).at(n) for n in (1.0, 5.0)] == [3.0, 3.0], "one point: no slope"
 
     def test_what_steps_take_corrects_the_table(self) -> None:
-        cost = costs((1.0, 2.0), (1.0, 1.0))
+        cost = costs((1.0, 2.0), (1.0, 1.0), guess=0.02)
         depth = adaptive(cost, 4)
         for _ in range(60):
             depth.observe_guessing(2, 0.1)
             depth.observe_step(1, 3, 2, 1, 1.6, asked=True)
         assert cost.checked_more == pytest.approx(0.5, rel=0.01), "the tenth that guessing took is no part of it"
-        assert cost.guess == pytest.approx(0.05, rel=0.01)
+        assert cost.guess == 0.02, "the slope is known from the start"
+        assert cost.first_guess == pytest.approx(0.1 - 2 * 0.02, rel=0.01)
+        assert cost.of_checked(np.array([3.0]), np.array([2]), np.array([1.0])) == pytest.approx(1.5 + 0.1, rel=0.01)
         assert cost.plain_more == 0.0
         depth.observe_step(1, 30, 0, 0, 9.0, asked=False)
         assert cost.plain_more == 0.0, "a prompt says nothing of decodes"

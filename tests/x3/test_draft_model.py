@@ -7,29 +7,30 @@ from random import Random
 import numpy as np
 import pytest
 
-from folovllm.build import make_executor
+from folovllm.build import make_run_executor
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
-from folovllm.executor.packed_executor import LocalExecutor
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.spec.draft_model import DraftModel
 from folovllm.spec.proposer import RowState
 from folovllm.step.draw import DrawSpec
+from folovllm.worker.draft_tokens import DraftTokens
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint
 
 LENGTH, BLOCK, BUDGET = 64, 4, 24
 DRAWS = {"greedy": DrawSpec(temperature=0), "seeded": DrawSpec(seed=7, temperature=0.8, top_k=50, logprobs=2)}
 
 
-def draft(num_blocks: int = 64, max_num_seqs: int = 3) -> DraftModel:
+def draft(num_blocks: int = 64, max_num_seqs: int = 3, by_name: bool = False) -> DraftModel:
     config = EngineConfig(
         model=str(tiny_checkpoint()), milestone="m6", enable_prefix_caching=False, device="cpu", max_model_len=LENGTH,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=BUDGET, block_size=BLOCK, num_kv_blocks=num_blocks, use_tqdm=False,
     )  # fmt: skip
-    executor = make_executor(set_up(config))
-    assert isinstance(executor, LocalExecutor)
-    return DraftModel(executor, max_num_seqs, BUDGET, LENGTH, BLOCK)
+    setup = set_up(config)
+    drafted = DraftTokens.for_runs(14, setup)
+    executor = make_run_executor(setup, drafted)
+    return DraftModel(executor, max_num_seqs, BUDGET, LENGTH, BLOCK, drafted if by_name else None)
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +51,11 @@ def state(seq_id: int, tokens: list[int], spec: DrawSpec) -> RowState:
     return RowState(seq_id, np.array(tokens, np.int32), 1, spec)
 
 
+@pytest.mark.parametrize("by_name", [False, True], ids=["tokens", "names"])
 @pytest.mark.parametrize("how", DRAWS)
-def test_guesses_are_what_the_model_writes(alone: LLM, how: str) -> None:
+def test_guesses_are_what_the_model_writes(alone: LLM, how: str, by_name: bool) -> None:
     """Texts grow by part of the guess and a token of another's; some are not asked, some are short of blocks."""
-    rng, proposer = Random(3), draft(num_blocks=24)
+    rng, proposer = Random(3), draft(num_blocks=24, by_name=by_name)
     texts = {i: [rng.randrange(VOCAB_SIZE) for _ in range(n)] for i, n in enumerate((1, 9, 30))}
     num_guesses = 0
     for turn in range(7):
@@ -62,6 +64,8 @@ def test_guesses_are_what_the_model_writes(alone: LLM, how: str) -> None:
         ks = [rng.choice((0, 1, 2, 5)) for _ in ids]
         for now, k, guess in zip(states, ks, proposer.propose_all(states, ks), strict=True):
             assert len(guess) in (0, k)
+            assert all((token >= VOCAB_SIZE) == by_name for token in guess)
+            guess = proposer.tokens_of(guess)
             num_guesses += len(guess)
             if guess:
                 assert guess == written(alone, now, k), f"turn {turn}, sequence {now.seq_id}"

@@ -1,0 +1,54 @@
+"""Where a draft leaves what it drew, for the step that checks it: on the device at once, on the host a little later (X3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from folovllm.setup import EngineSetup
+from folovllm.step.packed import Int32
+
+
+class DraftTokens:
+    """The tokens of a draft's last run, by line and row. Each has a *name*, a token id behind the vocabulary.
+
+    So a step can bring guesses that the host does not know yet: the draft and the model that checks are on one device, whose
+    work is done in order. A name holds until the next run begins.
+
+    Attributes:
+        drawn: [lines, rows] int32, on the device. host: the same in host memory, once `arrived`.
+        names: [lines, rows] int32.
+    """
+
+    def __init__(self, vocab_size: int, num_lines: int, num_rows: int, device: torch.device) -> None:
+        shape = num_lines, num_rows
+        self._first_name = vocab_size
+        self._meant = torch.arange(-1, vocab_size + num_lines * num_rows, dtype=torch.int32, device=device)
+        self.drawn = self._meant[1 + vocab_size :].view(shape)
+        self.names: Int32 = np.arange(num_lines * num_rows, dtype=np.int32).reshape(shape) + vocab_size
+        self.host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._on_host = self.host.numpy().ravel()  # a view
+        self.arrived: torch.cuda.Event | None = None  # behind the last run; None on a CPU
+
+    @classmethod
+    def for_runs(cls, longest: int, setup: EngineSetup) -> DraftTokens:
+        """For runs of up to `longest` steps in recordings of 1, 2, 4, ... steps, each with lines of its own.
+
+        `setup` describes the model that checks. Lines begin at multiples of 16 bytes.
+        """
+        rows = -(-setup.max_num_seqs // 4) * 4
+        return cls(setup.vocab_size, (1 << longest.bit_length()) - 1, rows, setup.device)
+
+    def spell_on_device(self, tokens: torch.Tensor) -> None:
+        """Put what is meant in place of each name in `tokens` [n] int32; what is in flight stays. Device work only."""
+        torch.index_select(self._meant, 0, tokens + 1, out=tokens)
+
+    def spell(self, tokens: npt.NDArray[np.signedinteger[Any]]) -> npt.NDArray[np.signedinteger[Any]]:
+        """[n] tokens with what is meant in place of each name. The host waits for the run."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        places = tokens - self._first_name
+        return np.where(places >= 0, self._on_host[np.maximum(places, 0)], tokens)

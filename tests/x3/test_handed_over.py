@@ -1,0 +1,100 @@
+"""A step takes a draft's guesses from the device: whatever else a draw depends on, and whoever watches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.events import Event, StepEnded
+from folovllm.sampling_params import SamplingParams
+from folovllm.worker import check_graphs
+from folovllm.worker.draft_tokens import DraftTokens
+from tests.helpers import VOCAB_SIZE, prompts, tiny_checkpoint
+from tests.workloads import Request, serve, workload
+from tests.x3.engines import Pair, make_engine, speculation_of
+from tests.x3.test_lossless import BLOCKS, demanding_pair
+
+SMALL: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 34, "max_num_batched_tokens": 18, "max_num_seqs": 6}
+
+
+def drafting(preset: str = "m6", layers: int = 3, k: int = 3, **fields: Any) -> LLMEngine:
+    """An engine whose draft is the model itself, or with fewer layers another one, which is wrong most of the time."""
+    draft = str(tiny_checkpoint() if layers == 3 else tiny_checkpoint(num_hidden_layers=layers))
+    config = {"method": "draft_model", "model": draft, "num_speculative_tokens": k, "adaptive": False}
+    return make_engine(**{**BLOCKS[preset], **fields, "speculative_config": config})
+
+
+@pytest.fixture
+def rooms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with guesses are recorded, on a CPU too."""
+    monkeypatch.setattr(check_graphs, "check_rooms", lambda setup: check_graphs.rooms(24))
+
+
+@pytest.mark.parametrize("layers", [3, 1], ids=["right", "wrong"])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_all_that_a_draw_depends_on(layers: int, recorded: bool, request: pytest.FixtureRequest) -> None:
+    if recorded:
+        request.getfixturevalue("rooms")
+    pair = demanding_pair("m6")
+    engine = drafting(layers=layers, max_num_seqs=6)
+    pair.check(serve(engine, pair.requests))
+    made = speculation_of(engine)
+    assert made.num_guessed > 20
+
+
+@pytest.mark.parametrize("more", [{"presence_penalty": 0.1}, {"top_k": 40, "top_p": 0.98}, {"logprobs": 2}], ids=str)
+def test_guesses_are_right_where_little_else_counts(more: dict[str, Any], rooms: None) -> None:
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=20, ignore_eos=True, **more)
+    pair = Pair.of([Request(prompt, params) for prompt in prompts([3, 9, 16], seed=2)], max_num_seqs=3, **BLOCKS["m6"])
+    engine = drafting(max_num_seqs=3)
+    pair.check(serve(engine, pair.requests))
+    made = speculation_of(engine)
+    assert made.num_accepted > 0.7 * made.num_guessed > 20
+
+
+@pytest.mark.parametrize("fields", [{}, {"async_scheduling": False}, {"enforce_eager": True}], ids=str)
+@pytest.mark.parametrize("preset", ["m5", "m6"])
+def test_sequences_that_give_way(preset: str, fields: dict[str, Any]) -> None:
+    if preset == "m5" and fields:
+        pytest.skip("m6 has these")
+    load = workload("seeded", count=8)
+    engine = drafting(preset, **SMALL, **fields)
+    load.check(serve(engine, load.requests))
+    assert engine.stats().preemptions > 0 and speculation_of(engine).num_accepted > 20
+
+
+def test_who_watches_sees_tokens() -> None:
+    load, seen = workload("greedy", count=4), list[Event]()
+    engine = drafting(max_num_seqs=4)
+    engine.subscribe(seen.extend)
+    load.check(serve(engine, load.requests))
+    guesses = [share.token_ids for event in seen if isinstance(event, StepEnded) for share in event.output.shares]
+    assert max(map(len, guesses)) > 2 and all(tokens.max(initial=0) < VOCAB_SIZE for tokens in guesses)
+
+
+def test_requests_that_are_aborted_between_two_steps() -> None:
+    load = workload("greedy", count=6)
+    engine = drafting(max_num_seqs=4)
+    texts: dict[str, list[int]] = {}
+    for i, asked in enumerate(load.requests):
+        engine.add_request(f"r{i}", asked.prompt, asked.params, stream=False)
+    for step in range(200):
+        if step in (3, 5):
+            engine.abort_request(f"r{step - 3}")
+        texts |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
+    assert texts == {f"r{i}": list(load.answers[i]) for i in (1, 3, 4, 5)}
+
+
+def test_names() -> None:
+    drafted = DraftTokens(100, 3, 4, torch.device("cpu"))
+    assert drafted.names.tolist() == [[100, 101, 102, 103], [104, 105, 106, 107], [108, 109, 110, 111]]
+    drafted.drawn[:] = drafted.host[:] = torch.arange(40, 52).view(3, 4)
+    tokens = np.array([-1, 0, 99, 100, 111], np.int32)
+    assert drafted.spell(tokens).tolist() == [-1, 0, 99, 40, 51], "what is in flight stays"
+    on_device = torch.from_numpy(tokens.copy())
+    drafted.spell_on_device(on_device)
+    assert on_device.tolist() == [-1, 0, 99, 40, 51]

@@ -1,0 +1,134 @@
+"""A draft's gain beside the one that the cost model predicts: `python -m tools.predict_speculation --tokens 2 4`.
+
+Two geometries with random weights. The draft does its work, and what it guessed is then replaced: each guess is right with a
+fixed chance (`folovllm/spec/oracle.py`), as for a draft of that quality. Always so many tokens are guessed. The prediction is
+
+    (1 + a + ... + a^k) * plain / (checked + guessing)
+
+with a step's seconds as in the table that an engine makes when it starts, and the median of what guessing took, waits included:
+what an oracle says the host has to know. Plain and guessing take turns; the median of the rounds. The texts of both must be the
+same but for near ties: where they part every guess is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from folovllm import LLM, EngineConfig, SamplingParams
+from folovllm.bench.contenders import random_model, write_geometry
+from folovllm.build import make_run_executor
+from folovllm.engine.draft_setup import draft_setup
+from folovllm.engine.setup import set_up
+from folovllm.setup import EngineSetup
+from folovllm.spec.draft_model import DraftModel
+from folovllm.spec.measure import measure_steps
+from folovllm.spec.oracle import Oracle
+from folovllm.spec.proposer import FixedDepth, RowState
+from folovllm.worker.draft_tokens import DraftTokens
+from tools.measure_speculation import answer
+
+
+class ToldDraft(DraftModel):
+    """A draft whose guesses are replaced by an oracle's. `seconds` has what each call took."""
+
+    def __init__(self, setup: EngineSetup, longest: int) -> None:
+        """`setup` describes the draft."""
+        executor = make_run_executor(setup, DraftTokens.for_runs(longest, setup))
+        super().__init__(
+            executor, setup.max_num_seqs, setup.max_num_batched_tokens, setup.max_model_len, setup.block_size
+        )
+        self.oracle = Oracle({})
+        self.seconds: list[float] = []
+
+    def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
+        """As `Proposer`."""
+        start = time.perf_counter()
+        found = super().propose_all(states, ks)
+        self.seconds.append(time.perf_counter() - start)
+        return found
+
+    def _guess(self, ready: list[tuple[RowState, int]]) -> dict[int, list[int]]:
+        super()._guess(ready)
+        return {state.seq_id: self.oracle.propose(state, k) for state, k in ready}
+
+
+def guessing_engine(model: dict[str, Any], draft: str, k: int) -> tuple[LLM, ToldDraft]:
+    """The engine and its draft, `draft` being a folder with a geometry."""
+    small = draft_setup(set_up(EngineConfig(**model)), draft)
+    small = replace(small, config=replace(small.config, random_weights=True, model_impl="native"))
+    told = ToldDraft(small, k + 2)
+    return LLM(**model, speculative_config={"method": told, "num_speculative_tokens": k}), told
+
+
+def compare(plain: LLM, guessing: LLM, told: ToldDraft, arguments: argparse.Namespace, batch: int, k: int) -> None:
+    """Print a line: what was measured, and what was predicted."""
+    die = random.Random(0)
+    ids = [die.choices(range(300, 4000), k=arguments.prompt) for _ in range(batch)]
+    prompts: list[Any] = [{"prompt_token_ids": own} for own in ids]
+    params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=arguments.answer)] * batch
+    texts = answer(plain, prompts, params, batch).texts
+    told.oracle = Oracle({tuple(own): text for own, text in zip(ids, texts, strict=True)}, arguments.chance, 4000)
+    counts = guessing.engine.scheduler.speculation
+    counts.depth = FixedDepth(k)
+    answer(guessing, prompts, params, batch)
+    told.seconds.clear()
+    before, gains = (counts.num_drafts, counts.num_guessed, counts.num_accepted), []
+    for _ in range(arguments.rounds):
+        slow = answer(plain, prompts, params, batch)
+        fast = answer(guessing, prompts, params, batch)
+        gains.append(slow.behind_first / fast.behind_first)
+    shares, guessed, accepted = np.subtract((counts.num_drafts, counts.num_guessed, counts.num_accepted), before)
+    cost, guess = measure_steps(guessing.engine.executor, guessing.engine.setup, k), statistics.median(told.seconds)
+    tokens, came = sum(arguments.chance**i for i in range(k + 1)), 1 + accepted / shares
+    step, checked = cost.plain.at(batch), cost.checked.at(batch * (k + 1))
+    gain = step / (checked + guess)  # of each token
+    same = sum(one == other for one, other in zip(slow.texts, fast.texts, strict=True))
+    print(
+        f"batch {batch}, {k} guesses: plain {1e3 * slow.behind_first:.3f} ms a token, guessing {1e3 * fast.behind_first:.3f} ms, "
+        f"{statistics.median(gains):.2f} x; predicted {tokens * gain:.2f} x, and {came * gain:.2f} x "
+        f"of the tokens that came: a step of {1e3 * step:.3f}, {1e3 * checked:.3f} with guesses, which take {1e3 * guess:.3f} ms; "
+        f"{came:.2f} tokens a share with guesses, predicted {tokens:.2f}; {accepted} of {guessed} right; {same} of {batch} texts "
+        "equal",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Print a line for each number of guesses and each batch."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-4b", help="a geometry")
+    parser.add_argument("--draft", default="qwen3-0.6b", help="a geometry with the same vocabulary")
+    parser.add_argument("--chance", type=float, default=0.7, help="of a guess to be right")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4], help="guesses for a sequence in a step")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--answer", type=int, default=400)
+    arguments = parser.parse_args()
+    common: dict[str, Any] = {"use_tqdm": False, "max_num_seqs": max(8, *arguments.batches), "max_model_len": 1024}
+    common["num_kv_blocks"] = 64 * (common["max_num_seqs"] + 1)
+    if torch.cuda.is_available():
+        common["dtype"] = "bfloat16"
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_model(arguments.model, Path(folder), common)
+        draft = str(write_geometry(arguments.draft, Path(folder)))
+        plain = LLM(**model)
+        guessing, told = guessing_engine(model, draft, max(arguments.tokens))
+        for k in arguments.tokens:
+            for batch in arguments.batches:
+                compare(plain, guessing, told, arguments, batch, k)
+
+
+if __name__ == "__main__":
+    main()
