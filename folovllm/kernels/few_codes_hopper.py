@@ -51,30 +51,44 @@ def copy_lines(
             if (c + 1) * STEP > NUM:
                 there = there & (word + c * STEP < NUM)
             async_copy.async_copy_global_to_shared(ring[2 * c + h].index(slot), ptr + c * STEP, there)
-    async_copy.commit_group()
 
 
 @gluon.jit
-def load_factors(
-    scale_ptr, zero_ptr, first, end, num_rows, COUNT: gl.constexpr, K: gl.constexpr, INPUTS: gl.constexpr,
-    GROUP_ROWS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, SPLITS: gl.constexpr,
-    ACC: gl.constexpr,
+def copy_factors(
+    kept, scale_ptr, slot, first, end, num_rows, K: gl.constexpr, INPUTS: gl.constexpr, GROUP_ROWS: gl.constexpr,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Of each of COUNT tiles the factors of its lines, [WARPS, 16, 1]; with zeros those of the sum of x, too."""
+    """Ask for the scales of the same lines, into `kept`, of each tile [slots, lines, words]: 4 bytes each."""
+    EACH: gl.constexpr = 32 // scale_ptr.dtype.element_ty.primitive_bitwidth
+    WIDTH: gl.constexpr = PARTS // EACH
+    LINES: gl.constexpr = 16 // PARTS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // WIDTH, WIDTH], [gl.num_warps(), 1], [1, 0])
+    place = gl.arange(0, gl.num_warps() * LINES, gl.SliceLayout(1, LAYOUT))[:, None]
+    part = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :] * EACH
+    row = first + place // (LINES * SPLITS) * ROWS + place % ROWS
+    group = (row + place % LINES // ROWS * num_rows) // GROUP_ROWS * ((K + GROUP - 1) // GROUP)
+    word_ptr = scale_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    for c in gl.static_range(len(kept)):
+        input = ((c * SPLITS + place // LINES % SPLITS) * PARTS + part) * INPUTS
+        ptr = word_ptr + (group + input // GROUP) // EACH
+        async_copy.async_copy_global_to_shared(kept[c].index(slot), ptr, (row < end) & (input < K))
+
+
+@gluon.jit
+def load_offsets(
+    zero_ptr, factors, first, end, num_rows, K: gl.constexpr, INPUTS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+    PARTS: gl.constexpr, SPLITS: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """Of each tile what the sum of its `x` is to be multiplied by because of zeros, [WARPS, 16, 1]."""
     LAYOUT: gl.constexpr = gl.SliceLayout(2, ACC)
     warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, LAYOUT))[:, None]
     place = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
-    line, tiles = place // PARTS, ()
-    row = gl.minimum(first + warp // SPLITS * ROWS + line % ROWS, end - 1) + line // ROWS * num_rows
-    group = row // GROUP_ROWS * ((K + GROUP - 1) // GROUP)
-    for c in gl.static_range(COUNT):
+    row = gl.minimum(first + warp // SPLITS * ROWS + place // PARTS % ROWS, end - 1) + place // PARTS // ROWS * num_rows
+    tiles = ()
+    for c in gl.static_range((K + INPUTS * SPLITS * PARTS - 1) // (INPUTS * SPLITS * PARTS)):
         input = ((c * SPLITS + warp % SPLITS) * PARTS + place % PARTS) * INPUTS
-        at, inside = group + input // GROUP, input < K
-        scale = gl.load(scale_ptr + at, mask=inside, other=0).to(gl.float32)[:, :, None]
-        tiles = append(tiles, scale)
-        if zero_ptr is not None:
-            zero = gl.load(zero_ptr + at, mask=inside, other=0).to(gl.float32)[:, :, None]
-            tiles = append(tiles, (8 - zero) * scale if zero_ptr.dtype.element_ty == gl.uint8 else zero + 8 * scale)
+        zero = gl.load(zero_ptr + row * ((K + GROUP - 1) // GROUP) + input // GROUP, mask=input < K, other=0)
+        tiles = append(tiles, zero.to(gl.float32)[:, :, None])
     return tiles
 
 
@@ -150,13 +164,6 @@ def as_right(tile, KIND: gl.constexpr, BLOCKS: gl.constexpr, ACC: gl.constexpr):
 
 
 @gluon.jit
-def of_tokens(tile, M: gl.constexpr):
-    """Numbers [8 SPLITS, inputs] as [M, all of a token]."""
-    tile = gl.reshape(tile, [tile.shape[0] // M, M, tile.shape[1]])
-    return gl.reshape(gl.permute(tile, [1, 0, 2]), [M, tile.shape[0] * tile.shape[2]])
-
-
-@gluon.jit
 def along(factor, tile, AXIS: gl.constexpr):
     """Numbers [n] as factors of a tile of three dimensions, of which AXIS, 1 or 2, has n."""
     LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(3 - AXIS, tile.type.layout))
@@ -176,16 +183,18 @@ def ready(x_ptr, columns_ptr, stride_x, eps, K: gl.constexpr, GROUP: gl.constexp
     for c in gl.static_range(COUNT):
         x = load_inputs(x_ptr, stride_x, c, K, GROUP, KIND, M, SPLITS, INPUTS)
         if NORM:
-            squares += of_tokens(x.to(gl.float32) * x.to(gl.float32), M)
+            squares += x.to(gl.float32) * x.to(gl.float32)
         if columns_ptr is not None:
             x *= load_inputs(columns_ptr, 0, c, K, GROUP, KIND, M, SPLITS, INPUTS)
         if HALVES:
-            peak = gl.maximum(peak, of_tokens(gl.abs(x.to(gl.float32)), M))
+            peak = gl.maximum(peak, gl.abs(x.to(gl.float32)))
         tiles = append(tiles, x)
-    factor = gl.rsqrt(gl.sum(squares, 1) / K + eps) if NORM else 1.0
+    factor = 1.0
+    if NORM:
+        factor = gl.rsqrt(gl.sum(gl.reshape(gl.sum(squares, 1), [8 * SPLITS // M, M]), 0) / K + eps)
     if HALVES:
-        peak = gl.maximum(gl.max(peak, 1), 1e-30)
-        factor *= peak
+        peak = gl.maximum(gl.max(gl.reshape(gl.max(peak, 1), [8 * SPLITS // M, M]), 0), 1e-30)
+        factor = peak * gl.convert_layout(factor, peak.type.layout) if NORM else peak
         inverse = 1.0 / peak
     kept = gl.allocate_shared_memory(DTYPE, [COUNT, SPLITS, 8, INPUTS], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     for c in gl.static_range(COUNT):
@@ -213,38 +222,26 @@ def sum_parts(acc, BLOCKS: gl.constexpr, SPLITS: gl.constexpr, M: gl.constexpr, 
 
 
 @gluon.jit
-def finish(y, residual_ptr, out_ptr, first, end, num_rows, GATED: gl.constexpr, RESIDUAL: gl.constexpr):
-    """Store the outputs from `first` on, of sums [BLOCKS, lines, tokens]."""
-    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
-    BLOCKS: gl.constexpr = y.shape[0]
-    M: gl.constexpr = y.shape[2]
-    ROWS: gl.constexpr = y.shape[1] // (1 + GATED)
-    if GATED:
-        gate, up = gl.split(gl.permute(gl.reshape(y, [BLOCKS, 2, ROWS, M]), [0, 2, 3, 1]))
-        gate, up = gate.to(DTYPE).to(gl.float32), up.to(DTYPE).to(gl.float32)
-        y = (gate / (1.0 + gl.exp(-gate))).to(DTYPE).to(gl.float32) * up
-    LAYOUT: gl.constexpr = y.type.layout
-    row = first + gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None] * ROWS
-    row += gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-    at = gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :] * num_rows + row
-    if RESIDUAL:
-        y += gl.load(residual_ptr + at, mask=row < end, other=0).to(gl.float32)
-    gl.store(out_ptr + at, y.to(DTYPE), mask=row < end)
+def silu_times(y, DTYPE: gl.constexpr):
+    """Lines of gate and then of up, [BLOCKS, 2 ROWS, M], as silu(gate) * up; both are rounded before they meet."""
+    gate, up = gl.split(gl.permute(gl.reshape(y, [y.shape[0], 2, y.shape[1] // 2, y.shape[2]]), [0, 2, 3, 1]))
+    gate, up = gate.to(DTYPE).to(gl.float32), up.to(DTYPE).to(gl.float32)
+    return (gate / (1.0 + gl.exp(-gate))).to(DTYPE).to(gl.float32) * up
 
 
 @gluon.jit
-def multiply(words, factors, rights, bases, KIND: gl.constexpr, BY_TILE: gl.constexpr, ZEROS: gl.constexpr, ACC: gl.constexpr):
+def multiply(words, factors, zeros, rights, bases, KIND: gl.constexpr, BY_TILE: gl.constexpr, ACC: gl.constexpr):
     """Sums [WARPS, 16, 8] of the products of all tiles of a line, times their scales."""
     zero = gl.zeros([gl.num_warps(), 16, 8], gl.float32, ACC)
     acc = zero
     for c in gl.static_range(len(rights)):
         left = sixteen(words[2 * c], words[2 * c + 1], KIND, rights[c].dtype, ACC)
         if BY_TILE:
-            acc += mma_v2(left, rights[c], bases[c] if KIND == "int4" else zero) * factors[c * (1 + ZEROS)]
+            acc += mma_v2(left, rights[c], bases[c] if KIND == "int4" else zero) * factors[c]
         else:
             acc = mma_v2(left, rights[c], acc)
-        if ZEROS:
-            acc += bases[c] * (factors[2 * c + 1] * (-1 / SHIFT))
+        if len(zeros) > 0:
+            acc += bases[c] * ((8 - zeros[c]) * factors[c] * (-1 / SHIFT))
     return acc if BY_TILE else acc * factors[0]
 
 
@@ -263,39 +260,94 @@ def few_codes_hopper_kernel(
     INPUTS: gl.constexpr = WORDS * (K // NUM)
     COUNT: gl.constexpr = (NUM + SPLITS * PARTS * WORDS - 1) // (SPLITS * PARTS * WORDS)
     BY_TILE: gl.constexpr = GROUP < K or KIND == "int4"
-    FACTORS: gl.constexpr = COUNT if BY_TILE else 1
+    BITS: gl.constexpr = scale_ptr.dtype.element_ty.primitive_bitwidth
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ZEROS: gl.constexpr = zero_ptr is not None
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1, 1], [1, 16, 8])
     LINES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     share, rest = num_rows // gl.num_programs(0), num_rows % gl.num_programs(0)
     first = gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest)
     end = first + share + (gl.program_id(0) < rest).to(gl.int32)
-    ring, bases = (), ()
+    ring, kept, bases = (), (), ()
     for c in gl.static_range(2 * COUNT):
-        slots = gl.allocate_shared_memory(gl.int32, [SLOTS, 8 * gl.num_warps(), WORDS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        slots = gl.allocate_shared_memory(gl.int32, [SLOTS, 8 * gl.num_warps(), WORDS], FLAT)
         ring = append(ring, slots)
+    for c in gl.static_range(COUNT if BY_TILE else 1):
+        slots = gl.allocate_shared_memory(gl.int32, [SLOTS, gl.num_warps() * (16 // PARTS), PARTS * BITS // 32], FLAT)
+        kept = append(kept, slots)
     for s in gl.static_range(SLOTS):
         copy_lines(ring, word_ptr, s, first + s * (BLOCKS * ROWS), end, num_rows, NUM, ROWS, PARTS, SPLITS, LINES)
-    factors = load_factors(
-        scale_ptr, zero_ptr, first, end, num_rows, FACTORS, K, INPUTS, GROUP_ROWS, GROUP, ROWS, PARTS, SPLITS, ACC)  # fmt: skip
+        copy_factors(kept, scale_ptr, s, first + s * (BLOCKS * ROWS), end, num_rows, K, INPUTS, GROUP_ROWS, GROUP, ROWS, PARTS, SPLITS)
+        async_copy.commit_group()
     wait_for_inputs(PDL)
     rights, factor = ready(x_ptr, columns_ptr, stride_x, eps, K, GROUP, KIND, NORM, M, BLOCKS, SPLITS, INPUTS, COUNT, ACC)
     for c in gl.static_range(COUNT if KIND == "int4" else 0):
         less = gl.full([gl.num_warps(), 16, INPUTS], -SHIFT, rights[c].dtype, gl.DotOperandLayout(0, ACC, 2))
         bases = append(bases, mma_v2(less, rights[c], gl.zeros([gl.num_warps(), 16, 8], gl.float32, ACC)))
+    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1, M], [1, 32, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
+    row = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None, None] * ROWS
+    row += gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]
+    at = gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, None, :] * num_rows + row
     slot = 0
     while first < end:
+        zeros, words, factors = (), (), ()
+        if ZEROS:
+            zeros = load_offsets(zero_ptr, factors, first, end, num_rows, K, INPUTS, GROUP, ROWS, PARTS, SPLITS, ACC)
+        residual = 0.0
+        if RESIDUAL:
+            residual = gl.load(residual_ptr + at + first, mask=row + first < end, other=0).to(gl.float32)
         async_copy.wait_group(SLOTS - 1)
-        words = ()
         for c in gl.static_range(2 * COUNT):
             words = append(words, ring[c].index(slot).load(LINES))
+        for c in gl.static_range(len(kept)):
+            scales = kept[c].index(slot)._reinterpret(scale_ptr.dtype.element_ty, [gl.num_warps(), 16], FLAT)
+            factors = append(factors, scales.load(gl.SliceLayout(2, ACC)).to(gl.float32)[:, :, None])
         copy_lines(ring, word_ptr, slot, first + SLOTS * (BLOCKS * ROWS), end, num_rows, NUM, ROWS, PARTS, SPLITS, LINES)
-        next_factors = load_factors(
-            scale_ptr, zero_ptr, first + BLOCKS * ROWS, end, num_rows, FACTORS, K, INPUTS, GROUP_ROWS, GROUP, ROWS, PARTS, SPLITS,
-            ACC)  # fmt: skip
-        acc = multiply(words, factors, rights, bases, KIND, BY_TILE, ZEROS, ACC)
+        copy_factors(kept, scale_ptr, slot, first + SLOTS * (BLOCKS * ROWS), end, num_rows, K, INPUTS, GROUP_ROWS, GROUP, ROWS, PARTS, SPLITS)
+        async_copy.commit_group()
+        acc = multiply(words, factors, zeros, rights, bases, KIND, BY_TILE, ACC)
         y = sum_parts(acc, BLOCKS, SPLITS, M, ACC)
         if NORM or KIND == "fp8":
             y *= along(factor, y, 2)
-        finish(y, residual_ptr, out_ptr, first, end, num_rows, GATED, RESIDUAL)
-        factors, first, slot = next_factors, first + BLOCKS * ROWS, (slot + 1) % SLOTS
+        if GATED:
+            y = silu_times(y, DTYPE)
+        y = gl.convert_layout(y, OUT) + residual
+        gl.store(out_ptr + at + first, y.to(DTYPE), mask=row + first < end)
+        first, slot = first + BLOCKS * ROWS, (slot + 1) % SLOTS
+
+
+WARPS, SLOTS, PROGRAMS = 8, 2, 1
+
+
+def tile_of(num_tokens: int, width: int, kind: str) -> dict[str, int]:
+    """SPLITS and SLOTS."""
+    chunks, most = triton.cdiv(width, 128 if kind == "int4" else 64), 3 if kind == "int4" else 5
+    splits = min(WARPS, triton.next_power_of_2(triton.cdiv(chunks * num_tokens, 8 * most)))
+    return {"SPLITS": splits, "SLOTS": SLOTS}
+
+
+def few_codes_hopper(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    block: tuple[int, int],
+    kind: str,
+    norm_eps: float | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `few_codes`."""
+    num_tokens, width = x.shape
+    rows = len(words) // (1 + gated)
+    out = x.new_empty(num_tokens, rows)
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    few_codes_hopper_kernel[(processors * PROGRAMS,)](
+        x, words, scales, zeros, columns, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
+        K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,
+        RESIDUAL=residual is not None, M=num_tokens, **tile_of(num_tokens, width, kind), num_warps=WARPS,
+        **launch_options(x.device, num_tokens),
+    )  # fmt: skip
+    return out
