@@ -249,7 +249,7 @@ def multiply(words, factors, zeros, rights, bases, KIND: gl.constexpr, BY_TILE: 
 def few_codes_hopper_kernel(
     x_ptr, word_ptr, scale_ptr, zero_ptr, columns_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, K: gl.constexpr,
     GROUP_ROWS: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr,
-    RESIDUAL: gl.constexpr, M: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
+    RESIDUAL: gl.constexpr, M: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr, ABLATE: gl.constexpr = 0,
 ):  # fmt: skip
     """As `few_codes_kernel`; program p of P has the p-th of P equal shares of the outputs."""
     let_next_start(PDL)
@@ -303,10 +303,15 @@ def few_codes_hopper_kernel(
         for c in gl.static_range(len(kept)):
             scales = kept[c].index(slot)._reinterpret(scale_ptr.dtype.element_ty, [gl.num_warps(), 16], FLAT)
             factors = append(factors, scales.load(gl.SliceLayout(2, ACC)).to(gl.float32)[:, :, None])
-        copy_lines(ring, word_ptr, slot, first + SLOTS * (BLOCKS * ROWS), end, num_rows, NUM, ROWS, PARTS, SPLITS, LINES)
-        copy_factors(kept, scale_ptr, slot, first + SLOTS * (BLOCKS * ROWS), end, num_rows, K, INPUTS, GROUP_ROWS, GROUP, ROWS, PARTS, SPLITS)
+        if ABLATE != 2:
+         copy_lines(ring, word_ptr, slot, first + SLOTS * (BLOCKS * ROWS), end, num_rows, NUM, ROWS, PARTS, SPLITS, LINES)
+        if ABLATE != 2:
+         copy_factors(kept, scale_ptr, slot, first + SLOTS * (BLOCKS * ROWS), end, num_rows, K, INPUTS, GROUP_ROWS, GROUP, ROWS, PARTS, SPLITS)
         async_copy.commit_group()
-        acc = multiply(words, factors, zeros, rights, bases, KIND, BY_TILE, ACC)
+        if ABLATE == 1:
+         acc = multiply(words, factors, zeros, (rights[0],), bases, KIND, BY_TILE, ACC)
+        else:
+         acc = multiply(words, factors, zeros, rights, bases, KIND, BY_TILE, ACC)
         y = sum_parts(acc, BLOCKS, SPLITS, M, ACC)
         if NORM or KIND == "fp8":
             y *= along(factor, y, 2)
@@ -318,6 +323,7 @@ def few_codes_hopper_kernel(
 
 
 WARPS, SLOTS, PROGRAMS = 8, 2, 1
+ABLATE = 0
 
 
 def tile_of(num_tokens: int, width: int, kind: str) -> dict[str, int]:
@@ -347,7 +353,7 @@ def few_codes_hopper(
     few_codes_hopper_kernel[(processors * PROGRAMS,)](
         x, words, scales, zeros, columns, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
         K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,
-        RESIDUAL=residual is not None, M=num_tokens, **tile_of(num_tokens, width, kind), num_warps=WARPS,
+        RESIDUAL=residual is not None, M=num_tokens, **tile_of(num_tokens, width, kind), num_warps=WARPS, ABLATE=ABLATE,
         **launch_options(x.device, num_tokens),
     )  # fmt: skip
     return out
