@@ -322,8 +322,100 @@ def few_codes_hopper_kernel(
         first, slot = first + BLOCKS * ROWS, (slot + 1) % SLOTS
 
 
+@gluon.jit
+def load_lines(
+    word_ptr, scale_ptr, first, end, num_rows, COUNT: gl.constexpr, K: gl.constexpr, NUM: gl.constexpr, INPUTS: gl.constexpr, GROUP_ROWS: gl.constexpr,
+    GROUP: gl.constexpr, FACTORS: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """All words of the lines from `first` on, and their scales."""
+    STEP: gl.constexpr = SPLITS * PARTS * WORDS
+    place = gl.arange(0, 8 * gl.num_warps(), gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))[None, :]
+    words, factors = (), ()
+    for c in gl.static_range(COUNT):
+        for h in gl.static_range(2):
+            line = place % 8 // PARTS + h * (8 // PARTS)
+            row = first + place // (8 * SPLITS) * ROWS + line % ROWS
+            word = ((place // 8 % SPLITS * PARTS + place % PARTS) * WORDS)[:, None] + column
+            ptr = word_ptr + (row + line // ROWS * num_rows).to(gl.int64)[:, None] * NUM + word
+            there = (row < end)[:, None]
+            if (c + 1) * STEP > NUM:
+                there = there & (word + c * STEP < NUM)
+            words = append(words, gl.load(ptr + c * STEP, mask=there, other=0, eviction_policy="evict_first"))
+    SCALES: gl.constexpr = gl.SliceLayout(2, ACC)
+    warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, SCALES))[:, None]
+    place = gl.arange(0, 16, gl.SliceLayout(0, SCALES))[None, :]
+    row = first + warp // SPLITS * ROWS + place // PARTS % ROWS
+    group = (row + place // PARTS // ROWS * num_rows) // GROUP_ROWS * ((K + GROUP - 1) // GROUP)
+    for c in gl.static_range(FACTORS):
+        input = ((c * SPLITS + warp % SPLITS) * PARTS + place % PARTS) * INPUTS
+        factors = append(factors, gl.load(scale_ptr + (group + input // GROUP), mask=(row < end) & (input < K), other=0))
+    return words, factors
+
+
+@gluon.jit
+def few_codes_direct_kernel(
+    x_ptr, word_ptr, scale_ptr, zero_ptr, columns_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, K: gl.constexpr,
+    GROUP_ROWS: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr,
+    RESIDUAL: gl.constexpr, M: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr, ABLATE: gl.constexpr = 0,
+):  # fmt: skip
+    """As `few_codes_kernel`; program p of P has the p-th of P equal shares of the outputs."""
+    let_next_start(PDL)
+    BLOCKS: gl.constexpr = gl.num_warps() // SPLITS
+    PARTS: gl.constexpr = 8 // M
+    ROWS: gl.constexpr = 16 // PARTS // (1 + GATED)
+    NUM: gl.constexpr = K // 8 if KIND == "int4" else K // 4
+    INPUTS: gl.constexpr = WORDS * (K // NUM)
+    COUNT: gl.constexpr = (NUM + SPLITS * PARTS * WORDS - 1) // (SPLITS * PARTS * WORDS)
+    BY_TILE: gl.constexpr = GROUP < K or KIND == "int4"
+    BITS: gl.constexpr = scale_ptr.dtype.element_ty.primitive_bitwidth
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    ZEROS: gl.constexpr = zero_ptr is not None
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1, 1], [1, 16, 8])
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
+    share, rest = num_rows // gl.num_programs(0), num_rows % gl.num_programs(0)
+    first = gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest)
+    end = first + share + (gl.program_id(0) < rest).to(gl.int32)
+    FACTORS: gl.constexpr = COUNT if BY_TILE else 1
+    bases = ()
+    words, raw = load_lines(word_ptr, scale_ptr, first, end, num_rows, COUNT, K, NUM, INPUTS, GROUP_ROWS, GROUP, FACTORS, ROWS, PARTS, SPLITS, LINES, ACC)
+    wait_for_inputs(PDL)
+    rights, factor = ready(x_ptr, columns_ptr, stride_x, eps, K, GROUP, KIND, NORM, M, BLOCKS, SPLITS, INPUTS, COUNT, ACC)
+    for c in gl.static_range(COUNT if KIND == "int4" else 0):
+        less = gl.full([gl.num_warps(), 16, INPUTS], -SHIFT, rights[c].dtype, gl.DotOperandLayout(0, ACC, 2))
+        bases = append(bases, mma_v2(less, rights[c], gl.zeros([gl.num_warps(), 16, 8], gl.float32, ACC)))
+    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1, M], [1, 32, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
+    row = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None, None] * ROWS
+    row += gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]
+    at = gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, None, :] * num_rows + row
+    while first < end:
+        zeros, factors = (), ()
+        if SLOTS > 1:
+            next_words, next_raw = load_lines(word_ptr, scale_ptr, first + BLOCKS * ROWS, end, num_rows, COUNT, K, NUM, INPUTS, GROUP_ROWS, GROUP, FACTORS, ROWS, PARTS, SPLITS, LINES, ACC)
+        if ZEROS:
+            zeros = load_offsets(zero_ptr, factors, first, end, num_rows, K, INPUTS, GROUP, ROWS, PARTS, SPLITS, ACC)
+        residual = 0.0
+        if RESIDUAL:
+            residual = gl.load(residual_ptr + at + first, mask=row + first < end, other=0).to(gl.float32)
+        for c in gl.static_range(len(raw)):
+            factors = append(factors, raw[c].to(gl.float32)[:, :, None])
+        acc = multiply(words, factors, zeros, rights, bases, KIND, BY_TILE, ACC)
+        if SLOTS == 1:
+            next_words, next_raw = load_lines(word_ptr, scale_ptr, first + BLOCKS * ROWS, end, num_rows, COUNT, K, NUM, INPUTS, GROUP_ROWS, GROUP, FACTORS, ROWS, PARTS, SPLITS, LINES, ACC)
+        y = sum_parts(acc, BLOCKS, SPLITS, M, ACC)
+        if NORM or KIND == "fp8":
+            y *= along(factor, y, 2)
+        if GATED:
+            y = silu_times(y, DTYPE)
+        y = gl.convert_layout(y, OUT) + residual
+        gl.store(out_ptr + at + first, y.to(DTYPE), mask=row + first < end)
+        words, raw, first = next_words, next_raw, first + BLOCKS * ROWS
+
+
 WARPS, SLOTS, PROGRAMS = 8, 2, 1
 ABLATE = 0
+DIRECT = False
 
 
 def tile_of(num_tokens: int, width: int, kind: str) -> dict[str, int]:
@@ -350,7 +442,7 @@ def few_codes_hopper(
     rows = len(words) // (1 + gated)
     out = x.new_empty(num_tokens, rows)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    few_codes_hopper_kernel[(processors * PROGRAMS,)](
+    (few_codes_direct_kernel if DIRECT else few_codes_hopper_kernel)[(processors * PROGRAMS,)](
         x, words, scales, zeros, columns, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
         K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,
         RESIDUAL=residual is not None, M=num_tokens, **tile_of(num_tokens, width, kind), num_warps=WARPS, ABLATE=ABLATE,
