@@ -35,7 +35,7 @@ def row_of(first, i, num_rows, ROWS: tl.constexpr, LINES: tl.constexpr):
 
 
 @triton.jit
-def load_words(word_ptr, first, num_rows, wanted, NUM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+def load_words(word_ptr, first, num_rows, NUM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
                SPLITS: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
     """All words of the 16 / PARTS lines from `first` on: of each tile two [8 SPLITS, WORDS].
 
@@ -49,14 +49,17 @@ def load_words(word_ptr, first, num_rows, wanted, NUM: tl.constexpr, ROWS: tl.co
             line = place % 8 + i
             word = (place // 8 * PARTS + line // LINES) * WORDS + column + start
             ptr = word_ptr + row_of(first, line, num_rows, ROWS, LINES).to(tl.int64) * NUM + word
-            inside = wanted if start + STEP <= NUM else wanted & (word < NUM)
-            tiles = append(tiles, tl.load(ptr, mask=inside, other=0, eviction_policy="evict_first"))
+            if start + STEP <= NUM:
+                tile = tl.load(ptr, eviction_policy="evict_first")
+            else:
+                tile = tl.load(ptr, mask=word < NUM, other=0, eviction_policy="evict_first")
+            tiles = append(tiles, tile)
     return tiles
 
 
 @triton.jit
 def load_factors(
-    scale_ptr, zero_ptr, first, num_rows, wanted, COUNT: tl.constexpr, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    scale_ptr, zero_ptr, first, num_rows, COUNT: tl.constexpr, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Of each of COUNT tiles, STEP inputs apart, what `load_scales` has for its rows, [SPLITS, 16]; offsets if there are zeros."""
@@ -65,7 +68,7 @@ def load_factors(
     part = tl.arange(0, SPLITS)[:, None] * PARTS + row // (16 // PARTS)
     for c in tl.static_range(COUNT):
         input = part * (STEP // (SPLITS * PARTS)) + c * STEP
-        scale, offset = load_scales(scale_ptr, zero_ptr, groups + input // GROUP, wanted & (input < K))
+        scale, offset = load_scales(scale_ptr, zero_ptr, groups + input // GROUP, input < K)
         factors = append(factors, (scale,) if zero_ptr is None else (scale, offset))
     return factors
 
@@ -149,14 +152,14 @@ def sixteen(words, more, exponent, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def load_lines(
-    word_ptr, scale_ptr, zero_ptr, first, num_rows, wanted, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    word_ptr, scale_ptr, zero_ptr, first, num_rows, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, NUM: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr,
     BY_TILE: tl.constexpr,
 ):  # fmt: skip
     """What a program reads of a group of lines: all its words; and their factors, if each tile has its own."""
-    words, factors = load_words(word_ptr, first, num_rows, wanted, NUM, ROWS, PARTS, SPLITS, WORDS), ()
+    words, factors = load_words(word_ptr, first, num_rows, NUM, ROWS, PARTS, SPLITS, WORDS), ()
     if BY_TILE:
         STEP: tl.constexpr = K // NUM * SPLITS * PARTS * WORDS
         factors = load_factors(
-            scale_ptr, zero_ptr, first, num_rows, wanted, len(words) // 2, K, GROUP_ROWS, GROUP, ROWS, PARTS, SPLITS, STEP)  # fmt: skip
+            scale_ptr, zero_ptr, first, num_rows, len(words) // 2, K, GROUP_ROWS, GROUP, ROWS, PARTS, SPLITS, STEP)  # fmt: skip
     return words, factors

@@ -116,18 +116,18 @@ def few_codes_kernel(
     BY_TILE: tl.constexpr = GROUP < K or zero_ptr is not None
     first, xs = tl.program_id(0) * (ROWS * TIMES), ()
     words, factors = load_lines(
-        word_ptr, scale_ptr, zero_ptr, first, num_rows, True, K, GROUP_ROWS, GROUP, ROWS, NUM, PARTS, SPLITS, WORDS, BY_TILE)  # fmt: skip
+        word_ptr, scale_ptr, zero_ptr, first, num_rows, K, GROUP_ROWS, GROUP, ROWS, NUM, PARTS, SPLITS, WORDS, BY_TILE)  # fmt: skip
     wait_for_inputs(PDL)
     inverse = inverse_root(x_ptr, stride_x, eps, K, M, 256 * SPLITS // M) if NORM else 1.0
     for c in tl.static_range(len(words) // 2 if HALVES else 0):
         xs = append(xs, load_tile(x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS))
     if HALVES:
         xs, peak = as_halves(xs)
-    for i in tl.range(TIMES, num_stages=1):
-        next = first + ROWS
-        next_words, next_factors = load_lines(
-            word_ptr, scale_ptr, zero_ptr, next, num_rows, i + 1 < TIMES, K, GROUP_ROWS, GROUP, ROWS, NUM, PARTS, SPLITS, WORDS,
-            BY_TILE)  # fmt: skip
+    for i in tl.static_range(TIMES):
+        if i + 1 < TIMES:
+            next_words, next_factors = load_lines(
+                word_ptr, scale_ptr, zero_ptr, first + ROWS, num_rows, K, GROUP_ROWS, GROUP, ROWS, NUM, PARTS, SPLITS, WORDS,
+                BY_TILE)  # fmt: skip
         acc = tl.zeros([SPLITS, 16, 8], tl.float32)
         for c in tl.static_range(len(words) // 2):
             x = xs[c] if HALVES else load_tile(
@@ -136,7 +136,8 @@ def few_codes_kernel(
             acc = add_products(acc, numbers, x, factors[c] if BY_TILE else (), PRECISION)
         y = sum_parts(acc * peak if HALVES else acc, PARTS)
         finish(y, scale_ptr, residual_ptr, out_ptr, first, num_rows, inverse, GROUP_ROWS, BY_TILE, GATED, RESIDUAL, M)
-        words, factors, first = next_words, next_factors, next
+        if i + 1 < TIMES:
+            words, factors, first = next_words, next_factors, first + ROWS
 
 
 def serves(x: torch.Tensor) -> bool:
@@ -147,7 +148,7 @@ def serves(x: torch.Tensor) -> bool:
 REGISTERS = 84  # of codes, in each thread
 MAX_WARPS = 16
 PROGRAMS = 600
-MOST_TIMES = 8  # groups of lines of a program: they are unrolled, and eight took the compiler 9 s
+MOST_TIMES = 4  # groups of lines of a program: they are unrolled, and eight took the compiler 9 s
 MOST_BYTES = 320  # of a row, in a part of a warp, where `x` stays in registers
 
 

@@ -83,22 +83,6 @@ def four_bytes(words, KIND: tl.constexpr, DTYPE: tl.constexpr):
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [words.shape[0], 4 * words.shape[1]])
 
 
-SHIFT = tl.constexpr(136)  # how much larger they are than codes less 8
-EIGHT_TO_BFLOAT16 = tl.constexpr("""{ .reg .b32 part, two, base;
-    mov.b32 base, 0x43004300;
-    lop3.b32 two, $8, 0x000F000F, base, 0xEA;
-    mov.b32 {$0, $4}, two;
-    shr.u32 part, $8, 4;
-    lop3.b32 two, part, 0x000F000F, base, 0xEA;
-    mov.b32 {$1, $5}, two;
-    shr.u32 part, $8, 8;
-    lop3.b32 two, part, 0x000F000F, base, 0xEA;
-    mov.b32 {$2, $6}, two;
-    shr.u32 part, $8, 12;
-    lop3.b32 two, part, 0x000F000F, base, 0xEA;
-    mov.b32 {$3, $7}, two; }""")
-
-
 def of_byte(select: str) -> tl.constexpr:
     """Assembly: the codes at bits 0 to 3 of one byte of two words, less 8, as two numbers of bfloat16.
 
