@@ -84,6 +84,20 @@ def test_a_cuda_graph_is_as_the_recorded_one() -> None:
     assert out.tolist() == [2, 4, 6]
 
 
+@pytest.mark.gpu
+def test_a_kernel_that_no_rehearsal_met_is_loaded_while_it_is_recorded() -> None:
+    from folovllm.kernels.activation import silu_and_mul
+
+    static, out = torch.zeros(3, 2 * 77, device="cuda"), torch.zeros(3, 77, device="cuda")
+    graph = CudaGraph(static, torch.cuda.graph_pool_handle(), torch.cuda.Stream(), is_rehearsed=True)
+    graph.capture(lambda x: out.copy_(silu_and_mul(x) + 1))
+    assert not out.any(), "recording runs nothing"
+    value = torch.randn(3, 2 * 77)
+    graph.replay(value.pin_memory())
+    gate, up = value.chunk(2, 1)
+    assert torch.allclose(out.cpu(), torch.nn.functional.silu(gate) * up + 1, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("most", "widths"), [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (40, [1, 2, 4, 8, 16, 32, 40])]
 )
