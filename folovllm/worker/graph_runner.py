@@ -59,7 +59,8 @@ class GraphRunner:
         self._tables = DeviceTables(rows, -(-setup.max_model_len // setup.block_size), setup.block_size, device)
         self._graphs = graphs
         self._is_rehearsed = device.type == "cuda" and not setup.config.compile
-        self._recorder = Recorder(device, self._is_rehearsed)
+        # Ranks run it before: their sums' first call in a recording has never been tried on several GPUs.
+        self._recorder = Recorder(device, self._is_rehearsed and setup.config.tensor_parallel_size == 1)
         self._prompts = PromptGraphs(setup, runner, self._tables, self._recorder)
         self._late: Computed | None = None  # what `Masks` set going again
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # what the step drew
