@@ -114,6 +114,14 @@ class SamplingParams:
         """The parameters that are given; None stands for the default, but for `max_tokens`, where it is no limit."""
         return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})
 
+    def clone(self) -> Self:
+        """Another one with the same values: what is done to one of them leaves the other as it is."""
+        other = object.__new__(type(self))
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            setattr(other, name, value.copy() if isinstance(value, list | dict) else value)
+        return other
+
     def _take_other_forms(self) -> None:
         """What vLLM's users write in place of a list, of None or of a number."""
         stop: object = self.stop

@@ -51,7 +51,7 @@ class InputProcessor:
         """
         require(isinstance(params, SamplingParams), f"sampling parameters are a SamplingParams, not {params!r}")
         require(isinstance(priority, Integral), f"priority must be a whole number, not {priority!r}")
-        parts = parse_prompt(prompt)
+        params, parts = params.clone(), parse_prompt(prompt)  # the caller's own may change while the request runs
         cache_salt = parts.cache_salt if cache_salt is None else cache_salt
         require(cache_salt is None or _is_text(cache_salt), f"cache_salt must be a text, not {cache_salt!r}")
         self._validate_amounts(params)

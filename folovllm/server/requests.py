@@ -25,6 +25,8 @@ SAME = (
 )  # fmt: skip
 ONE_PROMPT: tuple[Any, ...] = (str, list[int])
 PROMPTS = (*ONE_PROMPT, list[str], list[list[int]])
+MOST = {"stop": 64, "stop_token_ids": 1024}  # entries: each token of an answer is compared with all of them
+LONGEST_STOP = 1024  # characters; as many are looked through again with each token
 COMPLETION_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
 
 
@@ -63,12 +65,22 @@ def _params(request: Sampling, defaults: dict[str, Any], own: dict[str, Any]) ->
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise ApiError(400, "prompt_logprobs are for whole answers: leave out stream", "prompt_logprobs")
+    _require_few_stops(request)
     given = {name: getattr(request, name) for name in SAME} | own
     given["structured_outputs"] = form_of(request)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(
         **(defaults | {name: value for name, value in given.items() if value is not None}), output_kind=kind
     )
+
+
+def _require_few_stops(request: Sampling) -> None:
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    for name, count in (("stop", len(stop)), ("stop_token_ids", len(request.stop_token_ids or []))):
+        if count > MOST[name]:
+            raise ApiError(400, f"{name} has {count} entries: give {MOST[name]} at most", name)
+    if (longest := max(map(len, stop), default=0)) > LONGEST_STOP:
+        raise ApiError(400, f"stop has a text of {longest} characters: give {LONGEST_STOP} at most", "stop")
 
 
 def prompts_of(request: CompletionRequest) -> list[Prompt]:

@@ -92,6 +92,23 @@ def test_an_id_may_be_used_again(llm: LLM) -> None:
         assert drain(llm) == ["r"]
 
 
+def test_parameters_may_change_once_they_were_given(llm: LLM) -> None:
+    """The next request may have others, from the same object; those that run keep theirs."""
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, stop=["\n\n\n"], stop_token_ids=[3])
+    expected = llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0]
+    llm.engine.add_request("a", [5, 6, 7], params)
+    llm.engine.step()
+    params.logprobs, params.min_tokens, params.include_stop_str_in_output = 2, 6, True
+    params.stop.append("e")
+    params.stop_token_ids += range(4, 250)
+    outputs = []
+    while llm.engine.has_unfinished_requests():
+        outputs += llm.engine.step()
+    answer = outputs[-1].outputs[0]
+    assert (answer.token_ids, answer.text, answer.logprobs) == (expected.token_ids, expected.text, None)
+    assert len(params.stop) == 2, "the caller's own are as the caller left them"
+
+
 def test_step_without_work_does_nothing(llm: LLM) -> None:
     assert llm.engine.step() == [] and llm.engine.stats().steps == 0
 

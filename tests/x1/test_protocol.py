@@ -44,6 +44,27 @@ class TestRequests:
         with pytest.raises(ApiError, match="prompt must be a text"):
             prompts_of(completion(prompt=prompt))
 
+    @pytest.mark.parametrize(
+        ("fields", "says"),
+        [
+            ({"stop": [str(i) for i in range(65)]}, "stop has 65 entries"),
+            ({"stop": "a" * 1025}, "stop has a text of 1025 characters"),
+            ({"stop": ["a", "b" * 2000]}, "stop has a text of 2000 characters"),
+            ({"stop_token_ids": [5] * 1025}, "stop_token_ids has 1025 entries"),
+        ],
+    )
+    def test_what_every_token_is_compared_with_is_bounded(self, fields: dict[str, Any], says: str) -> None:
+        """Or one client could slow down all others: a million of them take a tenth of a second a token."""
+        for make, params in ((completion, completion_params), (chat, chat_params)):
+            with pytest.raises(ApiError, match=says) as refused:
+                params(make(**fields), {})  # type: ignore[arg-type]
+            assert (refused.value.status, refused.value.param) == (400, next(iter(fields)))
+
+    def test_as_much_as_that_is_taken(self) -> None:
+        asked = completion(stop=["a" * 1024, *map(str, range(63))], stop_token_ids=list(range(1024)))
+        params = completion_params(asked, {})
+        assert (len(params.stop), len(params.stop_token_ids)) == (64, 1024)
+
     def test_defaults(self) -> None:
         """A completion ends after 16 tokens, as OpenAI's; a chat's answer may fill the context; the model may recommend else."""
         assert completion_params(completion(), {}).max_tokens == 16

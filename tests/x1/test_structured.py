@@ -295,13 +295,15 @@ class TestCorners:
         """Whichever step finds that no token is left: those that came before are part of the answer."""
         with engine(milestone) as llm:
             a, b = llm.tokenizer.encode("ab")
-            dead, _, alive = llm.generate(
-                INPUTS[:3],
-                [formed(regex="ab[x-z]{9}", allowed_token_ids=[a, b]), formed(regex="[a-c]{30}"), FREE],
+            nowhere = {"regex": "ab[x-z]{9}", "allowed_token_ids": [a, b]}
+            dead, stopped, _, alive = llm.generate(
+                INPUTS[:4],
+                [formed(**nowhere), formed(**nowhere, stop=["b"]), formed(regex="[a-c]{30}"), FREE],
                 use_tqdm=False,
             )
         answer = dead.outputs[0]
         assert (answer.token_ids, answer.text, answer.finish_reason) == ([a, b], "ab", "abort")
+        assert (stopped.outputs[0].text, stopped.outputs[0].finish_reason) == ("a", "stop"), "it had ended by then"
         assert len(alive.outputs[0].token_ids) == 30
 
     @pytest.mark.parametrize("fields", [{}, {"max_num_batched_tokens": 4}, {"milestone": "m2"}], ids=str)
