@@ -22,6 +22,7 @@ import torch
 
 from folovllm import LLM, SamplingParams
 from folovllm.spec.adaptive import AdaptiveDepth
+from folovllm.step.schedule import SchedulerOutput
 from folovllm.structured_outputs import StructuredOutputsParams
 
 FOLDER = Path(__file__).parent / "speculation"
@@ -76,33 +77,42 @@ class Watch:
     KINDS = ("prompts", "plain", "no idea", "with guesses")
 
     def __init__(self, llm: LLM) -> None:
-        self._inner = llm.engine.scheduler.speculation
+        self._scheduler = llm.engine.scheduler
         self._kinds: deque[str] = deque()
 
     def __enter__(self) -> Watch:
         self.counts, self.seconds = dict.fromkeys(self.KINDS, 0), dict.fromkeys(self.KINDS, 0.0)
-        self._began, self._ended = self._inner.began, self._inner.ended
-        self._inner.began, self._inner.ended = self._begin, self._end
+        scheduler = self._scheduler
+        schedule, postprocess = scheduler.schedule, scheduler.postprocess
+
+        def watched_schedule() -> SchedulerOutput:
+            output = schedule()
+            if output.shares:
+                self._kinds.append(self._kind(output))
+            return output
+
+        def watched_postprocess(drawn: Any) -> Any:
+            updated = postprocess(drawn)
+            kind, now = self._kinds.popleft(), time.perf_counter()
+            self.counts[kind] += 1
+            self.seconds[kind] += now - self._last
+            self._last = now
+            return updated
+
+        vars(scheduler).update(schedule=watched_schedule, postprocess=watched_postprocess)
         self._last = time.perf_counter()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._inner.began, self._inner.ended = self._began, self._ended
+        for name in ("schedule", "postprocess"):
+            del vars(self._scheduler)[name]
 
-    def _begin(self, output: Any) -> None:
-        guessed = any(share.num_draws > 1 for share in output.shares)
-        kind = "with guesses" if guessed else "no idea" if self._inner.asked else "plain"
+    def _kind(self, output: SchedulerOutput) -> str:
         if any(share.draw is not None for share in output.shares):
-            kind = "prompts"
-        self._kinds.append(kind)
-        self._began(output)
-
-    def _end(self) -> None:
-        self._ended()
-        kind, now = self._kinds.popleft(), time.perf_counter()
-        self.counts[kind] += 1
-        self.seconds[kind] += now - self._last
-        self._last = now
+            return "prompts"
+        if any(share.num_draws > 1 for share in output.shares):
+            return "with guesses"
+        return "no idea" if self._scheduler.speculation.asked else "plain"
 
     def told(self) -> str:
         """One line: steps of each kind, milliseconds of one, and its part of the time."""

@@ -104,7 +104,7 @@ class Speculation:
 
     def _look(self, idle: list[Sequence]) -> None:
         """Learn what guesses would be worth for those who get none: by what their forms force, and by some of their texts."""
-        for seq in idle:
+        for seq in [seq for seq in idle if seq.params.structured_outputs is not None]:
             if (num_forced := len(self._forms.forced(seq, LOOK)) - num_flying(seq)) > 0:
                 self._know(seq)
                 self.depth.observe(seq.seq_id, num_forced, num_forced)
@@ -171,16 +171,19 @@ class Speculation:
         self._num_right += num_accepted
         self.depth.observe(seq.seq_id, num_guessed, num_accepted)
 
-    def wake(self) -> None:
-        """Hear that sequences may be admitted."""
-        if self.idle + self._rest > SOON:
+    def wake(self, seq: Sequence) -> None:
+        """Hear that `seq` may be admitted: it is thought of soon, if there is a form or somebody may look at it."""
+        if self.idle + self._rest > SOON and (seq.params.structured_outputs is not None or self.proposer.num_looks()):
             self._rest_for(SOON)
 
     def finish(self, seqs: Iterable[Sequence]) -> None:
         """Hear that sequences have ended by themselves: the proposer may learn from the whole of their texts."""
         for seq in seqs:
-            self._know(seq)
-            self.forget([seq])
+            if seq.seq_id in self._known:
+                self._know(seq)
+                self.forget([seq])
+            else:
+                self.proposer.remember(seq.tokens(seq.num_prompt_tokens, seq.num_tokens), seq.request.cache_salt)
 
     def forget(self, seqs: Iterable[Sequence]) -> None:
         """Hear that sequences have ended."""

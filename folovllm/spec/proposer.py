@@ -61,6 +61,9 @@ class Proposer(ABC):
     def finish(self, seq_id: int) -> None:
         """A sequence that was admitted has ended; what is kept for it alone can go."""
 
+    def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
+        """The answer of a sequence that ended by itself and was never admitted: nobody was asked about it."""
+
 
 class Depth(ABC):
     """Says how many tokens to guess, and learns whether it paid.

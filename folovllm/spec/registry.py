@@ -15,6 +15,7 @@ from folovllm.spec.proposer import Depth, FixedDepth, Proposer, RowState
 from folovllm.spec.shadow import Shadow
 from folovllm.spec.suffix import SuffixProposer
 from folovllm.speculative_config import SpeculativeConfig
+from folovllm.step.draw import TokenIds
 
 LOAN = 4  # plain steps of one sequence: the time that may be lost on looks before any has passed, and on tries
 
@@ -70,6 +71,11 @@ class InTurn(Proposer):
         """As `Proposer`."""
         for proposer in self._proposers:
             proposer.finish(seq_id)
+
+    def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
+        """As `Proposer`."""
+        for proposer in self._proposers:
+            proposer.remember(answer, cache_salt)
 
 
 def make_proposer(config: SpeculativeConfig, make_draft: MakeDraft) -> Proposer:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from folovllm.spec.budget import Budget
 from folovllm.spec.proposer import Depth, Proposer, RowState
+from folovllm.step.draw import TokenIds
 
 
 class Shadow(Proposer):
@@ -83,3 +84,7 @@ class Shadow(Proposer):
         """As `Proposer`."""
         self._inner.finish(seq_id)
         self._judged.pop(seq_id, None)
+
+    def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
+        """As `Proposer`."""
+        self._inner.remember(answer, cache_salt)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from folovllm.spec.automaton import NOWHERE, Place, SuffixAutomaton
 from folovllm.spec.proposer import Proposer, RowState
+from folovllm.step.draw import TokenIds
 
 ANSWER_ENDS = -1  # stands behind a past answer; no token has this id
 PATIENCE = 64  # tokens of past answers that are learnt at once: a step waits
@@ -184,6 +185,10 @@ class SuffixProposer(Proposer):
         self._texts.pop(seq_id, None)
         salt, answer = self._answers.pop(seq_id)
         self._ended.append((salt, [*answer, ANSWER_ENDS]))
+
+    def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
+        """As `Proposer`."""
+        self._ended.append((cache_salt, [*answer.tolist(), ANSWER_ENDS]))
 
     def _learn(self) -> None:
         """Remember answers that ended, the oldest first, `PATIENCE` tokens of them."""

@@ -221,6 +221,6 @@ class Loop:
                 assert [tokens[-1] for tokens in own] == memoryview(block.token_ids).cast("i").tolist()
 
 
-def sequence(prompt: list[int], max_tokens: int) -> Sequence:
-    request = Request("r", prompt, SamplingParams(max_tokens=max_tokens), max_tokens, 0, frozenset({EOS}))
+def sequence(prompt: list[int], max_tokens: int, **params: Any) -> Sequence:
+    request = Request("r", prompt, SamplingParams(max_tokens=max_tokens, **params), max_tokens, 0, frozenset({EOS}))
     return Sequence(request, IncrementalDetokenizer(lambda ids: ""))

@@ -28,6 +28,7 @@ from folovllm.spec.shadow import Shadow
 from folovllm.spec.suffix import SuffixProposer
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.step.verify import accept
+from folovllm.structured_outputs import StructuredOutputsParams
 from tests.x3.guessing_loop import NoForms, sequence
 
 MS = 1e-3
@@ -113,7 +114,8 @@ class Served:
     def serve(self, texts: list[list[int]], num_prompt: int) -> float:
         """The seconds in which all texts are written behind their first `num_prompt` tokens."""
         start, flying = self.clock.now, None
-        seqs = [sequence(text[:num_prompt], len(text) - num_prompt) for text in texts]
+        form = StructuredOutputsParams(regex=".*") if self.form else None  # it says only that there is one
+        seqs = [sequence(text[:num_prompt], len(text) - num_prompt, structured_outputs=form) for text in texts]
         for seq, text in zip(seqs, texts, strict=True):
             self.texts[seq.seq_id] = text
             self.scheduler.add(seq)
