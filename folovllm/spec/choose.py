@@ -214,7 +214,7 @@ class AdaptiveDepth(Depth):
         self._is_off = False  # no guesses were asked for last
         self._until_probe = 0.0  # seconds to save up
         self._num_probes = 0
-        self._guessing, self._has_guessed = 0.0, False  # seconds, since the last step; whether that is known at all
+        self._guessing = 0.0  # seconds, since the last step
 
     def choose(self, seq_ids: Sequence[int]) -> list[int]:
         """As `Depth`."""
@@ -284,15 +284,14 @@ class AdaptiveDepth(Depth):
         self._common.note(num_guessed, num_accepted, self.KEEP_COMMON)
 
     def observe_guessing(self, num_guesses: int, seconds: float) -> None:
-        """The proposer took so long for as many guesses in turn, of all sequences together.
-
-        What each further guess takes was measured at the start. Where a step waits for them in the proposer's stead, it
-        takes as much longer as the proposer takes less.
+        """As `Depth`. What each guess more takes was measured at the start. Where a step waits for a draft in the host's stead,
+        it takes as much longer as guessing takes less.
         """
         self._guessing += seconds
+        if not num_guesses:
+            return
         more = seconds - self.cost.guess * num_guesses
-        self.cost.first_guess += (NEWS if self._has_guessed else 1.0) * (more - self.cost.first_guess)
-        self._has_guessed = True
+        self.cost.first_guess += (NEWS if self.cost.first_guess else 1.0) * (more - self.cost.first_guess)
 
     def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float, asked: bool) -> None:
         """As `Depth`. The time for guessing is not the step's. Steps with parts of prompts say nothing here."""

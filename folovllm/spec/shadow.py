@@ -40,7 +40,8 @@ class Shadow(Proposer):
         start = self._clock()
         found = self._inner.propose_all(states, ks)
         if deepest := max(ks, default=0):
-            self._depth.observe_guessing(deepest, self._clock() - start)
+            grown = (len(s.token_ids) - self._judged.get(s.seq_id, 0) for s, k in zip(states, ks, strict=True) if k)
+            self._depth.observe_guessing(deepest if max(grown) <= deepest else 0, self._clock() - start)
         for state, k in zip(states, ks, strict=True):
             if k:
                 self._judged[state.seq_id] = len(state.token_ids) + 1  # those are judged by the model
