@@ -215,6 +215,7 @@ class AdaptiveDepth(Depth):
         self._until_probe = 0.0  # seconds to save up
         self._num_probes = 0
         self._guessing = 0.0  # seconds, since the last step
+        self._caught_up = False  # since then: a step that says nothing of others, and that is dear
 
     def choose(self, seq_ids: Sequence[int]) -> list[int]:
         """As `Depth`."""
@@ -289,12 +290,17 @@ class AdaptiveDepth(Depth):
         """
         self._guessing += seconds
         if not num_guesses:
+            self._caught_up = True
             return
         more = seconds - self.cost.guess * num_guesses
         self.cost.first_guess += (NEWS if self.cost.first_guess else 1.0) * (more - self.cost.first_guess)
 
     def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float, asked: bool) -> None:
         """As `Depth`. The time for guessing is not the step's. Steps with parts of prompts say nothing here."""
+        if self._caught_up:
+            self._until_probe += max(0.0, seconds - self.cost.of_narrow(num_tokens))
+            self._caught_up, self._guessing = False, 0.0
+            return
         seconds, self._guessing = seconds - self._guessing, 0.0
         if num_tokens != num_seqs + num_guessed or seconds <= 0:
             return

@@ -301,6 +301,22 @@ def test_a_dear_proposer_is_probed_now_and_then(chance: float) -> None:
         assert plain > 1.5 * seconds
 
 
+def test_catching_up_is_no_price_of_guesses_and_makes_probes_rarer() -> None:
+    cost = costs((1.0, 64.0), (1.0, 1.063), guess=0.01)
+    depth, seconds, num_probes = AdaptiveDepth(cost, 8, probe=True), 0.0, 0
+    for _ in range(20_000):
+        if depth.choose([0])[0]:
+            num_probes += 1
+            depth.observe(0, 2, 0)
+            depth.observe_guessing(0, 4.0)
+            depth.observe_step(1, 3, 2, 9.0, asked=True)
+            seconds += 9.0
+        else:
+            seconds += depth.rest
+    assert (cost.first_guess, cost.checked_more) == (0.0, 0.0)
+    assert 100 < 9.0 * num_probes < 0.02 * seconds, "all that a probe takes is saved up, what it caught up with, too"
+
+
 def test_a_probe_finds_out_that_guesses_have_become_better() -> None:
     cost = costs((1.0, 64.0), (1.0, 1.063), wait=0.1, guess=0.1)
     texts = {0: noise(3000)}
