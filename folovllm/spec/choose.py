@@ -258,6 +258,7 @@ class AdaptiveDepth(Depth):
         widths = [0.0, *(w - n for w in cost.checked.widths if n < w < n + widest), widest]
         if likely > 0:
             widths.append(min(most / likely / some, widest))
+        vain += cost.first_guess + cost.guess
         speed = max((n + min(most, likely * some * w)) / (some * cost.of_narrow(n + w) + vain) for w in widths)
         return speed > self.MARGIN * n / cost.of_plain(n)
 
@@ -285,15 +286,16 @@ class AdaptiveDepth(Depth):
         self._common.note(num_guessed, num_accepted, self.KEEP_COMMON)
 
     def observe_guessing(self, num_guesses: int, seconds: float) -> None:
-        """As `Depth`. What each guess more takes was measured at the start. Where a step waits for a draft in the host's stead,
-        it takes as much longer as guessing takes less.
+        """As `Depth`. A dear proposer may still be at it while the step begins: only both together can be timed, and what is
+        more than was found at the start counts as the step's.
         """
-        self._guessing += seconds
         if not num_guesses:
             self._caught_up = True
-            return
-        more = seconds - self.cost.guess * num_guesses
-        self.cost.first_guess += (NEWS if self.cost.first_guess else 1.0) * (more - self.cost.first_guess)
+        elif self._probe:
+            self._guessing += self.cost.first_guess + self.cost.guess * num_guesses
+        else:
+            self._guessing += seconds
+            self.cost.first_guess += (NEWS if self.cost.first_guess else 1.0) * (seconds - self.cost.first_guess)
 
     def observe_step(self, num_seqs: int, num_tokens: int, num_guessed: int, seconds: float, asked: bool) -> None:
         """As `Depth`. The time for guessing is not the step's. Steps with parts of prompts say nothing here."""

@@ -176,7 +176,7 @@ class DraftModel(Proposer):
         ]
         run = self._executor.submit_run(steps)
         if self._hand_over is not None and run.names is not None:
-            drawn = run.names.T.tolist()
+            drawn = run.names[:, : len(writers)].T.tolist()
         else:
             by_step = ([token for (token,) in step.token_ids] for step in run.wait())
             drawn = [list(tokens) for tokens in zip_longest(*by_step)]
