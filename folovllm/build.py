@@ -81,7 +81,7 @@ def put_together(config: EngineConfig) -> Parts:
     proposer = make_proposer(
         setup, drafted
     )  # which may have a model and a cache: so before the cache that takes all memory
-    executor = make_checker(setup, drafted) if drafted and hands_over(setup) else make_executor(setup)
+    executor = make_executor(setup) if drafted is None else make_executor(setup, drafted)
     events, guides = Events(), Guides(tokenizer, setup.vocab_size)
     speculation = make_speculation(setup, proposer, executor, guides)
     scheduler = make_scheduler(setup, executor.num_kv_blocks, events, speculation)
@@ -165,14 +165,6 @@ def make_run_executor(setup: EngineSetup, drafted: DraftTokens) -> RunExecutor:
     return RunExecutor(setup.max_num_seqs, worker, runner)
 
 
-def make_checker(setup: EngineSetup, drafted: DraftTokens) -> Executor:
-    """A device whose steps bring guesses by name (X3)."""
-    from folovllm.worker.verify_graph_runner import VerifyingGraphRunner
-
-    graphed = partial(VerifyingGraphRunner, drafted=drafted)
-    return LocalExecutor(setup.max_num_seqs, *make_packed_worker(setup, graphed=graphed))
-
-
 def make_speculation(
     setup: EngineSetup, proposer: Proposer | None, executor: Executor, guides: Guides
 ) -> Speculation | None:
@@ -203,12 +195,16 @@ def tokens_of_step(config: EngineConfig) -> TokensOfStep:
     return partial(chunk, threshold=config.long_prefill_token_threshold)
 
 
-def make_executor(setup: EngineSetup) -> Executor:
-    """The devices: one (M1), one that is sent packed steps, or several that share the model (M6)."""
+def make_executor(setup: EngineSetup, drafted: DraftTokens | None = None) -> Executor:
+    """The devices: one (M1), one that is sent packed steps, or several that share the model (M6).
+
+    One that is sent packed steps finds guesses in `drafted`.
+    """
     if not setup.config.packed_steps:
         return GPUExecutor(GPUWorker(setup.device, make_runner(setup, load := expert_load(setup)), load))
     if setup.config.tensor_parallel_size == 1:
-        return LocalExecutor(setup.max_num_seqs, *make_packed_worker(setup))
+        graphed = partial(runner_kinds(setup)[1], drafted=drafted) if drafted else None
+        return LocalExecutor(setup.max_num_seqs, *make_packed_worker(setup, graphed=graphed))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from folovllm.executor.torchrun_executor import TorchrunExecutor
 
@@ -238,7 +234,7 @@ def make_runner(setup: EngineSetup, load: CountedLoad | None = None) -> Runner[S
     )
 
 
-def runner_kinds(setup: EngineSetup) -> tuple[type[ModelRunner], type[GraphRunner]]:
+def runner_kinds(setup: EngineSetup) -> tuple[type[ModelRunner], Callable[..., GraphRunner]]:
     """Runners of steps (M2) and of packed steps (M6): those of shares that draw one token, or several (X3)."""
     if setup.config.speculation is None:
         return ModelRunner, GraphRunner

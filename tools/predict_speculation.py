@@ -1,13 +1,13 @@
 """A draft's gain beside the one that the cost model predicts: `python -m tools.predict_speculation --tokens 2 4`.
 
 Two geometries with random weights. The draft does its work, and what it guessed is then replaced: each guess is right with a
-fixed chance (`folovllm/spec/oracle.py`), as for a draft of that quality. Always so many tokens are guessed. The prediction is
+fixed chance (`folovllm/spec/oracle.py`), as for a draft of that quality. So that the oracle knows the text, one token alone may
+be drawn: random weights have no opinion, and two engines soon part. Always so many tokens are guessed. The prediction is
 
     (1 + a + ... + a^k) * plain / (checked + guessing)
 
 with a step's seconds as in the table that an engine makes when it starts, and the median of what guessing took, waits included:
-what an oracle says the host has to know. Plain and guessing take turns; the median of the rounds. The texts of both must be the
-same but for near ties: where they part every guess is wrong.
+what an oracle says the host has to know. Plain and guessing take turns; the median of the rounds.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from folovllm.spec.oracle import Oracle
 from folovllm.spec.proposer import FixedDepth, RowState
 from folovllm.worker.draft_tokens import DraftTokens
 from tools.measure_speculation import answer
+
+TOKEN = 1234  # all that is written
 
 
 class ToldDraft(DraftModel):
@@ -76,9 +78,10 @@ def compare(plain: LLM, guessing: LLM, told: ToldDraft, arguments: argparse.Name
     die = random.Random(0)
     ids = [die.choices(range(300, 4000), k=arguments.prompt) for _ in range(batch)]
     prompts: list[Any] = [{"prompt_token_ids": own} for own in ids]
-    params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=arguments.answer)] * batch
-    texts = answer(plain, prompts, params, batch).texts
-    told.oracle = Oracle({tuple(own): text for own, text in zip(ids, texts, strict=True)}, arguments.chance, 4000)
+    only = SamplingParams(temperature=0, ignore_eos=True, max_tokens=arguments.answer, allowed_token_ids=[TOKEN])
+    params, text = [only] * batch, [TOKEN] * arguments.answer
+    told.oracle = Oracle({tuple(own): text for own in ids}, arguments.chance)
+    answer(plain, prompts, params, batch)
     counts = guessing.engine.scheduler.speculation
     counts.depth = FixedDepth(k)
     answer(guessing, prompts, params, batch)
@@ -93,13 +96,12 @@ def compare(plain: LLM, guessing: LLM, told: ToldDraft, arguments: argparse.Name
     tokens, came = sum(arguments.chance**i for i in range(k + 1)), 1 + accepted / shares
     step, checked = cost.plain.at(batch), cost.checked.at(batch * (k + 1))
     gain = step / (checked + guess)  # of each token
-    same = sum(one == other for one, other in zip(slow.texts, fast.texts, strict=True))
+    assert slow.texts == fast.texts == [text] * batch
     print(
         f"batch {batch}, {k} guesses: plain {1e3 * slow.behind_first:.3f} ms a token, guessing {1e3 * fast.behind_first:.3f} ms, "
         f"{statistics.median(gains):.2f} x; predicted {tokens * gain:.2f} x, and {came * gain:.2f} x "
         f"of the tokens that came: a step of {1e3 * step:.3f}, {1e3 * checked:.3f} with guesses, which take {1e3 * guess:.3f} ms; "
-        f"{came:.2f} tokens a share with guesses, predicted {tokens:.2f}; {accepted} of {guessed} right; {same} of {batch} texts "
-        "equal",
+        f"{came:.2f} tokens a share with guesses, predicted {tokens:.2f}; {accepted} of {guessed} right",
         flush=True,
     )
 

@@ -85,7 +85,8 @@ class AdaptiveDepth(Depth):
         self._age = 0  # steps that it has served
         self._is_off = False  # no guesses were asked for last
         self._num_probes = 0
-        self._guessing, self._has_guessed = 0.0, False  # seconds, since the last step; whether that is known at all
+        self._guessing = 0.0  # seconds, since the last step
+        self._caught_up = False  # since then: a step that says nothing of others, and that is dear
 
     def choose(self, seq_ids: Sequence[int]) -> list[int]:
         """As `Depth`."""
@@ -131,6 +132,7 @@ class AdaptiveDepth(Depth):
         widths = [0.0, *(w - n for w in cost.checked.widths if n < w < n + widest), widest]
         if likely > 0:
             widths.append(min(most / likely / some, widest))
+        vain += cost.first_guess + cost.guess
         speed = max((n + min(most, likely * some * w)) / (some * cost.of_narrow(n + w) + vain) for w in widths)
         return speed > self.MARGIN * n / cost.of_plain(n)
 
@@ -154,26 +156,30 @@ class AdaptiveDepth(Depth):
         self._common.note(num_guessed, num_accepted, self.KEEP_COMMON)
 
     def observe_guessing(self, num_guesses: int, seconds: float) -> None:
-        """As `Depth`. Guesses for a text that was read first say nothing of what the next ones take.
-
-        What each further guess takes was measured at the start. Where a step waits for them in the proposer's stead, it
-        takes as much longer as the proposer takes less.
+        """As `Depth`. A dear proposer may still be at it while the step begins: only both together can be timed, and what is
+        more than was found at the start counts as the step's.
         """
+        cost = self.cost
+        if self._probe:
+            self._caught_up = self._caught_up or not num_guesses
+            seconds = cost.first_guess + cost.guess * num_guesses if num_guesses else 0.0
+        elif num_guesses:
+            cost.first_guess += (NEWS if cost.first_guess else 1.0) * (seconds - cost.first_guess)
         self._guessing += seconds
         self._budget.pay(seconds)
-        if num_guesses:
-            more = seconds - self.cost.guess * num_guesses
-            self.cost.first_guess += (NEWS if self._has_guessed else 1.0) * (more - self.cost.first_guess)
-            self._has_guessed = True
 
     def observe_step(
         self, num_seqs: int, num_tokens: int, num_guessed: int, num_right: int, seconds: float, asked: bool
     ) -> None:
         """As `Depth`. The time for guessing is not the step's. Steps with parts of prompts say nothing here."""
+        cost = self.cost
         seconds, self._guessing = seconds - self._guessing, 0.0
+        if self._caught_up:
+            self._budget.pay(max(0.0, seconds - cost.of_plain(num_seqs)))
+            self._caught_up = False
+            return
         if num_tokens != num_seqs + num_guessed or seconds <= 0:
             return
-        cost = self.cost
         if asked and not num_guessed:
             self._budget.pay(cost.wait)
             cost.note_vain(num_tokens, seconds)

@@ -6,7 +6,7 @@ the same noise then makes both draw the same one: they agree more often than two
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from folovllm.executor.abstract import RunsSteps
-from folovllm.spec.measure import CONTEXT, ROUNDS
 from folovllm.spec.proposer import Proposer, RowState
 from folovllm.step.draw import DrawSpec, TokenIds
 from folovllm.step.schedule import SchedulerOutput, Share
@@ -106,21 +105,6 @@ class DraftModel(Proposer):
             draft.guesses, tokens = tokens[:count], tokens[count:]
         self._named = []
 
-    def time_guess(self, most: int, clock: Callable[[], float]) -> float:
-        """As `Proposer`: the slope from one guess to `most`, each the fastest of some rounds, over a made-up text."""
-        length = min(CONTEXT, self._budget, self._max_model_len - most)
-        text = np.zeros(max(1, length), np.int32)
-        state = RowState(-1, text, len(text), DrawSpec(temperature=0))
-
-        def seconds(k: int) -> float:
-            start = clock()
-            self.tokens_of(self.propose(state, k))
-            return clock() - start
-
-        few, many = (min([seconds(k) for _ in range(1 + ROUNDS)][1:]) for k in (1, most))
-        self.finish(-1)
-        return max(0.0, many - few) / max(1, most - 1)
-
     def finish(self, seq_id: int) -> None:
         """As `Proposer`."""
         draft = self._drafts.pop(seq_id, None)
@@ -192,7 +176,7 @@ class DraftModel(Proposer):
         ]
         run = self._executor.submit_run(steps)
         if self._hand_over is not None and run.names is not None:
-            drawn = run.names.T.tolist()
+            drawn = run.names[:, : len(writers)].T.tolist()
         else:
             by_step = ([token for (token,) in step.token_ids] for step in run.wait())
             drawn = [list(tokens) for tokens in zip_longest(*by_step)]

@@ -10,6 +10,7 @@ import numpy as np
 from folovllm.executor.abstract import Executor
 from folovllm.setup import EngineSetup
 from folovllm.spec.choose import Curve, StepCost
+from folovllm.spec.proposer import Proposer, RowState
 from folovllm.step.draw import DrawSpec, no_tokens
 from folovllm.step.schedule import SchedulerOutput, Share
 from folovllm.step.verify import most_draws
@@ -37,6 +38,19 @@ def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost
     return StepCost(without, Curve(found.widths, seconds))
 
 
+def measure_guesses(executor: Executor, setup: EngineSetup, proposer: Proposer, most: int, cost: StepCost) -> None:
+    """Note in `cost` what guesses take beside the step that checks them: the line through one guess and `most`.
+
+    Such a step may begin before the host knows its guesses, so both are timed together. They are made behind a text in which
+    no token comes twice.
+    """
+    time_of = Timer(executor, setup, most)
+    most = min(most, setup.max_model_len - 2)
+    one, every = (time_of.guessing(proposer, k) - cost.of_narrow(1 + k) for k in (1, most))
+    cost.guess = max(0.0, every - one) / max(1, most - 1)
+    cost.first_guess = one - cost.guess
+
+
 def clock_for(setup: EngineSetup) -> Callable[[], float]:
     """The seconds that count for steps. On a CPU those of this process: other programs may keep the cores busy."""
     is_here = setup.device.type == "cpu" and setup.config.tensor_parallel_size == 1
@@ -48,7 +62,7 @@ class Timer:
 
     def __init__(self, executor: Executor, setup: EngineSetup, most: int) -> None:
         self._executor = executor
-        self._clock = clock_for(setup)
+        self._clock, self._vocab_size = clock_for(setup), setup.vocab_size
         room = min(setup.max_model_len - 1, executor.num_kv_blocks * setup.block_size)
         self._start = max(0, min(CONTEXT, room - most - 1))
         self._blocks = tuple(range(-(-(self._start + most + 1) // setup.block_size)))
@@ -71,6 +85,24 @@ class Timer:
         output = SchedulerOutput(tuple(self._shares(lengths, None)))
         self._executor.execute_model(output)
         return min(self._timed(output) for _ in range(ROUNDS))
+
+    def guessing(self, proposer: Proposer, k: int) -> float:
+        """The fastest of some rounds, after one that is not timed, of `k` guesses and the step that checks them."""
+        text = np.arange(self._start + 1, dtype=np.int32) % self._vocab_size
+        state = RowState(-1, text, len(text), DrawSpec(temperature=0))
+        self._executor.execute_model(SchedulerOutput(tuple(self._shares([1], state.draw))))
+        proposer.admit(state)
+
+        def seconds() -> float:
+            start = self._clock()
+            tokens = np.array([0, *proposer.propose_all([state], [k])[0]], np.int32)
+            share = Share(-1, 0, self._start, len(tokens), tokens, (), len(self._blocks), len(tokens), None)
+            self._executor.execute_model(SchedulerOutput((share,)))
+            return self._clock() - start
+
+        found = [seconds() for _ in range(1 + ROUNDS)]
+        proposer.finish(state.seq_id)
+        return min(found[1:])
 
     def _timed(self, output: SchedulerOutput) -> float:
         start = self._clock()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from folovllm.step.draw import DrawSpec, TokenIds
@@ -40,10 +40,6 @@ class Proposer(ABC):
     def tokens_of(self, guess: Sequence[int]) -> list[int]:
         """The tokens of a guess of the last `propose_all`, which may have names of them (`DraftTokens`). Then it waits for them."""
         return list(guess)
-
-    def time_guess(self, most: int, clock: Callable[[], float]) -> float:
-        """Seconds that each guess more takes, up to `most` in turn; 0 if hardly any. It is asked once, before any request."""
-        return 0.0
 
     def admit(self, state: RowState) -> None:
         """A sequence came; its prompt is computed."""
@@ -90,7 +86,7 @@ class Depth(ABC):
     def observe_guessing(self, num_guesses: int, seconds: float) -> None:
         """The proposer took so long for so many guesses in turn, of all sequences of a step together.
 
-        `num_guesses` is 0 if it had to read the whole text of one of them first.
+        `num_guesses` is 0 if it had to catch up with a text first, which says nothing of the guesses to come.
         """
 
     def observe_step(

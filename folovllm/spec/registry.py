@@ -9,7 +9,7 @@ from folovllm.executor.abstract import Executor
 from folovllm.setup import EngineSetup
 from folovllm.spec.adaptive import AdaptiveDepth
 from folovllm.spec.budget import Budget
-from folovllm.spec.measure import clock_for, measure_steps
+from folovllm.spec.measure import clock_for, measure_guesses, measure_steps
 from folovllm.spec.ngram import NgramProposer
 from folovllm.spec.proposer import Depth, FixedDepth, Proposer, RowState
 from folovllm.spec.shadow import Shadow
@@ -47,10 +47,6 @@ class InTurn(Proposer):
         for proposer in self._proposers:
             guess = proposer.tokens_of(guess)
         return list(guess)
-
-    def time_guess(self, most: int, clock: Callable[[], float]) -> float:
-        """As `Proposer`: of the dearest one."""
-        return max(proposer.time_guess(most, clock) for proposer in self._proposers)
 
     def admit(self, state: RowState) -> None:
         """As `Proposer`."""
@@ -107,7 +103,8 @@ def make_depth(
         return proposer, FixedDepth(most)
     is_dear = "draft_model" in config.methods
     cost, clock = measure_steps(executor, setup, most), clock_for(setup)
-    cost.guess = proposer.time_guess(most, clock)
+    if is_dear:
+        measure_guesses(executor, setup, proposer, most, cost)
     tries, looks = (Budget(LOAN * cost.of_plain(1), clock) for _ in range(2))
     depth = AdaptiveDepth(cost, most, tries, probe=is_dear)
     return Shadow(proposer, depth, looks, k=min(4, most), most=0 if is_dear else 4), depth

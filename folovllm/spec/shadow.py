@@ -35,8 +35,9 @@ class Shadow(Proposer):
         """As `Proposer`; says how long it took."""
         start = self._budget.clock()
         found = self._inner.propose_all(states, ks)
-        are_known = all(state.seq_id in self._judged for state, k in zip(states, ks, strict=True) if k)
-        self._depth.observe_guessing(max(ks, default=0) if are_known else 0, self._budget.clock() - start)
+        if deepest := max(ks, default=0):
+            grown = (len(s.token_ids) - self._judged.get(s.seq_id, 0) for s, k in zip(states, ks, strict=True) if k)
+            self._depth.observe_guessing(deepest if max(grown) <= deepest else 0, self._budget.clock() - start)
         for state, k in zip(states, ks, strict=True):
             if k:
                 self._judged[state.seq_id] = len(state.token_ids) + 1  # those are judged by the model

@@ -110,18 +110,27 @@ class TestStepCost:
         assert [Curve((2.0,), (3.0,)).at(n) for n in (1.0, 5.0)] == [3.0, 3.0], "one point: no slope"
 
     def test_what_steps_take_corrects_the_table(self) -> None:
-        cost = costs((1.0, 2.0), (1.0, 1.0), guess=0.02)
+        cost = costs((1.0, 2.0), (1.0, 1.0))
         depth = adaptive(cost, 4)
         for _ in range(60):
             depth.observe_guessing(2, 0.1)
             depth.observe_step(1, 3, 2, 1, 1.6, asked=True)
         assert cost.checked_more == pytest.approx(0.5, rel=0.01), "the tenth that guessing took is no part of it"
-        assert cost.guess == 0.02, "the slope is known from the start"
-        assert cost.first_guess == pytest.approx(0.1 - 2 * 0.02, rel=0.01)
+        assert (cost.first_guess, cost.guess) == (pytest.approx(0.1, rel=0.01), 0.0), "however many they are"
         assert cost.of_checked(np.array([3.0]), np.array([2]), np.array([1.0])) == pytest.approx(1.5 + 0.1, rel=0.01)
         assert cost.plain_more == 0.0
         depth.observe_step(1, 30, 0, 0, 9.0, asked=False)
         assert cost.plain_more == 0.0, "a prompt says nothing of decodes"
+
+    def test_what_a_dear_proposer_takes_is_timed_with_the_step(self) -> None:
+        cost = costs((1.0, 9.0), (1.0, 1.0), guess=0.2)
+        cost.first_guess = 0.1
+        depth = adaptive(cost, 8, probe=True)
+        for _ in range(60):
+            depth.observe_guessing(4, 0.01)  # the host's part of it; the rest is the device's, before the step's own
+            depth.observe_step(1, 5, 4, 4, 2.2, asked=True)
+        assert (cost.first_guess, cost.guess) == (0.1, 0.2), "as measured"
+        assert cost.of_checked(np.array([5.0]), np.array([4]), np.array([1.0])) == pytest.approx(2.2, rel=0.01)
 
     def test_a_step_that_waited_in_vain_cost_the_wait_and_no_more(self) -> None:
         cost = costs((1.0, 9.0), (1.0, 1.0))
@@ -325,6 +334,22 @@ def test_a_dear_proposer_is_probed_now_and_then(chance: float) -> None:
         assert any(asked[-200:]), "it keeps looking whether guesses have become better"
     else:
         assert plain > 1.5 * seconds
+
+
+def test_catching_up_is_no_price_of_guesses_and_makes_probes_rarer() -> None:
+    cost = costs((1.0, 64.0), (1.0, 1.063), guess=0.01)
+    depth, num_probes = adaptive(cost, 8, clock := Clock(), probe=True), 0
+    for _ in range(20_000):
+        if depth.choose([0])[0]:
+            num_probes += 1
+            depth.observe(0, 2, 0)
+            depth.observe_guessing(0, 4.0)
+            depth.observe_step(1, 3, 2, 0, 9.0, asked=True)
+            clock.now += 9.0
+        else:
+            clock.now += depth.rest
+    assert (cost.first_guess, cost.checked_more) == (0.0, 0.0)
+    assert 100 < 9.0 * num_probes < 0.02 * clock.now, "all that a probe takes is saved up, what it caught up with, too"
 
 
 def test_a_probe_finds_out_that_guesses_have_become_better() -> None:

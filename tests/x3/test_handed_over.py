@@ -67,6 +67,16 @@ def test_sequences_that_give_way(preset: str, fields: dict[str, Any]) -> None:
     assert engine.stats().preemptions > 0 and speculation_of(engine).num_accepted > 20
 
 
+def test_ranks_are_sent_tokens() -> None:
+    load = workload("seeded", count=4)
+    engine = drafting(max_num_seqs=4, tensor_parallel_size=2)
+    try:
+        load.check(serve(engine, load.requests))
+        assert speculation_of(engine).num_accepted > 20
+    finally:
+        engine.close()
+
+
 def test_who_watches_sees_tokens() -> None:
     load, seen = workload("greedy", count=4), list[Event]()
     engine = drafting(max_num_seqs=4)
