@@ -138,7 +138,9 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--fixed", action="store_true", help="always guess as many tokens")
     parser.add_argument("--exact", action="store_true", help="load the model in float32, too, to judge texts that part")
-    parser.add_argument("--fresh", action="store_true", help="other seeds in each round: with a temperature nothing comes again")
+    parser.add_argument(
+        "--fresh", action="store_true", help="other seeds in each round: with a temperature nothing comes again"
+    )
     parser.add_argument("--sets", nargs="*", default=["repetitive", "plain"])
     arguments = parser.parse_args()
     common: dict[str, Any] = {"model": arguments.model, "use_tqdm": False, "max_num_seqs": max(8, *arguments.batches)}

@@ -202,6 +202,8 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/mask_logits.py", "", ""),
         ("attention/backends/checking.py", "", ""),
         ("spec/choose.py", "", ""),
+        ("spec/budget.py", "", ""),
+        ("spec/adaptive.py", "", ""),
         ("spec/measure.py", "", ""),
         ("spec/shadow.py", "", ""),
         ("spec/automaton.py", "", ""),

@@ -125,8 +125,8 @@ class Speculation:
         """
         wanted = {} if self._rest else self._choose(running, room)
         if not wanted:
-            self._rest_for(left := max(0, self._rest - 1))
-            self._counts, self.asked = left == SETTLED, False
+            self._counts, self.asked = self._rest == SETTLED + 1, False
+            self._rest_for(max(0, self._rest - 1))
             return {}
         self._counts = self.asked = True
         ready = [seq for seq in running if seq.seq_id in wanted and seq.num_tokens - seq.num_computed_tokens < 2]

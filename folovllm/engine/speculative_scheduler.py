@@ -61,7 +61,8 @@ class SpeculativeScheduler(Scheduler):
     def __init__(self, *, speculation: Speculation, **rest: Any) -> None:
         super().__init__(**rest)
         self.speculation = speculation
-        self._plain_schedule, self._plain_postprocess = super().schedule, super().postprocess  # looked up once: each step asks
+        # Looked up once, since each step needs them.
+        self._plain_schedule, self._plain_postprocess = super().schedule, super().postprocess
         self._own_tokens = self._tokens_of_step
         self._num_draws = min(self._max_num_batched_tokens, most_draws(self._max_num_seqs))  # of a step, at most
         self._rows: GuessingRows = GuessingRows(self._rows.num_rows, self.events, lambda: self.waiting)

@@ -70,6 +70,15 @@ class AtTimes(Depth):
         self.checked += num_guessed
 
 
+class Clock:
+    """Seconds that others let pass."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class NoForms:
     """No answer has a form."""
 

@@ -17,6 +17,7 @@ from folovllm.spec.proposer import Depth, FixedDepth, Proposer, RowState
 from folovllm.spec.shadow import Shadow
 from folovllm.step.draw import DrawSpec
 from tests.tiny import worked_case
+from tests.x3.guessing_loop import Clock
 
 
 def costs(widths: tuple[float, ...], seconds: tuple[float, ...], wait: float = 0.0, guess: float = 0.0) -> StepCost:
@@ -25,15 +26,6 @@ def costs(widths: tuple[float, ...], seconds: tuple[float, ...], wait: float = 0
 
 FLAT = costs((1.0, 64.0), (1.0, 1.063), wait=0.05)  # a GPU at small batch: a token more is nearly free
 STEEP = costs((1.0, 2.0), (1.0, 1.8))  # a token more is nearly a step more
-
-
-class Clock:
-    """Seconds that others let pass."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def adaptive(cost: StepCost, most: int, clock: Clock | None = None, probe: bool = False) -> AdaptiveDepth:

@@ -210,7 +210,9 @@ class TestProposer:
         self.answer(proposer, 1, 5, 6, 7, 8)
         proposer.admit(self.state(2, 3, 4))
         assert self.guess(proposer, self.state(2, 3, 4), 4) == [], "nothing in common so far"
-        assert self.guess(proposer, self.state(2, 3, 4, 5, 6), 4) == [7, 8], "another answer went on like this, and ended"
+        assert self.guess(proposer, self.state(2, 3, 4, 5, 6), 4) == [7, 8], (
+            "another answer went on like this, and ended"
+        )
 
     def test_what_ended_is_learnt_when_guesses_are_asked_for_and_little_at_a_time(self) -> None:
         proposer = SuffixProposer()
@@ -233,7 +235,16 @@ class TestProposer:
             assert proposer._past.num_tokens == known
         at = PATIENCE - 3
         assert self.guess(proposer, self.state(9, 1, 2, *answer[:at]), 8) == answer[at : at + 8], "as if learnt at once"
-        assert self.guess(proposer, self.state(9, 1, 2, *answer[:-2]), 8) == answer[-2:], "it ends where the answer ended"
+        assert self.guess(proposer, self.state(9, 1, 2, *answer[:-2]), 8) == answer[-2:], (
+            "it ends where the answer ended"
+        )
+
+    def test_the_answer_of_one_that_nobody_asked_about(self) -> None:
+        proposer = SuffixProposer(least=0.1)
+        proposer.remember(np.array([5, 6, 7, 8], np.int32), "a")
+        for seq_id, (salt, found) in enumerate([("a", [7, 8]), ("b", [])]):
+            proposer.admit(self.state(seq_id, 3, 4, salt=salt))
+            assert self.guess(proposer, self.state(seq_id, 3, 4, 5, 6, salt=salt), 4) == found, f"salt {salt}"
 
     def test_answers_of_another_salt_are_not_seen(self) -> None:
         proposer = SuffixProposer(least=0.1)
@@ -258,7 +269,9 @@ class TestProposer:
         self.answer(proposer, 1, 4, 5, 6, 7)
         proposer.admit(self.state(2, 0, 1))
         own = self.state(2, 0, 1, 6, 9, 4, 5, 6)
-        assert self.guess(proposer, own, 1) == [7], "its own text knows what followed 6, a past answer what followed 4 5 6"
+        assert self.guess(proposer, own, 1) == [7], (
+            "its own text knows what followed 6, a past answer what followed 4 5 6"
+        )
 
     def test_a_sequence_that_ended_leaves_its_answer_alone(self) -> None:
         proposer = SuffixProposer()
