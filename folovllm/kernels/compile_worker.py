@@ -43,7 +43,7 @@ class Shell(ModuleType):
         return Shell(name)
 
 
-def compile_kernel(task: Task) -> None:
+def compile_it(task: Task) -> None:
     """Compile a kernel, and what launches it."""
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import cache, driver
@@ -76,7 +76,7 @@ def hash_from_below(function: Any, above: tuple[Any, ...] = ()) -> None:
 def outcome(task: Task) -> str:
     """What went wrong, if anything did. The other process will compile such a kernel itself, and see."""
     try:
-        compile_kernel(task)
+        compile_it(task)
     except Exception:
         return traceback.format_exc()
     return ""
