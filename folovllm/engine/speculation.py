@@ -28,7 +28,9 @@ class Forms(Protocol):
 
 SOON = 8  # steps after which a new sequence is thought of, at the latest
 SETTLED = 3  # steps before the end of a rest: one that is neither the first after guesses nor waits for a look
-TIMED = SETTLED + 2, SETTLED + 1  # what is left of the rest before the step at whose end its time begins, and before it
+# What is left of the rest before the steps whose end is noted: that one, the one before it, at whose end its time begins, and
+# the last, behind which guesses are timed.
+NOTED = SETTLED + 2, SETTLED + 1, 1
 LOOK = 4  # forced tokens that a look counts
 
 
@@ -113,7 +115,7 @@ class Speculation:
             self.proposer.look([self._know(seq).state() for seq in idle[first : first + most]])
 
     def _rest_for(self, steps: int) -> None:
-        asked = next(left for left in (*TIMED, 0) if left <= steps)
+        asked = next(left for left in (*NOTED, 0) if left <= steps)
         self.idle, self._rest = steps - asked, asked
 
     def guess(self, running: SequenceOf[Sequence], room: int) -> dict[int, list[int]]:
