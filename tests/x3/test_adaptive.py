@@ -14,6 +14,7 @@ from folovllm.engine.scheduler import chunk, preempt
 from folovllm.engine.speculation import Speculation
 from folovllm.engine.speculative_scheduler import SpeculativeOverlapScheduler
 from folovllm.spec.adaptive import AdaptiveDepth
+from folovllm.spec.measure import Timer
 from folovllm.spec.ngram import NgramProposer
 from folovllm.spec.proposer import Depth, FixedDepth, RowState
 from folovllm.spec.registry import InTurn
@@ -104,13 +105,25 @@ def test_a_step_in_a_rest_or_behind_it_takes_its_own_time_alone(ahead: int, num_
     assert set(depth.seconds) == {1.0} and len(depth.seconds) >= 5
 
 
-def test_more_guesses_than_the_context_has_room_for() -> None:
-    config = {"method": "ngram", "num_speculative_tokens": 16}
-    with LLM(str(tiny_checkpoint()), **{**COMMON, "max_model_len": 8}, speculative_config=config) as llm:
-        assert (
-            len(llm.generate([[5, 5, 5, 5]], SamplingParams(temperature=0, ignore_eos=True))[0].outputs[0].token_ids)
-            == 4
-        )
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("longest", [2, 8])
+def test_more_guesses_than_the_context_has_room_for(method: str, longest: int) -> None:
+    config = {"method": method, "num_speculative_tokens": 16}
+    if method == "draft_model":
+        config["model"] = str(tiny_checkpoint())
+    fields = {**COMMON, "max_model_len": longest, "block_size": 1}
+    with LLM(str(tiny_checkpoint()), **fields, speculative_config=config) as llm:
+        (output,) = llm.generate([[5] * (longest // 2)], SamplingParams(temperature=0, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == longest // 2
+
+
+def test_guesses_never_seem_to_save_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with them that was quicker than the table says was timed badly, or had none."""
+    monkeypatch.setattr(Timer, "guessing", lambda *_: 0.0)
+    config = {"method": "draft_model", "num_speculative_tokens": 4, "model": str(tiny_checkpoint())}
+    with LLM(str(tiny_checkpoint()), **COMMON, speculative_config=config) as llm:
+        cost = llm.engine.scheduler.speculation.depth.cost  # type: ignore[attr-defined]
+        assert (cost.first_guess, cost.guess) == (0.0, 0.0)
 
 
 def test_a_draft_has_the_vocabulary_of_its_model() -> None:
