@@ -70,7 +70,7 @@ class Resting(Depth):
     """Wants no guesses, or some after every second rest; notes what it is told of steps."""
 
     def __init__(self, num_guesses: int) -> None:
-        self.seconds, self.num_guesses, self.num_asked = list[float](), num_guesses, 0
+        self.seconds, self.num_guesses, self.num_asked = list[tuple[bool, float]](), num_guesses, 0
 
     def choose(self, seq_ids: Sequence[int]) -> list[int]:
         self.num_asked += 1
@@ -84,17 +84,26 @@ class Resting(Depth):
     def observe_step(
         self, num_seqs: int, num_tokens: int, num_guessed: int, num_right: int, seconds: float, asked: bool
     ) -> None:
-        self.seconds.append(seconds)
+        self.seconds.append((asked, seconds))
 
 
 @pytest.mark.parametrize("num_guesses", [0, 2])
 @pytest.mark.parametrize("ahead", [0, 1], ids=["in turn", "overlapped"])
 def test_a_step_in_a_rest_or_behind_it_takes_its_own_time_alone(ahead: int, num_guesses: int) -> None:
-    """Each step takes a second. Nobody asks when the idle ones end, but that must not be counted to the one that is timed."""
+    """Each step takes a second, and guesses five. Nobody asks when the idle ones end, but that must not be counted to the one
+    that is timed; nor must guesses be lost that were made while the step before was under way.
+    """
+
+    class Slow(NgramProposer):
+        def propose(self, state: RowState, k: int) -> list[int]:
+            nonlocal now
+            now += 5.0
+            return super().propose(state, k)
+
     now, depth, under_way = 0.0, Resting(num_guesses), []
     scheduler = SpeculativeOverlapScheduler(
         kv=BlockManager(64, 4), max_num_seqs=1, max_num_batched_tokens=64, tokens_of_step=chunk, make_room=preempt,
-        speculation=Speculation(NgramProposer(), depth, NoForms(), clock=lambda: now),
+        speculation=Speculation(Slow(), depth, NoForms(), clock=lambda: now),
     )  # fmt: skip
     scheduler.add(make_seq(3, max_tokens=60))
     for _ in range(40):
@@ -102,7 +111,8 @@ def test_a_step_in_a_rest_or_behind_it_takes_its_own_time_alone(ahead: int, num_
         while len(under_way) > (0 if scheduler.must_wait() else ahead):
             now += 1.0
             scheduler.postprocess([(seq, [1]) for seq in under_way.pop(0)])
-    assert set(depth.seconds) == {1.0} and len(depth.seconds) >= 5
+    assert set(depth.seconds) == {(False, 1.0)} | ({(True, 6.0)} if num_guesses else set())
+    assert len(depth.seconds) >= 5
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
