@@ -78,9 +78,7 @@ def put_together(config: EngineConfig) -> Parts:
     tokenizer = load_tokenizer(setup.path, config)
     processor = InputProcessor(setup, tokenizer)  # reads small files, which may be damaged: so before the weights
     drafted = make_draft_tokens(setup)
-    proposer = make_proposer(
-        setup, drafted
-    )  # which may have a model and a cache: so before the cache that takes all memory
+    proposer = make_proposer(setup, drafted)  # may have a model and a cache: so before the one that takes all memory
     executor = make_executor(setup) if drafted is None else make_executor(setup, drafted)
     events, guides = Events(), Guides(tokenizer, setup.vocab_size)
     speculation = make_speculation(setup, proposer, executor, guides)

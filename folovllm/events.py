@@ -81,7 +81,10 @@ class Aborted(NamedTuple):
 
 
 class StepBegan(NamedTuple):
-    """A step was decided. Its shares say what each sequence computes, and which blocks are new in its table."""
+    """A step was decided. Its shares say what each sequence computes, and which blocks are new in its table.
+
+    A draft's guesses may be there by name (`DraftTokens`); from `GuessesChecked` on they are tokens.
+    """
 
     step: int
     start: float  # when the scheduler began

@@ -28,7 +28,9 @@ class Forms(Protocol):
 
 SOON = 8  # steps after which a new sequence is thought of, at the latest
 SETTLED = 3  # steps before the end of a rest: one that is neither the first after guesses nor waits for a look
-TIMED = SETTLED + 2, SETTLED + 1  # what is left of the rest before the step at whose end its time begins, and before it
+# What is left of the rest before the steps whose end is noted: that one, the one before it, at whose end its time begins, and
+# the last, behind which guesses are timed.
+NOTED = SETTLED + 2, SETTLED + 1, 1
 LOOK = 4  # forced tokens that a look counts
 
 
@@ -40,6 +42,7 @@ class Begun(NamedTuple):
     num_tokens: int
     num_guessed: int
     asked: bool
+    hidden: float  # seconds of guessing for it that count for no other step
 
 
 @dataclass(slots=True)
@@ -86,7 +89,7 @@ class Speculation:
         self._counts = False  # whether that of the coming step does
         self._num_right = 0  # guesses of the step that is taken in
         self.asked = False
-        self._last_end = 0.0
+        self._last_end = self._hidden = 0.0
 
     def _choose(self, running: SequenceOf[Sequence], room: int) -> dict[int, int]:
         if room <= 0:
@@ -113,7 +116,7 @@ class Speculation:
             self.proposer.look([self._know(seq).state() for seq in idle[first : first + most]])
 
     def _rest_for(self, steps: int) -> None:
-        asked = next(left for left in (*TIMED, 0) if left <= steps)
+        asked = next(left for left in (*NOTED, 0) if left <= steps)
         self.idle, self._rest = steps - asked, asked
 
     def guess(self, running: SequenceOf[Sequence], room: int) -> dict[int, list[int]]:
@@ -123,6 +126,7 @@ class Speculation:
         An answer is never guessed beyond its greatest length, nor beyond what its form allows. Without `room`, the tokens
         that the step may draw for guesses, nobody is asked.
         """
+        self._hidden = 0.0
         wanted = {} if self._rest else self._choose(running, room)
         if not wanted:
             self._counts, self.asked = self._rest == SETTLED + 1, False
@@ -133,7 +137,10 @@ class Speculation:
         flying = [num_flying(seq) for seq in ready]
         left = [seq.max_tokens - seq.num_output_tokens - 1 for seq in ready]
         ks = [min(wanted[seq.seq_id] + f, most) for seq, f, most in zip(ready, flying, left, strict=True)]
+        start = self._clock()
         found = self.proposer.propose_all([self._know(seq).state() for seq in ready], ks)
+        if self._begun and self._begun[-1] is None:
+            self._hidden = self._clock() - start  # before the end of a step whose time does not count
         guesses = {}
         for seq, k, f, guess in zip(ready, ks, flying, found, strict=True):
             if guess and self._know(seq).spec.has_form:
@@ -152,14 +159,14 @@ class Speculation:
             return
         num_guessed = sum(share.num_draws - 1 for share in output.shares if share.num_draws > 1)
         start = self._last_end if self._known else self._clock()  # behind another step: what the host does counts, too
-        self._begun.append(Begun(start, len(output.shares), output.num_tokens, num_guessed, self.asked))
+        self._begun.append(Begun(start, len(output.shares), output.num_tokens, num_guessed, self.asked, self._hidden))
 
     def ended(self) -> None:
         """Hear that the oldest such step is taken in. Its time counts from the end of the one before, at the earliest."""
         step, now = self._begun.popleft(), self._clock()
         if step is not None:
-            _, num_seqs, num_tokens, num_guessed, asked = step
-            seconds = now - max(step.time, self._last_end)
+            _, num_seqs, num_tokens, num_guessed, asked, hidden = step
+            seconds = now - max(step.time, self._last_end) + hidden
             self.depth.observe_step(num_seqs, num_tokens, num_guessed, self._num_right, seconds, asked)
         self._last_end, self._num_right = now, 0
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from folovllm import events as ev
+from folovllm.step.draw import TokenIds, no_tokens
 
 Line = list[Any]
 
@@ -24,7 +25,7 @@ class Served:
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
     refused: ev.Budget | None = None
-    guesses: SequenceOf[int] = ()  # that the step under way checks
+    guesses: TokenIds = field(default_factory=no_tokens)  # that the step under way checks
 
     def entry(self) -> Line:
         """Its place in a keyframe."""

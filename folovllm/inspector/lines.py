@@ -150,7 +150,7 @@ class LineWriter:
                 continue
             is_next, seq.num_computed = seq.num_computed == start, start + n
             if draws > 1:
-                seq.guesses = token_ids[1 - draws :].tolist()
+                seq.guesses = token_ids[1 - draws :]  # a view: of a draft's guesses the tokens come later
             if blocks or first < len(seq.block_table):
                 entries.append([seq_id, start, n, draws, first, blocks])
                 seq.block_table[first:] = blocks
@@ -228,7 +228,7 @@ class LineWriter:
     def _checked(self, event: ev.GuessesChecked) -> Line:
         seq = self._state.served(event.seq_id)
         seq.num_computed -= event.num_guessed - event.num_accepted
-        rejected = list(seq.guesses[event.num_accepted :])
+        rejected = seq.guesses[event.num_accepted :].tolist()
         self._new.update(rejected)
         return ["guess", *event, rejected]
 

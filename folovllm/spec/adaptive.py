@@ -175,7 +175,7 @@ class AdaptiveDepth(Depth):
         cost = self.cost
         seconds, self._guessing = seconds - self._guessing, 0.0
         if self._caught_up:
-            self._budget.pay(max(0.0, seconds - cost.of_plain(num_seqs)))
+            self._budget.pay(max(0.0, seconds - cost.of_plain(num_tokens - num_guessed)))
             self._caught_up = False
             return
         if num_tokens != num_seqs + num_guessed or seconds <= 0:

@@ -44,9 +44,9 @@ def measure_guesses(executor: Executor, setup: EngineSetup, proposer: Proposer, 
     Such a step may begin before the host knows its guesses, so both are timed together. They are made behind a text in which
     no token comes twice.
     """
+    most = max(1, min(most, setup.max_model_len - 2))
     time_of = Timer(executor, setup, most)
-    most = min(most, setup.max_model_len - 2)
-    one, every = (time_of.guessing(proposer, k) - cost.of_narrow(1 + k) for k in (1, most))
+    one, every = (max(0.0, time_of.guessing(proposer, k) - cost.of_narrow(1 + k)) for k in (1, most))
     cost.guess = max(0.0, every - one) / max(1, most - 1)
     cost.first_guess = one - cost.guess
 

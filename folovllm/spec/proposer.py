@@ -23,8 +23,9 @@ class Proposer(ABC):
     """Guesses tokens. A wrong guess costs time and never changes a text.
 
     The engine calls, for each sequence: `admit` once, before its first guess; then `propose_all` and `observe`, in turn or
-    not; `finish` once, however it ended. While nobody is asked to guess, what was drawn is told late, many tokens at once. A sequence that gives way to others is still the same when it comes back: a
-    proposer that holds memory for it may drop that at any time, since a `RowState` has all tokens.
+    not; `finish` once, however it ended. While nobody is asked to guess, what was drawn is told late, many tokens at once.
+    A sequence that gives way to others is still the same when it comes back: a proposer that holds memory for it may drop
+    that at any time, since a `RowState` has all tokens.
 
     All but `propose` have a body that will do for a proposer without state.
     """

@@ -10,9 +10,7 @@ import numpy as np
 from folovllm.step.packed import Field, Int32, PackedStep, StepPacker, choose_bucket, is_plain_decode
 from folovllm.step.schedule import SchedulerOutput
 
-LINES = (
-    12  # of a step: those of `Field`, and some that nobody reads, so that each step begins at a multiple of 16 bytes
-)
+LINES = 12  # of a step: those of `Field`, and some that nobody reads, so that each begins at a multiple of 16 bytes
 
 
 @dataclass(slots=True, frozen=True, eq=False)

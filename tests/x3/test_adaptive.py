@@ -14,6 +14,7 @@ from folovllm.engine.scheduler import chunk, preempt
 from folovllm.engine.speculation import Speculation
 from folovllm.engine.speculative_scheduler import SpeculativeOverlapScheduler
 from folovllm.spec.adaptive import AdaptiveDepth
+from folovllm.spec.measure import Timer
 from folovllm.spec.ngram import NgramProposer
 from folovllm.spec.proposer import Depth, FixedDepth, RowState
 from folovllm.spec.registry import InTurn
@@ -66,14 +67,16 @@ def test_the_cost_of_steps_is_measured(milestone: str) -> None:
 
 
 class Resting(Depth):
-    """Never wants guesses, and notes what it is told of steps."""
+    """Wants no guesses, or some after every second rest; notes what it is told of steps."""
 
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
+    def __init__(self, num_guesses: int) -> None:
+        self.seconds, self.num_guesses, self.num_asked = list[tuple[bool, float]](), num_guesses, 0
 
     def choose(self, seq_ids: Sequence[int]) -> list[int]:
-        self.rest = 8
-        return [0] * len(seq_ids)
+        self.num_asked += 1
+        num_guesses = self.num_guesses if self.num_asked % 2 == 0 else 0
+        self.rest = 0 if num_guesses else 8
+        return [num_guesses] * len(seq_ids)
 
     def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
         pass
@@ -81,33 +84,56 @@ class Resting(Depth):
     def observe_step(
         self, num_seqs: int, num_tokens: int, num_guessed: int, num_right: int, seconds: float, asked: bool
     ) -> None:
-        self.seconds.append(seconds)
+        self.seconds.append((asked, seconds))
 
 
+@pytest.mark.parametrize("num_guesses", [0, 2])
 @pytest.mark.parametrize("ahead", [0, 1], ids=["in turn", "overlapped"])
-def test_a_step_in_a_rest_takes_its_own_time_alone(ahead: int) -> None:
-    """Each step takes a second. Nobody asks when the idle ones end, but that must not be counted to the one that is timed."""
-    now, depth, under_way = 0.0, Resting(), []
+def test_a_step_in_a_rest_or_behind_it_takes_its_own_time_alone(ahead: int, num_guesses: int) -> None:
+    """Each step takes a second, and guesses five. Nobody asks when the idle ones end, but that must not be counted to the one
+    that is timed; nor must guesses be lost that were made while the step before was under way.
+    """
+
+    class Slow(NgramProposer):
+        def propose(self, state: RowState, k: int) -> list[int]:
+            nonlocal now
+            now += 5.0
+            return super().propose(state, k)
+
+    now, depth, under_way = 0.0, Resting(num_guesses), []
     scheduler = SpeculativeOverlapScheduler(
         kv=BlockManager(64, 4), max_num_seqs=1, max_num_batched_tokens=64, tokens_of_step=chunk, make_room=preempt,
-        speculation=Speculation(NgramProposer(), depth, NoForms(), clock=lambda: now),
+        speculation=Speculation(Slow(), depth, NoForms(), clock=lambda: now),
     )  # fmt: skip
     scheduler.add(make_seq(3, max_tokens=60))
     for _ in range(40):
         under_way.append(scheduler.sequences(scheduler.schedule()))
-        if len(under_way) > ahead:
+        while len(under_way) > (0 if scheduler.must_wait() else ahead):
             now += 1.0
             scheduler.postprocess([(seq, [1]) for seq in under_way.pop(0)])
-    assert depth.seconds == [1.0] * 5
+    assert set(depth.seconds) == {(False, 1.0)} | ({(True, 6.0)} if num_guesses else set())
+    assert len(depth.seconds) >= 5
 
 
-def test_more_guesses_than_the_context_has_room_for() -> None:
-    config = {"method": "ngram", "num_speculative_tokens": 16}
-    with LLM(str(tiny_checkpoint()), **{**COMMON, "max_model_len": 8}, speculative_config=config) as llm:
-        assert (
-            len(llm.generate([[5, 5, 5, 5]], SamplingParams(temperature=0, ignore_eos=True))[0].outputs[0].token_ids)
-            == 4
-        )
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("longest", [2, 8])
+def test_more_guesses_than_the_context_has_room_for(method: str, longest: int) -> None:
+    config = {"method": method, "num_speculative_tokens": 16}
+    if method == "draft_model":
+        config["model"] = str(tiny_checkpoint())
+    fields = {**COMMON, "max_model_len": longest, "block_size": 1}
+    with LLM(str(tiny_checkpoint()), **fields, speculative_config=config) as llm:
+        (output,) = llm.generate([[5] * (longest // 2)], SamplingParams(temperature=0, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == longest // 2
+
+
+def test_guesses_never_seem_to_save_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with them that was quicker than the table says was timed badly, or had none."""
+    monkeypatch.setattr(Timer, "guessing", lambda *_: 0.0)
+    config = {"method": "draft_model", "num_speculative_tokens": 4, "model": str(tiny_checkpoint())}
+    with LLM(str(tiny_checkpoint()), **COMMON, speculative_config=config) as llm:
+        cost = llm.engine.scheduler.speculation.depth.cost  # type: ignore[attr-defined]
+        assert (cost.first_guess, cost.guess) == (0.0, 0.0)
 
 
 def test_a_draft_has_the_vocabulary_of_its_model() -> None:

@@ -344,6 +344,16 @@ def test_catching_up_is_no_price_of_guesses_and_makes_probes_rarer() -> None:
     assert 100 < 9.0 * num_probes < 0.02 * clock.now, "all that a probe takes is saved up, what it caught up with, too"
 
 
+def test_prompts_beside_a_text_that_is_caught_up_with_are_not_paid_for() -> None:
+    """What is paid for is what the step takes more than one of as many tokens without guesses."""
+    cost = costs((1.0, 401.0), (1.0, 5.0))
+    budget = Budget(4.0, Clock())
+    depth = AdaptiveDepth(cost, 8, budget, probe=True)
+    depth.observe_guessing(0, 0.5)
+    depth.observe_step(2, 403, 2, 0, cost.of_plain(401) + 1.0, asked=True)
+    assert budget.left() == pytest.approx(3.0)
+
+
 def test_a_probe_finds_out_that_guesses_have_become_better() -> None:
     cost = costs((1.0, 64.0), (1.0, 1.063), wait=0.1, guess=0.1)
     texts = {0: noise(3000)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.events import Event, StepEnded
+from folovllm.inspector.recorder import Recorder
 from folovllm.sampling_params import SamplingParams
 from folovllm.worker import check_graphs
 from folovllm.worker.draft_tokens import DraftTokens
@@ -84,6 +86,18 @@ def test_who_watches_sees_tokens() -> None:
     load.check(serve(engine, load.requests))
     guesses = [share.token_ids for event in seen if isinstance(event, StepEnded) for share in event.output.shares]
     assert max(map(len, guesses)) > 2 and all(tokens.max(initial=0) < VOCAB_SIZE for tokens in guesses)
+
+
+def test_a_recording_has_tokens() -> None:
+    """It hears of a step before its guesses are known."""
+    load, data = workload("greedy", count=4), bytearray()
+    engine = drafting(layers=1, max_num_seqs=4)
+    recorder = Recorder(engine, data.extend)
+    load.check(serve(engine, load.requests))
+    recorder.close()
+    turns = [turn for name, *_, turn in map(json.loads, data.decode().splitlines()) if name == "turn"]
+    rejected = [token for turn in turns for name, *_, last in turn if name == "guess" for token in last]
+    assert len(rejected) > 20 and max(rejected) < VOCAB_SIZE
 
 
 def test_requests_that_are_aborted_between_two_steps() -> None:
