@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -42,8 +43,8 @@ class Workers:
         Raises:
             CancelledError: nobody waits for it any more.
         """
-        if not task.module.startswith(PACKAGE):
-            return  # to import another's module might start an engine
+        if not task.module.startswith(PACKAGE) or not sys.executable:
+            return  # to import another's module might start an engine; and a program that embeds Python may not know one
         try:
             error = self._own().compile(task)
         except (EOFError, OSError) as gone:
@@ -86,6 +87,8 @@ class Worker:
                 pass_fds=[theirs.fileno()],
                 process_group=0,  # with the compilers that it starts
             )
+        # This thread sends to a process that may be gone: an error, even in a program that such a signal ends.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])
 
     def compile(self, task: Task) -> str:
         """Wait for a kernel. Returns what went wrong. Raises EOFError or OSError if the process is gone."""

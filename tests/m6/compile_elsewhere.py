@@ -22,7 +22,8 @@ import triton
 
 from folovllm.kernels import compile_elsewhere
 from folovllm.kernels.activation import act_and_mul_kernel, silu_and_mul
-from folovllm.kernels.rehearsal import rehearsal
+from folovllm.kernels.compile_worker import Task
+from folovllm.kernels.rehearsal import rehearsal, replaced
 
 compiled_here: list[str] = []
 begun: list[int] = []  # processes
@@ -86,6 +87,19 @@ def main() -> dict[str, object]:
         silu_and_mul(torch.zeros(1, 128))
     thread.join()
     found["killed"] = {"here": compiled_here[1:], "left": children()}
+
+    worker = NotedWorker()
+    worker.kill()
+    worker.wait()
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # it would end this program
+    try:
+        worker.compile(Task("folovllm", "", "", None, ""))
+    except OSError as error:
+        found["gone"] = type(error).__name__
+    signal.signal(signal.SIGPIPE, before)
+
+    with replaced(sys, "executable", None):
+        found["no Python is known"] = rehearse(2048)
 
     zeros = torch.zeros(16)
     found["wrong"] = outcome(
