@@ -22,6 +22,7 @@ from folovllm.children import import_path, python_command
 from folovllm.kernels.compile_worker import Task
 
 PACKAGE = "folovllm."
+PAUSE = 1.0  # seconds between two checks of a process
 
 logger = logging.getLogger("folovllm")
 
@@ -91,8 +92,14 @@ class Worker:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])
 
     def compile(self, task: Task) -> str:
-        """Wait for a kernel. Returns what went wrong. Raises EOFError or OSError if the process is gone."""
+        """Wait for a kernel. Returns what went wrong. Raises EOFError or OSError if the process is gone.
+
+        Its end of the connection is closed then, unless a fork of this process has a copy.
+        """
         self._connection.send(task)
+        while not self._connection.poll(PAUSE):
+            if self._process.poll() is not None:
+                raise EOFError
         error: str = self._connection.recv()
         return error
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 from tests.m6.rehearse_kernels import CPU, copy, loaded, outcome, pretend_driver  # isort: skip -- nothing interprets
@@ -35,6 +36,14 @@ class NotedWorker(compile_elsewhere.Worker):
     def __init__(self) -> None:
         super().__init__()
         begun.append(self._process.pid)
+
+
+def pipe_with_copies() -> tuple[Connection, Connection]:
+    """A pipe of whose ends a fork of this process has copies."""
+    ends = Pipe()
+    for end in ends:
+        os.dup(end.fileno())
+    return ends
 
 
 def note_compiled(*, src: object, cache_hit: bool, **_: object) -> None:
@@ -83,7 +92,7 @@ def main() -> dict[str, object]:
 
     begun.clear()
     thread = at_first_process(lambda pid: os.kill(pid, signal.SIGKILL))
-    with rehearsal(CPU):
+    with replaced(compile_elsewhere, "Pipe", pipe_with_copies), rehearsal(CPU):
         silu_and_mul(torch.zeros(1, 128))
     thread.join()
     found["killed"] = {"here": compiled_here[1:], "left": children()}
