@@ -24,10 +24,10 @@ def import_path() -> str:
     """`PYTHONPATH` for such a child: the paths of this process, by name.
 
     An interactive Python has the working directory among them, as ``""``. A child needs it only if this package was found
-    there.
+    there. What is no text, Python passes over, too.
     """
     own = str(Path(folovllm.__file__).parents[1])
-    paths = [path or own for path in sys.path if path or own not in sys.path]
+    paths = [path or own for path in sys.path if isinstance(path, str) and (path or own not in sys.path)]
     return os.pathsep.join(dict.fromkeys([*paths, own]))
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -21,6 +22,7 @@ from folovllm.children import import_path, python_command
 from folovllm.kernels.compile_worker import Task
 
 PACKAGE = "folovllm."
+PAUSE = 1.0  # seconds between two checks of a process
 
 logger = logging.getLogger("folovllm")
 
@@ -42,8 +44,8 @@ class Workers:
         Raises:
             CancelledError: nobody waits for it any more.
         """
-        if not task.module.startswith(PACKAGE):
-            return  # to import another's module might start an engine
+        if not task.module.startswith(PACKAGE) or not sys.executable:
+            return  # to import another's module might start an engine; and a program that embeds Python may not know one
         try:
             error = self._own().compile(task)
         except (EOFError, OSError) as gone:
@@ -86,10 +88,18 @@ class Worker:
                 pass_fds=[theirs.fileno()],
                 process_group=0,  # with the compilers that it starts
             )
+        # This thread sends to a process that may be gone: an error, even in a program that such a signal ends.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])
 
     def compile(self, task: Task) -> str:
-        """Wait for a kernel. Returns what went wrong. Raises EOFError or OSError if the process is gone."""
+        """Wait for a kernel. Returns what went wrong. Raises EOFError or OSError if the process is gone.
+
+        Its end of the connection is closed then, unless a fork of this process has a copy.
+        """
         self._connection.send(task)
+        while not self._connection.poll(PAUSE):
+            if self._process.poll() is not None:
+                raise EOFError
         error: str = self._connection.recv()
         return error
 

@@ -1,6 +1,6 @@
 """A process that compiles kernels for another one, whose Python has one lock for all its threads.
 
-It begins in half a second, for it knows Triton and the kernels, and has only the shell of torch: the functions that are
+It begins in a third of a second, for it knows Triton and the kernels, and has only the shell of torch: the functions that are
 compiled know no tensors. It needs no GPU either. What it makes it leaves in Triton's cache, where the other one finds it.
 """
 

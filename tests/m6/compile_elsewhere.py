@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 from tests.m6.rehearse_kernels import CPU, copy, loaded, outcome, pretend_driver  # isort: skip -- nothing interprets
@@ -22,7 +23,8 @@ import triton
 
 from folovllm.kernels import compile_elsewhere
 from folovllm.kernels.activation import act_and_mul_kernel, silu_and_mul
-from folovllm.kernels.rehearsal import rehearsal
+from folovllm.kernels.compile_worker import Task
+from folovllm.kernels.rehearsal import rehearsal, replaced
 
 compiled_here: list[str] = []
 begun: list[int] = []  # processes
@@ -34,6 +36,14 @@ class NotedWorker(compile_elsewhere.Worker):
     def __init__(self) -> None:
         super().__init__()
         begun.append(self._process.pid)
+
+
+def pipe_with_copies() -> tuple[Connection, Connection]:
+    """A pipe of whose ends a fork of this process has copies."""
+    ends = Pipe()
+    for end in ends:
+        os.dup(end.fileno())
+    return ends
 
 
 def note_compiled(*, src: object, cache_hit: bool, **_: object) -> None:
@@ -82,10 +92,23 @@ def main() -> dict[str, object]:
 
     begun.clear()
     thread = at_first_process(lambda pid: os.kill(pid, signal.SIGKILL))
-    with rehearsal(CPU):
+    with replaced(compile_elsewhere, "Pipe", pipe_with_copies), rehearsal(CPU):
         silu_and_mul(torch.zeros(1, 128))
     thread.join()
     found["killed"] = {"here": compiled_here[1:], "left": children()}
+
+    worker = NotedWorker()
+    worker.kill()
+    worker.wait()
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # it would end this program
+    try:
+        worker.compile(Task("folovllm", "", "", None, ""))
+    except OSError as error:
+        found["gone"] = type(error).__name__
+    signal.signal(signal.SIGPIPE, before)
+
+    with replaced(sys, "executable", None):
+        found["no Python is known"] = rehearse(2048)
 
     zeros = torch.zeros(16)
     found["wrong"] = outcome(

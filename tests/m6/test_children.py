@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,9 @@ OWN = str(Path(folovllm.__file__).parents[1])
         (["", "/a", OWN], ["/a", OWN]),  # an interactive Python, this package installed
         (["", "/a"], [OWN, "/a"]),  # found in the working directory
         (["/a", "/a"], ["/a", OWN]),  # found by a finder of its own
+        ([Path("/b"), "/a", OWN], ["/a", OWN]),  # Python passes over what is no text
     ],
 )
-def test_the_paths_of_this_process(here: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_paths_of_this_process(here: list[Any], expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", here)
     assert import_path().split(os.pathsep) == expected

@@ -65,6 +65,8 @@ def test_other_processes_compile(tmp_path: Path) -> None:
         "only kernels of the package: to import might do things"
     )
     assert found["killed"] == {"here": ["act_and_mul_kernel"], "left": []}, "who loses a process compiles here"
+    assert found["gone"] == "BrokenPipeError", "to send to one that is gone ends no program"
+    assert found["no Python is known"] == {"here": ["act_and_mul_kernel"], "begun": 0, "left": [], "loaded": 1}
     assert found["wrong"] == "CompilationError", "what the compiler says reaches the caller"
     assert found["interrupted"] == "KeyboardInterrupt"
     assert new["left"] == found["left"] == [], "no process is left"
