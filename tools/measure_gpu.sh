@@ -45,15 +45,18 @@ step looking looking 200 python3 tools/measure_recording.py "${model[@]}" --roun
 step looking looking_served 200 python3 tools/measure_recording.py "${model[@]}" --rounds 3 --served
 bench bits bits_throughput 240 throughput "${model[@]}" --workload nano-vllm --max-num-batched-tokens 16384 \
     --compare m6,m6:kv_cache_dtype=fp8,m6:quantization=fp8:kv_cache_dtype=fp8
-for geometry in qwen3-0.6b qwen3-4b; do
-    bench bits "bits_latency_$geometry" 240 latency --random-weights $geometry --repeats 3 \
-        --compare m6,m6:quantization=fp8,m6:quantization=int8,m6:quantization=int4
+for geometry in qwen3-4b qwen3-0.6b; do
+    step bits "bits_steps_$geometry" 200 python3 -m tools.measure_formats --geometry $geometry
 done
-guesses=(python3 -m tools.measure_speculation --batches 1 16 --rounds 3 --exact)
-for model in stories-5m smollm2; do
-    step guesses "guesses_$model" 200 "${guesses[@]}" --model $model --methods ngram+suffix ngram suffix --tokens 15
+step bits bits_both 120 python3 -m tools.measure_formats --compare m6,m6:quantization=fp8:quantize_activations=true
+guesses=(python3 -m tools.measure_speculation --batches 1 16)
+for small in stories-5m smollm2; do
+    step guesses "guesses_$small" 200 "${guesses[@]}" --model $small --methods ngram+suffix ngram --tokens 15 --rounds 3 --exact
 done
-step guesses guesses_draft 200 "${guesses[@]}" --methods draft_model
+step guesses guesses_fresh 200 "${guesses[@]}" 256 --methods ngram+suffix ngram --tokens 15 --rounds 15 --sets plain --temperature 0.8 --fresh
+step guesses guesses_draft 120 "${guesses[@]}" --methods draft_model --tokens 12 --rounds 3
+step guesses guesses_draft_fixed 120 "${guesses[@]}" --methods draft_model --tokens 12 --rounds 3 --fixed
+step guesses guesses_predicted 120 python3 -m tools.predict_speculation --tokens 4 2
 step guesses guesses_checks 200 python3 -m tools.bench_checks
 for start in cold warm warm_again; do
     step few few_start_$start 60 env TRITON_CACHE_DIR="$out/triton" python3 tools/measure_start.py
