@@ -151,7 +151,8 @@ class TestFeed:
         """It was given up: that its prompt ends in a stop token says nothing."""
         stream = stream_of(SamplingParams(stop_token_ids=[1, 2, 3]))
         stream.feed(Delta(0, 0, [], "abort"), 1.0)
-        assert stream.is_finished and stream._seqs[0].stop_reason is None
+        assert stream.is_finished, "to be given up is an end"
+        assert stream._seqs[0].stop_reason is None, "it wrote no token, so none of its own stopped it"
 
     def test_who_wants_the_whole_is_not_woken_before_the_end(self) -> None:
         mailbox = Mailbox()
