@@ -61,8 +61,6 @@ class SpeculativeScheduler(Scheduler):
     def __init__(self, *, speculation: Speculation, **rest: Any) -> None:
         super().__init__(**rest)
         self.speculation = speculation
-        # Looked up once, since each step needs them.
-        self._plain_schedule, self._plain_postprocess = super().schedule, super().postprocess
         self._own_tokens = self._tokens_of_step
         self._num_draws = min(self._max_num_batched_tokens, most_draws(self._max_num_seqs))  # of a step, at most
         self._rows: GuessingRows = GuessingRows(self._rows.num_rows, self.events, lambda: self.waiting)
@@ -78,24 +76,20 @@ class SpeculativeScheduler(Scheduler):
         """As `Scheduler`. Sequences with guesses come behind other decodes, which have a kernel of their own."""
         if self.speculation.idle:
             self.speculation.idle -= 1
-            output = self._plain_schedule()
+            output = super().schedule()
             if output.shares:
                 self._under_way.append(None)
             return output
         guesses = self.speculation.guess(self.running, self._num_draws - len(self.running))
         if guesses or self._rows.guesses:
             self._expect(self._fitting(guesses))
-        output = self._plain_schedule()
+        output = super().schedule()
         if output.shares:
-            self._under_way.append(checked := num_guessed(output) if guesses else NO_GUESSES)
-            self._hold(bool(checked))
+            self._under_way.append(num_guessed(output) if guesses else NO_GUESSES)
             self.speculation.began(output)
             if guesses:
                 self._with_guesses = [share for share in output.shares if share.num_draws > 1]
         return output
-
-    def _hold(self, holds: bool) -> None:
-        """A step with guesses begins, or has been taken in."""
 
     def _expect(self, guesses: dict[int, list[int]]) -> None:
         self._rows.expect(guesses)
@@ -112,9 +106,8 @@ class SpeculativeScheduler(Scheduler):
         if checked and self.events.on:
             self._spell_guesses()
         if not checked:
-            updated = self._plain_postprocess(drawn)
+            updated = super().postprocess(drawn)
         else:
-            self._hold(False)
             updated = [seq for pair in drawn for seq in self._take(*pair, checked.get(pair[0].seq_id, 0))]
         if checked is not None:
             self.speculation.ended()
@@ -137,14 +130,14 @@ class SpeculativeScheduler(Scheduler):
     def _take(self, seq: Sequence, token_ids: list[int], num_guessed: int) -> list[Sequence]:
         """Take in the tokens of one share, and cut off what was reserved and computed for wrong guesses."""
         if not num_guessed:
-            return self._plain_postprocess([(seq, token_ids)])
+            return super().postprocess([(seq, token_ids)])
         self.speculation.checked(seq, num_guessed, len(token_ids) - 1)
         if self.events.on:
             self.events.emit(GuessesChecked(seq.seq_id, num_guessed, len(token_ids) - 1))
         seq.num_computed_tokens -= num_guessed + 1
         for i, token_id in enumerate(token_ids, 1):
             seq.num_computed_tokens += 1
-            self._plain_postprocess([(seq, [token_id])])
+            super().postprocess([(seq, [token_id])])
             if seq.status.is_finished:
                 del token_ids[i:]  # nobody hears of what was drawn behind the end
                 return [seq]
@@ -183,12 +176,9 @@ class SpeculativeScheduler(Scheduler):
 class SpeculativeOverlapScheduler(SpeculativeScheduler, OverlapScheduler):
     """The same behind overlapped steps. Nothing is scheduled behind a step with guesses until it is known what came of them."""
 
-    def _hold(self, holds: bool) -> None:
-        """Steps without guesses overlap as ever, and ask `OverlapScheduler` itself whether they must wait."""
-        if holds:
-            self.must_wait = lambda: True  # type: ignore[method-assign]
-        else:
-            vars(self).pop("must_wait", None)
+    def must_wait(self) -> bool:
+        """As `OverlapScheduler`. Steps without guesses overlap as ever."""
+        return any(self._under_way) or super().must_wait()
 
 
 def num_guessed(output: SchedulerOutput) -> dict[int, int]:

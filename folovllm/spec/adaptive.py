@@ -126,14 +126,14 @@ class AdaptiveDepth(Depth):
         if not found:
             return False
         n, cost, silent = len(known), self.cost, math.prod(1 - e.hit for e in found)
-        some, vain = max(1 - silent, HARDLY), silent * cost.of_vain(n)  # some: the chance that anyone has a guess
+        some = max(1 - silent, HARDLY)  # the chance that anyone has a guess
+        beside = silent * cost.of_vain(n) + cost.first_guess + cost.guess  # seconds, but for steps with guesses
         widest = self._most * sum(e.hit for e in found) / some
         most, likely = sum(e.tokens(self._most) for e in found), max(e.acceptance for e in found)
         widths = [0.0, *(w - n for w in cost.checked.widths if n < w < n + widest), widest]
         if likely > 0:
             widths.append(min(most / likely / some, widest))
-        vain += cost.first_guess + cost.guess
-        speed = max((n + min(most, likely * some * w)) / (some * cost.of_narrow(n + w) + vain) for w in widths)
+        speed = max((n + min(most, likely * some * w)) / (some * cost.of_narrow(n + w) + beside) for w in widths)
         return speed > self.MARGIN * n / cost.of_plain(n)
 
     def _probed(self, depths: list[int]) -> list[int]:
