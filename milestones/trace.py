@@ -49,20 +49,25 @@ def read(course: Course, milestone: Milestone) -> list[Step]:
 
 
 class Tracer:
-    """Notes each function under `package` when it is called for the first time, in whichever thread."""
+    """Notes each function under `package` when it is called for the first time, in whichever thread; not while one imports."""
 
     def __init__(self, package: Path) -> None:
         self.package, self.phase = f"{package}{os.sep}", ""
         self.depths: defaultdict[int, int] = defaultdict(int)  # thread: functions of the package that are running
+        self.imports: defaultdict[int, int] = defaultdict(int)  # thread: modules that are being imported
         self.first: dict[CodeType, tuple[str, int]] = {}
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event in ("call", "return") and code.co_filename.startswith(self.package) and "<" not in code.co_name:
-            thread = threading.get_ident()
+        if event not in ("call", "return") or not code.co_filename.startswith(self.package):
+            return
+        thread, change = threading.get_ident(), 1 if event == "call" else -1
+        if code.co_name == "<module>":
+            self.imports[thread] += change
+        elif "<" not in code.co_name and not self.imports[thread]:
             if event == "call":
                 self.first.setdefault(code, (self.phase, self.depths[thread]))
-            self.depths[thread] += 1 if event == "call" else -1
+            self.depths[thread] += change
 
     def enter(self, phase: str) -> None:
         """From here on, what is called belongs to this phase."""

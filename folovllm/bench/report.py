@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 import statistics
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import folovllm
+from folovllm.cores import num_cores
 from folovllm.files import write_whole
 
 FORMAT = 1
@@ -100,8 +100,7 @@ def machine() -> dict[str, Any]:
     """Name the processor, how many cores we may use, and the GPU if there is one."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = {"cpu": _cpu_name(), "cores": cores, "torch_threads": torch.get_num_threads()}
+    found = {"cpu": _cpu_name(), "cores": num_cores(), "torch_threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     return found

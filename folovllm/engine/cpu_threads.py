@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from folovllm.cores import num_cores
 from folovllm.setup import EngineSetup
 
 logger = logging.getLogger("folovllm")
@@ -52,7 +53,7 @@ def use_threads(setup: EngineSetup) -> int | None:
         return None
     if asked is not None and asked > cores:
         raise ValueError(f"num_threads {asked} is more than the {cores} cores of this machine: lower it")
-    _process.chosen = asked or choose_threads(setup, limit)
+    _process.chosen = asked or choose_threads(setup, min(limit, num_cores()))
     torch.set_num_threads(_process.chosen)
     if asked is None:
         logger.info("num_threads is %d (torch's own limit: %d)", _process.chosen, limit)

@@ -124,12 +124,13 @@ def as_halves(xs):
     """Tiles of `x` [SPLITS, n, 8] as float16, divided by the largest of each column; and that, [SPLITS, 1, 8].
 
     A float16 has three bits more than a bfloat16: a quotient is off by 2^-11 of itself at most, where a bfloat16 is by 2^-8.
-    Below 2^-14 of the largest it is off by 2^-25 of that.
+    Below 2^-14 of the largest it is off by 2^-25 of that. The divisor is held within 2^-125 and 2^125, where one over it is a
+    normal number: Inf stays Inf, and NaN, which no maximum sees, NaN.
     """
     peak, halves = tl.zeros(xs[0].shape, tl.float32), ()
     for c in tl.static_range(len(xs)):
         peak = tl.maximum(peak, tl.abs(xs[c].to(tl.float32)))
-    peak = tl.maximum(tl.max(peak, 1, keep_dims=True), 1e-30)
+    peak = tl.minimum(tl.maximum(tl.max(peak, 1, keep_dims=True), 2.0**-125), 2.0**125)
     inverse = 1.0 / peak
     for c in tl.static_range(len(xs)):
         halves = append(halves, (xs[c].to(tl.float32) * inverse).to(tl.float16))

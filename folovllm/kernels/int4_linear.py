@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
-from folovllm.kernels.small_linear import add_products, add_squares, append, total_rows
+from folovllm.kernels.small_linear import add_products, add_squares, append, repeat, silu_product, total_rows
 
 FEW = (1, 2, 4)  # tokens; above, the tensor cores are better (`int4_matmul`)
 IN_QUAD = 32  # codes
@@ -43,10 +43,7 @@ def code(words, i: tl.constexpr, exponent):
 @triton.jit
 def zeros(NUM: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
     """NUM tiles [A, B, C] of sums that begin."""
-    tiles = ()
-    for _ in tl.static_range(NUM):
-        tiles = append(tiles, tl.zeros([A, B, C], tl.float32))
-    return tiles
+    return repeat(tl.zeros([A, B, C], tl.float32), NUM)
 
 
 @triton.jit
@@ -156,9 +153,7 @@ def int4_linear_kernel(
     quads = tl.arange(0, QUADS)[None, :]
     words = load_words(word_ptr + rows[:, None, None].to(tl.int64) * (4 * NUM), quads[:, :, None], NUM)
     wait_for_inputs(PDL)
-    totals, squares = (), zeros(M, 1, QUADS, 4)
-    for _ in tl.static_range(M):
-        totals = append(totals, tl.zeros([LINES, QUADS], tl.float32))
+    totals, squares = repeat(tl.zeros([LINES, QUADS], tl.float32), M), zeros(M, 1, QUADS, 4)
     for c in tl.static_range(len(words)):
         quad = c * QUADS + quads
         group, inside = quad // (GROUP // 32), quad < NUM
@@ -178,9 +173,8 @@ def int4_linear_kernel(
         if NORM:
             y *= tl.rsqrt(tl.sum(tl.sum(squares[m], 2), 1) / K + eps)  # [1], of the one row of x
         if GATED:
-            half, pair = tl.arange(0, 2)[:, None], y.to(DTYPE).to(tl.float32).reshape(2, ROWS)
-            gate, up = tl.sum(tl.where(half == 0, pair, 0), 0), tl.sum(tl.where(half == 1, pair, 0), 0)
-            y = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up
+            half, pair = tl.arange(0, 2)[:, None], y.reshape(2, ROWS)
+            y = silu_product(tl.sum(tl.where(half == 0, pair, 0), 0), tl.sum(tl.where(half == 1, pair, 0), 0), DTYPE)
         if RESIDUAL:
             y += tl.load(residual_ptr + m * num_rows + outputs, mask=kept, other=0).to(tl.float32)
         tl.store(out_ptr + m * num_rows + outputs, y.to(DTYPE), mask=kept)

@@ -11,7 +11,6 @@ So here threads wait for one kernel each, and let another process compile it (`c
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -27,6 +26,7 @@ from triton.runtime import driver
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
+from folovllm.cores import num_cores
 from folovllm.kernels.carveout import divide_memory
 from folovllm.kernels.compile_elsewhere import Elsewhere, Workers
 from folovllm.kernels.compile_worker import Task, hash_from_below
@@ -44,12 +44,12 @@ def rehearsal(device: torch.device, num_processes: int = 1, show_progress: bool 
 
     Args:
         device: where the kernels are loaded.
-        num_processes: how many share this machine's cores.
+        num_processes: how many share the cores that this one may use.
 
     Raises:
         Exception: the first that the compiler, or the loading, raised.
     """
-    num_threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // num_processes))
+    num_threads = max(1, min(MOST_THREADS, num_cores() // num_processes))
     pool, workers = ThreadPoolExecutor(num_threads, "compile", *initializer_for(device)), Workers()
     with _turn, tqdm(total=0, desc="Compiling kernels", unit="kernel", disable=not show_progress) as progress:
         asked = Asked(pool, workers, progress)

@@ -28,6 +28,15 @@ def append(items, item):
 
 
 @triton.jit
+def repeat(tile, NUM: tl.constexpr):
+    """A tuple of NUM such tiles."""
+    tiles = ()
+    for _ in tl.static_range(NUM):
+        tiles = append(tiles, tile)
+    return tiles
+
+
+@triton.jit
 def halves(pair, DTYPE: tl.constexpr):
     """The two numbers of type DTYPE in an int32, as float32. Of bfloat16 the bits are there; only others are zeroed."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
@@ -67,6 +76,22 @@ def load_rows(row_ptr, k, WIDTH: tl.constexpr):
     for start in tl.static_range(0, WIDTH, k.shape[1]):
         chunks = append(chunks, load_chunk(row_ptr, k, start, WIDTH, "evict_first"))
     return chunks
+
+
+@triton.jit
+def load_inputs(row_ptr, stride, k, start: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr):
+    """Of each token a chunk of `x`, as `load_chunk` reads it."""
+    xs = ()
+    for m in tl.static_range(M):
+        xs = append(xs, load_chunk(row_ptr + m * stride, k, start, WIDTH, ""))
+    return xs
+
+
+@triton.jit
+def silu_product(gate, up, DTYPE: tl.constexpr):
+    """silu(gate) * up in float32; all three are rounded to DTYPE before they meet."""
+    gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up
 
 
 @triton.jit
@@ -113,26 +138,21 @@ def small_linear_kernel(
     WIDTH: tl.constexpr = K // 2 if weight_ptr.dtype.element_ty == tl.int32 else K
     outputs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kept = outputs < num_rows
-    rows = tl.minimum(outputs, num_rows - 1)  # what is past the last row reads that again, and is not stored
-    k = tl.arange(0, CHUNK)[None, :]
+    rows, k = tl.minimum(outputs, num_rows - 1), tl.arange(0, CHUNK)[None, :]  # past the last row that again
     row_ptr = weight_ptr + rows[:, None].to(tl.int64) * WIDTH + k  # [ROWS, CHUNK]
     weights = load_rows(row_ptr, k, WIDTH)
     if GATED:
         up_weights = load_rows(row_ptr + tl.cast(num_rows, tl.int64) * WIDTH, k, WIDTH)
     wait_for_inputs(PDL)
-    residuals, sums = (), ()
-    for m in tl.static_range(M):
-        if RESIDUAL:
-            residuals = append(
-                residuals, tl.load(residual_ptr + m * num_rows + outputs, mask=kept, other=0).to(tl.float32)
-            )
-        sums = append(sums, tl.zeros([ROWS, CHUNK], tl.float32))
+    residuals = ()
+    for m in tl.static_range(M if RESIDUAL else 0):
+        residual = tl.load(residual_ptr + m * num_rows + outputs, mask=kept, other=0)
+        residuals = append(residuals, residual.to(tl.float32))
+    sums = repeat(tl.zeros([ROWS, CHUNK], tl.float32), M)
     up_sums, squares = sums, sums
     x_row_ptr = x_ptr + k + tl.zeros([ROWS, 1], tl.int32)  # the same in all rows
     for c in tl.static_range(len(weights)):
-        xs = ()
-        for m in tl.static_range(M):
-            xs = append(xs, load_chunk(x_row_ptr + m * stride_x, k, c * CHUNK, WIDTH, ""))
+        xs = load_inputs(x_row_ptr, stride_x, k, c * CHUNK, WIDTH, M)
         sums = add_products(sums, weights[c], xs, DTYPE)
         if GATED:
             up_sums = add_products(up_sums, up_weights[c], xs, DTYPE)
@@ -143,8 +163,7 @@ def small_linear_kernel(
         inverse = tl.rsqrt(square_totals[m] / K + eps) if NORM else 1.0
         y = totals[m] * inverse
         if GATED:
-            gate, up = y.to(DTYPE).to(tl.float32), (up_totals[m] * inverse).to(DTYPE).to(tl.float32)
-            y = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up
+            y = silu_product(y, up_totals[m] * inverse, DTYPE)
         if RESIDUAL:
             y += residuals[m]
         tl.store(out_ptr + m * num_rows + outputs, y.to(DTYPE), mask=kept)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from folovllm.distributed.mailboxes import LETTERS, MOST_PROGRAMS, Mailboxes
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
-from folovllm.kernels.small_linear import add_products, append, load_chunk, load_rows, tiling, total_rows
+from folovllm.kernels.small_linear import add_products, load_inputs, load_rows, repeat, tiling, total_rows
 
 # Reads a letter again and again, until it has the right number: past all caches that do not hear of other GPUs.
 WAIT = tl.constexpr("""{
@@ -83,14 +83,10 @@ def summed_linear_kernel(
     token, row = tl.arange(0, M)[:, None], tl.arange(0, ROWS)[None, :]
     at, kept = token * num_rows + place * ROWS + row, place * ROWS + row < num_rows  # [M, ROWS], of the results
     y = tl.load(residual_ptr + at, mask=kept, other=0).to(tl.float32) if RESIDUAL else 0.0
-    sums = ()
-    for _ in tl.static_range(M):
-        sums = append(sums, tl.zeros([ROWS, CHUNK], tl.float32))
+    sums = repeat(tl.zeros([ROWS, CHUNK], tl.float32), M)
     x_row_ptr = x_ptr + k + tl.zeros([ROWS, 1], tl.int32)  # the same in all rows
     for i in tl.static_range(len(weights)):
-        xs = ()
-        for m in tl.static_range(M):
-            xs = append(xs, load_chunk(x_row_ptr + m * stride_x, k, i * CHUNK, WIDTH, ""))
+        xs = load_inputs(x_row_ptr, stride_x, k, i * CHUNK, WIDTH, M)
         sums = add_products(sums, weights[i], xs, DTYPE)
     own = stack(total_rows(sums))
     letter = (place * 2 + (number & 1)) * SIZE * LETTERS + token * ROWS + row  # [M, ROWS], of those from rank 0

@@ -55,8 +55,7 @@ class CheckGraphs(PromptGraphs):
         self._steps_in, self._draw, self._rows_draw, self._tokens = steps_in, draw, rows_draw, tokens
         self._drafted = drafted
         self._logits = self._kept_free = torch.empty(0)  # [R, V]
-        self._draws: dict[Room, StepGraph] = {}  # of steps with masks
-        self._whole: dict[Room, StepGraph] = {}
+        self._recordings: dict[tuple[Room, str], StepGraph] = {}  # beside those of steps without a draw
 
     def room_for(self, step: PackedStep) -> Room | None:
         """The smallest room that holds a step; None if there is none, or if it has more to do than to check guesses."""
@@ -75,7 +74,7 @@ class CheckGraphs(PromptGraphs):
         """`replay`, and draw for all without a mask. `by_draw` has a column for each draw."""
         numbers = lay_out(step, draws, room, self._setup.max_num_seqs)
         lines = self._lines_of_draws(by_draw, room)
-        self._whole_graph(room).replay(self._steps_in.stage(np.concatenate([lines.ravel(), numbers])))
+        self._recorded(room, self._whole_work).replay(self._steps_in.stage(np.concatenate([lines.ravel(), numbers])))
         self._steps_in.mark()
         return self._logits[: len(draws.token)]
 
@@ -84,7 +83,9 @@ class CheckGraphs(PromptGraphs):
         lines, bits = self._lines_of_draws(by_draw, room), self._no_masks(room)
         at = slice(by_draw.num_seqs) if len(masks.rows) == by_draw.num_seqs else draws_of(masks, by_draw)
         lines[2, at], bits[at] = masks.rows, masks.bits
-        self._draw_graph(room).replay(self._steps_in.stage(np.concatenate([lines.ravel(), bits.ravel()])))
+        self._recorded(room, self._draw_work).replay(
+            self._steps_in.stage(np.concatenate([lines.ravel(), bits.ravel()]))
+        )
         self._steps_in.mark()
 
     def open(self) -> None:
@@ -93,14 +94,15 @@ class CheckGraphs(PromptGraphs):
         super().open()
         if self._setup.device.type == "cuda":
             for room in self.rooms[::-1]:
-                self._draw_graph(room)
-                self._whole_graph(room)
+                for make in self._works():
+                    self._recorded(room, make)
 
     def rehearse(self) -> None:
         """As `PromptGraphs`."""
         super().rehearse()
         for room in self._wanted():
-            for work, numbers in self._draw_work(room), self._whole_work(room):
+            for make in self._works():
+                work, numbers = make(room)
                 work(torch.from_numpy(numbers).to(self._setup.device))
 
     def make_room(self) -> None:
@@ -141,22 +143,23 @@ class CheckGraphs(PromptGraphs):
     def _no_masks(self, room: Room) -> Int32:
         return np.full((room.tokens, mask_width(self._setup.vocab_size)), -1, np.int32)
 
-    def _draw_graph(self, room: Room) -> StepGraph:
-        """The second of two recordings, with a mask for each draw. Records it now if it is not yet there."""
-        if room not in self._draws:
-            work, numbers = self._draw_work(room)
-            self._draws[room] = self._recorder.record(numbers, work)
-        return self._draws[room]
+    def _works(self) -> tuple[Callable[[Room], Work], ...]:
+        """What is recorded of a room, beside the step without a draw."""
+        return self._draw_work, self._whole_work
 
-    def _whole_graph(self, room: Room) -> StepGraph:
-        """The recording of a whole step. Records it now if it is not yet there."""
-        if room not in self._whole:
-            work, numbers = self._whole_work(room)
-            self._whole[room] = self._recorder.record(numbers, work)
-        return self._whole[room]
+    def _recorded(self, room: Room, make: Callable[[Room], Work]) -> StepGraph:
+        """The recording of the work that `make` makes for a room. Records it now if it is not yet there."""
+        key = room, make.__name__
+        if key not in self._recordings:
+            work, numbers = make(room)
+            self._recordings[key] = self._recorder.record(numbers, work)
+        return self._recordings[key]
 
     def _draw_work(self, room: Room) -> Work:
-        """Draw after each token of a room. Where a draw has a mask, the one of its row rules nothing out."""
+        """The second of two recordings: draw after each token of a room.
+
+        Where a draw has a mask, the one of its row rules nothing out.
+        """
 
         def draw(numbers: torch.Tensor) -> None:
             rows, positions, masked = numbers[: 3 * room.tokens].view(3, -1)
@@ -168,7 +171,7 @@ class CheckGraphs(PromptGraphs):
         return draw, np.concatenate([self._lines_of_draws(None, room).ravel(), self._no_masks(room).ravel()])
 
     def _whole_work(self, room: Room) -> Work:
-        """Compute a step, and draw after each of its tokens."""
+        """A whole step: compute it, and draw after each of its tokens."""
 
         def whole(numbers: torch.Tensor) -> None:
             rows, positions, _ = numbers[: 3 * room.tokens].view(3, -1)

@@ -151,6 +151,15 @@ def test_read_marks_what_is_new(sample: Course) -> None:
     assert "+" not in course(sample, "read", "m1")
 
 
+def test_read_leaves_out_what_an_import_does(sample: Course) -> None:
+    """Such a function is called by no request; one that both call is shown where the request calls it."""
+    pool = sample.root / "folovllm" / "pool.py"
+    both = "\n\ndef both(n):\n    return n\n\n\ndef early(n):\n    return both(n)\n\n\nMOST = early(3)\n"
+    pool.write_text(pool.read_text().replace("range(size)", "range(both(size))") + both)
+    said = course(sample, "read", "m1")
+    assert " early " not in said and said.index(" Pool.__init__ ") < said.index(" both ")
+
+
 def line_of(sample: Course, name: str) -> int:
     lines = sample.source(Path("folovllm/pool.py")).split("\n")
     return next(n for n, line in enumerate(lines, 1) if f"def {name}(" in line)

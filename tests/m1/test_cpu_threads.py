@@ -25,6 +25,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     asked = [8]
     monkeypatch.setattr(cpu_threads, "_process", cpu_threads._Process())
     monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr(cpu_threads, "num_cores", lambda: 8)
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: asked[-1])
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -92,6 +93,12 @@ class TestTheEnginesChoice:
         assert set(shapes) == {(1536, 1024)}
         assert choose_threads(small(milestone="m6", tensor_parallel_size=2), 8) == 2
         assert choose_threads(small(milestone="m6", tensor_parallel_size=2), 1) == 1
+
+    def test_no_more_than_a_container_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A quota is not felt in a measurement so short; and torch counts the machine's cores."""
+        products_take(monkeypatch, {1: 1.0, 2: 0.5, 4: 0.25})
+        monkeypatch.setattr(cpu_threads, "num_cores", lambda: 2)
+        assert use_threads(large()) == 2
 
     def test_it_is_a_real_measurement(self) -> None:
         assert 0 < seconds_of(torch.ones(2, 8), torch.ones(8, 8)) < 1

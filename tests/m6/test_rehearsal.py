@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from folovllm.layers.attention import Attention
@@ -52,6 +53,27 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert found["interrupted"] == "KeyboardInterrupt"
     assert found["once more"] == "", "a rehearsal that failed does not stand in the next one's way"
     assert found["as before"], "Triton is left as it was"
+
+
+def test_as_many_compile_as_a_container_has_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as many as the machine has, and ranks share them."""
+    pytest.importorskip("triton")
+    from folovllm.kernels import rehearsal
+
+    asked: list[int] = []
+
+    class Noted(rehearsal.ThreadPoolExecutor):
+        def __init__(self, max_workers: int, *rest: Any) -> None:
+            asked.append(max_workers)
+            super().__init__(max_workers, *rest)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(rehearsal, "ThreadPoolExecutor", Noted)
+    monkeypatch.setattr(rehearsal, "num_cores", lambda: 4)
+    for num_processes in (1, 2, 8):
+        with rehearsal.rehearsal(torch.device("cpu"), num_processes):
+            pass
+    assert asked == [4, 2, 1]
 
 
 def test_other_processes_compile(tmp_path: Path) -> None:

@@ -10,9 +10,13 @@ from tests.contract import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+import triton
+import triton.language as tl
+
 from folovllm.kernels import few_codes
 from folovllm.kernels import quant_linear as few
 from folovllm.kernels import quant_matmul as many
+from folovllm.kernels.code_tiles import as_halves
 from folovllm.kernels.quant_linear import Codes
 
 E4M3 = torch.float8_e4m3fn
@@ -82,6 +86,49 @@ def test_one_token_of_several_groups(monkeypatch: pytest.MonkeyPatch, dtype: tor
     close(few.quant_linear(x.to(DEVICE, dtype), codes), x.to(dtype).double() @ weight.T)
     zero = torch.zeros(1, 2608, dtype=dtype, device=DEVICE)
     assert not few.quant_linear(zero, codes).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(
+    "values", [(torch.inf,), (-torch.inf,), (torch.nan,), (torch.inf, torch.inf), (torch.inf, torch.nan)]
+)
+def test_one_token_that_is_not_finite(dtype: torch.dtype, values: tuple[float, ...]) -> None:
+    """Inf makes Inf, but NaN where it meets zero or another sign; NaN makes NaN."""
+    if not few.has_fp8(torch.device(DEVICE)):
+        pytest.skip("this card has no numbers of FP8")
+    codes, weight = made_up("fp8", 10, 2608, None)
+    codes.weight.view(torch.uint8)[3, 7] = 0
+    weight[3, 7] = 0
+    x = torch.randn(1, 2608, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for place, value in zip((7, 2000), values, strict=False):
+        x[0, place] = value
+    expected = x.double() @ weight.T
+    assert expected[0, 3].isnan() and not expected.isfinite().any()
+    torch.testing.assert_close(
+        few.quant_linear(x.to(DEVICE), codes).double().cpu(), expected, rtol=0, atol=0, equal_nan=True
+    )
+
+
+@triton.jit
+def there_and_back_kernel(x_ptr, out_ptr):
+    """`x` [16, 8] by way of `as_halves`."""
+    at = tl.arange(0, 16)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    halves, peak = as_halves((tl.load(x_ptr + at),))
+    tl.store(out_ptr + at, halves[0].to(tl.float32) * peak)
+
+
+def test_numbers_of_any_size_survive_as_halves() -> None:
+    """Each column by itself: the largest floats, the smallest, zeros, Inf beside others, and NaN."""
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).clamp(-3, 3)
+    x *= torch.tensor([1, 1.1e38, 1e-37, 1e-39, 0, 1, 1e38, 1e-30])
+    x[4, 0], x[5, 5], x[6, 6] = 1e30, torch.inf, torch.nan
+    out = torch.empty_like(x).to(DEVICE)
+    there_and_back_kernel[(1,)](x.to(DEVICE), out)
+    largest = x.abs().nan_to_num(0, posinf=2.0**125).amax(0).clamp(max=2.0**125)
+    allowed = 1.01 * (x.abs().nan_to_num(0, posinf=0) * 2.0**-11 + largest * 2.0**-25) + 2e-45  # a card divides roughly
+    out = out.cpu()
+    for actual, expected, off in zip(out.ravel(), x.ravel(), allowed.ravel(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=float(off), equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
