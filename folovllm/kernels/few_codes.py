@@ -46,10 +46,10 @@ def inverse_root(x_ptr, stride_x, eps, K: tl.constexpr, M: tl.constexpr, AT_ONCE
 
 @triton.jit
 def sum_parts(acc, PARTS: tl.constexpr):
-    """Of products [SPLITS, 16, 8] those of a part with itself, added up: [16 / PARTS lines, 8 / PARTS tokens]."""
+    """Of products [SPLITS, 16, columns] those of a part with itself, added up: [16 / PARTS lines, columns / PARTS]."""
     LINES: tl.constexpr = 16 // PARTS
-    TOKENS: tl.constexpr = 8 // PARTS
-    met = tl.arange(0, 16)[:, None] // LINES == tl.arange(0, 8)[None, :] // TOKENS
+    TOKENS: tl.constexpr = acc.shape[2] // PARTS
+    met = tl.arange(0, 16)[:, None] // LINES == tl.arange(0, PARTS * TOKENS)[None, :] // TOKENS
     each = tl.reshape(tl.where(met, tl.sum(acc, 0), 0.0), [PARTS, LINES, PARTS, TOKENS])
     return tl.sum(tl.sum(each, 2), 0)
 

@@ -1,0 +1,100 @@
+"""Codes of 8 or 4 bits that are integers, times one or two tokens: on the tensor cores, in integers.
+
+What `few_codes` spends most instructions on is to make floats of codes. Here codes are bytes as they come, or one instruction
+away from that (`byte_planes`), and a tensor core takes 32 of a row at once in place of 16. `x` becomes integers instead: four
+bytes of each number are four columns of a product. That is long. So a program keeps `x` in registers, and takes several
+groups of lines one after the other (TIMES).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from folovllm.kernels.byte_planes import in_pairs, load_columns, planes_of, sixteen_bytes
+from folovllm.kernels.code_tiles import load_lines
+from folovllm.kernels.few_codes import finish, inverse_root, sum_parts
+from folovllm.kernels.pdl import let_next_start, wait_for_inputs
+from folovllm.kernels.small_linear import append
+
+
+@triton.jit
+def sums_of(xs, ZEROS: tl.constexpr):
+    """What `x` sums up to in each tile, as `in_pairs`, [SPLITS, 16, 4], in all rows; nothing if there are no ZEROS."""
+    result = ()
+    for c in tl.static_range(len(xs) if ZEROS else 0):
+        ones = tl.full([xs[c].shape[0], 16, xs[c].shape[1]], 1, tl.int8)
+        result = append(result, in_pairs(tl.dot(ones, xs[c], out_dtype=tl.int32), True) * 16)
+    return result
+
+
+@triton.jit
+def multiply(words, factors, xs, sums, flip, KIND: tl.constexpr, SPLITS: tl.constexpr):
+    """The products of all tiles of words, [SPLITS, 16, 4], in units of a plane, or of a sixteenth of that."""
+    total = tl.zeros([SPLITS, 16, 8], tl.int32)
+    acc = tl.zeros([SPLITS, 16, 4], tl.float32)
+    for c in tl.static_range(len(xs)):
+        codes = sixteen_bytes(words[2 * c], words[2 * c + 1], flip, KIND)
+        if len(factors) == 0:
+            total = tl.dot(codes, xs[c], total, out_dtype=tl.int32)
+        else:
+            acc += in_pairs(tl.dot(codes, xs[c], out_dtype=tl.int32), True) * factors[c][0][:, :, None]
+        if len(sums) > 0:
+            acc += sums[c] * factors[c][1][:, :, None]
+    return in_pairs(total, False) if len(factors) == 0 else acc
+
+
+@triton.jit
+def units_of(unit, KIND: tl.constexpr):
+    """What each pair of planes is worth, [SPLITS, 1, 4], of what a row's plane is [8 SPLITS, 1]."""
+    pair = tl.max(tl.reshape(unit, [unit.shape[0] // 8, 1, 4, 2]), 3)
+    worth = tl.where(tl.arange(0, 4) % 2 == 0, 1.0, 65536.0) * (0.0625 if KIND == "int4" else 1.0)
+    return pair * worth[None, None, :]
+
+
+@triton.jit
+def whole_codes_kernel(
+    x_ptr, word_ptr, scale_ptr, zero_ptr, columns_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, flip,
+    K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, TIMES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `few_codes_kernel`, with KIND "int4" or "int8", 16 words of a row in a tile, and `x` in bytes."""
+    let_next_start(PDL)
+    WORDS: tl.constexpr = 16
+    ROWS: tl.constexpr = 16 // PARTS // (1 + GATED)
+    NUM: tl.constexpr = K // 8 if KIND == "int4" else K // 4
+    STEP: tl.constexpr = SPLITS * PARTS * WORDS
+    BY_TILE: tl.constexpr = GROUP < K or KIND == "int4"
+    first, pieces = tl.program_id(0) * (ROWS * TIMES), ()
+    words, factors = load_lines(
+        word_ptr, scale_ptr, zero_ptr, first, num_rows, K, GROUP_ROWS, GROUP, ROWS, NUM, PARTS, SPLITS, WORDS, BY_TILE)  # fmt: skip
+    wait_for_inputs(PDL)
+    for c in tl.static_range(len(words) // 2):
+        pieces += load_columns(x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS)
+    inverse = inverse_root(x_ptr, stride_x, eps, K, M, 256 * SPLITS // M) if NORM else 1.0
+    xs, unit = planes_of(pieces, KIND)
+    sums, units = sums_of(xs, zero_ptr is not None), units_of(unit, KIND)
+    for i in tl.static_range(TIMES):
+        if i + 1 < TIMES:
+            next_words, next_factors = load_lines(
+                word_ptr, scale_ptr, zero_ptr, first + ROWS, num_rows, K, GROUP_ROWS, GROUP, ROWS, NUM, PARTS, SPLITS, WORDS,
+                BY_TILE)  # fmt: skip
+        y = sum_parts(multiply(words, factors, xs, sums, flip, KIND, SPLITS) * units, PARTS)
+        y = tl.sum(tl.reshape(y, [y.shape[0], y.shape[1] // 2, 2]), 2)
+        finish(y, scale_ptr, residual_ptr, out_ptr, first, num_rows, inverse, GROUP_ROWS, BY_TILE, GATED, RESIDUAL, M)
+        if i + 1 < TIMES:
+            words, factors, first = next_words, next_factors, first + ROWS
+
+
+PROGRAMS = 600
+MOST_TIMES = 4
+MOST_TILES = 5  # of a warp
+
+
+def tile_of(num_tokens: int, rows: int, row_bytes: int) -> dict[str, int]:
+    """PARTS, SPLITS (which are warps) and TIMES of a program for rows of so many bytes."""
+    parts = 2 // num_tokens
+    splits = triton.next_power_of_2(triton.cdiv(row_bytes, 64 * parts * MOST_TILES))
+    times = 1 << max(0, min(MOST_TIMES, rows * parts // (16 * PROGRAMS)).bit_length() - 1)
+    return {"PARTS": parts, "SPLITS": min(16, splits), "TIMES": times}
