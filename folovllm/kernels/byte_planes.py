@@ -84,8 +84,8 @@ def planes_of(pieces, KIND: tl.constexpr):
     """
     bits = largest(pieces)
     plane = tl.arange(0, bits.shape[0])[:, None] % PLANES
-    inverse = (TOO_LARGE - (bits & EXPONENT_BITS)).to(tl.float32, bitcast=True)
-    offset = (THREE + (0x8080 & ((1 << 8 * plane) - 1))).to(tl.float32, bitcast=True)
+    inverse = ((bits & EXPONENT_BITS) * -1 + TOO_LARGE).to(tl.float32, bitcast=True)
+    offset = ((((plane * 0 + 1) << 8 * plane) - 1 & 0x8080) + THREE).to(tl.float32, bitcast=True)
     EACH: tl.constexpr = 8 if KIND == "int4" else 2
     planes = ()
     for i in tl.static_range(0, len(pieces), EACH):

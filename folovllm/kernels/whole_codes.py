@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.kernels.byte_planes import in_pairs, load_columns, planes_of, sixteen_bytes
+from folovllm.kernels.byte_planes import FLIP, in_pairs, load_columns, planes_of, sixteen_bytes
 from folovllm.kernels.code_tiles import load_lines
 from folovllm.kernels.few_codes import finish, inverse_root, sum_parts
-from folovllm.kernels.pdl import let_next_start, wait_for_inputs
+from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.small_linear import append
 
 
@@ -98,3 +98,29 @@ def tile_of(num_tokens: int, rows: int, row_bytes: int) -> dict[str, int]:
     splits = triton.next_power_of_2(triton.cdiv(row_bytes, 64 * parts * MOST_TILES))
     times = 1 << max(0, min(MOST_TIMES, rows * parts // (16 * PROGRAMS)).bit_length() - 1)
     return {"PARTS": parts, "SPLITS": min(16, splits), "TIMES": times}
+
+
+def whole_codes(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    block: tuple[int, int],
+    kind: str,
+    norm_eps: float | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `few_codes`, for what `is_whole` says."""
+    num_tokens, width = x.shape
+    rows = len(words) // (1 + gated)
+    out = x.new_empty(num_tokens, rows)
+    tile = tile_of(num_tokens, len(words), 4 * words.shape[1])
+    whole_codes_kernel[(triton.cdiv(rows, 16 // tile["PARTS"] // (1 + gated) * tile["TIMES"]),)](
+        x, words, scales, zeros, columns, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
+        FLIP, K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,
+        RESIDUAL=residual is not None, M=num_tokens, **tile, num_warps=tile["SPLITS"],
+        **launch_options(x.device, num_tokens),
+    )  # fmt: skip
+    return out
