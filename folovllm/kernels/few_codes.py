@@ -75,24 +75,30 @@ def add_products(acc, numbers, x, factors, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def finish(
-    y, scale_ptr, residual_ptr, out_ptr, first, num_rows, inverse, GROUP_ROWS: tl.constexpr, BY_TILE: tl.constexpr,
-    GATED: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
+def load_row_scales(scale_ptr, first, num_rows, GROUP_ROWS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr):
+    """The scales of the lines from `first` on, [lines, 1], where a row has one."""
+    line = row_of(first, tl.arange(0, LINES)[:, None], num_rows, ROWS, LINES)
+    return tl.load(scale_ptr + line // GROUP_ROWS).to(tl.float32)
+
+
+@triton.jit
+def load_residual(residual_ptr, first, num_rows, ROWS: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr):
+    """What is added to the outputs from `first` on, [ROWS, TOKENS]. To ask for it early saves the wait for it at the end."""
+    outputs, token = first + tl.arange(0, ROWS)[:, None], tl.arange(0, TOKENS)[None, :]
+    kept = (outputs < num_rows) & (token < M)
+    return tl.load(residual_ptr + token * num_rows + outputs, mask=kept, other=0).to(tl.float32)
+
+
+@triton.jit
+def finish(y, residual, out_ptr, first, num_rows, inverse, GATED: tl.constexpr, M: tl.constexpr):
     """Store the outputs from `first` on, of sums [lines, tokens]."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    LINES: tl.constexpr = y.shape[0]
-    ROWS: tl.constexpr = LINES // (1 + GATED)
-    if not BY_TILE:
-        line = row_of(first, tl.arange(0, LINES)[:, None], num_rows, ROWS, LINES)
-        y *= tl.load(scale_ptr + line // GROUP_ROWS).to(tl.float32)
-    outputs, token = first + tl.arange(0, ROWS)[:, None], tl.arange(0, y.shape[1])[None, :]
-    at, kept = token * num_rows + outputs, (outputs < num_rows) & (token < M)
+    ROWS: tl.constexpr = y.shape[0] // (1 + GATED)
     y *= inverse
     y = silu_times(y, DTYPE) if GATED else y
-    if RESIDUAL:
-        y += tl.load(residual_ptr + at, mask=kept, other=0).to(tl.float32)
-    tl.store(out_ptr + at, y.to(DTYPE), mask=kept)
+    outputs, token = first + tl.arange(0, ROWS)[:, None], tl.arange(0, y.shape[1])[None, :]
+    kept = (outputs < num_rows) & (token < M)
+    tl.store(out_ptr + token * num_rows + outputs, (y + residual).to(DTYPE), mask=kept)
 
 
 @triton.jit
@@ -114,9 +120,11 @@ def few_codes_kernel(
     NUM: tl.constexpr = K // 8 if KIND == "int4" else K // 4
     STEP: tl.constexpr = SPLITS * PARTS * WORDS
     BY_TILE: tl.constexpr = GROUP < K or zero_ptr is not None
+    LINES: tl.constexpr = ROWS * (1 + GATED)
     first, xs = tl.program_id(0) * (ROWS * TIMES), ()
     words, factors = load_lines(
         word_ptr, scale_ptr, zero_ptr, first, num_rows, K, GROUP_ROWS, GROUP, ROWS, NUM, PARTS, SPLITS, WORDS, BY_TILE)  # fmt: skip
+    scale = 1.0 if BY_TILE else load_row_scales(scale_ptr, first, num_rows, GROUP_ROWS, ROWS, LINES)
     wait_for_inputs(PDL)
     inverse = inverse_root(x_ptr, stride_x, eps, K, M, 256 * SPLITS // M) if NORM else 1.0
     for c in tl.static_range(len(words) // 2 if HALVES else 0):
@@ -128,16 +136,18 @@ def few_codes_kernel(
             next_words, next_factors = load_lines(
                 word_ptr, scale_ptr, zero_ptr, first + ROWS, num_rows, K, GROUP_ROWS, GROUP, ROWS, NUM, PARTS, SPLITS, WORDS,
                 BY_TILE)  # fmt: skip
+            next_scale = 1.0 if BY_TILE else load_row_scales(scale_ptr, first + ROWS, num_rows, GROUP_ROWS, ROWS, LINES)
+        residual = load_residual(residual_ptr, first, num_rows, ROWS, 8 // PARTS, M) if RESIDUAL else 0.0
         acc = tl.zeros([SPLITS, 16, 8], tl.float32)
         for c in tl.static_range(len(words) // 2):
             x = xs[c] if HALVES else load_tile(
                 x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS)  # fmt: skip
             numbers = sixteen(words[2 * c], words[2 * c + 1], exponent, KIND, x.dtype)
             acc = add_products(acc, numbers, x, factors[c] if BY_TILE else (), PRECISION)
-        y = sum_parts(acc * peak if HALVES else acc, PARTS)
-        finish(y, scale_ptr, residual_ptr, out_ptr, first, num_rows, inverse, GROUP_ROWS, BY_TILE, GATED, RESIDUAL, M)
+        y = sum_parts(acc * peak if HALVES else acc, PARTS) * scale
+        finish(y, residual, out_ptr, first, num_rows, inverse, GATED, M)
         if i + 1 < TIMES:
-            words, factors, first = next_words, next_factors, first + ROWS
+            words, factors, scale, first = next_words, next_factors, next_scale, first + ROWS
 
 
 def serves(x: torch.Tensor) -> bool:

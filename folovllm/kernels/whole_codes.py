@@ -14,7 +14,7 @@ import triton.language as tl
 
 from folovllm.kernels.byte_planes import FLIP, in_pairs, load_columns, planes_of, sixteen_bytes
 from folovllm.kernels.code_tiles import load_lines
-from folovllm.kernels.few_codes import finish, inverse_root, sum_parts
+from folovllm.kernels.few_codes import finish, inverse_root, load_residual, load_row_scales, sum_parts
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.small_linear import append
 
@@ -66,9 +66,11 @@ def whole_codes_kernel(
     NUM: tl.constexpr = K // 8 if KIND == "int4" else K // 4
     STEP: tl.constexpr = SPLITS * PARTS * WORDS
     BY_TILE: tl.constexpr = GROUP < K or KIND == "int4"
+    LINES: tl.constexpr = ROWS * (1 + GATED)
     first, pieces = tl.program_id(0) * (ROWS * TIMES), ()
     words, factors = load_lines(
         word_ptr, scale_ptr, zero_ptr, first, num_rows, K, GROUP_ROWS, GROUP, ROWS, NUM, PARTS, SPLITS, WORDS, BY_TILE)  # fmt: skip
+    scale = 1.0 if BY_TILE else load_row_scales(scale_ptr, first, num_rows, GROUP_ROWS, ROWS, LINES)
     wait_for_inputs(PDL)
     for c in tl.static_range(len(words) // 2):
         pieces += load_columns(x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS)
@@ -80,11 +82,13 @@ def whole_codes_kernel(
             next_words, next_factors = load_lines(
                 word_ptr, scale_ptr, zero_ptr, first + ROWS, num_rows, K, GROUP_ROWS, GROUP, ROWS, NUM, PARTS, SPLITS, WORDS,
                 BY_TILE)  # fmt: skip
+            next_scale = 1.0 if BY_TILE else load_row_scales(scale_ptr, first + ROWS, num_rows, GROUP_ROWS, ROWS, LINES)
+        residual = load_residual(residual_ptr, first, num_rows, ROWS, 2 // PARTS, M) if RESIDUAL else 0.0
         y = sum_parts(multiply(words, factors, xs, sums, flip, KIND, SPLITS) * units, PARTS)
-        y = tl.sum(tl.reshape(y, [y.shape[0], y.shape[1] // 2, 2]), 2)
-        finish(y, scale_ptr, residual_ptr, out_ptr, first, num_rows, inverse, GROUP_ROWS, BY_TILE, GATED, RESIDUAL, M)
+        y = tl.sum(tl.reshape(y, [LINES, 2 // PARTS, 2]), 2) * scale
+        finish(y, residual, out_ptr, first, num_rows, inverse, GATED, M)
         if i + 1 < TIMES:
-            words, factors, first = next_words, next_factors, first + ROWS
+            words, factors, scale, first = next_words, next_factors, next_scale, first + ROWS
 
 
 PROGRAMS = 600
