@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.byte_planes import FLIP, in_pairs, load_columns, planes_of, sixteen_bytes
+from folovllm.kernels.code_results import finish, inverse_root, load_residual, load_row_scales, sum_parts
 from folovllm.kernels.code_tiles import load_lines
-from folovllm.kernels.few_codes import finish, inverse_root, load_residual, load_row_scales, sum_parts
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.small_linear import append
 
@@ -91,17 +91,43 @@ def whole_codes_kernel(
             words, factors, scale, first = next_words, next_factors, next_scale, first + ROWS
 
 
-PROGRAMS = 600
-MOST_TIMES = 4
-MOST_TILES = 5  # of a warp
+PROCESSORS = 132  # of an H100 or H200
+MOST_TIMES = 5  # groups of lines of a program, which are unrolled
+MOST_WARPS = 8
+TILES = {"int4": 3, "int8": 8}  # of a warp, while there may be more warps
+MOST_TILES = {"int4": 3, "int8": 10}  # of a warp: with more `few_codes` is faster
+REGISTERS = {"int4": (-16, 48), "int8": (64, 13)}  # of a thread, and for each tile of a warp: so that nothing spills
+INPUTS = {"int4": 128, "int8": 64}  # of a tile
 
 
-def tile_of(num_tokens: int, rows: int, row_bytes: int) -> dict[str, int]:
-    """PARTS, SPLITS (which are warps) and TIMES of a program for rows of so many bytes."""
-    parts = 2 // num_tokens
-    splits = triton.next_power_of_2(triton.cdiv(row_bytes, 64 * parts * MOST_TILES))
-    times = 1 << max(0, min(MOST_TIMES, rows * parts // (16 * PROGRAMS)).bit_length() - 1)
-    return {"PARTS": parts, "SPLITS": min(16, splits), "TIMES": times}
+def tiles_of(num_tokens: int, width: int, kind: str) -> int:
+    """Tiles of a part of a row. One token has two parts, two tokens have one."""
+    return triton.cdiv(width, INPUTS[kind] * (2 // num_tokens))
+
+
+def is_whole(x: torch.Tensor, block: tuple[int, int], kind: str) -> bool:
+    """Whether `whole_codes` is for these: one token or two of 16 bits, groups of whole tiles, and rows that are not too long."""
+    num_tokens, width = x.shape
+    if kind not in INPUTS or x.itemsize != 2 or num_tokens > 2:
+        return False
+    has_tiles = block[1] % INPUTS[kind] == 0 or (kind == "int8" and block[1] >= width)
+    return has_tiles and tiles_of(num_tokens, width, kind) <= MOST_WARPS * MOST_TILES[kind]
+
+
+def tile_of(num_tokens: int, lines: int, width: int, kind: str) -> dict[str, int]:
+    """PARTS, SPLITS (which are warps) and TIMES of a program, and the most registers of a thread (`maxnreg`).
+
+    All programs should be on the card at once: those for which there is no room at first take as long again. What they need
+    is registers, for the words and `x` of their tiles.
+    """
+    parts, tiles = 2 // num_tokens, tiles_of(num_tokens, width, kind)
+    splits = min(MOST_WARPS, triton.next_power_of_2(triton.cdiv(tiles, TILES[kind])))
+    each = triton.cdiv(tiles, splits)
+    base, for_tile = REGISTERS[kind]
+    registers = max(64, base + for_tile * each) // 8 * 8
+    room = PROCESSORS * (65536 // (32 * splits * registers))
+    times = min(MOST_TIMES, triton.cdiv(lines * parts, 16 * room))
+    return {"PARTS": parts, "SPLITS": splits, "TIMES": times, "maxnreg": registers}
 
 
 def whole_codes(
@@ -120,7 +146,7 @@ def whole_codes(
     num_tokens, width = x.shape
     rows = len(words) // (1 + gated)
     out = x.new_empty(num_tokens, rows)
-    tile = tile_of(num_tokens, len(words), 4 * words.shape[1])
+    tile = tile_of(num_tokens, len(words), width, kind)
     whole_codes_kernel[(triton.cdiv(rows, 16 // tile["PARTS"] // (1 + gated) * tile["TIMES"]),)](
         x, words, scales, zeros, columns, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
         FLIP, K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,
