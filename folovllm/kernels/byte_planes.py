@@ -6,7 +6,7 @@ For the lower three bytes hold 2^22 x / p as an integer with an offset, 0x40 in 
     2^22 x / p = byte 0 + 256 byte 1 + 65536 (byte 2 - byte 3)
 
 Bytes are signed here, so what makes a byte negative is added to the next one first. Numbers of bfloat16 down to 2^-13 of the
-largest are exact; what is smaller is off by 2^-22 of the largest, and no more.
+largest are exact; what is smaller is off by 2^-21 of the largest at most.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def multiply(words, factors, xs, sums, flip, KIND: tl.constexpr, SPLITS: tl.cons
 @triton.jit
 def units_of(unit, KIND: tl.constexpr):
     """What each pair of planes is worth, [SPLITS, 1, 4], of what a row's plane is [8 SPLITS, 1]."""
-    pair = tl.max(tl.reshape(unit, [unit.shape[0] // 8, 1, 4, 2]), 3)
+    pair, _ = tl.split(tl.reshape(unit, [unit.shape[0] // 8, 1, 4, 2]))  # of both the same
     worth = tl.where(tl.arange(0, 4) % 2 == 0, 1.0, 65536.0) * (0.0625 if KIND == "int4" else 1.0)
     return pair * worth[None, None, :]
 
@@ -72,9 +72,9 @@ def whole_codes_kernel(
         word_ptr, scale_ptr, zero_ptr, first, num_rows, K, GROUP_ROWS, GROUP, ROWS, NUM, PARTS, SPLITS, WORDS, BY_TILE)  # fmt: skip
     scale = 1.0 if BY_TILE else load_row_scales(scale_ptr, first, num_rows, GROUP_ROWS, ROWS, LINES)
     wait_for_inputs(PDL)
+    inverse = inverse_root(x_ptr, stride_x, eps, K, M, 128 * SPLITS // M) if NORM else 1.0
     for c in tl.static_range(len(words) // 2):
         pieces += load_columns(x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS)
-    inverse = inverse_root(x_ptr, stride_x, eps, K, M, 256 * SPLITS // M) if NORM else 1.0
     xs, unit = planes_of(pieces, KIND)
     sums, units = sums_of(xs, zero_ptr is not None), units_of(unit, KIND)
     for i in tl.static_range(TIMES):
@@ -106,9 +106,12 @@ def tiles_of(num_tokens: int, width: int, kind: str) -> int:
 
 
 def is_whole(x: torch.Tensor, block: tuple[int, int], kind: str) -> bool:
-    """Whether `whole_codes` is for these: one token or two of 16 bits, groups of whole tiles, and rows that are not too long."""
+    """Whether `whole_codes` is for these: one token of 16 bits, groups of whole tiles, and rows that are not too long.
+
+    It can multiply two tokens too, but whether that is faster has not been measured.
+    """
     num_tokens, width = x.shape
-    if kind not in INPUTS or x.itemsize != 2 or num_tokens > 2:
+    if kind not in INPUTS or x.itemsize != 2 or num_tokens > 1:
         return False
     has_tiles = block[1] % INPUTS[kind] == 0 or (kind == "int8" and block[1] >= width)
     return has_tiles and tiles_of(num_tokens, width, kind) <= MOST_WARPS * MOST_TILES[kind]
@@ -142,7 +145,7 @@ def whole_codes(
     residual: torch.Tensor | None = None,
     columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `few_codes`, for what `is_whole` says."""
+    """As `few_codes`, for one or two tokens of 16 bits, and groups of 128 (4 bits) or 64 (8 bits) inputs or a multiple."""
     num_tokens, width = x.shape
     rows = len(words) // (1 + gated)
     out = x.new_empty(num_tokens, rows)
