@@ -60,7 +60,7 @@ def larger(peak, x):
     """The larger magnitude of each two, NaN if one of them is."""
     if INTERPRETED:
         peak = tl.maximum(peak, tl.abs(x), tl.PropagateNan.ALL)
-    elif x.dtype == tl.bfloat16:  # noqa: SIM300
+    elif x.dtype == tl.bfloat16:
         peak = tl.inline_asm_elementwise(LARGER_BFLOAT16, "=r,r,r", [peak, x], tl.bfloat16, True, 2)
     else:
         peak = tl.inline_asm_elementwise(LARGER_FLOAT16, "=r,r,r", [peak, x], tl.float16, True, 2)
@@ -108,10 +108,16 @@ def select(x, i: tl.constexpr, inverse, offset, plane, KIND: tl.constexpr):
 
 
 @triton.jit
+def bits_of(x, inverse, offset):
+    """The bits of `x` times `inverse` plus `offset`, a float32."""
+    return (x.to(tl.float32) * inverse + offset).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def one_byte(a, b, c, d, inverse, offset, plane):
-    """Byte `plane` of each of four times `inverse` plus `offset`, in one word."""
-    a, b = (a.to(tl.float32) * inverse + offset).to(tl.int32, bitcast=True), (b.to(tl.float32) * inverse + offset).to(tl.int32, bitcast=True)
-    c, d = (c.to(tl.float32) * inverse + offset).to(tl.int32, bitcast=True), (d.to(tl.float32) * inverse + offset).to(tl.int32, bitcast=True)
+    """Byte `plane` of each of four such, in one word."""
+    a, b = bits_of(a, inverse, offset), bits_of(b, inverse, offset)
+    c, d = bits_of(c, inverse, offset), bits_of(d, inverse, offset)
     if INTERPRETED:
         a, b, c, d = (a >> 8 * plane) & 255, (b >> 8 * plane) & 255, (c >> 8 * plane) & 255, (d >> 8 * plane) & 255
         word = a | (b << 8) | (c << 16) | (d << 24)
@@ -123,7 +129,7 @@ def one_byte(a, b, c, d, inverse, offset, plane):
 @triton.jit
 def each_byte(x, inverse, offset, plane):
     """The same of each number, as int8."""
-    bits = (x.to(tl.float32) * inverse + offset).to(tl.int32, bitcast=True)
+    bits = bits_of(x, inverse, offset)
     if INTERPRETED:
         byte = (bits >> 8 * plane).to(tl.int8)
     else:

@@ -1,4 +1,4 @@
-"""Codes of 8 or 4 bits that are integers, times one or two tokens: on the tensor cores, in integers.
+"""Codes of 8 or 4 bits that are integers, times one token (or two): on the tensor cores, in integers.
 
 What `few_codes` spends most instructions on is to make floats of codes. Here codes are bytes as they come, or one instruction
 away from that (`byte_planes`), and a tensor core takes 32 of a row at once in place of 16. `x` becomes integers instead: four
@@ -96,7 +96,10 @@ MOST_TIMES = 5  # groups of lines of a program, which are unrolled
 MOST_WARPS = 8
 TILES = {"int4": 3, "int8": 8}  # of a warp, while there may be more warps
 MOST_TILES = {"int4": 3, "int8": 10}  # of a warp: with more `few_codes` is faster
-REGISTERS = {"int4": (-16, 48), "int8": (64, 13)}  # of a thread, and for each tile of a warp: so that nothing spills
+REGISTERS = {
+    "int4": (-16, 48),
+    "int8": (64, 13),
+}  # of a thread, and for each tile of a warp: few bytes or none go to a stack
 INPUTS = {"int4": 128, "int8": 64}  # of a tile
 
 

@@ -123,7 +123,7 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
     """
     constants, signature, attributes = dict(constants), {}, {}
     dtype = constants.pop("dtype", dtype)
-    cache = constants.pop("cache", dtype)
+    cache, most = constants.pop("cache", dtype), constants.pop("maxnreg", None)
     weights = {name: constants.pop(kind) for name, kind in WEIGHTS.items() if kind in constants}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -155,7 +155,7 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
             attributes[(index,)] = [["tt.divisibility", 16]]
     source_class = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = source_class(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": constants.pop("maxnreg", None)}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": most}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage = resource_usage(compiled.asm["cubin"])
     return {

@@ -28,7 +28,8 @@ def made_up(kind: str, rows: int, width: int, group: int | None, zeros: bool) ->
         codes[0, width // 3] = 0
         scales = (torch.rand(rows, -(-width // (group or width)), generator=generator) + 0.1) / 1000
         wide = scales.repeat_interleave(group or width, 1)[:, :width].double()
-        return (codes.to(DEVICE).view(torch.int32), scales.to(DEVICE), None, (1, group or width), kind), codes.double() * wide
+        words = codes.to(DEVICE).view(torch.int32)
+        return (words, scales.to(DEVICE), None, (1, group or width), kind), codes.double() * wide
     assert group is not None
     codes = torch.randint(0, 16, (rows, width), generator=generator).byte()
     scales = ((torch.rand(rows, width // group, generator=generator) + 0.1) / 100).half()
