@@ -16,6 +16,8 @@ so all that is left is to make such floats (`unpack_codes`). Three things make i
 As in `small_linear`, a program asks for weights before it waits for its inputs. A scale meets the sum of a tile's products,
 or of all where a row has one scale.
 
+Codes that are integers meet one token in integers (`whole_codes`), where that is faster.
+
 FP8 becomes float16 in one instruction for two codes, bfloat16 in five. So with one token `x` becomes float16 too, which is
 long: a program keeps it in registers, and has several groups of lines, one after the other (TIMES). What else was tried,
 and why these products still take longer than their bytes, is in `docs/performance_log.md`.
