@@ -80,26 +80,46 @@ def load_or_zero(ptr, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def load_inputs(
+def load_pieces(
     ptr, first, NUM: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """The numbers at `ptr` that WORDS words from `first` [8 SPLITS, 1] on meet, in the order in which a tensor core takes them."""
+    """The numbers at `ptr` that WORDS words from `first` [8 SPLITS, 1] on meet, as they are read.
+
+    Of 4 bits eight tiles [8 SPLITS, WORDS], a tile for each code of a word; of 8 bits the inputs in turn, in one tile
+    [8 SPLITS, 4 WORDS], or if there are 64 in two: the lower and the upper eight of each 16. So four threads share them as
+    they do 64 codes.
+    """
+    pieces = ()
     if KIND == "int4":
         PLANE: tl.constexpr = GROUP // 8
         word = first + tl.arange(0, WORDS)[None, :]
-        at, tiles = ptr + word // PLANE * GROUP + word % PLANE, ()
+        at = ptr + word // PLANE * GROUP + word % PLANE
         for i in tl.static_range(8):
-            tiles = append(tiles, load_or_zero(at + i * PLANE, word < NUM, WHOLE))
-        tile = in_turn(tiles)
-    elif WORDS == 16:  # in halves, so that four threads share 64 numbers, as they do 64 codes
+            pieces = append(pieces, load_or_zero(at + i * PLANE, word < NUM, WHOLE))
+    elif WORDS == 16:
         column = tl.arange(0, 32)[None, :]
         at = first * 4 + column // 8 * 16 + column % 8
-        low, high = load_or_zero(ptr + at, at < 4 * NUM, WHOLE), load_or_zero(ptr + at + 8, at + 8 < 4 * NUM, WHOLE)
-        both = tl.permute(tl.reshape(tl.join(low, high), [first.shape[0], 4, 8, 2]), 0, 1, 3, 2)
-        tile = tl.reshape(both, [first.shape[0], 64])
+        for i in tl.static_range(0, 16, 8):
+            pieces = append(pieces, load_or_zero(ptr + at + i, at + i < 4 * NUM, WHOLE))
     else:
         at = first * 4 + tl.arange(0, 4 * WORDS)[None, :]
-        tile = load_or_zero(ptr + at, at < 4 * NUM, WHOLE)
+        pieces = append(pieces, load_or_zero(ptr + at, at < 4 * NUM, WHOLE))
+    return pieces
+
+
+@triton.jit
+def load_inputs(
+    ptr, first, NUM: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """The same in the order in which a tensor core takes them."""
+    pieces = load_pieces(ptr, first, NUM, GROUP, KIND, WORDS, WHOLE)
+    if len(pieces) == 8:
+        tile = in_turn(pieces)
+    elif len(pieces) == 2:
+        both = tl.permute(tl.reshape(tl.join(pieces[0], pieces[1]), [first.shape[0], 4, 8, 2]), 0, 1, 3, 2)
+        tile = tl.reshape(both, [first.shape[0], 64])
+    else:
+        tile = pieces[0]
     return in_order(tile, KIND)
 
 

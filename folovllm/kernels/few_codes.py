@@ -16,6 +16,8 @@ so all that is left is to make such floats (`unpack_codes`). Three things make i
 As in `small_linear`, a program asks for weights before it waits for its inputs. A scale meets the sum of a tile's products,
 or of all where a row has one scale.
 
+Codes that are integers meet one token in integers (`whole_codes`), where that is faster.
+
 FP8 becomes float16 in one instruction for two codes, bfloat16 in five. So with one token `x` becomes float16 too, which is
 long: a program keeps it in registers, and has several groups of lines, one after the other (TIMES). What else was tried,
 and why these products still take longer than their bytes, is in `docs/performance_log.md`.
@@ -27,39 +29,12 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.kernels.code_tiles import as_halves, load_lines, load_or_zero, load_tile, row_of, sixteen
+from folovllm.kernels.code_results import finish, inverse_root, load_residual, load_row_scales, sum_parts
+from folovllm.kernels.code_tiles import as_halves, load_lines, load_tile, sixteen
 from folovllm.kernels.int4_linear import EXPONENT
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.small_linear import append
-
-
-@triton.jit
-def inverse_root(x_ptr, stride_x, eps, K: tl.constexpr, M: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Of each token: one over the root mean square of its `x`, [1, M]."""
-    row_ptr, squares = x_ptr + tl.arange(0, M)[:, None] * stride_x, tl.zeros([M, AT_ONCE], tl.float32)
-    for start in tl.static_range(0, K, AT_ONCE):
-        k = start + tl.arange(0, AT_ONCE)[None, :]
-        x = load_or_zero(row_ptr + k, k < K, start + AT_ONCE <= K).to(tl.float32)
-        squares += x * x
-    return tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
-
-
-@triton.jit
-def sum_parts(acc, PARTS: tl.constexpr):
-    """Of products [SPLITS, 16, 8] those of a part with itself, added up: [16 / PARTS lines, 8 / PARTS tokens]."""
-    LINES: tl.constexpr = 16 // PARTS
-    TOKENS: tl.constexpr = 8 // PARTS
-    met = tl.arange(0, 16)[:, None] // LINES == tl.arange(0, 8)[None, :] // TOKENS
-    each = tl.reshape(tl.where(met, tl.sum(acc, 0), 0.0), [PARTS, LINES, PARTS, TOKENS])
-    return tl.sum(tl.sum(each, 2), 0)
-
-
-@triton.jit
-def silu_times(y, DTYPE: tl.constexpr):
-    """Lines of gate and then of up, [2 ROWS, TOKENS], as silu(gate) * up; both are rounded before they meet."""
-    y = tl.reshape(y.to(DTYPE).to(tl.float32), [2, y.shape[0] // 2, y.shape[1]])
-    gate, up = tl.split(tl.permute(y, 1, 2, 0))
-    return (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up
+from folovllm.kernels.whole_codes import is_whole, whole_codes
 
 
 @triton.jit
@@ -72,27 +47,6 @@ def add_products(acc, numbers, x, factors, PRECISION: tl.constexpr):
     if len(factors) == 2:  # there are zeros
         acc += tl.dot(tl.full(numbers.shape, 1.0, x.dtype), x, input_precision=PRECISION) * factors[1][:, :, None]
     return acc
-
-
-@triton.jit
-def finish(
-    y, scale_ptr, residual_ptr, out_ptr, first, num_rows, inverse, GROUP_ROWS: tl.constexpr, BY_TILE: tl.constexpr,
-    GATED: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """Store the outputs from `first` on, of sums [lines, tokens]."""
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    LINES: tl.constexpr = y.shape[0]
-    ROWS: tl.constexpr = LINES // (1 + GATED)
-    if not BY_TILE:
-        line = row_of(first, tl.arange(0, LINES)[:, None], num_rows, ROWS, LINES)
-        y *= tl.load(scale_ptr + line // GROUP_ROWS).to(tl.float32)
-    outputs, token = first + tl.arange(0, ROWS)[:, None], tl.arange(0, y.shape[1])[None, :]
-    at, kept = token * num_rows + outputs, (outputs < num_rows) & (token < M)
-    y *= inverse
-    y = silu_times(y, DTYPE) if GATED else y
-    if RESIDUAL:
-        y += tl.load(residual_ptr + at, mask=kept, other=0).to(tl.float32)
-    tl.store(out_ptr + at, y.to(DTYPE), mask=kept)
 
 
 @triton.jit
@@ -114,9 +68,11 @@ def few_codes_kernel(
     NUM: tl.constexpr = K // 8 if KIND == "int4" else K // 4
     STEP: tl.constexpr = SPLITS * PARTS * WORDS
     BY_TILE: tl.constexpr = GROUP < K or zero_ptr is not None
+    LINES: tl.constexpr = ROWS * (1 + GATED)
     first, xs = tl.program_id(0) * (ROWS * TIMES), ()
     words, factors = load_lines(
         word_ptr, scale_ptr, zero_ptr, first, num_rows, K, GROUP_ROWS, GROUP, ROWS, NUM, PARTS, SPLITS, WORDS, BY_TILE)  # fmt: skip
+    scale = 1.0 if BY_TILE else load_row_scales(scale_ptr, first, num_rows, GROUP_ROWS, ROWS, LINES)
     wait_for_inputs(PDL)
     inverse = inverse_root(x_ptr, stride_x, eps, K, M, 256 * SPLITS // M) if NORM else 1.0
     for c in tl.static_range(len(words) // 2 if HALVES else 0):
@@ -128,16 +84,18 @@ def few_codes_kernel(
             next_words, next_factors = load_lines(
                 word_ptr, scale_ptr, zero_ptr, first + ROWS, num_rows, K, GROUP_ROWS, GROUP, ROWS, NUM, PARTS, SPLITS, WORDS,
                 BY_TILE)  # fmt: skip
+            next_scale = 1.0 if BY_TILE else load_row_scales(scale_ptr, first + ROWS, num_rows, GROUP_ROWS, ROWS, LINES)
+        residual = load_residual(residual_ptr, first, num_rows, ROWS, 8 // PARTS, M) if RESIDUAL else 0.0
         acc = tl.zeros([SPLITS, 16, 8], tl.float32)
         for c in tl.static_range(len(words) // 2):
             x = xs[c] if HALVES else load_tile(
                 x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS)  # fmt: skip
             numbers = sixteen(words[2 * c], words[2 * c + 1], exponent, KIND, x.dtype)
             acc = add_products(acc, numbers, x, factors[c] if BY_TILE else (), PRECISION)
-        y = sum_parts(acc * peak if HALVES else acc, PARTS)
-        finish(y, scale_ptr, residual_ptr, out_ptr, first, num_rows, inverse, GROUP_ROWS, BY_TILE, GATED, RESIDUAL, M)
+        y = sum_parts(acc * peak if HALVES else acc, PARTS) * scale
+        finish(y, residual, out_ptr, first, num_rows, inverse, GATED, M)
         if i + 1 < TIMES:
-            words, factors, first = next_words, next_factors, first + ROWS
+            words, factors, scale, first = next_words, next_factors, next_scale, first + ROWS
 
 
 def serves(x: torch.Tensor) -> bool:
@@ -193,6 +151,8 @@ def few_codes(
         norm_eps, gated, residual: as in `small_linear`. Rows of `x` may be apart; nothing else is.
         columns: [K], factors of the (normed) `x`. Their product is rounded to its dtype.
     """
+    if is_whole(x, block, kind):
+        return whole_codes(x, words, scales, zeros, block, kind, norm_eps, gated, residual, columns)
     num_tokens, width = x.shape
     rows = len(words) // (1 + gated)
     out = x.new_empty(num_tokens, rows)

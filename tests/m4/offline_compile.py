@@ -61,6 +61,8 @@ from folovllm.kernels.small_linear import serves, small_linear_kernel, tiling
 from folovllm.kernels.store import store_kvcache_kernel
 from folovllm.kernels.summed_linear import fits, summed_linear_kernel
 from folovllm.kernels.unpack_step import unpack_decode_kernel, unpack_ragged_kernel
+from folovllm.kernels.whole_codes import is_whole, whole_codes_kernel
+from folovllm.kernels.whole_codes import tile_of as tile_of_whole
 
 # (D, B) to compile for: those that ask for the most where the limit is low, and few where compiling is slow.
 SHAPES = {75: [(128, 16)], 80: [(128, 16), (256, 256)], 86: [(128, 16), (256, 256)], 89: [(128, 16)],
@@ -74,7 +76,7 @@ WINDOW = 1024  # of a layer that has one
 OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("early_decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"): "*fp32", ("merge_checks_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
              ("finish_kernel", "weight_ptr"): "*fp32", ("finish_kernel", "token_ptr"): "*i32",
              ("small_linear_kernel", "x_ptr"): "*i32", ("small_linear_kernel", "weight_ptr"): "*i32",
-             ("few_codes_kernel", "scale_ptr"): "*fp32",
+             ("few_codes_kernel", "scale_ptr"): "*fp32", ("whole_codes_kernel", "scale_ptr"): "*fp32",
              ("summed_linear_kernel", "x_ptr"): "*i32", ("summed_linear_kernel", "weight_ptr"): "*i32",
              ("quant_matmul_kernel", "weight_ptr"): "*i8", ("quant_matmul_kernel", "scale_ptr"): "*fp32",
              ("unpack_kernel", "weight_ptr"): "*i8", ("unpack_kernel", "scale_ptr"): "*fp32",
@@ -121,7 +123,7 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
     """
     constants, signature, attributes = dict(constants), {}, {}
     dtype = constants.pop("dtype", dtype)
-    cache = constants.pop("cache", dtype)
+    cache, most = constants.pop("cache", dtype), constants.pop("maxnreg", None)
     weights = {name: constants.pop(kind) for name, kind in WEIGHTS.items() if kind in constants}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -153,7 +155,7 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
             attributes[(index,)] = [["tt.divisibility", 16]]
     source_class = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = source_class(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": most}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage = resource_usage(compiled.asm["cubin"])
     return {
@@ -293,6 +295,7 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
             (1, 2560, True, fp8),
             (4, 2560, True, fp8),
             (4, 2560, True, "int8"),
+            (1, 2560, True, "int8"),
             (4, 9728, False, fp8),
         ]
         some += [(32, "int8"), (64, fp8), (256, fp8), (256, "int8")]
@@ -336,10 +339,13 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
 def few_codes_of(tokens, outputs, width, gated, kind, options):
     """The product of few tokens with codes in Qwen3-4B's layers: with a norm and gate, or with a residual."""
     rows, columns = (1, width) if kind == "int8" else (1, 128) if kind == "int4" else (128, 128)
-    row_bytes, group_bytes = width // 2 if kind == "int4" else width, 64 if kind.startswith("int") else columns
-    tile = tile_of_codes(tokens, outputs * (1 + gated), row_bytes, group_bytes, kind == "fp8" and tokens == 1)
     ahead = {"NORM": gated, "GATED": gated, "RESIDUAL": not gated} | ({} if gated else {"columns_ptr": None})
     group = {"GROUP_ROWS": rows, "GROUP": columns, "KIND": kind, "zero_ptr": None}
+    if is_whole(torch.empty(tokens, width, dtype=torch.bfloat16, device="meta"), (rows, columns), kind):
+        tile = tile_of_whole(tokens, outputs * (1 + gated), width, kind)
+        return whole_codes_kernel, {"K": width, **group, **ahead, "M": tokens, **tile, **options}, tile["SPLITS"], 3
+    row_bytes, group_bytes = width // 2 if kind == "int4" else width, 64 if kind.startswith("int") else columns
+    tile = tile_of_codes(tokens, outputs * (1 + gated), row_bytes, group_bytes, kind == "fp8" and tokens == 1)
     return few_codes_kernel, {"K": width, **group, **ahead, "M": tokens, **tile, **options}, tile["SPLITS"], 3
 
 
@@ -356,6 +362,7 @@ def kernels_of_int4(capability: int):
         none |= {} if gated else {"columns_ptr": None}
         yield int4_linear_kernel, {"K": width, "GROUP": group, "NORM": gated, "GATED": gated, "RESIDUAL": not gated, "M": tokens,
                                    "ROWS": per_program, "QUADS": quads, "PDL": capability >= 90, **none}, num_warps, 3  # fmt: skip
+    few += [(1, 2560, 4096, False, 128)]
     for tokens, outputs, width, gated, _ in few if capability >= 80 else ():
         options = {"PDL": capability >= 90, "scales": "fp16"}
         yield few_codes_of(tokens, outputs, width, gated, "int4", options)

@@ -1,0 +1,129 @@
+"""Products with integer codes in integers: as close to double precision as in floats, whatever the numbers are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from folovllm.layers.formats.packing import pack_planes
+from tests.contract import DEVICE
+
+pytest.importorskip("triton", reason="Triton is for Linux only")
+
+from folovllm.kernels.few_codes import few_codes
+from folovllm.kernels.whole_codes import is_whole, whole_codes
+
+DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8}  # of a result
+
+
+def made_up(kind: str, rows: int, width: int, group: int | None, zeros: bool) -> tuple[tuple, torch.Tensor]:
+    """What the product takes of weights, and W in double precision. In row 0 the weight of input width // 3 is zero."""
+    generator = torch.Generator().manual_seed(width)
+    if kind == "int8":
+        codes = torch.randint(-128, 128, (rows, width), generator=generator).to(torch.int8)
+        codes[0, width // 3] = 0
+        scales = (torch.rand(rows, -(-width // (group or width)), generator=generator) + 0.1) / 1000
+        wide = scales.repeat_interleave(group or width, 1)[:, :width].double()
+        words = codes.to(DEVICE).view(torch.int32)
+        return (words, scales.to(DEVICE), None, (1, group or width), kind), codes.double() * wide
+    assert group is not None
+    codes = torch.randint(0, 16, (rows, width), generator=generator).byte()
+    scales = ((torch.rand(rows, width // group, generator=generator) + 0.1) / 100).half()
+    zero = torch.randint(0, 16, scales.shape, generator=generator).byte()
+    codes[0, width // 3] = zero[0, width // 3 // group] if zeros else 8
+    wide = scales.double().repeat_interleave(group, 1)
+    weight = (codes.double() - (zero.double().repeat_interleave(group, 1) if zeros else 8)) * wide
+    words = pack_planes(codes, group).to(DEVICE)
+    return (words, scales.to(DEVICE), zero.to(DEVICE) if zeros else None, (1, group), kind), weight
+
+
+def assert_close(actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """But for its own rounding, an output is off by 2^-21 of the largest input for each weight, and the rounding of sums."""
+    x = x.double()
+    exact, magnitudes = x @ weight.T, x.abs() @ weight.abs().T
+    inputs = 2**-21 * x.abs().amax(1, keepdim=True) * weight.abs().sum(1)
+    allowed = ROUNDING[actual.dtype] * exact.abs() + inputs + 2**-21 * magnitudes + 1e-7
+    fits = exact.abs() < torch.finfo(actual.dtype).max
+    assert ((actual.double().cpu() - exact).abs() <= allowed)[fits].all()
+
+
+SHAPES = [("int4", 256, 128, False), ("int4", 640, 128, True), ("int4", 1536, 256, False), ("int4", 384, 384, True),
+          ("int8", 144, None, False), ("int8", 1072, None, False), ("int8", 320, 64, False)]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "width", "group", "zeros"), SHAPES)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_every_output_is_close(dtype: torch.dtype, tokens: int, kind: str, width: int, group: int, zeros: bool) -> None:
+    """One number is 10,000 times as large as the others, and in one row its weight is zero."""
+    given_, weight = made_up(kind, 5, width, group, zeros)
+    x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)) / 8
+    x[:, width // 3] = 1250
+    x = x.to(dtype)
+    assert_close(whole_codes(x.to(DEVICE), *given_), x, weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "group"), [("int4", 128), ("int8", None)])
+def test_with_all_that_comes_before_and_after(dtype: torch.dtype, kind: str, group: int | None) -> None:
+    given_, weight = made_up(kind, 22, 512, group, False)
+    generator = torch.Generator().manual_seed(0)
+    x, residual = torch.randn(2, 512, generator=generator).to(dtype), torch.randn(2, 22, generator=generator).to(dtype)
+    columns = torch.rand(512, generator=generator).to(dtype)
+    normed = F.rms_norm(x.double(), (512,), eps=1e-5) * columns.double() @ weight.T
+    y = whole_codes(x.to(DEVICE), *given_, 1e-5, residual=residual.to(DEVICE), columns=columns.to(DEVICE))
+    limit = 16 * ROUNDING[dtype]
+    assert (y.double().cpu() - normed - residual.double()).abs().max() <= limit * normed.abs().max()
+    gate, up = normed.chunk(2, 1)
+    y = whole_codes(x.to(DEVICE), *given_, 1e-5, gated=True, columns=columns.to(DEVICE))
+    assert (y.double().cpu() - F.silu(gate) * up).abs().max() <= limit * gate.abs().max() * up.abs().max()
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("kind", "group"), [("int4", 128), ("int8", None)])
+def test_what_is_no_number_stays_none(kind: str, group: int | None, number: float) -> None:
+    """A token's outputs are not finite then; those of its neighbour are as without it."""
+    given_, _ = made_up(kind, 5, 256, group, False)
+    x = torch.randn(2, 256).to(DEVICE, torch.float16)
+    without = whole_codes(x, *given_)
+    x[0, 77] = number
+    y = whole_codes(x, *given_)
+    assert not y[0].isfinite().any()
+    assert torch.equal(y[1], without[1])
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from(SHAPES), st.integers(1, 7), st.integers(1, 2), st.integers(-18, 12), st.integers(0, 2**31))
+def test_any_size(shape: tuple, rows: int, tokens: int, exponent: int, seed: int) -> None:
+    """Numbers of any size, some of them zero; a share may be all zeros."""
+    kind, width, group, zeros = shape
+    given_, weight = made_up(kind, rows, width, group, zeros)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, width, generator=generator) * 2.0**exponent / 64
+    x[torch.rand(x.shape, generator=generator) < 0.3] = 0
+    x[:, : width // 2] *= seed % 2
+    x = x.half()
+    assert_close(whole_codes(x.to(DEVICE), *given_), x, weight)
+
+
+def test_one_token_goes_this_way() -> None:
+    """`few_codes` hands it on."""
+    given_, _ = made_up("int4", 6, 256, 128, False)
+    x = torch.randn(1, 256).to(DEVICE, torch.float16)
+    assert torch.equal(few_codes(x, *given_), whole_codes(x, *given_))
+
+
+def test_what_it_is_for() -> None:
+    """Neither for floats of 32 bits, nor for small groups, many tokens or long rows: `few_codes` has those."""
+    half = torch.zeros(1, 4096, dtype=torch.float16)
+    assert is_whole(half, (1, 128), "int4") and is_whole(half, (1, 4096), "int8")
+    assert not is_whole(half.float(), (1, 128), "int4")
+    assert not is_whole(half, (1, 64), "int4")
+    assert not is_whole(half, (1, 32), "int8")
+    assert not is_whole(half.expand(2, -1), (1, 128), "int4")
+    assert not is_whole(half, (128, 128), "fp8")
+    assert not is_whole(torch.zeros(1, 1 << 16, dtype=torch.float16), (1, 128), "int4")
