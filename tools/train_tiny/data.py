@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -31,14 +32,21 @@ def encode(tokenizer: Tokenizer, pieces: list[Piece]) -> tuple[list[int], list[i
 
 
 def make_batch(tokenizer: Tokenizer, seed: int, index: int, rows: int, held_out: bool = False) -> Batch:
-    """Rows of whole documents; what is left of a row is filled with the separator, which has id 0."""
+    """Batch `index` of the text that goes with `seed`, [rows, ROW] both."""
+    generators = (Random(seed * 2**40 + number) for number in count(index * DOCUMENTS_PER_BATCH))
+    make = held_out_document if held_out else document
+    return pack((encode(tokenizer, make(rng)) for rng in generators), rows)
+
+
+def pack(documents: Iterable[tuple[list[int], list[int]]], rows: int) -> Batch:
+    """Rows of whole documents, given as ids and labels; what is left of a row is filled with the separator, which has id 0.
+
+    There are fewer rows if the documents do not fill as many.
+    """
     ids = np.zeros((rows, ROW), dtype=np.int16)
     labels = np.full((rows, ROW), IGNORE, dtype=np.int16)
-    row, start, number = 0, 0, index * DOCUMENTS_PER_BATCH
-    while True:
-        rng = Random(seed * 2**40 + number)
-        number += 1
-        new_ids, new_labels = encode(tokenizer, held_out_document(rng) if held_out else document(rng))
+    row, start = 0, 0
+    for new_ids, new_labels in documents:
         if len(new_ids) > ROW:
             continue  # four long turns, one document in ten thousand
         if start + len(new_ids) > ROW:
@@ -48,6 +56,7 @@ def make_batch(tokenizer: Tokenizer, seed: int, index: int, rows: int, held_out:
         ids[row, start : start + len(new_ids)] = new_ids
         labels[row, start : start + len(new_ids)] = new_labels
         start += len(new_ids)
+    return ids[: row + 1], labels[: row + 1]
 
 
 def held_out_document(rng: Random) -> list[Piece]:

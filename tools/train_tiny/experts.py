@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.modeling_outputs import ModelOutput
 
-from .distil import TEACHER, answer, batch_of, distance, distil, load_teacher, run_of
+from .data import make_batch
+from .distil import answer, distance, distil, load_teacher, load_tokenizer, run_of, tensors_of
 from .train import model_config
 
 NUM_EXPERTS, ASKED = 8, 2
@@ -122,11 +123,11 @@ def balance(out: ModelOutput, ids: Tensor) -> Tensor:
 
 def measured(folder: Path, tokenizer: Tokenizer) -> dict[str, object]:
     """The perplexity of teacher and student on stories that nobody was trained on, and how often each expert is asked there."""
-    ids, learn = batch_of(tokenizer, 7, 0, rows=4, held_out=True)
-    wanted, student = ids[:, 1:][learn], Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids, at = tensors_of(make_batch(tokenizer, 7, 0, rows=4, held_out=True))
+    wanted, student = ids.flatten()[at + 1], Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        dense, _ = answer(load_teacher(), ids, learn)
-        sparse, out = answer(student, ids, learn, output_router_logits=True)
+        dense, _ = answer(load_teacher(), ids, at)
+        sparse, out = answer(student, ids, at, output_router_logits=True)
     perplexity = {name: F.cross_entropy(x, wanted).exp().item() for name, x in (("dense", dense), ("experts", sparse))}
     loads = [(NUM_EXPERTS * shares_of(logits[ids.flatten() != 0])).tolist() for logits in out.router_logits]
     return {
@@ -146,11 +147,11 @@ def name_as_all_do(file: Path) -> None:
 def main() -> None:
     run = run_of(__doc__, **SETTINGS)
     torch.manual_seed(run.seed)
-    tokenizer = Tokenizer.from_file(str(TEACHER / "tokenizer.json"))
+    tokenizer = load_tokenizer()
     if run.start:
         student = Qwen3MoeForCausalLM.from_pretrained(run.start, dtype=torch.float32)
     else:
-        student = student_of(load_teacher(), batch_of(tokenizer, run.seed - 1, 0, rows=6)[0])
+        student = student_of(load_teacher(), tensors_of(make_batch(tokenizer, run.seed - 1, 0, rows=6))[0])
     distil(run, student, balance, output_router_logits=True)
     name_as_all_do(run.out / "config.json")
     (run.out / "experts.json").write_text(json.dumps(measured(run.out, tokenizer), indent=1) + "\n")
