@@ -63,6 +63,7 @@ class AdaptiveDepth(Depth):
 
     What guesses cost is paid from a `Budget`, and what they win goes there. While something is owed nobody gets guesses of
     whom nothing is known but what is known of all; else few of these at a time, since the proposer must read their texts.
+    To find out that nobody gets any is paid from the budget for looks. While that owes something, nobody asks.
 
     Attributes:
         cost: what steps take, as far as is known.
@@ -73,11 +74,17 @@ class AdaptiveDepth(Depth):
     MARGIN = 1.02
     HOLD, FIRST = 8, 3  # steps with guesses from one decision to the next; if nothing is known of a sequence
     PAUSE, LONGEST = 8, 64  # steps without: it is asked after 8, then after 16, ...
+    IN_DEBT = 512  # the longest rest until a debt is paid back
     FEW = 4  # sequences that nothing is known of that begin at once, and as many more as something is known of
 
-    def __init__(self, cost: StepCost, most: int, budget: Budget, probe: bool = False) -> None:
-        """`most`: guesses for a sequence in a step. `probe`: whether nobody scores guesses while there are none."""
-        self.cost, self._most, self._budget, self._probe = cost, most, budget, probe
+    def __init__(
+        self, cost: StepCost, most: int, budget: Budget, probe: bool = False, looks: Budget | None = None
+    ) -> None:
+        """`most`: guesses for a sequence in a step. `probe`: whether nobody scores guesses while there are none.
+
+        `looks` pays for decisions; None: they are free.
+        """
+        self.cost, self._most, self._budget, self._probe, self._looks = cost, most, budget, probe, looks
         self._common = Estimate(0.0, 1.0, 0.5, 0.5)  # nobody has had an idea yet
         self._own: dict[int, Estimate] = {}
         self._decided: dict[int, int] = {}  # by seq_id; empty: nothing for anyone
@@ -154,6 +161,16 @@ class AdaptiveDepth(Depth):
             self._own[seq_id] = self._common.start(self.WEIGHT)
         self._own[seq_id].note(num_guessed, num_accepted, self.KEEP)
         self._common.note(num_guessed, num_accepted, self.KEEP_COMMON)
+
+    def observe_choice(self, num_seqs: int, seconds: float) -> None:
+        """As `Depth`. The steps that are timed around a rest take about as long again."""
+        if self._looks is None:
+            return
+        self._looks.pay(2 * seconds)
+        owed = -self._looks.left()
+        if owed > 0:
+            steps = owed / (Budget.SHARE * self.cost.of_plain(num_seqs))
+            self.rest = max(self.rest, int(min(steps, self.IN_DEBT)))
 
     def observe_guessing(self, num_guesses: int, seconds: float) -> None:
         """As `Depth`. A dear proposer may still be at it while the step begins: only both together can be timed, and what is

@@ -84,6 +84,9 @@ class Depth(ABC):
     def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
         """So many guesses were checked in a step, and so many of them were right."""
 
+    def observe_choice(self, num_seqs: int, seconds: float) -> None:
+        """To find out that nobody of so many sequences gets guesses took so long, but for looks; `rest` may get longer."""
+
     def observe_guessing(self, num_guesses: int, seconds: float) -> None:
         """The proposer took so long for so many guesses in turn, of all sequences of a step together.
 

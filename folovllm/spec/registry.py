@@ -93,18 +93,18 @@ def make_proposer(config: SpeculativeConfig, make_draft: MakeDraft) -> Proposer:
 
 def make_depth(
     config: SpeculativeConfig, setup: EngineSetup, executor: Executor, proposer: Proposer
-) -> tuple[Proposer, Depth]:
-    """Who says how many tokens to guess, and the proposer as that one needs it.
+) -> tuple[Proposer, Depth, tuple[Budget, ...]]:
+    """Who says how many tokens to guess, the proposer as that one needs it, and what both may lose.
 
     Under torchrun each rank has a scheduler of its own, and all must decide the same: there time may have no say.
     """
     most = config.num_speculative_tokens
     if not config.adaptive or not isinstance(config.method, str) or "TORCHELASTIC_RUN_ID" in os.environ:
-        return proposer, FixedDepth(most)
+        return proposer, FixedDepth(most), ()
     is_dear = "draft_model" in config.methods
     cost, clock = measure_steps(executor, setup, most), clock_for(setup)
     if is_dear:
         measure_guesses(executor, setup, proposer, most, cost)
     tries, looks = (Budget(LOAN * cost.of_plain(1), clock) for _ in range(2))
-    depth = AdaptiveDepth(cost, most, tries, probe=is_dear)
-    return Shadow(proposer, depth, looks, k=min(4, most), most=0 if is_dear else 4), depth
+    depth = AdaptiveDepth(cost, most, tries, probe=is_dear, looks=looks)
+    return Shadow(proposer, depth, looks, k=min(4, most), most=0 if is_dear else 4), depth, (tries, looks)
