@@ -99,14 +99,18 @@ class Watch:
             self._last = now
             return updated
 
-        # In the class: an object that once had methods of its own is slower from then on.
-        type(scheduler).schedule, type(scheduler).postprocess = watched_schedule, watched_postprocess
+        kind = type(scheduler)  # an object that once had methods of its own is slower from then on
+        self._own = {name: vars(kind).get(name) for name in ("schedule", "postprocess")}
+        setattr(kind, "schedule", watched_schedule)
+        setattr(kind, "postprocess", watched_postprocess)
         self._last = time.perf_counter()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for name in ("schedule", "postprocess"):
+        for name, own in self._own.items():
             delattr(type(self._scheduler), name)
+            if own is not None:
+                setattr(type(self._scheduler), name, own)
 
     def _kind(self, output: SchedulerOutput) -> str:
         if any(share.draw is not None for share in output.shares):

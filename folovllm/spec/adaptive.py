@@ -134,7 +134,8 @@ class AdaptiveDepth(Depth):
             return False
         n, cost, silent = len(known), self.cost, math.prod(1 - e.hit for e in found)
         some = max(1 - silent, HARDLY)  # the chance that anyone has a guess
-        beside = silent * cost.of_vain(n) + cost.first_guess + cost.guess  # seconds, but for steps with guesses
+        guessing = cost.works * (cost.first_guess + cost.guess)
+        beside = silent * cost.of_vain(n) + guessing  # seconds, but for steps with guesses
         widest = self._most * sum(e.hit for e in found) / some
         most, likely = sum(e.tokens(self._most) for e in found), max(e.acceptance for e in found)
         widths = [0.0, *(w - n for w in cost.checked.widths if n < w < n + widest), widest]
@@ -190,6 +191,8 @@ class AdaptiveDepth(Depth):
     ) -> None:
         """As `Depth`. The time for guessing is not the step's. Steps with parts of prompts say nothing here."""
         cost = self.cost
+        if asked and self._probe:
+            cost.note_work(self._guessing > 0 or self._caught_up)
         seconds, self._guessing = seconds - self._guessing, 0.0
         if self._caught_up:
             self._budget.pay(max(0.0, seconds - cost.of_plain(num_tokens - num_guessed)))

@@ -27,6 +27,7 @@ class InTurn(Proposer):
 
     def __init__(self, proposers: Sequence[Proposer]) -> None:
         self._proposers = proposers
+        self.is_dear = any(proposer.is_dear for proposer in proposers)
 
     def propose(self, state: RowState, k: int) -> list[int]:
         """As `Proposer`."""
@@ -35,11 +36,13 @@ class InTurn(Proposer):
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
         """As `Proposer`."""
         found: list[list[int]] = [[] for _ in states]
+        self.work = None
         for proposer in self._proposers:
             left = [0 if guess else k for guess, k in zip(found, ks, strict=True)]
             if any(left):
                 more = proposer.propose_all(states, left)
                 found = [guess or other for guess, other in zip(found, more, strict=True)]
+                self.work = self.work or proposer.work
         return found
 
     def tokens_of(self, guess: Sequence[int]) -> list[int]:
