@@ -136,7 +136,7 @@ class Speculation:
         asked = next(left for left in (*NOTED, 0) if left <= steps)
         self.idle_until, self._rest = number + steps - asked, asked
 
-    def guess(self, running: SequenceOf[Sequence], room: int, number: int) -> dict[int, list[int]]:
+    def guess(self, running: SequenceOf[Sequence], room: int, number: int = 0) -> dict[int, list[int]]:
         """Guesses for the coming step, step `number`, by seq_id: for sequences of which all tokens but the newest are computed.
 
         The newest may be in flight. It is guessed, too, and the others are of use if that was right; so no step waits for it.

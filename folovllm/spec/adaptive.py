@@ -167,10 +167,11 @@ class AdaptiveDepth(Depth):
         """As `Depth`. The steps that are timed around a rest take about as long again."""
         if self._looks is None:
             return
-        self._looks.pay(2 * seconds)
-        owed = -self._looks.left()
-        if owed > 0:
-            steps = owed / (Budget.SHARE * self.cost.of_plain(num_seqs))
+        price = 2 * seconds
+        self._looks.pay(price)
+        left = self._looks.left()
+        if left < 0:  # rest until the next choice can be paid: then somebody may look
+            steps = (price - left) / (Budget.SHARE * self.cost.of_plain(num_seqs))
             self.rest = max(self.rest, int(min(steps, self.IN_DEBT)))
 
     def observe_guessing(self, num_guesses: int, seconds: float) -> None:
