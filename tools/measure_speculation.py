@@ -101,8 +101,8 @@ class Watch:
 
         kind = type(scheduler)  # an object that once had methods of its own is slower from then on
         self._own = {name: vars(kind).get(name) for name in ("schedule", "postprocess")}
-        setattr(kind, "schedule", watched_schedule)
-        setattr(kind, "postprocess", watched_postprocess)
+        for name, watched in (("schedule", watched_schedule), ("postprocess", watched_postprocess)):
+            setattr(kind, name, watched)
         self._last = time.perf_counter()
         return self
 

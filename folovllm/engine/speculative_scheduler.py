@@ -58,7 +58,9 @@ class SpeculativeScheduler(Scheduler):
     gets a name. A step never preempts for a guess: where room or budget is short, fewer are checked.
     """
 
-    _plain: type[Scheduler] = Scheduler  # which is asked by name: to look a parent up takes longer than an idle step has
+    _plain: type[Scheduler] = (
+        Scheduler  # asked by name: to look a parent up takes longer than all else that an idle step does
+    )
 
     def __init__(self, *, speculation: Speculation, **rest: Any) -> None:
         super().__init__(**rest)

@@ -96,10 +96,9 @@ class StepCost:
         checked = np.maximum(table + self.checked_more, LEAST * table)
         return silent * self.of_vain(num_seqs) + some * checked + self.of_guesses(depths)
 
-    def of_guesses(self, depths: Floats | npt.NDArray[np.integer]) -> Floats:
-        """Seconds of guessing so many tokens in turn, for a step that is to have guesses, on average."""
-        found: Floats = self.works * (self.first_guess + self.guess * depths)
-        return found
+    def of_guesses(self, depths: npt.NDArray[np.integer]) -> Floats:
+        """Seconds [n] of guessing so many tokens in turn, for steps that are to have guesses, on average."""
+        return self.works * (self.first_guess + self.guess * depths.astype(np.float64))
 
     def note(self, num_tokens: int, is_checked: bool, seconds: float) -> None:
         """A step took so long. One that took far too long, or that was interrupted, counts no more than twice its time.

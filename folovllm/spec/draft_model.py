@@ -42,9 +42,7 @@ class Draft:
     def num_right(self, state: RowState) -> int:
         """How many of the guesses agree with the text, as far as that goes: all if none is seen to be wrong."""
         drawn = state.token_ids[self.num_known :].tolist()
-        return next(
-            (i for i, (g, t) in enumerate(zip(self.guesses, drawn, strict=False)) if g != t), len(self.guesses)
-        )
+        return next((i for i, (g, t) in enumerate(zip(self.guesses, drawn, strict=False)) if g != t), len(self.guesses))
 
     def was_useful(self, state: RowState) -> bool:
         """Whether a guess was right behind the first one, which may stand for a token that was in flight."""
