@@ -173,8 +173,8 @@ def make_speculation(
     from folovllm.spec.measure import clock_for
     from folovllm.spec.registry import make_depth
 
-    proposer, depth = make_depth(setup.config.speculation, setup, executor, proposer)
-    return Speculation(proposer, depth, guides, clock_for(setup))
+    proposer, depth, budgets = make_depth(setup.config.speculation, setup, executor, proposer)
+    return Speculation(proposer, depth, guides, clock_for(setup), budgets)
 
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:

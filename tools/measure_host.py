@@ -2,7 +2,8 @@
 
 What is left is the host's: schedule, pack, guess, take in. Plain decoding and engines that may guess take turns, over texts
 in which nothing comes twice, so that nothing is guessed. CPU microseconds of a step, the median of windows of some steps.
-A GPU's launches and copies are not in it.
+With `--answers` they serve short requests, in an order by chance, and the whole time counts: requests that come and end,
+prompts, looks. A GPU's launches and copies are not in it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import statistics
 import time
 from typing import Any
 
-from folovllm import EngineConfig, SamplingParams, build
+from folovllm import LLM, EngineConfig, SamplingParams, build
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.setup import EngineSetup
 from folovllm.step.masks import Masks
 from folovllm.step.packed import Field, PackedStep
 from folovllm.step.schedule import StepResult
+from tools.measure_speculation import answer, requests
 
 VOCAB = range(300, 4000)
 PROMPT, SETTLING, WINDOW = 32, 30, 64  # tokens, steps
@@ -97,22 +99,49 @@ class Loop:
             self.engine.step()
 
 
+def whole_answers(batch: int, configs: dict[str, dict[str, Any]], rounds: int) -> dict[str, list[float]]:
+    """CPU microseconds of a step of each engine in each round, by the whole time of the stories' answers, `batch` at a time."""
+    kept, build.make_executor = build.make_executor, NoDevice  # type: ignore[assignment]
+    llms = {
+        name: LLM("stories-5m", device="cpu", max_num_seqs=batch, use_tqdm=False, **config)
+        for name, config in configs.items()
+    }
+    build.make_executor = kept
+    found: dict[str, list[float]] = {name: [] for name in llms}
+    times, names, die = -(-batch // len(requests(llms["plain"], "plain", 0.0)[0])), list(llms), random.Random(0)
+    for turn in range(rounds):
+        work = requests(llms["plain"], "plain", 0.8, times, 1000 * turn)
+        die.shuffle(names)
+        for name in names:
+            found[name].append(1e6 * batch * answer(llms[name], *work, batch).seconds)
+    return found
+
+
+def windows(batch: int, configs: dict[str, dict[str, Any]], rounds: int) -> dict[str, list[float]]:
+    """CPU microseconds of a step of each engine, on average over each of some windows."""
+    loops = {name: Loop(batch, **config) for name, config in configs.items()}
+    found: dict[str, list[float]] = {name: [] for name in loops}
+    for _ in range(rounds):
+        for name, loop in loops.items():
+            found[name].append(1e6 * loop.window(WINDOW))
+    return found
+
+
 def main() -> None:
     """Print a line for each batch size."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16, 256])
     parser.add_argument("--methods", nargs="*", default=["ngram", "suffix"])
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument(
+        "--answers", action="store_true", help="time whole answers, not steps in the middle of long ones"
+    )
     arguments = parser.parse_args()
     for batch in arguments.batches:
         configs: dict[str, dict[str, Any]] = {"plain": {}, "plain again": {}}
         for method in arguments.methods:
             configs[method] = {"speculative_config": {"method": method, "num_speculative_tokens": 8}}
-        loops = {name: Loop(batch, **config) for name, config in configs.items()}
-        found: dict[str, list[float]] = {name: [] for name in loops}
-        for _ in range(arguments.rounds):
-            for name, loop in loops.items():
-                found[name].append(1e6 * loop.window(WINDOW))
+        found = (whole_answers if arguments.answers else windows)(batch, configs, arguments.rounds)
         plain = statistics.median(found["plain"])
         told = (
             f"{name} {(us := statistics.median(own)):.1f} us ({us / plain - 1:+.1%})" for name, own in found.items()

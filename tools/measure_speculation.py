@@ -85,13 +85,13 @@ class Watch:
         scheduler = self._scheduler
         schedule, postprocess = scheduler.schedule, scheduler.postprocess
 
-        def watched_schedule() -> SchedulerOutput:
+        def watched_schedule(_: Any) -> SchedulerOutput:
             output = schedule()
             if output.shares:
                 self._kinds.append(self._kind(output))
             return output
 
-        def watched_postprocess(drawn: Any) -> Any:
+        def watched_postprocess(_: Any, drawn: Any) -> Any:
             updated = postprocess(drawn)
             kind, now = self._kinds.popleft(), time.perf_counter()
             self.counts[kind] += 1
@@ -99,13 +99,18 @@ class Watch:
             self._last = now
             return updated
 
-        vars(scheduler).update(schedule=watched_schedule, postprocess=watched_postprocess)
+        kind = type(scheduler)  # an object that once had methods of its own is slower from then on
+        self._own = {name: vars(kind).get(name) for name in ("schedule", "postprocess")}
+        for name, watched in (("schedule", watched_schedule), ("postprocess", watched_postprocess)):
+            setattr(kind, name, watched)
         self._last = time.perf_counter()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for name in ("schedule", "postprocess"):
-            del vars(self._scheduler)[name]
+        for name, own in self._own.items():
+            delattr(type(self._scheduler), name)
+            if own is not None:
+                setattr(type(self._scheduler), name, own)
 
     def _kind(self, output: SchedulerOutput) -> str:
         if any(share.draw is not None for share in output.shares):

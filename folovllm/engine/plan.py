@@ -77,14 +77,14 @@ class Plan:
         rows.release(running)
         self.budget = budget  # tokens that the step may still compute
         self.preempted: list[int] = []  # by seq_id
-        self._rows = rows
+        self._rows, self._share = rows, rows.share
         self._running = running
         self._shares: dict[int, Share] = {}  # by seq_id
         self._unsettled: list[Sequence] = []
 
     def add(self, seq: Sequence, num_new_tokens: int) -> None:
         """Give `seq` a share: its next `num_new_tokens`, which count as computed from here on."""
-        self._shares[seq.seq_id] = self._rows.share(seq, num_new_tokens)
+        self._shares[seq.seq_id] = self._share(seq, num_new_tokens)
         self._unsettled.append(seq)
         seq.num_computed_tokens += num_new_tokens
         self.budget -= num_new_tokens

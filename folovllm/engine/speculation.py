@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from folovllm.engine.plan import draw_spec
 from folovllm.request import Sequence
+from folovllm.spec.budget import Budget
 from folovllm.spec.proposer import Depth, Proposer, RowState
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput
@@ -27,6 +28,7 @@ class Forms(Protocol):
 
 
 SOON = 8  # steps after which a new sequence is thought of, at the latest
+FULL = 64  # steps after which one is asked for that has room
 SETTLED = 3  # steps before the end of a rest: one that is neither the first after guesses nor waits for a look
 # What is left of the rest before the steps whose end is noted: that one, the one before it, at whose end its time begins, and
 # the last, behind which guesses are timed.
@@ -64,27 +66,33 @@ class Known:
 class Speculation:
     """Asks the proposer and the depth, and tells them what they must know. It owns what the proposer has heard of.
 
-    While `depth` rests, a step costs a counter (`idle`): no sequence is looked at, and what is drawn is told when it is needed.
+    While `depth` rests, a step costs nothing here: no sequence is looked at, and what is drawn is told when it is needed.
 
     Attributes:
-        idle: steps to come that are plain and need not be timed: nothing is asked or told about them. Who makes one counts it off.
+        idle_until: the number of a step; those before it are plain and need not be timed: nothing is asked or told about them.
         num_drafts, num_guessed, num_accepted: shares with guesses so far, guesses, right ones.
         asked: whether the coming step was to have guesses.
     """
 
     def __init__(
-        self, proposer: Proposer, depth: Depth, forms: Forms, clock: Callable[[], float] = time.perf_counter
+        self,
+        proposer: Proposer,
+        depth: Depth,
+        forms: Forms,
+        clock: Callable[[], float] = time.perf_counter,
+        budgets: SequenceOf[Budget] = (),
     ) -> None:
-        """`clock` gives the seconds that steps take."""
+        """`clock` gives the seconds that steps take. `budgets` do not grow while the engine has nothing to do."""
         self.proposer = proposer
         self.depth = depth
         self.num_drafts = self.num_guessed = self.num_accepted = 0
-        self._forms, self._clock = forms, clock
+        self._forms, self._clock, self._budgets = forms, clock, budgets
         self._known: dict[int, Known] = {}  # by seq_id
         self._chosen: dict[int, int] = {}  # what `depth` said last
         self._turn = 0  # of those who get no guesses, whose are looked at next
-        self.idle = self._rest = 0  # the rest: steps behind these for which nobody is asked
-        self._rest_for(depth.rest)
+        self._rest = 0  # steps behind these for which nobody is asked
+        self.idle_until = 0
+        self._rest_for(depth.rest, 0)
         self._begun: deque[Begun | None] = deque()  # None: its time does not count
         self._counts = False  # whether that of the coming step does
         self._num_right = 0  # guesses of the step that is taken in
@@ -93,34 +101,43 @@ class Speculation:
 
     def _choose(self, running: SequenceOf[Sequence], room: int) -> dict[int, int]:
         if room <= 0:
-            self._chosen, self._rest = {}, SOON
+            self._chosen, self._rest = {}, FULL
             return {}
+        start = self._clock()
         seqs = [seq for seq in running if seq.num_tokens - seq.num_computed_tokens < 2]  # some are in flight
         if not seqs:
             return {}
-        self._look([seq for seq in seqs if seq.seq_id not in self._chosen])
+        looking = self._look([seq for seq in seqs if seq.seq_id not in self._chosen])
         ids = [seq.seq_id for seq in seqs]
-        chosen = {id_: k for id_, k in zip(ids, self.depth.choose(ids), strict=True) if k > 0}
+        self._chosen = chosen = {id_: k for id_, k in zip(ids, self.depth.choose(ids), strict=True) if k > 0}
+        if not chosen:
+            self.depth.observe_choice(len(ids), self._clock() - start - looking)
         self._rest = 0 if chosen else self.depth.rest
-        self._chosen = chosen
         return chosen
 
-    def _look(self, idle: list[Sequence]) -> None:
-        """Learn what guesses would be worth for those who get none: by what their forms force, and by some of their texts."""
+    def _look(self, idle: list[Sequence]) -> float:
+        """Learn what guesses would be worth for those who get none: by what their forms force, and by some of their texts.
+
+        Returns:
+            The seconds for the texts: the proposer pays for these.
+        """
         for seq in [seq for seq in idle if seq.params.structured_outputs is not None]:
             if (num_forced := len(self._forms.forced(seq, LOOK)) - num_flying(seq)) > 0:
                 self._know(seq)
                 self.depth.observe(seq.seq_id, num_forced, num_forced)
-        if most := self.proposer.num_looks():
+        most, start = self.proposer.num_looks(), self._clock()
+        if most:
             first, self._turn = (self._turn, self._turn + most) if self._turn < len(idle) else (0, most)
             self.proposer.look([self._know(seq).state() for seq in idle[first : first + most]])
+        return self._clock() - start
 
-    def _rest_for(self, steps: int) -> None:
+    def _rest_for(self, steps: int, number: int) -> None:
+        """Ask nobody for so many steps, from step `number` on."""
         asked = next(left for left in (*NOTED, 0) if left <= steps)
-        self.idle, self._rest = steps - asked, asked
+        self.idle_until, self._rest = number + steps - asked, asked
 
-    def guess(self, running: SequenceOf[Sequence], room: int) -> dict[int, list[int]]:
-        """Guesses for the coming step by seq_id: for sequences of which all tokens but the newest are computed.
+    def guess(self, running: SequenceOf[Sequence], room: int, number: int = 0) -> dict[int, list[int]]:
+        """Guesses for the coming step, step `number`, by seq_id: for sequences of which all tokens but the newest are computed.
 
         The newest may be in flight. It is guessed, too, and the others are of use if that was right; so no step waits for it.
         An answer is never guessed beyond its greatest length, nor beyond what its form allows. Without `room`, the tokens
@@ -130,7 +147,7 @@ class Speculation:
         wanted = {} if self._rest else self._choose(running, room)
         if not wanted:
             self._counts, self.asked = self._rest == SETTLED + 1, False
-            self._rest_for(max(0, self._rest - 1))
+            self._rest_for(max(0, self._rest - 1), number + 1)
             return {}
         self._counts = self.asked = True
         ready = [seq for seq in running if seq.seq_id in wanted and seq.num_tokens - seq.num_computed_tokens < 2]
@@ -178,10 +195,21 @@ class Speculation:
         self._num_right += num_accepted
         self.depth.observe(seq.seq_id, num_guessed, num_accepted)
 
-    def wake(self, seq: Sequence) -> None:
-        """Hear that `seq` may be admitted: it is thought of soon, if there is a form or somebody may look at it."""
-        if self.idle + self._rest > SOON and (seq.params.structured_outputs is not None or self.proposer.num_looks()):
-            self._rest_for(SOON)
+    def wake(self, seq: Sequence, number: int) -> None:
+        """Hear, before step `number`, that `seq` may be admitted: it is thought of soon, if it has a form or somebody may look."""
+        rest = self.idle_until - number + self._rest
+        if rest > SOON and (seq.params.structured_outputs is not None or self.proposer.num_looks()):
+            self._rest_for(SOON, number)
+
+    def pause(self) -> None:
+        """Hear that there is nothing to do until `resume`."""
+        for budget in self._budgets:
+            budget.pause()
+
+    def resume(self) -> None:
+        """Hear that there is something to do again."""
+        for budget in self._budgets:
+            budget.resume()
 
     def finish(self, seqs: Iterable[Sequence]) -> None:
         """Hear that sequences have ended by themselves: the proposer may learn from the whole of their texts."""

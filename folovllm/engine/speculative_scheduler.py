@@ -58,34 +58,39 @@ class SpeculativeScheduler(Scheduler):
     gets a name. A step never preempts for a guess: where room or budget is short, fewer are checked.
     """
 
+    _plain: type[Scheduler] = (
+        Scheduler  # asked by name: to look a parent up takes longer than all else that an idle step does
+    )
+
     def __init__(self, *, speculation: Speculation, **rest: Any) -> None:
         super().__init__(**rest)
         self.speculation = speculation
         self._own_tokens = self._tokens_of_step
         self._num_draws = min(self._max_num_batched_tokens, most_draws(self._max_num_seqs))  # of a step, at most
         self._rows: GuessingRows = GuessingRows(self._rows.num_rows, self.events, lambda: self.waiting)
-        self._under_way: deque[dict[int, int] | None] = deque()  # of each step its guesses, by seq_id; None: it is idle
+        self._num_taken = 0  # steps
+        # Of those under way that are not idle: their numbers, and their guesses by seq_id.
+        self._under_way: deque[tuple[int, dict[int, int]]] = deque()
         self._with_guesses: list[Share] = []  # of the step that has some
 
     def add(self, seq: Sequence) -> None:
         """As `Scheduler`."""
+        if not (self.running or self.waiting):
+            self.speculation.resume()
         super().add(seq)
-        self.speculation.wake(seq)
+        self.speculation.wake(seq, self._rows.num_steps)
 
     def schedule(self) -> SchedulerOutput:
         """As `Scheduler`. Sequences with guesses come behind other decodes, which have a kernel of their own."""
-        if self.speculation.idle:
-            self.speculation.idle -= 1
-            output = super().schedule()
-            if output.shares:
-                self._under_way.append(None)
-            return output
-        guesses = self.speculation.guess(self.running, self._num_draws - len(self.running))
+        number = self._rows.num_steps
+        if number < self.speculation.idle_until:
+            return self._plain.schedule(self)
+        guesses = self.speculation.guess(self.running, self._num_draws - len(self.running), number)
         if guesses or self._rows.guesses:
             self._expect(self._fitting(guesses))
         output = super().schedule()
         if output.shares:
-            self._under_way.append(num_guessed(output) if guesses else NO_GUESSES)
+            self._under_way.append((number, num_guessed(output) if guesses else NO_GUESSES))
             self.speculation.began(output)
             if guesses:
                 self._with_guesses = [share for share in output.shares if share.num_draws > 1]
@@ -102,19 +107,29 @@ class SpeculativeScheduler(Scheduler):
 
         So each token meets the same checks, and its K/V becomes known to the cache at the same moment, as without guesses.
         """
-        num_running, checked = len(self.running), self._under_way.popleft()
-        if checked and self.events.on:
-            self._spell_guesses()
-        if not checked:
-            updated = super().postprocess(drawn)
+        num_running, number = len(self.running), self._num_taken
+        self._num_taken += 1
+        if not self._under_way or self._under_way[0][0] != number:
+            updated = Scheduler.postprocess(self, drawn)
         else:
-            updated = [seq for pair in drawn for seq in self._take(*pair, checked.get(pair[0].seq_id, 0))]
-        if checked is not None:
-            self.speculation.ended()
+            updated = self._take_in(drawn, self._under_way.popleft()[1])
         if len(self.running) < num_running:
             self.speculation.finish([seq for seq in updated if seq.status.is_finished])
             if self.waiting:
-                self.speculation.wake(self.waiting[0])
+                self.speculation.wake(self.waiting[0], self._rows.num_steps)
+            elif not self.running:
+                self.speculation.pause()
+        return updated
+
+    def _take_in(self, drawn: Iterable[tuple[Sequence, list[int]]], checked: dict[int, int]) -> list[Sequence]:
+        """The tokens of a step that is not idle; `checked`: its guesses."""
+        if not checked:
+            updated = super().postprocess(drawn)
+        else:
+            if self.events.on:
+                self._spell_guesses()
+            updated = [seq for pair in drawn for seq in self._take(*pair, checked.get(pair[0].seq_id, 0))]
+        self.speculation.ended()
         return updated
 
     def _spell_guesses(self) -> None:
@@ -176,9 +191,13 @@ class SpeculativeScheduler(Scheduler):
 class SpeculativeOverlapScheduler(SpeculativeScheduler, OverlapScheduler):
     """The same behind overlapped steps. Nothing is scheduled behind a step with guesses until it is known what came of them."""
 
+    _plain = OverlapScheduler
+
     def must_wait(self) -> bool:
         """As `OverlapScheduler`. Steps without guesses overlap as ever."""
-        return any(self._under_way) or super().must_wait()
+        if self._under_way and any(guesses for _, guesses in self._under_way):
+            return True
+        return OverlapScheduler.must_wait(self)
 
 
 def num_guessed(output: SchedulerOutput) -> dict[int, int]:

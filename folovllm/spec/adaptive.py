@@ -63,6 +63,7 @@ class AdaptiveDepth(Depth):
 
     What guesses cost is paid from a `Budget`, and what they win goes there. While something is owed nobody gets guesses of
     whom nothing is known but what is known of all; else few of these at a time, since the proposer must read their texts.
+    To find out that nobody gets any is paid from the budget for looks. While that owes something, nobody asks.
 
     Attributes:
         cost: what steps take, as far as is known.
@@ -73,11 +74,17 @@ class AdaptiveDepth(Depth):
     MARGIN = 1.02
     HOLD, FIRST = 8, 3  # steps with guesses from one decision to the next; if nothing is known of a sequence
     PAUSE, LONGEST = 8, 64  # steps without: it is asked after 8, then after 16, ...
+    IN_DEBT = 512  # the longest rest until a debt is paid back
     FEW = 4  # sequences that nothing is known of that begin at once, and as many more as something is known of
 
-    def __init__(self, cost: StepCost, most: int, budget: Budget, probe: bool = False) -> None:
-        """`most`: guesses for a sequence in a step. `probe`: whether nobody scores guesses while there are none."""
-        self.cost, self._most, self._budget, self._probe = cost, most, budget, probe
+    def __init__(
+        self, cost: StepCost, most: int, budget: Budget, probe: bool = False, looks: Budget | None = None
+    ) -> None:
+        """`most`: guesses for a sequence in a step. `probe`: whether nobody scores guesses while there are none.
+
+        `looks` pays for decisions; None: they are free.
+        """
+        self.cost, self._most, self._budget, self._probe, self._looks = cost, most, budget, probe, looks
         self._common = Estimate(0.0, 1.0, 0.5, 0.5)  # nobody has had an idea yet
         self._own: dict[int, Estimate] = {}
         self._decided: dict[int, int] = {}  # by seq_id; empty: nothing for anyone
@@ -127,7 +134,8 @@ class AdaptiveDepth(Depth):
             return False
         n, cost, silent = len(known), self.cost, math.prod(1 - e.hit for e in found)
         some = max(1 - silent, HARDLY)  # the chance that anyone has a guess
-        beside = silent * cost.of_vain(n) + cost.first_guess + cost.guess  # seconds, but for steps with guesses
+        guessing = cost.works * (cost.first_guess + cost.guess)
+        beside = silent * cost.of_vain(n) + guessing  # seconds, but for steps with guesses
         widest = self._most * sum(e.hit for e in found) / some
         most, likely = sum(e.tokens(self._most) for e in found), max(e.acceptance for e in found)
         widths = [0.0, *(w - n for w in cost.checked.widths if n < w < n + widest), widest]
@@ -155,6 +163,17 @@ class AdaptiveDepth(Depth):
         self._own[seq_id].note(num_guessed, num_accepted, self.KEEP)
         self._common.note(num_guessed, num_accepted, self.KEEP_COMMON)
 
+    def observe_choice(self, num_seqs: int, seconds: float) -> None:
+        """As `Depth`. The steps that are timed around a rest take about as long again."""
+        if self._looks is None:
+            return
+        price = 2 * seconds
+        self._looks.pay(price)
+        left = self._looks.left()
+        if left < 0:  # rest until the next choice can be paid: then somebody may look
+            steps = (price - left) / (Budget.SHARE * self.cost.of_plain(num_seqs))
+            self.rest = max(self.rest, int(min(steps, self.IN_DEBT)))
+
     def observe_guessing(self, num_guesses: int, seconds: float) -> None:
         """As `Depth`. A dear proposer may still be at it while the step begins: only both together can be timed, and what is
         more than was found at the start counts as the step's.
@@ -173,6 +192,8 @@ class AdaptiveDepth(Depth):
     ) -> None:
         """As `Depth`. The time for guessing is not the step's. Steps with parts of prompts say nothing here."""
         cost = self.cost
+        if asked and self._probe:
+            cost.note_work(self._guessing > 0 or self._caught_up)
         seconds, self._guessing = seconds - self._guessing, 0.0
         if self._caught_up:
             self._budget.pay(max(0.0, seconds - cost.of_plain(num_tokens - num_guessed)))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Budget:
-    """Seconds that may be lost: a share of the time that passes, and what was won before.
+    """Seconds that may be lost: a share of the time in which there is work, and what was won before.
 
     Nobody knows what a try takes before it is over. So who tries pays afterwards, and while something is owed nothing new is
     tried: all tries together lose at most `SHARE` of the time, `most`, and the last try. No more than `most` is ever saved:
@@ -31,3 +31,11 @@ class Budget:
     def pay(self, seconds: float) -> None:
         """Something took so long; less than nothing if it won time."""
         self._left = min(self._left - seconds, self._most)
+
+    def pause(self) -> None:
+        """There is nothing to do from now on until `resume`: such time does not count, since nothing can be lost in it."""
+        self.left()
+
+    def resume(self) -> None:
+        """There is something to do again."""
+        self._last = self.clock()

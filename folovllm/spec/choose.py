@@ -58,6 +58,7 @@ class StepCost:
     checked: Curve  # steps with guesses
     guess: float = 0.0  # seconds that the proposer takes for each guess, of all sequences together
     first_guess: float = 0.0  # and for the first one, more than that
+    works: float = 1.0  # the part of the steps that are to have guesses in which the proposer does not sit out
     plain_more: float = 0.0  # seconds that steps take in truth, more than the table says, whatever their width
     checked_more: float = 0.0
     wait: float = 0.0  # seconds that a step takes more than a plain one where proposers were asked in vain
@@ -93,7 +94,11 @@ class StepCost:
         some = max(1 - silent, HARDLY)  # the chance that anyone has a guess
         table = self.checked.of(num_seqs + (num_tokens - num_seqs) / some)
         checked = np.maximum(table + self.checked_more, LEAST * table)
-        return silent * self.of_vain(num_seqs) + some * checked + self.first_guess + self.guess * depths
+        return silent * self.of_vain(num_seqs) + some * checked + self.of_guesses(depths)
+
+    def of_guesses(self, depths: npt.NDArray[np.integer]) -> Floats:
+        """Seconds [n] of guessing so many tokens in turn, for steps that are to have guesses, on average."""
+        return self.works * (self.first_guess + self.guess * depths.astype(np.float64))
 
     def note(self, num_tokens: int, is_checked: bool, seconds: float) -> None:
         """A step took so long. One that took far too long, or that was interrupted, counts no more than twice its time.
@@ -114,6 +119,10 @@ class StepCost:
         """Nobody has tried guesses for a while: what was found against them counts a little less, so that they are tried again."""
         self.checked_more -= FADE * max(0.0, self.checked_more)
         self.wait -= FADE * self.wait
+
+    def note_work(self, did_work: bool) -> None:
+        """A step was to have guesses, and its proposer worked for them or sat out."""
+        self.works += NEWS * (did_work - self.works)
 
     def note_vain(self, num_tokens: int, seconds: float) -> None:
         """A step for which proposers were asked in vain took so long.

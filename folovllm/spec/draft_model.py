@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from folovllm.executor.abstract import RunsSteps
-from folovllm.spec.proposer import Proposer, RowState
+from folovllm.spec.patience import Patience
+from folovllm.spec.proposer import Proposer, RowState, Work
 from folovllm.step.draw import DrawSpec, TokenIds
 from folovllm.step.schedule import SchedulerOutput, Share
 
@@ -38,12 +39,18 @@ class Draft:
     num_cached: int = 0
     is_new: bool = True  # the device does not know how its tokens are drawn
 
+    def num_right(self, state: RowState) -> int:
+        """How many of the guesses agree with the text, as far as that goes: all if none is seen to be wrong."""
+        drawn = state.token_ids[self.num_known :].tolist()
+        return next((i for i, (g, t) in enumerate(zip(self.guesses, drawn, strict=False)) if g != t), len(self.guesses))
+
+    def was_useful(self, state: RowState) -> bool:
+        """Whether a guess was right behind the first one, which may stand for a token that was in flight."""
+        return self.num_right(state) >= min(2, len(self.guesses))
+
     def cut_back(self, state: RowState) -> None:
         """Count as cached what agrees with the text. Its newest token never does: its logits are what is wanted."""
-        drawn = state.token_ids[self.num_known :].tolist()
-        right = next(
-            (i for i, (g, t) in enumerate(zip(self.guesses, drawn, strict=False)) if g != t), len(self.guesses)
-        )
+        right = self.num_right(state)
         self.num_cached = min(self.num_cached, self.num_known + right, len(state.token_ids) - 1)
         self.num_known, self.guesses = len(state.token_ids), []
 
@@ -52,8 +59,11 @@ class DraftModel(Proposer):
     """Guesses by decoding with a small model: an executor of its own, that no scheduler drives.
 
     Its blocks are its own. A sequence for which there is no row or block gets no guesses; one that is not asked about may
-    lose what it has, and is computed again when it is.
+    lose what it has, and is computed again when it is. Answers with a form, which the small model does not know, get guesses
+    as often as these are of use (`Patience`).
     """
+
+    is_dear = True
 
     def __init__(
         self,
@@ -74,6 +84,7 @@ class DraftModel(Proposer):
         self._free = list(range(executor.num_kv_blocks))
         self._drafts: dict[int, Draft] = {}  # by seq_id; who was asked about last stands at the end
         self._named: list[Draft] = []  # those whose guesses may be names: of the last run
+        self._patience = Patience()
 
     def propose(self, state: RowState, k: int) -> list[int]:
         """As `Proposer`."""
@@ -82,7 +93,8 @@ class DraftModel(Proposer):
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
         """As `Proposer`: where a text has grown by much one step over that, and then a run of steps of one token each."""
         self._learn()
-        asked = [(state, k) for state, k in zip(states, ks, strict=True) if k]
+        self.work = None
+        asked = [(state, k) for state, k in zip(states, ks, strict=True) if k and self._is_worth_it(state)]
         keep = {state.seq_id for state, _ in asked}
         placed = [(state, k) for state, k in asked if self._place(state, k, keep)]
         guesses = self._guess(self._catch_up(placed))
@@ -105,8 +117,22 @@ class DraftModel(Proposer):
             draft.guesses, tokens = tokens[:count], tokens[count:]
         self._named = []
 
+    def _is_worth_it(self, state: RowState) -> bool:
+        """False for a row with a form while guesses for it are of no use."""
+        if not state.draw.has_form:
+            return True
+        draft = self._drafts.get(state.seq_id)
+        if draft is not None and draft.guesses and len(state.token_ids) > draft.num_known:
+            self._patience.note(state.seq_id, draft.was_useful(state))
+            draft.cut_back(state)
+        return self._patience.may_try(state.seq_id)
+
     def finish(self, seq_id: int) -> None:
         """As `Proposer`."""
+        self._drop(seq_id)
+        self._patience.finish(seq_id)
+
+    def _drop(self, seq_id: int) -> None:
         draft = self._drafts.pop(seq_id, None)
         if draft is not None:
             self._rows.append(draft.row)
@@ -125,7 +151,7 @@ class DraftModel(Proposer):
         for other in [seq_id for seq_id in self._drafts if seq_id not in keep]:
             if len(self._free) >= missing and (draft or self._rows):
                 break
-            self.finish(other)
+            self._drop(other)
         if draft is None:
             if not self._rows:
                 return False
@@ -142,11 +168,12 @@ class DraftModel(Proposer):
         Behind guesses that were all right a text lacks two tokens, and else one: these are left to the run. Of a text beyond
         the budget a part is computed.
         """
-        budget, shares, ready = self._budget - len(placed), [], []
+        budget, shares, ready, most = self._budget - len(placed), [], [], 0
         for state, k in placed:
             draft = self._drafts[state.seq_id]
             draft.cut_back(state)
             missing = len(state.token_ids) - 1 - draft.num_cached
+            most = max(most, missing)
             num_new = 0
             if missing > 1 or draft.is_new:
                 num_new = min(max(1, missing), 1 + max(0, budget))
@@ -157,6 +184,7 @@ class DraftModel(Proposer):
             if num_new >= missing - 1:
                 draft.num_cached = min(draft.num_cached, len(state.token_ids) - 1)
                 ready.append((state, k))
+        self.work = Work(max((k for _, k in ready), default=0), most) if placed else None
         if shares:
             self._executor.submit(SchedulerOutput(tuple(sorted(shares, key=lambda share: share.num_new_tokens))))
         return ready

@@ -19,6 +19,13 @@ class RowState(NamedTuple):
     cache_salt: str | None = None  # what is learnt from a sequence may serve those of the same salt
 
 
+class Work(NamedTuple):
+    """What a dear proposer did when it was asked last."""
+
+    num_turns: int  # guesses that it made one after the other
+    num_read: int  # tokens of a text that it had to read before, at most
+
+
 class Proposer(ABC):
     """Guesses tokens. A wrong guess costs time and never changes a text.
 
@@ -28,7 +35,14 @@ class Proposer(ABC):
     that at any time, since a `RowState` has all tokens.
 
     All but `propose` have a body that will do for a proposer without state.
+
+    Attributes:
+        is_dear: whether it takes about as long as a step. Such a one may sit out.
+        work: of a dear one, what it did in the last `propose_all`; None: nothing.
     """
+
+    is_dear = False
+    work: Work | None = None
 
     @abstractmethod
     def propose(self, state: RowState, k: int) -> Sequence[int]:
@@ -83,6 +97,9 @@ class Depth(ABC):
 
     def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
         """So many guesses were checked in a step, and so many of them were right."""
+
+    def observe_choice(self, num_seqs: int, seconds: float) -> None:
+        """To find out that nobody of so many sequences gets guesses took so long, but for looks; `rest` may get longer."""
 
     def observe_guessing(self, num_guesses: int, seconds: float) -> None:
         """The proposer took so long for so many guesses in turn, of all sequences of a step together.

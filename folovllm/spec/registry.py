@@ -27,6 +27,7 @@ class InTurn(Proposer):
 
     def __init__(self, proposers: Sequence[Proposer]) -> None:
         self._proposers = proposers
+        self.is_dear = any(proposer.is_dear for proposer in proposers)
 
     def propose(self, state: RowState, k: int) -> list[int]:
         """As `Proposer`."""
@@ -35,11 +36,13 @@ class InTurn(Proposer):
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
         """As `Proposer`."""
         found: list[list[int]] = [[] for _ in states]
+        self.work = None
         for proposer in self._proposers:
             left = [0 if guess else k for guess, k in zip(found, ks, strict=True)]
             if any(left):
                 more = proposer.propose_all(states, left)
                 found = [guess or other for guess, other in zip(found, more, strict=True)]
+                self.work = self.work or proposer.work
         return found
 
     def tokens_of(self, guess: Sequence[int]) -> list[int]:
@@ -93,18 +96,18 @@ def make_proposer(config: SpeculativeConfig, make_draft: MakeDraft) -> Proposer:
 
 def make_depth(
     config: SpeculativeConfig, setup: EngineSetup, executor: Executor, proposer: Proposer
-) -> tuple[Proposer, Depth]:
-    """Who says how many tokens to guess, and the proposer as that one needs it.
+) -> tuple[Proposer, Depth, tuple[Budget, ...]]:
+    """Who says how many tokens to guess, the proposer as that one needs it, and what both may lose.
 
     Under torchrun each rank has a scheduler of its own, and all must decide the same: there time may have no say.
     """
     most = config.num_speculative_tokens
     if not config.adaptive or not isinstance(config.method, str) or "TORCHELASTIC_RUN_ID" in os.environ:
-        return proposer, FixedDepth(most)
+        return proposer, FixedDepth(most), ()
     is_dear = "draft_model" in config.methods
     cost, clock = measure_steps(executor, setup, most), clock_for(setup)
     if is_dear:
         measure_guesses(executor, setup, proposer, most, cost)
     tries, looks = (Budget(LOAN * cost.of_plain(1), clock) for _ in range(2))
-    depth = AdaptiveDepth(cost, most, tries, probe=is_dear)
-    return Shadow(proposer, depth, looks, k=min(4, most), most=0 if is_dear else 4), depth
+    depth = AdaptiveDepth(cost, most, tries, probe=is_dear, looks=looks)
+    return Shadow(proposer, depth, looks, k=min(4, most), most=0 if is_dear else 4), depth, (tries, looks)

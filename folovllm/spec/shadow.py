@@ -21,6 +21,7 @@ class Shadow(Proposer):
     def __init__(self, inner: Proposer, depth: Depth, budget: Budget, k: int = 4, most: int = 4) -> None:
         """`k`: tokens of a guess. `most`: sequences that are looked at in turn; 0 for a dear proposer."""
         self._inner, self._depth, self._budget, self._k, self._most = inner, depth, budget, k, most
+        self.is_dear = inner.is_dear
         self._judged: dict[int, int] = {}  # tokens of each sequence that a guess was compared with, by seq_id
 
     def admit(self, state: RowState) -> None:
@@ -32,16 +33,22 @@ class Shadow(Proposer):
         return self.propose_all([state], [k])[0]
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
-        """As `Proposer`; says how long it took."""
+        """As `Proposer`; says how long it took, unless a dear one sat out."""
         start = self._budget.clock()
         found = self._inner.propose_all(states, ks)
-        if deepest := max(ks, default=0):
-            grown = (len(s.token_ids) - self._judged.get(s.seq_id, 0) for s, k in zip(states, ks, strict=True) if k)
-            self._depth.observe_guessing(deepest if max(grown) <= deepest else 0, self._budget.clock() - start)
+        self.work, num_turns = self._inner.work, max(ks, default=0)
+        num_read = max((self._grown(state) for state, k in zip(states, ks, strict=True) if k), default=0)
+        if self.is_dear:
+            num_turns, num_read = self.work or (0, 0)
+        if num_turns or num_read:
+            self._depth.observe_guessing(num_turns if num_read <= num_turns else 0, self._budget.clock() - start)
         for state, k in zip(states, ks, strict=True):
             if k:
                 self._judged[state.seq_id] = len(state.token_ids) + 1  # those are judged by the model
         return found
+
+    def _grown(self, state: RowState) -> int:
+        return len(state.token_ids) - self._judged.get(state.seq_id, 0)
 
     def tokens_of(self, guess: Sequence[int]) -> list[int]:
         """As `Proposer`."""

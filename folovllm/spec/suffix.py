@@ -150,8 +150,8 @@ class SuffixProposer(Proposer):
         `least`: a guess ends before a token whose chance is smaller.
         """
         self._past, self._least = AnswersBySalt(capacity), least
-        # Answers, or what is left of one, not yet in `_past`, with their salts.
-        self._ended: deque[tuple[str | None, list[int]]] = deque(maxlen=64)
+        # Answers, or the list of what is left of one, not yet in `_past`, with their salts.
+        self._ended: deque[tuple[str | None, TokenIds | list[int]]] = deque(maxlen=64)
         self._texts: dict[int, Memory] = {}
         self._answers: dict[int, tuple[str | None, list[int]]] = {}  # of running sequences, with their salts
 
@@ -188,13 +188,14 @@ class SuffixProposer(Proposer):
 
     def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
         """As `Proposer`."""
-        self._ended.append((cache_salt, [*answer.tolist(), ANSWER_ENDS]))
+        self._ended.append((cache_salt, answer))
 
     def _learn(self) -> None:
         """Remember answers that ended, the oldest first, `PATIENCE` tokens of them."""
         left = PATIENCE
         while self._ended and left:
-            salt, answer = self._ended.popleft()
+            salt, ended = self._ended.popleft()
+            answer = ended if isinstance(ended, list) else [*ended.tolist(), ANSWER_ENDS]
             self._past.add(salt, answer[:left])
             if answer[left:]:
                 self._ended.appendleft((salt, answer[left:]))

@@ -12,7 +12,9 @@ from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.scheduler import chunk, preempt
 from folovllm.engine.speculation import Speculation
 from folovllm.engine.speculative_scheduler import SpeculativeScheduler
+from folovllm.spec.adaptive import AdaptiveDepth
 from folovllm.spec.budget import Budget
+from folovllm.spec.choose import Curve, StepCost
 from folovllm.spec.proposer import Depth, Proposer, RowState
 from folovllm.step.draw import TokenIds
 from tests.sequences import make_seq
@@ -83,3 +85,37 @@ def test_who_ends_unasked_is_remembered_and_who_is_aborted_is_not() -> None:
         scheduler.postprocess([(seq, [step]) for seq in running])
     scheduler.abort(seqs[2])
     assert proposer.heard == [[0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+def test_time_without_work_fills_no_budget() -> None:
+    """Between two requests nothing can be lost, so nothing may be lost for it later."""
+    budget = Budget(1.0, clock := Clock())
+    scheduler = SpeculativeScheduler(
+        kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=chunk, make_room=preempt,
+        speculation=Speculation(Remembers(), Never(), NoForms(), clock, [budget]),
+    )  # fmt: skip
+    budget.pay(2.0)
+    for _ in range(3):
+        clock.now += 1000.0  # nobody is there
+        scheduler.add(make_seq(3, max_tokens=2))
+        for _ in range(2):
+            clock.now += 10.0
+            scheduler.postprocess([(seq, [1]) for seq in scheduler.sequences(scheduler.schedule())])
+    clock.now += 1000.0
+    scheduler.speculation.resume()
+    assert budget.left() == pytest.approx(-1.0 + Budget.SHARE * 60.0)
+
+
+def test_a_choice_is_paid_for_and_nobody_chooses_again_before_it_is_earned() -> None:
+    tries, looks = (Budget(1.0, Clock()) for _ in range(2))
+    cost = StepCost(Curve((1.0,), (0.5,)), Curve((1.0,), (1.0,)))
+    depth = AdaptiveDepth(cost, 4, tries, looks=looks)
+    assert depth.choose([0]) == [0]
+    rest = depth.rest
+    depth.observe_choice(1, 0.25)
+    assert (looks.left(), depth.rest) == (0.5, rest), "a choice, and as much for the steps that are timed around it"
+    depth.observe_choice(1, 0.3)
+    assert looks.left() == pytest.approx(-0.1)
+    assert depth.rest == round(0.7 / (Budget.SHARE * 0.5)), "what is owed, and the price of the next one"
+    depth.observe_choice(1, 30.0)
+    assert depth.rest == AdaptiveDepth.IN_DEBT, "an interrupted one silences nobody for long"

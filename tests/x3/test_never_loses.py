@@ -6,6 +6,7 @@ there, and proposers take what their Python takes: nothing of it is hidden behin
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from random import Random
 from typing import Any
@@ -38,6 +39,7 @@ CHECKED = Curve((1, 16, 64, 256, 512), (0.32 * MS, 0.35 * MS, 0.5 * MS, 1.1 * MS
 WAIT = 0.15 * MS  # the device stands still behind a step with guesses until the host has scheduled
 A_MASK = 0.08 * MS  # of an answer with a form, for each step
 A_TOKEN, A_GUESS = 0.004 * MS, 0.015 * MS  # of a proposer: to take a token in, and to guess
+A_CHOICE, A_CHOICE_OF_ONE = 0.03 * MS, 0.002 * MS
 
 
 class Slow(Proposer):
@@ -75,15 +77,30 @@ class Slow(Proposer):
         self.inner.remember(answer, cache_salt)
 
 
+class Choosing(AdaptiveDepth):
+    """To choose takes time, too."""
+
+    def __init__(self, cost: StepCost, most: int, tries: Budget, clock: Clock, **rest: Any) -> None:
+        super().__init__(cost, most, tries, **rest)
+        self.clock = clock
+
+    def choose(self, seq_ids: SequenceOf[int]) -> list[int]:
+        self.clock.now += A_CHOICE + A_CHOICE_OF_ONE * len(seq_ids)
+        return super().choose(seq_ids)
+
+
 class Served:
     """An engine without a device: its answers are known. With `forms` they are forced in part, and masks take time.
 
     `scale`: how much longer than the embedded model's steps take.
     """
 
-    def __init__(self, max_num_seqs: int, methods: str = "", forms: bool = False, scale: float = 1.0) -> None:
+    def __init__(
+        self, max_num_seqs: int, methods: str = "", forms: bool = False, scale: float = 1.0,
+        clock: Clock | None = None, draft: Proposer | None = None,
+    ) -> None:  # fmt: skip
         self.scale, self.form = scale, A_MASK if forms else 0.0
-        self.clock, self.texts = Clock(), dict[int, list[int]]()
+        self.clock, self.texts = clock or Clock(), dict[int, list[int]]()
         common: dict[str, Any] = {
             "kv": BlockManager(max_num_seqs * 160, 16),
             "max_num_seqs": max_num_seqs,
@@ -91,29 +108,38 @@ class Served:
             "tokens_of_step": chunk,
             "make_room": preempt,
         }
-        if not methods:
+        if not (methods or draft):
             self.scheduler: OverlapScheduler = OverlapScheduler(**common)
             return
         kinds = {"ngram": NgramProposer, "suffix": SuffixProposer}
         tables = (Curve(widths, tuple(scale * s for s in seconds)) for widths, seconds in (PLAIN, CHECKED))
         tries, looks = (Budget(LOAN * scale * PLAIN.seconds[0], self.clock) for _ in range(2))
-        depth = AdaptiveDepth(StepCost(*tables), 15, tries)
-        proposer = InTurn([Slow(kinds[name](), self.clock) for name in methods.split("+")])
-        self.speculation = Speculation(Shadow(proposer, depth, looks), depth, self if forms else NoForms(), self.clock)
+        self.depth = Choosing(StepCost(*tables), 15, tries, self.clock, probe=draft is not None, looks=looks)
+        proposer = draft or InTurn([Slow(kinds[name](), self.clock) for name in methods.split("+")])
+        shadow = Shadow(proposer, self.depth, looks, most=0 if draft else 4)
+        self.speculation = Speculation(
+            shadow, self.depth, self if forms else NoForms(), self.clock, budgets=(tries, looks)
+        )
         self.scheduler = SpeculativeOverlapScheduler(speculation=self.speculation, **common)
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
+        if seq.params.structured_outputs is None:
+            return []
         n = seq.num_tokens
         return self.texts[seq.seq_id][n : n + max(0, 14 - n % 20)][:most]
 
     def trim(self, seq: Sequence, guesses: list[int]) -> list[int]:
         return guesses
 
-    def serve(self, texts: list[list[int]], num_prompt: int) -> float:
+    def serve(self, texts: list[list[int]], num_prompt: int, without_form: Collection[int] = ()) -> float:
         """The seconds in which all texts are written behind their first `num_prompt` tokens."""
         start, flying = self.clock.now, None
         form = StructuredOutputsParams(regex=".*") if self.form else None  # it says only that there is one
-        seqs = [sequence(text[:num_prompt], len(text) - num_prompt, structured_outputs=form) for text in texts]
+        forms = [None if i in without_form else form for i in range(len(texts))]
+        seqs = [
+            sequence(text[:num_prompt], len(text) - num_prompt, structured_outputs=own)
+            for text, own in zip(texts, forms, strict=True)
+        ]
         for seq, text in zip(seqs, texts, strict=True):
             self.texts[seq.seq_id] = text
             self.scheduler.add(seq)

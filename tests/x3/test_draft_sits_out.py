@@ -1,0 +1,184 @@
+"""A small model that knows no forms is not asked where these cut its guesses away; what it does not do costs nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from folovllm.request import Sequence
+from folovllm.spec.draft_model import DraftModel
+from folovllm.spec.ngram import NgramProposer
+from folovllm.spec.patience import LONGEST, Patience
+from folovllm.spec.proposer import FixedDepth, RowState
+from folovllm.spec.registry import InTurn
+from folovllm.spec.shadow import Shadow
+from folovllm.step.draw import DrawSpec
+from folovllm.step.schedule import SchedulerOutput, StepResult
+from tests.x3.guessing_loop import Clock
+from tests.x3.test_choose import FREE
+from tests.x3.test_never_loses import MS, Served, copied, story
+
+A_RUN, A_STEP = 0.25 * MS, 0.03 * MS  # of the small model: to start it, and each step
+
+
+class Writer:
+    """The small model: it writes what the answers will say in `knows`, and else a token that none of them has."""
+
+    num_kv_blocks, names = 10_000, None
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.texts, self.knows = clock, dict[int, list[int]](), set[int]()
+        self.runs: Counter[int] = Counter()  # by seq_id
+        self._drawn: list[StepResult] = []
+
+    def submit(self, output: SchedulerOutput) -> None:
+        self.clock.now += A_STEP
+
+    def submit_run(self, steps: SequenceOf[SchedulerOutput]) -> Writer:
+        self.clock.now += A_RUN + A_STEP * len(steps)
+        self.runs.update(share.seq_id for share in steps[0].shares)
+        self._drawn = [StepResult([[self.token(s.seq_id, s.end)] for s in step.shares], {}) for step in steps]
+        return self
+
+    def token(self, seq_id: int, position: int) -> int:
+        text = self.texts[seq_id]
+        return text[position] if seq_id in self.knows and position < len(text) else 99
+
+    def wait(self) -> list[StepResult]:
+        return self._drawn
+
+
+class Drafting(Served):
+    """An engine with a small model; of some answers the form forces a part, and cuts away all that is not what it wants."""
+
+    def __init__(self, max_num_seqs: int, forces: bool = False, **how: Any) -> None:
+        self.writer, self.forces = Writer(clock := Clock()), forces
+        draft = DraftModel(self.writer, max_num_seqs, 2**16, 2**16, 16)  # type: ignore[arg-type]
+        super().__init__(max_num_seqs, forms=True, clock=clock, draft=draft, **how)
+        self.writer.texts = self.texts
+        self.depth.cost.first_guess, self.depth.cost.guess = A_RUN, A_STEP
+
+    def forced(self, seq: Sequence, most: int) -> list[int]:
+        return super().forced(seq, most) if self.forces else []
+
+    def trim(self, seq: Sequence, guesses: list[int]) -> list[int]:
+        if seq.params.structured_outputs is None:
+            return guesses
+        text = self.texts[seq.seq_id][seq.num_tokens :]
+        return guesses[: next((i for i, (g, t) in enumerate(zip(guesses, text, strict=False)) if g != t), len(text))]
+
+
+def plain_seconds(texts: list[list[int]], turns: int) -> float:
+    plain = Served(len(texts), forms=True)
+    return sum(plain.serve(texts, 45) for _ in range(turns))
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_where_forms_cut_every_guess_away_nothing_is_lost(batch: int) -> None:
+    texts, guessing = [story(i, 245) for i in range(batch)], Drafting(batch)
+    seconds = sum(guessing.serve(texts, 45) for _ in range(3))
+    assert not guessing.speculation.num_accepted
+    assert seconds < 1.02 * plain_seconds(texts, 3)
+
+
+def test_asked_at_every_step_the_small_model_still_sits_out() -> None:
+    guessing = Drafting(1)
+    guessing.speculation.depth = FixedDepth(6)
+    for turn in range(12):
+        guessing.serve([story(turn, 85)], 45)  # 40 tokens: no answer is as long as a pause
+    assert guessing.writer.runs.total() < 2 * 7 + 12 * 40 / LONGEST, "until the pause is longest, and once in each then"
+
+
+@pytest.mark.parametrize(("batch", "gain"), [(1, 1.5), (16, 1.3)])
+def test_what_a_form_forces_pays_for_itself(batch: int, gain: float) -> None:
+    texts, guessing = [copied(i, 320) for i in range(batch)], Drafting(batch, forces=True)
+    seconds = sum(guessing.serve(texts, 45) for _ in range(3))
+    assert plain_seconds(texts, 3) > gain * seconds
+    runs = [guessing.writer.runs[seq_id] for seq_id in sorted(guessing.writer.runs)]
+    assert max(runs) <= 7 and max(runs[-batch:]) <= 3, "of 275 steps; answers behind the first ones know better"
+
+
+def test_others_in_the_batch_are_still_served() -> None:
+    """One answer has a form that rules out what the small model writes, and it writes what the other one says."""
+    guessing = Drafting(2)
+    guessing.speculation.depth = FixedDepth(6)
+    texts = [story(1, 400), story(2, 400)]
+    known = texts[1]
+    add = guessing.scheduler.add
+
+    def note(seq: Sequence) -> None:
+        add(seq)
+        if guessing.texts[seq.seq_id] is known:
+            guessing.writer.knows.add(seq.seq_id)
+
+    guessing.scheduler.add = note  # type: ignore[method-assign]
+    guessing.serve(texts, 45, without_form=[1])
+    (other,) = guessing.writer.knows
+    (formed,) = guessing.writer.runs.keys() - {other}
+    assert guessing.speculation.num_accepted > 200
+    assert guessing.writer.runs[formed] < 12 < 40 < guessing.writer.runs[other]
+
+
+def test_a_small_model_that_writes_what_forms_allow_is_asked_each_time() -> None:
+    guessing = Drafting(1)
+    guessing.speculation.depth = FixedDepth(6)
+    texts = [story(1, 245)]
+    add = guessing.scheduler.add
+
+    def note(seq: Sequence) -> None:
+        add(seq)
+        guessing.writer.knows.add(seq.seq_id)
+
+    guessing.scheduler.add = note  # type: ignore[method-assign]
+    guessing.serve(texts, 45)
+    assert guessing.speculation.num_accepted > 150
+
+
+class Prices(FixedDepth):
+    """Notes what guesses were said to take."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.heard: list[int] = []
+
+    def observe_guessing(self, num_guesses: int, seconds: float) -> None:
+        self.heard.append(num_guesses)
+
+
+def state_of(tokens: list[int], seq_id: int) -> RowState:
+    return RowState(seq_id, np.array(tokens, np.int32), 1, DrawSpec())
+
+
+def test_a_step_that_prompt_lookup_serves_does_not_pay_for_the_small_model() -> None:
+    prices, writer = Prices(), Writer(Clock())
+    writer.texts[7] = []
+    draft = DraftModel(writer, 4, 64, 64, 16)  # type: ignore[arg-type]
+    shadow = Shadow(InTurn([NgramProposer(), draft]), prices, FREE, most=0)
+    assert shadow.is_dear
+    assert shadow.propose_all([state_of([1, 2, 3, 1, 2], 7)], [4]) == [[3, 1, 2, 3]]
+    assert not prices.heard and not writer.runs
+    assert shadow.propose_all([state_of([1, 2, 3, 1, 2, 4], 7)], [4]) == [[99] * 4]
+    assert prices.heard == [0], "it had to read the text first"
+    assert shadow.propose_all([state_of([1, 2, 3, 1, 2, 4, 5], 7)], [4]) == [[99] * 4]
+    assert prices.heard == [0, 4]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=400))
+def test_pauses_grow_while_tries_fail_and_end_when_one_is_of_use(calls: list[tuple[int, bool]]) -> None:
+    """Never more than `LONGEST` calls of a row are sat out behind another, and a useful guess ends its pause."""
+    patience, silent = Patience(), Counter[int]()
+    for row, is_useful in calls:
+        if not patience.may_try(row):
+            silent[row] += 1
+            assert silent[row] <= LONGEST
+            continue
+        silent[row] = 0
+        patience.note(row, is_useful)
+        if is_useful:
+            assert patience.may_try(row)
