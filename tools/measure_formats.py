@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from folovllm.bench.contenders import GEOMETRIES, parse_contenders, random_model
-from folovllm.build import make_engine
+from folovllm.bench.serve import running
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams
@@ -52,10 +52,9 @@ def main() -> None:
         model, first = random_model(args.geometry, Path(folder), common), []
         for name, fields in parse_contenders(args.compare, model):
             began = time.perf_counter()
-            engine = make_engine(EngineConfig(**fields))
-            started = time.perf_counter() - began
-            times = [step_time(engine, 1, "plain"), step_time(engine, 256, "plain"), prompts_time(engine)]
-            engine.close()
+            with running(EngineConfig(**fields)) as engine:
+                started = time.perf_counter() - began
+                times = [step_time(engine, 1, "plain"), step_time(engine, 256, "plain"), prompts_time(engine)]
             first = first or times
             columns = "".join(f"{t:>10.3f} ({t / f:.2f})" for t, f in zip(times, first, strict=True))
             print(f"{name:32}{columns}   started in {started:.1f} s", flush=True)

@@ -46,8 +46,13 @@ class GPUWorker(Generic[Step, Result]):
         self.num_kv_blocks = 0
 
     def load_model(self) -> None:
-        """Load the weights, then give the KV cache its memory."""
+        """Load the weights, then give the KV cache its memory.
+
+        torch keeps what was freed. Weights that did not fit elsewhere would lie in what was the cache of an engine that is
+        closed, one piece, and none of the rest could be given back to the card, where room for the cache is looked for.
+        """
         if self._device.type == "cuda":
+            torch.cuda.empty_cache()
             # On Hopper PyTorch would ask cuDNN first, which plans 35 ms for every new length of the keys: each token's.
             torch.backends.cuda.enable_cudnn_sdp(False)
         with self.current():

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from folovllm import LLM, SamplingParams
+from folovllm.bench.contenders import write_geometry
+from folovllm.build import make_engine
+from folovllm.config import DEFAULT_MODEL, EngineConfig
 from folovllm.worker.gpu_worker import GPUWorker
 from tests.helpers import prompts, tiny_checkpoint
 
@@ -56,6 +63,38 @@ def test_each_call_runs_under_its_device(monkeypatch: pytest.MonkeyPatch) -> Non
     thread.start()
     thread.join()
     assert runner.seen == [[device]] * 4 and entered == []
+
+
+def test_what_torch_keeps_goes_back_to_the_card_before_there_are_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the cache of an engine that is closed weights would hold all of it: no room would be found for the next cache."""
+    order: list[str] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("given back"))
+    runner = Recorder([])
+    monkeypatch.setattr(runner, "load_model", lambda: order.append("weights"))
+    GPUWorker(torch.device("cuda"), runner).load_model()
+    assert order == ["given back", "weights"]
+
+
+@pytest.mark.gpu
+def test_a_larger_model_has_room_for_its_cache_behind_a_smaller_one_that_is_closed(tmp_path: Path) -> None:
+    """Two layers of an 8B model, in 4 bits and in 16: what the first one's weights leave is too small for the second's."""
+    model = write_geometry("qwen3-8b", tmp_path)
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": 2, "vocab_size": 8192}), encoding="utf-8"
+    )
+    free, total = torch.cuda.mem_get_info()
+    fields: dict[str, Any] = {
+        "model": str(model), "tokenizer": DEFAULT_MODEL, "random_weights": True, "milestone": "m6", "use_tqdm": False,
+        "gpu_memory_utilization": 1 - (free - 6 * 2**30) / total,
+    }  # fmt: skip
+    blocks = {}
+    for bits, more in ("4", {"quantization": "int4"}), ("16", {}):
+        engine = make_engine(EngineConfig(**fields, **more))
+        blocks[bits] = engine.executor.num_kv_blocks
+        engine.close()
+    assert blocks["16"] > blocks["4"] / 2, blocks
 
 
 @pytest.mark.multi_gpu
