@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -39,10 +40,8 @@ def serve(engine: str, num_guesses: int, at_once: list[int], passes: int, forms:
     )
     tasks = json.loads((FOLDER / "repetitive.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = [
-        {"prompt_token_ids": tokenizer.apply_chat_template(task["messages"], add_generation_prompt=True)["input_ids"]}
-        for task in tasks
-    ]
+    render = partial(tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=True)
+    prompts = [{"prompt_token_ids": render(task["messages"])["input_ids"]} for task in tasks]
     for batch in at_once:
         order = [i % len(tasks) for i in range(max(batch, len(tasks)))]
         rates = []

@@ -7,6 +7,7 @@ from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
+from threading import Event, Semaphore
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from .stories import request_and_story
 
 IGNORE = -100
 ROW = 1024  # tokens a row
+AHEAD = 8  # batches of each worker
 DOCUMENTS_PER_BATCH = 1_000_000  # spacing of document indices: more than any batch uses
 Batch = tuple[NDArray[np.int16], NDArray[np.int16]]  # ids, labels: both [rows, ROW]
 
@@ -66,9 +68,24 @@ def held_out_document(rng: Random) -> list[Piece]:
 
 
 def batches(folder: Path, seed: int, rows: int, steps: int, workers: int) -> Iterator[Batch]:
-    """The batches of a run, in order, made by `workers` processes ahead of the trainer."""
+    """The batches of a run, in order, made by `workers` processes ahead of the trainer: so many, and then they wait for it."""
+    room, ended = Semaphore(AHEAD * workers), Event()
+
+    def asked() -> Iterator[int]:
+        for step in range(steps):
+            room.acquire()
+            if ended.is_set():
+                return
+            yield step
+
     with get_context("spawn").Pool(workers, _start_worker, (folder, seed, rows)) as pool:
-        yield from pool.imap(_work, range(steps))
+        try:
+            for batch in pool.imap(_work, asked()):
+                room.release()
+                yield batch
+        finally:  # the pool ends when its thread does that asks
+            ended.set()
+            room.release()
 
 
 def _start_worker(folder: Path, seed: int, rows: int) -> None:
