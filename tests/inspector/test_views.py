@@ -150,17 +150,17 @@ class TestGuesses:
         assert seen.keys() == KIND.keys()
 
     def test_in_the_cache_they_are_counted_named_and_told_apart(self, shown: Shown) -> None:
-        shown.run(f"inspector.player.go(9); await {SETTLED}")
-        assert "Guesses accepted: A 2 of 4 and B 0 of 4" in shown.run("return inspector.lanes[0].text")
+        shown.run(f"inspector.player.go(4); await {SETTLED}")
+        assert "Guesses accepted: A 0 of 4 and B 1 of 4" in shown.run("return inspector.lanes[0].text")
         legend = shown.page.locator(".memory .legend").inner_text()
-        assert all(words in legend for words in ("2 accepted", "2 bonus", "6 rejected"))
+        assert all(words in legend for words in ("1 accepted", "2 bonus", "7 rejected"))
         assert shown.page.locator(".memory .legend li[title^='rejected: a wrong guess']").count() == 1
         shown.page.locator(".memory canvas").focus()
         tips = set()
         for _ in range(8):
             key(shown, "ArrowRight")
             tips |= set(shown.page.locator(".memory .tip").inner_text().split("\n"))
-        assert {"accepted “ saw”", "accepted “ a”", "bonus “ silver”", "rejected “ kite”"} <= tips
+        assert {"accepted “ from”", "bonus “ her”", "rejected “ his”", "rejected “ and”"} <= tips
         assert "checked" in shown.page.locator(".timeline .legend").inner_text()
         shown.open("m5.jsonl")
         assert not shown.page.locator(".timeline .guesses").is_visible(), "where nobody guesses, no word of it"
