@@ -83,7 +83,7 @@ def put_together(config: EngineConfig) -> Parts:
     events, guides = Events(), Guides(tokenizer, setup.vocab_size)
     speculation = make_speculation(setup, proposer, executor, guides)
     scheduler = make_scheduler(setup, executor.num_kv_blocks, events, speculation)
-    return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events, guides)
+    return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events, guides, proposer)
 
 
 def make_scheduler(

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
-
 from folovllm.bench.workload import Workload
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
@@ -28,7 +26,6 @@ def running(config: EngineConfig) -> Iterator[LLMEngine]:
         yield engine
     finally:
         engine.close()
-        torch.cuda.empty_cache()
 
 
 def exactly(count: int, temperature: float = 0.0, seed: int | None = None) -> SamplingParams:

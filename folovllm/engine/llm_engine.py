@@ -10,6 +10,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
+import torch
+
 from folovllm.config import EngineConfig, ModelConfig
 from folovllm.engine.observed import Observed
 from folovllm.engine.output_processor import RequestState
@@ -50,6 +52,7 @@ class LLMEngine(Observed):
         super().__init__(parts)
         self._guides = parts.guides
         self._processor = parts.processor
+        self._proposer = parts.proposer
 
     @staticmethod
     def from_engine_args(engine_args: EngineConfig) -> LLMEngine:
@@ -217,9 +220,12 @@ class LLMEngine(Observed):
             raise ValueError("the engine has requests of its own: step it until they end, or abort them, first")
 
     def close(self) -> None:
-        """End all requests and give the model's memory back. A second call does nothing."""
+        """End all requests and give the memory of the model, and of a draft, back. A second call does nothing."""
         self._is_closed = True
         self.abort_request(list(self._output.requests))
         self.executor.shutdown()
+        if self._proposer is not None:
+            self._proposer.close()
         gc.unfreeze()  # `make_engine` froze what refers to itself; only thawed can it be collected
         gc.collect()
+        torch.cuda.empty_cache()  # to the card, for other programs

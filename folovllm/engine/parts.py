@@ -15,6 +15,8 @@ from folovllm.structured.guides import Guides
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from folovllm.spec.proposer import Proposer
+
 
 @dataclass(slots=True, frozen=True)
 class Parts:
@@ -28,3 +30,4 @@ class Parts:
     scheduler: SchedulerLike
     events: Events
     guides: Guides
+    proposer: Proposer | None

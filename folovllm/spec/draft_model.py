@@ -132,6 +132,10 @@ class DraftModel(Proposer):
         self._drop(seq_id)
         self._patience.finish(seq_id)
 
+    def close(self) -> None:
+        """As `Proposer`."""
+        self._executor.shutdown()
+
     def _drop(self, seq_id: int) -> None:
         draft = self._drafts.pop(seq_id, None)
         if draft is not None:

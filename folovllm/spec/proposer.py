@@ -75,6 +75,9 @@ class Proposer(ABC):
     def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
         """The answer of a sequence that ended by itself and was never admitted: nobody was asked about it."""
 
+    def close(self) -> None:
+        """The engine was closed: what is on a device can go. Nothing is asked any more."""
+
 
 class Depth(ABC):
     """Says how many tokens to guess, and learns whether it paid.

@@ -71,6 +71,11 @@ class InTurn(Proposer):
         for proposer in self._proposers:
             proposer.finish(seq_id)
 
+    def close(self) -> None:
+        """As `Proposer`."""
+        for proposer in self._proposers:
+            proposer.close()
+
     def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
         """As `Proposer`."""
         for proposer in self._proposers:

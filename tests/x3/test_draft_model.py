@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,3 +103,23 @@ def test_who_is_not_asked_makes_room(alone: LLM) -> None:
 def test_no_guess_beyond_the_context() -> None:
     proposer = draft()
     assert proposer.propose(state(0, [1] * (LENGTH - 1), DRAWS["greedy"]), 3) == []
+
+
+@pytest.mark.parametrize("milestone", ["m3", "m6"])
+@pytest.mark.parametrize("method", ["draft_model", "ngram+draft_model"])
+def test_a_closed_engine_holds_no_weights_of_its_draft(
+    milestone: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even while somebody holds the engine. An engine of the same process may need the memory."""
+    made: list[DraftModel] = []
+    begin = DraftModel.__init__
+    monkeypatch.setattr(DraftModel, "__init__", lambda self, *a, **k: made.append(self) or begin(self, *a, **k))
+    model = str(tiny_checkpoint())
+    config = {"method": method, "model": model, "num_speculative_tokens": 3, "adaptive": method == "draft_model"}
+    fields: dict[str, Any] = {"milestone": milestone, "device": "cpu", "max_model_len": LENGTH, "use_tqdm": False}
+    llm = LLM(model, **fields, speculative_config=config)
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    weights = weakref.ref(made[0]._executor._worker.runner.model)  # type: ignore[attr-defined]
+    llm.close()
+    llm.close()
+    assert weights() is None
