@@ -342,7 +342,7 @@ def few_codes_of(tokens, outputs, width, gated, kind, options):
     ahead = {"NORM": gated, "GATED": gated, "RESIDUAL": not gated} | ({} if gated else {"columns_ptr": None})
     group = {"GROUP_ROWS": rows, "GROUP": columns, "KIND": kind, "zero_ptr": None}
     if is_whole(torch.empty(tokens, width, dtype=torch.bfloat16, device="meta"), (rows, columns), kind):
-        tile = tile_of_whole(tokens, outputs * (1 + gated), width, kind)
+        tile = tile_of_whole(tokens, outputs * (1 + gated), width, kind, num_sms=132)
         return whole_codes_kernel, {"K": width, **group, **ahead, "M": tokens, **tile, **options}, tile["SPLITS"], 3
     row_bytes, group_bytes = width // 2 if kind == "int4" else width, 64 if kind.startswith("int") else columns
     tile = tile_of_codes(tokens, outputs * (1 + gated), row_bytes, group_bytes, kind == "fp8" and tokens == 1)
