@@ -95,7 +95,7 @@ def whole_codes_kernel(
 MOST_TIMES = 5  # groups of lines of a program, which are unrolled
 MOST_WARPS = 8
 TILES = {"int4": 3, "int8": 8}  # of a warp, while there may be more warps
-MOST_TILES = {"int4": 3, "int8": 10}  # of a warp: with more `few_codes` is faster
+MOST_TILES = {"int4": 3, "int8": 10}  # of a warp: with more `few_codes` is faster (and `in_pairs` bears 16)
 # Of a thread, and for each tile of a warp: few bytes or none go to a stack.
 REGISTERS = {"int4": (-16, 48), "int8": (64, 13)}
 INPUTS = {"int4": 128, "int8": 64}  # of a tile
