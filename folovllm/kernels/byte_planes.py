@@ -7,6 +7,12 @@ For the lower three bytes hold 2^22 x / p as an integer with an offset, 0x40 in 
 
 Bytes are signed here, so what makes a byte negative is added to the next one first. Numbers of bfloat16 down to 2^-13 of the
 largest are exact; what is smaller is off by 2^-21 of the largest at most.
+
+That is the largest of what one warp has in a part: 384 inputs (4 bits) or 640 (8 bits) at most. If it is an outlier, the
+others are less exact: at 2^-14 of it a number is off by twice what bfloat16 has rounded it by, at 2^-16 by eight times.
+That shows where the outlier's weight is zero. But a quantiser has rounded that weight, by up to half a code; and all those
+inputs together, with the largest codes and every error of one sign, are off by 640 * 128 * 2^-21 = 0.04 of a code times the
+outlier.
 """
 
 from __future__ import annotations
@@ -182,7 +188,8 @@ def sixteen_bytes(words, more, flip, KIND: tl.constexpr):
 def in_pairs(acc, EXACT: tl.constexpr):
     """Products with planes, [SPLITS, 16, 8], as floats [SPLITS, 16, 4]: of planes 0 and 1, and of 2 and 3.
 
-    EXACT: they are of so few inputs that the two together are less than 2^31.
+    EXACT: they are of one tile, so the two together are less than 2^31. Else they are of 1,024 inputs at most, so each is
+    2^24 at most, which is exact as a float32.
     """
     first, second = tl.split(tl.reshape(acc, [acc.shape[0], 16, 4, 2]))
     worth = tl.where(tl.arange(0, 4) % 2 == 0, 256, -1)[None, None, :]

@@ -19,6 +19,7 @@ from folovllm.kernels.check_plan import PLACE, list_checks_kernel, plan_checks_k
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_split, merge_partials
 from folovllm.kernels.decode_plan import ITEM, leave, take_next
 from folovllm.kernels.fp8 import decode_split_fp8, prefill_loop_fp8
+from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.online_softmax import LOG2_E, normalize
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.prefill import prefill_loop
@@ -176,7 +177,7 @@ class SplitKVCheck:
         self.num_warps = num_warps_of(self.rows, head_dim * itemsize)
         self.max_tiles = max_tiles
         self.num_programs = num_programs
-        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+        self.num_sms = num_sms(device)
         self.num_tiles = 0  # that the planned step may have
         self.max_chunks = max(64, self._num_programs(max_tiles) // num_kv_heads)
         items = self.max_chunks + max_tiles

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.code_tiles import load_or_zero, row_of
+from folovllm.kernels.small_linear import silu_product
 
 
 @triton.jit
@@ -34,10 +35,9 @@ def sum_parts(acc, PARTS: tl.constexpr):
 
 @triton.jit
 def silu_times(y, DTYPE: tl.constexpr):
-    """Lines of gate and then of up, [2 ROWS, TOKENS], as silu(gate) * up; both are rounded before they meet."""
-    y = tl.reshape(y.to(DTYPE).to(tl.float32), [2, y.shape[0] // 2, y.shape[1]])
-    gate, up = tl.split(tl.permute(y, 1, 2, 0))
-    return (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up
+    """Lines of gate and then of up, [2 ROWS, TOKENS], as `silu_product` has them."""
+    gate, up = tl.split(tl.permute(tl.reshape(y, [2, y.shape[0] // 2, y.shape[1]]), 1, 2, 0))
+    return silu_product(gate, up, DTYPE)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from folovllm.kernels.decode_plan import ITEM, leave, plan_kernel, take_next
 from folovllm.kernels.fp8 import decode_split_fp8
+from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.preparation import Preparation
@@ -230,7 +231,7 @@ class SplitKVDecode:
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.block_size = head_dim, block_size
         self.num_programs = num_programs
-        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+        self.num_sms = num_sms(device)
         self.seqs = triton.next_power_of_2(max_num_seqs)
         self.group = triton.next_power_of_2(num_heads // num_kv_heads)
         # Chunks grow with the batch's tokens, so that this many full ones are enough for any lengths.

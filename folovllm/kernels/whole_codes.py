@@ -15,6 +15,7 @@ import triton.language as tl
 from folovllm.kernels.byte_planes import FLIP, in_pairs, load_columns, planes_of, sixteen_bytes
 from folovllm.kernels.code_results import finish, inverse_root, load_residual, load_row_scales, sum_parts
 from folovllm.kernels.code_tiles import load_lines
+from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.small_linear import append
 
@@ -91,15 +92,12 @@ def whole_codes_kernel(
             words, factors, scale, first = next_words, next_factors, next_scale, first + ROWS
 
 
-PROCESSORS = 132  # of an H100 or H200
 MOST_TIMES = 5  # groups of lines of a program, which are unrolled
 MOST_WARPS = 8
 TILES = {"int4": 3, "int8": 8}  # of a warp, while there may be more warps
-MOST_TILES = {"int4": 3, "int8": 10}  # of a warp: with more `few_codes` is faster
-REGISTERS = {
-    "int4": (-16, 48),
-    "int8": (64, 13),
-}  # of a thread, and for each tile of a warp: few bytes or none go to a stack
+MOST_TILES = {"int4": 3, "int8": 10}  # of a warp: with more `few_codes` is faster (and `in_pairs` bears 16)
+# Of a thread, and for each tile of a warp: few bytes or none go to a stack.
+REGISTERS = {"int4": (-16, 48), "int8": (64, 13)}
 INPUTS = {"int4": 128, "int8": 64}  # of a tile
 
 
@@ -120,18 +118,18 @@ def is_whole(x: torch.Tensor, block: tuple[int, int], kind: str) -> bool:
     return has_tiles and tiles_of(num_tokens, width, kind) <= MOST_WARPS * MOST_TILES[kind]
 
 
-def tile_of(num_tokens: int, lines: int, width: int, kind: str) -> dict[str, int]:
+def tile_of(num_tokens: int, lines: int, width: int, kind: str, num_sms: int) -> dict[str, int]:
     """PARTS, SPLITS (which are warps) and TIMES of a program, and the most registers of a thread (`maxnreg`).
 
-    All programs should be on the card at once: those for which there is no room at first take as long again. What they need
-    is registers, for the words and `x` of their tiles.
+    All programs should be on the card's multiprocessors (`num_sms` of them) at once: those for which there is no room at
+    first take as long again. What they need is registers, for the words and `x` of their tiles.
     """
     parts, tiles = 2 // num_tokens, tiles_of(num_tokens, width, kind)
     splits = min(MOST_WARPS, triton.next_power_of_2(triton.cdiv(tiles, TILES[kind])))
     each = triton.cdiv(tiles, splits)
     base, for_tile = REGISTERS[kind]
     registers = max(64, base + for_tile * each) // 8 * 8
-    room = PROCESSORS * (65536 // (32 * splits * registers))
+    room = num_sms * (65536 // (32 * splits * registers))
     times = min(MOST_TIMES, triton.cdiv(lines * parts, 16 * room))
     return {"PARTS": parts, "SPLITS": splits, "TIMES": times, "maxnreg": registers}
 
@@ -152,7 +150,7 @@ def whole_codes(
     num_tokens, width = x.shape
     rows = len(words) // (1 + gated)
     out = x.new_empty(num_tokens, rows)
-    tile = tile_of(num_tokens, len(words), width, kind)
+    tile = tile_of(num_tokens, len(words), width, kind, num_sms(x.device))
     whole_codes_kernel[(triton.cdiv(rows, 16 // tile["PARTS"] // (1 + gated) * tile["TIMES"]),)](
         x, words, scales, zeros, columns, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
         FLIP, K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,

@@ -76,7 +76,7 @@ WINDOW = 1024  # of a layer that has one
 OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("early_decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"): "*fp32", ("merge_checks_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
              ("finish_kernel", "weight_ptr"): "*fp32", ("finish_kernel", "token_ptr"): "*i32",
              ("small_linear_kernel", "x_ptr"): "*i32", ("small_linear_kernel", "weight_ptr"): "*i32",
-             ("few_codes_kernel", "scale_ptr"): "*fp32", ("whole_codes_kernel", "scale_ptr"): "*fp32",
+             ("few_codes_kernel", "scale_ptr"): "*fp32", ("whole_codes_kernel", "scale_ptr"): "*fp32", ("whole_codes_kernel", "zero_ptr"): "*u8",
              ("summed_linear_kernel", "x_ptr"): "*i32", ("summed_linear_kernel", "weight_ptr"): "*i32",
              ("quant_matmul_kernel", "weight_ptr"): "*i8", ("quant_matmul_kernel", "scale_ptr"): "*fp32",
              ("unpack_kernel", "weight_ptr"): "*i8", ("unpack_kernel", "scale_ptr"): "*fp32",
@@ -342,7 +342,7 @@ def few_codes_of(tokens, outputs, width, gated, kind, options):
     ahead = {"NORM": gated, "GATED": gated, "RESIDUAL": not gated} | ({} if gated else {"columns_ptr": None})
     group = {"GROUP_ROWS": rows, "GROUP": columns, "KIND": kind, "zero_ptr": None}
     if is_whole(torch.empty(tokens, width, dtype=torch.bfloat16, device="meta"), (rows, columns), kind):
-        tile = tile_of_whole(tokens, outputs * (1 + gated), width, kind)
+        tile = tile_of_whole(tokens, outputs * (1 + gated), width, kind, num_sms=132)
         return whole_codes_kernel, {"K": width, **group, **ahead, "M": tokens, **tile, **options}, tile["SPLITS"], 3
     row_bytes, group_bytes = width // 2 if kind == "int4" else width, 64 if kind.startswith("int") else columns
     tile = tile_of_codes(tokens, outputs * (1 + gated), row_bytes, group_bytes, kind == "fp8" and tokens == 1)
@@ -365,7 +365,10 @@ def kernels_of_int4(capability: int):
     few += [(1, 2560, 4096, False, 128)]
     for tokens, outputs, width, gated, _ in few if capability >= 80 else ():
         options = {"PDL": capability >= 90, "scales": "fp16"}
-        yield few_codes_of(tokens, outputs, width, gated, "int4", options)
+        kernel, constants, *launch = few_codes_of(tokens, outputs, width, gated, "int4", options)
+        yield kernel, constants, *launch
+        if width == 4096:  # with zeros, too
+            yield kernel, {name: value for name, value in constants.items() if name != "zero_ptr"}, *launch
     some = [(*one, 2) for one in some] + [(256, 128, 4), (128, 512, 2)] * (capability == 86)
     for tokens, group, itemsize in some:
         shape = tiling_4_many(tokens, group, itemsize)

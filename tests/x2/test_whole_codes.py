@@ -13,6 +13,7 @@ from tests.contract import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+from folovllm.kernels import whole_codes as module
 from folovllm.kernels.few_codes import few_codes
 from folovllm.kernels.whole_codes import is_whole, whole_codes
 
@@ -108,6 +109,56 @@ def test_any_size(shape: tuple, rows: int, tokens: int, exponent: int, seed: int
     x[:, : width // 2] *= seed % 2
     x = x.half()
     assert_close(whole_codes(x.to(DEVICE), *given_), x, weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "group", "zeros"),
+    [("int4", 256, 128, True), ("int8", 192, None, False), ("int8", 320, 64, False)],
+)
+def test_programs_of_several_groups(
+    monkeypatch: pytest.MonkeyPatch, kind: str, width: int, group: int | None, zeros: bool
+) -> None:
+    """As of large products. Of the last program's groups one is in part past the last row, and one wholly."""
+    rows, tile = 38, module.tile_of(1, 38, width, kind, 1)
+    monkeypatch.setattr(module, "tile_of", lambda *size: tile | {"TIMES": 2})
+    given_, weight = made_up(kind, rows, width, group, zeros)
+    generator = torch.Generator().manual_seed(2)
+    x, residual = torch.randn(1, width, generator=generator).half(), torch.randn(1, rows, generator=generator).half()
+    assert_close(whole_codes(x.to(DEVICE), *given_), x, weight)
+    y, exact = whole_codes(x.to(DEVICE), *given_, residual=residual.to(DEVICE)), x.double() @ weight.T
+    assert (y.double().cpu() - exact - residual.double()).abs().max() <= 2**-10 * (exact.abs().max() + 4)
+    y, (gate, up) = whole_codes(x.to(DEVICE), *given_, gated=True), exact.chunk(2, 1)
+    assert (y.double().cpu() - F.silu(gate) * up).abs().max() <= 2**-7 * gate.abs().max() * up.abs().max()
+
+
+@pytest.mark.parametrize("num_sms", [1, 46, 132])
+@pytest.mark.parametrize(("kind", "width"), [("int4", 128), ("int4", 6144), ("int8", 48), ("int8", 10240)])
+def test_as_many_programs_as_a_card_has_room_for(kind: str, width: int, num_sms: int) -> None:
+    """At once, unless each has the most groups that it may have."""
+    for lines in (1, 4096, 19456, 151936):
+        tile = module.tile_of(1, lines, width, kind, num_sms)
+        room = num_sms * (65536 // (32 * tile["SPLITS"] * tile["maxnreg"]))
+        programs = -(-lines // (16 // tile["PARTS"] * tile["TIMES"]))
+        assert 0 < programs <= room or tile["TIMES"] == module.MOST_TIMES
+
+
+@pytest.mark.parametrize(("kind", "width"), [("int8", 10240), ("int4", 6144)])
+@pytest.mark.parametrize("fraction", [-0x1F8080, 0x1F7F80, -0x8080])
+def test_the_longest_rows_with_the_largest_codes_and_bytes(kind: str, width: int, fraction: int) -> None:
+    """All bytes of `x` that may be are -128, or near the largest; all codes the smallest, the largest, or both in turn."""
+    assert is_whole(torch.zeros(1, width, dtype=torch.float16), (1, 128 if kind == "int4" else width), kind)
+    low, high = (-8, 7) if kind == "int4" else (-128, 127)
+    codes = torch.tensor([[low], [high], [low]]).repeat(1, width)
+    codes[2, ::2] = high
+    x = torch.full((1, width), fraction * 2.0**-20).half()
+    x[:, :: width // 64] = 1.5
+    if kind == "int4":
+        scales = torch.full((3, width // 128), 0.001).half()
+        given_ = pack_planes((codes + 8).byte(), 128).to(DEVICE), scales.to(DEVICE), None, (1, 128), kind
+    else:
+        scales = torch.full((3, 1), 0.001)
+        given_ = codes.to(torch.int8).to(DEVICE).view(torch.int32), scales.to(DEVICE), None, (1, width), kind
+    assert_close(whole_codes(x.to(DEVICE), *given_), x, codes.double() * scales[0, 0].double())
 
 
 def test_one_token_goes_this_way() -> None:
