@@ -41,19 +41,17 @@ SELECT = tl.constexpr("""{ .reg .b32 low, high;
 
 @triton.jit
 def load_columns(
-    x_ptr, columns_ptr, stride_x, start: tl.constexpr, NUM: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-    M: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr,
+    x_ptr, columns_ptr, start: tl.constexpr, NUM: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    PARTS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """`x` times its columns' factors where it meets the tile of words from `start` on, in pieces.
 
-    Row 8 s + c of a piece is column c of warp s: plane c % 4 of a token of a part.
+    Row 8 s + c of a piece is column c of warp s: plane c % 4 of a part.
     """
-    TOKENS: tl.constexpr = 8 // PARTS // PLANES
     WHOLE: tl.constexpr = start + SPLITS * PARTS * WORDS <= NUM
     place, result = tl.arange(0, 8 * SPLITS)[:, None], ()
-    word = (place // 8 * PARTS + place % 8 // (TOKENS * PLANES)) * WORDS + start
-    token = tl.minimum(place % (TOKENS * PLANES) // PLANES, M - 1)
-    xs = load_pieces(x_ptr + token * stride_x, word, NUM, GROUP, KIND, WORDS, WHOLE)
+    word = (place // 8 * PARTS + place % 8 // PLANES) * WORDS + start
+    xs = load_pieces(x_ptr, word, NUM, GROUP, KIND, WORDS, WHOLE)
     if columns_ptr is not None:
         factors = load_pieces(columns_ptr, word, NUM, GROUP, KIND, WORDS, WHOLE)
     for i in tl.static_range(len(xs)):

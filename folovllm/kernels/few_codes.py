@@ -16,7 +16,7 @@ so all that is left is to make such floats (`unpack_codes`). Three things make i
 As in `small_linear`, a program asks for weights before it waits for its inputs. A scale meets the sum of a tile's products,
 or of all where a row has one scale.
 
-Codes that are integers meet one token in integers (`whole_codes`), where that is faster.
+Codes that are integers meet one token in integers (`integer_codes`), where that is faster.
 
 FP8 becomes float16 in one instruction for two codes, bfloat16 in five. So with one token `x` becomes float16 too, which is
 long: a program keeps it in registers, and has several groups of lines, one after the other (TIMES). What else was tried,
@@ -32,9 +32,9 @@ import triton.language as tl
 from folovllm.kernels.code_results import finish, inverse_root, load_residual, load_row_scales, sum_parts
 from folovllm.kernels.code_tiles import as_halves, load_lines, load_tile, sixteen
 from folovllm.kernels.int4_linear import EXPONENT
+from folovllm.kernels.integer_codes import integer_codes, takes
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.small_linear import append
-from folovllm.kernels.whole_codes import is_whole, whole_codes
 
 
 @triton.jit
@@ -151,8 +151,8 @@ def few_codes(
         norm_eps, gated, residual: as in `small_linear`. Rows of `x` may be apart; nothing else is.
         columns: [K], factors of the (normed) `x`. Their product is rounded to its dtype.
     """
-    if is_whole(x, block, kind):
-        return whole_codes(x, words, scales, zeros, block, kind, norm_eps, gated, residual, columns)
+    if takes(x, block, kind):
+        return integer_codes(x, words, scales, zeros, block, kind, norm_eps, gated, residual, columns)
     num_tokens, width = x.shape
     rows = len(words) // (1 + gated)
     out = x.new_empty(num_tokens, rows)

@@ -46,6 +46,8 @@ from folovllm.kernels.int4_linear import int4_linear_kernel
 from folovllm.kernels.int4_linear import tiling as tiling_4
 from folovllm.kernels.int4_matmul import int4_matmul_kernel, int4_unpack_kernel
 from folovllm.kernels.int4_matmul import tiling as tiling_4_many
+from folovllm.kernels.integer_codes import integer_codes_kernel, takes
+from folovllm.kernels.integer_codes import tile_of as tile_of_integers
 from folovllm.kernels.mask_logits import WIDTH as MASKED
 from folovllm.kernels.mask_logits import mask_logits_kernel
 from folovllm.kernels.note_drawn import note_drawn_kernel
@@ -61,8 +63,6 @@ from folovllm.kernels.small_linear import serves, small_linear_kernel, tiling
 from folovllm.kernels.store import store_kvcache_kernel
 from folovllm.kernels.summed_linear import fits, summed_linear_kernel
 from folovllm.kernels.unpack_step import unpack_decode_kernel, unpack_ragged_kernel
-from folovllm.kernels.whole_codes import is_whole, whole_codes_kernel
-from folovllm.kernels.whole_codes import tile_of as tile_of_whole
 
 # (D, B) to compile for: those that ask for the most where the limit is low, and few where compiling is slow.
 SHAPES = {75: [(128, 16)], 80: [(128, 16), (256, 256)], 86: [(128, 16), (256, 256)], 89: [(128, 16)],
@@ -76,7 +76,7 @@ WINDOW = 1024  # of a layer that has one
 OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("early_decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"): "*fp32", ("merge_checks_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
              ("finish_kernel", "weight_ptr"): "*fp32", ("finish_kernel", "token_ptr"): "*i32",
              ("small_linear_kernel", "x_ptr"): "*i32", ("small_linear_kernel", "weight_ptr"): "*i32",
-             ("few_codes_kernel", "scale_ptr"): "*fp32", ("whole_codes_kernel", "scale_ptr"): "*fp32", ("whole_codes_kernel", "zero_ptr"): "*u8",
+             ("few_codes_kernel", "scale_ptr"): "*fp32", ("integer_codes_kernel", "scale_ptr"): "*fp32", ("integer_codes_kernel", "zero_ptr"): "*u8",
              ("summed_linear_kernel", "x_ptr"): "*i32", ("summed_linear_kernel", "weight_ptr"): "*i32",
              ("quant_matmul_kernel", "weight_ptr"): "*i8", ("quant_matmul_kernel", "scale_ptr"): "*fp32",
              ("unpack_kernel", "weight_ptr"): "*i8", ("unpack_kernel", "scale_ptr"): "*fp32",
@@ -341,9 +341,9 @@ def few_codes_of(tokens, outputs, width, gated, kind, options):
     rows, columns = (1, width) if kind == "int8" else (1, 128) if kind == "int4" else (128, 128)
     ahead = {"NORM": gated, "GATED": gated, "RESIDUAL": not gated} | ({} if gated else {"columns_ptr": None})
     group = {"GROUP_ROWS": rows, "GROUP": columns, "KIND": kind, "zero_ptr": None}
-    if is_whole(torch.empty(tokens, width, dtype=torch.bfloat16, device="meta"), (rows, columns), kind):
-        tile = tile_of_whole(tokens, outputs * (1 + gated), width, kind, num_sms=132)
-        return whole_codes_kernel, {"K": width, **group, **ahead, "M": tokens, **tile, **options}, tile["SPLITS"], 3
+    if takes(torch.empty(tokens, width, dtype=torch.bfloat16, device="meta"), (rows, columns), kind):
+        tile = tile_of_integers(outputs * (1 + gated), width, kind, num_sms=132)
+        return integer_codes_kernel, {"K": width, **group, **ahead, **tile, **options}, tile["SPLITS"], 3
     row_bytes, group_bytes = width // 2 if kind == "int4" else width, 64 if kind.startswith("int") else columns
     tile = tile_of_codes(tokens, outputs * (1 + gated), row_bytes, group_bytes, kind == "fp8" and tokens == 1)
     return few_codes_kernel, {"K": width, **group, **ahead, "M": tokens, **tile, **options}, tile["SPLITS"], 3

@@ -13,9 +13,9 @@ from tests.contract import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.kernels import whole_codes as module
+from folovllm.kernels import integer_codes as module
 from folovllm.kernels.few_codes import few_codes
-from folovllm.kernels.whole_codes import is_whole, whole_codes
+from folovllm.kernels.integer_codes import integer_codes, takes
 
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8}  # of a result
@@ -58,14 +58,13 @@ SHAPES = [("int4", 256, 128, False), ("int4", 640, 128, True), ("int4", 1536, 25
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kind", "width", "group", "zeros"), SHAPES)
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_every_output_is_close(dtype: torch.dtype, tokens: int, kind: str, width: int, group: int, zeros: bool) -> None:
+def test_every_output_is_close(dtype: torch.dtype, kind: str, width: int, group: int, zeros: bool) -> None:
     """One number is 10,000 times as large as the others, and in one row its weight is zero."""
     given_, weight = made_up(kind, 5, width, group, zeros)
-    x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)) / 8
+    x = torch.randn(1, width, generator=torch.Generator().manual_seed(1)) / 8
     x[:, width // 3] = 1250
     x = x.to(dtype)
-    assert_close(whole_codes(x.to(DEVICE), *given_), x, weight)
+    assert_close(integer_codes(x.to(DEVICE), *given_), x, weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,42 +72,40 @@ def test_every_output_is_close(dtype: torch.dtype, tokens: int, kind: str, width
 def test_with_all_that_comes_before_and_after(dtype: torch.dtype, kind: str, group: int | None) -> None:
     given_, weight = made_up(kind, 22, 512, group, False)
     generator = torch.Generator().manual_seed(0)
-    x, residual = torch.randn(2, 512, generator=generator).to(dtype), torch.randn(2, 22, generator=generator).to(dtype)
+    x, residual = torch.randn(1, 512, generator=generator).to(dtype), torch.randn(1, 22, generator=generator).to(dtype)
     columns = torch.rand(512, generator=generator).to(dtype)
     normed = F.rms_norm(x.double(), (512,), eps=1e-5) * columns.double() @ weight.T
-    y = whole_codes(x.to(DEVICE), *given_, 1e-5, residual=residual.to(DEVICE), columns=columns.to(DEVICE))
+    y = integer_codes(x.to(DEVICE), *given_, 1e-5, residual=residual.to(DEVICE), columns=columns.to(DEVICE))
     limit = 16 * ROUNDING[dtype]
     assert (y.double().cpu() - normed - residual.double()).abs().max() <= limit * normed.abs().max()
     gate, up = normed.chunk(2, 1)
-    y = whole_codes(x.to(DEVICE), *given_, 1e-5, gated=True, columns=columns.to(DEVICE))
+    y = integer_codes(x.to(DEVICE), *given_, 1e-5, gated=True, columns=columns.to(DEVICE))
     assert (y.double().cpu() - F.silu(gate) * up).abs().max() <= limit * gate.abs().max() * up.abs().max()
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(("kind", "group"), [("int4", 128), ("int8", None)])
 def test_what_is_no_number_stays_none(kind: str, group: int | None, number: float) -> None:
-    """A token's outputs are not finite then; those of its neighbour are as without it."""
+    """The outputs are not finite then."""
     given_, _ = made_up(kind, 5, 256, group, False)
-    x = torch.randn(2, 256).to(DEVICE, torch.float16)
-    without = whole_codes(x, *given_)
+    x = torch.randn(1, 256).to(DEVICE, torch.float16)
     x[0, 77] = number
-    y = whole_codes(x, *given_)
-    assert not y[0].isfinite().any()
-    assert torch.equal(y[1], without[1])
+    y = integer_codes(x, *given_)
+    assert not y.isfinite().any()
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.sampled_from(SHAPES), st.integers(1, 7), st.integers(1, 2), st.integers(-18, 12), st.integers(0, 2**31))
-def test_any_size(shape: tuple, rows: int, tokens: int, exponent: int, seed: int) -> None:
+@given(st.sampled_from(SHAPES), st.integers(1, 7), st.integers(-18, 12), st.integers(0, 2**31))
+def test_any_size(shape: tuple, rows: int, exponent: int, seed: int) -> None:
     """Numbers of any size, some of them zero; a share may be all zeros."""
     kind, width, group, zeros = shape
     given_, weight = made_up(kind, rows, width, group, zeros)
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, width, generator=generator) * 2.0**exponent / 64
+    x = torch.randn(1, width, generator=generator) * 2.0**exponent / 64
     x[torch.rand(x.shape, generator=generator) < 0.3] = 0
     x[:, : width // 2] *= seed % 2
     x = x.half()
-    assert_close(whole_codes(x.to(DEVICE), *given_), x, weight)
+    assert_close(integer_codes(x.to(DEVICE), *given_), x, weight)
 
 
 @pytest.mark.parametrize(
@@ -119,15 +116,15 @@ def test_programs_of_several_groups(
     monkeypatch: pytest.MonkeyPatch, kind: str, width: int, group: int | None, zeros: bool
 ) -> None:
     """As of large products. Of the last program's groups one is in part past the last row, and one wholly."""
-    rows, tile = 38, module.tile_of(1, 38, width, kind, 1)
+    rows, tile = 38, module.tile_of(38, width, kind, 1)
     monkeypatch.setattr(module, "tile_of", lambda *size: tile | {"TIMES": 2})
     given_, weight = made_up(kind, rows, width, group, zeros)
     generator = torch.Generator().manual_seed(2)
     x, residual = torch.randn(1, width, generator=generator).half(), torch.randn(1, rows, generator=generator).half()
-    assert_close(whole_codes(x.to(DEVICE), *given_), x, weight)
-    y, exact = whole_codes(x.to(DEVICE), *given_, residual=residual.to(DEVICE)), x.double() @ weight.T
+    assert_close(integer_codes(x.to(DEVICE), *given_), x, weight)
+    y, exact = integer_codes(x.to(DEVICE), *given_, residual=residual.to(DEVICE)), x.double() @ weight.T
     assert (y.double().cpu() - exact - residual.double()).abs().max() <= 2**-10 * (exact.abs().max() + 4)
-    y, (gate, up) = whole_codes(x.to(DEVICE), *given_, gated=True), exact.chunk(2, 1)
+    y, (gate, up) = integer_codes(x.to(DEVICE), *given_, gated=True), exact.chunk(2, 1)
     assert (y.double().cpu() - F.silu(gate) * up).abs().max() <= 2**-7 * gate.abs().max() * up.abs().max()
 
 
@@ -136,9 +133,9 @@ def test_programs_of_several_groups(
 def test_as_many_programs_as_a_card_has_room_for(kind: str, width: int, num_sms: int) -> None:
     """At once, unless each has the most groups that it may have."""
     for lines in (1, 4096, 19456, 151936):
-        tile = module.tile_of(1, lines, width, kind, num_sms)
+        tile = module.tile_of(lines, width, kind, num_sms)
         room = num_sms * (65536 // (32 * tile["SPLITS"] * tile["maxnreg"]))
-        programs = -(-lines // (16 // tile["PARTS"] * tile["TIMES"]))
+        programs = -(-lines // (16 // module.PARTS.value * tile["TIMES"]))
         assert 0 < programs <= room or tile["TIMES"] == module.MOST_TIMES
 
 
@@ -146,7 +143,7 @@ def test_as_many_programs_as_a_card_has_room_for(kind: str, width: int, num_sms:
 @pytest.mark.parametrize("fraction", [-0x1F8080, 0x1F7F80, -0x8080])
 def test_the_longest_rows_with_the_largest_codes_and_bytes(kind: str, width: int, fraction: int) -> None:
     """All bytes of `x` that may be are -128, or near the largest; all codes the smallest, the largest, or both in turn."""
-    assert is_whole(torch.zeros(1, width, dtype=torch.float16), (1, 128 if kind == "int4" else width), kind)
+    assert takes(torch.zeros(1, width, dtype=torch.float16), (1, 128 if kind == "int4" else width), kind)
     low, high = (-8, 7) if kind == "int4" else (-128, 127)
     codes = torch.tensor([[low], [high], [low]]).repeat(1, width)
     codes[2, ::2] = high
@@ -158,23 +155,23 @@ def test_the_longest_rows_with_the_largest_codes_and_bytes(kind: str, width: int
     else:
         scales = torch.full((3, 1), 0.001)
         given_ = codes.to(torch.int8).to(DEVICE).view(torch.int32), scales.to(DEVICE), None, (1, width), kind
-    assert_close(whole_codes(x.to(DEVICE), *given_), x, codes.double() * scales[0, 0].double())
+    assert_close(integer_codes(x.to(DEVICE), *given_), x, codes.double() * scales[0, 0].double())
 
 
 def test_one_token_goes_this_way() -> None:
     """`few_codes` hands it on."""
     given_, _ = made_up("int4", 6, 256, 128, False)
     x = torch.randn(1, 256).to(DEVICE, torch.float16)
-    assert torch.equal(few_codes(x, *given_), whole_codes(x, *given_))
+    assert torch.equal(few_codes(x, *given_), integer_codes(x, *given_))
 
 
 def test_what_it_is_for() -> None:
     """Neither for floats of 32 bits, nor for small groups, many tokens or long rows: `few_codes` has those."""
     half = torch.zeros(1, 4096, dtype=torch.float16)
-    assert is_whole(half, (1, 128), "int4") and is_whole(half, (1, 4096), "int8")
-    assert not is_whole(half.float(), (1, 128), "int4")
-    assert not is_whole(half, (1, 64), "int4")
-    assert not is_whole(half, (1, 32), "int8")
-    assert not is_whole(half.expand(2, -1), (1, 128), "int4")
-    assert not is_whole(half, (128, 128), "fp8")
-    assert not is_whole(torch.zeros(1, 1 << 16, dtype=torch.float16), (1, 128), "int4")
+    assert takes(half, (1, 128), "int4") and takes(half, (1, 4096), "int8")
+    assert not takes(half.float(), (1, 128), "int4")
+    assert not takes(half, (1, 64), "int4")
+    assert not takes(half, (1, 32), "int8")
+    assert not takes(half.expand(2, -1), (1, 128), "int4")
+    assert not takes(half, (128, 128), "fp8")
+    assert not takes(torch.zeros(1, 1 << 16, dtype=torch.float16), (1, 128), "int4")

@@ -1,4 +1,4 @@
-"""Codes of 8 or 4 bits that are integers, times one token (or two): on the tensor cores, in integers.
+"""Codes of 8 or 4 bits that are integers, times one token: on the tensor cores, in integers.
 
 What `few_codes` spends most instructions on is to make floats of codes. Here codes are bytes as they come, or one instruction
 away from that (`byte_planes`), and a tensor core takes 32 of a row at once in place of 16. `x` becomes integers instead: four
@@ -18,6 +18,8 @@ from folovllm.kernels.code_tiles import load_lines
 from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.small_linear import append
+
+PARTS = tl.constexpr(2)  # of a row: four columns each
 
 
 @triton.jit
@@ -55,10 +57,10 @@ def units_of(unit, KIND: tl.constexpr):
 
 
 @triton.jit
-def whole_codes_kernel(
-    x_ptr, word_ptr, scale_ptr, zero_ptr, columns_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, flip,
+def integer_codes_kernel(
+    x_ptr, word_ptr, scale_ptr, zero_ptr, columns_ptr, residual_ptr, out_ptr, num_rows, eps, flip,
     K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, TIMES: tl.constexpr, PDL: tl.constexpr,
+    RESIDUAL: tl.constexpr, SPLITS: tl.constexpr, TIMES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `few_codes_kernel`, with KIND "int4" or "int8", 16 words of a row in a tile, and `x` in bytes."""
     let_next_start(PDL)
@@ -73,9 +75,9 @@ def whole_codes_kernel(
         word_ptr, scale_ptr, zero_ptr, first, num_rows, K, GROUP_ROWS, GROUP, ROWS, NUM, PARTS, SPLITS, WORDS, BY_TILE)  # fmt: skip
     scale = 1.0 if BY_TILE else load_row_scales(scale_ptr, first, num_rows, GROUP_ROWS, ROWS, LINES)
     wait_for_inputs(PDL)
-    inverse = inverse_root(x_ptr, stride_x, eps, K, M, 128 * SPLITS // M) if NORM else 1.0
+    inverse = inverse_root(x_ptr, 0, eps, K, 1, 128 * SPLITS) if NORM else 1.0
     for c in tl.static_range(len(words) // 2):
-        pieces += load_columns(x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS)
+        pieces += load_columns(x_ptr, columns_ptr, c * STEP, NUM, GROUP, KIND, PARTS, SPLITS, WORDS)
     xs, unit = planes_of(pieces, KIND)
     sums, units = sums_of(xs, zero_ptr is not None), units_of(unit, KIND)
     for i in tl.static_range(TIMES):
@@ -84,10 +86,10 @@ def whole_codes_kernel(
                 word_ptr, scale_ptr, zero_ptr, first + ROWS, num_rows, K, GROUP_ROWS, GROUP, ROWS, NUM, PARTS, SPLITS, WORDS,
                 BY_TILE)  # fmt: skip
             next_scale = 1.0 if BY_TILE else load_row_scales(scale_ptr, first + ROWS, num_rows, GROUP_ROWS, ROWS, LINES)
-        residual = load_residual(residual_ptr, first, num_rows, ROWS, 2 // PARTS, M) if RESIDUAL else 0.0
+        residual = load_residual(residual_ptr, first, num_rows, ROWS, 1, 1) if RESIDUAL else 0.0
         y = sum_parts(multiply(words, factors, xs, sums, flip, KIND, SPLITS) * units, PARTS)
-        y = tl.sum(tl.reshape(y, [LINES, 2 // PARTS, 2]), 2) * scale
-        finish(y, residual, out_ptr, first, num_rows, inverse, GATED, M)
+        y = tl.sum(tl.reshape(y, [LINES, 1, 2]), 2) * scale
+        finish(y, residual, out_ptr, first, num_rows, inverse, GATED, 1)
         if i + 1 < TIMES:
             words, factors, scale, first = next_words, next_factors, next_scale, first + ROWS
 
@@ -101,40 +103,37 @@ REGISTERS = {"int4": (-16, 48), "int8": (64, 13)}
 INPUTS = {"int4": 128, "int8": 64}  # of a tile
 
 
-def tiles_of(num_tokens: int, width: int, kind: str) -> int:
-    """Tiles of a part of a row. One token has two parts, two tokens have one."""
-    return triton.cdiv(width, INPUTS[kind] * (2 // num_tokens))
+def tiles_of(width: int, kind: str) -> int:
+    """Tiles of a part of a row."""
+    return triton.cdiv(width, INPUTS[kind] * PARTS.value)
 
 
-def is_whole(x: torch.Tensor, block: tuple[int, int], kind: str) -> bool:
-    """Whether `whole_codes` is for these: one token of 16 bits, groups of whole tiles, and rows that are not too long.
-
-    It can multiply two tokens too, but whether that is faster has not been measured.
-    """
+def takes(x: torch.Tensor, block: tuple[int, int], kind: str) -> bool:
+    """Whether `integer_codes` is for these: one token of 16 bits, groups of whole tiles, and rows that are not too long."""
     num_tokens, width = x.shape
     if kind not in INPUTS or x.itemsize != 2 or num_tokens > 1:
         return False
     has_tiles = block[1] % INPUTS[kind] == 0 or (kind == "int8" and block[1] >= width)
-    return has_tiles and tiles_of(num_tokens, width, kind) <= MOST_WARPS * MOST_TILES[kind]
+    return has_tiles and tiles_of(width, kind) <= MOST_WARPS * MOST_TILES[kind]
 
 
-def tile_of(num_tokens: int, lines: int, width: int, kind: str, num_sms: int) -> dict[str, int]:
-    """PARTS, SPLITS (which are warps) and TIMES of a program, and the most registers of a thread (`maxnreg`).
+def tile_of(lines: int, width: int, kind: str, num_sms: int) -> dict[str, int]:
+    """SPLITS (which are warps) and TIMES of a program, and the most registers of a thread (`maxnreg`).
 
     All programs should be on the card's multiprocessors (`num_sms` of them) at once: those for which there is no room at
     first take as long again. What they need is registers, for the words and `x` of their tiles.
     """
-    parts, tiles = 2 // num_tokens, tiles_of(num_tokens, width, kind)
+    tiles = tiles_of(width, kind)
     splits = min(MOST_WARPS, triton.next_power_of_2(triton.cdiv(tiles, TILES[kind])))
     each = triton.cdiv(tiles, splits)
     base, for_tile = REGISTERS[kind]
     registers = max(64, base + for_tile * each) // 8 * 8
     room = num_sms * (65536 // (32 * splits * registers))
-    times = min(MOST_TIMES, triton.cdiv(lines * parts, 16 * room))
-    return {"PARTS": parts, "SPLITS": splits, "TIMES": times, "maxnreg": registers}
+    times = min(MOST_TIMES, triton.cdiv(lines * PARTS.value, 16 * room))
+    return {"SPLITS": splits, "TIMES": times, "maxnreg": registers}
 
 
-def whole_codes(
+def integer_codes(
     x: torch.Tensor,
     words: torch.Tensor,
     scales: torch.Tensor,
@@ -146,15 +145,15 @@ def whole_codes(
     residual: torch.Tensor | None = None,
     columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `few_codes`, for one or two tokens of 16 bits, and groups of 128 (4 bits) or 64 (8 bits) inputs or a multiple."""
-    num_tokens, width = x.shape
+    """As `few_codes`, for one token of 16 bits, and groups of 128 (4 bits) or 64 (8 bits) inputs or a multiple."""
+    width = x.shape[1]
     rows = len(words) // (1 + gated)
-    out = x.new_empty(num_tokens, rows)
-    tile = tile_of(num_tokens, len(words), width, kind, num_sms(x.device))
-    whole_codes_kernel[(triton.cdiv(rows, 16 // tile["PARTS"] // (1 + gated) * tile["TIMES"]),)](
-        x, words, scales, zeros, columns, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
+    out = x.new_empty(1, rows)
+    tile = tile_of(len(words), width, kind, num_sms(x.device))
+    integer_codes_kernel[(triton.cdiv(rows, 16 // PARTS.value // (1 + gated) * tile["TIMES"]),)](
+        x, words, scales, zeros, columns, out if residual is None else residual, out, rows, norm_eps or 0.0,
         FLIP, K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,
-        RESIDUAL=residual is not None, M=num_tokens, **tile, num_warps=tile["SPLITS"],
-        **launch_options(x.device, num_tokens),
+        RESIDUAL=residual is not None, **tile, num_warps=tile["SPLITS"],
+        **launch_options(x.device, 1),
     )  # fmt: skip
     return out
