@@ -35,6 +35,17 @@ def test_it_grows_with_time_and_is_never_more_than_at_the_start() -> None:
     assert budget.left() == 1.0
 
 
+def test_a_loan_is_given_once() -> None:
+    for loan, most in ((1.0, 4.0), (4.0, 1.0)):
+        budget = Budget(most, clock := Clock(), loan)
+        assert budget.left() == loan
+        clock.now += 10_000.0
+        assert budget.left() == 4.0, "time adds to it as far as may be saved, and takes nothing away"
+        budget.pay(3.5)
+        clock.now += 10_000.0
+        assert budget.left() == most
+
+
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 3)), max_size=60))
 def test_tries_lose_no_more_than_a_share_of_the_time_and_the_last_of_them(steps: list[tuple[float, float]]) -> None:
     budget, lost, longest = Budget(1.0, clock := Clock()), 0.0, 0.0
@@ -107,15 +118,15 @@ def test_time_without_work_fills_no_budget() -> None:
 
 
 def test_a_choice_is_paid_for_and_nobody_chooses_again_before_it_is_earned() -> None:
-    tries, looks = (Budget(1.0, Clock()) for _ in range(2))
+    budget = Budget(1.0, Clock())
     cost = StepCost(Curve((1.0,), (0.5,)), Curve((1.0,), (1.0,)))
-    depth = AdaptiveDepth(cost, 4, tries, looks=looks)
+    depth = AdaptiveDepth(cost, 4, budget)
     assert depth.choose([0]) == [0]
     rest = depth.rest
     depth.observe_choice(1, 0.25)
-    assert (looks.left(), depth.rest) == (0.5, rest), "a choice, and as much for the steps that are timed around it"
+    assert (budget.left(), depth.rest) == (0.5, rest), "a choice, and as much for the steps that are timed around it"
     depth.observe_choice(1, 0.3)
-    assert looks.left() == pytest.approx(-0.1)
+    assert budget.left() == pytest.approx(-0.1)
     assert depth.rest == round(0.7 / (Budget.SHARE * 0.5)), "what is owed, and the price of the next one"
     depth.observe_choice(1, 30.0)
     assert depth.rest == AdaptiveDepth.IN_DEBT, "an interrupted one silences nobody for long"
