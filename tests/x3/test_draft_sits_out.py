@@ -216,7 +216,7 @@ def test_a_good_small_model_is_found_with_the_first_request_and_serves_all_other
 
 @pytest.mark.parametrize("batch", [1, 16])
 def test_a_small_model_that_is_always_wrong_costs_a_few_steps_once(batch: int) -> None:
-    """The first opinion costs one decision, three steps with guesses; all others are paid by the budget."""
+    """The first opinion costs three steps with guesses; all others are paid by the budget."""
     guessing = Knowing(batch, False)
     plain, seconds = without_forms(Served(batch), batch, 20), without_forms(guessing, batch, 20)
     a_try = 16 * A_STEP + A_RUN + WAIT + CHECKED.at(16 * batch)
