@@ -107,10 +107,13 @@ class Speculation:
         seqs = [seq for seq in running if seq.num_tokens - seq.num_computed_tokens < 2]  # some are in flight
         if not seqs:
             return {}
+        formed = [seq for seq in seqs if seq.params.structured_outputs is not None]
+        for seq in formed:
+            self.depth.note_form(seq.seq_id)
         looking = self._look([seq for seq in seqs if seq.seq_id not in self._chosen])
         ids = [seq.seq_id for seq in seqs]
         self._chosen = chosen = {id_: k for id_, k in zip(ids, self.depth.choose(ids), strict=True) if k > 0}
-        if not chosen:
+        if not chosen and not formed:  # what a form forces needs no look: such an answer is never let sleep for a debt
             self.depth.observe_choice(len(ids), self._clock() - start - looking)
         self._rest = 0 if chosen else self.depth.rest
         return chosen
@@ -219,13 +222,14 @@ class Speculation:
                 self.forget([seq])
             else:
                 self.proposer.remember(seq.tokens(seq.num_prompt_tokens, seq.num_tokens), seq.request.cache_salt)
+                self.depth.finish(seq.seq_id)
 
     def forget(self, seqs: Iterable[Sequence]) -> None:
         """Hear that sequences have ended."""
         for seq in seqs:
             if self._known.pop(seq.seq_id, None) is not None:
                 self.proposer.finish(seq.seq_id)
-                self.depth.finish(seq.seq_id)
+            self.depth.finish(seq.seq_id)
 
     def _know(self, seq: Sequence) -> Known:
         """A sequence of which the proposer has now heard all."""

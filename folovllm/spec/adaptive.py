@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -61,9 +61,9 @@ class AdaptiveDepth(Depth):
     While it guesses nothing it learns from guesses that are compared with what was drawn and never checked by the model
     (`Shadow`), or, where a proposer is too dear for that, from a step with guesses now and then (`probe`).
 
-    What guesses cost is paid from a `Budget`, and what they win goes there. While something is owed nobody gets guesses of
-    whom nothing is known but what is known of all; else few of these at a time, since the proposer must read their texts.
-    To find out that nobody gets any is paid from the budget for looks. While that owes something, nobody asks.
+    What guesses cost is paid from a `Budget`, and what they win goes there; looks, and to find out that nobody gets any, are
+    paid from it, too. While something is owed nobody gets guesses of whom nothing is known but what is known of all, and a
+    rest lasts until the next choice can be paid; else few of these at a time, since the proposer must read their texts.
 
     Attributes:
         cost: what steps take, as far as is known.
@@ -75,17 +75,16 @@ class AdaptiveDepth(Depth):
     HOLD, FIRST = 8, 3  # steps with guesses from one decision to the next; if nothing is known of a sequence
     PAUSE, LONGEST = 8, 64  # steps without: it is asked after 8, then after 16, ...
     IN_DEBT = 512  # the longest rest until a debt is paid back
+    FIRST_OPINION = Estimate(8.0, 0.0, 7.6, 0.4)  # of a proposer that nobody scores: who asks for one means it
     FEW = 4  # sequences that nothing is known of that begin at once, and as many more as something is known of
 
-    def __init__(
-        self, cost: StepCost, most: int, budget: Budget, probe: bool = False, looks: Budget | None = None
-    ) -> None:
-        """`most`: guesses for a sequence in a step. `probe`: whether nobody scores guesses while there are none.
-
-        `looks` pays for decisions; None: they are free.
-        """
-        self.cost, self._most, self._budget, self._probe, self._looks = cost, most, budget, probe, looks
-        self._common = Estimate(0.0, 1.0, 0.5, 0.5)  # nobody has had an idea yet
+    def __init__(self, cost: StepCost, most: int, budget: Budget, probe: bool = False) -> None:
+        """`most`: guesses for a sequence in a step. `probe`: whether nobody scores guesses while there are none."""
+        self.cost, self._most, self._budget, self._probe = cost, most, budget, probe
+        nobody = Estimate(0.0, 1.0, 0.5, 0.5)  # has had an idea yet
+        # What is known of all answers without a form, and of all that have one: of forms a proposer knows nothing.
+        self._common, self._common_of_forms = replace(self.FIRST_OPINION) if probe else replace(nobody), nobody
+        self._formed: set[int] = set()  # by seq_id
         self._own: dict[int, Estimate] = {}
         self._decided: dict[int, int] = {}  # by seq_id; empty: nothing for anyone
         self.rest = self.PAUSE  # at first, too: what plain steps take is timed in it
@@ -107,8 +106,7 @@ class AdaptiveDepth(Depth):
             self._is_off, self.rest = False, 0
             return depths
         self.cost.fade()
-        is_long = self._is_off and not self._probe
-        self._is_off, self.rest = True, min(2 * self.rest, self.LONGEST) if is_long else self.PAUSE
+        self._is_off, self.rest = True, min(2 * self.rest, self.LONGEST) if self._is_off else self.PAUSE
         return self._probed(depths) if self._probe else depths
 
     def _decide(self, seq_ids: Sequence[int]) -> dict[int, int]:
@@ -119,6 +117,8 @@ class AdaptiveDepth(Depth):
         hits, acceptances = np.array([(e.hit, e.acceptance) for e in known]).T
         depths = best_depths(hits, acceptances, self.cost, self._most, self.MARGIN)
         decided = dict(zip(seq_ids, depths, strict=True))
+        if self._probe:
+            return decided  # such a proposer reads all texts in one step
         new = [i for i in seq_ids if decided[i] and i not in self._own]
         return decided | dict.fromkeys(new[self.FEW + len(self._own) :], 0)
 
@@ -153,23 +153,29 @@ class AdaptiveDepth(Depth):
         return [few if i == turn else 0 for i in range(len(depths))]
 
     def estimate(self, seq_id: int) -> Estimate:
-        """What is known of a sequence; of a new one, what is known of all."""
-        return self._own.get(seq_id) or self._common
+        """What is known of a sequence; of a new one, what is known of all that have a form as well, or have none."""
+        return self._own.get(seq_id) or self._common_of(seq_id)
+
+    def _common_of(self, seq_id: int) -> Estimate:
+        return self._common_of_forms if seq_id in self._formed else self._common
+
+    def note_form(self, seq_id: int) -> None:
+        """As `Depth`."""
+        self._formed.add(seq_id)
 
     def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
         """As `Depth`. No guess where one was asked for counts, too."""
+        common = self._common_of(seq_id)
         if seq_id not in self._own:
-            self._own[seq_id] = self._common.start(self.WEIGHT)
+            self._own[seq_id] = common.start(self.WEIGHT)
         self._own[seq_id].note(num_guessed, num_accepted, self.KEEP)
-        self._common.note(num_guessed, num_accepted, self.KEEP_COMMON)
+        common.note(num_guessed, num_accepted, self.KEEP_COMMON)
 
     def observe_choice(self, num_seqs: int, seconds: float) -> None:
         """As `Depth`. The steps that are timed around a rest take about as long again."""
-        if self._looks is None:
-            return
         price = 2 * seconds
-        self._looks.pay(price)
-        left = self._looks.left()
+        self._budget.pay(price)
+        left = self._budget.left()
         if left < 0:  # rest until the next choice can be paid: then somebody may look
             steps = (price - left) / (Budget.SHARE * self.cost.of_plain(num_seqs))
             self.rest = max(self.rest, int(min(steps, self.IN_DEBT)))
@@ -211,3 +217,4 @@ class AdaptiveDepth(Depth):
     def finish(self, seq_id: int) -> None:
         """As `Depth`."""
         self._own.pop(seq_id, None)
+        self._formed.discard(seq_id)

@@ -101,6 +101,9 @@ class Depth(ABC):
     def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
         """So many guesses were checked in a step, and so many of them were right."""
 
+    def note_form(self, seq_id: int) -> None:
+        """The answer of a sequence has a form. It may be said again; it counts until `finish`."""
+
     def observe_choice(self, num_seqs: int, seconds: float) -> None:
         """To find out that nobody of so many sequences gets guesses took so long, but for looks; `rest` may get longer."""
 

@@ -9,6 +9,7 @@ from folovllm.executor.abstract import Executor
 from folovllm.setup import EngineSetup
 from folovllm.spec.adaptive import AdaptiveDepth
 from folovllm.spec.budget import Budget
+from folovllm.spec.choose import StepCost
 from folovllm.spec.measure import clock_for, measure_guesses, measure_steps
 from folovllm.spec.ngram import NgramProposer
 from folovllm.spec.proposer import Depth, FixedDepth, Proposer, RowState
@@ -17,7 +18,8 @@ from folovllm.spec.suffix import SuffixProposer
 from folovllm.speculative_config import SpeculativeConfig
 from folovllm.step.draw import TokenIds
 
-LOAN = 4  # plain steps of one sequence: the time that may be lost on looks before any has passed, and on tries
+LOAN = 8  # plain steps of one sequence: what may be lost before any time has passed
+SAVED = 16  # the same: what may be saved up, and lost where texts stop to repeat themselves
 
 MakeDraft = Callable[[str], Proposer]
 
@@ -113,6 +115,15 @@ def make_depth(
     cost, clock = measure_steps(executor, setup, most), clock_for(setup)
     if is_dear:
         measure_guesses(executor, setup, proposer, most, cost)
-    tries, looks = (Budget(LOAN * cost.of_plain(1), clock) for _ in range(2))
-    depth = AdaptiveDepth(cost, most, tries, probe=is_dear, looks=looks)
-    return Shadow(proposer, depth, looks, k=min(4, most), most=0 if is_dear else 4), depth, (tries, looks)
+    budget = make_budget(cost, clock)
+    depth = AdaptiveDepth(cost, most, budget, probe=is_dear)
+    return Shadow(proposer, depth, budget, k=min(4, most), most=0 if is_dear else 4), depth, (budget,)
+
+
+def make_budget(cost: StepCost, clock: Callable[[], float]) -> Budget:
+    """For looks, decisions and tries together.
+
+    By it guesses lose at most 0.5% of the time, the loan, what was saved of what they won, and the last try. With an answer
+    that has a form one decision in 64 steps more is not paid for.
+    """
+    return Budget(SAVED * cost.of_plain(1), clock, LOAN * cost.of_plain(1))

@@ -17,8 +17,9 @@ from folovllm.spec.budget import Budget
 from folovllm.spec.choose import Curve, StepCost
 from folovllm.spec.proposer import Depth, Proposer, RowState
 from folovllm.step.draw import TokenIds
+from folovllm.structured_outputs import StructuredOutputsParams
 from tests.sequences import make_seq
-from tests.x3.guessing_loop import Clock, NoForms
+from tests.x3.guessing_loop import Clock, NoForms, sequence
 
 
 def test_it_grows_with_time_and_is_never_more_than_at_the_start() -> None:
@@ -33,6 +34,17 @@ def test_it_grows_with_time_and_is_never_more_than_at_the_start() -> None:
     assert budget.left() == 2.0, "what was won is not saved up, either"
     budget.pay(1.0)
     assert budget.left() == 1.0
+
+
+def test_a_loan_is_given_once() -> None:
+    for loan, most in ((1.0, 4.0), (4.0, 1.0)):
+        budget = Budget(most, clock := Clock(), loan)
+        assert budget.left() == loan
+        clock.now += 10_000.0
+        assert budget.left() == 4.0, "time adds to it as far as may be saved, and takes nothing away"
+        budget.pay(3.5)
+        clock.now += 10_000.0
+        assert budget.left() == most
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 3)), max_size=60))
@@ -107,15 +119,43 @@ def test_time_without_work_fills_no_budget() -> None:
 
 
 def test_a_choice_is_paid_for_and_nobody_chooses_again_before_it_is_earned() -> None:
-    tries, looks = (Budget(1.0, Clock()) for _ in range(2))
+    budget = Budget(1.0, Clock())
     cost = StepCost(Curve((1.0,), (0.5,)), Curve((1.0,), (1.0,)))
-    depth = AdaptiveDepth(cost, 4, tries, looks=looks)
+    depth = AdaptiveDepth(cost, 4, budget)
     assert depth.choose([0]) == [0]
     rest = depth.rest
     depth.observe_choice(1, 0.25)
-    assert (looks.left(), depth.rest) == (0.5, rest), "a choice, and as much for the steps that are timed around it"
+    assert (budget.left(), depth.rest) == (0.5, rest), "a choice, and as much for the steps that are timed around it"
     depth.observe_choice(1, 0.3)
-    assert looks.left() == pytest.approx(-0.1)
+    assert budget.left() == pytest.approx(-0.1)
     assert depth.rest == round(0.7 / (Budget.SHARE * 0.5)), "what is owed, and the price of the next one"
     depth.observe_choice(1, 30.0)
     assert depth.rest == AdaptiveDepth.IN_DEBT, "an interrupted one silences nobody for long"
+
+
+class Nothing(AdaptiveDepth):
+    """Finds out, each time, that nobody gets guesses; that takes as long as a thousand steps."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.asked = clock, 0
+        super().__init__(StepCost(Curve((1.0,), (1.0,)), Curve((1.0,), (9.0,))), 4, Budget(1.0, clock))
+
+    def choose(self, seq_ids: Sequence[int]) -> list[int]:
+        self.asked += 1
+        self.clock.now += 1000.0
+        return super().choose(seq_ids)
+
+
+@pytest.mark.parametrize(("has_form", "asked"), [(False, 2), (True, 400 // AdaptiveDepth.LONGEST)])
+def test_no_debt_lets_an_answer_with_a_form_sleep(has_form: bool, asked: int) -> None:
+    depth = Nothing(clock := Clock())
+    scheduler = SpeculativeScheduler(
+        kv=BlockManager(128, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=chunk, make_room=preempt,
+        speculation=Speculation(Remembers(), depth, NoForms(), clock),
+    )  # fmt: skip
+    form = StructuredOutputsParams(regex=".*") if has_form else None
+    scheduler.add(sequence([1, 2, 3], 400, structured_outputs=form))
+    for _ in range(400):
+        clock.now += 1.0
+        scheduler.postprocess([(seq, [1]) for seq in scheduler.sequences(scheduler.schedule())])
+    assert depth.asked >= asked if has_form else depth.asked <= asked

@@ -16,13 +16,13 @@ from folovllm.spec.draft_model import DraftModel
 from folovllm.spec.ngram import NgramProposer
 from folovllm.spec.patience import LONGEST, Patience
 from folovllm.spec.proposer import FixedDepth, RowState
-from folovllm.spec.registry import InTurn
+from folovllm.spec.registry import LOAN, InTurn
 from folovllm.spec.shadow import Shadow
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from tests.x3.guessing_loop import Clock
 from tests.x3.test_choose import FREE
-from tests.x3.test_never_loses import MS, Served, copied, story
+from tests.x3.test_never_loses import CHECKED, MS, PLAIN, WAIT, Served, copied, story
 
 A_RUN, A_STEP = 0.25 * MS, 0.03 * MS  # of the small model: to start it, and each step
 
@@ -182,3 +182,52 @@ def test_pauses_grow_while_tries_fail_and_end_when_one_is_of_use(calls: list[tup
         patience.note(row, is_useful)
         if is_useful:
             assert patience.may_try(row)
+
+
+class Knowing(Drafting):
+    """The small model knows all texts, or none; no answer has a form."""
+
+    def __init__(self, max_num_seqs: int, is_good: bool) -> None:
+        super().__init__(max_num_seqs)
+        self.form, self.is_good, add = 0.0, is_good, self.scheduler.add
+
+        def note(seq: Sequence) -> None:
+            add(seq)
+            self.writer.knows.update([seq.seq_id] * self.is_good)
+
+        self.scheduler.add = note  # type: ignore[method-assign]
+
+
+def without_forms(guessing: Served, num_seqs: int, turns: int) -> list[float]:
+    """The seconds of each turn: stories, no two of them the same."""
+    return [guessing.serve([story(100 * turn + i, 245) for i in range(num_seqs)], 45) for turn in range(turns)]
+
+
+@pytest.mark.parametrize(("batch", "gain"), [(1, 1.8), (16, 1.5)])
+def test_a_good_small_model_is_found_with_the_first_request_and_serves_all_others_at_once(
+    batch: int, gain: float
+) -> None:
+    guessing = Knowing(batch, True)
+    plain, seconds = without_forms(Served(batch), batch, 6), without_forms(guessing, batch, 6)
+    assert all(one > gain * other for one, other in zip(plain, seconds, strict=True))
+    assert seconds[-1] < 1.05 * seconds[0]
+    assert guessing.speculation.num_accepted > 0.8 * 6 * batch * 200
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_a_small_model_that_is_always_wrong_costs_a_few_steps_once(batch: int) -> None:
+    """The first opinion costs three steps with guesses; all others are paid by the budget."""
+    guessing = Knowing(batch, False)
+    plain, seconds = without_forms(Served(batch), batch, 20), without_forms(guessing, batch, 20)
+    a_try = 16 * A_STEP + A_RUN + WAIT + CHECKED.at(16 * batch)
+    assert 0 < seconds[0] - plain[0] < 4 * a_try + LOAN * PLAIN.seconds[0]
+    assert sum(seconds[1:]) < 1.01 * sum(plain[1:])
+    assert guessing.speculation.num_drafts < 6 * batch + 20
+
+
+def test_a_small_model_that_becomes_good_is_found_later() -> None:
+    plain, guessing = Served(1), Knowing(1, False)
+    without_forms(guessing, 1, 2)
+    guessing.is_good = True
+    without_forms(guessing, 1, 120)
+    assert without_forms(plain, 1, 1)[0] > 1.5 * without_forms(guessing, 1, 1)[0]
