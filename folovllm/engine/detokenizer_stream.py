@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +75,13 @@ class StreamDetokenizer(IncrementalDetokenizer):
     def _show_final(self) -> str:
         """Show the text up to a token behind which there are those of a character, and with which it reads the same.
 
-        Tokens that are no text at all, special ones mostly, are dropped.
+        Tokens that are no text at all are dropped: special ones at once, for a character may go on behind them.
         """
+        if self._skip_special_tokens:
+            self.token_ids[self._shown :] = [i for i in self.token_ids[self._shown :] if i not in self._special]
+            self._num_streamed = len(self.token_ids)
+            if self._num_held <= MOST_HELD:
+                return ""
         before, now = self._decoded(self._shown), self._decoded(len(self.token_ids))
         newest = len(self.token_ids) - LONGEST
         for end in range(newest, newest - LONGEST, -1):
@@ -90,6 +95,10 @@ class StreamDetokenizer(IncrementalDetokenizer):
                 self._write(text[len(before) :])
                 return text[len(before) :]
         return ""
+
+    @cached_property
+    def _special(self) -> set[int]:
+        return {token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special}
 
     @property
     def _num_held(self) -> int:

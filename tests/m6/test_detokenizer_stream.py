@@ -124,6 +124,18 @@ def test_bytes_without_end_are_not_held_back(name: str, data: st.DataObject) -> 
         assert widest <= 3 * 8
 
 
+def test_a_character_goes_on_behind_special_tokens() -> None:
+    """However many stand between its bytes."""
+    backend = BACKENDS["bytes"]
+    first, second = backend.encode("é").ids
+    stream = StreamDetokenizer(backend.decode, backend, True)
+    for token in [first, *[256] * 1000, second]:
+        stream.append(token)
+        assert stream.advance() == ("é" if token == second else "")
+        assert len(stream.token_ids) < 100
+    assert stream.text == "é"
+
+
 @pytest.mark.parametrize("byte", [0xFF, 0xF0, 0xE2, 0x80])
 def test_a_byte_that_is_no_character_costs_what_others_cost(byte: int) -> None:
     backend = BACKENDS["byte fallback"]
