@@ -173,8 +173,8 @@ def make_speculation(
     from folovllm.spec.measure import clock_for
     from folovllm.spec.registry import make_depth
 
-    proposer, depth, budgets = make_depth(setup.config.speculation, setup, executor, proposer)
-    return Speculation(proposer, depth, guides, clock_for(setup), budgets)
+    proposer, depth, budget = make_depth(setup.config.speculation, setup, executor, proposer)
+    return Speculation(proposer, depth, guides, clock_for(setup), budget)
 
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:

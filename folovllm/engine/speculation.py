@@ -28,7 +28,7 @@ class Forms(Protocol):
 
 
 SOON = 8  # steps after which a new sequence is thought of, at the latest
-FULL = 64  # steps after which one is asked for that has room
+FULL = 64  # steps until it is asked again where the last one had no room for guesses
 SETTLED = 3  # steps before the end of a rest: one that is neither the first after guesses nor waits for a look
 # What is left of the rest before the steps whose end is noted: that one, the one before it, at whose end its time begins, and
 # the last, behind which guesses are timed.
@@ -80,13 +80,13 @@ class Speculation:
         depth: Depth,
         forms: Forms,
         clock: Callable[[], float] = time.perf_counter,
-        budgets: SequenceOf[Budget] = (),
+        budget: Budget | None = None,
     ) -> None:
-        """`clock` gives the seconds that steps take. `budgets` do not grow while the engine has nothing to do."""
+        """`clock` gives the seconds that steps take. `budget` does not grow while the engine has nothing to do."""
         self.proposer = proposer
         self.depth = depth
         self.num_drafts = self.num_guessed = self.num_accepted = 0
-        self._forms, self._clock, self._budgets = forms, clock, budgets
+        self._forms, self._clock, self._budget = forms, clock, budget
         self._known: dict[int, Known] = {}  # by seq_id
         self._chosen: dict[int, int] = {}  # what `depth` said last
         self._turn = 0  # of those who get no guesses, whose are looked at next
@@ -206,13 +206,13 @@ class Speculation:
 
     def pause(self) -> None:
         """Hear that there is nothing to do until `resume`."""
-        for budget in self._budgets:
-            budget.pause()
+        if self._budget is not None:
+            self._budget.pause()
 
     def resume(self) -> None:
         """Hear that there is something to do again."""
-        for budget in self._budgets:
-            budget.resume()
+        if self._budget is not None:
+            self._budget.resume()
 
     def finish(self, seqs: Iterable[Sequence]) -> None:
         """Hear that sequences have ended by themselves: the proposer may learn from the whole of their texts."""

@@ -58,9 +58,8 @@ class SpeculativeScheduler(Scheduler):
     gets a name. A step never preempts for a guess: where room or budget is short, fewer are checked.
     """
 
-    _plain: type[Scheduler] = (
-        Scheduler  # asked by name: to look a parent up takes longer than all else that an idle step does
-    )
+    # Parents of an idle step are asked by name: to look one up takes longer than all else that such a step does.
+    _plain: type[Scheduler] = Scheduler
 
     def __init__(self, *, speculation: Speculation, **rest: Any) -> None:
         super().__init__(**rest)

@@ -103,21 +103,21 @@ def make_proposer(config: SpeculativeConfig, make_draft: MakeDraft) -> Proposer:
 
 def make_depth(
     config: SpeculativeConfig, setup: EngineSetup, executor: Executor, proposer: Proposer
-) -> tuple[Proposer, Depth, tuple[Budget, ...]]:
-    """Who says how many tokens to guess, the proposer as that one needs it, and what both may lose.
+) -> tuple[Proposer, Depth, Budget | None]:
+    """Who says how many tokens to guess, the proposer as that one needs it, and what both may lose; None: all that they like.
 
     Under torchrun each rank has a scheduler of its own, and all must decide the same: there time may have no say.
     """
     most = config.num_speculative_tokens
     if not config.adaptive or not isinstance(config.method, str) or "TORCHELASTIC_RUN_ID" in os.environ:
-        return proposer, FixedDepth(most), ()
+        return proposer, FixedDepth(most), None
     is_dear = "draft_model" in config.methods
     cost, clock = measure_steps(executor, setup, most), clock_for(setup)
     if is_dear:
         measure_guesses(executor, setup, proposer, most, cost)
     budget = make_budget(cost, clock)
     depth = AdaptiveDepth(cost, most, budget, probe=is_dear)
-    return Shadow(proposer, depth, budget, k=min(4, most), most=0 if is_dear else 4), depth, (budget,)
+    return Shadow(proposer, depth, budget, k=min(4, most), most=0 if is_dear else 4), depth, budget
 
 
 def make_budget(cost: StepCost, clock: Callable[[], float]) -> Budget:

@@ -104,7 +104,7 @@ def test_time_without_work_fills_no_budget() -> None:
     budget = Budget(1.0, clock := Clock())
     scheduler = SpeculativeScheduler(
         kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=chunk, make_room=preempt,
-        speculation=Speculation(Remembers(), Never(), NoForms(), clock, [budget]),
+        speculation=Speculation(Remembers(), Never(), NoForms(), clock, budget),
     )  # fmt: skip
     budget.pay(2.0)
     for _ in range(3):

@@ -118,7 +118,7 @@ class Served:
         self.depth = Choosing(cost, 15, budget, self.clock, probe=draft is not None)
         proposer = draft or InTurn([Slow(kinds[name](), self.clock) for name in methods.split("+")])
         shadow = Shadow(proposer, self.depth, budget, most=0 if draft else 4)
-        self.speculation = Speculation(shadow, self.depth, self if forms else NoForms(), self.clock, budgets=(budget,))
+        self.speculation = Speculation(shadow, self.depth, self if forms else NoForms(), self.clock, budget)
         self.scheduler = SpeculativeOverlapScheduler(speculation=self.speculation, **common)
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
