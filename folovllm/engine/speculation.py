@@ -147,6 +147,9 @@ class Speculation:
         that the step may draw for guesses, nobody is asked.
         """
         self._hidden = 0.0
+        if not running:  # this may be no step at all, so no rest passes
+            self._counts = self.asked = False
+            return {}
         wanted = {} if self._rest else self._choose(running, room)
         if not wanted:
             self._counts, self.asked = self._rest == SETTLED + 1, False

@@ -231,3 +231,14 @@ def test_a_small_model_that_becomes_good_is_found_later() -> None:
     guessing.is_good = True
     without_forms(guessing, 1, 120)
     assert without_forms(plain, 1, 1)[0] > 1.5 * without_forms(guessing, 1, 1)[0]
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_time_in_which_there_was_nothing_to_do_is_no_steps(batch: int) -> None:
+    """An engine schedules once more when its last answer has ended. Then seconds pass, for which no guess must pay."""
+    guessing, plain = Knowing(batch, True), Served(batch)
+    for turn in range(4):
+        (seconds,), (others,) = without_forms(plain, batch, 1), without_forms(guessing, batch, 1)
+        assert seconds > 1.5 * others, f"turn {turn}"
+        assert not guessing.scheduler.schedule().shares
+        guessing.clock.now += 5.0
