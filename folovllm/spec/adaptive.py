@@ -64,6 +64,7 @@ class AdaptiveDepth(Depth):
     What guesses cost is paid from a `Budget`, and what they win goes there; looks, and to find out that nobody gets any, are
     paid from it, too. While something is owed nobody gets guesses of whom nothing is known but what is known of all, and a
     rest lasts until the next choice can be paid; else few of these at a time, since the proposer must read their texts.
+    Steps in which only answers with a form get guesses pay no more than there is: no debt stops these, so they make none.
 
     Attributes:
         cost: what steps take, as far as is known.
@@ -90,6 +91,7 @@ class AdaptiveDepth(Depth):
         self.rest = self.PAUSE  # at first, too: what plain steps take is timed in it
         self._age = 0  # steps that it has served
         self._is_off = False  # no guesses were asked for last
+        self._owes = False  # some were, and not for answers with a form alone
         self._num_probes = 0
         self._guessing = 0.0  # seconds, since the last step
         self._caught_up = False  # since then: a step that says nothing of others, and that is dear
@@ -104,6 +106,7 @@ class AdaptiveDepth(Depth):
             self._age = 0 if self._own.keys() >= set(seq_ids) else self.HOLD - self.FIRST
         if any(depths := [self._decided.get(seq_id, 0) for seq_id in seq_ids]):
             self._is_off, self.rest = False, 0
+            self._owes = any(k and seq_id not in self._formed for seq_id, k in zip(seq_ids, depths, strict=True))
             return depths
         self.cost.fade()
         self._is_off, self.rest = True, min(2 * self.rest, self.LONGEST) if self._is_off else self.PAUSE
@@ -149,7 +152,7 @@ class AdaptiveDepth(Depth):
         if self._budget.left() <= 0:
             return depths
         few, turn = min(2, self._most), self._num_probes % len(depths)
-        self._num_probes += 1
+        self._owes, self._num_probes = True, self._num_probes + 1
         return [few if i == turn else 0 for i in range(len(depths))]
 
     def estimate(self, seq_id: int) -> Estimate:
@@ -191,7 +194,7 @@ class AdaptiveDepth(Depth):
         elif num_guesses:
             cost.first_guess += (NEWS if cost.first_guess else 1.0) * (seconds - cost.first_guess)
         self._guessing += seconds
-        self._budget.pay(seconds)
+        self._pay(seconds)
 
     def observe_step(
         self, num_seqs: int, num_tokens: int, num_guessed: int, num_right: int, seconds: float, asked: bool
@@ -202,17 +205,20 @@ class AdaptiveDepth(Depth):
             cost.note_work(self._guessing > 0 or self._caught_up)
         seconds, self._guessing = seconds - self._guessing, 0.0
         if self._caught_up:
-            self._budget.pay(max(0.0, seconds - cost.of_plain(num_tokens - num_guessed)))
+            self._pay(max(0.0, seconds - cost.of_plain(num_tokens - num_guessed)))
             self._caught_up = False
             return
         if num_tokens != num_seqs + num_guessed or seconds <= 0:
             return
         if asked and not num_guessed:
-            self._budget.pay(cost.wait)
+            self._pay(cost.wait)
             cost.note_vain(num_tokens, seconds)
         else:
-            self._budget.pay(cost.more(num_seqs, num_guessed) - cost.of_plain(num_seqs) * num_right / num_seqs)
+            self._pay(cost.more(num_seqs, num_guessed) - cost.of_plain(num_seqs) * num_right / num_seqs)
             cost.note(num_tokens, num_guessed > 0, seconds)
+
+    def _pay(self, seconds: float) -> None:
+        self._budget.pay(seconds if self._owes else min(seconds, max(0.0, self._budget.left())))
 
     def finish(self, seq_id: int) -> None:
         """As `Depth`."""

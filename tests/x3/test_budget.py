@@ -133,6 +133,24 @@ def test_a_choice_is_paid_for_and_nobody_chooses_again_before_it_is_earned() -> 
     assert depth.rest == AdaptiveDepth.IN_DEBT, "an interrupted one silences nobody for long"
 
 
+@pytest.mark.parametrize(("has_form", "left"), [(True, 0.0), (False, -3.0)])
+def test_no_debt_stops_an_answer_with_a_form_so_it_makes_none(has_form: bool, left: float) -> None:
+    """It goes on as long as it is thought to pay: a row of steps in vain must not silence others. What it wins is saved."""
+    budget = Budget(1.0, Clock())
+    cost = StepCost(Curve((1.0,), (0.5,)), Curve((1.0,), (0.6,)), wait=0.5)
+    depth = AdaptiveDepth(cost, 4, budget)
+    if has_form:
+        depth.note_form(0)
+    for _ in range(8):
+        depth.observe(0, 4, 4)
+    assert depth.choose([0]) == [4]
+    for _ in range(8):
+        depth.observe_step(1, 1, 0, 0, cost.of_vain(1), asked=True)
+    assert budget.left() == pytest.approx(left)
+    depth.observe_step(1, 5, 4, 4, 0.6, asked=True)
+    assert budget.left() == pytest.approx(min(1.0, left + 4 * 0.5 - 0.1))
+
+
 class Nothing(AdaptiveDepth):
     """Finds out, each time, that nobody gets guesses; that takes as long as a thousand steps."""
 
