@@ -1,0 +1,257 @@
+"""`int4_hopper`: what `int4_matmul` computes, for hundreds of tokens on Hopper: weights are unpacked once, for all of them.
+
+Two groups of four warps have 64 outputs each and all tokens of a tile. Codes come straight to the registers from which the
+matrix units (wgmma) take the weights. While these multiply one half of a group of inputs, a warp unpacks the next half into
+other registers, and it waits before it gives those away (https://github.com/triton-lang/triton/issues/9433). One more warp
+fetches x for both (TMA).
+
+Programs share all tiles evenly, groups of inputs in a row: a tile may begin in one program and end in another. Whoever
+brings a tile's last part adds all of them, always in the same order, as in `split_sum`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from folovllm.kernels.split_sum import counters
+
+GROUP = gl.constexpr(128)  # inputs that share a scale
+WIDE = gl.constexpr(64)  # inputs of a box
+ROWS = gl.constexpr(64)  # outputs of four warps: the height of a matrix instruction
+REGISTERS = gl.constexpr((240, 24))  # of a thread that multiplies, and of one that fetches
+
+BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+
+
+def unpack_asm(select: str) -> gl.constexpr:
+    """Assembly: the codes at bits 0 to 3 of one byte of two words, less $7, times a scale in two parts, as two bfloat16.
+
+    A bfloat16's fraction counts ones from 128 on. The difference is exact, and so is its product with the second part of a
+    scale of 16 bits; so there is one rounding.
+    """
+    return gl.constexpr(
+        f"{{ .reg .b32 n, p; prmt.b32 n, $1, $2, {select}; lop3.b32 n, n, 0x000F000F, 0x43004300, 0xEA; "
+        "sub.bf16x2 n, n, $7; mul.bf16x2 p, n, $5; fma.rn.bf16x2 $0, n, $3, p; }"
+    )
+
+
+BYTE_0, BYTE_1, BYTE_2, BYTE_3 = unpack_asm("0x4400"), unpack_asm("0x5511"), unpack_asm("0x6622"), unpack_asm("0x7733")
+
+
+@gluon.jit
+def twice(numbers):
+    """Each bfloat16 two times, in a word."""
+    bits = numbers.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return bits | (bits << 16)
+
+
+@gluon.jit
+def load_codes(word_ptr, scale_ptr, zero_ptr, unit, which: gl.constexpr, OUTPUTS, K: gl.constexpr, TOKEN_TILES, CODES: gl.constexpr):
+    """Of a unit, the words [64, 16] of four warps, and what makes weights of codes: scales in two parts, and zeros."""
+    GROUPS: gl.constexpr = K // GROUP
+    tile, group = unit // GROUPS, unit % GROUPS
+    row = (tile // TOKEN_TILES * 2 + which) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, CODES))
+    row = gl.minimum(row, OUTPUTS - 1)[:, None]
+    words = gl.load(word_ptr + row * (K // 8) + group * 16 + gl.arange(0, 16, gl.SliceLayout(0, CODES))[None, :])
+    scale = gl.load(scale_ptr + row * GROUPS + group)
+    zero = gl.full([ROWS, 1], 8, gl.int32, CODES)
+    if zero_ptr is not None:
+        zero = gl.load(zero_ptr + row * GROUPS + group).to(gl.int32)
+    return words, scale, zero
+
+
+@gluon.jit
+def half_of(codes, half: gl.constexpr, WEIGHTS: gl.constexpr):
+    """The weights of inputs 64 * half to 64 * half + 64 of a group: [64, 64]."""
+    words, scale, zero = codes
+    exact = scale.to(gl.float32)
+    high = exact.to(gl.bfloat16)
+    low = twice((exact - high.to(gl.float32)).to(gl.bfloat16))
+    high, zero = twice(high), (zero + 0x4300) * 0x10001
+    upper = words >> 4
+    if half == 0:
+        a = gl.inline_asm_elementwise(BYTE_0, "=r,r,r,r,r,r,r,r,r", [words, high, low, zero], gl.bfloat16, True, 2)
+        b = gl.inline_asm_elementwise(BYTE_0, "=r,r,r,r,r,r,r,r,r", [upper, high, low, zero], gl.bfloat16, True, 2)
+        c = gl.inline_asm_elementwise(BYTE_1, "=r,r,r,r,r,r,r,r,r", [words, high, low, zero], gl.bfloat16, True, 2)
+        d = gl.inline_asm_elementwise(BYTE_1, "=r,r,r,r,r,r,r,r,r", [upper, high, low, zero], gl.bfloat16, True, 2)
+    else:
+        a = gl.inline_asm_elementwise(BYTE_2, "=r,r,r,r,r,r,r,r,r", [words, high, low, zero], gl.bfloat16, True, 2)
+        b = gl.inline_asm_elementwise(BYTE_2, "=r,r,r,r,r,r,r,r,r", [upper, high, low, zero], gl.bfloat16, True, 2)
+        c = gl.inline_asm_elementwise(BYTE_3, "=r,r,r,r,r,r,r,r,r", [words, high, low, zero], gl.bfloat16, True, 2)
+        d = gl.inline_asm_elementwise(BYTE_3, "=r,r,r,r,r,r,r,r,r", [upper, high, low, zero], gl.bfloat16, True, 2)
+    both = gl.join(gl.join(a, b), gl.join(c, d))  # [64, 16, code % 2, code // 2]
+    return gl.convert_layout(both.permute((0, 3, 2, 1)).reshape((ROWS, WIDE)), WEIGHTS, assert_trivial=True)
+
+
+@gluon.jit
+def first_unit(program, work):
+    """Where a program's units begin, and those of the one before end."""
+    return program * work // gl.num_programs(0)
+
+
+@gluon.jit
+def program_of(unit, work):
+    """Who has this unit: the last one that begins at or before it."""
+    return ((unit + 1) * gl.num_programs(0) - 1) // work
+
+
+@gluon.jit
+def fetch_inputs(x_desc, smem, full, empty, begin, end, K: gl.constexpr, TOKEN_TILES):
+    """Fetch x for all units, each box as soon as both groups of warps are done with what lay in its place."""
+    STAGES: gl.constexpr = full.shape[0]
+    GROUPS: gl.constexpr = K // GROUP
+    BM: gl.constexpr = smem.shape[1]
+    for unit in range(begin, end):
+        for half in gl.static_range(2):
+            i = 2 * (unit - begin) + half
+            stage, phase = i % STAGES, (i // STAGES) & 1
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.expect(full.index(stage), x_desc.block_type.nbytes)
+            corner = [unit // GROUPS % TOKEN_TILES * BM, unit % GROUPS * GROUP + half * WIDE]
+            tma.async_copy_global_to_shared(x_desc, corner, full.index(stage), smem.index(stage))
+
+
+@gluon.jit
+def store_rows(acc, out_ptr, residual_ptr, row, token, num_tokens, OUTPUTS, RESIDUAL: gl.constexpr):
+    """Store sums [64, tokens] from a row and a token on, in whole lines, with the residual that is there."""
+    BM: gl.constexpr = acc.shape[1]
+    LINES: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))[:, None]
+    tokens = token + gl.arange(0, BM, gl.SliceLayout(0, LINES))[None, :]
+    at, kept = tokens * OUTPUTS + rows, (tokens < num_tokens) & (rows < OUTPUTS)
+    if RESIDUAL:
+        residual = gl.load(residual_ptr + at, mask=kept, other=0.0)
+        acc += gl.convert_layout(residual, acc.type.layout).to(gl.float32)
+    gl.store(out_ptr + at, gl.convert_layout(acc.to(out_ptr.dtype.element_ty), LINES), mask=kept)
+
+
+@gluon.jit
+def add_parts(acc, part_ptr, done_ptr, tile, which: gl.constexpr, work, GROUPS: gl.constexpr):
+    """Leave a part of a tile to others: whether it was the last one, and if so the sum of all."""
+    BM: gl.constexpr = acc.shape[1]
+    ACC: gl.constexpr = acc.type.layout
+    first, last = program_of(tile * GROUPS, work), program_of((tile + 1) * GROUPS - 1, work)
+    place = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))[:, None] * BM + gl.arange(0, BM, gl.SliceLayout(0, ACC))[None, :]
+    # A program has at most two parts: of the tile that it begins in, and of the one that it ends in.
+    mine = gl.program_id(0)
+    slot = 2 * mine + (first_unit(mine, work) < tile * GROUPS).to(gl.int32)
+    gl.store(part_ptr + (slot * 2 + which) * (ROWS * BM) + place, acc)
+    gl.thread_barrier()
+    is_last = gl.atomic_add(done_ptr + tile * 2 + which, 1, sem="acq_rel") == last - first
+    if is_last:
+        gl.store(done_ptr + tile * 2 + which, 0)
+        acc = gl.zeros([ROWS, BM], gl.float32, ACC)
+        for program in range(first, last + 1):
+            slot = 2 * program + (first_unit(program, work) < tile * GROUPS).to(gl.int32)
+            acc += gl.load(part_ptr + (slot * 2 + which) * (ROWS * BM) + place)
+    return acc, is_last
+
+
+@gluon.jit
+def finish(acc, sums, tile, which: gl.constexpr, K: gl.constexpr, RESIDUAL: gl.constexpr):
+    """Store a tile, or a part of one."""
+    GROUPS: gl.constexpr = K // GROUP
+    part_ptr, done_ptr, out_ptr, residual_ptr, num_tokens, OUTPUTS, TOKEN_TILES, work = sums
+    row, token = (tile // TOKEN_TILES * 2 + which) * ROWS, tile % TOKEN_TILES * acc.shape[1]
+    is_last = True
+    if program_of(tile * GROUPS, work) != program_of((tile + 1) * GROUPS - 1, work):
+        acc, is_last = add_parts(acc, part_ptr, done_ptr, tile, which, work, GROUPS)
+    if is_last:
+        store_rows(acc, out_ptr, residual_ptr, row, token, num_tokens, OUTPUTS, RESIDUAL)
+
+
+@gluon.jit
+def multiply(which: gl.constexpr, weights, x_tiles, full, empty, sums, begin, end, K: gl.constexpr, RESIDUAL: gl.constexpr):
+    """The products of 64 outputs of each tile."""
+    STAGES: gl.constexpr = full.shape[0]
+    GROUPS: gl.constexpr = K // GROUP
+    BM: gl.constexpr = x_tiles.shape[1]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    word_ptr, scale_ptr, zero_ptr = weights
+    part_ptr, done_ptr, out_ptr, residual_ptr, num_tokens, OUTPUTS, TOKEN_TILES, work = sums
+    first = begin
+    while first < end:
+        tile = first // GROUPS
+        last = gl.minimum(end, (tile + 1) * GROUPS)
+        acc = gl.zeros([ROWS, BM], gl.float32, ACC)
+        codes = load_codes(word_ptr, scale_ptr, zero_ptr, first, which, OUTPUTS, K, TOKEN_TILES, A)
+        a = half_of(codes, 0, A)
+        for unit in range(first, last):
+            following = gl.minimum(unit + 1, last - 1)
+            next_codes = load_codes(word_ptr, scale_ptr, zero_ptr, following, which, OUTPUTS, K, TOKEN_TILES, A)
+            i = 2 * (unit - begin)
+            mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+            acc = warpgroup_mma(a, x_tiles.index(i % STAGES).permute((1, 0)), acc, is_async=True)
+            b = half_of(codes, 1, A)
+            acc, a = warpgroup_mma_wait(0, deps=[acc, a])
+            mbarrier.arrive(empty.index(i % STAGES))
+            i += 1
+            mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+            acc = warpgroup_mma(b, x_tiles.index(i % STAGES).permute((1, 0)), acc, is_async=True)
+            a = half_of(next_codes, 0, A)
+            acc, b = warpgroup_mma_wait(0, deps=[acc, b])
+            mbarrier.arrive(empty.index(i % STAGES))
+            codes = next_codes
+        finish(acc, sums, tile, which, K, RESIDUAL)
+        first = last
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "token_tiles", "work"])
+def int4_hopper_kernel(
+    x_desc, word_ptr, scale_ptr, zero_ptr, residual_ptr, part_ptr, done_ptr, out_ptr, num_tokens, token_tiles, work,
+    OUTPUTS: gl.constexpr, K: gl.constexpr, RESIDUAL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Program p of P: units p * work / P to (p + 1) * work / P. A unit is a tile's products with one group of inputs."""
+    BM: gl.constexpr = x_desc.block_shape[0]
+    begin, end = first_unit(gl.program_id(0), work), first_unit(gl.program_id(0) + 1, work)
+    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, WIDE], BOX)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)  # both groups of warps
+    fence_async_shared()
+    weights = (word_ptr, scale_ptr, zero_ptr)
+    sums = (part_ptr, done_ptr, out_ptr, residual_ptr, num_tokens, OUTPUTS, token_tiles, work)
+    gl.warp_specialize([
+        (multiply, (0, weights, x_tiles, full, empty, sums, begin, end, K, RESIDUAL)),
+        (multiply, (1, weights, x_tiles, full, empty, sums, begin, end, K, RESIDUAL)),
+        (fetch_inputs, (x_desc, x_tiles, full, empty, begin, end, K, token_tiles)),
+    ], [4, 1], [REGISTERS[0], REGISTERS[1]])  # fmt: skip
+
+
+def int4_hopper(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    tile: int = 256,
+    stages: int = 4,
+    programs: int = 132,
+) -> torch.Tensor:
+    """As `int4_matmul`."""
+    num_tokens, width = x.shape
+    rows, out = len(words), x.new_empty(num_tokens, len(words))
+    token_tiles = triton.cdiv(num_tokens, tile)
+    work = triton.cdiv(rows, 2 * ROWS.value) * token_tiles * (width // GROUP.value)
+    programs = min(programs, work)
+    parts = x.new_empty(2 * programs, 2 * ROWS.value * tile, dtype=torch.float32)
+    x_desc = TensorDescriptor.from_tensor(x, [tile, WIDE.value], BOX.value)
+    int4_hopper_kernel[(programs,)](
+        x_desc, words, scales, zeros, out if residual is None else residual, parts, counters(x.device), out, num_tokens,
+        token_tiles, work, OUTPUTS=rows, K=width, RESIDUAL=residual is not None, STAGES=stages, num_warps=4,
+    )  # fmt: skip
+    return out
