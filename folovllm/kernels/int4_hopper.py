@@ -123,17 +123,20 @@ def fetch_inputs(x_desc, smem, full, empty, begin, end, K: gl.constexpr, TOKEN_T
 
 
 @gluon.jit
-def store_rows(acc, out_ptr, residual_ptr, row, token, num_tokens, OUTPUTS, RESIDUAL: gl.constexpr):
-    """Store sums [64, tokens] from a row and a token on, in whole lines, with the residual that is there."""
+def store_rows(acc, smem, out_ptr, residual_ptr, row, token, num_tokens, OUTPUTS, RESIDUAL: gl.constexpr):
+    """Store sums [64, tokens] from a row and a token on, with the residual that is there: by way of shared memory, so that
+    whole lines are read and written.
+    """
     BM: gl.constexpr = acc.shape[1]
-    LINES: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))[:, None]
-    tokens = token + gl.arange(0, BM, gl.SliceLayout(0, LINES))[None, :]
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(0, LINES))[None, :]
+    tokens = token + gl.arange(0, BM, gl.SliceLayout(1, LINES))[:, None]
     at, kept = tokens * OUTPUTS + rows, (tokens < num_tokens) & (rows < OUTPUTS)
     if RESIDUAL:
-        residual = gl.load(residual_ptr + at, mask=kept, other=0.0)
-        acc += gl.convert_layout(residual, acc.type.layout).to(gl.float32)
-    gl.store(out_ptr + at, gl.convert_layout(acc.to(out_ptr.dtype.element_ty), LINES), mask=kept)
+        smem.store(gl.load(residual_ptr + at, mask=kept, other=0.0))
+        acc += smem.permute((1, 0)).load(acc.type.layout).to(gl.float32)
+    smem.permute((1, 0)).store(acc.to(smem.dtype))
+    gl.store(out_ptr + at, smem.load(LINES), mask=kept)
 
 
 @gluon.jit
@@ -159,7 +162,7 @@ def add_parts(acc, part_ptr, done_ptr, tile, which: gl.constexpr, work, GROUPS: 
 
 
 @gluon.jit
-def finish(acc, sums, tile, which: gl.constexpr, K: gl.constexpr, RESIDUAL: gl.constexpr):
+def finish(acc, smem, sums, tile, which: gl.constexpr, K: gl.constexpr, RESIDUAL: gl.constexpr):
     """Store a tile, or a part of one."""
     GROUPS: gl.constexpr = K // GROUP
     part_ptr, done_ptr, out_ptr, residual_ptr, num_tokens, OUTPUTS, TOKEN_TILES, work = sums
@@ -168,11 +171,11 @@ def finish(acc, sums, tile, which: gl.constexpr, K: gl.constexpr, RESIDUAL: gl.c
     if program_of(tile * GROUPS, work) != program_of((tile + 1) * GROUPS - 1, work):
         acc, is_last = add_parts(acc, part_ptr, done_ptr, tile, which, work, GROUPS)
     if is_last:
-        store_rows(acc, out_ptr, residual_ptr, row, token, num_tokens, OUTPUTS, RESIDUAL)
+        store_rows(acc, smem, out_ptr, residual_ptr, row, token, num_tokens, OUTPUTS, RESIDUAL)
 
 
 @gluon.jit
-def multiply(which: gl.constexpr, weights, x_tiles, full, empty, sums, begin, end, K: gl.constexpr, RESIDUAL: gl.constexpr):
+def multiply(which: gl.constexpr, weights, x_tiles, y_tiles, full, empty, sums, begin, end, K: gl.constexpr, RESIDUAL: gl.constexpr):
     """The products of 64 outputs of each tile."""
     STAGES: gl.constexpr = full.shape[0]
     GROUPS: gl.constexpr = K // GROUP
@@ -204,7 +207,7 @@ def multiply(which: gl.constexpr, weights, x_tiles, full, empty, sums, begin, en
             acc, b = warpgroup_mma_wait(0, deps=[acc, b])
             mbarrier.arrive(empty.index(i % STAGES))
             codes = next_codes
-        finish(acc, sums, tile, which, K, RESIDUAL)
+        finish(acc, y_tiles.index(which), sums, tile, which, K, RESIDUAL)
         first = last
 
 
@@ -217,6 +220,7 @@ def int4_hopper_kernel(
     BM: gl.constexpr = x_desc.block_shape[0]
     begin, end = first_unit(gl.program_id(0), work), first_unit(gl.program_id(0) + 1, work)
     x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, WIDE], BOX)
+    y_tiles = gl.allocate_shared_memory(x_desc.dtype, [2, BM, ROWS], BOX)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -226,8 +230,8 @@ def int4_hopper_kernel(
     weights = (word_ptr, scale_ptr, zero_ptr)
     sums = (part_ptr, done_ptr, out_ptr, residual_ptr, num_tokens, OUTPUTS, token_tiles, work)
     gl.warp_specialize([
-        (multiply, (0, weights, x_tiles, full, empty, sums, begin, end, K, RESIDUAL)),
-        (multiply, (1, weights, x_tiles, full, empty, sums, begin, end, K, RESIDUAL)),
+        (multiply, (0, weights, x_tiles, y_tiles, full, empty, sums, begin, end, K, RESIDUAL)),
+        (multiply, (1, weights, x_tiles, y_tiles, full, empty, sums, begin, end, K, RESIDUAL)),
         (fetch_inputs, (x_desc, x_tiles, full, empty, begin, end, K, token_tiles)),
     ], [4, 1], [REGISTERS[0], REGISTERS[1]])  # fmt: skip
 
