@@ -57,18 +57,14 @@ def twice(numbers):
 
 
 @gluon.jit
-def load_codes(word_ptr, scale_ptr, zero_ptr, unit, which: gl.constexpr, OUTPUTS, K: gl.constexpr, TOKEN_TILES, CODES: gl.constexpr):
-    """Of a unit, the words [64, 16] of four warps, and what makes weights of codes: scales in two parts, and zeros."""
-    GROUPS: gl.constexpr = K // GROUP
-    tile, group = unit // GROUPS, unit % GROUPS
-    row = (tile // TOKEN_TILES * 2 + which) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, CODES))
-    row = gl.minimum(row, OUTPUTS - 1)[:, None]
-    words = gl.load(word_ptr + row * (K // 8) + group * 16 + gl.arange(0, 16, gl.SliceLayout(0, CODES))[None, :])
-    scale = gl.load(scale_ptr + row * GROUPS + group)
+def load_codes(weights, group, CODES: gl.constexpr):
+    """The words [64, 16] of groups of inputs [64, 1], of an output each, and what makes weights of codes: scales, and zeros."""
+    word_ptr, scale_ptr, zero_ptr = weights
     zero = gl.full([ROWS, 1], 8, gl.int32, CODES)
     if zero_ptr is not None:
-        zero = gl.load(zero_ptr + row * GROUPS + group).to(gl.int32)
-    return words, scale, zero
+        zero = gl.load(zero_ptr + group).to(gl.int32)
+    words = gl.load(word_ptr + group * 16 + gl.arange(0, 16, gl.SliceLayout(0, CODES))[None, :])
+    return words, gl.load(scale_ptr + group), zero
 
 
 @gluon.jit
@@ -165,7 +161,7 @@ def add_parts(acc, part_ptr, done_ptr, tile, which: gl.constexpr, work, GROUPS: 
 def finish(acc, smem, sums, tile, which: gl.constexpr, K: gl.constexpr, RESIDUAL: gl.constexpr):
     """Store a tile, or a part of one."""
     GROUPS: gl.constexpr = K // GROUP
-    part_ptr, done_ptr, out_ptr, residual_ptr, num_tokens, OUTPUTS, TOKEN_TILES, work = sums
+    part_ptr, done_ptr, out_ptr, residual_ptr, num_tokens, OUTPUTS, TOKEN_TILES, work, nothing = sums
     row, token = (tile // TOKEN_TILES * 2 + which) * ROWS, tile % TOKEN_TILES * acc.shape[1]
     is_last = True
     if program_of(tile * GROUPS, work) != program_of((tile + 1) * GROUPS - 1, work):
@@ -175,45 +171,61 @@ def finish(acc, smem, sums, tile, which: gl.constexpr, K: gl.constexpr, RESIDUAL
 
 
 @gluon.jit
-def multiply(which: gl.constexpr, weights, x_tiles, y_tiles, full, empty, sums, begin, end, K: gl.constexpr, RESIDUAL: gl.constexpr):
-    """The products of 64 outputs of each tile."""
+def unpacked_after(words, acc, nothing):
+    """The words; but the compiler must believe that they depend on sums, lest it unpacks them between two products."""
+    for _ in gl.static_range(4):
+        if acc.shape[1] > 16:
+            acc, _rest = gl.split(acc.reshape((ROWS, 2, acc.shape[1] // 2)).permute((0, 2, 1)))
+    bits = gl.convert_layout(acc.to(gl.int32, bitcast=True), words.type.layout, assert_trivial=True)
+    return words ^ (bits & nothing)
+
+
+@gluon.jit
+def multiply_half(a, words, acc, nothing, turn_number, which: gl.constexpr, x_tiles, full, empty, turn):
+    """One box's products, when it is this group's turn: its sums, and words that may be unpacked into the registers of `a`."""
     STAGES: gl.constexpr = full.shape[0]
+    stage = turn_number % STAGES
+    mbarrier.wait(full.index(stage), (turn_number // STAGES) & 1)
+    mbarrier.wait(turn.index(which), (turn_number & 1) ^ (1 - which))
+    acc = warpgroup_mma(a, x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
+    mbarrier.arrive(turn.index(1 - which))
+    acc, a = warpgroup_mma_wait(0, deps=[acc, a])
+    mbarrier.arrive(empty.index(stage))
+    return acc, unpacked_after(words, acc, nothing)
+
+
+@gluon.jit
+def multiply(which: gl.constexpr, weights, x_tiles, y_tiles, full, empty, turn, sums, begin, end, K: gl.constexpr, RESIDUAL: gl.constexpr):
+    """The products of 64 outputs of each tile."""
     GROUPS: gl.constexpr = K // GROUP
     BM: gl.constexpr = x_tiles.shape[1]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    word_ptr, scale_ptr, zero_ptr = weights
-    part_ptr, done_ptr, out_ptr, residual_ptr, num_tokens, OUTPUTS, TOKEN_TILES, work = sums
+    part_ptr, done_ptr, out_ptr, residual_ptr, num_tokens, OUTPUTS, TOKEN_TILES, work, nothing = sums
     first = begin
     while first < end:
         tile = first // GROUPS
         last = gl.minimum(end, (tile + 1) * GROUPS)
         acc = gl.zeros([ROWS, BM], gl.float32, ACC)
-        codes = load_codes(word_ptr, scale_ptr, zero_ptr, first, which, OUTPUTS, K, TOKEN_TILES, A)
-        a = half_of(codes, 0, A)
+        row = (tile // TOKEN_TILES * 2 + which) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, A))
+        group = (gl.minimum(row, OUTPUTS - 1) * GROUPS + first % GROUPS)[:, None]
+        words, scale, zero = load_codes(weights, group, A)
+        a = half_of((words, scale, zero), 0, A)
         for unit in range(first, last):
-            following = gl.minimum(unit + 1, last - 1)
-            next_codes = load_codes(word_ptr, scale_ptr, zero_ptr, following, which, OUTPUTS, K, TOKEN_TILES, A)
-            i = 2 * (unit - begin)
-            mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
-            acc = warpgroup_mma(a, x_tiles.index(i % STAGES).permute((1, 0)), acc, is_async=True)
-            b = half_of(codes, 1, A)
-            acc, a = warpgroup_mma_wait(0, deps=[acc, a])
-            mbarrier.arrive(empty.index(i % STAGES))
-            i += 1
-            mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
-            acc = warpgroup_mma(b, x_tiles.index(i % STAGES).permute((1, 0)), acc, is_async=True)
-            a = half_of(next_codes, 0, A)
-            acc, b = warpgroup_mma_wait(0, deps=[acc, b])
-            mbarrier.arrive(empty.index(i % STAGES))
-            codes = next_codes
+            next_words, next_scale, next_zero = load_codes(weights, group + gl.minimum(unit + 1, last - 1) - first, A)
+            number = 2 * (unit - begin)
+            acc, words = multiply_half(a, words, acc, nothing, number, which, x_tiles, full, empty, turn)
+            a = half_of((words, scale, zero), 1, A)
+            acc, words = multiply_half(a, next_words, acc, nothing, number + 1, which, x_tiles, full, empty, turn)
+            scale, zero = next_scale, next_zero
+            a = half_of((words, scale, zero), 0, A)
         finish(acc, y_tiles.index(which), sums, tile, which, K, RESIDUAL)
         first = last
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "token_tiles", "work"])
+@gluon.jit(do_not_specialize=["num_tokens", "token_tiles", "work", "nothing"])
 def int4_hopper_kernel(
-    x_desc, word_ptr, scale_ptr, zero_ptr, residual_ptr, part_ptr, done_ptr, out_ptr, num_tokens, token_tiles, work,
+    x_desc, word_ptr, scale_ptr, zero_ptr, residual_ptr, part_ptr, done_ptr, out_ptr, num_tokens, token_tiles, work, nothing,
     OUTPUTS: gl.constexpr, K: gl.constexpr, RESIDUAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Program p of P: units p * work / P to (p + 1) * work / P. A unit is a tile's products with one group of inputs."""
@@ -223,15 +235,18 @@ def int4_hopper_kernel(
     y_tiles = gl.allocate_shared_memory(x_desc.dtype, [2, BM, ROWS], BOX)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turn.index(0), count=1)
+    mbarrier.init(turn.index(1), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)  # both groups of warps
     fence_async_shared()
     weights = (word_ptr, scale_ptr, zero_ptr)
-    sums = (part_ptr, done_ptr, out_ptr, residual_ptr, num_tokens, OUTPUTS, token_tiles, work)
+    sums = (part_ptr, done_ptr, out_ptr, residual_ptr, num_tokens, OUTPUTS, token_tiles, work, nothing)
     gl.warp_specialize([
-        (multiply, (0, weights, x_tiles, y_tiles, full, empty, sums, begin, end, K, RESIDUAL)),
-        (multiply, (1, weights, x_tiles, y_tiles, full, empty, sums, begin, end, K, RESIDUAL)),
+        (multiply, (0, weights, x_tiles, y_tiles, full, empty, turn, sums, begin, end, K, RESIDUAL)),
+        (multiply, (1, weights, x_tiles, y_tiles, full, empty, turn, sums, begin, end, K, RESIDUAL)),
         (fetch_inputs, (x_desc, x_tiles, full, empty, begin, end, K, token_tiles)),
     ], [4, 1], [REGISTERS[0], REGISTERS[1]])  # fmt: skip
 
@@ -256,6 +271,6 @@ def int4_hopper(
     x_desc = TensorDescriptor.from_tensor(x, [tile, WIDE.value], BOX.value)
     int4_hopper_kernel[(programs,)](
         x_desc, words, scales, zeros, out if residual is None else residual, parts, counters(x.device), out, num_tokens,
-        token_tiles, work, OUTPUTS=rows, K=width, RESIDUAL=residual is not None, STAGES=stages, num_warps=4,
+        token_tiles, work, 0, OUTPUTS=rows, K=width, RESIDUAL=residual is not None, STAGES=stages, num_warps=4,
     )  # fmt: skip
     return out
