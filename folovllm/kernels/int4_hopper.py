@@ -103,6 +103,15 @@ def program_of(unit, work):
 
 
 @gluon.jit
+def slot_of(program, unit, which: gl.constexpr, work):
+    """Where a program leaves its part of the tile that begins with `unit`.
+
+    It has at most two parts: of the tile that it begins in, and of the one that it ends in.
+    """
+    return (2 * program + (first_unit(program, work) < unit).to(gl.int32)) * 2 + which
+
+
+@gluon.jit
 def fetch_inputs(x_desc, smem, full, empty, begin, end, K: gl.constexpr, TOKEN_TILES):
     """Fetch x for all units, each box as soon as both groups of warps are done with what lay in its place."""
     STAGES: gl.constexpr = full.shape[0]
@@ -136,66 +145,74 @@ def store_rows(acc, smem, out_ptr, residual_ptr, row, token, num_tokens, OUTPUTS
 
 
 @gluon.jit
-def add_parts(acc, part_ptr, done_ptr, tile, which: gl.constexpr, work, GROUPS: gl.constexpr):
-    """Leave a part of a tile to others: whether it was the last one, and if so the sum of all."""
+def add_parts(acc, part_ptr, done_ptr, tile, which: gl.constexpr, work, GROUPS: gl.constexpr, TWO: gl.constexpr):
+    """A part of a tile: whether all others came before it, and if so the sum of all; else it is left to the last one.
+
+    Who finds that all others came may have to wait until they have stored theirs. They are at it, and wait for nobody.
+    """
     BM: gl.constexpr = acc.shape[1]
     ACC: gl.constexpr = acc.type.layout
     first, last = program_of(tile * GROUPS, work), program_of((tile + 1) * GROUPS - 1, work)
     place = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))[:, None] * BM + gl.arange(0, BM, gl.SliceLayout(0, ACC))[None, :]
-    # A program has at most two parts: of the tile that it begins in, and of the one that it ends in.
     mine = gl.program_id(0)
-    slot = 2 * mine + (first_unit(mine, work) < tile * GROUPS).to(gl.int32)
-    gl.store(part_ptr + (slot * 2 + which) * (ROWS * BM) + place, acc)
-    gl.thread_barrier()
-    is_last = gl.atomic_add(done_ptr + tile * 2 + which, 1, sem="acq_rel") == last - first
+    came_ptr = done_ptr + (tile * 2 + which) * 2
+    is_last = gl.atomic_add(came_ptr, 1, sem="relaxed") == last - first
     if is_last:
-        gl.store(done_ptr + tile * 2 + which, 0)
-        acc = gl.zeros([ROWS, BM], gl.float32, ACC)
-        for program in range(first, last + 1):
-            slot = 2 * program + (first_unit(program, work) < tile * GROUPS).to(gl.int32)
-            acc += gl.load(part_ptr + (slot * 2 + which) * (ROWS * BM) + place)
+        while gl.atomic_add(came_ptr + 1, 0, sem="acquire") < last - first:
+            pass
+        gl.store(came_ptr, 0)
+        gl.store(came_ptr + 1, 0)
+        if TWO:  # a + b is b + a
+            acc += gl.load(part_ptr + slot_of(first + last - mine, tile * GROUPS, which, work) * (ROWS * BM) + place)
+        else:
+            total = gl.zeros([ROWS, BM], gl.float32, ACC)
+            for program in range(first, last + 1):
+                if program == mine:
+                    total += acc
+                else:
+                    total += gl.load(part_ptr + slot_of(program, tile * GROUPS, which, work) * (ROWS * BM) + place)
+            acc = total
+    else:
+        gl.store(part_ptr + slot_of(mine, tile * GROUPS, which, work) * (ROWS * BM) + place, acc)
+        gl.thread_barrier()
+        gl.atomic_add(came_ptr + 1, 1, sem="release")
     return acc, is_last
 
 
 @gluon.jit
-def finish(acc, smem, sums, tile, which: gl.constexpr, K: gl.constexpr, RESIDUAL: gl.constexpr):
+def finish(acc, smem, sums, tile, which: gl.constexpr, K: gl.constexpr, RESIDUAL: gl.constexpr, TWO: gl.constexpr):
     """Store a tile, or a part of one."""
     GROUPS: gl.constexpr = K // GROUP
     part_ptr, done_ptr, out_ptr, residual_ptr, num_tokens, OUTPUTS, TOKEN_TILES, work, nothing = sums
     row, token = (tile // TOKEN_TILES * 2 + which) * ROWS, tile % TOKEN_TILES * acc.shape[1]
     is_last = True
     if program_of(tile * GROUPS, work) != program_of((tile + 1) * GROUPS - 1, work):
-        acc, is_last = add_parts(acc, part_ptr, done_ptr, tile, which, work, GROUPS)
+        acc, is_last = add_parts(acc, part_ptr, done_ptr, tile, which, work, GROUPS, TWO)
     if is_last:
         store_rows(acc, smem, out_ptr, residual_ptr, row, token, num_tokens, OUTPUTS, RESIDUAL)
 
 
 @gluon.jit
-def unpacked_after(words, acc, nothing):
-    """The words; but the compiler must believe that they depend on sums, lest it unpacks them between two products."""
-    for _ in gl.static_range(4):
-        if acc.shape[1] > 16:
-            acc, _rest = gl.split(acc.reshape((ROWS, 2, acc.shape[1] // 2)).permute((0, 2, 1)))
-    bits = gl.convert_layout(acc.to(gl.int32, bitcast=True), words.type.layout, assert_trivial=True)
-    return words ^ (bits & nothing)
+def multiply_half(a, following, half: gl.constexpr, acc, number, x_tiles, full, empty, nothing):
+    """One box's products, and meanwhile the weights for the next one: a half of the codes that follow.
 
-
-@gluon.jit
-def multiply_half(a, words, acc, nothing, turn_number, which: gl.constexpr, x_tiles, full, empty, turn):
-    """One box's products, when it is this group's turn: its sums, and words that may be unpacked into the registers of `a`."""
+    The compiler must believe that these depend on the clock, or it unpacks them between two instructions of the product.
+    """
     STAGES: gl.constexpr = full.shape[0]
-    stage = turn_number % STAGES
-    mbarrier.wait(full.index(stage), (turn_number // STAGES) & 1)
-    mbarrier.wait(turn.index(which), (turn_number & 1) ^ (1 - which))
+    WEIGHTS: gl.constexpr = a.type.layout
+    stage = number % STAGES
+    mbarrier.wait(full.index(stage), (number // STAGES) & 1)
     acc = warpgroup_mma(a, x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
-    mbarrier.arrive(turn.index(1 - which))
+    words, scale, zero = following
+    now = gl.inline_asm_elementwise("mov.u32 $0, %clock;", "=r,r", [nothing], gl.int32, False, 1)
+    b = half_of((words ^ (now & nothing), scale, zero), half, WEIGHTS)
     acc, a = warpgroup_mma_wait(0, deps=[acc, a])
     mbarrier.arrive(empty.index(stage))
-    return acc, unpacked_after(words, acc, nothing)
+    return acc, b
 
 
 @gluon.jit
-def multiply(which: gl.constexpr, weights, x_tiles, y_tiles, full, empty, turn, sums, begin, end, K: gl.constexpr, RESIDUAL: gl.constexpr):
+def multiply(which: gl.constexpr, weights, x_tiles, y_tiles, full, empty, sums, begin, end, K: gl.constexpr, RESIDUAL: gl.constexpr, TWO: gl.constexpr):
     """The products of 64 outputs of each tile."""
     GROUPS: gl.constexpr = K // GROUP
     BM: gl.constexpr = x_tiles.shape[1]
@@ -209,24 +226,22 @@ def multiply(which: gl.constexpr, weights, x_tiles, y_tiles, full, empty, turn, 
         acc = gl.zeros([ROWS, BM], gl.float32, ACC)
         row = (tile // TOKEN_TILES * 2 + which) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, A))
         group = (gl.minimum(row, OUTPUTS - 1) * GROUPS + first % GROUPS)[:, None]
-        words, scale, zero = load_codes(weights, group, A)
-        a = half_of((words, scale, zero), 0, A)
+        codes = load_codes(weights, group, A)
+        a = half_of(codes, 0, A)
         for unit in range(first, last):
-            next_words, next_scale, next_zero = load_codes(weights, group + gl.minimum(unit + 1, last - 1) - first, A)
+            following = load_codes(weights, group + gl.minimum(unit + 1, last - 1) - first, A)
             number = 2 * (unit - begin)
-            acc, words = multiply_half(a, words, acc, nothing, number, which, x_tiles, full, empty, turn)
-            a = half_of((words, scale, zero), 1, A)
-            acc, words = multiply_half(a, next_words, acc, nothing, number + 1, which, x_tiles, full, empty, turn)
-            scale, zero = next_scale, next_zero
-            a = half_of((words, scale, zero), 0, A)
-        finish(acc, y_tiles.index(which), sums, tile, which, K, RESIDUAL)
+            acc, b = multiply_half(a, codes, 1, acc, number, x_tiles, full, empty, nothing)
+            acc, a = multiply_half(b, following, 0, acc, number + 1, x_tiles, full, empty, nothing)
+            codes = following
+        finish(acc, y_tiles.index(which), sums, tile, which, K, RESIDUAL, TWO)
         first = last
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "token_tiles", "work", "nothing"])
 def int4_hopper_kernel(
     x_desc, word_ptr, scale_ptr, zero_ptr, residual_ptr, part_ptr, done_ptr, out_ptr, num_tokens, token_tiles, work, nothing,
-    OUTPUTS: gl.constexpr, K: gl.constexpr, RESIDUAL: gl.constexpr, STAGES: gl.constexpr,
+    OUTPUTS: gl.constexpr, K: gl.constexpr, RESIDUAL: gl.constexpr, TWO: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Program p of P: units p * work / P to (p + 1) * work / P. A unit is a tile's products with one group of inputs."""
     BM: gl.constexpr = x_desc.block_shape[0]
@@ -235,9 +250,6 @@ def int4_hopper_kernel(
     y_tiles = gl.allocate_shared_memory(x_desc.dtype, [2, BM, ROWS], BOX)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turn.index(0), count=1)
-    mbarrier.init(turn.index(1), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)  # both groups of warps
@@ -245,8 +257,8 @@ def int4_hopper_kernel(
     weights = (word_ptr, scale_ptr, zero_ptr)
     sums = (part_ptr, done_ptr, out_ptr, residual_ptr, num_tokens, OUTPUTS, token_tiles, work, nothing)
     gl.warp_specialize([
-        (multiply, (0, weights, x_tiles, y_tiles, full, empty, turn, sums, begin, end, K, RESIDUAL)),
-        (multiply, (1, weights, x_tiles, y_tiles, full, empty, turn, sums, begin, end, K, RESIDUAL)),
+        (multiply, (0, weights, x_tiles, y_tiles, full, empty, sums, begin, end, K, RESIDUAL, TWO)),
+        (multiply, (1, weights, x_tiles, y_tiles, full, empty, sums, begin, end, K, RESIDUAL, TWO)),
         (fetch_inputs, (x_desc, x_tiles, full, empty, begin, end, K, token_tiles)),
     ], [4, 1], [REGISTERS[0], REGISTERS[1]])  # fmt: skip
 
@@ -271,6 +283,6 @@ def int4_hopper(
     x_desc = TensorDescriptor.from_tensor(x, [tile, WIDE.value], BOX.value)
     int4_hopper_kernel[(programs,)](
         x_desc, words, scales, zeros, out if residual is None else residual, parts, counters(x.device), out, num_tokens,
-        token_tiles, work, 0, OUTPUTS=rows, K=width, RESIDUAL=residual is not None, STAGES=stages, num_warps=4,
+        token_tiles, work, 0, OUTPUTS=rows, K=width, RESIDUAL=residual is not None, TWO=tile == 256, STAGES=stages, num_warps=4,
     )  # fmt: skip
     return out
