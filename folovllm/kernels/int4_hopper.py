@@ -1,12 +1,11 @@
-"""`int4_hopper`: what `int4_matmul` computes, for hundreds of tokens on Hopper: weights are unpacked once, for all of them.
+"""`int4_hopper`: what `int4_matmul` computes, for 129 to 256 tokens on Hopper, which has matrix units of its own (wgmma).
 
-Two groups of four warps have 64 outputs each and all tokens of a tile. Codes come straight to the registers from which the
-matrix units (wgmma) take the weights. While these multiply one half of a group of inputs, a warp unpacks the next half into
-other registers, and it waits before it gives those away (https://github.com/triton-lang/triton/issues/9433). One more warp
-fetches x for both (TMA).
+All tokens meet a weight at once where they fit into the registers, so it is unpacked once, or twice. Two groups of four warps
+have 64 outputs each of a tile. Codes come straight to the registers from which the matrix units take the weights, and are
+multiplied by their scales there: what results is W as `unpacked` has it, bit for bit. One more warp fetches x for both groups
+(TMA).
 
-Programs share all tiles evenly, groups of inputs in a row: a tile may begin in one program and end in another. Whoever
-brings a tile's last part adds all of them, always in the same order, as in `split_sum`.
+Programs share all tiles evenly (`even_shares`), so that few tiles keep all of a GPU busy.
 """
 
 from __future__ import annotations
@@ -24,11 +23,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from folovllm.kernels.even_shares import add_parts, first_unit, program_of
+from folovllm.kernels.int4_matmul import MANY
+from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.split_sum import counters
+
+MOST = 256  # tokens; with more, the library is as fast
 
 GROUP = gl.constexpr(128)  # inputs that share a scale
 WIDE = gl.constexpr(64)  # inputs of a box
 ROWS = gl.constexpr(64)  # outputs of four warps: the height of a matrix instruction
+NUM_STAGES = {256: 4, 128: 6}  # boxes of x on their way, by the tokens of a tile
 REGISTERS = gl.constexpr((240, 24))  # of a thread that multiplies, and of one that fetches
 
 BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -74,56 +79,38 @@ def half_of(codes, half: gl.constexpr, WEIGHTS: gl.constexpr):
     exact = scale.to(gl.float32)
     high = exact.to(gl.bfloat16)
     low = twice((exact - high.to(gl.float32)).to(gl.bfloat16))
-    high, zero = twice(high), (zero + 0x4300) * 0x10001
-    upper = words >> 4
+    factors = (twice(high), low, (zero + 0x4300) * 0x10001)
     if half == 0:
-        a = gl.inline_asm_elementwise(BYTE_0, "=r,r,r,r,r,r,r,r,r", [words, high, low, zero], gl.bfloat16, True, 2)
-        b = gl.inline_asm_elementwise(BYTE_0, "=r,r,r,r,r,r,r,r,r", [upper, high, low, zero], gl.bfloat16, True, 2)
-        c = gl.inline_asm_elementwise(BYTE_1, "=r,r,r,r,r,r,r,r,r", [words, high, low, zero], gl.bfloat16, True, 2)
-        d = gl.inline_asm_elementwise(BYTE_1, "=r,r,r,r,r,r,r,r,r", [upper, high, low, zero], gl.bfloat16, True, 2)
+        pieces = gl.join(of_byte(BYTE_0, words, factors), of_byte(BYTE_1, words, factors))
     else:
-        a = gl.inline_asm_elementwise(BYTE_2, "=r,r,r,r,r,r,r,r,r", [words, high, low, zero], gl.bfloat16, True, 2)
-        b = gl.inline_asm_elementwise(BYTE_2, "=r,r,r,r,r,r,r,r,r", [upper, high, low, zero], gl.bfloat16, True, 2)
-        c = gl.inline_asm_elementwise(BYTE_3, "=r,r,r,r,r,r,r,r,r", [words, high, low, zero], gl.bfloat16, True, 2)
-        d = gl.inline_asm_elementwise(BYTE_3, "=r,r,r,r,r,r,r,r,r", [upper, high, low, zero], gl.bfloat16, True, 2)
-    both = gl.join(gl.join(a, b), gl.join(c, d))  # [64, 16, code % 2, code // 2]
-    return gl.convert_layout(both.permute((0, 3, 2, 1)).reshape((ROWS, WIDE)), WEIGHTS, assert_trivial=True)
+        pieces = gl.join(of_byte(BYTE_2, words, factors), of_byte(BYTE_3, words, factors))
+    weights = pieces.permute((0, 3, 2, 1)).reshape((ROWS, WIDE))  # of [64, 16, code % 2, code // 2]
+    return gl.convert_layout(weights, WEIGHTS, assert_trivial=True)
 
 
 @gluon.jit
-def first_unit(program, work):
-    """Where a program's units begin, and those of the one before end."""
-    return program * work // gl.num_programs(0)
+def of_byte(ASM: gl.constexpr, words, factors):
+    """The weights of both codes of one byte of each word, [64, 16, 2]."""
+    high, low, zero = factors
+    lower = gl.inline_asm_elementwise(ASM, "=r,r,r,r,r,r,r,r,r", [words, high, low, zero], gl.bfloat16, True, 2)
+    upper = gl.inline_asm_elementwise(ASM, "=r,r,r,r,r,r,r,r,r", [words >> 4, high, low, zero], gl.bfloat16, True, 2)
+    return gl.join(lower, upper)
 
 
 @gluon.jit
-def program_of(unit, work):
-    """Who has this unit: the last one that begins at or before it."""
-    return ((unit + 1) * gl.num_programs(0) - 1) // work
-
-
-@gluon.jit
-def slot_of(program, unit, which: gl.constexpr, work):
-    """Where a program leaves its part of the tile that begins with `unit`.
-
-    It has at most two parts: of the tile that it begins in, and of the one that it ends in.
-    """
-    return (2 * program + (first_unit(program, work) < unit).to(gl.int32)) * 2 + which
-
-
-@gluon.jit
-def fetch_inputs(x_desc, smem, full, empty, begin, end, K: gl.constexpr, TOKEN_TILES):
+def fetch_inputs(x_desc, smem, full, empty, K: gl.constexpr, token_tiles, work):
     """Fetch x for all units, each box as soon as both groups of warps are done with what lay in its place."""
     STAGES: gl.constexpr = full.shape[0]
     GROUPS: gl.constexpr = K // GROUP
     BM: gl.constexpr = smem.shape[1]
+    begin, end = first_unit(gl.program_id(0), work), first_unit(gl.program_id(0) + 1, work)
     for unit in range(begin, end):
         for half in gl.static_range(2):
             i = 2 * (unit - begin) + half
             stage, phase = i % STAGES, (i // STAGES) & 1
             mbarrier.wait(empty.index(stage), phase ^ 1)
             mbarrier.expect(full.index(stage), x_desc.block_type.nbytes)
-            corner = [unit // GROUPS % TOKEN_TILES * BM, unit % GROUPS * GROUP + half * WIDE]
+            corner = [unit // GROUPS % token_tiles * BM, unit % GROUPS * GROUP + half * WIDE]
             tma.async_copy_global_to_shared(x_desc, corner, full.index(stage), smem.index(stage))
 
 
@@ -145,50 +132,18 @@ def store_rows(acc, smem, out_ptr, residual_ptr, row, token, num_tokens, OUTPUTS
 
 
 @gluon.jit
-def add_parts(acc, part_ptr, done_ptr, tile, which: gl.constexpr, work, GROUPS: gl.constexpr, TWO: gl.constexpr):
-    """A part of a tile: whether all others came before it, and if so the sum of all; else it is left to the last one.
-
-    Who finds that all others came may have to wait until they have stored theirs. They are at it, and wait for nobody.
-    """
-    BM: gl.constexpr = acc.shape[1]
-    ACC: gl.constexpr = acc.type.layout
-    first, last = program_of(tile * GROUPS, work), program_of((tile + 1) * GROUPS - 1, work)
-    place = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))[:, None] * BM + gl.arange(0, BM, gl.SliceLayout(0, ACC))[None, :]
-    mine = gl.program_id(0)
-    came_ptr = done_ptr + (tile * 2 + which) * 2
-    is_last = gl.atomic_add(came_ptr, 1, sem="relaxed") == last - first
-    if is_last:
-        while gl.atomic_add(came_ptr + 1, 0, sem="acquire") < last - first:
-            pass
-        gl.store(came_ptr, 0)
-        gl.store(came_ptr + 1, 0)
-        if TWO:  # a + b is b + a
-            acc += gl.load(part_ptr + slot_of(first + last - mine, tile * GROUPS, which, work) * (ROWS * BM) + place)
-        else:
-            total = gl.zeros([ROWS, BM], gl.float32, ACC)
-            for program in range(first, last + 1):
-                if program == mine:
-                    total += acc
-                else:
-                    total += gl.load(part_ptr + slot_of(program, tile * GROUPS, which, work) * (ROWS * BM) + place)
-            acc = total
-    else:
-        gl.store(part_ptr + slot_of(mine, tile * GROUPS, which, work) * (ROWS * BM) + place, acc)
-        gl.thread_barrier()
-        gl.atomic_add(came_ptr + 1, 1, sem="release")
-    return acc, is_last
-
-
-@gluon.jit
-def finish(acc, smem, sums, tile, which: gl.constexpr, K: gl.constexpr, RESIDUAL: gl.constexpr, TWO: gl.constexpr):
-    """Store a tile, or a part of one."""
-    GROUPS: gl.constexpr = K // GROUP
-    part_ptr, done_ptr, out_ptr, residual_ptr, num_tokens, OUTPUTS, TOKEN_TILES, work, nothing = sums
-    row, token = (tile // TOKEN_TILES * 2 + which) * ROWS, tile % TOKEN_TILES * acc.shape[1]
-    is_last = True
-    if program_of(tile * GROUPS, work) != program_of((tile + 1) * GROUPS - 1, work):
-        acc, is_last = add_parts(acc, part_ptr, done_ptr, tile, which, work, GROUPS, TWO)
-    if is_last:
+def finish(
+    acc, smem, pointers, shape, tile, which: gl.constexpr, K: gl.constexpr, RESIDUAL: gl.constexpr, TWO: gl.constexpr
+):
+    """Store one half of a tile, if all that it is the sum of is there."""
+    part_ptr, done_ptr, residual_ptr, out_ptr = pointers
+    OUTPUTS, num_tokens, token_tiles, work = shape
+    first, end = tile * (K // GROUP), (tile + 1) * (K // GROUP)
+    is_known = True
+    if program_of(first, work) != program_of(end - 1, work):
+        acc, is_known = add_parts(acc, part_ptr, done_ptr + (2 * tile + which) * 2, first, end, which, work, TWO)
+    if is_known:
+        row, token = (tile // token_tiles * 2 + which) * ROWS, tile % token_tiles * acc.shape[1]
         store_rows(acc, smem, out_ptr, residual_ptr, row, token, num_tokens, OUTPUTS, RESIDUAL)
 
 
@@ -212,19 +167,23 @@ def multiply_half(a, following, half: gl.constexpr, acc, number, x_tiles, full, 
 
 
 @gluon.jit
-def multiply(which: gl.constexpr, weights, x_tiles, y_tiles, full, empty, sums, begin, end, K: gl.constexpr, RESIDUAL: gl.constexpr, TWO: gl.constexpr):
-    """The products of 64 outputs of each tile."""
+def multiply(
+    which: gl.constexpr, weights, x_tiles, y_tiles, full, empty, pointers, shape, nothing,
+    K: gl.constexpr, RESIDUAL: gl.constexpr, TWO: gl.constexpr,
+):  # fmt: skip
+    """The products of one half of each tile, 64 outputs."""
     GROUPS: gl.constexpr = K // GROUP
     BM: gl.constexpr = x_tiles.shape[1]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    part_ptr, done_ptr, out_ptr, residual_ptr, num_tokens, OUTPUTS, TOKEN_TILES, work, nothing = sums
+    OUTPUTS, _num_tokens, token_tiles, work = shape
+    begin, end = first_unit(gl.program_id(0), work), first_unit(gl.program_id(0) + 1, work)
     first = begin
     while first < end:
         tile = first // GROUPS
         last = gl.minimum(end, (tile + 1) * GROUPS)
         acc = gl.zeros([ROWS, BM], gl.float32, ACC)
-        row = (tile // TOKEN_TILES * 2 + which) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, A))
+        row = (tile // token_tiles * 2 + which) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, A))
         group = (gl.minimum(row, OUTPUTS - 1) * GROUPS + first % GROUPS)[:, None]
         codes = load_codes(weights, group, A)
         a = half_of(codes, 0, A)
@@ -234,7 +193,7 @@ def multiply(which: gl.constexpr, weights, x_tiles, y_tiles, full, empty, sums, 
             acc, b = multiply_half(a, codes, 1, acc, number, x_tiles, full, empty, nothing)
             acc, a = multiply_half(b, following, 0, acc, number + 1, x_tiles, full, empty, nothing)
             codes = following
-        finish(acc, y_tiles.index(which), sums, tile, which, K, RESIDUAL, TWO)
+        finish(acc, y_tiles.index(which), pointers, shape, tile, which, K, RESIDUAL, TWO)
         first = last
 
 
@@ -243,9 +202,13 @@ def int4_hopper_kernel(
     x_desc, word_ptr, scale_ptr, zero_ptr, residual_ptr, part_ptr, done_ptr, out_ptr, num_tokens, token_tiles, work, nothing,
     OUTPUTS: gl.constexpr, K: gl.constexpr, RESIDUAL: gl.constexpr, TWO: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Program p of P: units p * work / P to (p + 1) * work / P. A unit is a tile's products with one group of inputs."""
+    """Program p of P has an even share of `work` units: a unit is a tile's products with one group of inputs.
+
+    A tile is 128 outputs of as many tokens as a box has; those of the same outputs follow each other, `token_tiles` of them.
+    `part_ptr` takes two tiles of each program. `done_ptr`, zero before and after, has four counters for each tile. `nothing`
+    is 0, which the compiler must not know.
+    """
     BM: gl.constexpr = x_desc.block_shape[0]
-    begin, end = first_unit(gl.program_id(0), work), first_unit(gl.program_id(0) + 1, work)
     x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, WIDE], BOX)
     y_tiles = gl.allocate_shared_memory(x_desc.dtype, [2, BM, ROWS], BOX)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -254,13 +217,43 @@ def int4_hopper_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)  # both groups of warps
     fence_async_shared()
-    weights = (word_ptr, scale_ptr, zero_ptr)
-    sums = (part_ptr, done_ptr, out_ptr, residual_ptr, num_tokens, OUTPUTS, token_tiles, work, nothing)
+    weights, pointers = (word_ptr, scale_ptr, zero_ptr), (part_ptr, done_ptr, residual_ptr, out_ptr)
+    shape = (OUTPUTS, num_tokens, token_tiles, work)
     gl.warp_specialize([
-        (multiply, (0, weights, x_tiles, y_tiles, full, empty, sums, begin, end, K, RESIDUAL, TWO)),
-        (multiply, (1, weights, x_tiles, y_tiles, full, empty, sums, begin, end, K, RESIDUAL, TWO)),
-        (fetch_inputs, (x_desc, x_tiles, full, empty, begin, end, K, token_tiles)),
+        (multiply, (0, weights, x_tiles, y_tiles, full, empty, pointers, shape, nothing, K, RESIDUAL, TWO)),
+        (multiply, (1, weights, x_tiles, y_tiles, full, empty, pointers, shape, nothing, K, RESIDUAL, TWO)),
+        (fetch_inputs, (x_desc, x_tiles, full, empty, K, token_tiles, work)),
     ], [4, 1], [REGISTERS[0], REGISTERS[1]])  # fmt: skip
+
+
+def tiling(num_tokens: int, rows: int, width: int, sms: int) -> tuple[int, int]:
+    """Tokens of a tile, and programs.
+
+    Tiles of 256 tokens unpack each weight once, but registers have no room for a second sum beside one: so a program must
+    have as much work as a tile, for then nobody shares a tile with more than one other.
+    """
+    outputs = triton.cdiv(rows, 2 * ROWS.value)
+    if outputs * triton.cdiv(num_tokens, 256) >= sms:
+        return 256, sms
+    tiles = outputs * triton.cdiv(num_tokens, 128)
+    most = width // (4 * GROUP.value)  # four groups are worth a program
+    return 128, min(sms, tiles * max(1, min(most, sms // tiles)))
+
+
+def serves(x: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> bool:
+    """Whether there is a kernel for these: on Hopper, for so many tokens, in bfloat16, for groups of 128 inputs whose
+    zeros, if any, are codes, and for an `x` that the copy engine can read.
+    """
+    return (
+        x.is_cuda
+        and torch.cuda.get_device_capability(x.device) == (9, 0)
+        and MANY <= len(x) <= MOST
+        and x.dtype == torch.bfloat16
+        and x.shape[1] == GROUP.value * scales.shape[1]
+        and (zeros is None or zeros.dtype == torch.uint8)
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == x.data_ptr() % 16 == 0
+    )
 
 
 def int4_hopper(
@@ -269,20 +262,18 @@ def int4_hopper(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     residual: torch.Tensor | None = None,
-    tile: int = 256,
-    stages: int = 4,
-    programs: int = 132,
 ) -> torch.Tensor:
-    """As `int4_matmul`."""
+    """As `int4_matmul`, where `serves` says so."""
     num_tokens, width = x.shape
     rows, out = len(words), x.new_empty(num_tokens, len(words))
+    tile, programs = tiling(num_tokens, rows, width, num_sms(x.device))
     token_tiles = triton.cdiv(num_tokens, tile)
     work = triton.cdiv(rows, 2 * ROWS.value) * token_tiles * (width // GROUP.value)
-    programs = min(programs, work)
-    parts = x.new_empty(2 * programs, 2 * ROWS.value * tile, dtype=torch.float32)
+    parts = x.new_empty(2 * programs, 2 * ROWS.value, tile, dtype=torch.float32)
     x_desc = TensorDescriptor.from_tensor(x, [tile, WIDE.value], BOX.value)
     int4_hopper_kernel[(programs,)](
         x_desc, words, scales, zeros, out if residual is None else residual, parts, counters(x.device), out, num_tokens,
-        token_tiles, work, 0, OUTPUTS=rows, K=width, RESIDUAL=residual is not None, TWO=tile == 256, STAGES=stages, num_warps=4,
+        token_tiles, work, 0, OUTPUTS=rows, K=width, RESIDUAL=residual is not None, TWO=tile == 256, STAGES=NUM_STAGES[tile],
+        num_warps=4,
     )  # fmt: skip
     return out
