@@ -7,6 +7,7 @@ same sum in every run, and keeps its own in registers meanwhile. (`split_sum` gi
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -65,6 +66,6 @@ def add_parts(acc, part_ptr, done_ptr, first, end, which, work, TWO: gl.constexp
             acc = total
     else:
         gl.store(part_ptr + part_of(mine, first, which, work, SIZE), acc)
-        gl.thread_barrier()  # all threads have stored before one of them says so
+        tl.debug_barrier()  # all threads have stored before one of them says so
         gl.atomic_add(done_ptr + 1, 1, sem="release")
     return acc, is_last
