@@ -242,14 +242,14 @@ def tiling(num_tokens: int, rows: int, width: int, sms: int) -> tuple[int, int]:
 
 def serves(x: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> bool:
     """Whether there is a kernel for these: on Hopper, for so many tokens, in bfloat16, for groups of 128 inputs whose
-    zeros, if any, are codes, and for an `x` that the copy engine can read.
+    zeros, if any, are codes, and for an `x` that the copy engine can read. (For one group alone Triton 3.6 makes no kernel.)
     """
     return (
         x.is_cuda
         and torch.cuda.get_device_capability(x.device) == (9, 0)
         and MANY <= len(x) <= MOST
         and x.dtype == torch.bfloat16
-        and x.shape[1] == GROUP.value * scales.shape[1]
+        and x.shape[1] == GROUP.value * scales.shape[1] > GROUP.value
         and (zeros is None or zeros.dtype == torch.uint8)
         and x.stride(1) == 1
         and x.stride(0) % 8 == x.data_ptr() % 16 == 0
