@@ -5,9 +5,10 @@
 
 The four products of a layer of Qwen3-4B and 0.6B, as the engine calls them (with few tokens norms, gate and residual ride
 along), by each way that a format has: `few` (a kernel for 1, 2 and 4 tokens), `tiles` (tensor cores, unpacked on the way),
-`unpacked` (once, then the library's product in bfloat16), and of FP8 `both` (activations in FP8 too, `quantize_activations`). Graphs are
-captured over several layers, so that no weight waits in the L2 cache; medians. The floor is the larger of two times: that of
-reading codes at the card's own copy bandwidth, and that of computing at its own matrix rate.
+`hopper` (the same by wgmma, 129 to 256 tokens; on other cards it does not run), `unpacked` (once, then the library's product in
+bfloat16), and of FP8 `both` (activations in FP8 too, `quantize_activations`). Graphs are captured over several layers, so that
+no weight waits in the L2 cache; medians. The floor is the larger of two times: that of reading codes at the card's own copy
+bandwidth, and that of computing at its own matrix rate.
 
 Kernels are compiled first, by many processes at once, which leave them in Triton's cache.
 """
@@ -27,6 +28,7 @@ from itertools import groupby
 import torch
 import triton
 
+from folovllm.kernels.int4_hopper import MANY, MOST
 from folovllm.kernels.small_linear import serves
 from tools.weight_products import GEOMETRIES, Job, error_of, layers_of, shapes_of, step_of, with_tiles
 
@@ -36,8 +38,8 @@ WAYS = {
     "fp8 channel": ("few", "tiles", "unpacked", "both"),
     "fp8 block": ("few", "tiles", "unpacked", "both"),
     "int8": ("few", "tiles", "unpacked"),
-    "int4": ("few", "tiles", "unpacked"),
-    "int4 zeros": ("few", "tiles", "unpacked"),
+    "int4": ("few", "tiles", "hopper", "unpacked"),
+    "int4 zeros": ("few", "tiles", "hopper", "unpacked"),
 }
 
 # Candidates by the most tokens that they are for.
@@ -96,7 +98,7 @@ def serves_all(job: Job) -> bool:
     if job.way == "few" and job.format == "bf16":
         return all(serves(job.tokens, torch.empty(shape, device="meta")) for shape in shapes_of(job.geometry).values())
     return {"few": job.tokens in (1, 2, 4), "tiles": 4 < job.tokens <= 1024, "unpacked": job.tokens >= 64,
-            "both": job.tokens > 4, "library": True}[job.way]  # fmt: skip
+            "hopper": MANY <= job.tokens <= MOST, "both": job.tokens > 4, "library": True}[job.way]  # fmt: skip
 
 
 def default_jobs(geometries: list[str], formats: list[str], tokens: list[int]) -> Iterator[Job]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from folovllm.kernels import int4_matmul as four
 from folovllm.kernels import quant_matmul as eight
 from folovllm.kernels.few_codes import few_codes
+from folovllm.kernels.int4_hopper import int4_hopper
 from folovllm.kernels.quant_linear import Codes, quant_linear
 from folovllm.kernels.quantize_rows import fp8_matmul
 from folovllm.kernels.small_linear import small_linear
@@ -101,6 +102,7 @@ def multiply(job: Job, name: str, weight: object, x: torch.Tensor, residual: tor
     ways = {
         "few": partial(few_codes, x, *weight, (1, 128), "int4", *fused),
         "tiles": partial(four.int4_matmul, x, *weight, added),
+        "hopper": partial(int4_hopper, x, *weight, added),
     }
     return ways[job.way]() if job.way in ways else by_library(x, four.unpacked(*weight, x.dtype), added)
 
@@ -141,7 +143,7 @@ def with_tiles(job: Job) -> patch:
 
 def error_of(job: Job) -> float:
     """How far a product is from that of the unpacked weight, as a share."""
-    if job.way not in ("tiles", "both") or job.tokens > 512:
+    if job.way not in ("tiles", "hopper", "both") or job.tokens > 512:
         return 0.0
     (layer,) = layers_of(job.geometry, job.format, 1)
     weight, (_, width) = layer["qkv"], shapes_of(job.geometry)["qkv"]

@@ -15,7 +15,7 @@ from folovllm.kernels.fp8 import INTERPRETED
 from folovllm.kernels.int4_linear import EXPONENT, code, load_scales
 from folovllm.kernels.split_sum import counters, num_parts, parts_for, store_sum, token_tiles
 
-MANY = 129  # as in `quant_matmul`; not measured yet
+MANY = 129  # as in `quant_matmul`; up to `int4_hopper.MOST` that may have a kernel of its own
 
 
 @triton.jit

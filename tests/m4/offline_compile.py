@@ -42,6 +42,8 @@ from folovllm.kernels.grouped_linear import grouped_linear_kernel, tiles_for
 from folovllm.kernels.grouped_quant import grouped_quant_kernel
 from folovllm.kernels.grouped_quant import tiles as tiles_of_experts
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_kernel
+from folovllm.kernels.int4_hopper import NUM_STAGES as STAGES_OF_TOKENS
+from folovllm.kernels.int4_hopper import int4_hopper_kernel
 from folovllm.kernels.int4_linear import int4_linear_kernel
 from folovllm.kernels.int4_linear import tiling as tiling_4
 from folovllm.kernels.int4_matmul import int4_matmul_kernel, int4_unpack_kernel
@@ -83,7 +85,7 @@ OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("early_decode_kernel", "sum
              ("few_pairs_kernel", "x_ptr"): "*i32", ("few_pairs_kernel", "weight_ptr"): "*i32",
              ("choose_kernel", "count_ptr"): "*i16", ("order_kernel", "count_ptr"): "*i16",
              ("int4_linear_kernel", "scale_ptr"): "*fp16", ("int4_matmul_kernel", "scale_ptr"): "*fp16",
-             ("int4_unpack_kernel", "scale_ptr"): "*fp16", ("int4_matmul_kernel", "part_ptr"): "*fp32",
+             ("int4_unpack_kernel", "scale_ptr"): "*fp16", ("int4_hopper_kernel", "zero_ptr"): "*u8", ("int4_hopper_kernel", "part_ptr"): "*fp32", ("int4_matmul_kernel", "part_ptr"): "*fp32",
              ("quant_matmul_kernel", "part_ptr"): "*fp32", ("quantize_rows_kernel", "code_ptr"): "*fp8e4nv",
              ("quantize_rows_kernel", "scale_ptr"): "*fp32"}  # fmt: skip
 
@@ -119,11 +121,12 @@ def pointer_type(name: str, dtype: str) -> str:
 
 def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_warps=4, num_stages=2) -> dict[str, int]:
     """What `kernel` takes of sm_`capability`, its pointers and strides 16-byte aligned. `cache` among the constants is the
-    dtype of K/V, if it has one of its own, and `dtype` another than is usual; `codes` and `scales` those of weights.
+    dtype of K/V, if it has one of its own, and `dtype` another than is usual; `codes` and `scales` those of weights; `tokens` how many a box has.
     """
     constants, signature, attributes = dict(constants), {}, {}
     dtype = constants.pop("dtype", dtype)
     cache, most = constants.pop("cache", dtype), constants.pop("maxnreg", None)
+    tokens = constants.pop("tokens", None)
     weights = {name: constants.pop(kind) for name, kind in WEIGHTS.items() if kind in constants}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -132,7 +135,7 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
         elif name.endswith("_desc") and not isinstance(kernel, GluonJITFunction):
             signature[name] = f"tensordesc<{dtype}[{constants['PARTS']}, {constants['TILE_N']}, {constants['TILE_K']}]>"
         elif name.endswith("_desc"):
-            box = f"{dtype}[{min(constants['B'], 128)}, 64]"
+            box = f"{dtype}[{tokens or min(constants['B'], 128)}, 64]"
             signature[name] = f"tensordesc<{box},{NVMMASharedLayout(128, 16, 2)!r}>"
         elif name == "box_ptrs":  # of two ranks
             signature[name] = ("*i64", "*i64")
@@ -383,6 +386,10 @@ def kernels_of_int4(capability: int):
             num_stages,
         )
     yield int4_unpack_kernel, {"K": 2560, "GROUP": 128, "WORDS": 512}, 4, 3
+    for tokens, zeros in ((256, False), (256, True), (128, False), (128, True)) if capability == 90 else ():
+        none = {} if zeros else {"zero_ptr": None}
+        yield (int4_hopper_kernel, {"OUTPUTS": 19456, "K": 2560, "RESIDUAL": zeros, "TWO": tokens == 256, "tokens": tokens,
+                                    "STAGES": STAGES_OF_TOKENS[tokens], "scales": "fp16", **none}, 4, 3)  # fmt: skip
 
 
 def kernels_of_x3(capability: int, head_dim: int, block_size: int):

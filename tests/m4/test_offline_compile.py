@@ -12,7 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NUM_KERNELS = {"m4": 7, "m6": 12, "x2": 5, "x3": 5, "x4": 8}
-ON_HOPPER_ALONE = {"m6": {"prefill_hopper_kernel", "early_decode_kernel"}, "x4": {"grouped_hopper_kernel"}}
+ON_HOPPER_ALONE = {
+    "m6": {"prefill_hopper_kernel", "early_decode_kernel"},
+    "x2": {"int4_hopper_kernel"},
+    "x4": {"grouped_hopper_kernel"},
+}
 FROM_AMPERE_ON = {"x3"}
 ON_AMPERE_ALONE = {"x2": {"few_codes_kernel", "integer_codes_kernel"}}  # and later
 WITH_FP8_ALONE = {"x2": {"quantize_rows_kernel"}}  # compute capability 8.9
@@ -31,7 +35,7 @@ MOST = {
     "mask_logits_kernel": (40, 0),
     "small_linear_kernel": (255, 0), "summed_linear_kernel": (255, 0), "prefill_hopper_kernel": (168, 0),
     "few_codes_kernel": (176, 0), "integer_codes_kernel": (176, 112), "quant_matmul_kernel": (200, 0), "unpack_kernel": (48, 0),
-    "int4_linear_kernel": (255, 0), "int4_matmul_kernel": (255, 0), "int4_unpack_kernel": (64, 0), "quantize_rows_kernel": (72, 0),
+    "int4_linear_kernel": (255, 0), "int4_matmul_kernel": (255, 0), "int4_unpack_kernel": (64, 0), "int4_hopper_kernel": (168, 16), "quantize_rows_kernel": (72, 0),
 }  # fmt: skip
 STACK_OF_WIDE_HEADS = 64  # of the attention kernels where D is 256
 

@@ -93,7 +93,7 @@ class Grouped:
         """x W^T: [T, inputs] -> [T, outputs]; added to `residual`, which may be written over, where there is one.
 
         On a GPU by a kernel that unpacks codes where it needs them; with so many tokens that the tensor cores are busy for
-        longer than unpacking takes, by the library.
+        longer than unpacking takes, by the library. On Hopper there is a kernel for sizes between these.
         """
         if self.columns is not None:
             x = x * self.columns
@@ -106,11 +106,14 @@ class Grouped:
 
     def product_on_gpu(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """As `product`, of an `x` that is as W's columns are."""
+        from folovllm.kernels.int4_hopper import int4_hopper, serves
         from folovllm.kernels.int4_matmul import MANY, int4_matmul, unpacked
 
         assert self.words is not None
         if len(x) < MANY:
             return int4_matmul(x, self.words, self.scales, self.zeros, residual)
+        if serves(x, self.scales, self.zeros):
+            return int4_hopper(x, self.words, self.scales, self.zeros, residual)
         weight = unpacked(self.words, self.scales, self.zeros, x.dtype)
         return F.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
 

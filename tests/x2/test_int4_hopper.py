@@ -1,0 +1,106 @@
+"""The product of 129 to 256 tokens with codes of 4 bits: for Hopper's own matrix units, so most of it needs such a card."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton is for Linux only")
+
+from folovllm.kernels.int4_hopper import int4_hopper, serves, tiling
+from folovllm.kernels.int4_matmul import unpacked
+from folovllm.layers.formats.grouped import Grouped
+from tests.x2.test_int4_kernels import Kept, made_up
+
+GROUP = 128
+ON_HOPPER = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for Hopper"
+    ),
+]
+
+
+@given(st.integers(129, 256), st.integers(1, 40_000), st.integers(1, 200), st.integers(2, 200))
+def test_a_tile_of_many_tokens_has_two_parts_at_most(tokens: int, rows: int, groups: int, sms: int) -> None:
+    """Registers have no room for a second sum beside one of 256 tokens; and there is no program without work."""
+    tile, programs = tiling(tokens, rows, groups * GROUP, sms)
+    tiles = -(-rows // GROUP) * -(-tokens // tile)
+    work = tiles * groups
+    assert 1 <= programs <= min(sms, work)
+    begins = [program * work // programs for program in range(programs + 1)]
+    assert begins[-1] == work and all(a < b for a, b in pairwise(begins))
+    if tile == 256:
+        assert min(b - a for a, b in pairwise(begins)) >= groups
+
+
+def test_serves_nothing_without_a_gpu() -> None:
+    scales = torch.ones(8, 1)
+    assert not serves(torch.ones(200, GROUP, dtype=torch.bfloat16), scales, None)
+
+
+def poison(like: torch.Tensor) -> None:
+    """Fill memory that a product is about to get: what is not written shows."""
+    filled = [torch.full_like(like, float("nan")), torch.full((16 << 20,), float("nan"), device=like.device)]
+    filled.clear()
+
+
+def multiplied(x: torch.Tensor, kept: Kept, residual: torch.Tensor | None = None) -> torch.Tensor:
+    assert serves(x, kept[1], kept[2])
+    poison(x.new_empty(len(x), len(kept[0])))
+    return int4_hopper(x, *kept, residual)
+
+
+class TestOnHopper:
+    """Few outputs, whose tiles many programs share; and enough for tiles of 256 tokens."""
+
+    pytestmark = ON_HOPPER
+
+    @pytest.mark.parametrize("with_residual", [False, True])
+    @pytest.mark.parametrize(
+        ("outputs", "inputs", "zeros"),
+        [(1, 256, "codes"), (1000, 4096, "none"), (130, 9728, "codes"), (17_001, 640, "none")],
+    )
+    def test_as_in_double_precision(self, outputs: int, inputs: int, zeros: str, with_residual: bool) -> None:
+        kept, weight = made_up(outputs, inputs, GROUP, zeros)
+        for tokens in (129, 200, 256):
+            x = torch.randn(tokens, inputs + 16, device="cuda").to(torch.bfloat16)[:, :inputs]
+            residual = torch.randn(tokens, outputs, device="cuda").to(torch.bfloat16) if with_residual else None
+            expected = x.double() @ weight.to("cuda").t() + (0 if residual is None else residual.double())
+            y = multiplied(x, kept, residual)
+            assert (y.double() - expected).norm() <= 0.006 * expected.norm()
+            assert all(torch.equal(y, multiplied(x, kept, residual)) for _ in range(3)), "the same bits again"
+
+    @pytest.mark.parametrize("zeros", ["none", "codes"])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_multiplies_by_the_very_weights(self, zeros: str, dtype: torch.dtype) -> None:
+        """A row of x with a single one picks an input's weights: those that the library is given."""
+        (words, scales, kept), _ = made_up(300, 256, GROUP, zeros)
+        grouped = words, scales.to(dtype), kept
+        x = torch.eye(256, dtype=torch.bfloat16, device="cuda")
+        assert torch.equal(multiplied(x, grouped), unpacked(*grouped, torch.bfloat16).t())
+
+    def test_a_token_does_not_depend_on_others(self) -> None:
+        """The same bits beside others and beside none that are numbers; what is behind the last token is not read."""
+        kept, _ = made_up(2560, 1024, GROUP, "none")
+        x = torch.randn(256, 1024, device="cuda").to(torch.bfloat16)
+        y = multiplied(x, kept)
+        broken = x.clone()
+        broken[150:] = float("nan")
+        assert torch.equal(multiplied(broken, kept)[:150], y[:150])
+        assert torch.equal(multiplied(broken[:150], kept), y[:150])
+
+    @pytest.mark.parametrize(("inputs", "zeros"), [(512, "none"), (512, "minimums"), (128, "none")])
+    def test_a_layer_takes_what_serves(self, inputs: int, zeros: str) -> None:
+        """With minimums, in other dtypes, of one group and with inputs in another order the product is right, too."""
+        (words, scales, kept), weight = made_up(384, inputs, GROUP, zeros)
+        order = torch.randperm(inputs, device="cuda")
+        layer = Grouped(words, scales, kept, order=order)
+        for dtype in (torch.bfloat16, torch.float16):
+            x = torch.randn(200, inputs, device="cuda").to(dtype)
+            expected = x.double()[:, order] @ weight.to("cuda").t()
+            assert (layer.product(x).double() - expected).norm() <= 0.006 * expected.norm()
