@@ -104,6 +104,17 @@ def test_recorded_steps_with_guesses(guesses: str, monkeypatch: pytest.MonkeyPat
     assert check_graphs.rooms(2000)[-1] == CheckRoom(512, 0)
 
 
+def test_recorded_guesses_beside_a_prompt_that_will_be_penalised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt draws nothing yet: who draws beside it draws as if it were not there."""
+    monkeypatch.setattr(check_graphs, "check_rooms", lambda setup: check_graphs.rooms(24))
+    short, long = prompts([3, 40], seed=6)
+    load = [Request(short, replace(DRAWN, max_tokens=24)), Request(long, replace(DRAWN, repetition_penalty=1.5))]
+    pair = Pair.of(load, max_num_seqs=2, long_prefill_token_threshold=2, **BLOCKS["m6"])
+    engine = pair.engine("often")
+    pair.check(serve(engine, load))
+    assert speculation_of(engine).num_accepted > 10
+
+
 @pytest.mark.parametrize("recorded", [True, False])
 def test_logits_have_places_only_where_steps_are_recorded(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two while the cache is sized, and then one; none where the backend cannot be part of a recording."""
