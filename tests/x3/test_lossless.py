@@ -77,6 +77,18 @@ def test_all_that_a_draw_depends_on_is_kept_token_by_token(preset: str, guesses:
     assert made.num_guessed > 20 and (made.num_accepted > 20 or guesses == "random")
 
 
+@pytest.mark.parametrize("preset", ["m5", "m6"])
+def test_an_answer_that_breaks_keeps_what_was_guessed_before(preset: str) -> None:
+    """Its bad word rules out what its form asks for. One ends by its length before that."""
+    form = StructuredOutputsParams(regex="abcdef")
+    broken = replace(DRAWN, allowed_token_ids=None, structured_outputs=form, bad_words=["e"], logprobs=0)
+    load = [Request(prompts([5])[0], params) for params in (broken, replace(broken, max_tokens=4))]
+    pair = Pair.of(load, max_num_seqs=2, **BLOCKS[preset])
+    ends = [(output.outputs[0].text, output.outputs[0].finish_reason) for output in pair.plain]
+    assert ends == [("abcd", "abort"), ("abcd", "length")]
+    pair.check(serve(pair.engine("right", k=8), load))
+
+
 def without_memory() -> list[Request]:
     """Of these those whose draws depend on no token before them but by a form: they are drawn all at once."""
     every = demanding()
