@@ -116,9 +116,10 @@ def make_proposer(setup: EngineSetup, drafted: DraftTokens | None) -> Proposer |
     """Who guesses tokens, where anybody does (X3). A draft's go to `drafted`."""
     if setup.config.speculation is None:
         return None
-    from folovllm.spec import registry
+    from folovllm.spec import own, registry
 
-    return registry.make_proposer(setup.config.speculation, partial(make_draft, setup, drafted))
+    proposer = registry.make_proposer(setup.config.speculation, partial(make_draft, setup, drafted))
+    return proposer if setup.config.speculation.methods else own.Own(proposer, setup.vocab_size)
 
 
 def make_draft(setup: EngineSetup, drafted: DraftTokens | None, model: str) -> Proposer:

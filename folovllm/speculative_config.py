@@ -39,6 +39,7 @@ class SpeculativeConfig:
     model: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_method()
         for name, most in (
             ("num_speculative_tokens", MOST_TOKENS),
             ("prompt_lookup_max", 1 << 20),
@@ -53,11 +54,21 @@ class SpeculativeConfig:
             raise ValueError(
                 f"prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max {self.prompt_lookup_max}: lower it"
             )
+
+    def _check_method(self) -> None:
         for name in self.methods:
             if name not in METHODS:
                 raise ValueError(f"unknown speculative method {name!r}: choose one of {', '.join(METHODS)}")
-        if (self.model is not None) != ("draft_model" in self.methods) and isinstance(self.method, str):
-            raise ValueError('method "draft_model" needs a model, a small one, and no other method takes one')
+        if isinstance(self.method, str):
+            if (self.model is not None) != ("draft_model" in self.methods):
+                raise ValueError('method "draft_model" needs a model, a small one, and no other method takes one')
+            return
+        from folovllm.spec.proposer import Proposer
+
+        if not isinstance(self.method, Proposer):
+            raise ValueError(
+                f"the speculative method must be a name or a Proposer (an object, not its class), not {self.method!r}"
+            )
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -82,6 +93,6 @@ class SpeculativeConfig:
         if given.get("method") == "ngram" and given.get("model") in ("ngram", "[ngram]"):
             del given["model"]
         known = [field.name for field in fields(cls)]
-        if unknown := sorted(given.keys() - set(known)):
+        if unknown := sorted(map(str, given.keys() - set(known))):
             raise ValueError(f"speculative_config knows {', '.join(known)}, not {', '.join(unknown)}: leave it out")
         return cls(**{name: value for name, value in given.items() if value is not None})

@@ -180,8 +180,10 @@ class LLMEngine(Observed):
         """Hand the tokens of a step that began at `start` to their sequences; returns what is new."""
         arrived = time.monotonic()
         alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
-        broken = self._guides.broken(seqs)
-        updated = self.scheduler.postprocess([(seqs[i], result.token_ids[i]) for i in alive if seqs[i] not in broken])
+        broken = self._guides.broken(seqs)  # what they drew before that counts, and may end them
+        counts = [i for i in alive if result.token_ids[i] or seqs[i] not in broken]
+        updated = self.scheduler.postprocess([(seqs[i], result.token_ids[i]) for i in counts])
+        broken = self._guides.broken(broken)
         if result.logprobs:
             for i in alive:
                 if i in result.logprobs:

@@ -181,8 +181,11 @@ class Guides:
             if guide is not None:
                 if not tokens:
                     guide.give_up()
-                for token_id in tokens:
+                for i, token_id in enumerate(tokens):
                     guide.advance(token_id)
+                    if guide.is_broken:
+                        del tokens[i:]
+                        break
 
     def broken(self, seqs: Iterable[Sequence]) -> list[Sequence]:
         """Those of the answers that can no longer come to their form, and have not ended."""

@@ -128,7 +128,7 @@ class VerifyingGraphRunner(GraphRunner):
             raise RuntimeError(f"a step draws {len(draws.token)} tokens, and there is room for {len(self._tokens)}")
         by_draw, room = spread(step, draws), self._checks.room_for(step)
         if room is not None:
-            at_once = not (step.draws_late or self._remembers[step.fields[Field.ROW]].any())
+            at_once = not (step.draws_late or self._remembers[by_draw.fields[Field.ROW]].any())
             if at_once:
                 logits = self._checks.replay_whole(step, draws, by_draw, room)
             else:

@@ -68,6 +68,15 @@ class TestBestDepths:
         found = depths(0.9, 0.1, cost=costs((1.0, 2.0, 9.0), (1.0, 1.2, 3.0)))
         assert found[0] > found[1], "the step's width belongs to the sequence whose guesses are right"
 
+    def test_a_gain_below_the_margin_is_none(self) -> None:
+        found = [best_depths(np.ones(1), np.array([0.5]), costs((1.0, 2.0), (1.0, 1.25)), 2, m) for m in (1.19, 1.21)]
+        assert found == [[1], [0]], "one guess is 1.2 times as fast as none"
+
+    def test_a_draft_writes_as_far_as_the_deepest_guess(self) -> None:
+        """Both guesses of the first sequence are worth most, so a guess more of the second takes no step more of the draft."""
+        found = depths(0.9, 0.4, cost=costs((1.0, 2.0), (1.0, 1.05), guess=0.3), most=2)
+        assert found == [2, 2], "0.16 tokens more for 0.05 seconds: the draft takes two steps in any case"
+
     @given(
         st.lists(st.tuples(st.floats(0.1, 1), st.floats(0, 0.95)), min_size=1, max_size=3),
         st.floats(0, 0.6),

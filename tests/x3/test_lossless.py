@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 
 from folovllm.attention.backends.torch_paged import TorchPagedBackend
 from folovllm.sampling_params import SamplingParams
+from folovllm.spec.proposer import Proposer, RowState
 from folovllm.structured_outputs import StructuredOutputsParams
 from folovllm.worker import check_graphs
 from folovllm.worker.check_graphs import CheckGraphs, CheckRoom
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.prompt_graphs import Room
-from tests.helpers import prompts, tiny_tokenizer
+from tests.helpers import VOCAB_SIZE, prompts, tiny_tokenizer
 from tests.workloads import Request, serve, workload
 from tests.x3.engines import Pair, guessing, make_engine, make_proposer, speculation_of
 
@@ -77,6 +79,41 @@ def test_all_that_a_draw_depends_on_is_kept_token_by_token(preset: str, guesses:
     assert made.num_guessed > 20 and (made.num_accepted > 20 or guesses == "random")
 
 
+class NoTokens(Proposer):
+    """Guesses numbers that are no tokens: before the right one, behind it, or alone."""
+
+    def __init__(self, answer: Sequence[int]) -> None:
+        self._answer = answer
+
+    def propose(self, state: RowState, k: int) -> Sequence[int]:
+        i = len(state.token_ids) - state.num_prompt_tokens
+        right = [*self._answer[i : i + 3], 0]
+        return [[-1, *right], [*right[:1], -1, *right[1:]], [VOCAB_SIZE], [*right, 1 << 40], [-2]][i % 5]
+
+
+@pytest.mark.parametrize("params", [DRAWN, replace(DRAWN, repetition_penalty=1.3)], ids=["plain", "penalty"])
+@pytest.mark.parametrize("preset", ["m5", "m6"])
+def test_a_guess_may_be_no_token(preset: str, params: SamplingParams) -> None:
+    load = [Request(prompts([5])[0], replace(params, allowed_token_ids=None, max_tokens=30))]
+    pair = Pair.of(load, **BLOCKS[preset])
+    proposer = NoTokens(pair.plain[0].outputs[0].token_ids)
+    engine = make_engine(**pair.fields, **guessing(proposer, k=5))
+    pair.check(serve(engine, load))
+    assert speculation_of(engine).num_accepted > 5
+
+
+@pytest.mark.parametrize("preset", ["m5", "m6"])
+def test_an_answer_that_breaks_keeps_what_was_guessed_before(preset: str) -> None:
+    """Its bad word rules out what its form asks for. One ends by its length before that."""
+    form = StructuredOutputsParams(regex="abcdef")
+    broken = replace(DRAWN, allowed_token_ids=None, structured_outputs=form, bad_words=["e"], logprobs=0)
+    load = [Request(prompts([5])[0], params) for params in (broken, replace(broken, max_tokens=4))]
+    pair = Pair.of(load, max_num_seqs=2, **BLOCKS[preset])
+    ends = [(output.outputs[0].text, output.outputs[0].finish_reason) for output in pair.plain]
+    assert ends == [("abcd", "abort"), ("abcd", "length")]
+    pair.check(serve(pair.engine("right", k=8), load))
+
+
 def without_memory() -> list[Request]:
     """Of these those whose draws depend on no token before them but by a form: they are drawn all at once."""
     every = demanding()
@@ -102,6 +139,17 @@ def test_recorded_steps_with_guesses(guesses: str, monkeypatch: pytest.MonkeyPat
     assert len(set(used)) > 3 and max(used).tokens <= 24
     assert check_graphs.rooms(64)[-2:] == [CheckRoom(48, 0), CheckRoom(64, 0)]
     assert check_graphs.rooms(2000)[-1] == CheckRoom(512, 0)
+
+
+def test_recorded_guesses_beside_a_prompt_that_will_be_penalised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt draws nothing yet: who draws beside it draws as if it were not there."""
+    monkeypatch.setattr(check_graphs, "check_rooms", lambda setup: check_graphs.rooms(24))
+    short, long = prompts([3, 40], seed=6)
+    load = [Request(short, replace(DRAWN, max_tokens=24)), Request(long, replace(DRAWN, repetition_penalty=1.5))]
+    pair = Pair.of(load, max_num_seqs=2, long_prefill_token_threshold=2, **BLOCKS["m6"])
+    engine = pair.engine("often")
+    pair.check(serve(engine, load))
+    assert speculation_of(engine).num_accepted > 10
 
 
 @pytest.mark.parametrize("recorded", [True, False])

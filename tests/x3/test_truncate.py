@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.cache.block_manager import BlockManager
+from folovllm.events import Event, Snapshot, TableCut
 from folovllm.request import Sequence
 from tests.sequences import make_seq
 from tests.tiny import worked_case
@@ -61,6 +62,18 @@ def test_the_list_of_blocks_stays_the_same_object() -> None:
     table = seq.block_table
     kv.truncate(seq)
     assert table is seq.block_table == [5], "others look at this list"
+
+
+def test_who_listens_is_told_of_each_block() -> None:
+    kv, heard = BlockManager(6, 4), list[Event]()
+    seq = holding(kv, 5, 1, 3, 0, computed=8)
+    kv.events.subscribe(heard.extend, Snapshot(6, 4, 1, 64, 0, tuple(kv.states()), ()))
+    kv.truncate(seq)
+    kv.events.drain()
+    told = {(event.seq_id, event.block_id) for event in heard if isinstance(event, TableCut)}
+    assert told == {(seq.seq_id, 3), (seq.seq_id, 0)}, (
+        "blocks 3 and 0 left the table, and who watches must hear of both"
+    )
 
 
 @given(st.integers(1, 20), st.integers(0, 3))
