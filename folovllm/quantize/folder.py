@@ -9,6 +9,7 @@ from typing import Any
 from safetensors.torch import load_file, save
 
 from folovllm.files import write_whole
+from folovllm.models.json_files import reading
 from folovllm.models.loader import INDEX, opened
 from folovllm.quantize.one_layer import PREFIX, Tensors
 
@@ -34,7 +35,9 @@ class OutputFolder:
             raise ValueError(f"cannot make the folder {path}: {error.strerror}") from error
         record = path / RECORD
         if record.is_file():
-            self._check(json.loads(record.read_text())["made_from"])
+            with reading(f"{record}, and so cannot go on there (name another folder)"):
+                begun = dict(json.loads(record.read_text())["made_from"])
+            self._check(begun)
         elif any(path.iterdir()):
             raise ValueError(f"{path} is not empty: name a folder that is, or one that this command has begun")
         else:
