@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from folovllm.files import write_whole
@@ -57,7 +58,8 @@ class OutputFolder:
 
     def finished(self) -> dict[str, Any] | None:
         """What `finish` was told of the quality; None if the folder is not finished."""
-        if not (self.path / "config.json").is_file():
+        files = [self.path / "config.json", *(self._file(number) for number in range(self.num_layers + 1))]
+        if not all(file.is_file() for file in files):
             return None
         return json.loads((self.path / RECORD).read_text())["quality"]
 
@@ -75,8 +77,14 @@ class OutputFolder:
         self._write(index, {f"{PREFIX}{index}.{name}": tensor for name, tensor in tensors.items()})
 
     def read_layer(self, index: int) -> Tensors:
-        """What `write_layer` was given."""
-        return {name.removeprefix(f"{PREFIX}{index}."): t for name, t in load_file(self._file(index)).items()}
+        """What `write_layer` was given. Raises ValueError if the file has been damaged since."""
+        try:
+            tensors = load_file(self._file(index))
+        except SafetensorError as error:
+            raise ValueError(
+                f"{self._file(index)} is damaged ({error}): remove it, and the same command makes it again"
+            ) from error
+        return {name.removeprefix(f"{PREFIX}{index}."): tensor for name, tensor in tensors.items()}
 
     def finish(self, source: Path, rest: Tensors, quantization: dict[str, Any], quality: dict[str, Any]) -> None:
         """Write what is in no layer, the index, the tokenizer, and last of all the configuration."""

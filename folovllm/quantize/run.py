@@ -20,17 +20,16 @@ from folovllm.config import EngineConfig
 from folovllm.engine.setup import choose_device
 from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, windows_of
 from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
-from folovllm.models.registry import renamed_by
+from folovllm.models.registry import build_model, renamed_by
 from folovllm.quantize.calibration import read_texts, split_rows
 from folovllm.quantize.folder import OutputFolder
 from folovllm.quantize.inputs import Inputs
 from folovllm.quantize.methods import Method, method_for
-from folovllm.quantize.one_layer import PREFIX, Checkpoint, OneLayer, Tensors
+from folovllm.quantize.one_layer import EMBEDDING, HEAD, NORM, PREFIX, Checkpoint, OneLayer, Tensors
 from folovllm.quantize.options import BLOCK, QuantizeOptions
 from folovllm.quantize.perplexity import Quality, compare
 
 OWN_TEXT = "calibration.jsonl"  # in the embedded model's folder
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 @dataclass(slots=True)
@@ -146,7 +145,8 @@ def quantize(
     hf_config = load_hf_config(path, EngineConfig(model=model))
     check_model(hf_config, options)
     rows, on, checkpoint = rows_of(path, hf_config, options, calibration), choose_device(device), Checkpoint(path)
-    folder = OutputFolder(out, hf_config.num_hidden_layers, made_from(path, options, rows))
+    checkpoint.check(build_model(hf_config, torch.float32, "meta", options.length))
+    folder = OutputFolder(out, hf_config.num_hidden_layers, made_from(checkpoint, options, rows))
     if (done := folder.finished()) is not None:
         return Report(out, checkpoint.num_bytes, folder.num_bytes(), Quality(**done) if done else None)
     streams = start_streams(checkpoint.rest(), *(ids.to(on) for ids in rows))
@@ -216,8 +216,11 @@ def rows_of(
     return split_rows(read_texts(file), tokenizer, options.samples, options.length, min(ends, default=0))
 
 
-def made_from(path: Path, options: QuantizeOptions, rows: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
+def made_from(
+    checkpoint: Checkpoint, options: QuantizeOptions, rows: tuple[torch.Tensor, torch.Tensor]
+) -> dict[str, Any]:
     """What decides the output, in words that a file can hold: a folder made from something else is not gone on with."""
-    text, config = b"".join(ids.numpy().tobytes() for ids in rows), (path / "config.json").read_bytes()
+    text, config = b"".join(ids.numpy().tobytes() for ids in rows), (checkpoint.path / "config.json").read_bytes()
     marks = {"config.json": config, "calibration text": text}
-    return {"model": path.name, **asdict(options)} | {name: sha256(all).hexdigest()[:16] for name, all in marks.items()}
+    said = {"model": checkpoint.path.name, **asdict(options), "weights": checkpoint.mark()}
+    return said | {name: sha256(all).hexdigest()[:16] for name, all in marks.items()}
