@@ -191,6 +191,26 @@ def test_transformers_reads_it(kind: str, text: Path, tmp_path: Path) -> None:
     assert_logits_equal(Driver(out).step({0: ids})[0], expected)
 
 
+def test_m1_runs_what_transformers_unpacks(tmp_path: Path) -> None:
+    """It gives what was in codes the dtype that was asked for, and leaves norms and embedding in that of the file."""
+    pytest.importorskip("accelerate", reason="transformers reads FP8 with accelerate")
+    quantize("stories-5m", QuantizeOptions(format="fp8", samples=1, length=16), tmp_path / "out", use_tqdm=False)
+    requests = mixed_requests(count=2)
+    answers = [
+        [list(o.outputs[0].token_ids) for o in serve(make_engine(tmp_path / "out", milestone=name), requests)]
+        for name in ("m1", "m2")
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_blocks_that_others_cannot_read_are_not_written(tmp_path: Path) -> None:
+    """Of 160 rows the second block has 32: transformers would take both to be of 80 rows, and vLLM says no."""
+    model = str(tiny_checkpoint(num_heads=5, num_kv_heads=1, hidden_size=64, intermediate_size=96))
+    with pytest.raises(ValueError, match=r"do not divide self_attn.q_proj of 160 x 64, and .*: add --per-channel"):
+        quantize(model, QuantizeOptions(format="fp8"), tmp_path / "out", use_tqdm=False)
+    quantize(model, QuantizeOptions(format="fp8", per_channel=True), tmp_path / "out", use_tqdm=False)
+
+
 def test_it_goes_on_where_it_was_stopped(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the second layer loses no other; the files are in the end those of a run that was not stopped."""
     whole = quantize(str(tiny()), options("gptq"), tmp_path / "whole", text, use_tqdm=False)
