@@ -64,7 +64,7 @@ class HFModelRunner:
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point() and parameter.dtype.itemsize > 1:
                 require_finite(name, parameter.data)
-                if is_coded and name.endswith(".weight"):  # beside unpacked FP8, transformers leaves these as they are stored
+                if is_coded and name.endswith(".weight"):  # some are as they are stored, beside unpacked FP8
                     parameter.data = parameter.data.to(setup.dtype)
         self.model = model.to(setup.device).eval()
 
