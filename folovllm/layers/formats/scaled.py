@@ -43,7 +43,9 @@ class Scaled(WeightFormat):
     def __post_init__(self) -> None:
         """Raise ValueError where a checkpoint's block is none."""
         if self.block is not None and not all(is_whole(size) and size > 0 for size in self.block):
-            raise ValueError(f"a block of weights with a scale is {self.block}, and must be two whole numbers of at least 1")
+            raise ValueError(
+                f"a block of weights with a scale is {self.block}, and must be two whole numbers of at least 1"
+            )
 
     def create(self, layer: LinearBase) -> None:
         """Make the codes, and the scales: [outputs, 1], or a row for each row of blocks. A part begins a new row."""
