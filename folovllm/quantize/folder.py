@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from folovllm.files import write_whole
+from folovllm.models.files import tokenizer_folder
 from folovllm.models.json_files import reading
 from folovllm.models.loader import INDEX, opened
 from folovllm.quantize.one_layer import PREFIX, Tensors
@@ -96,8 +97,9 @@ class OutputFolder:
                 where |= dict.fromkeys(handle.keys(), file.name)
         index = {"metadata": {"total_size": self.num_bytes()}, "weight_map": where}
         write_whole(self.path / INDEX, json.dumps(index, indent=2))
-        for file in (file for pattern in COPIED for file in source.glob(pattern) if file.name not in NOT_COPIED):
-            write_whole(self.path / file.name, file.read_bytes())
+        for folder in dict.fromkeys((tokenizer_folder(source), source)):
+            for file in (file for pattern in COPIED for file in folder.glob(pattern) if file.name not in NOT_COPIED):
+                write_whole(self.path / file.name, file.read_bytes())
         self._write_record(quality)
         config = json.loads((source / "config.json").read_text()) | {"quantization_config": quantization}
         write_whole(self.path / "config.json", json.dumps(config, indent=2))

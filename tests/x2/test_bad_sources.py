@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from folovllm.quantize.options import QuantizeOptions
 from folovllm.quantize.run import quantize
 from tests.helpers import Driver, prompts, tiny_checkpoint
+from tests.workloads import make_engine
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -107,6 +108,13 @@ def test_a_damaged_layer_can_be_made_again(tmp_path: Path) -> None:
         layer.unlink()
         quantize(str(tiny_checkpoint()), INT8, out, use_tqdm=False)
         assert {file.name: file.read_bytes() for file in out.iterdir()} == whole
+
+
+def test_an_embedded_model_takes_its_tokenizer_along(tmp_path: Path) -> None:
+    """All of them share one, which lies in the folder of another."""
+    quantize("stories-draft", INT8, tmp_path / "out", use_tqdm=False)
+    engine = make_engine(tmp_path / "out", milestone="m6")
+    assert engine.tokenizer.decode(engine.tokenizer.encode("The dog")) == "The dog"
 
 
 def test_awq_of_a_checkpoint_with_merged_matrices(tmp_path: Path) -> None:
