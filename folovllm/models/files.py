@@ -95,11 +95,14 @@ def check_heads(fields: dict[str, Any]) -> None:
         raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
 
 
+def tokenizer_folder(path: Path) -> Path:
+    """Where the tokenizer of a model folder is: there, but the embedded models have one for all."""
+    return ASSETS / DEFAULT_MODEL if path.parent == ASSETS else path
+
+
 def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder. Raises ValueError where there is none."""
-    where = resolve_model(config.tokenizer) if config.tokenizer else path
-    if where.parent == ASSETS:  # the embedded models have one tokenizer
-        where = ASSETS / DEFAULT_MODEL
+    where = tokenizer_folder(resolve_model(config.tokenizer) if config.tokenizer else path)
     if not any((where / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{where} has no tokenizer (tokenizer.json): name one with tokenizer=...")
     with reading(f"the tokenizer in {where}"):

@@ -117,13 +117,19 @@ def part_of(places: dict[str, Place], shard: Shard, name: str, tensor: Any) -> t
 
 def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> None:
     """Copy one tensor of the checkpoint to its place and cross that off."""
+    place = take_place(name, tensor.shape, places)
+    place.view.copy_(tensor)
+    require_finite(name, place.view)
+
+
+def take_place(name: str, shape: torch.Size, places: dict[str, Place]) -> Place:
+    """Return the place of a tensor of this shape, crossed off. Raises ValueError if there is none, or it is of another shape."""
     place = places.pop(name, None)
     if place is None:
         raise ValueError(f"the checkpoint holds {name!r}, for which the model has no place (or had it twice)")
-    if place.view.shape != tensor.shape:
-        raise ValueError(f"{name!r} has shape {list(tensor.shape)}, the model expects {list(place.view.shape)}")
-    place.view.copy_(tensor)
-    require_finite(name, place.view)
+    if place.view.shape != shape:
+        raise ValueError(f"{name!r} has shape {list(shape)}, the model expects {list(place.view.shape)}")
+    return place
 
 
 def arranged(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> torch.Tensor:

@@ -23,6 +23,7 @@ from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, n
 from folovllm.models.compressed_tensors import read_compressed_tensors
 from folovllm.models.gguf_codes import read_gguf_types
 from folovllm.models.json_files import reading
+from folovllm.require import is_whole
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -73,6 +74,8 @@ def group_size_4(method: str, bits: int | None, said: Said) -> int | None:
     if bits != 4:
         raise ValueError(f"{method} with {bits} bits is not supported: with 4 it is")
     size = said.get("group_size", said.get("q_group_size", 128))
+    if size is not None and not is_whole(size):
+        raise ValueError(f"group_size is {size!r}, and must be a whole number")
     return None if size == -1 else size
 
 
@@ -143,7 +146,8 @@ def formats_of(
     def of_merged(name: str) -> WeightFormat | None:
         parent, _, leaf = name.rpartition(".")
         parts = packed.get(leaf, [leaf])
-        first, *others = (format_of(as_in_checkpoint(f"{parent}.{part}", renamed)) for part in parts)
+        with reading("the quantization_config in config.json"):  # its patterns are compiled only now
+            first, *others = (format_of(as_in_checkpoint(f"{parent}.{part}", renamed)) for part in parts)
         if any(other != first for other in others):
             raise ValueError(
                 f"{', '.join(parts)} of {parent} are one layer here, so all must be quantized in one way, or none of them"

@@ -18,7 +18,7 @@ def read_texts(file: Path) -> list[str]:
         ValueError: the file cannot be read, or a line is something else (the sentence names it).
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # other ends of lines may stand in a JSON text as they are
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the calibration text {file}: {error}") from error
     texts = [text_of(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -31,11 +31,13 @@ def text_of(line: str, where: str) -> str:
     """The text of one line. Raises ValueError, which begins with `where`, if there is none."""
     try:
         said = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is no JSON: {error}") from error
     text = said.get("text") if isinstance(said, dict) else said
     if not isinstance(text, str):
         raise ValueError(f'{where}: expected {{"text": "..."}} or a text in quotes')
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise ValueError(f"{where} holds half a character (a lone surrogate), which has no bytes: take it out")
     return text
 
 

@@ -24,6 +24,7 @@ def fold_scales(layer: OneLayer, inputs: dict[str, Inputs], bits: int, group_siz
     """Search a scale for the inputs of each linear layer and fold it in: the decoder layer's outputs stay as they are.
 
     Where query heads share K and V, the outputs of attention are no outputs of V, and `o_proj` stays as it is (in AutoAWQ, too).
+    So does what reads a part of one merged matrix (Phi-3's).
     `inputs` are divided along. `dtype` is that in which norms will be stored.
     """
     before = {name: place for parts in layer.parts.values() for name, place in parts.items()}
@@ -31,8 +32,8 @@ def fold_scales(layer: OneLayer, inputs: dict[str, Inputs], bits: int, group_siz
     rounding = partial(round_groups, bits=bits, group_size=group_size)
     for name, linear in layer.linears.items():
         w, found = linear.weight.data, inputs[name]
-        writer = None if name in NORMS else before[LINEARS[name]]
-        if writer is not None and len(writer) != w.shape[1]:
+        writer = None if name in NORMS else before.get(LINEARS[name])
+        if name not in NORMS and (writer is None or len(writer) != w.shape[1]):
             continue
         scale = search_scale(w, found.gram, found.magnitude, rounding)
         if writer is None:

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from folovllm.files import write_whole
+from folovllm.models.files import tokenizer_folder
+from folovllm.models.json_files import reading
 from folovllm.models.loader import INDEX, opened
 from folovllm.quantize.one_layer import PREFIX, Tensors
 
@@ -34,7 +37,9 @@ class OutputFolder:
             raise ValueError(f"cannot make the folder {path}: {error.strerror}") from error
         record = path / RECORD
         if record.is_file():
-            self._check(json.loads(record.read_text())["made_from"])
+            with reading(f"{record}, and so cannot go on there (name another folder)"):
+                begun = dict(json.loads(record.read_text())["made_from"])
+            self._check(begun)
         elif any(path.iterdir()):
             raise ValueError(f"{path} is not empty: name a folder that is, or one that this command has begun")
         else:
@@ -54,7 +59,8 @@ class OutputFolder:
 
     def finished(self) -> dict[str, Any] | None:
         """What `finish` was told of the quality; None if the folder is not finished."""
-        if not (self.path / "config.json").is_file():
+        files = [self.path / "config.json", *(self._file(number) for number in range(self.num_layers + 1))]
+        if not all(file.is_file() for file in files):
             return None
         return json.loads((self.path / RECORD).read_text())["quality"]
 
@@ -72,8 +78,14 @@ class OutputFolder:
         self._write(index, {f"{PREFIX}{index}.{name}": tensor for name, tensor in tensors.items()})
 
     def read_layer(self, index: int) -> Tensors:
-        """What `write_layer` was given."""
-        return {name.removeprefix(f"{PREFIX}{index}."): t for name, t in load_file(self._file(index)).items()}
+        """What `write_layer` was given. Raises ValueError if the file has been damaged since."""
+        try:
+            tensors = load_file(self._file(index))
+        except SafetensorError as error:
+            raise ValueError(
+                f"{self._file(index)} is damaged ({error}): remove it, and the same command makes it again"
+            ) from error
+        return {name.removeprefix(f"{PREFIX}{index}."): tensor for name, tensor in tensors.items()}
 
     def finish(self, source: Path, rest: Tensors, quantization: dict[str, Any], quality: dict[str, Any]) -> None:
         """Write what is in no layer, the index, the tokenizer, and last of all the configuration."""
@@ -85,8 +97,9 @@ class OutputFolder:
                 where |= dict.fromkeys(handle.keys(), file.name)
         index = {"metadata": {"total_size": self.num_bytes()}, "weight_map": where}
         write_whole(self.path / INDEX, json.dumps(index, indent=2))
-        for file in (file for pattern in COPIED for file in source.glob(pattern) if file.name not in NOT_COPIED):
-            write_whole(self.path / file.name, file.read_bytes())
+        for folder in dict.fromkeys((tokenizer_folder(source), source)):
+            for file in (file for pattern in COPIED for file in folder.glob(pattern) if file.name not in NOT_COPIED):
+                write_whole(self.path / file.name, file.read_bytes())
         self._write_record(quality)
         config = json.loads((source / "config.json").read_text()) | {"quantization_config": quantization}
         write_whole(self.path / "config.json", json.dumps(config, indent=2))

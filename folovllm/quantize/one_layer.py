@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from copy import deepcopy
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,24 @@ import torch
 
 from folovllm.layers.linear import LinearBase
 from folovllm.models.kv_scales import is_kv_scale
-from folovllm.models.llama import LlamaDecoderLayer
-from folovllm.models.loader import IGNORED_SUFFIX, checkpoint_files, checkpoint_places, copy_weight, opened
+from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from folovllm.models.loader import (
+    IGNORED_SUFFIX,
+    checkpoint_files,
+    checkpoint_places,
+    copy_weight,
+    opened,
+    require_finite,
+    require_stored,
+    take_place,
+)
 from folovllm.models.quantization import ROUTERS
 from folovllm.models.registry import build_model
 from folovllm.quantize.inputs import Inputs
 from folovllm.quantize.whole import TOKENS_AT_ONCE, attend_within, whole_batch
 
 PREFIX = "model.layers."
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -31,7 +42,43 @@ class Checkpoint:
         for file in files:
             with opened(file) as handle:
                 self._file_of |= dict.fromkeys(handle.keys(), file)
-        self.num_bytes = sum(file.stat().st_size for file in files)
+        self.path, self.num_bytes = path, sum(file.stat().st_size for file in files)
+
+    def check(self, model: LlamaForCausalLM) -> None:
+        """Read all headers, and what is in no layer, before any work: layers are checked one by one, as they are loaded.
+
+        Args:
+            model: whole and empty, on the meta device.
+
+        Raises:
+            ValueError: a tensor is missing, left over, of another shape, in codes, or (in no layer) not finite.
+        """
+        places, tied = checkpoint_places(model), model.lm_head.weight is model.model.embed_tokens.weight
+        for file in set(self._file_of.values()):
+            with opened(file) as handle:
+                for name in handle.keys():  # noqa: SIM118  # a handle is no dict
+                    stored = handle.get_slice(name)
+                    require_stored(name, stored.get_dtype(), {})
+                    if not (is_kv_scale(name) or name.endswith(IGNORED_SUFFIX) or (tied and name == HEAD)):
+                        take_place(name, torch.Size(stored.get_shape()), places)
+        if places:
+            raise ValueError(f"the checkpoint in {self.path} lacks {', '.join(sorted(places)[:5])}")
+        rest = self.rest()
+        for name, tensor in rest.items():
+            require_finite(name, tensor)
+        if tied and HEAD in rest and not torch.equal(rest[HEAD], rest[EMBEDDING]):
+            raise ValueError(f"{self.path} holds a {HEAD!r} of its own: set tie_word_embeddings to false in its config")
+
+    def mark(self) -> str:
+        """A hash of the first row of each tensor: a model that was trained on, or merged with another, has other rows."""
+        found = sha256()
+        for file in sorted(set(self._file_of.values())):
+            with opened(file) as handle:
+                for name in sorted(handle.keys()):
+                    stored = handle.get_slice(name)
+                    row = stored[:1] if stored.get_shape() else handle.get_tensor(name)
+                    found.update(row.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()[:16]
 
     def layer(self, index: int) -> Tensors:
         """The tensors of a decoder layer, named from the layer on: "self_attn.q_proj.weight"."""
@@ -88,7 +135,7 @@ class OneLayer:
         """Fill the layer. Raises ValueError if a tensor is missing, left over or of another shape."""
         places = dict(self._places)
         for name, tensor in tensors.items():
-            if not is_kv_scale(name):  # is copied from folder to folder
+            if not is_kv_scale(f"{PREFIX}0.{name}"):  # is copied from folder to folder
                 copy_weight(name, tensor, places)
         if places:
             raise ValueError(f"the checkpoint lacks {', '.join(sorted(places))} in one of its layers")

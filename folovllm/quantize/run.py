@@ -20,17 +20,17 @@ from folovllm.config import EngineConfig
 from folovllm.engine.setup import choose_device
 from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, windows_of
 from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
-from folovllm.models.registry import renamed_by
+from folovllm.models.quantization import linear_shapes
+from folovllm.models.registry import build_model, renamed_by
 from folovllm.quantize.calibration import read_texts, split_rows
 from folovllm.quantize.folder import OutputFolder
 from folovllm.quantize.inputs import Inputs
 from folovllm.quantize.methods import Method, method_for
-from folovllm.quantize.one_layer import PREFIX, Checkpoint, OneLayer, Tensors
+from folovllm.quantize.one_layer import EMBEDDING, HEAD, NORM, PREFIX, Checkpoint, OneLayer, Tensors
 from folovllm.quantize.options import BLOCK, QuantizeOptions
 from folovllm.quantize.perplexity import Quality, compare
 
 OWN_TEXT = "calibration.jsonl"  # in the embedded model's folder
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 @dataclass(slots=True)
@@ -146,7 +146,8 @@ def quantize(
     hf_config = load_hf_config(path, EngineConfig(model=model))
     check_model(hf_config, options)
     rows, on, checkpoint = rows_of(path, hf_config, options, calibration), choose_device(device), Checkpoint(path)
-    folder = OutputFolder(out, hf_config.num_hidden_layers, made_from(path, options, rows))
+    checkpoint.check(build_model(hf_config, torch.float32, "meta", options.length))
+    folder = OutputFolder(out, hf_config.num_hidden_layers, made_from(checkpoint, options, rows))
     if (done := folder.finished()) is not None:
         return Report(out, checkpoint.num_bytes, folder.num_bytes(), Quality(**done) if done else None)
     streams = start_streams(checkpoint.rest(), *(ids.to(on) for ids in rows))
@@ -174,11 +175,23 @@ def check_model(hf_config: Any, options: QuantizeOptions) -> None:
         )
     if num_experts_of(hf_config):
         check_experts(hf_config, options)
+    elif options.format == "fp8" and not options.per_channel:
+        check_blocks(hf_config)
     heads = hf_config.num_attention_heads * head_dim_of(hf_config)
     for size in (hf_config.hidden_size, hf_config.intermediate_size, heads):
         if options.format in ("gptq", "awq") and size % options.group_size:
             raise ValueError(
                 f"groups of {options.group_size} do not divide {size} inputs: choose --group-size 64 or 32"
+            )
+
+
+def check_blocks(hf_config: Any) -> None:
+    """Raise ValueError where blocks would be cut off: transformers takes all of a matrix to be of one size, and vLLM refuses."""
+    for name, shape in linear_shapes(hf_config).items():
+        if any(size > BLOCK and size % BLOCK for size in shape):
+            raise ValueError(
+                f"blocks of {BLOCK} x {BLOCK} do not divide {name} of {shape[0]} x {shape[1]}, and vLLM and transformers read "
+                "whole ones only: add --per-channel"
             )
 
 
@@ -216,8 +229,11 @@ def rows_of(
     return split_rows(read_texts(file), tokenizer, options.samples, options.length, min(ends, default=0))
 
 
-def made_from(path: Path, options: QuantizeOptions, rows: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
+def made_from(
+    checkpoint: Checkpoint, options: QuantizeOptions, rows: tuple[torch.Tensor, torch.Tensor]
+) -> dict[str, Any]:
     """What decides the output, in words that a file can hold: a folder made from something else is not gone on with."""
-    text, config = b"".join(ids.numpy().tobytes() for ids in rows), (path / "config.json").read_bytes()
+    text, config = b"".join(ids.numpy().tobytes() for ids in rows), (checkpoint.path / "config.json").read_bytes()
     marks = {"config.json": config, "calibration text": text}
-    return {"model": path.name, **asdict(options)} | {name: sha256(all).hexdigest()[:16] for name, all in marks.items()}
+    said = {"model": checkpoint.path.name, **asdict(options), "weights": checkpoint.mark()}
+    return said | {name: sha256(all).hexdigest()[:16] for name, all in marks.items()}

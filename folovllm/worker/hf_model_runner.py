@@ -47,7 +47,8 @@ class HFModelRunner:
         """Load the weights, from safetensors only: a pickle could run code."""
         setup = self._setup
         files = checkpoint_files(setup.path)
-        if getattr(setup.hf_config, "quantization_config", None) is None:  # else transformers knows what the codes mean
+        is_coded = getattr(setup.hf_config, "quantization_config", None) is not None
+        if not is_coded:  # else transformers knows what the codes mean
             require_float_weights(files)
         with reading(f"the model in {setup.path}"), progress_bars(setup.config.use_tqdm):
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -63,6 +64,8 @@ class HFModelRunner:
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point() and parameter.dtype.itemsize > 1:
                 require_finite(name, parameter.data)
+                if is_coded and name.endswith(".weight"):  # some are as they are stored, beside unpacked FP8
+                    parameter.data = parameter.data.to(setup.dtype)
         self.model = model.to(setup.device).eval()
 
     def initialize_kv_cache(self) -> int:

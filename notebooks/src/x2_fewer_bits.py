@@ -122,7 +122,7 @@ assert lines <= 80, lines
 #
 # ## Your turn
 #
-# Fourteen functions, six exercises. In a terminal:
+# Fifteen functions, six exercises. In a terminal:
 #
 # ```
 # python -m milestones start x2        # their bodies are cut out of your copy, mine/
@@ -320,7 +320,7 @@ for length in (1024, 4096, 16384):
 assert two < straight / 5
 
 # %% [markdown]
-# The error of one long sum grows with its length; that of sums of 128 does not. Our kernels take no products in FP8: codes become floats of 16 bits
+# The error of one long sum grows with its length; that of sums of 128 does not. Our attention takes no products in FP8: codes become floats of 16 bits
 # first, and sums are float32.
 #
 # ## Measure: tokens a second against bits, on this CPU

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folovllm.cli import main
+from folovllm.quantize.calibration import read_texts
 from folovllm.quantize.methods import Gptq, Method, method_for
 from folovllm.quantize.one_layer import PREFIX, Checkpoint, OneLayer
 from folovllm.quantize.options import QuantizeOptions
@@ -190,6 +191,26 @@ def test_transformers_reads_it(kind: str, text: Path, tmp_path: Path) -> None:
     assert_logits_equal(Driver(out).step({0: ids})[0], expected)
 
 
+def test_m1_runs_what_transformers_unpacks(tmp_path: Path) -> None:
+    """It gives what was in codes the dtype that was asked for, and leaves norms and embedding in that of the file."""
+    pytest.importorskip("accelerate", reason="transformers reads FP8 with accelerate")
+    quantize("stories-5m", QuantizeOptions(format="fp8", samples=1, length=16), tmp_path / "out", use_tqdm=False)
+    requests = mixed_requests(count=2)
+    answers = [
+        [list(o.outputs[0].token_ids) for o in serve(make_engine(tmp_path / "out", milestone=name), requests)]
+        for name in ("m1", "m2")
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_blocks_that_others_cannot_read_are_not_written(tmp_path: Path) -> None:
+    """Of 160 rows the second block has 32: transformers would take both to be of 80 rows, and vLLM says no."""
+    model = str(tiny_checkpoint(num_heads=5, num_kv_heads=1, hidden_size=64, intermediate_size=96))
+    with pytest.raises(ValueError, match=r"do not divide self_attn.q_proj of 160 x 64, and .*: add --per-channel"):
+        quantize(model, QuantizeOptions(format="fp8"), tmp_path / "out", use_tqdm=False)
+    quantize(model, QuantizeOptions(format="fp8", per_channel=True), tmp_path / "out", use_tqdm=False)
+
+
 def test_it_goes_on_where_it_was_stopped(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the second layer loses no other; the files are in the end those of a run that was not stopped."""
     whole = quantize(str(tiny()), options("gptq"), tmp_path / "whole", text, use_tqdm=False)
@@ -257,6 +278,8 @@ def test_layers_that_differ_are_refused(tmp_path: Path) -> None:
         ("", "holds no text"),
         ('{"text": "a"}\n{"txt": "b"}', r'line 2: expected \{"text": "..."\}'),
         ("{", "line 1 is no JSON"),
+        ("[" * 100_000, "line 1 is no JSON"),
+        ('"a"\n"b\\ud800"', "line 2 holds half a character"),
         ('"a few words"', "too short for rows of 24 tokens"),
     ],
 )
@@ -266,6 +289,23 @@ def test_a_bad_text_is_refused(content: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says):
         quantize(str(tiny()), options("gptq"), tmp_path / "out", file, use_tqdm=False)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\x85"])
+def test_what_ends_lines_elsewhere_may_stand_in_a_text(end: str, tmp_path: Path) -> None:
+    """JSON lines end with a newline alone; text from the web is full of other separators, which JSON need not escape."""
+    file = tmp_path / "text.jsonl"
+    text = f"one{end}two"
+    file.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\r\n" + '"three"\n', encoding="utf-8")
+    assert read_texts(file) == [text, "three"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"made_from": 3}', '{"made_from": null}', "\ufffe"])
+def test_a_record_that_cannot_be_read_is_one_sentence(content: str, tmp_path: Path) -> None:
+    """`quantize.json` of another tool, or a damaged one."""
+    (tmp_path / "quantize.json").write_bytes(content.encode("utf-16" if content == "\ufffe" else "utf-8"))
+    with pytest.raises(ValueError, match=r"cannot read .*quantize.json.*name another folder"):
+        quantize(str(tiny()), options("int8"), tmp_path, use_tqdm=False)
 
 
 @pytest.mark.parametrize(

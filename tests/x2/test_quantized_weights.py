@@ -94,6 +94,20 @@ class TestWhatACheckpointSays:
             ({"bits": 4}, "quantized by None"),
             (compressed(8, "int", "int-quantized", "channel") | {"config_groups": []}, "quantization_config"),
             (compressed(5, "int", "pack-quantized", "group"), "int5 pack-quantized are not supported"),
+            *(
+                ({"quant_method": "fp8", "weight_block_size": block}, "a block of .* must be two whole numbers")
+                for block in ([0, 128], [-128, 128], ["128", "128"], [128.0, 128])
+            ),
+            (
+                {"quant_method": "fp8", "modules_to_not_convert": ["re:["]},
+                "cannot read the quantization_config in config.json: .*unterminated",
+            ),
+            (compressed(8, "int", "int-quantized", "group", group_size=0), "a block of .* must be two whole numbers"),
+            ({"quant_method": "fp8", "modules_to_not_convert": [3]}, "cannot read the quantization_config"),
+            (
+                {"quant_method": "gptq", "bits": 4, "group_size": "128"},
+                "group_size is '128', and must be a whole number",
+            ),
             (compressed(8, "int", "int-quantized", "channel") | {"format": "marlin-24"}, "int8 marlin-24 are not"),
             (compressed(8, "int", "int-quantized", "attn_head"), "strategy 'attn_head'"),
             (compressed(8, "int", "int-quantized", "channel", symmetric=False), "asymmetric int8"),

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from folovllm.layers.formats.abstract import ALL, FLOATS, WeightFormat, on_gpu, rows_of
+from folovllm.require import is_whole
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
@@ -38,6 +39,13 @@ class Scaled(WeightFormat):
     spread: ClassVar[float]  # standard deviation of made-up codes
     # Activations stay as they are, and codes of which zero is zero need none to be named.
     ignores: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale", "weight_zero_point")
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where a checkpoint's block is none."""
+        if self.block is not None and not all(is_whole(size) and size > 0 for size in self.block):
+            raise ValueError(
+                f"a block of weights with a scale is {self.block}, and must be two whole numbers of at least 1"
+            )
 
     def create(self, layer: LinearBase) -> None:
         """Make the codes, and the scales: [outputs, 1], or a row for each row of blocks. A part begins a new row."""
