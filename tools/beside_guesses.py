@@ -3,7 +3,8 @@
 The embedded model answers the tasks of `tools/speculation/repetitive.json`, so many at once, greedily; plain, and with guesses
 that n-grams of the text make (`--guesses`, at most so many a step). Each engine with each setting has a process of its own, and
 keeps its own defaults. The same prompts come in each pass, so that both find them in their prefix caches; the first pass is not timed.
-A line tells the tokens a second of each pass, and the last table the best ones. vLLM must be there to import, with numba.
+A line tells the tokens a second of each pass, and the last table the best ones. vLLM must be there to import, with numba and,
+for the forms, lmformatenforcer.
 """
 
 from __future__ import annotations
