@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from folovllm import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.layers.formats import grouped, packing
-from folovllm.layers.formats.int4_checkpoints import Awq
+from folovllm.layers.formats.int4 import Int4
+from folovllm.layers.formats.int4_checkpoints import Awq, Gptq, PackedInt4
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import Place, arranged
 from folovllm.quantize.groups import dequantize_groups, quantize_groups
@@ -265,3 +266,12 @@ def test_codes_are_put_in_order_on_the_device_of_the_model(kind: str) -> None:
     assert arranged(f"layer.{kind}", parts[kind], {f"layer.{kind}": place}).device.type == "meta"
     plain = torch.zeros(16, 64)
     assert arranged("layer.weight", plain, {"layer.weight": Place(place.view)}) is plain
+
+
+@pytest.mark.parametrize("format", [Gptq(32), Awq(32), PackedInt4(32, with_zeros=True)])
+def test_codes_that_are_no_matrix_are_one_sentence(format: Int4) -> None:
+    """Flattened, or of all experts in one tensor."""
+    for kind in format.names:
+        for size in ([64], [2, 8, 8]):
+            with pytest.raises(ValueError, match=f"{kind}.* must have two dimensions"):
+                format.arrange(kind, torch.zeros(size, dtype=torch.int32), torch.Size([8, 8]))

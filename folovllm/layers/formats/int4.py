@@ -75,6 +75,12 @@ class Int4(WeightFormat):
         words, _, zeros = self.names
         return ("I32",) if kind == words or (kind == zeros and not self.with_minimum) else FLOATS
 
+    def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """As `WeightFormat`. Raises ValueError where codes, scales or zeros are no matrix: they could not be turned over."""
+        if kind in self.names and tensor.dim() != 2:
+            raise ValueError(f"{kind!r} in 4 bits has shape {list(tensor.shape)}, and must have two dimensions")
+        return tensor
+
     def check_part(self, outputs: int, inputs: int) -> None:
         """As `WeightFormat`: a border between ranks must be one between groups, and no word may lie across it."""
         if self.order_name:

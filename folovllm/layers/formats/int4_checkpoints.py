@@ -24,7 +24,8 @@ class PackedInt4(Int4):
     ignores: ClassVar[tuple[str, ...]] = ("weight_shape",)
 
     def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """As `WeightFormat`."""
+        """As `Int4`."""
+        tensor = super().arrange(kind, tensor, shape)
         if kind == "weight_packed":
             codes = packing.unpack_words(tensor)
             return packing.pack_planes(codes, self.group_size_of(codes.shape[1]))
@@ -51,7 +52,8 @@ class Gptq(Int4):
     ignores: ClassVar[tuple[str, ...]] = ("g_idx",)
 
     def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """As `WeightFormat`."""
+        """As `Int4`."""
+        tensor = super().arrange(kind, tensor, shape)
         if kind == "qweight":
             codes = packing.unpack_gptq(tensor)
             return packing.pack_planes(codes, self.group_size_of(codes.shape[1]))
@@ -87,7 +89,8 @@ class Awq(Int4):
     names: ClassVar[tuple[str, str, str]] = ("qweight", "scales", "qzeros")
 
     def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """As `WeightFormat`."""
+        """As `Int4`."""
+        tensor = super().arrange(kind, tensor, shape)
         if kind == "qweight":
             codes = packing.unpack_awq(tensor)
             return packing.pack_planes(codes, self.group_size_of(codes.shape[1]))
