@@ -171,11 +171,12 @@ def make_speculation(
     if proposer is None or setup.config.speculation is None:
         return None
     from folovllm.engine.speculation import Speculation
-    from folovllm.spec.measure import clock_for
+    from folovllm.spec.measure import clock_for, is_here
     from folovllm.spec.registry import make_depth
 
     proposer, depth, budget = make_depth(setup.config.speculation, setup, executor, proposer)
-    return Speculation(proposer, depth, guides, clock_for(setup), budget)
+    waits = budget is not None and is_here(setup)
+    return Speculation(proposer, depth, guides, clock_for(setup), budget, waits)
 
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:

@@ -72,6 +72,8 @@ class Speculation:
         idle_until: the number of a step; those before it are plain and need not be timed: nothing is asked or told about them.
         num_drafts, num_guessed, num_accepted: shares with guesses so far, guesses, right ones.
         asked: whether the coming step was to have guesses.
+        waits: nothing is scheduled behind a step whose time counts. Where a step is computed as it begins, it would else be
+            timed with the one that begins before its end is heard of.
     """
 
     def __init__(
@@ -81,10 +83,15 @@ class Speculation:
         forms: Forms,
         clock: Callable[[], float] = time.perf_counter,
         budget: Budget | None = None,
+        waits: bool = False,
     ) -> None:
-        """`clock` gives the seconds that steps take. `budget` does not grow while the engine has nothing to do."""
+        """`clock` gives the seconds that steps take. `budget` does not grow while the engine has nothing to do.
+
+        `waits`: see the attribute.
+        """
         self.proposer = proposer
         self.depth = depth
+        self.waits = waits
         self.num_drafts = self.num_guessed = self.num_accepted = 0
         self._forms, self._clock, self._budget = forms, clock, budget
         self._known: dict[int, Known] = {}  # by seq_id

@@ -194,7 +194,7 @@ class SpeculativeOverlapScheduler(SpeculativeScheduler, OverlapScheduler):
 
     def must_wait(self) -> bool:
         """As `OverlapScheduler`. Steps without guesses overlap as ever."""
-        if self._under_way and any(guesses for _, guesses in self._under_way):
+        if self._under_way and (self.speculation.waits or any(guesses for _, guesses in self._under_way)):
             return True
         return OverlapScheduler.must_wait(self)
 
