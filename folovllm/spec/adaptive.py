@@ -119,6 +119,8 @@ class AdaptiveDepth(Depth):
             return {}
         hits, acceptances = np.array([(e.hit, e.acceptance) for e in known]).T
         depths = best_depths(hits, acceptances, self.cost, self._most, self.MARGIN)
+        if not any(depths):
+            return {}
         decided = dict(zip(seq_ids, depths, strict=True))
         if self._probe:
             return decided  # such a proposer reads all texts in one step

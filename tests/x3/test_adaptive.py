@@ -13,6 +13,7 @@ from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.scheduler import chunk, preempt
 from folovllm.engine.speculation import Speculation
 from folovllm.engine.speculative_scheduler import SpeculativeOverlapScheduler
+from folovllm.executor.abstract import Pending
 from folovllm.spec.adaptive import AdaptiveDepth
 from folovllm.spec.measure import Timer
 from folovllm.spec.ngram import NgramProposer
@@ -20,9 +21,10 @@ from folovllm.spec.proposer import Depth, FixedDepth, RowState
 from folovllm.spec.registry import InTurn
 from folovllm.spec.suffix import SuffixProposer
 from folovllm.step.draw import DrawSpec
+from folovllm.step.schedule import SchedulerOutput
 from tests.helpers import tiny_checkpoint
 from tests.sequences import make_seq
-from tests.x3.guessing_loop import NoForms
+from tests.x3.guessing_loop import Clock, NoForms
 
 COMMON: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 2, "use_tqdm": False}
 STORY = "<|im_start|>user\nTell me a story about Lily and a red kite.<|im_end|>\n<|im_start|>assistant\n"
@@ -173,3 +175,28 @@ def test_on_a_gpu(method: str) -> None:
     assert counts.num_guessed > 0
     if method == "draft_model":
         assert counts.num_accepted > 0.4 * counts.num_guessed
+
+
+def test_each_step_on_a_cpu_is_charged_with_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a step is computed as it begins, before the end of the step before it is heard of."""
+    clock = Clock()
+    monkeypatch.setattr("folovllm.spec.measure.time.process_time", clock)
+    llm = LLM("stories-5m", **COMMON, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    submit, heard = llm.engine.executor.submit, list[tuple[int, float]]()  # type: ignore[attr-defined]
+
+    def timed(output: SchedulerOutput) -> Pending:
+        clock.now += 1.0 + 0.25 * output.num_tokens
+        return submit(output)
+
+    def note(num_seqs: int, num_tokens: int, num_guessed: int, num_right: int, seconds: float, asked: bool) -> None:
+        heard.append((num_tokens, seconds))
+
+    with llm:
+        depth = llm.engine.scheduler.speculation.depth  # type: ignore[attr-defined]
+        monkeypatch.setattr(llm.engine.executor, "submit", timed)
+        monkeypatch.setattr(depth, "observe_step", note)
+        monkeypatch.setattr(depth, "choose", lambda seq_ids: [3 * (len(heard) % 5 < 3)] * len(seq_ids))
+        llm.generate(["one two one two one two one two"], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    assert {num_tokens for num_tokens, _ in heard} >= {1, 4}, "plain steps, and such with guesses"
+    wrong = {(n, seconds) for n, seconds in heard if seconds != pytest.approx(1.0 + 0.25 * n)}
+    assert not wrong, "tokens of a step, and the seconds that it is said to have taken"

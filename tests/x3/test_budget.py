@@ -133,6 +133,19 @@ def test_a_choice_is_paid_for_and_nobody_chooses_again_before_it_is_earned() -> 
     assert depth.rest == AdaptiveDepth.IN_DEBT, "an interrupted one silences nobody for long"
 
 
+def test_a_decision_for_nobody_holds_for_one_rest() -> None:
+    """Else eight rests would pass, the longest of 64 steps, before anybody looks at what is known by then."""
+    cost = StepCost(Curve((1.0, 8.0), (1.0, 1.1)), Curve((1.0, 8.0), (1.6, 1.8)))
+    depth = AdaptiveDepth(cost, 4, Budget(1.0, Clock()))
+    for _ in range(8):
+        depth.observe(0, 4, 2)
+        depth.observe(1, 4, 0)
+    assert depth.choose([0, 1]) == [0, 0], "it is not certain that guesses do not pay, and they do not"
+    for _ in range(8):
+        depth.observe(0, 4, 4)
+    assert depth.choose([0, 1])[0] == 4
+
+
 @pytest.mark.parametrize(("has_form", "left"), [(True, 0.0), (False, -3.0)])
 def test_no_debt_stops_an_answer_with_a_form_so_it_makes_none(has_form: bool, left: float) -> None:
     """It goes on as long as it is thought to pay: a row of steps in vain must not silence others. What it wins is saved."""
