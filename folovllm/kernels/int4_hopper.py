@@ -2,8 +2,8 @@
 
 All tokens meet a weight at once where they fit into the registers, so it is unpacked once, or twice. Two groups of four warps
 have 64 outputs each of a tile. Codes come straight to the registers from which the matrix units take the weights, and are
-multiplied by their scales there: what results is W as `unpacked` has it, bit for bit. One more warp fetches x for both groups
-(TMA).
+multiplied by their scales there: where these have 16 bits, what results is W as `unpacked` has it, bit for bit. One more warp
+fetches x for both groups (TMA).
 
 Programs share all tiles evenly (`even_shares`), so that few tiles keep all of a GPU busy.
 """

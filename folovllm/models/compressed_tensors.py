@@ -70,7 +70,7 @@ def packed_int4(scheme: Scheme) -> WeightFormat:
     if scheme.get("actorder") in ("group", True):
         raise ValueError("int4 weights with actorder 'group' are not supported: 'static' or 'weight' is")
     block = block_of(scheme)
-    if scheme.get("strategy") not in ("group", "channel") or (block is not None and block[1] < 1):
+    if scheme.get("strategy") not in ("group", "channel"):
         raise ValueError(
             f"int4 weights with strategy {scheme.get('strategy')!r} are not supported: 'group' and 'channel' are"
         )

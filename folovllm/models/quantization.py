@@ -23,7 +23,6 @@ from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, n
 from folovllm.models.compressed_tensors import read_compressed_tensors
 from folovllm.models.gguf_codes import read_gguf_types
 from folovllm.models.json_files import reading
-from folovllm.require import is_whole
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -74,8 +73,6 @@ def group_size_4(method: str, bits: int | None, said: Said) -> int | None:
     if bits != 4:
         raise ValueError(f"{method} with {bits} bits is not supported: with 4 it is")
     size = said.get("group_size", said.get("q_group_size", 128))
-    if size is not None and not is_whole(size):
-        raise ValueError(f"group_size is {size!r}, and must be a whole number")
     return None if size == -1 else size
 
 

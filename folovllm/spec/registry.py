@@ -124,6 +124,7 @@ def make_budget(cost: StepCost, clock: Callable[[], float]) -> Budget:
     """For looks, decisions and tries together.
 
     By it guesses lose at most 0.5% of the time, the loan, what was saved of what they won, and the last try. With an answer
-    that has a form one decision in 64 steps more is not paid for.
+    that has a form one decision in 64 steps more is not paid for; nor, once all is spent, are steps with guesses for such
+    answers alone.
     """
     return Budget(SAVED * cost.of_plain(1), clock, LOAN * cost.of_plain(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.kernels.int4_hopper import int4_hopper, serves, tiling
-from folovllm.kernels.int4_matmul import unpacked
+from folovllm.kernels import even_shares
+from folovllm.kernels.int4_hopper import MOST, int4_hopper, serves, tiling
+from folovllm.kernels.int4_matmul import MANY, unpacked
+from folovllm.kernels.split_sum import MOST_TILES
 from folovllm.layers.formats.grouped import Grouped
+from folovllm.worker.warm_up import small_steps
 from tests.x2.test_int4_kernels import Kept, made_up
 
 GROUP = 128
@@ -36,6 +40,52 @@ def test_a_tile_of_many_tokens_has_two_parts_at_most(tokens: int, rows: int, gro
     assert begins[-1] == work and all(a < b for a, b in pairwise(begins))
     if tile == 256:
         assert min(b - a for a, b in pairwise(begins)) >= groups
+
+
+@given(st.integers(1, 300), st.integers(2, 40), st.data())
+def test_each_part_of_a_tile_has_a_place_of_its_own(tiles: int, groups: int, data: st.DataObject) -> None:
+    """Who has a unit is found without a search, and what a program leaves for one tile lies beside what it leaves for another."""
+    work = tiles * groups
+    programs = data.draw(st.integers(1, min(work, 200)))
+    with pytest.MonkeyPatch.context() as patch:  # as plain functions
+        patch.setattr(even_shares, "gl", SimpleNamespace(num_programs=lambda _: programs, int32=torch.int32))
+        program_of, part_of = even_shares.program_of.fn, even_shares.part_of.fn
+        patch.setattr(even_shares, "first_unit", even_shares.first_unit.fn)
+        units = torch.arange(work)
+        begins = torch.arange(programs + 1) * work // programs
+        owner = program_of(units, work)
+        assert torch.equal(owner, torch.searchsorted(begins, units, right=True) - 1)
+        first = units // groups * groups
+        parts = torch.stack([part_of(owner, first, which, work, 1) for which in (0, 1)], 1)
+    shared = owner[first] != owner[first + groups - 1]  # the others are left by nobody
+    left = {
+        (int(p), int(f)): tuple(at)
+        for p, f, at in zip(owner[shared], first[shared], parts[shared].tolist(), strict=True)
+    }
+    places = [place for both in left.values() for place in both]
+    assert len(set(places)) == len(places) and all(0 <= place < 4 * programs for place in places)
+
+
+@given(st.integers(1, 1 << 20), st.integers(2, 64), st.integers(16, 200))
+def test_there_are_counters_for_all_tiles(rows: int, groups: int, sms: int) -> None:
+    tile, _ = tiling(MOST, rows, groups * GROUP, sms)
+    assert 4 * -(-rows // GROUP) * -(-MOST // tile) <= MOST_TILES
+
+
+@given(st.integers(1, 400), st.integers(1, 9000), st.integers(1, 400))
+def test_the_start_has_a_step_of_so_many_tokens(max_model_len: int, budget: int, max_num_seqs: int) -> None:
+    """If there can be one."""
+    setup = SimpleNamespace(
+        max_model_len=max_model_len, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, block_size=16,
+        attention=SimpleNamespace(long_prompts=False), hf_config=SimpleNamespace(quantization_config={"bits": 4}),
+    )  # fmt: skip
+    can_be = min(budget, max_num_seqs * max_model_len) >= MANY
+    assert not can_be or any(MANY <= step.num_tokens <= MOST for step in small_steps(setup))
+
+
+@given(st.integers(MANY, MOST), st.integers(1, 40_000), st.integers(2, 200), st.integers(16, 200))
+def test_one_such_step_has_compiled_for_all(tokens: int, rows: int, groups: int, sms: int) -> None:
+    assert tiling(tokens, rows, groups * GROUP, sms)[0] == tiling(MOST, rows, groups * GROUP, sms)[0]
 
 
 def test_serves_nothing_without_a_gpu() -> None:

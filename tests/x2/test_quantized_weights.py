@@ -108,6 +108,14 @@ class TestWhatACheckpointSays:
                 {"quant_method": "gptq", "bits": 4, "group_size": "128"},
                 "group_size is '128', and must be a whole number",
             ),
+            ({"quant_method": "gptq", "bits": 4, "group_size": -32}, "group_size is -32, and must be a whole number"),
+            *(
+                (
+                    compressed(4, "int", "pack-quantized", "group", group_size=size),
+                    "group_size is .*must be a whole number",
+                )
+                for size in (0, -32, 128.0, "128", True)
+            ),
             (compressed(8, "int", "int-quantized", "channel") | {"format": "marlin-24"}, "int8 marlin-24 are not"),
             (compressed(8, "int", "int-quantized", "attn_head"), "strategy 'attn_head'"),
             (compressed(8, "int", "int-quantized", "channel", symmetric=False), "asymmetric int8"),

@@ -14,6 +14,7 @@ import torch
 from folovllm.layers.formats import packing
 from folovllm.layers.formats.abstract import ALL, FLOATS, WeightFormat, rows_of
 from folovllm.layers.formats.grouped import Grouped, narrowest
+from folovllm.require import is_whole
 
 if TYPE_CHECKING:
     from folovllm.kernels.quant_linear import Codes
@@ -39,6 +40,11 @@ class Int4(WeightFormat):
 
     names: ClassVar[tuple[str, str, str]] = ("words", "scales", "zeros")  # as a checkpoint calls them
     order_name: ClassVar[str | None] = None  # what says which group an input is in
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where a checkpoint's group is none."""
+        if self.group_size is not None and not (is_whole(self.group_size) and self.group_size > 0):
+            raise ValueError(f"group_size is {self.group_size!r}, and must be a whole number of at least 1")
 
     def create(self, layer: LinearBase) -> None:
         """Make words, float32 scales, and zeros."""
