@@ -217,7 +217,7 @@ class AdaptiveDepth(Depth):
             cost.note_vain(num_tokens, seconds)
         else:
             self._pay(cost.more(num_seqs, num_guessed) - cost.of_plain(num_seqs) * num_right / num_seqs)
-            cost.note(num_tokens, num_guessed > 0, seconds)
+            cost.note(num_seqs, num_guessed, seconds)
 
     def _pay(self, seconds: float) -> None:
         self._budget.pay(seconds if self._owes else min(seconds, max(0.0, self._budget.left())))

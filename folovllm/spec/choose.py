@@ -100,18 +100,18 @@ class StepCost:
         """Seconds [n] of guessing so many tokens in turn, for steps that are to have guesses, on average."""
         return self.works * (self.first_guess + self.guess * depths.astype(np.float64))
 
-    def note(self, num_tokens: int, is_checked: bool, seconds: float) -> None:
+    def note(self, num_seqs: int, num_guessed: int, seconds: float) -> None:
         """A step took so long. One that took far too long, or that was interrupted, counts no more than twice its time.
 
         Plain steps are timed now and then, and count more, the first ones most; the very first counts as it is. None takes
-        longer than one with guesses: where one seems to, it was timed badly.
+        longer than one with guesses for the same sequences: where one seems to, it was timed badly.
         """
-        if is_checked:
-            expected = self.of_narrow(num_tokens)
+        if num_guessed:
+            expected = self.of_narrow(num_seqs + num_guessed)
             self.checked_more += NEWS * (min(seconds, 2 * expected) - expected)
-            self.plain_more -= NEWS * max(0.0, self.of_plain(num_tokens) - seconds)
+            self.plain_more -= NEWS * max(0.0, self.of_plain(num_seqs) - seconds)
         else:
-            expected, self.num_plain = self.of_plain(num_tokens), self.num_plain + 1
+            expected, self.num_plain = self.of_plain(num_seqs), self.num_plain + 1
             longest = 2 * expected if self.num_plain > 1 else seconds
             self.plain_more += max(RARE_NEWS, 1 / self.num_plain) * (min(seconds, longest) - expected)
 

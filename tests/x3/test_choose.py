@@ -147,13 +147,13 @@ class TestStepCost:
     def test_the_first_plain_steps_count_most(self) -> None:
         cost = costs((1.0, 9.0), (1.0, 1.0))
         for _ in range(4):
-            cost.note(1, False, 3.0)
+            cost.note(1, 0, 3.0)
         assert cost.of_plain(1) > 2.6, "a table that is far too low is corrected soon"
 
     def test_a_plain_step_takes_no_longer_than_one_that_waited(self) -> None:
         """While guesses are made no plain step is timed. One that was interrupted must not make guesses pay for ever."""
         cost = costs((1.0, 9.0), (1.0, 1.0))
-        cost.note(1, False, 2.0)
+        cost.note(1, 0, 2.0)
         for _ in range(60):
             cost.note_vain(1, 1.1)
         assert cost.of_plain(1) == pytest.approx(1.1, rel=0.01)
@@ -161,20 +161,27 @@ class TestStepCost:
     def test_a_plain_step_takes_no_longer_than_one_with_guesses(self) -> None:
         """Else any guess would seem to pay: steps with guesses are timed often, and plain ones meanwhile not at all."""
         cost = costs((1.0, 9.0), (1.0, 1.0))
-        cost.note(1, False, 9.0)
+        cost.note(1, 0, 9.0)
         for _ in range(60):
-            cost.note(3, True, 2.0)
+            cost.note(1, 2, 2.0)
         assert cost.of_plain(1) == pytest.approx(2.0, rel=0.01)
+
+    def test_a_step_with_guesses_may_take_less_than_a_plain_one_of_as_many_tokens(self) -> None:
+        """On a CPU nine tokens of one sequence take less than nine sequences with a token each. One sequence takes as long as ever."""
+        cost = StepCost(Curve((1.0, 8.0), (1.0, 6.0)), Curve((1.0, 9.0), (1.0, 7.0)))
+        for _ in range(60):
+            cost.note(1, 8, 3.0)
+        assert cost.plain_more == 0.0 and cost.of_narrow(9) == pytest.approx(3.0, rel=0.01)
 
     def test_a_table_that_is_too_high_is_never_corrected_to_nothing(self) -> None:
         cost = costs((1.0, 2.0), (1.0, 9.0))
         for _ in range(99):
-            cost.note(2, False, 0.0)
+            cost.note(2, 0, 0.0)
         assert cost.of_plain(1) > 0 and cost.of_plain(2) < 2
 
     def test_an_interrupted_step_changes_little(self) -> None:
         cost = costs((1.0, 2.0), (1.0, 1.0))
-        cost.note(1, True, 1000.0)
+        cost.note(1, 1, 1000.0)
         assert cost.checked_more <= 0.1
 
 
