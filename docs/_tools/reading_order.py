@@ -175,6 +175,8 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("layers/formats/grouped.py", "", ""),
         ("kernels/int4_linear.py", "", ""),
         ("kernels/int4_matmul.py", "", ""),
+        ("kernels/even_shares.py", "", ""),
+        ("kernels/int4_hopper.py", "", ""),
         ("kv_scales.py", "", "model_executor/layers/quantization/kv_cache.py"),
         ("worker/calibrate.py", "", ""),
         ("kernels/fp8.py", "", ""),
@@ -215,6 +217,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("worker/draft_tokens.py", "", ""),
         ("engine/draft_setup.py", "", ""),
         ("spec/registry.py", "", ""),
+        ("spec/own.py", "", ""),
     ],
     "x4": [
         ("models/moe.py", "", "model_executor/models/qwen3_moe.py"),
