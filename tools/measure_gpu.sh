@@ -53,7 +53,7 @@ guesses=(python3 -m tools.measure_speculation --batches 1 16)
 for small in stories-5m smollm2; do
     step guesses "guesses_$small" 200 "${guesses[@]}" --model $small --methods ngram+suffix ngram --tokens 15 --rounds 3 --exact
 done
-step guesses guesses_fresh 200 "${guesses[@]}" 256 --methods ngram+suffix ngram --tokens 15 --rounds 15 --sets plain --temperature 0.8 --fresh
+step guesses guesses_fresh 300 "${guesses[@]}" 256 --methods ngram+suffix --tokens 15 --rounds 40 60 30 --sets plain --temperature 0.8 --fresh --again
 step guesses guesses_draft 120 "${guesses[@]}" --methods draft_model --tokens 12 --rounds 3
 step guesses guesses_draft_fixed 120 "${guesses[@]}" --methods draft_model --tokens 12 --rounds 3 --fixed
 step guesses guesses_predicted 120 python3 -m tools.predict_speculation --tokens 4 2

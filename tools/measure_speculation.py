@@ -1,16 +1,21 @@
 """Time guessing beside plain decoding: `python -m tools.measure_speculation --methods ngram suffix`.
 
 CPU seconds (on a GPU: seconds) for each token of the answers to `tools/speculation/*.json`, one request at a time or
-`--batches` of them, in turns: plain, with guesses, plain, ... Guesses speed up what comes behind an answer's first token, so
-that is told apart. A second line says where the time went: in plain steps, in steps for which nobody had a guess, and in
-steps with guesses. The texts are compared, too: they must be the same but for near ties. So where two part, a line gives
-both tokens, and how likely they are in the plain engine and, with `--exact`, in float32.
+`--batches` of them, plain and with guesses in turns, in an order by chance. Guesses speed up what comes behind an answer's
+first token, so that is told apart. A second line says where the time went: in plain steps, in steps for which nobody had a
+guess, and in steps with guesses. The texts are compared, too: they must be the same but for near ties. So where two part, a
+line gives both tokens, and how likely they are in the plain engine and, with `--exact`, in float32.
+
+Whether guesses lose one per cent takes many `--rounds` to see, and a second plain engine in the same turns (`--again`) to
+believe it: what that one seems to gain or lose is chance.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
 import statistics
 import time
 from collections import deque
@@ -139,19 +144,29 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=8, help="guesses for a sequence in a step, at most")
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--rounds", nargs="+", type=int, default=[2], help="one number for all batches, or one for each"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--fixed", action="store_true", help="always guess as many tokens")
     parser.add_argument("--exact", action="store_true", help="load the model in float32, too, to judge texts that part")
     parser.add_argument(
         "--fresh", action="store_true", help="other seeds in each round: with a temperature nothing comes again"
     )
+    parser.add_argument(
+        "--again", action="store_true", help="let a second plain engine take turns, too: it shows what chance is"
+    )
     parser.add_argument("--sets", nargs="*", default=["repetitive", "plain"])
     arguments = parser.parse_args()
+    rounds = arguments.rounds * (len(arguments.batches) if len(arguments.rounds) == 1 else 1)
+    if len(rounds) != len(arguments.batches):
+        parser.error(f"--rounds: {len(rounds)} numbers for {len(arguments.batches)} --batches")
     common: dict[str, Any] = {"model": arguments.model, "use_tqdm": False, "max_num_seqs": max(8, *arguments.batches)}
     plain = LLM(**common)
+    again = LLM(**common) if arguments.again else None
     exact = LLM(**common, dtype="float32", num_kv_blocks=256) if arguments.exact else None
-    plain.engine.prepare_forms()  # it takes a second, once, before the first answer with a form
+    for llm in filter(None, (plain, again)):
+        llm.engine.prepare_forms()  # it takes a second, once, before the first answer with a form
     for method in arguments.methods:
         config: dict[str, Any] = {"method": method, "num_speculative_tokens": arguments.tokens}
         config["adaptive"] = not arguments.fixed
@@ -159,16 +174,18 @@ def main() -> None:
             config["model"] = arguments.draft or "stories-draft"
         guessing = LLM(**common, speculative_config=config)
         guessing.engine.prepare_forms()
-        for batch in arguments.batches:
+        engines = {"plain": plain, "guessing": guessing} | ({"again": again} if again else {})
+        for batch, num_rounds in zip(arguments.batches, rounds, strict=True):
             for name in arguments.sets:
-                compare(plain, guessing, name, batch, arguments, exact)
+                compare(engines, name, batch, num_rounds, arguments, exact)
         guessing.close()
 
 
 def compare(
-    plain: LLM, guessing: LLM, name: str, batch: int, arguments: argparse.Namespace, exact: LLM | None = None
+    engines: dict[str, LLM], name: str, batch: int, num_rounds: int, arguments: argparse.Namespace, exact: LLM | None
 ) -> None:
     """Print the lines of a set. One that is smaller than a batch is taken several times; the last round is not timed, but watched."""
+    plain, guessing = engines["plain"], engines["guessing"]
     counts = guessing.engine.scheduler.speculation
     num_tasks = len(requests(plain, name, 0.0)[0])
     times = -(-batch // num_tasks)
@@ -177,29 +194,56 @@ def compare(
         return *requests(plain, name, arguments.temperature, times, 1000 * turn * arguments.fresh), batch
 
     before = counts.num_guessed, counts.num_accepted, counts.num_drafts
-    found: dict[bool, list[Answers]] = {False: [], True: []}
-    for turn in range(arguments.rounds):
-        for is_guessing in (False, True):
-            found[is_guessing].append(answer(guessing if is_guessing else plain, *work(turn)))
+    found: dict[str, list[Answers]] = {who: [] for who in engines}
+    order, chance = list(engines), random.Random(0)
+    for turn in range(num_rounds):
+        chance.shuffle(order)
+        for who in order:
+            found[who].append(answer(engines[who], *work(turn)))
     now = counts.num_guessed, counts.num_accepted, counts.num_drafts
     with Watch(guessing) as watch:
-        answer(guessing, *work(arguments.rounds))
+        answer(guessing, *work(num_rounds))
     guessed, accepted, steps = (one - other for one, other in zip(now, before, strict=True))
-    same = sum(one == other for one, other in zip(found[False][-1].texts, found[True][-1].texts, strict=True))
+    texts = found["plain"][-1].texts, found["guessing"][-1].texts
+    same = sum(one == other for one, other in zip(*texts, strict=True))
     told = []
     for kind, which in (("", "seconds"), ("behind the first ", "behind_first")):
-        slow, fast = (1e3 * statistics.median(getattr(one, which) for one in found[key]) for key in (False, True))
+        slow, fast = (
+            1e3 * statistics.median(getattr(one, which) for one in found[who]) for who in ("plain", "guessing")
+        )
         told.append(f"{kind}{slow:.3f} ms a token, guessing {fast:.3f} ms, {slow / fast:.2f} x")
-    each = [one.seconds / other.seconds for one, other in zip(found[False], found[True], strict=True)]
-    gains = " ".join(f"{gain:.3f}" for gain in each) + f", median {statistics.median(each):.3f}"
     method = "+".join(guessing.engine.setup.config.speculation.methods)
     print(
         f"{arguments.model}, {name}, batch {batch}, {method}: {'; '.join(told)}; {accepted} of {guessed} guesses right, in "
         f"{steps} shares with guesses {1 + accepted / max(1, steps):.2f} tokens; {same} of {times * num_tasks} texts equal; "
-        f"rounds {gains}\n    {watch.told()}{opinion(counts.depth)}",
+        f"rounds {gains(found['plain'], found['guessing'])}\n    {watch.told()}{opinion(counts.depth)}",
         flush=True,
     )
-    tell_differences(plain, exact, work(0)[0], (found[False][-1].texts, found[True][-1].texts))
+    if "again" in found:
+        print(f"    plain again: {gains(found['plain'], found['again'])}", flush=True)
+    tell_differences(plain, exact, work(0)[0], texts)
+
+
+def gains(plain: list[Answers], other: list[Answers]) -> str:
+    """How many times as fast the other engine was: each round, the ratio of the medians, the median ratio with its interval."""
+    each = [one.seconds / two.seconds for one, two in zip(plain, other, strict=True)]
+    slow, fast = (statistics.median(one.seconds for one in rounds) for rounds in (plain, other))
+    low, high = interval(each)
+    listed = " ".join(f"{gain:.3f}" for gain in each)
+    return f"{listed}, of medians {slow / fast:.3f}, median {statistics.median(each):.3f} ({low:.3f} to {high:.3f})"
+
+
+def interval(values: list[float], doubt: float = 0.05) -> tuple[float, float]:
+    """Two of the values. The true median lies outside them with no more than this chance, whatever the distribution.
+
+    Each value falls below the true median with chance 1/2, so how many do is binomial. Of fewer than six values even the
+    lowest and the highest promise less; they are returned all the same.
+    """
+    ordered, num = sorted(values), len(values)
+    outside, cut = 2 / 2**num, 0  # the chance that the true median lies below `ordered[cut]` or above its mirror image
+    while (outside := outside + 2 * math.comb(num, cut + 1) / 2**num) <= doubt:
+        cut += 1
+    return ordered[cut], ordered[-1 - cut]
 
 
 def tell_differences(

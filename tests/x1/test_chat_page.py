@@ -360,7 +360,9 @@ class TestLook:
         visit.page.click("#settings")
         visit.page.click("label:has-text('Light') input")
         visit.page.click("text=Done")
-        eventually(lambda: light(visit.page) > 200)  # the page forbids the eval with which `wait_for_function` looks twice
+        eventually(
+            lambda: light(visit.page) > 200
+        )  # the page forbids the eval with which `wait_for_function` looks twice
         visit.page.reload()
         assert light(visit.page) > 200
         visit.page.context.close()
