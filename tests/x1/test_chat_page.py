@@ -360,9 +360,7 @@ class TestLook:
         visit.page.click("#settings")
         visit.page.click("label:has-text('Light') input")
         visit.page.click("text=Done")
-        eventually(
-            lambda: light(visit.page) > 200
-        )  # the page forbids the eval with which `wait_for_function` looks twice
+        eventually(lambda: light(visit.page) > 200)  # not by `wait_for_function`: to look twice it needs an eval
         visit.page.reload()
         assert light(visit.page) > 200
         visit.page.context.close()
