@@ -1,7 +1,7 @@
 """Serve the same work with FoloVLLM and with vLLM, one after the other on one machine: `python tools/beside_vllm.py`.
 
 Random weights of some shape, fresh prompts in every pass, both engines through their `LLM` with their own defaults but for
-steps of at most 16,384 tokens. Each work is done once to warm up and then `--passes` times; a line tells the seconds of each
+steps of at most 16,384 tokens and, if asked, the cache's number format. Each work is done once to warm up and then `--passes` times; a line tells the seconds of each
 pass, and the last table the ratio of the best ones (above 1: ours is faster). vLLM must be there to import.
 """
 
@@ -32,7 +32,7 @@ ENGINES = ("folovllm", "vllm")
 COMMON: dict[str, Any] = {"max_num_batched_tokens": 16_384, "max_model_len": 16_384, "dtype": "bfloat16"}
 
 
-def start(engine: str, model: Path, gpus: int) -> tuple[Any, type]:
+def start(engine: str, model: Path, gpus: int, kv_cache_dtype: str) -> tuple[Any, type]:
     """The engine, and its class of sampling parameters."""
     if engine == "vllm":
         from vllm import LLM, SamplingParams
@@ -43,7 +43,8 @@ def start(engine: str, model: Path, gpus: int) -> tuple[Any, type]:
         from folovllm.config import DEFAULT_MODEL
 
         own = {"random_weights": True, "tokenizer": DEFAULT_MODEL, "model_impl": "native", "milestone": "m6"}
-    return LLM(model=str(model), tensor_parallel_size=gpus, **COMMON, **own), SamplingParams
+    asked = {"tensor_parallel_size": gpus, "kv_cache_dtype": kv_cache_dtype}
+    return LLM(model=str(model), **asked, **COMMON, **own), SamplingParams
 
 
 def requests_of(work: str, seed: int) -> list[tuple[list[int], int]]:
@@ -61,14 +62,14 @@ def requests_of(work: str, seed: int) -> list[tuple[list[int], int]]:
     return [([rng.randint(0, 10_000) for _ in range(prompt)], answer) for prompt, answer in lengths]
 
 
-def serve(engine: str, model: Path, gpus: int, works: list[str], passes: int) -> None:
+def serve(engine: str, model: Path, args: argparse.Namespace) -> None:
     """Print a line of JSON for each work: the seconds of each pass."""
     began = time.perf_counter()
-    llm, params = start(engine, model, gpus)
+    llm, params = start(engine, model, args.gpus, args.kv_cache_dtype)
     print(json.dumps({"start": round(time.perf_counter() - began, 1)}), flush=True)
-    for work in works:
+    for work in args.works:
         seconds = []
-        for number in range(passes + 1):
+        for number in range(args.passes + 1):
             requests = requests_of(work, number)
             how = [
                 params(temperature=0.6, ignore_eos=True, max_tokens=answer, detokenize=False) for _, answer in requests
@@ -84,7 +85,7 @@ def serve(engine: str, model: Path, gpus: int, works: list[str], passes: int) ->
 def best_of(engine: str, args: argparse.Namespace) -> dict[str, float]:
     """The best seconds of each work, from a process that runs this engine alone."""
     command = [sys.executable, __file__, "--engine", engine, "--geometry", args.geometry, "--gpus", str(args.gpus)]
-    command += ["--passes", str(args.passes), "--works", *args.works]
+    command += ["--kv-cache-dtype", args.kv_cache_dtype, "--passes", str(args.passes), "--works", *args.works]
     best = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -104,6 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", default="qwen3-0.6b", choices=GEOMETRIES)
     parser.add_argument("--gpus", type=int, default=1, help="of one model (tensor parallelism)")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
     parser.add_argument("--works", nargs="+", default=[*WORKS, BURST, NANO], choices=[*WORKS, BURST, NANO])
     parser.add_argument("--passes", type=int, default=2, help="measured ones; the best counts")
     parser.add_argument("--engine", choices=ENGINES, help="this one alone, in this process")
@@ -111,10 +113,11 @@ def main() -> None:
     if args.engine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         with tempfile.TemporaryDirectory() as folder:
-            serve(args.engine, write_geometry(args.geometry, Path(folder)), args.gpus, args.works, args.passes)
+            serve(args.engine, write_geometry(args.geometry, Path(folder)), args)
         return
     ours, theirs = (best_of(engine, args) for engine in ENGINES)
-    print(f"{args.geometry}, {args.gpus} GPU: {'FoloVLLM':>14} {'vLLM':>10} {'ratio':>8}")
+    cache = "" if args.kv_cache_dtype == "auto" else f", cache in {args.kv_cache_dtype}"
+    print(f"{args.geometry}, {args.gpus} GPU{cache}: {'FoloVLLM':>14} {'vLLM':>10} {'ratio':>8}")
     for work in (work for work in args.works if work in ours and work in theirs):
         print(f"{work:>18}: {ours[work]:>10.3f} s {theirs[work]:>8.3f} s {theirs[work] / ours[work]:>8.2f}")
 
