@@ -61,7 +61,9 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard
                 copied_head = tensor
             elif is_kv_scale(name):
                 take_kv_scale(model, name, tensor)
-            elif not is_ignored(name, formats) and not is_empty_bias(name, tensor, places, formats):
+            elif is_ignored(name, formats):
+                formats.get(name.rpartition(".")[0], PLAIN).check_ignored(name, tensor)
+            elif not is_empty_bias(name, tensor, places, formats):
                 copy_weight(name, arranged(name, tensor, places), places)
                 progress.update()
     if places:

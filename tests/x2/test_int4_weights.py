@@ -213,6 +213,30 @@ class TestRefusals:
         with pytest.raises(ValueError, match="g_idx does not put 32 inputs into each group"):
             Driver(coded)
 
+    @pytest.mark.parametrize("said", [{"desc_act": False}, {}])
+    def test_an_order_that_the_config_does_not_speak_of(self, said: dict[str, Any], tmp_path: Path) -> None:
+        """Read as if inputs came in order, it would answer nonsense; the sentence tells what to do, and that works."""
+        config = {key: value for key, value in GPTQ.items() if key != "desc_act"}
+        coded, floats = write_quantized(tiny(), tmp_path, quantize(to_sorted_gptq), config | said)
+        with pytest.raises(ValueError, match=r'proj.g_idx.* set "desc_act": true in the quantization_config'):
+            Driver(coded)
+        file = coded / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": SORTED}))
+        assert_logits_equal(Driver(coded).step({0: [5, 9]})[0], Driver(floats).step({0: [5, 9]})[0])
+
+
+@pytest.mark.parametrize("left", ["zeros", "nothing"])
+def test_groups_that_are_not_numbered(left: str, tmp_path: Path) -> None:
+    """Some writers leave zeros in `g_idx`, others leave it out: inputs come in order then."""
+
+    def unnumbered(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        parts, floats = KINDS["gptq"][0](weight)
+        groups = parts.pop("g_idx")
+        return parts | ({"g_idx": torch.zeros_like(groups)} if left == "zeros" else {}), floats
+
+    coded, floats = write_quantized(tiny(), tmp_path, unnumbered, GPTQ)
+    assert_logits_equal(Driver(coded).step({0: [5, 9]})[0], Driver(floats).step({0: [5, 9]})[0])
+
 
 def test_biases_of_zeros_are_passed_over(tmp_path: Path) -> None:
     """Some GPTQ checkpoints have one for every layer. One that is not zero is a weight like others."""

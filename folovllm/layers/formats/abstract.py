@@ -44,6 +44,9 @@ class WeightFormat(ABC):
         """The dtypes, by safetensors' names, that a checkpoint may have such a tensor in."""
         return FLOATS
 
+    def check_ignored(self, name: str, tensor: torch.Tensor) -> None:  # most formats ignore these for good
+        """Raise ValueError if a tensor of a kind in `ignores` says what the product would need after all."""
+
     def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """The tensor that was read (and cut) as its place, a view of this `shape`, takes it."""
         return tensor
