@@ -45,7 +45,7 @@ class QuantizeOptions:
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise ValueError(f"unknown format {self.format!r}: choose one of {', '.join(FORMATS)}")
-        only = dict.fromkeys(("asymmetric", "act_order", "nearest", "damping"), ("gptq",))
+        only: dict[str, tuple[str, ...]] = dict.fromkeys(("asymmetric", "act_order", "nearest", "damping"), ("gptq",))
         only |= {"group_size": ("gptq", "awq"), "no_clip": ("awq",), "per_channel": ("fp8",)}
         given = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
         for name, formats in only.items():
