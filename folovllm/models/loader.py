@@ -228,7 +228,7 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def read_tensors(
-    files: list[Path], formats: Formats, shard: Shard | None = None, own_name: Callable[[str], str | None] = str
+    files: list[Path], formats: Formats, shard: Shard | None, own_name: Callable[[str], str | None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied.
 

@@ -25,7 +25,7 @@ NOT_CLIPPED = ("q_proj", "k_proj")  # their outputs are multiplied by each other
 class Method(ABC):
     """One kind of checkpoint. Weights and what `decode` returns are [outputs, inputs] float32."""
 
-    def __init__(self, options: QuantizeOptions, dtype: torch.dtype, plain: Sequence[str] = ()) -> None:
+    def __init__(self, options: QuantizeOptions, dtype: torch.dtype, plain: Sequence[str]) -> None:
         """`dtype` is the checkpoint's: of all that is not quantised, and of scales. `plain`: layers that are not, but the head."""
         self.options, self.dtype, self.plain = options, dtype, ["lm_head", *plain]
 
