@@ -53,8 +53,9 @@ def read_gptq(said: Said) -> FormatOf:
         raise ValueError(f"GPTQ's checkpoint_format {layout!r} is not supported: 'gptq' and 'gptq_v2' are")
     if odd := [name for name in ("dynamic", "lm_head") if said.get(name)]:
         raise ValueError(f"GPTQ checkpoints with {odd[0]} are not supported: all projections must be quantized alike")
-    kind = SortedGptq if said.get("desc_act") else Gptq
-    format = kind(group_size_4("gptq", said.get("bits"), said), one_less=layout == "gptq")
+    size = group_size_4("gptq", said.get("bits"), said)
+    kind = SortedGptq if said.get("desc_act") and size else Gptq  # where a row is one group, no order matters
+    format = kind(size, one_less=layout == "gptq")
     return lambda name: None if is_named(name, ROUTERS) else format
 
 

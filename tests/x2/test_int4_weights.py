@@ -88,7 +88,7 @@ KINDS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "gptq symmetric": (quantize(to_gptq, symmetric=True), GPTQ | {"sym": True}),
     "gptq v2": (quantize(to_gptq_v2), GPTQ | {"checkpoint_format": "gptq_v2"}),
     "gptq sorted": (quantize(to_sorted_gptq), SORTED),
-    "gptq rows": (quantize(to_gptq, None), GPTQ | {"group_size": -1}),
+    "gptq rows": (quantize(to_gptq, None), SORTED | {"group_size": -1}),
     "awq": (quantize(to_awq), AWQ),
     "packed": (quantize(to_packed), PACKED),
     "packed symmetric": (
@@ -163,9 +163,9 @@ def test_all_milestones_answer_alike(milestone: str, served: tuple[Path, Workloa
     load.check(serve(make_engine(model, milestone=milestone), load.requests, "random"))
 
 
-@pytest.mark.parametrize("kind", ["gptq", "awq", "packed", "packed rows"])
+@pytest.mark.parametrize("kind", ["gptq", "gptq rows", "awq", "packed", "packed rows"])
 def test_ranks_hold_their_parts(kind: str, tmp_path: Path) -> None:
-    """Of words, scales and zeros, along outputs and along inputs; a scale for a whole row is everybody's."""
+    """Of words, scales and zeros, along outputs and along inputs; a scale for a whole row is everybody's, and sorts nothing."""
     source = tiny_checkpoint("qwen3", hidden_size=64, intermediate_size=128)
     coded, _ = write_quantized(source, tmp_path, *KINDS[kind])
     assert_ranks_hold_their_parts(coded, rtol=1e-4, atol=1e-4)
