@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from functools import partial
@@ -21,6 +20,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from folovllm.models.files import ASSETS
+from tools.beside_vllm import told_by
 from tools.measure_speculation import FOLDER
 
 ENGINES = ("folovllm", "vllm")
@@ -68,17 +68,8 @@ def best_of(engine: str, num_guesses: int, args: argparse.Namespace) -> dict[int
     """The most tokens a second for each number at once, from a process of its own."""
     command = [sys.executable, "-m", "tools.beside_guesses", "--engine", engine, "--guesses", str(num_guesses)]
     command += ["--passes", str(args.passes), *(["--free"] if args.free else []), "--at-once", *map(str, args.at_once)]
-    best = {}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        for line in child.stdout:
-            if line.startswith("{"):
-                print(f"{engine:9} {num_guesses:2} guesses {line.strip()}", flush=True)
-                result = json.loads(line)
-                best[result["at once"]] = max(result["tokens a second"])
-    if child.returncode:
-        print(f"{engine} with {num_guesses} guesses ended with code {child.returncode}", flush=True)
-    return best
+    told = told_by(command, f"{engine:9} {num_guesses:2} guesses")
+    return {result["at once"]: max(result["tokens a second"]) for result in told}
 
 
 def main() -> None:

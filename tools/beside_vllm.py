@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +87,19 @@ def best_of(engine: str, args: argparse.Namespace) -> dict[str, float]:
     """The best seconds of each work, from a process that runs this engine alone."""
     command = [sys.executable, __file__, "--engine", engine, "--geometry", args.geometry, "--gpus", str(args.gpus)]
     command += ["--kv-cache-dtype", args.kv_cache_dtype, "--passes", str(args.passes), "--works", *args.works]
-    best = {}
+    return {told["work"]: min(told["seconds"]) for told in told_by(command, f"{engine:9}") if "work" in told}
+
+
+def told_by(command: list[str], who: str) -> Iterator[dict[str, Any]]:
+    """The lines of JSON that a process of its own prints; each is shown as it comes, behind `who`."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         for line in child.stdout:
             if line.startswith("{"):
-                print(f"{engine:9} {line.strip()}", flush=True)
-                result = json.loads(line)
-                if "work" in result:
-                    best[result["work"]] = min(result["seconds"])
+                print(f"{who} {line.strip()}", flush=True)
+                yield json.loads(line)
     if child.returncode:
-        print(f"{engine} ended with code {child.returncode}", flush=True)
-    return best
+        print(f"{who} ended with code {child.returncode}", flush=True)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from folovllm.config import DEFAULT_MODEL
 from folovllm.models.files import resolve_model
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
+from folovllm.quantize.one_layer import Checkpoint
 from folovllm.quantize.options import QuantizeOptions
 from folovllm.quantize.perplexity import compare
 from folovllm.quantize.run import quantize, rows_of
@@ -64,8 +65,9 @@ def main() -> None:
     full, half, agreement = in_16_bits(QuantizeOptions(format="int8"))
     plain = stories(DEFAULT_MODEL)
     print("| | MB | perplexity | same likeliest token | same story, of 50 | seconds |\n|---|---|---|---|---|---|")
-    print(f"| as it is, computed in float32 | 11.5 | {full:.4f} | | | |")
-    print(f"| computed in bfloat16 | 11.5 | {half:.4f} | {agreement:.2%} | | |", flush=True)
+    size = Checkpoint(resolve_model(DEFAULT_MODEL)).num_bytes / 1e6
+    print(f"| as it is, computed in float32 | {size:.1f} | {full:.4f} | | | |")
+    print(f"| computed in bfloat16 | {size:.1f} | {half:.4f} | {agreement:.2%} | | |", flush=True)
     for name in sys.argv[1:] or KINDS:
         with tempfile.TemporaryDirectory() as folder:
             begun = time.process_time()

@@ -61,7 +61,9 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard
                 copied_head = tensor
             elif is_kv_scale(name):
                 take_kv_scale(model, name, tensor)
-            elif not is_ignored(name, formats) and not is_empty_bias(name, tensor, places, formats):
+            elif is_ignored(name, formats):
+                formats.get(name.rpartition(".")[0], PLAIN).check_ignored(name, tensor)
+            elif not is_empty_bias(name, tensor, places, formats):
                 copy_weight(name, arranged(name, tensor, places), places)
                 progress.update()
     if places:
@@ -226,7 +228,7 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def read_tensors(
-    files: list[Path], formats: Formats, shard: Shard | None = None, own_name: Callable[[str], str | None] = str
+    files: list[Path], formats: Formats, shard: Shard | None, own_name: Callable[[str], str | None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied.
 

@@ -53,8 +53,9 @@ def read_gptq(said: Said) -> FormatOf:
         raise ValueError(f"GPTQ's checkpoint_format {layout!r} is not supported: 'gptq' and 'gptq_v2' are")
     if odd := [name for name in ("dynamic", "lm_head") if said.get(name)]:
         raise ValueError(f"GPTQ checkpoints with {odd[0]} are not supported: all projections must be quantized alike")
-    kind = SortedGptq if said.get("desc_act") else Gptq
-    format = kind(group_size_4("gptq", said.get("bits"), said), one_less=layout == "gptq")
+    size = group_size_4("gptq", said.get("bits"), said)
+    kind = SortedGptq if said.get("desc_act") and size else Gptq  # where a row is one group, no order matters
+    format = kind(size, one_less=layout == "gptq")
     return lambda name: None if is_named(name, ROUTERS) else format
 
 
@@ -83,27 +84,20 @@ READERS: dict[str, Callable[[Said], FormatOf]] = {  # by `quant_method`
     "gguf": read_gguf_types,
     "compressed-tensors": read_compressed_tensors,
 }
+
+
+def made_up_integers(layout: str, **weights: Any) -> dict[str, Any]:
+    """Integer codes in one of compressed-tensors' layouts, routers left plain."""
+    group = {"targets": ["Linear"], "weights": {"type": "int", **weights}}
+    return {
+        "quant_method": "compressed-tensors", "format": layout, "ignore": ["re:.*gate$"], "config_groups": {"0": group}
+    }  # fmt: skip
+
+
 MADE_UP: dict[str, dict[str, Any]] = {  # by what random weights may be asked to be
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ROUTERS},
-    "int8": {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "ignore": ["re:.*gate$"],
-        "config_groups": {
-            "0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
-        },
-    },
-    "int4": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "ignore": ["re:.*gate$"],
-        "config_groups": {
-            "0": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
-            }
-        },
-    },
+    "int8": made_up_integers("int-quantized", num_bits=8, strategy="channel"),
+    "int4": made_up_integers("pack-quantized", num_bits=4, strategy="group", group_size=128),
 }
 
 
@@ -113,6 +107,12 @@ def is_named(name: str, patterns: Sequence[str]) -> bool:
         re.match(pattern[3:], name) if pattern.startswith("re:") else f".{pattern}." in f".{name}."
         for pattern in patterns
     )
+
+
+def said_of(hf_config: PretrainedConfig) -> Said | None:
+    """A model's `quantization_config`, if it has one."""
+    said = getattr(hf_config, "quantization_config", None)
+    return said if said is None or isinstance(said, Mapping) else said.to_dict()
 
 
 def formats_of(
@@ -127,10 +127,8 @@ def formats_of(
     Raises:
         ValueError: in a way that is not supported; the function that is returned, for layers that cannot be merged.
     """
-    said = getattr(hf_config, "quantization_config", None)
-    if said is None:
+    if (said := said_of(hf_config)) is None:
         return None
-    said = said if isinstance(said, Mapping) else said.to_dict()
     method = said.get("quant_method")
     if method not in READERS:
         raise ValueError(
@@ -177,7 +175,7 @@ def quantized_as_asked(hf_config: Any, config: EngineConfig) -> Any:
     Raises:
         ValueError: `config.quantization` is unknown, or not what the checkpoint is.
     """
-    asked, said = config.quantization, getattr(hf_config, "quantization_config", None)
+    asked, said = config.quantization, said_of(hf_config)
     if asked is None:
         return hf_config
     if config.random_weights and said is None:
@@ -185,7 +183,7 @@ def quantized_as_asked(hf_config: Any, config: EngineConfig) -> Any:
             raise ValueError(f"quantization={asked!r} cannot be made up: choose one of {', '.join(MADE_UP)}")
         hf_config.quantization_config = MADE_UP[asked]
         return hf_config
-    is_a = None if said is None else dict(said).get("quant_method")
+    is_a = None if said is None else said.get("quant_method")
     if asked != is_a:
         what = "is not quantized" if is_a is None else f"is quantized by {is_a!r}"
         raise ValueError(f"quantization={asked!r} was asked for, and this checkpoint {what}: leave it out")
@@ -198,10 +196,9 @@ def activations_as_asked(hf_config: Any, config: EngineConfig) -> Any:
     Raises:
         ValueError: they are, and weights are not in FP8. Of some checkpoints `formats_of` finds that out.
     """
-    said = getattr(hf_config, "quantization_config", None)
     if not config.quantize_activations:
         return hf_config
-    said = {} if said is None else said if isinstance(said, Mapping) else said.to_dict()
+    said = said_of(hf_config) or {}
     if said.get("quant_method") not in ("fp8", "compressed-tensors"):
         raise ValueError(NOT_FP8)
     hf_config.quantization_config = {**said, ACTIVATIONS: True}
@@ -237,8 +234,7 @@ def check_quantization(
 
 def check_known_to_transformers(hf_config: PretrainedConfig) -> None:
     """Raise ValueError if the codes are of a kind that only our own models read."""
-    said = getattr(hf_config, "quantization_config", None)
-    if said is not None and dict(said).get("quant_method") == "gguf":
+    if (said_of(hf_config) or {}).get("quant_method") == "gguf":
         raise ValueError(
             "transformers' model, which M1 runs, cannot keep a GGUF file's codes: take a later milestone or "
             'model_impl="native", or smollm2, which is unpacked'

@@ -12,7 +12,7 @@ from folovllm.layers.formats import packing
 from folovllm.quantize.awq import search_clip
 from folovllm.quantize.fold import fold_scales
 from folovllm.quantize.gptq import LOWEST_ZERO, act_order, gptq
-from folovllm.quantize.groups import find_scales, quantize_groups, round_to_codes
+from folovllm.quantize.groups import dequantize_groups, find_scales, quantize_groups, round_to_codes
 from folovllm.quantize.inputs import Inputs
 from folovllm.quantize.nearest import FP8, round_blocks, round_channels, spread_blocks
 from folovllm.quantize.one_layer import OneLayer, Tensors
@@ -25,7 +25,7 @@ NOT_CLIPPED = ("q_proj", "k_proj")  # their outputs are multiplied by each other
 class Method(ABC):
     """One kind of checkpoint. Weights and what `decode` returns are [outputs, inputs] float32."""
 
-    def __init__(self, options: QuantizeOptions, dtype: torch.dtype, plain: Sequence[str] = ()) -> None:
+    def __init__(self, options: QuantizeOptions, dtype: torch.dtype, plain: Sequence[str]) -> None:
         """`dtype` is the checkpoint's: of all that is not quantised, and of scales. `plain`: layers that are not, but the head."""
         self.options, self.dtype, self.plain = options, dtype, ["lm_head", *plain]
 
@@ -112,9 +112,8 @@ class Awq(Method):
 
     def decode(self, tensors: Tensors) -> torch.Tensor:
         """(code - zero) * scale."""
-        size = self.options.group_size
-        codes, zeros = (packing.unpack_awq(tensors[name]).float() for name in ("qweight", "qzeros"))
-        return (codes - zeros.repeat_interleave(size, 1)) * tensors["scales"].t().float().repeat_interleave(size, 1)
+        codes, zeros = (packing.unpack_awq(tensors[name]) for name in ("qweight", "qzeros"))
+        return dequantize_groups(codes, tensors["scales"].t().float(), zeros)
 
     def config(self) -> dict[str, Any]:
         """As AutoAWQ writes it."""

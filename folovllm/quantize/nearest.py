@@ -25,7 +25,7 @@ def round_channels(w: torch.Tensor, to: torch.dtype, scale_dtype: torch.dtype) -
     return encode(w.float() / scale.float(), to), scale
 
 
-def round_blocks(w: torch.Tensor, size: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+def round_blocks(w: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Round `w` [outputs, inputs] to FP8 with a scale for each block of `size` x `size`; those at the edges are smaller.
 
     Returns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 BLOCK = 128  # rows and columns that share a scale (fp8)
 FORMATS = ("gptq", "awq", "fp8", "int8")
@@ -21,8 +21,8 @@ class QuantizeOptions:
         act_order: round the columns with the largest inputs first (gptq). Often better; the engine then refuses to split
             the model over several GPUs.
         nearest: round to the nearest code, without GPTQ's corrections (gptq); to compare.
-        damping: what GPTQ adds to the diagonal of its matrix, as a share of its mean.
-        no_clip: leave out AWQ's search for clipped groups.
+        damping: what is added to the diagonal of its matrix, as a share of its mean (gptq).
+        no_clip: leave out the search for clipped groups (awq).
         per_channel: a scale for each output in place of one for each block of 128 x 128 (fp8).
         samples: most rows of text to calibrate with.
         length: tokens of a row.
@@ -45,12 +45,15 @@ class QuantizeOptions:
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise ValueError(f"unknown format {self.format!r}: choose one of {', '.join(FORMATS)}")
-        only = {"asymmetric": "gptq", "act_order": "gptq", "nearest": "gptq", "no_clip": "awq", "per_channel": "fp8"}
-        for name, format in only.items():
-            if getattr(self, name) and self.format != format:
-                raise ValueError(f"--{name.replace('_', '-')} belongs to --format {format}, not to {self.format}")
-        if self.nearest and self.act_order:
-            raise ValueError("--nearest rounds all columns alike: leave out --act-order")
+        only: dict[str, tuple[str, ...]] = dict.fromkeys(("asymmetric", "act_order", "nearest", "damping"), ("gptq",))
+        only |= {"group_size": ("gptq", "awq"), "no_clip": ("awq",), "per_channel": ("fp8",)}
+        given = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
+        for name, formats in only.items():
+            if name in given and self.format not in formats:
+                flag, belongs = f"--{name.replace('_', '-')}", " or ".join(formats)
+                raise ValueError(f"{flag} belongs to --format {belongs}, not to {self.format}")
+        if self.nearest and (idle := given & {"act_order", "damping"}):
+            raise ValueError(f"--nearest rounds all columns alike: leave out --{min(idle).replace('_', '-')}")
         if self.group_size not in (32, 64, 128):
             raise ValueError(f"group_size must be 32, 64 or 128, not {self.group_size}")
         if not 0 < self.damping <= 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 
@@ -16,7 +15,7 @@ class Budget:
 
     SHARE = 0.005  # of the time
 
-    def __init__(self, most: float, clock: Callable[[], float] = time.perf_counter, loan: float | None = None) -> None:
+    def __init__(self, most: float, clock: Callable[[], float], loan: float | None = None) -> None:
         """`most`: seconds that can be saved up. `clock` gives the seconds that count.
 
         `loan`: seconds that are there at the start, once, and may be more; `most` if None.

@@ -6,7 +6,7 @@ the same noise then makes both draw the same one: they agree more often than two
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -96,7 +96,8 @@ class DraftModel(Proposer):
         self.work = None
         asked = [(state, k) for state, k in zip(states, ks, strict=True) if k and self._is_worth_it(state)]
         keep = {state.seq_id for state, _ in asked}
-        placed = [(state, k) for state, k in asked if self._place(state, k, keep)]
+        others = iter([seq_id for seq_id in self._drafts if seq_id not in keep])
+        placed = [(state, k) for state, k in asked if self._place(state, k, others)]
         guesses = self._guess(self._catch_up(placed))
         self._named = [self._drafts[seq_id] for seq_id in guesses]
         for draft, tokens in zip(self._named, guesses.values(), strict=True):
@@ -142,8 +143,8 @@ class DraftModel(Proposer):
             self._rows.append(draft.row)
             self._free += draft.blocks
 
-    def _place(self, state: RowState, k: int, keep: set[int]) -> bool:
-        """Give `state` a row and blocks for `k` guesses; False if there are none, nor a sequence outside `keep` that has some.
+    def _place(self, state: RowState, k: int, others: Iterator[int]) -> bool:
+        """Give `state` a row and blocks for `k` guesses, at need those of the next of `others`; False if there are too few.
 
         The last guess is drawn and not computed.
         """
@@ -152,9 +153,7 @@ class DraftModel(Proposer):
             return False
         draft = self._drafts.pop(state.seq_id, None)
         missing = -(-length // self._block_size) - len(draft.blocks if draft else ())
-        for other in [seq_id for seq_id in self._drafts if seq_id not in keep]:
-            if len(self._free) >= missing and (draft or self._rows):
-                break
+        while (len(self._free) < missing or not (draft or self._rows)) and (other := next(others, None)) is not None:
             self._drop(other)
         if draft is None:
             if not self._rows:

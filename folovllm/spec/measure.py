@@ -11,7 +11,7 @@ from folovllm.executor.abstract import Executor
 from folovllm.setup import EngineSetup
 from folovllm.spec.choose import Curve, StepCost
 from folovllm.spec.proposer import Proposer, RowState
-from folovllm.step.draw import DrawSpec, no_tokens
+from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput, Share
 from folovllm.step.verify import most_draws
 
@@ -117,5 +117,4 @@ class Timer:
         """Shares of sequences that are new where `draw` is given; all tokens are drawn after."""
         blocks, first = ((), len(self._blocks)) if draw is None else (self._blocks, 0)
         for row, n in enumerate(lengths):
-            tokens = no_tokens() if n == 0 else np.zeros(n, np.int32)
-            yield Share(-1 - row, row, self._start, n, tokens, blocks, first, n, draw)
+            yield Share(-1 - row, row, self._start, n, np.zeros(n, np.int32), blocks, first, n, draw)

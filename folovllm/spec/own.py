@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from folovllm.spec.proposer import Proposer, RowState
-from folovllm.spec.registry import InTurn
+from folovllm.spec.proposer import InTurn, Proposer, RowState
 
 
 class Own(InTurn):
@@ -14,7 +13,7 @@ class Own(InTurn):
 
     def __init__(self, proposer: Proposer, vocab_size: int) -> None:
         super().__init__([proposer])
-        self._proposer, self._vocab_size = proposer, vocab_size
+        self._vocab_size = vocab_size
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
         """As `Proposer`."""
@@ -22,7 +21,3 @@ class Own(InTurn):
             list(takewhile(lambda token: 0 <= token < self._vocab_size, guess))
             for guess in super().propose_all(states, ks)
         ]
-
-    def num_looks(self) -> int:
-        """As `Proposer`."""
-        return self._proposer.num_looks()

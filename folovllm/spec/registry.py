@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from folovllm.executor.abstract import Executor
 from folovllm.setup import EngineSetup
@@ -12,76 +12,15 @@ from folovllm.spec.budget import Budget
 from folovllm.spec.choose import StepCost
 from folovllm.spec.measure import clock_for, measure_guesses, measure_steps
 from folovllm.spec.ngram import NgramProposer
-from folovllm.spec.proposer import Depth, FixedDepth, Proposer, RowState
+from folovllm.spec.proposer import Depth, FixedDepth, InTurn, Proposer
 from folovllm.spec.shadow import Shadow
 from folovllm.spec.suffix import SuffixProposer
 from folovllm.speculative_config import SpeculativeConfig
-from folovllm.step.draw import TokenIds
 
 LOAN = 8  # plain steps of one sequence: what may be lost before any time has passed
 SAVED = 16  # the same: what may be saved up, and lost where texts stop to repeat themselves
 
 MakeDraft = Callable[[str], Proposer]
-
-
-class InTurn(Proposer):
-    """Asks one proposer after the other, until each sequence has a guess."""
-
-    def __init__(self, proposers: Sequence[Proposer]) -> None:
-        self._proposers = proposers
-        self.is_dear = any(proposer.is_dear for proposer in proposers)
-
-    def propose(self, state: RowState, k: int) -> list[int]:
-        """As `Proposer`."""
-        return next((guess for one in self._proposers if (guess := list(one.propose(state, k)))), [])
-
-    def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
-        """As `Proposer`."""
-        found: list[list[int]] = [[] for _ in states]
-        self.work = None
-        for proposer in self._proposers:
-            left = [0 if guess else k for guess, k in zip(found, ks, strict=True)]
-            if any(left):
-                more = proposer.propose_all(states, left)
-                found = [guess or other for guess, other in zip(found, more, strict=True)]
-                self.work = self.work or proposer.work
-        return found
-
-    def tokens_of(self, guess: Sequence[int]) -> list[int]:
-        """As `Proposer`."""
-        for proposer in self._proposers:
-            guess = proposer.tokens_of(guess)
-        return list(guess)
-
-    def admit(self, state: RowState) -> None:
-        """As `Proposer`."""
-        for proposer in self._proposers:
-            proposer.admit(state)
-
-    def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        """As `Proposer`."""
-        for proposer in self._proposers:
-            proposer.observe(seq_id, token_ids)
-
-    def look(self, states: Sequence[RowState]) -> None:
-        """As `Proposer`."""
-        for proposer in self._proposers:
-            proposer.look(states)
-
-    def finish(self, seq_id: int) -> None:
-        """As `Proposer`."""
-        for proposer in self._proposers:
-            proposer.finish(seq_id)
-
-    def close(self) -> None:
-        """As `Proposer`."""
-        for proposer in self._proposers:
-            proposer.close()
-
-    def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
-        """As `Proposer`."""
-        for proposer in self._proposers:
-            proposer.remember(answer, cache_salt)
 
 
 def make_proposer(config: SpeculativeConfig, make_draft: MakeDraft) -> Proposer:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from folovllm.spec.budget import Budget
-from folovllm.spec.proposer import Depth, Proposer, RowState
-from folovllm.step.draw import TokenIds
+from folovllm.spec.proposer import Depth, InTurn, Proposer, RowState
 
 
-class Shadow(Proposer):
+class Shadow(InTurn):
     """A proposer whose guesses are scored also for sequences that no guess is asked for.
 
     It looks back at texts that have grown meanwhile, at a few of them and now and then, as the budget allows, however large
@@ -20,17 +19,9 @@ class Shadow(Proposer):
 
     def __init__(self, inner: Proposer, depth: Depth, budget: Budget, k: int = 4, most: int = 4) -> None:
         """`k`: tokens of a guess. `most`: sequences that are looked at in turn; 0 for a dear proposer."""
+        super().__init__([inner])
         self._inner, self._depth, self._budget, self._k, self._most = inner, depth, budget, k, most
-        self.is_dear = inner.is_dear
         self._judged: dict[int, int] = {}  # tokens of each sequence that a guess was compared with, by seq_id
-
-    def admit(self, state: RowState) -> None:
-        """As `Proposer`."""
-        self._inner.admit(state)
-
-    def propose(self, state: RowState, k: int) -> Sequence[int]:
-        """As `Proposer`."""
-        return self.propose_all([state], [k])[0]
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
         """As `Proposer`; says how long it took, unless a dear one sat out."""
@@ -49,10 +40,6 @@ class Shadow(Proposer):
 
     def _grown(self, state: RowState) -> int:
         return len(state.token_ids) - self._judged.get(state.seq_id, 0)
-
-    def tokens_of(self, guess: Sequence[int]) -> list[int]:
-        """As `Proposer`."""
-        return self._inner.tokens_of(guess)
 
     def num_looks(self) -> int:
         """As `Proposer`: none while something is owed."""
@@ -84,15 +71,7 @@ class Shadow(Proposer):
             at += max(right + 1, self.STRIDE)
         self._judged[state.seq_id] = at
 
-    def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        """As `Proposer`."""
-        self._inner.observe(seq_id, token_ids)
-
     def finish(self, seq_id: int) -> None:
         """As `Proposer`."""
-        self._inner.finish(seq_id)
+        super().finish(seq_id)
         self._judged.pop(seq_id, None)
-
-    def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
-        """As `Proposer`."""
-        self._inner.remember(answer, cache_salt)

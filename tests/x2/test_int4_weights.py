@@ -88,7 +88,7 @@ KINDS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "gptq symmetric": (quantize(to_gptq, symmetric=True), GPTQ | {"sym": True}),
     "gptq v2": (quantize(to_gptq_v2), GPTQ | {"checkpoint_format": "gptq_v2"}),
     "gptq sorted": (quantize(to_sorted_gptq), SORTED),
-    "gptq rows": (quantize(to_gptq, None), GPTQ | {"group_size": -1}),
+    "gptq rows": (quantize(to_gptq, None), SORTED | {"group_size": -1}),
     "awq": (quantize(to_awq), AWQ),
     "packed": (quantize(to_packed), PACKED),
     "packed symmetric": (
@@ -163,9 +163,9 @@ def test_all_milestones_answer_alike(milestone: str, served: tuple[Path, Workloa
     load.check(serve(make_engine(model, milestone=milestone), load.requests, "random"))
 
 
-@pytest.mark.parametrize("kind", ["gptq", "awq", "packed", "packed rows"])
+@pytest.mark.parametrize("kind", ["gptq", "gptq rows", "awq", "packed", "packed rows"])
 def test_ranks_hold_their_parts(kind: str, tmp_path: Path) -> None:
-    """Of words, scales and zeros, along outputs and along inputs; a scale for a whole row is everybody's."""
+    """Of words, scales and zeros, along outputs and along inputs; a scale for a whole row is everybody's, and sorts nothing."""
     source = tiny_checkpoint("qwen3", hidden_size=64, intermediate_size=128)
     coded, _ = write_quantized(source, tmp_path, *KINDS[kind])
     assert_ranks_hold_their_parts(coded, rtol=1e-4, atol=1e-4)
@@ -212,6 +212,29 @@ class TestRefusals:
         coded, _ = write_quantized(tiny(), tmp_path, uneven, SORTED)
         with pytest.raises(ValueError, match="g_idx does not put 32 inputs into each group"):
             Driver(coded)
+
+    @pytest.mark.parametrize("said", [False, None])
+    def test_an_order_that_the_config_does_not_speak_of(self, said: bool | None, tmp_path: Path) -> None:
+        """Read as if inputs came in order, it would answer nonsense; the sentence tells what to do, and that works."""
+        coded, floats = write_quantized(tiny(), tmp_path, quantize(to_sorted_gptq), GPTQ | {"desc_act": said})
+        with pytest.raises(ValueError, match=r'proj.g_idx.* set "desc_act": true in the quantization_config'):
+            Driver(coded)
+        file = coded / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": SORTED}))
+        assert_logits_equal(Driver(coded).step({0: [5, 9]})[0], Driver(floats).step({0: [5, 9]})[0])
+
+
+@pytest.mark.parametrize("left", ["zeros", "nothing"])
+def test_groups_that_are_not_numbered(left: str, tmp_path: Path) -> None:
+    """Some writers leave zeros in `g_idx`, others leave it out: inputs come in order then."""
+
+    def unnumbered(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        parts, floats = KINDS["gptq"][0](weight)
+        groups = parts.pop("g_idx")
+        return parts | ({"g_idx": torch.zeros_like(groups)} if left == "zeros" else {}), floats
+
+    coded, floats = write_quantized(tiny(), tmp_path, unnumbered, GPTQ)
+    assert_logits_equal(Driver(coded).step({0: [5, 9]})[0], Driver(floats).step({0: [5, 9]})[0])
 
 
 def test_biases_of_zeros_are_passed_over(tmp_path: Path) -> None:

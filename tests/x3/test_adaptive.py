@@ -17,8 +17,7 @@ from folovllm.executor.abstract import Pending
 from folovllm.spec.adaptive import AdaptiveDepth
 from folovllm.spec.measure import Timer
 from folovllm.spec.ngram import NgramProposer
-from folovllm.spec.proposer import Depth, FixedDepth, RowState
-from folovllm.spec.registry import InTurn
+from folovllm.spec.proposer import Depth, FixedDepth, InTurn, RowState
 from folovllm.spec.suffix import SuffixProposer
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput

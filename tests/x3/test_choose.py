@@ -294,8 +294,8 @@ def noise(length: int, seed: int = 0) -> list[int]:
 FREE = Budget(1.0, Clock())  # by a clock that stands still: looks cost nothing
 
 
-def shadowed(cost: StepCost, clock: Clock, most: int = 8) -> tuple[Proposer, AdaptiveDepth]:
-    depth = adaptive(cost, most, clock)
+def shadowed(cost: StepCost, clock: Clock) -> tuple[Proposer, AdaptiveDepth]:
+    depth = adaptive(cost, 8, clock)
     return Shadow(NgramProposer(1, 3), depth, FREE), depth
 
 

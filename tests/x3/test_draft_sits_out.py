@@ -15,8 +15,8 @@ from folovllm.request import Sequence
 from folovllm.spec.draft_model import DraftModel
 from folovllm.spec.ngram import NgramProposer
 from folovllm.spec.patience import LONGEST, Patience
-from folovllm.spec.proposer import FixedDepth, RowState
-from folovllm.spec.registry import LOAN, InTurn
+from folovllm.spec.proposer import FixedDepth, InTurn, RowState
+from folovllm.spec.registry import LOAN
 from folovllm.spec.shadow import Shadow
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput, StepResult

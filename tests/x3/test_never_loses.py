@@ -23,8 +23,8 @@ from folovllm.spec.adaptive import AdaptiveDepth
 from folovllm.spec.budget import Budget
 from folovllm.spec.choose import Curve, StepCost
 from folovllm.spec.ngram import NgramProposer
-from folovllm.spec.proposer import Proposer, RowState
-from folovllm.spec.registry import LOAN, SAVED, InTurn, make_budget
+from folovllm.spec.proposer import InTurn, Proposer, RowState
+from folovllm.spec.registry import LOAN, SAVED, make_budget
 from folovllm.spec.shadow import Shadow
 from folovllm.spec.suffix import SuffixProposer
 from folovllm.step.draw import TokenIds

@@ -28,7 +28,8 @@ def places(text: list[int], run: list[int]) -> list[int]:
     return [i for i in range(n, len(text) + 1) if text[i - n : i] == run]
 
 
-def followed(other: SuffixAutomaton, text: list[int], place: Place = NOWHERE) -> Place:
+def followed(other: SuffixAutomaton, text: list[int]) -> Place:
+    place = NOWHERE
     for token in text:
         place = other.follow(place, token)
     return place

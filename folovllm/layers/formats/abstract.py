@@ -44,6 +44,9 @@ class WeightFormat(ABC):
         """The dtypes, by safetensors' names, that a checkpoint may have such a tensor in."""
         return FLOATS
 
+    def check_ignored(self, name: str, tensor: torch.Tensor) -> None:  # most formats ignore these for good
+        """Raise ValueError if a tensor of a kind in `ignores` says what the product would need after all."""
+
     def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """The tensor that was read (and cut) as its place, a view of this `shape`, takes it."""
         return tensor
@@ -134,6 +137,30 @@ class WeightFormat(ABC):
     def fold(self, layer: LinearBase, scale: torch.Tensor) -> None:
         """Multiply the columns of W by `scale` [inputs], for good: (x * scale) W^T is x (W * scale)^T."""
         raise NotImplementedError(f"{type(self).__name__} cannot fold")
+
+
+class Coded(WeightFormat):
+    """Weights in codes, in which there is no room for what is folded into them: `layer.columns`, factors of `x` [inputs] or None."""
+
+    def create(self, layer: LinearBase) -> None:
+        """As `WeightFormat`: what a layer of codes knows beside them."""
+        layer.columns, layer.dtype = None, torch.get_default_dtype()  # of activations
+
+    def loaded(self, layer: LinearBase) -> None:
+        """Forget what was folded into earlier weights."""
+        layer.columns = None
+
+    def can_fold(self, layer: LinearBase) -> bool:
+        """As for plain weights: False with a bias, and in float16."""
+        return layer.bias is None and layer.dtype != torch.float16
+
+    def fold(self, layer: LinearBase, scale: torch.Tensor) -> None:
+        """Keep the factors; every product multiplies its `x` by them."""
+        layer.columns = scale.clone() if layer.columns is None else layer.columns * scale
+
+    def folded(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
+        """`x` times what was folded into the weights."""
+        return x if layer.columns is None else x * layer.columns
 
 
 def rows_of(sizes: Sequence[int], parts: slice) -> slice:

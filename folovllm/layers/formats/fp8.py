@@ -56,8 +56,7 @@ class Fp8Both(Fp8):
         if self.has_kernels(layer, x):
             y = self.product_on_gpu(layer, x)
         else:
-            x = x if layer.columns is None else x * layer.columns
-            y = F.linear(rounded(x, self.group_of(layer)), self.dequantized(layer, x.dtype))
+            y = F.linear(rounded(self.folded(layer, x), self.group_of(layer)), self.dequantized(layer, x.dtype))
         y = y if layer.bias is None else y.add_(layer.bias)
         return y if residual is None else residual.add_(y)
 
@@ -69,8 +68,7 @@ class Fp8Both(Fp8):
         codes = self.codes_of(layer)
         if x.dtype == torch.bfloat16 and serves(codes):
             return fp8_matmul(x, codes, layer.columns)
-        x = x if layer.columns is None else x * layer.columns
-        return F.linear(rounded(x, self.group_of(layer)), unpacked(codes, x.dtype))
+        return F.linear(rounded(self.folded(layer, x), self.group_of(layer)), unpacked(codes, x.dtype))
 
     def check_stack(self, layer: LinearBase) -> None:
         """As `WeightFormat`: experts have a kernel of their own, which does not round."""

@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from folovllm.layers.formats import packing
 from folovllm.layers.formats.abstract import on_gpu
 
-WHOLE = 128  # inputs that 16 words hold: of shorter groups, tensor cores would have numbers move between threads
-
 
 @dataclass(slots=True)
 class Grouped:
@@ -21,17 +19,13 @@ class Grouped:
         words: [outputs, inputs / 8] int32, in the order of `packing.pack_planes`. None where `library` has them.
         scales: [outputs, groups], in the shortest floats that hold them.
         zeros: [outputs, groups]: codes, uint8; or minimums, floats. None: all are 8.
-        dtype: of activations.
         order: [inputs], or None: the input that W's first column is for, its second, ...
-        columns: [inputs], or None: factors of `x` for which there was no room in the codes.
         library: the weight as torch's kernel on CPU takes it.
     """
 
     words: torch.Tensor | None
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
-    dtype: torch.dtype = torch.float32
-    columns: torch.Tensor | None = None
     order: torch.Tensor | None = None
     library: LibraryWeight | None = None
 
@@ -63,9 +57,9 @@ class Grouped:
         self.words = packing.pack_planes(self.codes()[:, order], self.group_size)
         self.order = None if (order[1:] > order[:-1]).all() else order
 
-    def settle(self) -> None:
-        """All is there: let the library have it, where that is faster."""
-        if self.scales.device.type == "cpu" and LibraryWeight.serves(len(self.scales), self.group_size, self.dtype):
+    def settle(self, dtype: torch.dtype) -> None:
+        """All is there: let the library have it, where that is faster. `dtype` is that of activations."""
+        if self.scales.device.type == "cpu" and LibraryWeight.serves(len(self.scales), self.group_size, dtype):
             self.library = LibraryWeight(self.codes(), *self.scales_and_minimums())
             self.words = None
 
@@ -95,8 +89,6 @@ class Grouped:
         On a GPU by a kernel that unpacks codes where it needs them; with so many tokens that the tensor cores are busy for
         longer than unpacking takes, by the library. On Hopper there is a kernel for sizes between these.
         """
-        if self.columns is not None:
-            x = x * self.columns
         if self.order is not None:
             x = x[:, self.order]
         if on_gpu(x):
@@ -117,21 +109,8 @@ class Grouped:
         weight = unpacked(self.words, self.scales, self.zeros, x.dtype)
         return F.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
 
-    def fused(
-        self, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The product of few tokens, with all that comes before and after it: on the tensor cores, where they are fast."""
-        from folovllm.kernels.few_codes import few_codes, serves
-        from folovllm.kernels.int4_linear import int4_linear
-
-        assert self.words is not None
-        if x.itemsize == 2 and self.group_size % WHOLE == 0 and serves(x):
-            given = self.words, self.scales, self.zeros, (1, self.group_size), "int4"
-            return few_codes(x, *given, norm_eps, gated, residual, self.columns)
-        return int4_linear(x, self.words, self.scales, self.zeros, norm_eps, gated, residual, self.columns)
-
     def fuses(self, x: torch.Tensor) -> bool:
-        """Whether `fused` can multiply these: few tokens, and inputs as they come."""
+        """Whether one kernel can multiply these with all that comes before and after: few tokens, and inputs as they come."""
         if self.order is not None or not on_gpu(x):
             return False
         from folovllm.kernels.int4_linear import FEW

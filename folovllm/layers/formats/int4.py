@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from folovllm.layers.formats import packing
-from folovllm.layers.formats.abstract import ALL, FLOATS, WeightFormat, rows_of
+from folovllm.layers.formats.abstract import ALL, FLOATS, Coded, rows_of
 from folovllm.layers.formats.grouped import Grouped, narrowest
 from folovllm.require import is_whole
 
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from folovllm.layers.linear import LinearBase
 
 MULTIPLE = 32  # of inputs that a group has: what a thread of the kernel reads at once
+WHOLE = 128  # inputs that 16 words hold: of shorter groups, tensor cores would have numbers move between threads
 STEPS = 4.6  # standard deviation of random codes
 
 
 @dataclass(frozen=True)
-class Int4(WeightFormat):
+class Int4(Coded):
     """W is (code - zero) * scale, or code * scale + minimum; a layer keeps a `Grouped`.
 
     Attributes:
@@ -48,10 +49,10 @@ class Int4(WeightFormat):
 
     def create(self, layer: LinearBase) -> None:
         """Make words, float32 scales, and zeros."""
+        super().create(layer)
         outputs, groups = sum(layer.output_sizes), layer.input_size // self.group_size_of(layer.input_size)
         words = torch.empty(outputs, layer.input_size // packing.PER_WORD, dtype=torch.int32)
         layer.grouped = Grouped(words, torch.empty(outputs, groups, dtype=torch.float32))
-        layer.grouped.dtype = torch.get_default_dtype()
         if self.with_zeros:
             layer.grouped.zeros = torch.empty(
                 outputs, groups, dtype=torch.float32 if self.with_minimum else torch.uint8
@@ -113,8 +114,8 @@ class Int4(WeightFormat):
 
     def loaded(self, layer: LinearBase) -> None:
         """Sort the inputs, if that is asked for; keep no more of scales and zeros than there is in them."""
+        super().loaded(layer)
         kept: Grouped = layer.grouped
-        kept.columns = None
         if self.order_name:
             kept.sort(self.order_name)
         kept.scales = narrowest(kept.scales)
@@ -123,7 +124,7 @@ class Int4(WeightFormat):
         elif kept.zeros is not None and (kept.zeros == 8).all():
             kept.zeros = None
         if not layer.is_stack:  # of which single experts are unpacked
-            kept.settle()
+            kept.settle(layer.dtype)
 
     def check_stack(self, layer: LinearBase) -> None:
         """As `WeightFormat`: all rows must have their inputs in one order."""
@@ -145,25 +146,23 @@ class Int4(WeightFormat):
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """As `WeightFormat`."""
-        y: torch.Tensor = layer.grouped.product(x, residual)
+        y: torch.Tensor = layer.grouped.product(self.folded(layer, x), residual)
         return y if layer.bias is None else y.add_(layer.bias)
 
     def fused(
         self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """As `WeightFormat`."""
-        y: torch.Tensor = layer.grouped.fused(x, norm_eps, gated, residual)
-        return y
+        """As `WeightFormat`: on the tensor cores, where they are fast."""
+        from folovllm.kernels.few_codes import few_codes, serves
+        from folovllm.kernels.int4_linear import int4_linear
+
+        kept: Grouped = layer.grouped
+        assert kept.words is not None
+        if x.itemsize == 2 and kept.group_size % WHOLE == 0 and serves(x):
+            given = kept.words, kept.scales, kept.zeros, (1, kept.group_size), "int4"
+            return few_codes(x, *given, norm_eps, gated, residual, layer.columns)
+        return int4_linear(x, kept.words, kept.scales, kept.zeros, norm_eps, gated, residual, layer.columns)
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
         """True for few tokens and no bias."""
         return layer.bias is None and bool(layer.grouped.fuses(x))
-
-    def can_fold(self, layer: LinearBase) -> bool:
-        """As for plain weights: False with a bias, and in float16."""
-        return layer.bias is None and layer.grouped.dtype != torch.float16
-
-    def fold(self, layer: LinearBase, scale: torch.Tensor) -> None:
-        """Keep the factors: in codes there is no room for them. Every product multiplies its `x` by them."""
-        kept: Grouped = layer.grouped
-        kept.columns = scale.clone() if kept.columns is None else kept.columns * scale

@@ -51,6 +51,15 @@ class Gptq(Int4):
     names: ClassVar[tuple[str, str, str]] = ("qweight", "scales", "qzeros")
     ignores: ClassVar[tuple[str, ...]] = ("g_idx",)
 
+    def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
+        """As `WeightFormat`. Where inputs come in order, `g_idx` numbers their groups, or is left zero (vLLM drops any)."""
+        count = tensor.numel()
+        if tensor.any() and not torch.equal(tensor.long(), torch.arange(count) // self.group_size_of(count)):
+            raise ValueError(
+                f"{name!r} puts inputs into groups in an order of their own, of which config.json says nothing: set "
+                '"desc_act": true in the quantization_config there'
+            )
+
     def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """As `Int4`."""
         tensor = super().arrange(kind, tensor, shape)

@@ -13,16 +13,8 @@ from __future__ import annotations
 import torch
 
 PER_WORD = 8
-AWQ_ORDER = (
-    0,
-    2,
-    4,
-    6,
-    1,
-    3,
-    5,
-    7,
-)  # code i of AWQ's word is that of output AWQ_ORDER[i]: kernels unpack 16 bits apart
+# Code i of AWQ's word is that of output AWQ_ORDER[i]: kernels unpack 16 bits apart.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def pack_words(codes: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from folovllm.layers.formats.abstract import ALL, FLOATS, WeightFormat, on_gpu, rows_of
+from folovllm.layers.formats.abstract import ALL, FLOATS, Coded, on_gpu, rows_of
 from folovllm.require import is_whole
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Scaled(WeightFormat):
+class Scaled(Coded):
     """W is `weight` [outputs, inputs], codes, times `scale`, float32: one for each output, or for each block of W.
 
     Activations stay as they are. A scale for the whole layer is kept once for each output.
@@ -49,7 +49,7 @@ class Scaled(WeightFormat):
 
     def create(self, layer: LinearBase) -> None:
         """Make the codes, and the scales: [outputs, 1], or a row for each row of blocks. A part begins a new row."""
-        layer.columns, layer.dtype = None, torch.get_default_dtype()  # of activations
+        super().create(layer)
         codes = torch.empty(sum(layer.output_sizes), layer.input_size, dtype=self.codes)
         layer.weight = nn.Parameter(codes, requires_grad=False)
         _, columns = self.block_of(layer.input_size)
@@ -97,10 +97,6 @@ class Scaled(WeightFormat):
         rows, columns = self.block_of(inputs)
         return outputs * inputs + 4 * -(-outputs // rows) * -(-inputs // columns)
 
-    def loaded(self, layer: LinearBase) -> None:
-        """Forget what was folded into earlier weights."""
-        layer.columns = None
-
     def check_part(self, outputs: int, inputs: int) -> None:
         """As `WeightFormat`: a border between ranks must be one between blocks."""
         rows, columns = self.block_of(inputs)
@@ -123,7 +119,7 @@ class Scaled(WeightFormat):
         The library has the weights in the dtype of `x` for as long as it takes. With so many tokens that tensor cores are
         busy for longer than it takes to unpack, that is the faster way.
         """
-        x = x if layer.columns is None else x * layer.columns
+        x = self.folded(layer, x)
         if not self.has_kernels(layer, x):
             y = F.linear(x, self.dequantized(layer, x.dtype), layer.bias)
             return y if residual is None else residual.add_(y)
@@ -153,14 +149,6 @@ class Scaled(WeightFormat):
         from folovllm.kernels.quant_linear import FEW
 
         return len(x) in FEW and serves(x)
-
-    def can_fold(self, layer: LinearBase) -> bool:
-        """As for plain weights: False with a bias, and in float16."""
-        return layer.bias is None and layer.dtype != torch.float16
-
-    def fold(self, layer: LinearBase, scale: torch.Tensor) -> None:
-        """Keep the factors: in codes there is no room for them. Every product multiplies its `x` by them."""
-        layer.columns = scale.clone() if layer.columns is None else layer.columns * scale
 
     def has_kernels(self, layer: LinearBase, x: torch.Tensor) -> bool:
         """Whether a kernel can multiply: on a GPU, and where it can read the scales."""
