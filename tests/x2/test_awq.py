@@ -29,6 +29,16 @@ class TestSearchScale:
         )
         worked_case("x2.6", scale, [2.0, 0.5], says)
 
+    def test_twenty_scalings_are_tried(self) -> None:
+        tried = set()
+
+        def rounding(w: torch.Tensor) -> torch.Tensor:
+            tried.add(round(float((w[0, 0] / w[0, 1]).log2()) * 5))  # 16^a is 2^(4 a)
+            return w.round()
+
+        search_scale(torch.ones(1, 2), torch.eye(2), torch.tensor([16.0, 1.0]), rounding)
+        assert tried == set(range(20)), f"a of 0, 0.05, ... 0.95, and not {sorted(a / 20 for a in tried)}"
+
     def test_never_worse_than_no_scaling(self) -> None:
         for seed in range(4):
             generator = torch.Generator().manual_seed(seed)
