@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 BLOCK = 128  # rows and columns that share a scale (fp8)
 FORMATS = ("gptq", "awq", "fp8", "int8")
 CALIBRATED = ("gptq", "awq")  # these look at inputs
+ONLY = {  # what belongs to some formats alone
+    "group_size": ("gptq", "awq"),
+    "asymmetric": ("gptq",),
+    "act_order": ("gptq",),
+    "nearest": ("gptq",),
+    "damping": ("gptq",),
+    "no_clip": ("awq",),
+    "per_channel": ("fp8",),
+}
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -45,10 +54,11 @@ class QuantizeOptions:
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise ValueError(f"unknown format {self.format!r}: choose one of {', '.join(FORMATS)}")
-        only = {"asymmetric": "gptq", "act_order": "gptq", "nearest": "gptq", "no_clip": "awq", "per_channel": "fp8"}
-        for name, format in only.items():
-            if getattr(self, name) and self.format != format:
-                raise ValueError(f"--{name.replace('_', '-')} belongs to --format {format}, not to {self.format}")
+        for field in fields(self):
+            formats = ONLY.get(field.name, FORMATS)
+            if self.format not in formats and getattr(self, field.name) != field.default:
+                flag = field.name.replace("_", "-")
+                raise ValueError(f"--{flag} belongs to --format {' or '.join(formats)}, not to {self.format}")
         if self.nearest and self.act_order:
             raise ValueError("--nearest rounds all columns alike: leave out --act-order")
         if self.group_size not in (32, 64, 128):

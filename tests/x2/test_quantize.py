@@ -14,7 +14,7 @@ from folovllm.cli import main
 from folovllm.quantize.calibration import read_texts
 from folovllm.quantize.methods import Gptq, Method, method_for
 from folovllm.quantize.one_layer import PREFIX, Checkpoint, OneLayer
-from folovllm.quantize.options import QuantizeOptions
+from folovllm.quantize.options import CALIBRATED, QuantizeOptions
 from folovllm.quantize.perplexity import compare, perplexity, token_losses
 from folovllm.quantize.run import Report, decoded, quantize, rows_of
 from folovllm.quantize.whole import logits_of
@@ -33,7 +33,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def options(kind: str, **more: Any) -> QuantizeOptions:
-    return QuantizeOptions(format=kind.split()[0], group_size=32, samples=6, length=24, **KINDS[kind], **more)
+    format = kind.split()[0]
+    groups = {"group_size": 32} if format in CALIBRATED else {}
+    return QuantizeOptions(format=format, **groups, samples=6, length=24, **KINDS[kind], **more)
 
 
 def tiny(family: str = "qwen3") -> Path:
@@ -315,6 +317,8 @@ def test_a_record_that_cannot_be_read_is_one_sentence(content: str, tmp_path: Pa
         (["-o", "OUT"], "choose a format: --format gptq, awq, fp8 or int8"),
         (["-o", "OUT", "--format", "int4"], "unknown format 'int4'"),
         (["-o", "OUT", "--format", "fp8", "--act-order"], "--act-order belongs to --format gptq"),
+        (["-o", "OUT", "--format", "int8", "--group-size", "64"], "--group-size belongs to --format gptq or awq, not to int8"),
+        (["-o", "OUT", "--format", "awq", "--damping", "0.1"], "--damping belongs to --format gptq, not to awq"),
         (["-o", "OUT", "--format", "gptq", "--group-size", "48"], "group_size must be 32, 64 or 128"),
         (["-o", "OUT", "--format", "gptq", "--damping", "0"], "damping must be above 0"),
         (["-o", "OUT", "--format", "gptq", "--calibration", "nowhere.jsonl"], "cannot read the calibration text"),
