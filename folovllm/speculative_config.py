@@ -58,7 +58,9 @@ class SpeculativeConfig:
     def _check_method(self) -> None:
         for name in self.methods:
             if name not in METHODS:
-                raise ValueError(f"unknown speculative method {name!r}: choose one of {', '.join(METHODS)}, or join some by +")
+                raise ValueError(
+                    f"unknown speculative method {name!r}: choose one of {', '.join(METHODS)}, or join some by +"
+                )
         if isinstance(self.method, str):
             if (self.model is not None) != ("draft_model" in self.methods):
                 raise ValueError(

@@ -55,7 +55,9 @@ class TestRoundColumns:
         """5 steps of 1.0078125 are 5.0390625, which bfloat16 would round to 5.03125."""
         scale = torch.full((1, 1), 1.0078125).bfloat16()
         codes, errors = round_columns(torch.tensor([[5.0]]), torch.ones(1, 1), scale, EIGHT, bits=4)
-        assert codes.tolist() == [[13]] and errors.tolist() == [[-0.0390625]], "an error is a float32, and so is the product"
+        assert codes.tolist() == [[13]] and errors.tolist() == [[-0.0390625]], (
+            "an error is a float32, and so is the product"
+        )
 
 
 class TestGptq:
@@ -113,7 +115,9 @@ class TestGptq:
         codes, scales, zeros = gptq(w, torch.eye(64), 4, 32, symmetric=False)
         assert zeros.min() == 1, "a zero of 0 comes back as 16"
         steps = (dequantize_groups(codes, scales, zeros) - w).abs() / scales.repeat_interleave(32, 1)
-        assert steps.max() < 1.1, f"a weight is off by {float(steps.max()):.1f} steps: codes must be chosen with the zero that is returned"
+        assert steps.max() < 1.1, (
+            f"a weight is off by {float(steps.max()):.1f} steps: codes must be chosen with the zero that is returned"
+        )
 
     def test_a_group_size_that_does_not_divide_is_refused(self) -> None:
         with pytest.raises(ValueError, match="groups of 24 do not divide 64 inputs"):

@@ -58,7 +58,9 @@ class TestGroups:
         """But for the largest of a symmetric range and what a scale's own rounding adds."""
         w = seeded(6, 64, seed=bits).to(dtype)
         w[0, :5] = 0
+        before = w.clone()
         codes, scales, zeros = quantize_groups(w, bits, 16, symmetric)
+        assert torch.equal(w, before), "`w` has been changed, and the caller still needs it: work on a copy"
         assert codes.dtype == zeros.dtype == torch.uint8, "codes and zeros are bytes"
         assert int(codes.max()) < 2**bits and scales.dtype == dtype, "a code has so many bits; scales are kept as w is"
         back = dequantize_groups(codes, scales.float(), zeros)
@@ -110,7 +112,9 @@ class TestGroups:
         assert back.dtype == torch.bfloat16, "in the dtype of the scales"
         assert back.tolist() == [[252.0, -3.0]], "code - zero is a whole number below 0 as well, and exact"
         back = dequantize_groups(codes, torch.tensor([[1.09375]]).bfloat16(), torch.full_like(zeros, 100))
-        assert back.tolist() == [[170.0, -109.5]], "155 * 1.09375, rounded once; not the difference of two rounded products"
+        assert back.tolist() == [[170.0, -109.5]], (
+            "155 * 1.09375, rounded once; not the difference of two rounded products"
+        )
 
     def test_a_group_size_that_does_not_divide_is_refused(self) -> None:
         with pytest.raises(ValueError, match="groups of 24 do not divide 64 inputs"):

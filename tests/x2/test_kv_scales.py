@@ -54,8 +54,11 @@ def test_scales_leave_headroom_and_are_powers_of_two(largest: list[float]) -> No
 
 
 def test_each_layer_has_its_own() -> None:
-    found = scales_of([cache_of(7.0, 3.5), cache_of(3.5, 7.0).half()])
+    caches = [cache_of(-7.0, 3.5), cache_of(3.5, 7.0).half()]
+    found = scales_of(caches)
     assert found == [KVScales(1 / 32, 1 / 64), KVScales(1 / 64, 1 / 32)], "a pair for each layer, whatever its dtype"
+    assert caches[0].equal(cache_of(-7.0, 3.5)), "the cache has been changed: it is looked at, and then used"
+    assert type(found[0].key) is float, "a scale is a Python float, which kernels take as an argument"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

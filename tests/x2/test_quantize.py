@@ -317,7 +317,10 @@ def test_a_record_that_cannot_be_read_is_one_sentence(content: str, tmp_path: Pa
         (["-o", "OUT"], "choose a format: --format gptq, awq, fp8 or int8"),
         (["-o", "OUT", "--format", "int4"], "unknown format 'int4'"),
         (["-o", "OUT", "--format", "fp8", "--act-order"], "--act-order belongs to --format gptq"),
-        (["-o", "OUT", "--format", "int8", "--group-size", "64"], "--group-size belongs to --format gptq or awq, not to int8"),
+        (
+            ["-o", "OUT", "--format", "int8", "--group-size", "64"],
+            "--group-size belongs to --format gptq or awq, not to int8",
+        ),
         (["-o", "OUT", "--format", "awq", "--damping", "0.1"], "--damping belongs to --format gptq, not to awq"),
         (["-o", "OUT", "--format", "gptq", "--group-size", "48"], "group_size must be 32, 64 or 128"),
         (["-o", "OUT", "--format", "gptq", "--damping", "0"], "damping must be above 0"),
