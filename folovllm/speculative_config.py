@@ -58,10 +58,15 @@ class SpeculativeConfig:
     def _check_method(self) -> None:
         for name in self.methods:
             if name not in METHODS:
-                raise ValueError(f"unknown speculative method {name!r}: choose one of {', '.join(METHODS)}")
+                raise ValueError(
+                    f"unknown speculative method {name!r}: choose one of {', '.join(METHODS)}, or join some by +"
+                )
         if isinstance(self.method, str):
             if (self.model is not None) != ("draft_model" in self.methods):
-                raise ValueError('method "draft_model" needs a model, a small one, and no other method takes one')
+                raise ValueError(
+                    'method "draft_model" needs a model, a small one, and no other method takes one; '
+                    'speculative_config names it: {"method": "draft_model", "model": "stories-draft"}'
+                )
             return
         from folovllm.spec.proposer import Proposer
 
@@ -84,7 +89,7 @@ class SpeculativeConfig:
             try:
                 given = json.loads(given)
             except json.JSONDecodeError as error:
-                raise ValueError(f"speculative_config is no JSON: {error}") from error
+                raise ValueError(f'speculative_config is no JSON, such as {{"method": "ngram"}}: {error}') from error
         if not isinstance(given, Mapping):
             raise ValueError(f"speculative_config must be a dict, not {given!r}")
         given = dict(given)

@@ -7,6 +7,15 @@ from dataclasses import dataclass, fields
 BLOCK = 128  # rows and columns that share a scale (fp8)
 FORMATS = ("gptq", "awq", "fp8", "int8")
 CALIBRATED = ("gptq", "awq")  # these look at inputs
+ONLY = {  # what belongs to some formats alone
+    "group_size": ("gptq", "awq"),
+    "asymmetric": ("gptq",),
+    "act_order": ("gptq",),
+    "nearest": ("gptq",),
+    "damping": ("gptq",),
+    "no_clip": ("awq",),
+    "per_channel": ("fp8",),
+}
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -45,10 +54,8 @@ class QuantizeOptions:
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise ValueError(f"unknown format {self.format!r}: choose one of {', '.join(FORMATS)}")
-        only: dict[str, tuple[str, ...]] = dict.fromkeys(("asymmetric", "act_order", "nearest", "damping"), ("gptq",))
-        only |= {"group_size": ("gptq", "awq"), "no_clip": ("awq",), "per_channel": ("fp8",)}
         given = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
-        for name, formats in only.items():
+        for name, formats in ONLY.items():
             if name in given and self.format not in formats:
                 flag, belongs = f"--{name.replace('_', '-')}", " or ".join(formats)
                 raise ValueError(f"{flag} belongs to --format {belongs}, not to {self.format}")

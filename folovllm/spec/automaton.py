@@ -83,6 +83,7 @@ class SuffixAutomaton:
 
         While no run of the state goes on with `token`, give up the front of it: take `shorter`. `NOWHERE` if not even
         `token` alone is in the text. The cost is that of what was given up, so amortised O(1) for each token followed.
+        The text may have grown since `place` was found: `settle` it.
         """
         place = self.settle(place)
         while token not in self._next[place.state]:

@@ -146,7 +146,7 @@ def best_depths(hits: Floats, acceptances: Floats, cost: StepCost, most: int, ma
     The j-th guess for a sequence comes with the chance `hit`, takes one token of the step's width, and is worth
     acceptance ** j. So sort all guesses of all sequences by worth, and take as many from the front as give the best ratio
     of tokens to time: for any width no other choice has more tokens. All zero unless that is `margin` times as good as to
-    guess nothing.
+    guess nothing. `cost.of_checked` gives the time of each width, `cost.of_plain` that of a step without guesses.
     """
     num_seqs = len(hits)
     worth = acceptances[:, None] ** np.arange(1, most + 1)  # [S, most]

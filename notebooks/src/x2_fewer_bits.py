@@ -66,7 +66,7 @@ for name, parameters in (("embedded model", 5.8e6), ("Qwen3-0.6B", 0.6e9), ("Qwe
 # For a laptop, the third one in 16 bits is 8 GB and 6 tokens a second; in 4 bits it is 2 GB and 24. The fourth one fits one H200 in 16 bits, with little room for
 # requests, and in 4 bits many a gamer's card.
 #
-# ## The mini: quantise a layer in 45 lines
+# ## The mini: quantise a layer in 35 lines
 #
 # (It has the ideas of x2.1 and x2.5 in it. To find them yourself, read on from "Your turn" and come back.)
 #

@@ -29,6 +29,16 @@ class TestSearchScale:
         )
         worked_case("x2.6", scale, [2.0, 0.5], says)
 
+    def test_twenty_scalings_are_tried(self) -> None:
+        tried = set()
+
+        def rounding(w: torch.Tensor) -> torch.Tensor:
+            tried.add(round(float((w[0, 0] / w[0, 1]).log2()) * 5))  # 16^a is 2^(4 a)
+            return w.round()
+
+        search_scale(torch.ones(1, 2), torch.eye(2), torch.tensor([16.0, 1.0]), rounding)
+        assert tried == set(range(20)), f"a of 0, 0.05, ... 0.95, and not {sorted(a / 20 for a in tried)}"
+
     def test_never_worse_than_no_scaling(self) -> None:
         for seed in range(4):
             generator = torch.Generator().manual_seed(seed)
@@ -44,6 +54,19 @@ class TestSearchScale:
             scaled = output_error(rounding(w * scale) / scale - w, gram).sum()
             assert scaled < 0.8 * plain, "large inputs should have finer weights"
 
+    def test_all_outputs_count(self) -> None:
+        """Of the twenty scalings none has a smaller error, summed over the outputs."""
+        generator = torch.Generator().manual_seed(1)
+        w, x = torch.randn(8, 4, generator=generator) * 2, torch.randn(50, 4, generator=generator)
+        gram, magnitude = x.t() @ x / 50, torch.tensor([9.0, 1.0, 4.0, 2.0])
+
+        def error(scale: torch.Tensor) -> float:
+            return float(output_error(coarse(w * scale) / scale - w, gram).sum())
+
+        least = min(error(magnitude ** (step / 20) / 9 ** (step / 40)) for step in range(20))
+        found = error(search_scale(w, gram, magnitude, coarse))
+        assert found <= least * 1.001, f"the outputs are off by {found:.3g} in all; another scaling has {least:.3g}"
+
     def test_inputs_alike_need_no_scale(self) -> None:
         w = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
         scale = search_scale(w, torch.eye(8), torch.full((8,), 3.0), coarse)
@@ -52,7 +75,9 @@ class TestSearchScale:
     def test_an_input_that_never_occurs(self) -> None:
         """The others are scaled all the same."""
         w, gram = torch.randn(32, 3, generator=torch.Generator().manual_seed(0)), torch.diag(torch.tensor([64.0, 1, 0]))
-        scale = search_scale(w, gram, torch.tensor([8.0, 1.0, 0.0]), coarse)
+        magnitude = torch.tensor([8.0, 1.0, 0.0])
+        scale = search_scale(w, gram, magnitude, coarse)
+        assert magnitude.tolist() == [8.0, 1.0, 0.0], "`magnitude` has been changed: raise a copy"
         assert scale.isfinite().all() and (scale > 0).all(), "something is divided by each scale"
         plain, scaled = (output_error(coarse(w * s) / s - w, gram).sum() for s in (torch.ones(3), scale))
         assert scaled < 0.5 * plain, "one dead input has kept all others from being scaled"

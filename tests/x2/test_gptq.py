@@ -51,6 +51,14 @@ class TestRoundColumns:
         assert codes.tolist() == [[4, 4], [3, 3]] and codes.dtype == torch.uint8, "0.5 is one step of 0.5, two of 0.25"
         assert not errors.any(), "all of these can be expressed exactly"
 
+    def test_a_scale_of_16_bits_is_multiplied_in_32(self) -> None:
+        """5 steps of 1.0078125 are 5.0390625, which bfloat16 would round to 5.03125."""
+        scale = torch.full((1, 1), 1.0078125).bfloat16()
+        codes, errors = round_columns(torch.tensor([[5.0]]), torch.ones(1, 1), scale, EIGHT, bits=4)
+        assert codes.tolist() == [[13]] and errors.tolist() == [[-0.0390625]], (
+            "an error is a float32, and so is the product"
+        )
+
 
 class TestGptq:
     @pytest.mark.parametrize("symmetric", [True, False])
@@ -83,10 +91,15 @@ class TestGptq:
             inverse = torch.linalg.inv(damped[i:, i:])
             rest[:, i:] -= torch.outer(error, inverse[0] / inverse[0, 0])
 
-    def test_independent_inputs_leave_nothing_to_make_up_for(self) -> None:
-        w, _ = problem()
-        for ours, nearest in zip(gptq(w, torch.eye(64), 4, 32, True), quantize_groups(w, 4, 32, True), strict=True):
-            assert torch.equal(ours, nearest), "no input says anything of another, so GPTQ is rounding to nearest"
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_independent_inputs_leave_nothing_to_make_up_for(self, dtype: torch.dtype) -> None:
+        w = problem()[0].to(dtype)
+        found = zip(gptq(w, torch.eye(64), 8, 32, True), quantize_groups(w, 8, 32, True), strict=True)
+        for name, (ours, nearest) in zip(("codes", "scales", "zeros"), found, strict=True):
+            assert torch.equal(ours, nearest), (
+                f"no input says anything of another, so GPTQ is rounding to nearest; {name} of weights in {dtype} differ. "
+                "Are codes chosen with the scale that is returned?"
+            )
 
     def test_scales_come_in_the_dtype_of_the_weights(self) -> None:
         w, gram = problem()
@@ -98,8 +111,17 @@ class TestGptq:
         )
 
     def test_a_group_above_zero_keeps_a_zero_that_can_be_stored(self) -> None:
-        w, gram = problem()
-        assert gptq(w.abs(), gram, 4, 32, symmetric=False)[2].min() == 1, "a zero of 0 comes back as 16"
+        w = problem()[0].abs()
+        codes, scales, zeros = gptq(w, torch.eye(64), 4, 32, symmetric=False)
+        assert zeros.min() == 1, "a zero of 0 comes back as 16"
+        steps = (dequantize_groups(codes, scales, zeros) - w).abs() / scales.repeat_interleave(32, 1)
+        assert steps.max() < 1.1, (
+            f"a weight is off by {float(steps.max()):.1f} steps: codes must be chosen with the zero that is returned"
+        )
+
+    def test_a_group_size_that_does_not_divide_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="groups of 24 do not divide 64 inputs"):
+            gptq(*problem(), 4, 24, True)
 
     def test_the_largest_inputs_first(self) -> None:
         w, gram = problem()

@@ -58,7 +58,9 @@ class TestGroups:
         """But for the largest of a symmetric range and what a scale's own rounding adds."""
         w = seeded(6, 64, seed=bits).to(dtype)
         w[0, :5] = 0
+        before = w.clone()
         codes, scales, zeros = quantize_groups(w, bits, 16, symmetric)
+        assert torch.equal(w, before), "`w` has been changed, and the caller still needs it: work on a copy"
         assert codes.dtype == zeros.dtype == torch.uint8, "codes and zeros are bytes"
         assert int(codes.max()) < 2**bits and scales.dtype == dtype, "a code has so many bits; scales are kept as w is"
         back = dequantize_groups(codes, scales.float(), zeros)
@@ -66,13 +68,22 @@ class TestGroups:
         assert (moved <= 0.5 + SLACK[dtype]).all(), f"a number moved by {float(moved.max()):.2f} steps"
         assert (moved[0, :5] == 0).all(), "zero stays exactly zero"
 
-    def test_codes_fit_the_scale_that_is_kept(self) -> None:
-        """In float16 a scale is rounded; codes are chosen with what it has become."""
-        w = seeded(4, 32).half()
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_codes_fit_the_scale_that_is_kept(self, dtype: torch.dtype) -> None:
+        """In 16 bits a scale is rounded; zeros and codes are chosen with what it has become."""
+        w = seeded(64, 32).to(dtype)
         codes, scales, zeros = quantize_groups(w, 8, 32, symmetric=False)
         step = scales.float()
+        assert torch.equal(zeros.float(), (-w.float().amin(1, keepdim=True) / step).round()), (
+            "a zero is a code, too: it counts steps of the scale of 16 bits, from the low end to 0"
+        )
         nearest = ((w.float() / step).round() + zeros).clamp(0, 255)
         assert torch.equal(codes.float(), nearest), "codes belong to the scale of 16 bits, which is all that is stored"
+
+    def test_a_range_is_found_in_32_bits(self) -> None:
+        """From -60,000 to 60,000 is more than float16 can say; a step of it is not."""
+        scales, _ = find_scales(torch.tensor([[-60000.0, 60000.0]]).half(), 4, 2, symmetric=False)
+        assert scales.tolist() == [[8000.0]], "15 steps of 8,000: only the step is rounded to w's dtype"
 
     def test_a_group_of_zeros(self) -> None:
         codes, scales, zeros = quantize_groups(torch.zeros(2, 8), 4, 4, symmetric=False)
@@ -100,8 +111,11 @@ class TestGroups:
         back = dequantize_groups(codes, scales, zeros)
         assert back.dtype == torch.bfloat16, "in the dtype of the scales"
         assert back.tolist() == [[252.0, -3.0]], "code - zero is a whole number below 0 as well, and exact"
+        back = dequantize_groups(codes, torch.tensor([[1.09375]]).bfloat16(), torch.full_like(zeros, 100))
+        assert back.tolist() == [[170.0, -109.5]], (
+            "155 * 1.09375, rounded once; not the difference of two rounded products"
+        )
 
-
-def test_a_group_size_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="groups of 24 do not divide 64 inputs"):
-        quantize_groups(torch.zeros(2, 64), 4, 24, True)
+    def test_a_group_size_that_does_not_divide_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="groups of 24 do not divide 64 inputs"):
+            find_scales(torch.zeros(2, 64), 4, 24, True)

@@ -55,23 +55,26 @@ def test_each_code_of_a_word(place: int) -> None:
     assert got.tolist() == [[float(code - 8) for code in range(16)]], f"code {place} of a word is exact, less 8"
 
 
+@pytest.mark.parametrize("size", [32, 64])
 @pytest.mark.parametrize("kind", ["codes", "minimums"])
-def test_each_group_has_its_own_scale_and_zero(kind: str) -> None:
+def test_each_group_has_its_own_scale_and_zero(kind: str, size: int) -> None:
     """Two tokens, three outputs, three groups: the last ones are past a power of two."""
     generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 16, (3, 96), generator=generator).byte()
+    codes = torch.randint(0, 16, (3, 3 * size), generator=generator).byte()
     scales = torch.rand(3, 3, generator=generator) + 0.1
     zeros = torch.randint(0, 17, (3, 3), generator=generator).byte()
     minimums = torch.randn(3, 3, generator=generator)
-    x = torch.randn(2, 96, generator=generator)
-    scale = scales.double().repeat_interleave(32, 1)
+    x = torch.randn(2, 3 * size, generator=generator)
+    scale = scales.double().repeat_interleave(size, 1)
     if kind == "codes":
-        weight = (codes.double() - zeros.double().repeat_interleave(32, 1)) * scale
+        weight = (codes.double() - zeros.double().repeat_interleave(size, 1)) * scale
     else:
-        weight = codes.double() * scale + minimums.double().repeat_interleave(32, 1)
+        weight = codes.double() * scale + minimums.double().repeat_interleave(size, 1)
     got = product(x, codes, scales, zeros if kind == "codes" else minimums)
     expected = x.double() @ weight.t()
-    assert torch.allclose(got.double(), expected, rtol=1e-5, atol=1e-4), "a group's scale and zero are its own"
+    assert torch.allclose(got.double(), expected, rtol=1e-5, atol=1e-4), (
+        f"groups of {size}: each has a scale and zero of its own, and codes i + 1 meet inputs {size // 8} behind those of codes i"
+    )
 
 
 def test_a_norm_sees_x_before_its_factors() -> None:

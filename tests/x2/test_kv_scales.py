@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,13 +54,22 @@ def test_scales_leave_headroom_and_are_powers_of_two(largest: list[float]) -> No
 
 
 def test_each_layer_has_its_own() -> None:
-    found = scales_of([cache_of(7.0, 3.5), cache_of(3.5, 7.0).half()])
+    caches = [cache_of(-7.0, 3.5), cache_of(3.5, 7.0).half()]
+    found = scales_of(caches)
     assert found == [KVScales(1 / 32, 1 / 64), KVScales(1 / 64, 1 / 32)], "a pair for each layer, whatever its dtype"
+    assert caches[0].equal(cache_of(-7.0, 3.5)), "the cache has been changed: it is looked at, and then used"
+    assert type(found[0].key) is float, "a scale is a Python float, which kernels take as an argument"
 
 
-def test_a_cache_that_holds_nothing() -> None:
-    (scales,) = scales_of([torch.zeros(2, 1, 1, 1, 2)])
-    assert 0 < scales.key == scales.value, "a number is divided by its scale: it may not be 0"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_cache_that_holds_nothing(dtype: torch.dtype) -> None:
+    (scales,) = scales_of([torch.zeros(2, 1, 1, 1, 2, dtype=dtype)])
+    assert 0 < scales.key == scales.value, "a number is divided by its scale: it may not be 0, as 2^-40 is in float16"
+
+
+def test_twice_the_largest_is_too_much_for_16_bits() -> None:
+    (scales,) = scales_of([cache_of(60000.0, 1.75).half()])
+    assert scales == KVScales(512.0, 1 / 128), "2 * 60,000 / 448 is 268, and float16 ends at 65,504: reckon in float32"
 
 
 def test_what_is_too_large_becomes_the_largest() -> None:

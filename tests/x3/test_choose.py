@@ -98,8 +98,9 @@ class TestBestDepths:
             )
 
         found = best_depths(hits, acceptances, cost, 3)
-        assert speed(tuple(found)) >= max(map(speed, product(range(4), repeat=len(rows)))) - 1e-9, (
-            f"{found} is not the fastest"
+        best = max(product(range(4), repeat=len(rows)), key=speed)
+        assert speed(tuple(found)) >= speed(best) - 1e-9, (
+            f"{found} gives {speed(tuple(found)):.3f} tokens a second, {list(best)} gives {speed(best):.3f}"
         )
 
 

@@ -1,0 +1,18 @@
+"""Moves on by 4 inputs from codes i to codes i + 1: GROUP / 8 is 4 in groups of 32, and in no other ones."""
+
+
+@triton.jit
+def multiply_chunk(
+    words, x_ptr, columns_ptr, stride_x, inside, squares, exponent, GROUP: tl.constexpr, NORM: tl.constexpr
+):
+    LINES: tl.constexpr = words.shape[0]
+    sums, x_sums = zeros(len(squares), LINES, words.shape[1], 4), zeros(len(squares), 1, words.shape[1], 4)
+    for i in tl.static_range(8):
+        xs = load_tokens(x_ptr + 4 * i, stride_x, inside, len(squares))
+        if NORM:
+            squares = add_squares(squares, xs, tl.float32)
+        if columns_ptr is not None:
+            xs = times(xs, tl.load(columns_ptr + 4 * i, mask=inside, other=0).to(tl.float32))
+        sums = add_products(sums, code(words, i, exponent), xs, tl.float32)
+        x_sums = add_all(x_sums, xs)
+    return sums, x_sums, squares
