@@ -95,9 +95,7 @@ def test_kernels_round_as_torch_does(dtype: torch.dtype, factor: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("case", "kind"),
-    [*product(CASES[:8], ["unscaled", "scaled"]), (CASES[4], "with an offset")],
-    ids=str,
+    ("case", "kind"), [*product(CASES[:8], ["unscaled", "scaled"]), (CASES[4], "with an offset")], ids=str
 )
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_stores_8_bits_and_attends_over_them(name: str, case: Case, kind: str, dtype: torch.dtype) -> None:

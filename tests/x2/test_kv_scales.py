@@ -33,13 +33,7 @@ def test_a_worked_case() -> None:
         "0.7": encode(torch.tensor([0.7]), scales.value_factor).float(),
         "1000": encode(torch.tensor([1000.0]), scales.key_factor).float(),
     }
-    expected = {
-        "scale of keys": 0.125,
-        "scale of values": 0.00390625,
-        "-24": [-192.0],
-        "0.7": [176.0],
-        "1000": [448.0],
-    }
+    expected = {"scale of keys": 0.125, "scale of values": 0.00390625, "-24": [-192.0], "0.7": [176.0], "1000": [448.0]}
     worked_case("x2.4", got, expected, says)
 
 

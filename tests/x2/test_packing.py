@@ -60,10 +60,7 @@ class TestPlanes:
         )
         got = {"words": in_hex(words), "unpacked": packing.unpack_planes(words, 16)}
         worked_case(
-            "x2.2 planes",
-            got,
-            {"words": ["eca86420", "fdb97531", "13579bdf", "02468ace"], "unpacked": codes},
-            says,
+            "x2.2 planes", got, {"words": ["eca86420", "fdb97531", "13579bdf", "02468ace"], "unpacked": codes}, says
         )
 
     @settings(max_examples=10)

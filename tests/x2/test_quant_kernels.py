@@ -53,8 +53,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("tokens", "outputs", "inputs", "block"),
-    [(1, 5, 48, None), (2, 6, 1072, (2, 16)), (4, 4, 96, (2, 32))],
+    ("tokens", "outputs", "inputs", "block"), [(1, 5, 48, None), (2, 6, 1072, (2, 16)), (4, 4, 96, (2, 32))]
 )
 def test_few_tokens(kind: str, dtype: torch.dtype, tokens: int, outputs: int, inputs: int, block: object) -> None:
     """Alone, and with all that comes before and after it; some rows and units are past the end."""
@@ -133,8 +132,7 @@ def test_numbers_of_any_size_survive_as_halves() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("tokens", "outputs", "inputs", "block"),
-    [(3, 40, 80, None), (20, 33, 256, (16, 128)), (70, 64, 96, (1, 32))],
+    ("tokens", "outputs", "inputs", "block"), [(3, 40, 80, None), (20, 33, 256, (16, 128)), (70, 64, 96, (1, 32))]
 )
 def test_some_tokens(kind: str, dtype: torch.dtype, tokens: int, outputs: int, inputs: int, block: object) -> None:
     codes, weight = made_up(kind, outputs, inputs, block)

@@ -36,10 +36,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
         quantize_8(E4M3, "weight_scale", None, per_tensor=True),
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["re:.*lm_head"]},
     ),
-    "fp8 channel": (
-        quantize_8(E4M3, "weight_scale", None),
-        compressed(8, "float", "float-quantized", "channel"),
-    ),
+    "fp8 channel": (quantize_8(E4M3, "weight_scale", None), compressed(8, "float", "float-quantized", "channel")),
     "int8 channel": (quantize_8(torch.int8, "weight_scale", None), compressed(8, "int", "int-quantized", "channel")),
     "int8 packed": (
         packed(quantize_8(torch.int8, "weight_scale", None)),
@@ -227,10 +224,7 @@ class TestAsked:
 
 
 ALIGNED = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "hidden_size": 32, "intermediate_size": 48}
-FP8_WIDE = (
-    quantize_8(E4M3, "weight_scale_inv", (16, 16)),
-    {"quant_method": "fp8", "weight_block_size": [16, 16]},
-)
+FP8_WIDE = (quantize_8(E4M3, "weight_scale_inv", (16, 16)), {"quant_method": "fp8", "weight_block_size": [16, 16]})
 
 
 @pytest.mark.parametrize("kind", ["blocks", "channel"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from folovllm.spec.proposer import Proposer, RowState
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint
 from tests.workloads import MAX_MODEL_LEN, Request, serve
 
+seen = attrgetter("text", "finish_reason", "stop_reason")
 CHANCES = {"right": 1.0, "wrong": 0.0, "often": 0.7}
 
 
@@ -39,14 +41,8 @@ def make_proposer(kind: str, prompts: Sequence[Sequence[int]], answers: Sequence
 
 def make_engine(**overrides: Any) -> LLMEngine:
     """An engine over a tiny model, with the loop that its configuration asks for."""
-    fields: dict[str, Any] = {
-        "model": str(tiny_checkpoint()),
-        "max_model_len": MAX_MODEL_LEN,
-        "device": "cpu",
-        "use_tqdm": False,
-    }
-    fields["num_kv_blocks"] = 400
-    return build.make_engine(EngineConfig(**{**fields, **overrides}))
+    fields: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False, "num_kv_blocks": 400}
+    return build.make_engine(EngineConfig(**{"model": str(tiny_checkpoint()), **fields, **overrides}))
 
 
 def guessing(proposer: Proposer, k: int = 3) -> dict[str, Any]:
@@ -79,17 +75,19 @@ class Pair:
         proposer = make_proposer(kind, [request.prompt for request in self.requests], answers)
         return make_engine(**{**self.fields, **more, **guessing(proposer, k)})
 
+    def share_of_equal(self, outputs: Sequence[RequestOutput]) -> float:
+        """How many of the answers have the same text."""
+        answers = ([one.text for output in some for one in output.outputs] for some in (outputs, self.plain))
+        same = [one == other for one, other in zip(*answers, strict=True)]
+        return sum(same) / len(same)
+
     def check(self, outputs: Sequence[RequestOutput]) -> None:
         """All that a user sees is the same."""
         for output, plain in zip(outputs, self.plain, strict=True):
             assert len(output.outputs) == len(plain.outputs)
             for one, other in zip(output.outputs, plain.outputs, strict=True):
                 assert [*one.token_ids] == [*other.token_ids]
-                assert (one.text, one.finish_reason, one.stop_reason) == (
-                    other.text,
-                    other.finish_reason,
-                    other.stop_reason,
-                )
+                assert seen(one) == seen(other)
                 assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
                 assert_close(one.logprobs, other.logprobs)
             assert_close(output.prompt_logprobs, plain.prompt_logprobs)

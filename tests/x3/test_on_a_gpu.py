@@ -28,13 +28,7 @@ def test_texts_agree_until_rounding_decides(fields: dict[str, object], backend: 
     except BackendUnavailable as error:
         pytest.skip(str(error))
     engine = pair.engine(guesses)
-    outputs = serve(engine, requests)
-    answers = [
-        (one.text, other.text)
-        for output, plain in zip(outputs, pair.plain, strict=True)
-        for one, other in zip(output.outputs, plain.outputs, strict=True)
-    ]
-    assert sum(one == other for one, other in answers) >= 0.9 * len(answers)
+    assert pair.share_of_equal(serve(engine, requests)) >= 0.9
     assert speculation_of(engine).num_guessed > 50
 
 
@@ -44,13 +38,7 @@ def test_forms_and_filters_are_drawn_at_once(num_seqs: int) -> None:
     fields = {"milestone": "m6", "device": "cuda", "dtype": "float32", "max_num_seqs": num_seqs}
     pair = Pair.of(without_memory() * 3, **fields)
     engine = pair.engine("right", k=7)
-    outputs = serve(engine, pair.requests)
-    answers = [
-        (one.text, other.text)
-        for output, plain in zip(outputs, pair.plain, strict=True)
-        for one, other in zip(output.outputs, plain.outputs, strict=True)
-    ]
-    assert sum(one == other for one, other in answers) >= 0.9 * len(answers)
+    assert pair.share_of_equal(serve(engine, pair.requests)) >= 0.9
     assert speculation_of(engine).num_accepted > 50
 
 
