@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,3 +50,14 @@ class EngineSetup:
     def with_hf_config(self, hf_config: Any) -> EngineSetup:
         """The same for another model, a rank's part say."""
         return replace(self, hf_config=hf_config)
+
+
+def plain(setup: EngineSetup) -> EngineSetup:
+    """The set-up as it can be sent: without what may not exist in another process.
+
+    That is a class of the model's own, and a proposer of the user's, for which a name stands: it guesses where the scheduler is.
+    """
+    config, hf_config = setup.config, SimpleNamespace(**setup.hf_config.to_dict())
+    if (speculation := config.speculation) is not None and not speculation.methods:
+        config = replace(config, speculative_config=replace(speculation, method="ngram"))
+    return replace(setup, config=config, hf_config=hf_config)

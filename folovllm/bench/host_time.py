@@ -28,6 +28,7 @@ R = TypeVar("R")
 
 BATCHES = (1, 256)
 PROMPT, STEPS, SETTLE = 16, 32, 4  # tokens of a prompt; steps that count, and those before them that do not
+FEWEST = 3  # steps that must count
 MOST_SECONDS = 2.0  # then fewer steps have to do
 
 
@@ -123,23 +124,26 @@ class StepTime:
 def step_times(engine: LLMEngine, batches: tuple[int, ...] = BATCHES) -> list[StepTime]:
     """Time decode steps of as many sequences as `batches` says, or as the engine serves at once; contexts are short.
 
+    A size is left out where right guesses reach the end of the context in fewer than `FEWEST` steps.
+
     The engine must be idle, and is so afterwards.
     """
     sizes = dict.fromkeys(min(size, _room(engine)) for size in batches)
-    return [_step_time(engine, size) for size in sizes]
+    return [time for size in sizes if (time := _step_time(engine, size)) is not None]
 
 
 def _room(engine: LLMEngine) -> int:
     """Return how many sequences can decode together without a preemption."""
-    setup, num_blocks = engine.setup, engine.executor.num_kv_blocks
+    setup, num_blocks, guesses = engine.setup, engine.executor.num_kv_blocks, engine.setup.config.speculation
     if not num_blocks:  # caches that grow
         return setup.max_num_seqs
     first_steps = -(-setup.max_num_seqs * PROMPT // setup.max_num_batched_tokens)  # until all prompts are computed
-    tokens = min(setup.max_model_len, PROMPT + first_steps + SETTLE + STEPS + 2)
+    most = 1 + (guesses.num_speculative_tokens if guesses else 0)  # tokens of a sequence in a step
+    tokens = min(setup.max_model_len, PROMPT + most * (first_steps + SETTLE + STEPS + 2))
     return max(1, min(setup.max_num_seqs, num_blocks // -(-tokens // setup.block_size)))
 
 
-def _step_time(engine: LLMEngine, num_seqs: int) -> StepTime:
+def _step_time(engine: LLMEngine, num_seqs: int) -> StepTime | None:
     clock, times = WaitClock(), list[tuple[float, float]]()
     params = SamplingParams(temperature=0.6, max_tokens=None, ignore_eos=True)
     names = [f"step time {i}" for i in range(num_seqs)]
@@ -149,13 +153,16 @@ def _step_time(engine: LLMEngine, num_seqs: int) -> StepTime:
     with watched(engine, clock):
         _until_all_decode(engine, num_seqs)
         end = time.perf_counter() + MOST_SECONDS
-        while len(times) < STEPS and (len(times) < 3 or time.perf_counter() < end):
+        while len(times) < STEPS and (len(times) < FEWEST or time.perf_counter() < end):
             start, clock.seconds = time.perf_counter(), 0.0
             engine.step()
+            if engine.get_num_unfinished_requests() < num_seqs:
+                break
             times.append((time.perf_counter() - start - clock.seconds, clock.seconds))
-        for name in names:
-            engine.abort_request(name)
+        engine.abort_request(names)
         engine.step()  # takes in what is in flight
+    if len(times) < FEWEST:
+        return None
     host, waiting = (statistics.median(column) for column in zip(*times, strict=True))
     return StepTime(num_seqs, host, waiting)
 
@@ -163,7 +170,7 @@ def _step_time(engine: LLMEngine, num_seqs: int) -> StepTime:
 def _until_all_decode(engine: LLMEngine, num_seqs: int) -> None:
     decodes, log = 0, StepLog()
     engine.subscribe(log)
-    while decodes < SETTLE:
+    while decodes < SETTLE and engine.get_num_unfinished_requests() == num_seqs:
         engine.step()
-        decodes += sum(step.num_decode_tokens == num_seqs == step.num_tokens for step in log.take())
+        decodes += sum(step.running == num_seqs and not step.num_prefill_tokens for step in log.take())
     engine.unsubscribe(log)

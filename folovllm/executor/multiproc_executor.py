@@ -7,10 +7,9 @@ import subprocess
 import tempfile
 import time
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -28,7 +27,7 @@ from folovllm.executor.messages import (
 from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.executor.rank import Assignment, Failure, MakeRank, Ready, spin_seconds
 from folovllm.executor.ring import Ring, wait_for
-from folovllm.setup import EngineSetup
+from folovllm.setup import EngineSetup, plain
 from folovllm.step.masks import Masks
 from folovllm.step.packed import Int32, PackedStep
 from folovllm.step.schedule import StepResult
@@ -167,8 +166,7 @@ class Ranks:
         process = subprocess.Popen(command, env=environment, pass_fds=fds, stdin=subprocess.DEVNULL)
         child.close()
         threads = max(1, torch.get_num_threads() // self.size)
-        plain = replace(setup, hf_config=SimpleNamespace(**setup.hf_config.to_dict()))  # a rank needs no transformers
-        parent.send(Assignment(plain, rank, self._meeting.path, *fds[1:3], threads, self._make_rank))
+        parent.send(Assignment(plain(setup), rank, self._meeting.path, *fds[1:3], threads, self._make_rank))
         return Rank(process, parent)
 
     def _wait_until_ready(self, rank: Rank) -> Ready:

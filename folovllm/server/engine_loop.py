@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 from folovllm.config import EngineConfig
@@ -14,7 +12,7 @@ from folovllm.events import Event, Listener
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.digest import Digest
 from folovllm.server.messages import Abort, Add, Failure, News, Ready, Refused, Step, Stop, Work
-from folovllm.setup import EngineSetup
+from folovllm.setup import EngineSetup, plain
 
 logger = logging.getLogger("folovllm")
 
@@ -149,8 +147,3 @@ class EngineLoop:
         self._events.clear()
         deltas, queue_times = self._digest.take()
         return Step(deltas, self._digest.load, refused or [], queue_times)
-
-
-def plain(setup: EngineSetup) -> EngineSetup:
-    """The set-up as it can be sent: a class of the model's own may not exist in another process."""
-    return replace(setup, hf_config=SimpleNamespace(**setup.hf_config.to_dict()))

@@ -119,6 +119,7 @@ class Failure(msgspec.Struct, array_like=True, tag=True, frozen=True):
     is_user_error: bool = False  # a ValueError while it was built, whose sentence says what to do
 
 
+NOT_SENT = 'the configuration, or a proposer in it, does not exist in the engine\'s process: take transport="thread"'
 Work = Add | Abort | Stop
 Command = Work | Watch | Pace | AskExperts
 News = Ready | Step | Seen | ExpertLoad | Failure

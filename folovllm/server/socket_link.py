@@ -9,7 +9,7 @@ from collections import deque
 
 from folovllm.build import make_engine
 from folovllm.server.engine_loop import run_engine
-from folovllm.server.messages import Command, Frames, News, Stop, decode_command, encode, frame
+from folovllm.server.messages import NOT_SENT, Command, Failure, Frames, News, Stop, decode_command, encode, frame
 from folovllm.server.watched import MakeWatchable, WatchedLink
 
 CHUNK = 1 << 20
@@ -18,7 +18,11 @@ CHUNK = 1 << 20
 def serve_socket(fd: int, make_engine: MakeWatchable = make_engine) -> bool:
     """Build the engine that the first message describes, and serve it. Returns whether it ended as it was told to."""
     connection = SocketLink(socket.socket(fileno=fd))
-    config, link = pickle.loads(connection.first()), WatchedLink(connection)
+    try:
+        config, link = pickle.loads(connection.first()), WatchedLink(connection)
+    except (AttributeError, ImportError) as error:  # a class of the user's main program, say
+        connection.send(Failure(f"{NOT_SENT} ({error})", True))
+        return False
     return run_engine(config, link, link.making(make_engine))
 
 

@@ -16,7 +16,7 @@ from folovllm.build import make_engine
 from folovllm.children import import_path, python_command
 from folovllm.config import EngineConfig
 from folovllm.server.engine_loop import run_engine
-from folovllm.server.messages import Command, Failure, Frames, News, Stop, decode_news, encode, frame
+from folovllm.server.messages import NOT_SENT, Command, Failure, Frames, News, Stop, decode_news, encode, frame
 from folovllm.server.watched import MakeWatchable, WatchedLink
 
 Deliver = Callable[[News], None]
@@ -105,7 +105,11 @@ class ProcessTransport:
         return None if self._process is None else self._process.pid
 
     async def start(self, config: EngineConfig, deliver: Deliver) -> None:
-        """As `Transport` has it."""
+        """As `Transport` has it. Raises ValueError if `config` cannot be sent, with a proposer of the user's in it say."""
+        try:
+            first = frame(pickle.dumps(config))
+        except Exception as error:
+            raise ValueError(f"{NOT_SENT} ({error})") from error
         here, there = socket.socketpair()
         with there:
             for end in (here, there):
@@ -118,7 +122,7 @@ class ProcessTransport:
         protocol = _Receiver(deliver, self._process)
         loop = asyncio.get_running_loop()
         self._writer, _ = await loop.create_unix_connection(lambda: protocol, sock=here)
-        self._writer.write(frame(pickle.dumps(config)))
+        self._writer.write(first)
 
     def send(self, command: Command) -> None:
         """As `Transport` has it."""

@@ -43,6 +43,16 @@ def test_every_engine_tells_its_own_time_from_the_devices(preset: dict[str, Any]
     engine.close()
 
 
+@pytest.mark.parametrize(("k", "length", "sizes"), [(2, 128, [1, 4]), (16, 64, [])])
+def test_guesses_that_are_always_right(k: int, length: int, sizes: list[int]) -> None:
+    """No step has one token of each sequence then, and a short context ends soon."""
+    draft = {"method": "draft_model", "model": str(tiny_checkpoint()), "num_speculative_tokens": k, "adaptive": False}
+    engine = engine_of(milestone="m6", max_num_seqs=4, speculative_config=draft, max_model_len=length)
+    assert [time.num_seqs for time in step_times(engine)] == sizes
+    assert_nothing_left(engine)
+    engine.close()
+
+
 def test_a_slow_model_is_waited_for_and_a_slow_scheduler_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """20 ms more in one or the other, and only that figure grows."""
 

@@ -1,8 +1,32 @@
-"""Steps are values, so ranks need to know nothing of guesses."""
+"""Steps are values, so ranks and other processes need to know nothing of guesses, nor of who makes them."""
 
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from folovllm.sampling_params import SamplingParams
+from folovllm.server.async_engine import AsyncEngine
+from folovllm.spec.proposer import Proposer
 from tests.workloads import serve
-from tests.x3.engines import speculation_of
+from tests.x3.engines import Anything, guessing, make_engine, make_proposer, speculation_of
 from tests.x3.test_lossless import demanding_pair
+
+
+class Rooted(Anything):
+    """Cannot be sent anywhere, as one that holds a lock or a file."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot pickle me")
+
+
+class Unknown(Anything):
+    """Can be sent, and is known nowhere else, as a class of somebody's main program."""
+
+
+Unknown.__module__ = "__main__"
 
 
 def test_two_ranks() -> None:
@@ -13,3 +37,29 @@ def test_two_ranks() -> None:
         assert speculation_of(engine).num_accepted > 20
     finally:
         engine.close()
+
+
+def test_ranks_do_not_see_the_proposer() -> None:
+    pair = demanding_pair("m6")
+    engine = make_engine(**pair.fields, tensor_parallel_size=2, **guessing(Rooted()))
+    try:
+        pair.check(serve(engine, pair.requests))
+        assert speculation_of(engine).num_guessed > 20
+    finally:
+        engine.close()
+
+
+async def answer(proposer: Proposer, transport: str) -> list[int]:
+    fields = {**demanding_pair("m6").fields, **guessing(proposer)}
+    async with AsyncEngine(model="stories-5m", transport=transport, **fields) as engine:
+        params = SamplingParams(temperature=0, max_tokens=9)
+        return [list(output.outputs[0].token_ids) async for output in engine.generate("Once", params)][-1]
+
+
+def test_a_proposer_stays_in_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = asyncio.run(answer(make_proposer("random", [], []), "thread"))
+    assert asyncio.run(answer(Rooted(), "thread")) == plain
+    monkeypatch.setattr("__main__.Unknown", Unknown, raising=False)
+    for proposer in (Rooted(), Unknown()):
+        with pytest.raises(ValueError, match='does not exist in the engine\'s process: take transport="thread"'):
+            asyncio.run(answer(proposer, "process"))
