@@ -6,7 +6,6 @@ from typing import Any
 
 from folovllm.engine.scheduler import Scheduler, TokensOfStep
 from folovllm.request import Sequence
-from folovllm.step.schedule import SchedulerOutput
 
 
 class OverlapScheduler(Scheduler):
@@ -16,13 +15,11 @@ class OverlapScheduler(Scheduler):
         super().__init__(
             tokens_of_step=lambda seq, budget: 0 if will_finish(seq) else tokens_of_step(seq, budget), **rest
         )
-        self.made_room = False
 
-    def schedule(self) -> SchedulerOutput:
-        """As `Scheduler`; notes whether a sequence gave way, so that the next step has room."""
-        output = super().schedule()
-        self.made_room = bool(output.preempted)
-        return output
+    @property
+    def made_room(self) -> bool:
+        """Whether a sequence gave way when a step was scheduled last, so that the next one has room."""
+        return self._rows.made_room
 
     def must_wait(self) -> bool:
         """Whether the next step can be scheduled only after the tokens in flight have arrived.

@@ -36,6 +36,7 @@ class Rows:
         self.events = Events() if events is None else events
         self.waiting = waiting  # the sequences that wait for a row
         self.num_steps = 0  # planned so far
+        self.made_room = False  # whether a sequence gave way in the last plan
         self._free = list(reversed(range(num_rows)))
         self._rows: dict[int, Row] = {}  # by seq_id
 
@@ -112,6 +113,7 @@ class Plan:
         if self._rows.events.on:
             self._report(output)
         self._rows.num_steps += bool(self._shares)
+        self._rows.made_room = bool(self.preempted)
         return output
 
     def _report(self, output: SchedulerOutput) -> None:

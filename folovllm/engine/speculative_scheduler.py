@@ -58,9 +58,6 @@ class SpeculativeScheduler(Scheduler):
     gets a name. A step never preempts for a guess: where room or budget is short, fewer are checked.
     """
 
-    # Parents of an idle step are asked by name: to look one up takes longer than all else that such a step does.
-    _plain: type[Scheduler] = Scheduler
-
     def __init__(self, *, speculation: Speculation, **rest: Any) -> None:
         super().__init__(**rest)
         self.speculation = speculation
@@ -80,14 +77,17 @@ class SpeculativeScheduler(Scheduler):
         self.speculation.wake(seq, self._rows.num_steps)
 
     def schedule(self) -> SchedulerOutput:
-        """As `Scheduler`. Sequences with guesses come behind other decodes, which have a kernel of their own."""
+        """As `Scheduler`. Sequences with guesses come behind other decodes, which have a kernel of their own.
+
+        Parents are asked by name: to look one up takes longer than all else that an idle step does here.
+        """
         number = self._rows.num_steps
         if number < self.speculation.idle_until:
-            return self._plain.schedule(self)
+            return Scheduler.schedule(self)
         guesses = self.speculation.guess(self.running, self._num_draws - len(self.running), number)
         if guesses or self._rows.guesses:
             self._expect(self._fitting(guesses))
-        output = super().schedule()
+        output = Scheduler.schedule(self)
         if output.shares:
             self._under_way.append((number, num_guessed(output) if guesses else NO_GUESSES))
             self.speculation.began(output)
@@ -106,19 +106,22 @@ class SpeculativeScheduler(Scheduler):
 
         So each token meets the same checks, and its K/V becomes known to the cache at the same moment, as without guesses.
         """
-        num_running, number = len(self.running), self._num_taken
-        self._num_taken += 1
-        if not self._under_way or self._under_way[0][0] != number:
-            updated = Scheduler.postprocess(self, drawn)
-        else:
+        num_running = len(self.running)
+        if self._under_way and self._under_way[0][0] == self._num_taken:
             updated = self._take_in(drawn, self._under_way.popleft()[1])
+        else:
+            updated = Scheduler.postprocess(self, drawn)
+        self._num_taken += 1
         if len(self.running) < num_running:
-            self.speculation.finish([seq for seq in updated if seq.status.is_finished])
-            if self.waiting:
-                self.speculation.wake(self.waiting[0], self._rows.num_steps)
-            elif not self.running:
-                self.speculation.pause()
+            self._tell_of_ends(updated)
         return updated
+
+    def _tell_of_ends(self, updated: list[Sequence]) -> None:
+        self.speculation.finish([seq for seq in updated if seq.status.is_finished])
+        if self.waiting:
+            self.speculation.wake(self.waiting[0], self._rows.num_steps)
+        elif not self.running:
+            self.speculation.pause()
 
     def _take_in(self, drawn: Iterable[tuple[Sequence, list[int]]], checked: dict[int, int]) -> list[Sequence]:
         """The tokens of a step that is not idle; `checked`: its guesses."""
@@ -189,8 +192,6 @@ class SpeculativeScheduler(Scheduler):
 
 class SpeculativeOverlapScheduler(SpeculativeScheduler, OverlapScheduler):
     """The same behind overlapped steps. Nothing is scheduled behind a step with guesses until it is known what came of them."""
-
-    _plain = OverlapScheduler
 
     def must_wait(self) -> bool:
         """As `OverlapScheduler`. Steps without guesses overlap as ever."""

@@ -176,7 +176,7 @@ class GraphRunner:
     def _start(self, step: PackedStep) -> PendingStep:
         """Start a step that computes and draws at once."""
         if step.is_decode and not step.is_special:
-            return self._pending(self._replay(step, self._decode))
+            return self._sent(self._replay(step, self._decode))
         computed = self._compute(step)
         self._draw_step(computed, step.is_special)
         return self._pending(computed)
@@ -200,7 +200,11 @@ class GraphRunner:
         return Computed(step, self._logits_of(graph.static_input), graph.static_input)
 
     def _pending(self, computed: Computed) -> PendingStep:
-        """Send the tokens and log-probabilities of a step that has drawn on their way to the host."""
+        """What will have the result of a step that has drawn."""
+        return self._sent(computed)
+
+    def _sent(self, computed: Computed) -> PendingStep:
+        """Send a token for each share, and their log-probabilities, on their way to the host."""
         step, logits = computed.step, computed.logits
         logprobs = self._gather_logprobs(logits, step) if step.logprobs.size else None
         tokens, arrived = self._tokens_out.to_host(self._tokens[: step.num_seqs])

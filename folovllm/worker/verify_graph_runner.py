@@ -213,9 +213,9 @@ class VerifyingGraphRunner(GraphRunner):
 
     def _pending(self, computed: Computed) -> PendingStep:
         if not isinstance(computed, CheckedStep):
-            return super()._pending(computed)
+            return self._sent(computed)
         drawn = computed if computed.scores is None else replace(computed, scores=None)
-        return PendingGuesses(super()._pending(drawn), computed, self._drafted)
+        return PendingGuesses(self._sent(drawn), computed, self._drafted)
 
 
 def spread(step: PackedStep, draws: Draws) -> PackedStep:
