@@ -22,7 +22,11 @@ _numbers = itertools.count()
 
 
 class SequenceStatus(Enum):
-    """WAITING -> RUNNING -> one of FINISHED_*; preemption leads back from RUNNING to WAITING."""
+    """WAITING -> RUNNING -> one of FINISHED_*; preemption leads back from RUNNING to WAITING.
+
+    Attributes:
+        is_finished: whether nothing more will happen to the sequence. It is asked several times a token.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -30,10 +34,8 @@ class SequenceStatus(Enum):
     FINISHED_LENGTH = "length"
     FINISHED_ABORTED = "abort"
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether nothing more will happen to the sequence."""
-        return self not in (SequenceStatus.WAITING, SequenceStatus.RUNNING)
+    def __init__(self, name: str) -> None:
+        self.is_finished = name not in ("waiting", "running")
 
 
 @dataclass(slots=True, frozen=True)

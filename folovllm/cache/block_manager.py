@@ -34,7 +34,7 @@ class BlockManager(KVCacheManager):
             if not self.can_allocate(seq, num_new_tokens):
                 return False
             self.allocate(seq, num_new_tokens)
-        else:
+        elif self._num_missing(seq, num_new_tokens):  # most decodes lack none
             if not self.can_append(seq, num_new_tokens):
                 return False
             self.may_append(seq, num_new_tokens)

@@ -247,7 +247,7 @@ class PrefixCachingBlockManager(BlockManager):
     def publish(self, seq: Sequence) -> None:
         """Name the blocks whose tokens are known and whose K/V is written, now or by a step that is on its way."""
         num_full = min(seq.num_computed_tokens, seq.num_tokens) // self.block_size
-        if num_full > len(notes_of(seq).serials):
+        if num_full > (0 if seq.prefix is None else len(seq.prefix.serials)):
             self.prefix_cache.publish(seq, [self.blocks[i] for i in seq.block_table[:num_full]])
 
     def free(self, seq: Sequence) -> None:

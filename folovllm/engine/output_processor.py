@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PromptLogprobs = list[dict[int, TokenLogprob] | None] | None
+IS_FINISHED = attrgetter("status.is_finished")  # of a sequence; asked of each at each step
 
 
 class Piece(NamedTuple):
@@ -81,7 +82,7 @@ class RequestState:
     @property
     def finished(self) -> bool:
         """Whether all answers are over."""
-        return all(seq.status.is_finished for seq in self.seqs)
+        return all(map(IS_FINISHED, self.seqs))
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs:

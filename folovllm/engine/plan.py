@@ -7,10 +7,14 @@ from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+import numpy as np
+
 from folovllm.events import Events, Refused, StepBegan
 from folovllm.request import Sequence
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput, Scores, Share
+
+NO_TOKENS = np.empty(0, np.int32)  # of a share whose one token is in flight
 
 
 @dataclass(slots=True)
@@ -63,7 +67,7 @@ class Rows:
             new_blocks, row.num_sent = tuple(table[num_sent:]), len(table)
         end = start + num_new_tokens
         num_draws = int(end >= seq.num_tokens)  # the last token that the host knows, or one that is in flight
-        tokens = seq.tokens(start, end)
+        tokens = seq.tokens(start, end) if start < seq.num_tokens else NO_TOKENS
         scores = None if seq.request.params.prompt_logprobs is None else scores_of(seq, start, end)
         return Share(
             seq.seq_id, row.number, start, num_new_tokens, tokens, new_blocks, num_sent, num_draws, draw, scores

@@ -32,6 +32,8 @@ def resolve_model(name: str) -> Path:
     Raises:
         ValueError: there is no such folder and the hub cannot give it.
     """
+    if not name:
+        raise ValueError('a model has no name: give a folder, a hub id, or an embedded one, say "stories-5m"')
     if (ASSETS / name / "config.json").is_file():
         return ASSETS / name
     if name in ("smollm2", "smollm2-gguf"):

@@ -256,6 +256,12 @@ def test_broken_models(folder: Path, damage: Callable[[Path], Any], says: str, m
         LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
 
 
+def test_no_name_is_not_the_folder_that_we_are_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match="a model has no name"):
+        LLM("", milestone="m1", use_tqdm=False)
+
+
 def test_a_name_that_is_nearly_one_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub's own message has several lines; ours has one, and the name that was meant before it."""
 
