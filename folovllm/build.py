@@ -192,7 +192,8 @@ def tokens_of_step(config: EngineConfig) -> TokensOfStep:
     """How much of a prompt a step takes: all of it (M2), or what the budget has left (M5)."""
     if not config.enable_chunked_prefill:
         return whole_prompt
-    return partial(chunk, threshold=config.long_prefill_token_threshold)
+    threshold = config.long_prefill_token_threshold
+    return partial(chunk, threshold=threshold) if threshold else chunk
 
 
 def make_executor(setup: EngineSetup, drafted: DraftTokens | None = None) -> Executor:

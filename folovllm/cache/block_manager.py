@@ -123,7 +123,7 @@ class BlockManager(KVCacheManager):
     def _num_missing(self, seq: Sequence, num_new_tokens: int) -> int:
         """Blocks that the table lacks to cover the next tokens."""
         needed = -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size)
-        return max(0, needed - len(seq.block_table))
+        return needed - len(seq.block_table) if needed > len(seq.block_table) else 0
 
     def _take(self) -> int:
         """A free block's id; the block now has one owner."""

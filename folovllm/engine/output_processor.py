@@ -62,22 +62,22 @@ class OutputProcessor:
 
 
 class RequestState:
-    """A request that is being served, and the part of it that was reported."""
+    """A request that is being served, and the part of it that was reported.
+
+    Attributes:
+        streams: whether there are outputs before the last.
+    """
 
     def __init__(self, request_id: str, seqs: list[Sequence], kind: RequestOutputKind, arrival: float) -> None:
         self.request_id = request_id
         self.seqs = seqs
         self.metrics = RequestMetrics(arrival, num_prompt_tokens=seqs[0].num_prompt_tokens)
         self._kind = kind
+        self.streams = kind is not RequestOutputKind.FINAL_ONLY
         self._answers = [Answer(seq) for seq in seqs]
         self.prompt = seqs[0].request.prompt
         self.prompt_token_ids = list(seqs[0].request.prompt_token_ids)  # users may do with it as they like
         self._prompt_was_scored = False  # and a report said so
-
-    @property
-    def streams(self) -> bool:
-        """Whether there are outputs before the last."""
-        return self._kind is not RequestOutputKind.FINAL_ONLY
 
     @property
     def finished(self) -> bool:

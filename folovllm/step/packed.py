@@ -171,7 +171,8 @@ def is_plain_decode(share: Share) -> bool:
 
     A chunk can be one token too; but nothing is drawn in the middle of a prompt.
     """
-    return (share.num_new_tokens, share.num_draws) == (1, 1) and share.draw is None and len(share.new_blocks) < 2
+    is_one = share.num_new_tokens == 1 and share.num_draws == 1
+    return is_one and share.draw is None and len(share.new_blocks) < 2
 
 
 def block_updates(shares: Sequence[Share]) -> Int32:
