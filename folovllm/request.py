@@ -34,8 +34,8 @@ class SequenceStatus(Enum):
     FINISHED_LENGTH = "length"
     FINISHED_ABORTED = "abort"
 
-    def __init__(self, name: str) -> None:
-        self.is_finished = name not in ("waiting", "running")
+    def __init__(self, value: str) -> None:
+        self.is_finished = value not in ("waiting", "running")
 
 
 @dataclass(slots=True, frozen=True)
