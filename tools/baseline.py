@@ -1,0 +1,233 @@
+"""Compares this tree with another one, figure by figure: `python -m tools.baseline cpu --against ../old`.
+
+The two trees take turns, and who is first alternates. For each figure it prints both medians and the ratio old / new (above
+1: new is better) with its 95% interval, over the pairs. A figure passes if the interval includes 0.98 or better; tokens
+pass if they are equal. Without `--against` it prints this tree's figures alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parents[1]
+CHILD = HERE / "tools" / "baseline_child.py"
+T = {
+    2: 12.71,
+    3: 4.30,
+    4: 3.18,
+    5: 2.78,
+    6: 2.57,
+    7: 2.45,
+    8: 2.36,
+    9: 2.31,
+    10: 2.26,
+}  # 97.5% of Student's t, by pairs
+Work = tuple[str, list[Any]]  # a method of the child's, and its arguments behind the seed
+Figures = dict[str, Any]
+
+TOKENS: Work = ("tokens", [])
+CPU_ENGINES: dict[str, tuple[dict[str, Any], list[Work]]] = {
+    **{f"m{k}": ({"milestone": f"m{k}"}, [TOKENS, ("nano", [12, 96])]) for k in range(1, 7)},
+    "m1, native": ({"milestone": "m1", "model_impl": "native"}, [TOKENS]),
+    "X2, FP8 cache": ({"kv_cache_dtype": "fp8"}, [TOKENS]),
+    "X3, n-gram": ({"speculative_method": "ngram+suffix", "num_speculative_tokens": 8}, [TOKENS, ("texts", ["repetitive", 1])]),
+    "X3, draft model": ({"speculative_config": {"method": "draft_model", "model": "stories-draft"}}, [TOKENS]),
+    "X4, experts": ({"model": "stories-moe"}, [TOKENS, ("nano", [12, 96])]),
+}  # fmt: skip
+LONE, MANY = ("at_once", [1, 128, 256]), ("at_once", [256, 512, 256])
+ROOM = {
+    "gpu_memory_utilization": 0.42,
+    "max_model_len": 16_384,
+    "max_num_batched_tokens": 16_384,
+}  # both trees on one card
+GPU_ENGINES: dict[str, tuple[dict[str, Any], list[Work]]] = {
+    "0.6B": ({"geometry": "qwen3-0.6b"} | ROOM, [LONE, ("at_once", [16, 512, 256]), MANY, ("nano", []), ("at_once", [32, 8000, 32])]),
+    "4B": ({"geometry": "qwen3-4b"} | ROOM, [LONE]),
+    "4B, INT4": ({"geometry": "qwen3-4b", "quantization": "int4"} | ROOM, [LONE]),
+    "4B, FP8": ({"geometry": "qwen3-4b", "quantization": "fp8"} | ROOM, [LONE]),
+    "n-gram": (CPU_ENGINES["X3, n-gram"][0] | {"gpu_memory_utilization": 0.3}, [("texts", ["repetitive", 1])]),
+    "draft model": (CPU_ENGINES["X3, draft model"][0] | {"gpu_memory_utilization": 0.3}, [("texts", ["plain", 1])]),
+}  # fmt: skip
+PAIR_ENGINES = {"4B, two GPUs": ({"geometry": "qwen3-4b", "tensor_parallel_size": 2} | ROOM, [LONE, MANY])}
+SERVERS = {"0.6B, served": ({"geometry": "qwen3-0.6b"} | ROOM, [("tpot", [1]), ("tpot", [256])])}
+
+
+def environment(tree: Path, **more: str) -> dict[str, str]:
+    """That of a process which runs a tree."""
+    return {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **more}
+
+
+@contextmanager
+def child(tree: Path, kind: str, settings: dict[str, Any], **more: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds an engine or a server of a tree."""
+    command = [sys.executable, str(CHILD), json.dumps([kind, settings])]
+    process = subprocess.Popen(
+        command,
+        env=environment(tree, **more),
+        cwd=tree,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    try:
+        yield process
+    finally:
+        assert process.stdin
+        process.stdin.close()
+        os.killpg(process.pid, 15)  # a server is a child of it
+        process.wait()
+
+
+def ask(process: subprocess.Popen[str], work: Work, seed: int) -> Figures:
+    """The figures of a work. Raises RuntimeError if the process ends instead."""
+    assert process.stdin and process.stdout
+    process.stdin.write(json.dumps([work[0], seed, work[1]]) + "\n")
+    process.stdin.flush()
+    for line in process.stdout:
+        if line.startswith("{"):
+            return dict(json.loads(line))
+    raise RuntimeError(f"the process of {work} has ended: what it printed stands above")
+
+
+def resident(
+    trees: list[Path], name: str, kind: str, settings: dict[str, Any], works: list[Work], pairs: int
+) -> Iterator[tuple[int, Figures]]:
+    """Figures of works that engines of all trees do in turns; the first turn warms up."""
+    with ExitStack() as stack:
+        children = [stack.enter_context(child(tree, kind, settings)) for tree in trees]
+        for turn in range(pairs + 1):
+            for i in in_turn(len(trees), turn):
+                for work in works:
+                    figures = ask(children[i], work, turn)
+                    if turn:
+                        yield i, {f"{name}: {figure}": value for figure, value in figures.items()}
+
+
+def in_turn(count: int, turn: int) -> list[int]:
+    """Who comes after whom: the other way round in each second turn."""
+    return list(range(count))[:: 1 if turn % 2 else -1]
+
+
+def commands(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
+    """Figures of whole processes on a CPU."""
+    for turn in range(pairs):
+        for i in in_turn(len(trees), turn):
+            tree = trees[i]
+            yield i, {"import folovllm": timed(tree, "-c", "import folovllm")[0]}
+            yield i, first_token(tree, {"model": "stories-5m"}, "stories-5m")
+            yield i, {"milestones test m3.2": timed(tree, "-m", "milestones", "test", "m3.2")[0]}
+            printed = timed(tree, "-m", "tools.measure_host", "--methods", "--rounds", "8")[1]
+            yield (
+                i,
+                {
+                    f"host time of a step at {n}": float(us) / 1e6
+                    for n, us in re.findall(r"(\d+) sequences: plain ([\d.]+) us", printed)
+                },
+            )
+
+
+def timed(tree: Path, *arguments: str) -> tuple[float, str]:
+    """Seconds of a Python process, and what it printed."""
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment(tree), cwd=tree, stdout=subprocess.PIPE, text=True
+    )
+    return time.perf_counter() - began, done.stdout
+
+
+def first_token(tree: Path, settings: dict[str, Any], name: str, **more: str) -> Figures:
+    """From the start of a process to its first token."""
+    began = time.perf_counter()
+    with child(tree, "engine", settings, **more) as process:
+        figures = ask(process, ("first_token", []), 0)
+        seconds = time.perf_counter() - began
+    return {f"{name}, start to first token": seconds} | {
+        f"{name}, {figure}": value for figure, value in figures.items()
+    }
+
+
+def starts(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
+    """Starts on a GPU: with no kernel compiled, with all of them, and how many those are."""
+    settings = {"geometry": "qwen3-0.6b", "max_num_batched_tokens": 16_384}
+    for turn in range(pairs):
+        for i in in_turn(len(trees), turn):
+            with tempfile.TemporaryDirectory() as folder:
+                for name in ("cold", "warm"):
+                    yield i, first_token(trees[i], settings, f"0.6B, {name}", TRITON_CACHE_DIR=folder)
+                yield i, {"kernel variants": len(list(Path(folder).rglob("*.cubin")))}
+
+
+def measurements(machine: str, trees: list[Path], pairs: int) -> dict[str, Iterator[tuple[int, Figures]]]:
+    """What is measured on a machine, by name."""
+    engines = {"cpu": CPU_ENGINES, "gpu": GPU_ENGINES, "gpus": PAIR_ENGINES}[machine]
+    found = {name: resident(trees, name, "engine", *spec, pairs) for name, spec in engines.items()}
+    if machine == "cpu":
+        return found | {"commands": commands(trees, pairs)}
+    served = {name: resident(trees, name, "server", *spec, pairs) for name, spec in SERVERS.items()}
+    return found | ({**served, "starts": starts(trees, pairs)} if machine == "gpu" else {})
+
+
+def row(name: str, values: list[list[Any]]) -> tuple[str, bool]:
+    """A line of the table, and whether the figure passes. `values`: this tree's, then the other's."""
+    if isinstance(values[0][0], list):
+        same = all(value == values[0][0] for of_tree in values for value in of_tree)
+        return f"{name:52}{'equal' if same else 'NOT EQUAL'}", same
+    new = statistics.median(values[0])
+    if len(values) == 1:
+        return f"{name:52}{new:14.5g}", True
+    low, middle, high = ratio(values[1], values[0])
+    passes = high >= 0.98
+    numbers = f"{statistics.median(values[1]):14.5g}{new:14.5g}{middle:9.3f} ({low:.3f} to {high:.3f})"
+    return f"{name:52}{numbers}{'' if passes else '  WORSE'}", passes
+
+
+def ratio(old: list[float], new: list[float]) -> tuple[float, float, float]:
+    """Of the pairs: the geometric mean of old / new, between the ends of its 95% interval."""
+    logs = [math.log(a / b) for a, b in zip(old, new, strict=True)]
+    mean = statistics.fmean(logs)
+    half = T[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
+    return math.exp(mean - half), math.exp(mean), math.exp(mean + half)
+
+
+def main() -> int:
+    """Print the table; returns 1 if a figure is worse."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("machine", choices=["cpu", "gpu", "gpus"])
+    parser.add_argument("--against", type=Path, help="the root of the other tree")
+    parser.add_argument("--pairs", type=int, default=5, choices=range(1, 11))
+    parser.add_argument("--only", nargs="*", help="of these engines alone; commands, starts")
+    args = parser.parse_args()
+    trees = [HERE] + ([args.against.resolve()] if args.against else [])
+    print(f"{'':52}" + (f"{'old':>14}{'new':>14}{'old / new':>11}" if args.against else f"{'this tree':>14}"))
+    passes = True
+    for name, figures in measurements(args.machine, trees, args.pairs).items():
+        if args.only and name not in args.only:
+            continue
+        values: dict[str, list[list[Any]]] = defaultdict(lambda: [[] for _ in trees])
+        for i, found in figures:
+            for figure, value in found.items():
+                values[figure][i].append(value)
+        for figure, of_trees in values.items():
+            line, good = row(figure, of_trees)
+            passes &= good
+            print(line, flush=True)
+    return 0 if passes else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
