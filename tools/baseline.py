@@ -50,7 +50,7 @@ CPU_ENGINES: dict[str, tuple[dict[str, Any], list[Work]]] = {
     "X4, experts": ({"model": "stories-moe"}, [TOKENS, ("nano", [12, 96])]),
 }  # fmt: skip
 LONE, MANY = ("at_once", [1, 128, 256]), ("at_once", [256, 512, 256])
-ROOM = {
+ROOM = {"block_size": 16, "num_kv_blocks": 20_000, "max_model_len": 16_384, "max_num_batched_tokens": 16_384}  # fits twice
     "gpu_memory_utilization": 0.42,
     "max_model_len": 16_384,
     "max_num_batched_tokens": 16_384,
@@ -60,8 +60,8 @@ GPU_ENGINES: dict[str, tuple[dict[str, Any], list[Work]]] = {
     "4B": ({"geometry": "qwen3-4b"} | ROOM, [LONE]),
     "4B, INT4": ({"geometry": "qwen3-4b", "quantization": "int4"} | ROOM, [LONE]),
     "4B, FP8": ({"geometry": "qwen3-4b", "quantization": "fp8"} | ROOM, [LONE]),
-    "n-gram": (CPU_ENGINES["X3, n-gram"][0] | {"gpu_memory_utilization": 0.3}, [("texts", ["repetitive", 1])]),
-    "draft model": (CPU_ENGINES["X3, draft model"][0] | {"gpu_memory_utilization": 0.3}, [("texts", ["plain", 1])]),
+    "n-gram": (CPU_ENGINES["X3, n-gram"][0] | {"num_kv_blocks": 4096}, [("texts", ["repetitive", 1])]),
+    "draft model": (CPU_ENGINES["X3, draft model"][0] | {"num_kv_blocks": 4096}, [("texts", ["plain", 1])]),
 }  # fmt: skip
 PAIR_ENGINES = {"4B, two GPUs": ({"geometry": "qwen3-4b", "tensor_parallel_size": 2} | ROOM, [LONE, MANY])}
 SERVERS = {"0.6B, served": ({"geometry": "qwen3-0.6b"} | ROOM, [("tpot", [1]), ("tpot", [256])])}
