@@ -16,6 +16,7 @@ from folovllm.request import Request, Sequence
 from folovllm.require import require
 from folovllm.sampling_params import SamplingParams
 from folovllm.setup import EngineSetup
+from folovllm.spelling import Spelling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +33,7 @@ class InputProcessor:
     def __init__(self, setup: EngineSetup, tokenizer: PreTrainedTokenizerBase) -> None:
         self._setup = setup
         self._tokenizer = tokenizer
+        self._spelling = Spelling(tokenizer)
         self._eos = eos_token_ids(setup.path, setup.hf_config, tokenizer)
         self._seeds = random.Random(setup.config.seed)  # for requests that bring none
 
@@ -73,7 +75,9 @@ class InputProcessor:
         return [Sequence(request, self._make_detokenizer(params), index) for index in range(params.n)]
 
     def _make_detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer:
-        return make_detokenizer(self._tokenizer, params, self._setup.config.packed_steps)
+        detokenizer = make_detokenizer(self._tokenizer, params, self._setup.config.packed_steps)
+        detokenizer.spelling = self._spelling if params.detokenize else None
+        return detokenizer
 
     def _tokenize(self, parts: PromptParts, params: SamplingParams) -> list[int]:
         if parts.token_ids is not None:

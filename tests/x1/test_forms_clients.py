@@ -286,7 +286,7 @@ class TestThoughts:
 
     def test_in_a_stream(self, thinker: Background, monkeypatch: pytest.MonkeyPatch) -> None:
         """The whole way of a thought: as the model says it, torn by its tokens."""
-        monkeypatch.setattr("folovllm.server.reader.thinks_first", lambda prompt: False)
+        XX
         client = OpenAI(base_url=f"{thinker.url}/v1", api_key="x", max_retries=0)
         whole = client.chat.completions.create(**chat(**exactly(self.SAID))).choices[0].message
         assert (whole.content, (whole.model_extra or {})["reasoning_content"]) == ("Sunny.", "It is Rome.\n")
