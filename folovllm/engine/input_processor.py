@@ -59,7 +59,7 @@ class InputProcessor:
         self._validate_amounts(params)
         token_ids = self._truncate(self._tokenize(parts, params), params)
         self._validate(token_ids, params)
-        room = self._setup.max_model_len - len(token_ids)
+        room = self._setup.max_model_len - len(token_ids) + params.prompt_only
         request = Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -108,7 +108,7 @@ class InputProcessor:
         if not token_ids:
             raise ValueError("the prompt is empty: give at least one token")
         limit, vocab_size = self._setup.max_model_len, self._setup.vocab_size
-        if len(token_ids) >= limit:
+        if len(token_ids) >= limit + params.prompt_only:
             raise too_long(str(len(token_ids)), limit)
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             bad = next(t for t in token_ids if not 0 <= t < vocab_size)

@@ -13,13 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folovllm.outputs import CompletionOutput
+from folovllm.sampling_params import SamplingParams
 from folovllm.server.errors import ApiError
 from folovllm.server.messages_in import checked
-from folovllm.server.reader import AnswerReader
+from folovllm.server.protocol import ChatRequest
+from folovllm.server.reader import AnswerReader, reading_of
 from folovllm.server.reasoning import ReasoningSplitter
 from folovllm.server.replies import ChatMessage
 from folovllm.server.tool_calls import ToolCallParser
 from folovllm.server.tools import call_grammar, offered
+from folovllm.structured_outputs import StructuredOutputsParams
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
 
@@ -175,6 +178,26 @@ def test_a_thought_that_the_client_began(parser: str, begun: str, text: str, tho
         assert read([*text, ""], AnswerReader(splitter, None))[0] == ChatMessage("assistant", content, thought or None)
 
 
+@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize(
+    ("begun", "after"),
+    [
+        ("<think>x</think>So ", None),
+        ("<think>x</think>", None),
+        ("<think>x", "</think>"),
+        ("</think><think>", "</think>"),
+    ],
+)
+def test_where_the_form_begins(parser: str, begun: str, after: str | None) -> None:
+    """At once, where the client has closed the thought, whatever it wrote behind it."""
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]))
+    asked = ChatRequest(
+        messages=[{"role": "assistant", "content": [{"type": "text", "text": begun}]}], continue_final_message=True
+    )
+    formed, _ = reading_of(asked, params, f"a: {begun}", parser, False)
+    assert formed.structured_outputs is not None and formed.structured_outputs.after == after
+
+
 def test_a_long_call_costs_what_it_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each letter of a name or of a body is looked at once, and its beginning is matched once, however small the pieces are."""
     matched = list[int]()
@@ -241,12 +264,19 @@ class TestTools:
     def test_messages(self) -> None:
         """Arguments come as text, and templates want an object."""
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": 1})}}
-        told = checked({"role": "assistant", "content": None, "tool_calls": [call]})
+        told = checked({"role": "assistant", "content": None, "tool_calls": [call]}, 0)
         assert told["content"] == "" and told["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-        assert checked({"role": "tool", "tool_call_id": "1", "content": "12"})["content"] == "12"
-        for wrong in ("x", [5], [{"function": {"name": "f", "arguments": "{"}}], [{"function": {"arguments": "{}"}}]):
-            with pytest.raises(ApiError, match="tool_calls in a message must be"):
-                checked({"role": "assistant", "tool_calls": wrong})
-        for wrong in ({"role": "user", "contents": "a slip of the pen"}, {"role": "tool", "content": None}):
-            with pytest.raises(ApiError, match="needs content"):
-                checked(wrong)
+        assert checked({"role": "tool", "tool_call_id": "1", "content": "12"}, 0)["content"] == "12"
+        for wrong in ("x", [5], [{"function": {"name": "f", "arguments": [1]}}], [{"function": {"arguments": "{}"}}]):
+            with pytest.raises(ApiError, match=r"messages\[3\]: tool_calls in a message must be"):
+                checked({"role": "assistant", "tool_calls": wrong}, 3)
+        for other in ({"role": "user", "contents": "a slip of the pen"}, {"role": "tool", "content": None}):
+            with pytest.raises(ApiError, match=r"messages\[1\]: a message of .* needs content"):
+                checked(other, 1)
+
+    @pytest.mark.parametrize("arguments", ['{"a": "cut o', "[1]", "null", "9" * 5000, "[" * 9000])
+    def test_a_call_that_was_cut_stays_text(self, arguments: str) -> None:
+        """The conversation goes on: the template gets what the model wrote."""
+        call = {"function": {"name": "f", "arguments": arguments}}
+        told = checked({"role": "assistant", "tool_calls": [call]}, 0)
+        assert told["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments}
