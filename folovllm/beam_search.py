@@ -23,7 +23,7 @@ class BeamSearchParams:
     """How to search.
 
     Attributes:
-        beam_width: beams that are kept in each step, and answers in the end.
+        beam_width: beams that are kept in each step, and answers in the end; at most half of the engine's `max_logprobs`.
         max_tokens: of an answer.
         ignore_eos: go on past the end of the text.
         length_penalty: beams are compared by their log-probability over their length (prompt included) to this power.

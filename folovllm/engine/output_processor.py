@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter, getitem
@@ -27,7 +28,7 @@ class Piece(NamedTuple):
     logprobs: list[dict[int, TokenLogprob]] | None
     finish_reason: str | None
     stop_reason: str | int | None
-    offsets: list[int] = []  # where the tokens begin in the answer's text, if their log-probabilities are given
+    offsets: SequenceOf[int] = ()  # where the tokens begin in the answer's text, if their log-probabilities are given
 
 
 class OutputProcessor:
@@ -174,7 +175,7 @@ class Answer:
             None if seq.params.logprobs is None else seq.logprobs[old_tokens : self._num_tokens],
             seq.status.value if self._was_over else None,
             seq.stop_reason,
-            (seq.detokenizer.offsets or [])[old_tokens : self._num_tokens],
+            (seq.detokenizer.offsets or ())[old_tokens : self._num_tokens],
         )
 
     def _advance(self) -> tuple[int, int]:

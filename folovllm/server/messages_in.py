@@ -40,8 +40,9 @@ def _problem(message: dict[str, Any]) -> str | None:
 
 def _is_call(call: Any) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
-    named = isinstance(function, dict) and isinstance(function.get("name"), str)
-    return named and isinstance(function.get("arguments"), str | dict | None)
+    if not isinstance(function, dict):
+        return False
+    return isinstance(function.get("name"), str) and isinstance(function.get("arguments"), str | dict | None)
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:

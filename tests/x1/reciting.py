@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -33,8 +34,9 @@ def reciter(
         return f"<0x{piece[0]:02X}>" if isinstance(piece, bytes) else piece.replace(" ", "▁")
 
     said = [[name(piece) for piece in text] for text in texts]
-    assert len({*sum(said, [])}) == len(sum(said, [])), "two texts share a piece"
-    names = dict.fromkeys([END, *(name(bytes([byte])) for byte in range(256)), *sum(said, [])])
+    words = list(chain(*said))
+    assert len({*words}) == len(words), "two texts share a piece"
+    names = dict.fromkeys([END, *(name(bytes([byte])) for byte in range(256)), *words])
     tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], byte_fallback=pieces))
     if pieces:
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
