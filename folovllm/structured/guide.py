@@ -113,10 +113,9 @@ class Guide:
             self._fill_ends(words)
             return self.is_over
         if self._preface is not None:
-            words.fill(-1)
-            never = np.zeros_like(words)
-            set_bits(never, self._preface.forbidden(self._matcher))
-            words &= ~never
+            words.fill(0)
+            set_bits(words, self._preface.forbidden(self._matcher))
+            np.invert(words, out=words)
         elif self._matcher.is_accepting():
             words |= self._end_words(words)
         if self._allowed is not None:
