@@ -23,7 +23,7 @@ class BeamSearchParams:
     """How to search.
 
     Attributes:
-        beam_width: beams that are kept in each step, and answers in the end.
+        beam_width: beams that are kept in each step, and answers in the end; at most half of the engine's `max_logprobs`.
         max_tokens: of an answer.
         ignore_eos: go on past the end of the text.
         length_penalty: beams are compared by their log-probability over their length (prompt included) to this power.
@@ -60,6 +60,9 @@ class BeamSearchOutput:
 def search_beams(llm: LLM, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
     """The best `beam_width` answers to each prompt that the search finds."""
     setup, tokenizer = llm.engine.setup, llm.tokenizer
+    most = setup.config.max_logprobs // 2  # of each beam twice as many tokens are looked at as there are beams
+    wide = f"beam_width is {params.beam_width}, and this engine searches {most} beams at most"
+    require(params.beam_width <= most, f"{wide}: ask for fewer, or raise max_logprobs to {2 * params.beam_width}")
     ends = frozenset() if params.ignore_eos else eos_token_ids(setup.path, setup.hf_config, tokenizer)
     searches = [[BeamSearchSequence(_token_ids(llm, prompt))] for prompt in as_prompt_list(prompts)]
     for _ in range(params.max_tokens):

@@ -17,6 +17,7 @@ class TokenLogprob:
     logprob: float
     rank: int  # 1 is the most likely token
     decoded_token: str | None  # None where the request wants no text
+    token_bytes: bytes | None = None  # those of the token, which may be a part of a character
 
 
 class Later(Generic[T]):

@@ -68,6 +68,8 @@ class SamplingParams:
         skip_special_tokens: leave tokens such as `<|im_end|>` out of the text.
         detokenize: make text of the tokens; without it the text stays empty.
         truncate_prompt_tokens: keep only this many tokens at the end of the prompt; -1 keeps what fits into the context.
+        prompt_only: the prompt alone is of interest, to score it: it may fill the whole context, and the one token that is
+            drawn behind it (`max_tokens` must be 1) says nothing.
         structured_outputs: the form of the answer, a `StructuredOutputsParams` or a dictionary of its fields; None is free.
         output_kind: what the outputs hold while the request is served; `LLM.generate` always returns whole answers.
 
@@ -98,6 +100,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
+    prompt_only: bool = field(default=False, metadata={"flag": False})
     structured_outputs: StructuredOutputsParams | None = field(default=None, metadata={"flag": False})
     output_kind: RequestOutputKind = field(default=RequestOutputKind.CUMULATIVE, metadata={"flag": False})
 
@@ -167,6 +170,7 @@ class SamplingParams:
         unlimited = self.max_tokens is None
         require(unlimited or self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")  # type: ignore[operator]
         require(self.min_tokens >= 0, f"min_tokens must be 0 or more, not {self.min_tokens}")
+        require(not self.prompt_only or self.max_tokens == 1, "prompt_only needs max_tokens=1")
         fits = unlimited or self.min_tokens <= self.max_tokens  # type: ignore[operator]
         require(fits, f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         strings = isinstance(self.stop, list | tuple) and all(isinstance(s, str) for s in self.stop)
@@ -230,4 +234,6 @@ def _bias(given: Any) -> dict[int, float]:
     for token, value in given.items():
         is_id = is_whole(token) or (isinstance(token, str) and token.isdecimal() and len(token) < 20)
         require(is_id and _is_number(value) and not isinstance(value, bool) and -100 <= value <= 100, says)
-    return {int(token): float(value) for token, value in given.items()}
+    biases = {int(token): float(value) for token, value in given.items()}
+    require(len(biases) == len(given), "logit_bias names a token twice, as 7 and 007 do: give each token one number")
+    return biases

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from folovllm.spelling import Spelling
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders show for bytes that are no character (yet)
 
 
@@ -16,7 +18,15 @@ class IncrementalDetokenizer:
     beside the new ones, and what that adds is the new text.
 
     Invariant: `text` holds the decoded tokens before `_shown`; `_context <= _shown <= len(token_ids)`.
+
+    Attributes:
+        spelling: of single tokens, for log-probabilities; None for a request that wants no text.
+        offsets: for each token the number of characters before it, where somebody wants to know: so a token that is a part
+            of a character begins where that does.
     """
+
+    spelling: Spelling | None = None
+    offsets: list[int] | None = None
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self.text = ""
@@ -27,7 +37,10 @@ class IncrementalDetokenizer:
         self._searched = 0  # characters in which no stop string begins
 
     def append(self, token_id: int) -> None:
-        """Add a token; its text is decoded when it is asked for."""
+        """Add a token; its text is decoded when it is asked for, or for `offsets` when the next one comes."""
+        if self.offsets is not None:
+            self.advance()
+            self.offsets.append(self.num_chars)
         self.token_ids.append(token_id)
 
     def advance(self) -> str:

@@ -16,6 +16,7 @@ from folovllm.request import Request, Sequence
 from folovllm.require import require
 from folovllm.sampling_params import SamplingParams
 from folovllm.setup import EngineSetup
+from folovllm.spelling import Spelling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +33,7 @@ class InputProcessor:
     def __init__(self, setup: EngineSetup, tokenizer: PreTrainedTokenizerBase) -> None:
         self._setup = setup
         self._tokenizer = tokenizer
+        self._spelling = Spelling(tokenizer)
         self._eos = eos_token_ids(setup.path, setup.hf_config, tokenizer)
         self._seeds = random.Random(setup.config.seed)  # for requests that bring none
 
@@ -57,7 +59,7 @@ class InputProcessor:
         self._validate_amounts(params)
         token_ids = self._truncate(self._tokenize(parts, params), params)
         self._validate(token_ids, params)
-        room = self._setup.max_model_len - len(token_ids)
+        room = self._setup.max_model_len - len(token_ids) + params.prompt_only
         request = Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -73,7 +75,9 @@ class InputProcessor:
         return [Sequence(request, self._make_detokenizer(params), index) for index in range(params.n)]
 
     def _make_detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer:
-        return make_detokenizer(self._tokenizer, params, self._setup.config.packed_steps)
+        detokenizer = make_detokenizer(self._tokenizer, params, self._setup.config.packed_steps)
+        detokenizer.spelling = self._spelling if params.detokenize else None
+        return detokenizer
 
     def _tokenize(self, parts: PromptParts, params: SamplingParams) -> list[int]:
         if parts.token_ids is not None:
@@ -104,7 +108,7 @@ class InputProcessor:
         if not token_ids:
             raise ValueError("the prompt is empty: give at least one token")
         limit, vocab_size = self._setup.max_model_len, self._setup.vocab_size
-        if len(token_ids) >= limit:
+        if len(token_ids) >= limit + params.prompt_only:
             raise too_long(str(len(token_ids)), limit)
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             bad = next(t for t in token_ids if not 0 <= t < vocab_size)

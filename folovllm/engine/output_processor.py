@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter, getitem
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
+from folovllm.spelling import Spelling
 from folovllm.step.draw import Logprobs
 from folovllm.step.schedule import Scores
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PromptLogprobs = list[dict[int, TokenLogprob] | None] | None
 IS_FINISHED = attrgetter("status.is_finished")  # of a sequence; asked of each at each step
@@ -29,18 +28,18 @@ class Piece(NamedTuple):
     logprobs: list[dict[int, TokenLogprob]] | None
     finish_reason: str | None
     stop_reason: str | int | None
+    offsets: SequenceOf[int] = ()  # where the tokens begin in the answer's text, if their log-probabilities are given
 
 
 class OutputProcessor:
     """The requests that are being served, by id, and what each of them has to report."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._decode = tokenizer.decode
+    def __init__(self) -> None:
         self.requests: dict[str, RequestState] = {}
 
     def keep_logprobs(self, seq: Sequence, scores: Scores | None, rows: list[Logprobs]) -> None:
         """Take in the log-probabilities of a step: first those of the prompt's tokens, then those of drawn tokens."""
-        shown = [with_text(row, self._decode if seq.params.detokenize else None) for row in rows]
+        shown = [with_text(row, seq.detokenizer.spelling) for row in rows]
         num_scores = 0 if scores is None else len(scores.token_ids)
         seq.prompt_logprobs += shown[:num_scores]
         seq.logprobs += shown[num_scores:]
@@ -176,6 +175,7 @@ class Answer:
             None if seq.params.logprobs is None else seq.logprobs[old_tokens : self._num_tokens],
             seq.status.value if self._was_over else None,
             seq.stop_reason,
+            (seq.detokenizer.offsets or ())[old_tokens : self._num_tokens],
         )
 
     def _advance(self) -> tuple[int, int]:
@@ -216,9 +216,9 @@ def chosen(row: dict[int, TokenLogprob]) -> TokenLogprob:
     return next(iter(row.values()))
 
 
-def with_text(row: Logprobs, decode: Callable[[list[int]], str] | None) -> dict[int, TokenLogprob]:
-    """A token's log-probability and those of likely others, by token id. Without `decode` they have no text."""
-    return {id_: TokenLogprob(id_, value, rank, decode([id_]) if decode else None) for id_, value, rank in row}
+def with_text(row: Logprobs, spelling: Spelling | None) -> dict[int, TokenLogprob]:
+    """A token's log-probability and those of likely others, by token id. Without `spelling` they have no text."""
+    return {id_: TokenLogprob(id_, value, rank, *(spelling[id_] if spelling else (None,))) for id_, value, rank in row}
 
 
 def _token_ids(seq: Sequence, start: int, end: int) -> list[int]:

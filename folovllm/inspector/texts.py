@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from folovllm.spelling import BYTE, byte_alphabet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Text = str | list[int]
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece writes a byte that has no piece
 
 
 class TokenTexts:
@@ -40,10 +40,3 @@ class TokenTexts:
             return data.decode()
         except UnicodeDecodeError:
             return list(data)
-
-
-def byte_alphabet() -> dict[str, int]:
-    """The letter that stands for each byte in a byte-level vocabulary: printable ones for themselves (GPT-2's choice)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from collections import defaultdict
@@ -53,7 +52,7 @@ class CompletionWriter:
         self.requests: Sequence[RequestState] = ()  # one for each prompt, from when the engine has them
         self.id = f"{self.PREFIX}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._offsets: defaultdict[int, int] = defaultdict(int)  # characters that an answer's tokens had so far
+        self._starts: defaultdict[int, int] = defaultdict(int)  # by answer: characters that are shown before it
         self._frames: dict[int, tuple[bytes, bytes]] = {}  # by answer: its events' bytes before and after the text
         self._has_frames = True  # False where an answer's events differ by more than their text
 
@@ -104,7 +103,9 @@ class CompletionWriter:
 
     def choice(self, index: int, answer: Piece) -> Any:
         """A whole answer."""
-        logprobs = None if answer.logprobs is None else self._logprobs(index, answer.logprobs)
+        logprobs = None
+        if answer.logprobs is not None:
+            logprobs = completion_logprobs(answer.logprobs, [self._starts[index] + at for at in answer.offsets])
         choice = CompletionChoice(index, answer.text, logprobs, answer.finish_reason, answer.stop_reason)
         if self._shows_prompt:
             choice.prompt_logprobs = shown_prompt(self.requests[index // self._n])
@@ -113,21 +114,6 @@ class CompletionWriter:
     def pieces(self, index: int, answer: Piece) -> list[object]:
         """What is new in an answer."""
         return [self.choice(index, answer)]
-
-    def _logprobs(self, index: int, rows: Iterable[Row]) -> CompletionLogprobs:
-        shown = CompletionLogprobs([], [], [], [])
-        for row in rows:
-            token = next(iter(row.values()))
-            shown.text_offset.append(self._offsets[index])
-            shown.token_logprobs.append(token.logprob)
-            shown.tokens.append(token.decoded_token or "")
-            likely: dict[str, float] = {}
-            for other in row.values():  # parts of a character may have the same text: the likeliest counts
-                text = other.decoded_token or ""
-                likely[text] = max(other.logprob, likely.get(text, -math.inf))
-            shown.top_logprobs.append(likely)
-            self._offsets[index] += len(token.decoded_token or "")
-        return shown
 
 
 class ChatWriter(CompletionWriter):
@@ -181,6 +167,27 @@ class ChatWriter(CompletionWriter):
         return ChatLogprobs([chat_logprob(row, self._num_top) for row in answer.logprobs])
 
 
+def completion_logprobs(rows: Iterable[Row], offsets: list[int]) -> CompletionLogprobs:
+    """The rows of some tokens, which begin at `offsets` in the text. Each row's likely tokens have names of their own."""
+    shown = CompletionLogprobs(offsets, [], [], [])
+    for row in rows:
+        likely: dict[str, float] = {}
+        for token in row.values():
+            name = completion_token(token)
+            likely[name if name not in likely else f"token_id:{token.token_id}"] = token.logprob
+        name, logprob = next(iter(likely.items()))
+        shown.token_logprobs.append(logprob)
+        shown.tokens.append(name)
+        shown.top_logprobs.append(likely)
+    return shown
+
+
+def completion_token(token: TokenLogprob) -> str:
+    """A token's text; of one that is a part of a character its bytes, as OpenAI's API writes them."""
+    text, said = token.decoded_token or "", token.token_bytes or b""
+    return text if text.encode() == said else "bytes:" + "".join(f"\\x{byte:02x}" for byte in said)
+
+
 def chat_logprob(row: Row, num_top: int) -> ChatLogprob:
     """The chosen token of a row, and the `num_top` most likely ones."""
     likely = sorted(row.values(), key=lambda token: token.rank)[:num_top]
@@ -189,9 +196,8 @@ def chat_logprob(row: Row, num_top: int) -> ChatLogprob:
 
 
 def top_logprob(token: TokenLogprob) -> TopLogprob:
-    """A token, its log-probability, and the bytes of its text."""
-    text = token.decoded_token or ""
-    return TopLogprob(text, token.logprob, list(text.encode()))
+    """A token, its log-probability, and its bytes: those of an answer's tokens make up its text."""
+    return TopLogprob(token.decoded_token or "", token.logprob, list(token.token_bytes or b""))
 
 
 def shown_prompt(request: RequestState) -> PromptLogprobs:

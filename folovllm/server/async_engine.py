@@ -149,7 +149,7 @@ class AsyncEngine:
         if self._open.named(request_id) is not None:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         now = time.monotonic()
-        stream = Stream(number, request_id, seqs, now, self.tokenizer, mailbox or Mailbox(), self._abort)
+        stream = Stream(number, request_id, seqs, now, mailbox or Mailbox(), self._abort)
         self._open.add(stream)
         self._transport.send(add_message(number, seqs[0].request))
         return stream

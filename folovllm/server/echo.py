@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Callable
 
 import msgspec
 
-from folovllm.engine.output_processor import Piece
-from folovllm.server.answers import CompletionWriter
+from folovllm.engine.output_processor import Piece, with_text
+from folovllm.outputs import TokenLogprob
+from folovllm.server.answers import CompletionWriter, completion_logprobs
 from folovllm.server.replies import CompletionChoice, CompletionLogprobs, Usage
 
 
@@ -56,10 +58,17 @@ class EchoWriter(CompletionWriter):
         text = self._decode(request.prompt_token_ids) if request.prompt is None else request.prompt
         scored = request.prompt_logprobs
         if self._num_logprobs is not None and scored is not None:  # an answer that was aborted has none
-            first = self._decode(request.prompt_token_ids[:1])
-            logprobs = CompletionLogprobs([0], [None], [first], [None])
-            self._offsets[index] = len(first)
-            rows = (dict(list(row.items())[: 1 + self._num_logprobs]) for row in scored if row)
-            logprobs.extend(self._logprobs(index, rows))
-        self._offsets[index] = len(text)
+            first = with_text([(request.prompt_token_ids[0], 0.0, 1)], request.seqs[0].detokenizer.spelling)
+            rows = [first, *(dict(list(row.items())[: 1 + self._num_logprobs]) for row in scored if row)]
+            logprobs = completion_logprobs(rows, offsets_in(text, [next(iter(row.values())) for row in rows]))
+            logprobs.token_logprobs[0] = logprobs.top_logprobs[0] = None  # it comes after nothing
+        self._starts[index] = len(text)
         return text, logprobs
+
+
+def offsets_in(prompt: str, tokens: list[TokenLogprob]) -> list[int]:
+    """Where tokens begin in a prompt that they are the end of: what a tokenizer puts before a text has no place in it."""
+    decoder, ends = getincrementaldecoder("utf-8")("replace"), [0]
+    for i, token in enumerate(tokens, 1):
+        ends.append(ends[-1] + len(decoder.decode(token.token_bytes or b"", i == len(tokens))))
+    return [max(0, len(prompt) - ends[-1] + at) for at in ends[:-1]]

@@ -10,36 +10,46 @@ from folovllm.server.errors import ApiError
 A_CALL = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": "a JSON object, as text"}}'
 
 
-def checked(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is text, as a text or in parts, as templates want it."""
-    if not isinstance(message.get("role"), str):
-        raise ApiError(400, 'each message needs a role: {"role": "user", "content": "..."}', "messages")
-    for name in ("function_call", "audio"):
-        if message.get(name):
-            raise ApiError(400, f"{name} in a message is not supported by this server: leave it out", "messages")
+def checked(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """A message whose content is text, as a text or in parts, as templates want it. Raises ApiError that names its `number`."""
+    if problem := _problem(message):
+        raise ApiError(400, f"messages[{number}]: {problem}", "messages")
+    told = dict(message)
+    if calls := told.pop("tool_calls", None):
+        told["tool_calls"] = [_with_object(call) for call in calls]
     content = message.get("content")
-    if not isinstance(content, str | list | None):
-        raise ApiError(400, "the content of a message must be a text, or a list of text parts", "messages")
-    told = {name: value for name, value in message.items() if name != "tool_calls"}
-    if calls := message.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise ApiError(400, f"tool_calls in a message must be a list of {A_CALL}", "messages")
-        told["tool_calls"] = [_checked_call(call) for call in calls]
-    if content is None and message["role"] != "assistant":
-        raise ApiError(
-            400, f"a message of {message['role']!r} needs content: a text, or a list of text parts", "messages"
-        )
     return {**told, "content": "" if content is None else content}
 
 
-def _checked_call(call: Any) -> dict[str, Any]:
-    """A call whose arguments are an object: templates write it their own way."""
+def _problem(message: dict[str, Any]) -> str | None:
+    """What is wrong with a message, and what to do."""
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls") or []
+    if not isinstance(role, str):
+        return 'each message needs a role: {"role": "user", "content": "..."}'
+    for name in ("function_call", "audio"):
+        if message.get(name):
+            return f"{name} in a message is not supported by this server: leave it out"
+    if not isinstance(content, str | list | None):
+        return "the content of a message must be a text, or a list of text parts"
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
+        return f"tool_calls in a message must be a list of {A_CALL}"
+    if content is None and role != "assistant":
+        return f"a message of {role!r} needs content: a text, or a list of text parts"
+    return None
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return False
+    return isinstance(function.get("name"), str) and isinstance(function.get("arguments"), str | dict | None)
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are an object, which templates write their own way. What is none, as `max_tokens` may cut one, stays text."""
+    arguments: Any = call["function"].get("arguments") or {}
     try:
-        function = call["function"]
-        arguments = function.get("arguments") or {}
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        if not isinstance(function["name"], str) or not isinstance(arguments, dict):
-            raise TypeError("not a call")
-    except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
-        raise ApiError(400, f"each of the tool_calls in a message must be {A_CALL}", "messages") from error
-    return {**call, "function": {**function, "arguments": arguments}}
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        read = arguments
+    return {**call, "function": {**call["function"], "arguments": read if isinstance(read, dict) else arguments}}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 
+from folovllm.chat_template import with_plain_content
 from folovllm.engine.output_processor import Piece
 from folovllm.sampling_params import SamplingParams
 from folovllm.server import reasoning, tool_calls
 from folovllm.server.protocol import ChatRequest
-from folovllm.server.reasoning import ReasoningSplitter, thinks_first
+from folovllm.server.reasoning import ReasoningSplitter
 from folovllm.server.replies import ChatMessage
 from folovllm.server.tool_calls import ToolCall, ToolCallParser
 from folovllm.server.tools import offered
@@ -68,13 +70,20 @@ def reading_of(
         return params, None
     if asked.skip_special_tokens is None and tags_are_special:
         params = replace(params, skip_special_tokens=False)
-    if parser is not None and params.structured_outputs is not None and thinks_first(prompt):
+    splitter = None if parser is None else ReasoningSplitter(parser, prompt, begun(asked))
+    if splitter is not None and params.structured_outputs is not None and not splitter.is_over:
         params = replace(params, structured_outputs=replace(params.structured_outputs, after=reasoning.CLOSING))
 
     def make_reader() -> AnswerReader:
         return AnswerReader(
-            None if parser is None else ReasoningSplitter(parser, prompt),
+            copy(splitter),
             ToolCallParser(asked.parallel_tool_calls is False) if has_tools else None,
         )
 
     return params, make_reader
+
+
+def begun(asked: ChatRequest) -> str:
+    """What the client wrote of the answer that is asked for."""
+    content = asked.messages[-1].get("content") if asked.continue_final_message and asked.messages else None
+    return str(with_plain_content({"content": content})["content"] or "")

@@ -2,59 +2,68 @@
 
 from __future__ import annotations
 
+import re
+
 from folovllm.server.held_back import common_part
 
 OPENING, CLOSING = "<think>", "</think>"
 PARSERS = ("qwen3", "deepseek_r1")  # vLLM's names
+TAG = re.compile(f"{OPENING}|{CLOSING}")
 
 
 class ReasoningSplitter:
-    """Cuts text that comes in pieces into what is thought and what is answered, wherever the pieces are torn.
+    """Cuts text that comes in pieces into thought and answer, wherever the pieces are torn.
 
-    New lines behind the two tags belong to neither.
+    A thought goes from an opening tag at the beginning to the first closing tag; other tags are text. New lines behind these
+    two tags belong to neither part.
     """
 
-    def __init__(self, parser: str, prompt: str) -> None:
-        """`prompt` may have opened the thinking, or closed it: then the answer begins at once.
+    def __init__(self, parser: str, prompt: str, begun: str = "") -> None:
+        """`begun`: the part of the answer that stands at the end of `prompt`, if the client wrote its beginning.
 
-        What "deepseek_r1" answers begins in thought even if nothing says so; "qwen3" thinks if it says so.
+        The last tag in it, or else one at the end of the prompt, says whether the model thinks or answers. Without one the
+        answer begins in thought for "deepseek_r1", and for "qwen3" if its text begins with the tag.
         """
-        begun, over = prompt.rstrip().endswith(OPENING), prompt.rstrip().endswith(CLOSING)
-        self._thinks = begun or (parser == "deepseek_r1" and not over)
-        self._is_over = over
+        self._thinks = parser == "deepseek_r1"
+        self._may_open = True  # at the beginning of the text
+        self.is_over = False  # the thought, or there is none
         self._pending = ""  # text that may turn out to be a tag
         self._at_start = True  # of the thought or the answer: new lines are passed over
+        text = last_turn(prompt, begun.strip())
+        if tags := list(TAG.finditer(text)):
+            self._thinks, self.is_over, text = True, tags[-1][0] == CLOSING, text[tags[-1].end() :]
+        self.feed(text)
 
     def feed(self, text: str, last: bool = False) -> tuple[str, str]:
         """What `text` adds to the thought, and to the answer. With `last` nothing is held back any more."""
         self._pending += text
         thought = ""
-        if not self._is_over and not self._look_for_opening(last):
-            return "", ""
-        if not self._is_over:
+        if not self.is_over and self._may_open:
+            self._look_for_opening(last)
+        if not self.is_over and not self._may_open:
             thought = self._look_for_closing(last)
-        if not self._is_over:
+        if not self.is_over:
             return thought, ""
         answer, self._pending = self._pending, ""
         return thought, self._begin(answer)
 
-    def _look_for_opening(self, last: bool) -> bool:
-        """Whether it is known by now if the text begins with a thought."""
+    def _look_for_opening(self, last: bool) -> None:
+        """Find out whether the text begins with a thought, if that is known by now."""
         begins = self._pending.lstrip()
         if begins.startswith(OPENING):
             self._thinks, self._pending = True, begins[len(OPENING) :]
         elif OPENING.startswith(begins) and not last:
-            return False
-        elif not self._thinks:
-            self._is_over, self._at_start = True, False
-        return True
+            return
+        self._may_open = False
+        if not self._thinks:
+            self.is_over, self._at_start = True, False
 
     def _look_for_closing(self, last: bool) -> str:
         """As much of the text as is certainly thought."""
         thought, tag, rest = self._pending.partition(CLOSING)
         if tag:
             thought, self._pending = self._begin(thought), rest
-            self._is_over = self._at_start = True
+            self.is_over = self._at_start = True
             return thought
         held = 0 if last else common_part(thought, CLOSING)
         self._pending = thought[len(thought) - held :]
@@ -68,6 +77,10 @@ class ReasoningSplitter:
         return text
 
 
-def thinks_first(prompt: str) -> bool:
-    """Whether a model that thinks does so after this prompt: not where the template has closed the thought already."""
-    return not prompt.rstrip().endswith(CLOSING)
+def last_turn(prompt: str, begun: str) -> str:
+    """The end of a prompt, from the tag on with which the template begins the answer, or else from what the client began."""
+    at = prompt.rfind(begun) if begun else -1
+    head = prompt if at < 0 else prompt[:at]
+    stem = head.rstrip()
+    tag = next((tag for tag in (OPENING, CLOSING) if stem.endswith(tag)), "")
+    return prompt[len(stem) - len(tag) if tag else len(head) :]

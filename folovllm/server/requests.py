@@ -35,7 +35,9 @@ def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -
 
     `echo` with `logprobs` takes the prompt's as well. A prompt alone (`wants_prompt_alone`) costs a token that nobody sees.
     """
-    own = {"max_tokens": 1 if wants_prompt_alone(request) else request.max_tokens, "logprobs": request.logprobs}
+    own: dict[str, Any] = {"max_tokens": request.max_tokens, "logprobs": request.logprobs}
+    if wants_prompt_alone(request):
+        own |= {"max_tokens": 1, "prompt_only": True}
     if request.echo and request.logprobs is not None:
         own["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
     return _params(request, {"max_tokens": COMPLETION_TOKENS} | dict(defaults), own)
@@ -98,7 +100,7 @@ def chat_prompt(tokenizer: Any, limit: int, request: ChatRequest | TokenizeReque
     """The prompt that the model's template makes of a conversation. Raises ValueError where the template refuses it."""
     text = render(
         tokenizer,
-        [checked(message) for message in request.messages or []],
+        [checked(message, i) for i, message in enumerate(request.messages or [])],
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,
         tools=offered(request.tools, request.tool_choice) or None,

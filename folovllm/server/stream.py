@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from folovllm.cache.prefix_cache import CachedPrefix
 from folovllm.engine.output_processor import Piece, RequestState, with_text
@@ -14,9 +13,6 @@ from folovllm.outputs import RequestOutput, TokenLogprob
 from folovllm.request import Request, Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
 from folovllm.server.messages import Add, Delta, Row
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def add_message(number: int, request: Request) -> Add:
@@ -69,7 +65,6 @@ class Stream:
         request_id: str,
         seqs: list[Sequence],
         arrival: float,
-        tokenizer: PreTrainedTokenizerBase,
         mailbox: Mailbox,
         on_close: Callable[[Stream], None],
     ) -> None:
@@ -78,7 +73,8 @@ class Stream:
         self.state = RequestState(request_id, seqs, self.params.output_kind, arrival)
         self.newest: list[float | None] = [None] * len(seqs)  # when each answer got its newest tokens
         self._seqs = seqs
-        self._decode = tokenizer.decode if self.params.detokenize else None
+        for seq in seqs:
+            seq.detokenizer.offsets = None if self.params.logprobs is None else []
         self._mailbox, self._has_mail = mailbox, False
         self._on_close = on_close
         self.is_finished = False  # all is drawn, whether somebody took it or not
@@ -133,7 +129,7 @@ class Stream:
             self.state.metrics.finish_time = now
 
     def _with_text(self, row: Row) -> dict[int, TokenLogprob]:
-        return with_text(row, self._decode)
+        return with_text(row, self._seqs[0].detokenizer.spelling)
 
     def abort(self, now: float) -> None:
         """End it here; its reader gets what there is, with finish_reason "abort"."""

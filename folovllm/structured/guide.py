@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from copy import copy
 
 import numpy as np
 
@@ -11,20 +12,61 @@ from folovllm.structured.vocabulary import Vocabulary
 
 
 class Preface:
-    """The free text before an answer has a form: up to a closing text, "</think>" say, wherever tokens cut it."""
+    """The free text before an answer has a form: up to a closing text, "</think>" say, wherever tokens cut it.
 
-    def __init__(self, vocabulary: Vocabulary, closing: bytes, end_of_text: bytes = b"") -> None:
-        self._vocabulary, self._closing, self._tail = vocabulary, closing, end_of_text
+    The token that ends it may bring the beginning of the answer with it. New lines right behind the closing text, in the same
+    token, belong to neither.
+    """
 
-    def advance(self, token_id: int) -> bool:
-        """Take in a token. Whether the closing text has come."""
+    def __init__(self, vocabulary: Vocabulary, closing: bytes) -> None:
+        self._vocabulary, self._closing, self._tail = vocabulary, closing, b""
+        self._enders = enders(vocabulary, closing)
+
+    def advance(self, token_id: int) -> list[int] | None:
+        """Take in a token. If the closing text has come: tokens that say what came behind it."""
+        rest = self._rest(token_id)
+        said = self._vocabulary.bytes_of.get(token_id, b"")
+        self._tail = (self._tail + said)[-len(self._closing) :]
+        return None if rest is None else spelled(self._vocabulary, rest)
+
+    def forbidden(self, matcher: Matcher) -> list[int]:
+        """Tokens that would end the text and bring what the answer, which is `matcher`'s, must not begin with."""
+        near = {id_ for n, ids in enumerate(self._enders) if self._tail.endswith(self._closing[:n]) for id_ in ids}
+        rests = {id_: rest for id_ in near if (rest := self._rest(id_))}
+        return [id_ for id_, rest in rests.items() if not begins(matcher, spelled(self._vocabulary, rest))]
+
+    def _rest(self, token_id: int) -> bytes | None:
+        """What a token would bring behind the closing text; None if that would not have come."""
         text = self._tail + self._vocabulary.bytes_of.get(token_id, b"")
-        self._tail = text[-len(self._closing) :]
-        return self._closing in text
+        _, closing, rest = text.partition(self._closing)
+        return rest.lstrip(b"\n") if closing else None
 
     def copy(self) -> Preface:
         """Another one at the same place."""
-        return Preface(self._vocabulary, self._closing, self._tail)
+        return copy(self)
+
+
+def enders(vocabulary: Vocabulary, closing: bytes) -> list[list[int]]:
+    """The tokens that bring the end of `closing` and something behind it, by how many bytes of it have come before."""
+    last = closing[-1]
+    longer = [(id_, said) for id_, said in vocabulary.bytes_of.items() if last in said[:-1]]
+    whole = [id_ for id_, said in longer if closing in said]
+    return [whole, *([id_ for id_, said in longer if said.startswith(closing[n:])] for n in range(1, len(closing)))]
+
+
+def spelled(vocabulary: Vocabulary, text: bytes) -> list[int]:
+    """Tokens that write a text, long ones first; -1 in place of a byte that no token stands for."""
+    ids = []
+    while text:
+        end = next((n for n in range(len(text), 0, -1) if text[:n] in vocabulary.ids_of), 0)
+        ids.append(vocabulary.ids_of[text[:end]][0] if end else -1)
+        text = text[end or 1 :]
+    return ids
+
+
+def begins(matcher: Matcher, token_ids: list[int]) -> bool:
+    """Whether these tokens may come next."""
+    return -1 not in token_ids and matcher.num_allowed(token_ids) == len(token_ids)
 
 
 class Guide:
@@ -71,7 +113,9 @@ class Guide:
             self._fill_ends(words)
             return self.is_over
         if self._preface is not None:
-            words.fill(-1)
+            words.fill(0)
+            set_bits(words, self._preface.forbidden(self._matcher))
+            np.invert(words, out=words)
         elif self._matcher.is_accepting():
             words |= self._end_words(words)
         if self._allowed is not None:
@@ -100,7 +144,9 @@ class Guide:
         if self.is_over or self.is_broken:
             return
         if self._preface is not None:
-            self._preface = None if self._preface.advance(token_id) else self._preface
+            if (rest := self._preface.advance(token_id)) is not None:
+                self._preface = None
+                self.is_broken = not (begins(self._matcher, rest) and all(map(self._matcher.advance, rest)))
         elif token_id in self._end_ids and self._matcher.is_accepting():
             self.is_over = True
         else:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -79,6 +79,7 @@ class Guides:
         self._compiled: dict[
             tuple[str, tuple[int, ...]], Compiled
         ] = {}  # by form and such ends; the one that was used last stands at the end
+        self._preface = lru_cache(MOST_FORMS)(lambda closing: Preface(self._vocabulary, closing))
         self._guides: WeakKeyDictionary[Sequence, Guide] = WeakKeyDictionary()
         self._limits: dict[int, int] = {}  # by seq_id: tokens of the step under way that count, where not all may
 
@@ -95,7 +96,7 @@ class Guides:
         end_ids = sorted({*first.eos_token_ids, *first.params.stop_token_ids})
         if not end_ids:
             raise ValueError("structured_outputs needs a token that ends the answer: give stop_token_ids")
-        preface = None if form.after is None else Preface(self._vocabulary, form.after.encode())
+        preface = None if form.after is None else self._preface(form.after.encode()).copy()
         model_end_ids = sorted(first.eos_token_ids) or end_ids
         matcher = self._matcher(form, end_ids, model_end_ids)
         params = first.params

@@ -374,6 +374,12 @@ class TestBeamSearch:
             (output,) = llm.beam_search(["Hello"], BeamSearchParams(beam_width=2, max_tokens=9, ignore_eos=True))
             assert [(len(beam.tokens), beam.finish_reason) for beam in output.sequences] == [(8, "length")] * 2
 
+    def test_a_beam_that_is_too_wide(self, llm: LLM) -> None:
+        with pytest.raises(
+            ValueError, match=r"beam_width is 11, .* 10 beams at most: ask for fewer, or raise max_logprobs to 22"
+        ):
+            llm.beam_search(["Hello"], BeamSearchParams(beam_width=11, max_tokens=1))
+
     def test_bad_values(self) -> None:
         for fields in ({"beam_width": 0, "max_tokens": 1}, {"beam_width": 1, "max_tokens": 1.5}):
             with pytest.raises(ValueError, match="must be a whole number of at least 1"):

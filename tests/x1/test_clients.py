@@ -147,6 +147,7 @@ class TestCompletions:
         ("fields", "says"),
         [
             ({"logit_bias": {"x": 1}}, "logit_bias must give token ids a number"),
+            ({"logit_bias": {"7": 5, "007": -100}}, "logit_bias names a token twice"),
             ({"logit_bias": {"5": 101}}, "from -100 to 100"),
             ({"logit_bias": {"999999": 1}}, "logit_bias must lie between 0 and"),
             ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
@@ -235,7 +236,10 @@ class TestChat:
             ({"messages": [{"content": "x"}]}, "each message needs a role"),
             ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not supported"),
             ({"messages": [{"role": "user", "content": 5}]}, "must be a text"),
-            ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "each of the tool_calls in a message"),
+            (
+                {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+                r"messages\[0\]: tool_calls in a message must be",
+            ),
             ({"chat_template_kwargs": {"tokenize": True}}, "must not hold 'tokenize'"),
             ({"tools": [{"type": "function"}]}, "each of the tools must be"),
             ({"logprobs": True, "top_logprobs": 99}, "at most"),

@@ -284,18 +284,6 @@ class TestThoughts:
         free = client.chat.completions.create(**asked).choices[0]  # it never closes its thought
         assert free.message.content != "</think>Sunny."
 
-    def test_in_a_stream(self, thinker: Background, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The whole way of a thought: as the model says it, torn by its tokens."""
-        monkeypatch.setattr("folovllm.server.reader.thinks_first", lambda prompt: False)
-        client = OpenAI(base_url=f"{thinker.url}/v1", api_key="x", max_retries=0)
-        whole = client.chat.completions.create(**chat(**exactly(self.SAID))).choices[0].message
-        assert (whole.content, (whole.model_extra or {})["reasoning_content"]) == ("Sunny.", "It is Rome.\n")
-        chunks = list(client.chat.completions.create(**chat(stream=True, **exactly(self.SAID))))
-        deltas = [chunk.choices[0].delta for chunk in chunks]
-        assert "".join(d.content or "" for d in deltas) == "Sunny."
-        assert "".join((d.model_extra or {}).get("reasoning_content") or "" for d in deltas) == "It is Rome.\n"
-        assert len([d for d in deltas if (d.model_extra or {}).get("reasoning_content")]) > 2
-
     def test_a_parser_that_nobody_knows(self) -> None:
         with pytest.raises(ValueError, match="reasoning_parser must be one of qwen3, deepseek_r1"):
             ServerConfig(reasoning_parser="gpt")

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folovllm.outputs import CompletionOutput
+from folovllm.sampling_params import SamplingParams
 from folovllm.server.errors import ApiError
 from folovllm.server.messages_in import checked
-from folovllm.server.reader import AnswerReader
+from folovllm.server.protocol import ChatRequest
+from folovllm.server.reader import AnswerReader, reading_of
 from folovllm.server.reasoning import ReasoningSplitter
 from folovllm.server.replies import ChatMessage
 from folovllm.server.tool_calls import ToolCallParser
 from folovllm.server.tools import call_grammar, offered
+from folovllm.structured_outputs import StructuredOutputsParams
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
 
@@ -53,6 +58,14 @@ def reader(parser: str | None = None, prompt: str = "", tools: bool = True, only
     return AnswerReader(splitter, ToolCallParser(only_one) if tools else None)
 
 
+F, G = '{"name": "f", "arguments": {}}', '{"arguments": {"b": 1}, "name": "g"}'
+NO_CALLS = [  # arguments that are no object, and names that are none: text, as broken JSON is
+    *(f'<tool_call>{{"name": "f", "arguments": {x}}}</tool_call>' for x in ("null", "[1]", '"x"', '"[]"', "NaN", "1", "true")),
+    *(f'<tool_call>{{"arguments": {x}, "name": "f"}}</tool_call>' for x in ("null", '{"a": NaN}', '{"a": 1e999}', '"{"')),
+    *(f'<tool_call>{{"name": {x}, "arguments": {{}}}}</tool_call>' for x in ("5", "null", r'"\x"', r'"\ud800"')),
+    "<tool_call></tool_call>",
+    "<tool_call> ",
+]  # fmt: skip
 ANSWERS = [  # parser, prompt, text, thought, content, calls
     (None, "", "Just text.", None, "Just text.", None),
     (None, "", CALL, None, "", [["f", '{"a": [1, "}"]}']]),
@@ -63,8 +76,15 @@ ANSWERS = [  # parser, prompt, text, thought, content, calls
     (None, "", '<tool_call>{"name": "g"}</tool_call>', None, "", [["g", "{}"]]),
     (None, "", "<tool_call>no JSON</tool_call> then", None, "<tool_call>no JSON</tool_call> then", None),
     (None, "", "a <tool_cal and < tool", None, "a <tool_cal and < tool", None),
-    (None, "", 'x <tool_call>\n{"na', None, 'x<tool_call>\n{"na', None),
-    (None, "", f"{CALL} and after", None, " and after", [["f", '{"a": [1, "}"]}']]),
+    (None, "", 'x <tool_call>\n{"na', None, 'x <tool_call>\n{"na', None),
+    (None, "", f"{CALL} and after ", None, " and after ", [["f", '{"a": [1, "}"]}']]),
+    (None, "", "<tool_call>x<tool_call></tool_call>", None, "<tool_call>x<tool_call></tool_call>", None),
+    (None, "", f"a <tool_call>{F}\n{G}, {F}}}</tool_call>b", None, "ab", [["f", "{}"], ["g", '{"b": 1}'], ["f", "{}"]]),
+    (None, "", f"<tool_call>{G}{{oops}}</tool_call>", None, "{oops}", [["g", '{"b": 1}']]),
+    (None, "", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>b', None, "b", [["f", '{"a": 1}']]),
+    (None, "", '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>b', None, "b", [["f", '{"a": 1']]),
+    (None, "", '<tool_call>{"arguments": {"s": "</tool_call>"}, "name": "f"}', None, "", [["f", '{"s": "</tool_call>"}']]),
+    *((None, "", text, None, text, None) for text in NO_CALLS),
     (None, "", '<tool_call>\n{"name": "é\\"n", "arguments": {"s": "\\\\"}}\n</tool_call>', None, "", [['é"n', '{"s": "\\\\"}']]),
     ("qwen3", "", "<think>\nHm, <b>.\n</think>\n\nYes.", "Hm, <b>.\n", "Yes.", None),
     ("qwen3", "", "\n<think>Hm.</think>Yes.", "Hm.", "Yes.", None),
@@ -80,11 +100,10 @@ ANSWERS = [  # parser, prompt, text, thought, content, calls
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("parser", "prompt", "text", "thought", "content", "calls"), ANSWERS)
-@given(cuts=st.lists(st.integers(0, 120), max_size=12))
-def test_torn_anywhere(
-    parser: str | None, prompt: str, text: str, thought: str | None, content: str, calls: Any, cuts: list[int]
-) -> None:
+@settings(max_examples=400)
+@given(answer=st.sampled_from(ANSWERS), cuts=st.lists(st.integers(0, 120), max_size=12))
+def test_torn_anywhere(answer: tuple[Any, ...], cuts: list[int]) -> None:
+    parser, prompt, text, thought, content, calls = answer
     message, reason = read(torn(text, cuts), reader(parser, prompt))
     assert (message.reasoning_content, message.content, message.tool_calls) == (thought, content, calls)
     assert reason == ("tool_calls" if calls else "stop")
@@ -103,15 +122,99 @@ def test_letter_by_letter_and_whole(
     assert reason == ("tool_calls" if calls else "stop")
 
 
-@given(
-    text=st.text(st.sampled_from(list('<tool_call>/thinkn{}":, \n')), max_size=80), cuts=st.lists(st.integers(0, 80))
+FRAGMENTS = [  # of answers: tags and calls, torn and whole, and what stands around them
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<thi", "nk>", "</tool", "_call>", "<", ">", '{"name": "f", ',
+    '"arguments": {', '"a": "}', '"', "\\", "}", "}}", F, G, "NaN", "null", "[", " ", "\n", "word", "é",
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
+PROMPTS = st.sampled_from(["", "q<think>\n", "q<think>\n\n</think>\n\n"])
+CUTS = st.lists(st.integers(0, 120))
+
+
+@given(parser=st.sampled_from([None, "qwen3", "deepseek_r1"]), prompt=PROMPTS, text=TEXTS, cuts=CUTS)
+def test_no_text_is_lost_or_made(parser: str | None, prompt: str, text: str, cuts: list[int]) -> None:
+    """Whatever the text: torn or whole it reads the same, and without a thought or a call it is the content as it stands."""
+    whole, _ = read([text], reader(parser, prompt))
+    assert read(torn(text, cuts), reader(parser, prompt))[0] == whole
+    if parser is None and whole.tool_calls is None:
+        assert whole.content == text
+    for _, arguments in whole.tool_calls or ():  # type: ignore[misc]
+        assert arguments.startswith("{")  # type: ignore[has-type]
+
+
+def thought_and_answer(parser: str, begun: str, text: str) -> tuple[str, str]:
+    """By the rule: a thought goes from the opening tag to the first closing one, and the last tag before the text decides."""
+    tags = re.findall("</?think>", begun)
+    if tags and tags[-1] == "</think>":
+        return "", text.lstrip("\n")
+    opened = text.lstrip().startswith("<think>")
+    if not (tags or opened or parser == "deepseek_r1"):
+        return "", text
+    thought, _, answer = (text.lstrip().removeprefix("<think>") if opened else text).partition("</think>")
+    return thought.lstrip("\n"), answer.lstrip("\n")
+
+
+@given(parser=st.sampled_from(["qwen3", "deepseek_r1"]), prompt=PROMPTS, text=TEXTS, cuts=CUTS)
+def test_a_thought_by_the_rule(parser: str, prompt: str, text: str, cuts: list[int]) -> None:
+    message, _ = read(torn(text, cuts), reader(parser, prompt, tools=False))
+    assert (message.reasoning_content or "", message.content) == thought_and_answer(parser, prompt, text)
+
+
+@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize(
+    ("begun", "text", "thought", "content"),
+    [
+        ("<think>x</think>The answer is ", "5<think>", "", "5<think>"),
+        ("<think>x</think>", "\n5", "", "5"),
+        ("<think>x", " y</think>5", " y", "5"),
+        ("<think>x</thi", "nk>5", "", "5"),
+        ("a</think>b<think>c ", "d</think>5", "d", "5"),
+    ],
 )
-def test_no_text_is_lost_or_made(text: str, cuts: list[int]) -> None:
-    """Whatever the text: torn or whole it reads the same, and what is no call stays content, but for space."""
-    whole, _ = read([text], reader("qwen3"))
-    assert read(torn(text, cuts), reader("qwen3"))[0] == whole
-    if whole.tool_calls is None and whole.reasoning_content is None:
-        assert "".join(str(whole.content).split()) == "".join(text.split())
+def test_a_thought_that_the_client_began(parser: str, begun: str, text: str, thought: str, content: str) -> None:
+    """The last tag in what the client wrote decides, and no tag of an earlier message; nor does another text say otherwise."""
+    for head in ("user: <think> </think>\nassistant: ", "user: a</think>\nassistant: <think>\n\n</think>\n\n"):
+        splitter = ReasoningSplitter(parser, head + begun, begun)
+        assert read([*text, ""], AnswerReader(splitter, None))[0] == ChatMessage("assistant", content, thought or None)
+
+
+@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize(
+    ("begun", "after"),
+    [
+        ("<think>x</think>So ", None),
+        ("<think>x</think>", None),
+        ("<think>x", "</think>"),
+        ("</think><think>", "</think>"),
+    ],
+)
+def test_where_the_form_begins(parser: str, begun: str, after: str | None) -> None:
+    """At once, where the client has closed the thought, whatever it wrote behind it."""
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]))
+    asked = ChatRequest(
+        messages=[{"role": "assistant", "content": [{"type": "text", "text": begun}]}], continue_final_message=True
+    )
+    formed, _ = reading_of(asked, params, f"a: {begun}", parser, False)
+    assert formed.structured_outputs is not None and formed.structured_outputs.after == after
+
+
+def test_a_long_call_costs_what_it_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each letter of a name or of a body is looked at once, and its beginning is matched once, however small the pieces are."""
+    matched = list[int]()
+    head = Mock(fullmatch=lambda text: matched.append(len(text)))
+    monkeypatch.setattr("folovllm.server.tool_calls.HEAD", head)
+    for text in (
+        '<tool_call>{"name": "' + "n" * 20_000,
+        f'<tool_call>{{"x": {G * 500}',
+        "<tool_call>" + " " * 9000,
+        " " * 9000,
+    ):
+        parser = ToolCallParser()
+        for letter in text:
+            parser.feed(letter)
+            assert len(parser._text) - parser._at < len("</tool_call>"), "more than a tag is looked at again"
+        assert parser.feed("", last=True)[0] == text
+    assert len(matched) == 1 and matched[0] < 20
 
 
 def test_an_answer_that_is_cut_off_in_a_call() -> None:
@@ -161,12 +264,19 @@ class TestTools:
     def test_messages(self) -> None:
         """Arguments come as text, and templates want an object."""
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": 1})}}
-        told = checked({"role": "assistant", "content": None, "tool_calls": [call]})
+        told = checked({"role": "assistant", "content": None, "tool_calls": [call]}, 0)
         assert told["content"] == "" and told["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-        assert checked({"role": "tool", "tool_call_id": "1", "content": "12"})["content"] == "12"
-        for wrong in ("x", [5], [{"function": {"name": "f", "arguments": "{"}}], [{"function": {"arguments": "{}"}}]):
-            with pytest.raises(ApiError, match="tool_calls in a message must be"):
-                checked({"role": "assistant", "tool_calls": wrong})
-        for wrong in ({"role": "user", "contents": "a slip of the pen"}, {"role": "tool", "content": None}):
-            with pytest.raises(ApiError, match="needs content"):
-                checked(wrong)
+        assert checked({"role": "tool", "tool_call_id": "1", "content": "12"}, 0)["content"] == "12"
+        for wrong in ("x", [5], [{"function": {"name": "f", "arguments": [1]}}], [{"function": {"arguments": "{}"}}]):
+            with pytest.raises(ApiError, match=r"messages\[3\]: tool_calls in a message must be"):
+                checked({"role": "assistant", "tool_calls": wrong}, 3)
+        for other in ({"role": "user", "contents": "a slip of the pen"}, {"role": "tool", "content": None}):
+            with pytest.raises(ApiError, match=r"messages\[1\]: a message of .* needs content"):
+                checked(other, 1)
+
+    @pytest.mark.parametrize("arguments", ['{"a": "cut o', "[1]", "null", "9" * 5000, "[" * 9000])
+    def test_a_call_that_was_cut_stays_text(self, arguments: str) -> None:
+        """The conversation goes on: the template gets what the model wrote."""
+        call = {"function": {"name": "f", "arguments": arguments}}
+        told = checked({"role": "assistant", "tool_calls": [call]}, 0)
+        assert told["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments}

@@ -41,9 +41,9 @@ def ids_of(text: str) -> list[int]:
 
 def stream_of(params: SamplingParams = DELTAS, mailbox: Mailbox | None = None, number: int = 0) -> Stream:
     """A stream whose request came at second 0."""
-    tokenizer, processor = parts()
+    _, processor = parts()
     seqs = processor.process("", [1, 2, 3], params, 0, None)
-    return Stream(number, str(number), seqs, 0.0, tokenizer, mailbox or Mailbox(), lambda stream: None)
+    return Stream(number, str(number), seqs, 0.0, mailbox or Mailbox(), lambda stream: None)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:

@@ -1,0 +1,209 @@
+"""A model that says given texts, behind a server: thoughts, their end in the middle of a token, half characters, the last token that fits."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from folovllm.server.config import ServerConfig
+from tests.x1.background import Background
+from tests.x1.reciting import END, Piece, reciter
+
+SMILE = "\U0001f600".encode()
+LIMIT = 64
+TEXTS: dict[str, list[Piece]] = {
+    "nested": ["one ", "<think>", " two ", "</think>", "three"],
+    "itself": ["<thi", "nk>\n", "four ", "<think", "> five", "</think", ">\n\n", "six <think> x"],
+    "question": ["Quest", "ion: so?", "</", "think>Yes"],
+    "object": ["well", "</thi", "nk>{", '"a":', '"x"', "}"],
+    "list": ["hm", "</thin", "k>[", "1]"],
+    "lines": ["um</think>\n", '{"a"', ': "y', '"}'],
+    "choice": ["er", "</th", "ink>\nye", "s"],
+    "smile": ["ok", *(bytes([byte]) for byte in SMILE), " end"],
+    "half": ["Half ", b"\xe6\x9c"],
+    "words": [" Hello", " big", " world"],
+}
+NUMBER = {name: i for i, name in enumerate(TEXTS)}
+OBJECT = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Background]:
+    model = reciter(tmp_path_factory.mktemp("model") / "bytes", list(TEXTS.values()), ("", "<think>"))
+    with Background(ServerConfig(reasoning_parser="qwen3"), model=str(model), max_model_len=LIMIT) as server:
+        yield server
+        server.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Background]:
+    texts = [[b"\xf0", b"\x9f", b"\x98", b"\x80", " smile"], TEXTS["words"]]
+    model = reciter(tmp_path_factory.mktemp("model") / "pieces", texts, pieces=True)
+    with Background(model=str(model), max_model_len=LIMIT) as server:
+        yield server
+
+
+def post(server: Background, path: str, **fields: Any) -> tuple[int, Any]:
+    """The status, and the answer or the list of a stream's chunks."""
+    body = {"temperature": 0, "max_tokens": 30} | fields
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            said = reply.read()
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())["error"]["message"]
+    if not fields.get("stream"):
+        return 200, json.loads(said)
+    return 200, [json.loads(line[6:]) for line in said.splitlines() if line.startswith(b"data: {")]
+
+
+def complete(server: Background, prompt: Any, **fields: Any) -> Any:
+    """The first choice of a completion."""
+    status, said = post(server, "/v1/completions", prompt=prompt, **fields)
+    assert status == 200, said
+    return said["choices"][0]
+
+
+def chat(server: Background, prompt: str, *more: dict[str, Any], **fields: Any) -> Any:
+    """The first choice of an answer, which is the same in a stream."""
+    asked = {"messages": [{"role": "user", "content": prompt}, *more], **fields}
+    status, said = post(server, "/v1/chat/completions", **asked)
+    assert status == 200, said
+    choice = said["choices"][0]
+    deltas = [c["choices"][0]["delta"] for c in post(server, "/v1/chat/completions", stream=True, **asked)[1]]
+    for name in ("content", "reasoning_content"):
+        streamed = "".join(delta.get(name) or "" for delta in deltas)
+        assert streamed == (choice["message"].get(name) or ""), f"the {name} differs in a stream"
+    return choice
+
+
+def parts(choice: Any) -> tuple[str | None, str | None]:
+    return choice["message"].get("reasoning_content"), choice["message"]["content"]
+
+
+class TestThoughts:
+    @pytest.mark.parametrize(
+        ("text", "start", "thought", "content"),
+        [
+            ("nested", "<think>", "one <think> two ", "three"),
+            ("itself", "", "four <think> five", "six <think> x"),
+            ("lines", "<think>", "um", '{"a": "y"}'),
+        ],
+    )
+    def test_tags_in_it_are_text(self, server: Background, text: str, start: str, thought: str, content: str) -> None:
+        assert parts(chat(server, f"[[{NUMBER[text]}]]{start}")) == (thought, content)
+
+    def test_stop_strings_are_found_in_it(self, server: Background) -> None:
+        choice = chat(server, f"[[{NUMBER['question']}]]<think>", stop=["ion:"])
+        assert (parts(choice), choice["stop_reason"]) == (("Quest", None), "ion:")
+
+    @pytest.mark.parametrize(
+        ("text", "form", "answers"),
+        [
+            ("object", {"json": OBJECT}, ['{"a":"x"}']),
+            (
+                "list",
+                {"json": OBJECT},
+                [None],
+            ),  # its token would begin a list, so the model says its next likely one: the end
+            ("list", {"json": {"type": "array", "items": {"type": "integer"}}}, ["[1]"]),
+            ("lines", {"json": OBJECT}, ['{"a": "y"}']),
+            ("choice", {"choice": ["yes", "no"]}, ["yes"]),
+            ("choice", {"choice": ["no"]}, [None]),
+        ],
+    )
+    def test_the_token_that_ends_it_keeps_to_the_form(
+        self, server: Background, text: str, form: dict[str, Any], answers: list[str | None]
+    ) -> None:
+        assert parts(chat(server, f"[[{NUMBER[text]}]]<think>", structured_outputs=form))[1] in answers
+
+    @pytest.mark.parametrize("begun", ["<think>x</think>", "<think>x</think>So "])
+    def test_a_form_behind_one_that_the_client_closed(self, server: Background, begun: str) -> None:
+        said = {"role": "assistant", "content": begun}
+        more = {"continue_final_message": True, "add_generation_prompt": False}
+        choice = chat(server, "?", said, structured_outputs={"choice": ["yes", "no"]}, **more)
+        assert parts(choice) in [(None, "yes"), (None, "no")]
+
+
+class TestLogprobs:
+    @pytest.mark.parametrize("text", ["smile", "half", "words"])
+    def test_bytes_are_the_tokens_own(self, server: Background, text: str) -> None:
+        true = [piece if isinstance(piece, bytes) else piece.encode() for piece in TEXTS[text]]
+        rows = chat(server, f"[[{NUMBER[text]}]]", logprobs=True)["logprobs"]["content"]
+        assert [bytes(row["bytes"]) for row in rows] == [*true, END.encode()]
+
+    @pytest.mark.parametrize(
+        ("text", "offsets", "tokens"),
+        [
+            (
+                "smile",
+                [0, 2, 2, 2, 2, 3, 7],
+                ["ok", r"bytes:\xf0", r"bytes:\x9f", r"bytes:\x98", r"bytes:\x80", " end", END],
+            ),
+            ("half", [0, 5, 5], ["Half ", r"bytes:\xe6\x9c", END]),
+        ],
+    )
+    def test_offsets_index_the_text(self, server: Background, text: str, offsets: list[int], tokens: list[str]) -> None:
+        prompt = f"[[{NUMBER[text]}]]"
+        for echo in (False, True):
+            whole = complete(server, prompt, logprobs=1, echo=echo)["logprobs"]
+            begin = [0] if echo else []
+            assert whole["text_offset"] == [*begin, *(at + echo * len(prompt) for at in offsets)]
+            assert whole["tokens"] == [*[prompt][: len(begin)], *tokens]
+            chunks = post(server, "/v1/completions", prompt=prompt, logprobs=1, echo=echo, stream=True)[1]
+            shown = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+            assert {name: list(itertools.chain(*(row[name] for row in shown))) for name in whole} == whole
+
+    def test_a_prompt_with_half_a_character(self, server: Background) -> None:
+        """As ids, whose text has what stands for bytes that are none."""
+        ids = server.engine.tokenizer.encode("éab")
+        for prompt, text, offsets in (
+            (ids, "éab", [0, 0, 1, 2]),
+            (ids[1:], "\ufffdab", [0, 1, 2]),
+            (ids[:1], "\ufffd", [0]),
+        ):
+            got = complete(server, prompt, logprobs=1, echo=True, max_tokens=0)
+            assert (got["text"], got["logprobs"]["text_offset"]) == (text, offsets)
+
+    @pytest.mark.parametrize("number", [1, 5, 20])
+    def test_as_many_entries_as_asked_for(self, server: Background, number: int) -> None:
+        """Among equally likely tokens most are bytes, and several have the same text."""
+        likely = complete(server, f"[[{NUMBER['smile']}]]", logprobs=number, max_tokens=4)["logprobs"]["top_logprobs"]
+        assert [len(row) for row in likely] == [number] * 4
+
+    def test_spaces_of_pieces(self, pieces: Background) -> None:
+        """The first token of a text loses its space there, and no other does."""
+        got = complete(pieces, "[[1]]", logprobs=1)
+        assert (got["text"], got["logprobs"]["tokens"]) == ("Hello big world", [" Hello", " big", " world", END])
+        assert got["logprobs"]["text_offset"] == [0, 5, 9, 15]
+        got = complete(pieces, "[[0]]", logprobs=1)
+        assert (got["text"], got["logprobs"]["text_offset"]) == ("\U0001f600 smile", [0, 0, 0, 0, 1, 7])
+        assert [bytes(row["bytes"]) for row in chat(pieces, "[[0]]", logprobs=True)["logprobs"]["content"]][:2] == [
+            b"\xf0",
+            b"\x9f",
+        ]
+
+
+class TestLimits:
+    @pytest.mark.parametrize("fields", [{}, {"logprobs": 1}, {"truncate_prompt_tokens": LIMIT, "logprobs": 1}])
+    def test_a_prompt_alone_may_fill_the_context(self, server: Background, fields: dict[str, Any]) -> None:
+        length = LIMIT + ("truncate_prompt_tokens" in fields)
+        scored = complete(server, [5] * length, echo=True, max_tokens=0, **fields)
+        assert scored["logprobs"] is None or len(scored["logprobs"]["tokens"]) == LIMIT
+        for more in ({"echo": True, "max_tokens": 1}, {"max_tokens": 1}, {"echo": True}):
+            status, says = post(server, "/v1/completions", prompt=[5] * length, **fields, **more)
+            assert (status, f"{LIMIT} tokens" in says) == (400, True), "an answer has no room"
+        status, says = post(server, "/v1/completions", prompt=[5] * (LIMIT + 1), echo=True, max_tokens=0)
+        assert (status, f"{LIMIT + 1} tokens" in says) == (400, True)
+
+
+def test_a_call_that_was_cut_does_not_end_the_conversation(server: Background) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "cut o'}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert parts(chat(server, "?", said, {"role": "tool", "tool_call_id": "1", "content": f"[[{NUMBER['words']}]]"}))[1]
