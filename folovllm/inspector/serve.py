@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import webbrowser
 from collections.abc import Awaitable, Callable
@@ -24,7 +23,7 @@ from folovllm.inspector.playground import Playground
 from folovllm.inspector.web import FILES, PAGE, SAFE, HostCheck, file_response, page_response
 from folovllm.server.errors import ApiError, as_api_error
 from folovllm.server.http import CLIENT_GONE, error_response, json_response, read_body
-from folovllm.server.serve import Server, listen
+from folovllm.server.serve import Server, ending_signals, listen
 from folovllm.server.sse import EventStream
 
 logger = logging.getLogger("folovllm")
@@ -201,7 +200,7 @@ async def _serve(
 ) -> None:
     """Serve until a signal comes."""
     server = Server(uvicorn.Config(app, ws="none", lifespan="off", log_level="warning", access_log=False))
-    for sign in (signal.SIGTERM, signal.SIGINT):
+    for sign in ending_signals():
         asyncio.get_running_loop().add_signal_handler(sign, _end, server, at_end)
     listener.listen()
     host, port = listener.getsockname()[:2]
