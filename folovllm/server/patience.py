@@ -1,45 +1,131 @@
-"""How long a connection may take to say what it wants: one that never does would be held for ever."""
+"""What one connection may cost: time and bytes until it says what it wants. And what it is owed once it has said all."""
 
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from folovllm.server.errors import ApiError
+
 HEADER_SECONDS = 20.0
+LONGEST_HEAD = 1 << 16  # bytes
+MOST_PIPELINED = 16  # requests that wait for the answer to one before them
+LAST_SECONDS = 5.0  # that a refused client has to read why
+PROBES = (3.0, 4.0)  # seconds after a client's end of input: the second write fails if the first found nobody
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, but a connection is closed whose first request does not begin, or whose headers do not end, in time.
+    """uvicorn's protocol, but a connection is refused whose first request does not begin, or whose headers do not end, in time.
 
     Bytes that come do not extend the time, so a byte a second keeps no connection open. Answers may take as long as they need.
+    Of bytes there may be LONGEST_HEAD until a head ends, or until the next byte of a body: so long may extensions of chunks and
+    trailers be as well. A client that has closed its sending side gets its answer.
     """
 
     _deadline: asyncio.TimerHandle | None = None
+    _num_idle = 0  # bytes since a head ended or a body grew
+    _is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """As `asyncio.Protocol` has it."""
         super().connection_made(transport)
         self._begin()
 
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, in pieces of which none is longer than what may still come."""
+        rest = memoryview(data)
+        while rest and not self._is_refused and not self.transport.is_closing():
+            piece = rest[: LONGEST_HEAD - self._num_idle]
+            rest = rest[len(piece) :]
+            self._num_idle += len(piece)
+            super().data_received(piece)  # type: ignore[arg-type]
+            if self._num_idle >= LONGEST_HEAD:
+                self._refuse(431, f"the head of a request has at most {LONGEST_HEAD} bytes, with all its headers")
+
     def on_message_begin(self) -> None:
         """The first byte of a request is here."""
         self._begin()
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header. A trailer, which comes when the request is at work, is dropped."""
+        if self._deadline is not None:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        """It has said what it wants."""
+        """It has said what it wants. Raises ValueError, which refuses it, behind too many others."""
         self._end()
+        self._num_idle = 0
+        if len(self.pipeline) >= MOST_PIPELINED:
+            raise ValueError("too many requests in a pipeline")
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._num_idle = 0
+        super().on_body(body)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client will send no more. Returns whether the connection stays: while it is owed an answer.
+
+        A client that has gone looks the same. But what it is sent comes back, and then the connection is lost.
+        """
+        if is_owed := self._last_answer():
+            for seconds in PROBES:
+                self.loop.call_later(seconds, self._probe)
+        return is_owed
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As `asyncio.Protocol` has it."""
         self._end()
         super().connection_lost(exc)
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP."""
+        self._refuse(400, "this is no request in HTTP/1.1 (nor is there TLS here: the address begins with http://)")
+
+    def _probe(self) -> None:
+        """Send what no reader of HTTP/1.1 takes for part of an answer: a zero before the size of the next chunk, or 100 Continue."""
+        cycle = self.cycle
+        if self.transport.is_closing() or self.pipeline or cycle.scope["http_version"] != "1.1":
+            return
+        if not cycle.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif cycle.chunked_encoding:
+            self.transport.write(b"0")
+
+    def _last_answer(self) -> bool:
+        """Whether a whole request waits for its answer. If so, the connection ends after it."""
+        is_owed = self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete)
+        if is_owed:
+            self.cycle.keep_alive = False
+        return is_owed
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Take no more of this connection, and say why, unless that would be taken for the answer to the request before."""
+        self._is_refused = True
+        if self._last_answer():
+            return
+        if self.cycle is not None:  # with half a body
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        body = ApiError(status, message).body()
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        self.transport.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+        self.transport.write_eof()
+        self._end()
+        self._deadline = self.loop.call_later(LAST_SECONDS, self.transport.close)
+
     def _begin(self) -> None:
         self._end()
-        self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+        self._deadline = self.loop.call_later(HEADER_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        self._is_refused = True
+        if not self._last_answer():
+            self.transport.close()
 
     def _end(self) -> None:
         if self._deadline is not None:
