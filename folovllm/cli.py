@@ -22,7 +22,7 @@ from rich.text import Text
 
 import folovllm
 from folovllm.flags import engine_flags, in_a_folder, pick, with_flags
-from folovllm.terminal import tolerate_encodings, print_next, run_steps, stderr, stream_answer
+from folovllm.terminal import print_next, run_steps, stderr, stream_answer, tolerate_encodings
 
 if TYPE_CHECKING:
     from folovllm.llm import LLM

@@ -46,7 +46,7 @@ class HostGuard:
 
     def _check(self, headers: Headers, version: str) -> None:
         hosts = headers.getlist("host")
-        if len(hosts) > 1 or not hosts and version != "1.0":
+        if len(hosts) > 1 or (not hosts and version != "1.0"):
             raise ApiError(400, f"send one Host header, not {len(hosts)}")
         host = "".join(hosts).lower()
         name = host_name(host)

@@ -305,6 +305,14 @@ class TestCtrlC:
         assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["c"] and "1 of 2" in err
 
 
+def test_these_tests_in_the_background_of_a_script() -> None:
+    """There SIGINT is ignored, which children inherit."""
+    test = f"{__file__}::TestCtrlC::test_show_steps"
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "pytest", "-q", test]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout
+
+
 class TestEncodings:
     """Whatever the terminal's encoding is, and whatever is in a file."""
 

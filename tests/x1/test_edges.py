@@ -167,7 +167,9 @@ def test_odd_requests(server: Background, row: str, tracebacks: list[str]) -> No
 
 class TestPipelines:
     def test_answers_come_in_order(self, server: Background) -> None:
-        with connect(server, post(FIELDS) + get("/nowhere") + get("/health", HOST + "Connection: close\r\n")) as connection:
+        with connect(
+            server, post(FIELDS) + get("/nowhere") + get("/health", HOST + "Connection: close\r\n")
+        ) as connection:
             said = read_all(connection)
         assert re.findall(rb"HTTP/1.1 (\d+)", said) == [b"200", b"404", b"200"]
 

@@ -132,7 +132,6 @@ class TestEnds:
             assert server.process.wait(PATIENCE) == 128 + signal.SIGTERM
             eventually(lambda: is_gone(engine))
 
-
     def test_an_ignored_ctrl_c_stays_ignored(self) -> None:
         """A script's job in the background is started so: Ctrl-C is for the script."""
         with serving("--no-engine-process", prefix=("sh", "-c", "trap '' INT; exec \"$@\"", "sh")) as server:
