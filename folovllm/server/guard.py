@@ -51,8 +51,8 @@ class HostGuard:
         host = "".join(hosts).lower()
         name = host_name(host)
         if hosts and self._names.isdisjoint((name, "*")) and not is_address(name):
-            message = f"this server was asked as {name!r}, which it does not know: use localhost, or start it with {self._flag} {name}"
-            raise ApiError(403, message, code="unknown_host")
+            instead = f"use localhost or an address in numbers, or start it with {self._flag} {name}"
+            raise ApiError(403, f"this server does not know the name {name!r}: {instead}", code="unknown_host")
         origin = headers.get("origin", "").lower()
         if origin and origin.partition("://")[2] != host and self._origins.isdisjoint((origin, "*")):
             raise ApiError(403, self._hint.format(origin), code="other_origin")

@@ -43,6 +43,10 @@ class PatientProtocol(HttpToolsProtocol):
             super().data_received(piece)  # type: ignore[arg-type]
             if self._num_idle >= LONGEST_HEAD:
                 self._refuse(431, f"the head of a request has at most {LONGEST_HEAD} bytes, with all its headers")
+        if (
+            self._deadline is None and self.cycle.response_complete
+        ):  # the rest of a body that was refused, or blank lines
+            self._begin()
 
     def on_message_begin(self) -> None:
         """The first byte of a request is here."""

@@ -233,6 +233,27 @@ def test_refused_but_still_sending(server: Background, monkeypatch: pytest.Monke
                 time.sleep(0.01)
 
 
+@pytest.mark.parametrize(
+    ("wire", "behind", "status"),
+    [
+        (get("/health"), b"\r\n", 200),
+        (post(b"{", "Content-Type: text/plain\r\nContent-Length: 99\r\n"), b"}", 415),
+        (post(LONG | {"max_tokens": 60}), b"GET /health", 200),
+    ],
+    ids=["blank lines", "a body of no use", "half a head"],
+)
+def test_nobody_is_waited_for_behind_an_answer(
+    server: Background, wire: bytes, behind: bytes, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that begin no request keep a connection no longer than a head without end does; the answer comes all the same."""
+    with connect(server, wire) as connection:
+        said = b"" if behind[:1] == b"G" else connection.recv(1 << 16)
+        monkeypatch.setattr("folovllm.server.patience.HEADER_SECONDS", 0.05)
+        connection.sendall(behind)
+        said += read_all(connection)
+    assert said.count(b"HTTP/1.1 ") == 1 and said.startswith(b"HTTP/1.1 %d" % status)
+
+
 OPEN, NAMED = ServerConfig(), ServerConfig(host="gpu-box", allowed_host=["Proxy.example"])
 KEYED, ANY = ServerConfig(api_key=["k"]), ServerConfig(allowed_host=["*"])
 CORS = ServerConfig(cors_origin=["https://App.example"])
