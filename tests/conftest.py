@@ -1,4 +1,4 @@
-"""For every test: Triton interpreted where no GPU is, one torch thread, hypothesis without deadlines, messages in English, Ctrl-C."""
+"""For every test: Triton interpreted where no GPU is, one torch thread, hypothesis without deadlines, messages in English, a Ctrl-C that is heard."""
 
 import gc
 import importlib.util

@@ -17,11 +17,11 @@ PROBES = (3.0, 4.0)  # seconds after a client's end of input: the second write f
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, but a connection is refused whose first request does not begin, or whose headers do not end, in time.
+    """uvicorn's protocol, but a connection is closed whose first request does not begin, or whose headers do not end, in time.
 
     Bytes that come do not extend the time, so a byte a second keeps no connection open. Answers may take as long as they need.
-    Of bytes there may be LONGEST_HEAD until a head ends, or until the next byte of a body: so long may extensions of chunks and
-    trailers be as well. A client that has closed its sending side gets its answer.
+    At most LONGEST_HEAD bytes may come until a head ends, and until the next byte of a body comes, which bounds the extensions of
+    chunks and the trailers. A client that has closed its sending side gets its answer.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -43,9 +43,7 @@ class PatientProtocol(HttpToolsProtocol):
             super().data_received(piece)  # type: ignore[arg-type]
             if self._num_idle >= LONGEST_HEAD:
                 self._refuse(431, f"the head of a request has at most {LONGEST_HEAD} bytes, with all its headers")
-        if (
-            self._deadline is None and self.cycle.response_complete
-        ):  # the rest of a body that was refused, or blank lines
+        if self._deadline is None and self.cycle.response_complete:  # the rest of a refused body, or blank lines
             self._begin()
 
     def on_message_begin(self) -> None:
