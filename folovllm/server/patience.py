@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from http import HTTPStatus
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from folovllm.server.errors import ApiError
 
@@ -25,6 +26,9 @@ class PatientProtocol(HttpToolsProtocol):
     """
 
     _deadline: asyncio.TimerHandle | None = None
+    _running: RequestResponseCycle | None = (
+        None  # the request that is being answered; `cycle` is the one that came last
+    )
     _num_idle = 0  # bytes since a head ended or a body grew
     _is_refused = False
 
@@ -41,7 +45,7 @@ class PatientProtocol(HttpToolsProtocol):
             rest = rest[len(piece) :]
             self._num_idle += len(piece)
             super().data_received(piece)  # type: ignore[arg-type]
-            if self._num_idle >= LONGEST_HEAD:
+            if self._num_idle >= LONGEST_HEAD and not self._is_refused:
                 self._refuse(431, f"the head of a request has at most {LONGEST_HEAD} bytes, with all its headers")
         if self._deadline is None and self.cycle.response_complete:  # the rest of a refused body, or blank lines
             self._begin()
@@ -63,11 +67,19 @@ class PatientProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MOST_PIPELINED:
             raise ValueError("too many requests in a pipeline")
         super().on_headers_complete()
+        if not self.pipeline:
+            self._running = self.cycle
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
         self._num_idle = 0
         super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        """It is answered: the next one's turn."""
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]
+        super().on_response_complete()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client will send no more. Returns whether the connection stays: while it is owed an answer.
@@ -80,9 +92,10 @@ class PatientProtocol(HttpToolsProtocol):
         return is_owed
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As `asyncio.Protocol` has it."""
+        """As `asyncio.Protocol` has it. (uvicorn tells the request that came last alone.)"""
         self._end()
         super().connection_lost(exc)
+        self._disconnect()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP."""
@@ -90,33 +103,42 @@ class PatientProtocol(HttpToolsProtocol):
 
     def _probe(self) -> None:
         """Send what no reader of HTTP/1.1 takes for part of an answer: a zero before the size of the next chunk, or 100 Continue."""
-        cycle = self.cycle
-        if self.transport.is_closing() or self.pipeline or cycle.scope["http_version"] != "1.1":
+        cycle = self._running
+        if cycle is None or self.transport.is_closing() or self not in self.connections:
             return
-        if not cycle.response_started:
+        if cycle.scope["http_version"] == "1.1" and not cycle.response_started:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        elif cycle.chunked_encoding:
+        elif cycle.scope["http_version"] == "1.1" and cycle.chunked_encoding:
             self.transport.write(b"0")
+
+    def _unanswered(self) -> list[RequestResponseCycle]:
+        """The requests that have come, at least their heads, in their order."""
+        cycles = [self._running, *(cycle for cycle, _ in reversed(self.pipeline))]
+        return [cycle for cycle in cycles if cycle is not None and not cycle.response_complete]
 
     def _last_answer(self) -> bool:
         """Whether a whole request waits for its answer. If so, the connection ends after it."""
-        is_owed = self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete)
-        if is_owed:
-            self.cycle.keep_alive = False
-        return is_owed
+        owed = [cycle for cycle in self._unanswered() if not cycle.more_body]
+        if owed:
+            owed[-1].keep_alive = False
+        return bool(owed)
+
+    def _disconnect(self) -> None:
+        for cycle in self._unanswered():
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def _refuse(self, status: int, message: str) -> None:
         """Take no more of this connection, and say why, unless that would be taken for the answer to the request before."""
         self._is_refused = True
         if self._last_answer():
             return
-        if self.cycle is not None:  # with half a body
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        self._disconnect()
         body = ApiError(status, message).body()
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        self.transport.write(f"{head}Connection: close\r\n\r\n".encode() + body)
-        self.transport.write_eof()
+        with suppress(OSError, RuntimeError):  # the client has gone meanwhile
+            self.transport.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+            self.transport.write_eof()
         self._end()
         self._deadline = self.loop.call_later(LAST_SECONDS, self.transport.close)
 

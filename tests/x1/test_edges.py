@@ -147,6 +147,7 @@ ROWS: dict[str, tuple[bytes, int]] = {
     "20,000 headers": (get("/health", HOST + "X: y\r\n" * 20_000), 431),
     "a header without end": (get("/health", HOST + "X: ").rstrip() + b"y" * 20 * MEGABYTE, 431),
     "a URL of 1 MB": (get("/" + "y" * MEGABYTE), 431),
+    "nonsense without end": (b"\0" * MEGABYTE, 400),
     "lines without end": (b"\r\n" * MEGABYTE, 431),
 }
 
@@ -177,6 +178,24 @@ class TestPipelines:
         with connect(server, post(FIELDS) + b"\0\r\n\r\n") as connection:
             assert answer(connection)[0] == 200
             assert connection.recv(1) == b""
+
+    @pytest.mark.parametrize("cut", [1, len(BODY)])
+    def test_half_a_request_behind_a_whole_one(self, server: Background, cut: int, tracebacks: list[str]) -> None:
+        """Whether it ends there or goes on with nonsense: the whole one is answered."""
+        wire = post(FIELDS) + get("/health") + chunked(BODY, 99)
+        with connect(server, wire + b"nonsense" if cut == 1 else wire[:-cut]) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            assert read_all(connection).count(b"HTTP/1.1 200") == 2
+        assert not tracebacks
+
+    def test_its_client_goes(self, server: Background, tracebacks: list[str]) -> None:
+        """The one that runs ends, though it was not the last to come."""
+        aborted = server.engine.counters.finished["abort"]
+        connection = connect(server, post(LONG | {"stream": True}) + get("/health"))
+        assert connection.recv(1)
+        connection.close()  # with bytes unread: a reset
+        eventually(lambda: server.engine.num_open == 0)
+        assert server.engine.counters.finished["abort"] == aborted + 1 and not tracebacks
 
     def test_a_long_one_is_cut(self, server: Background, tracebacks: list[str]) -> None:
         """As many requests as a piece of the network holds would all be read before anybody else has a turn."""
