@@ -22,7 +22,7 @@ from rich.text import Text
 
 import folovllm
 from folovllm.flags import engine_flags, in_a_folder, pick, with_flags
-from folovllm.terminal import print_next, run_steps, stderr, stream_answer
+from folovllm.terminal import print_next, run_steps, stderr, stream_answer, tolerate_encodings
 
 if TYPE_CHECKING:
     from folovllm.llm import LLM
@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command and leave the process. A user's error is one red line; `--mine` shows where it came from as well."""
     arguments = sys.argv[1:] if arguments is None else arguments
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 -- None if closed: nothing to read
+    tolerate_encodings()
     try:
         if sys.stdout is None:
             raise ValueError("the standard output is closed, and the answers would be lost: leave it open, or > a file")
@@ -136,7 +137,10 @@ def _global_flags(
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Questions, or texts.", show_default=False)] = None,
     file: Annotated[
-        typer.FileText | None, typer.Option("--file", "-f", help='Prompts, one a line; "-": stdin.')
+        typer.FileText | None,
+        typer.Option(
+            "--file", "-f", help='Prompts, one a line; "-": stdin.', encoding="utf-8-sig", errors="surrogateescape"
+        ),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without chat markup.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, one a line.")] = False,

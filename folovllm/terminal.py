@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -20,12 +22,26 @@ if TYPE_CHECKING:
     from folovllm.watcher import Watcher
 
 
+def tolerate_encodings() -> None:
+    """Let no character end a command: one that the output's encoding does not have is printed as `\\u2615`.
+
+    Input that is not in its encoding becomes surrogates, which a prompt is refused for, with a sentence; a mark of the
+    byte order is dropped.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        encoding = "utf-8-sig" if sys.stdin.encoding.lower() == "utf-8" else None
+        sys.stdin.reconfigure(encoding=encoding, errors="surrogateescape")
+
+
 def print_next(llm: LLM, untold: deque[str], as_json: bool, between: str, output: RequestOutput | None) -> None:
     """Print the answer to the first prompt of `untold`, if there is one, and take the prompt out."""
     text = untold.popleft()
     if output is not None:
         output.prompt = text
-        print(json.dumps(as_dict(output), ensure_ascii=False), flush=True) if as_json else show(output, llm, between)
+        print(as_json_line(output), flush=True) if as_json else show(output, llm, between)
 
 
 def run_steps(
@@ -118,6 +134,11 @@ def times(metrics: RequestMetrics) -> str:
     if metrics.tokens_per_second:
         parts.append(f"{metrics.tokens_per_second:.1f} tokens/s")
     return " · ".join(parts)
+
+
+def as_json_line(output: RequestOutput) -> str:
+    """An output in JSON, with every character as it is where stdout can have it."""
+    return json.dumps(as_dict(output), ensure_ascii=not (sys.stdout.encoding or "utf-8").lower().startswith("utf"))
 
 
 def as_dict(output: RequestOutput) -> dict[str, Any]:

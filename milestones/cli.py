@@ -18,7 +18,7 @@ from milestones.language import in_language, t, translated
 from milestones.manifest import Course
 from milestones.mine import Mine
 from milestones.progress import newest_started, started_exercises
-from milestones.say import console, say
+from milestones.say import console, print_any_character, say
 from milestones.tasks import Exercise
 from milestones.update import update as update_mine
 
@@ -33,6 +33,7 @@ MilestoneId = Annotated[str, typer.Argument(metavar="ID", help="A milestone, say
 
 def main() -> None:
     """Run a command; a user's error is one sentence and exit status 2."""
+    print_any_character()
     try:
         in_language(app)()
     except ValueError as error:

@@ -59,7 +59,7 @@ class Mine:
         """The learner's text, None where there is no such file here; ValueError where it is not UTF-8."""
         file = self.folder / path
         try:
-            return file.read_text(encoding="utf-8") if file.is_file() else None
+            return file.read_text(encoding="utf-8-sig") if file.is_file() else None
         except UnicodeDecodeError as error:
             said = "{file} is not UTF-8 text ({reason}): save it as UTF-8"
             raise ValueError(t(said, file=file, reason=error.reason)) from error

@@ -1,8 +1,9 @@
-"""For every test: Triton interpreted where no GPU is, one torch thread, hypothesis without deadlines, messages in English."""
+"""For every test: Triton interpreted where no GPU is, one torch thread, hypothesis without deadlines, messages in English, a Ctrl-C that is heard."""
 
 import gc
 import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -17,6 +18,7 @@ if not CUDA:
 
         patch_the_language_once()
         stay_inside_the_arguments()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job ignores it, and so would children
 torch.set_num_threads(1)
 os.environ["FOLOVLLM_LANG"] = "en"  # whatever the system's locale is
 hypothesis.settings.register_profile("folovllm", deadline=None, derandomize=True)

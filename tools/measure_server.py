@@ -154,7 +154,9 @@ class Client:
         prompt = {"messages": [{"role": "user", "content": "Hello"}]} if "chat" in self.path else {"prompt": ids}
         fields = {"max_tokens": self.tokens, "temperature": 0.6, "ignore_eos": True, "stream": True}
         body = json.dumps(prompt | fields | {"stream_options": {"include_usage": True}}).encode()
-        head = f"POST {self.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head = (
+            f"POST {self.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        )
         return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 

@@ -43,7 +43,7 @@ def wire(rng: random.Random, kind: str) -> bytes:
     fields |= {"max_tokens": rng.randrange(1, 120), "stream": kind not in ("whole", "nonsense")}
     fields |= {"logprobs": {"logprobs": 3}, "several": {"n": 3}, "nonsense": {"max_tokens": "many"}}.get(kind, {})
     body = json.dumps(fields).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     return head.encode() + body
 
 

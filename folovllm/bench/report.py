@@ -83,7 +83,7 @@ class Result:
 def load(path: Path) -> Result:
     """Read a file that `save` wrote. Raises ValueError if it is none."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8-sig"))
         if record.pop("format") != FORMAT:
             raise ValueError("another format")
         return Result(**{**record, "runs": [_run(run) for run in record["runs"]]})

@@ -124,7 +124,7 @@ def _nano_vllm() -> list[BenchRequest]:
 
 def _from_file(path: Path) -> list[BenchRequest]:
     rng, requests = random.Random(0), []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -88,4 +88,4 @@ def _text(recording: Film | LLM | LLMEngine | str | Path) -> tuple[str, str]:
         return name, recording.text
     path = Path(recording)
     read(path)
-    return path.name, path.read_text(encoding="utf-8")
+    return path.name, path.read_text(encoding="utf-8-sig")

@@ -51,7 +51,7 @@ def inline_source(recordings: list[tuple[str, str]]) -> dict[str, Any]:
 
 def one_file(recordings: list[Path], html: Path) -> None:
     """Write a page that works from disk. Raises ValueError if it cannot be written, or a recording cannot be read."""
-    texts = [(path.name, path.read_text(encoding="utf-8")) for path in recordings]
+    texts = [(path.name, path.read_text(encoding="utf-8-sig")) for path in recordings]
     write_whole(html, whole_page(inline_source(texts)))
 
 

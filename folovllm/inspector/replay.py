@@ -66,7 +66,7 @@ def read(path: str | Path) -> Recording:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     return parse(text, path.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import webbrowser
 from collections.abc import Awaitable, Callable
@@ -16,15 +15,18 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from folovllm.inspector.playground import Playground
-from folovllm.inspector.web import FILES, PAGE, SAFE, HostCheck, file_response, page_response
+from folovllm.inspector.web import FILES, PAGE, SAFE, file_response, page_response
 from folovllm.server.errors import ApiError, as_api_error
-from folovllm.server.http import CLIENT_GONE, error_response, json_response, read_body
-from folovllm.server.serve import Server, listen
+from folovllm.server.guard import HostGuard
+from folovllm.server.http import CLIENT_GONE, error_response, json_response, read_body, require_json
+from folovllm.server.patience import PatientProtocol
+from folovllm.server.serve import Server, ending_signals, listen
 from folovllm.server.sse import EventStream
 
 logger = logging.getLogger("folovllm")
@@ -56,28 +58,21 @@ class PaceRequest(msgspec.Struct, forbid_unknown_fields=True):
     step: int = 0
 
 
-class Guard:
-    """Around the handlers: the check of who asks, and an answer for every error."""
+def answered(handler: Handler) -> Handler:
+    """The handler, with an answer for every error."""
 
-    def __init__(self, host: str) -> None:
-        self._hosts = HostCheck([host], "--host")
+    async def guarded(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)
+        except Exception as error:
+            told = as_api_error(error)
+            if told.status == 500:
+                logger.exception("a request failed")
+            return error_response(told)
 
-    def __call__(self, handler: Handler) -> Handler:
-        """The handler, guarded."""
-
-        async def guarded(request: Request) -> Response:
-            try:
-                self._hosts.check(request)
-                return await handler(request)
-            except ClientDisconnect:
-                return Response(status_code=CLIENT_GONE)
-            except Exception as error:
-                told = as_api_error(error)
-                if told.status == 500:
-                    logger.exception("a request failed")
-                return error_response(told)
-
-        return guarded
+    return guarded
 
 
 async def _file(request: Request) -> Response:
@@ -151,19 +146,18 @@ def playground_app(playground: Playground, host: str) -> Starlette:
 
 
 def _app(host: str, gets: dict[str, Handler], posts: dict[str, Handler] | None = None) -> Starlette:
-    guard = Guard(host)
-    routes = [Route(path, guard(handler)) for path, handler in gets.items()]
+    routes = [Route(path, answered(handler)) for path, handler in gets.items()]
     routes += [
-        Route(path, guard(handler), methods=["GET", "POST"] if path == CONTROL else ["POST"])
+        Route(path, answered(handler), methods=["GET", "POST"] if path == CONTROL else ["POST"])
         for path, handler in (posts or {}).items()
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_address})
+    guard = Middleware(HostGuard, names=[host], flag="--host")
+    return Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: _no_such_address})
 
 
 async def _json(request: Request, kind: Any) -> Any:
     """The body. Only JSON: a page from elsewhere may send other kinds to any address, unasked."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "the body must be JSON: send the header Content-Type: application/json")
+    require_json(request)
     body = await read_body(request, LONGEST_BODY)
     try:
         return msgspec.json.decode(body, type=kind)
@@ -200,8 +194,9 @@ async def _serve(
     at_end: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until a signal comes."""
-    server = Server(uvicorn.Config(app, ws="none", lifespan="off", log_level="warning", access_log=False))
-    for sign in (signal.SIGTERM, signal.SIGINT):
+    options: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "access_log": False}
+    server = Server(uvicorn.Config(app, http=PatientProtocol, ws="none", **options))
+    for sign in ending_signals():
         asyncio.get_running_loop().add_signal_handler(sign, _end, server, at_end)
     listener.listen()
     host, port = listener.getsockname()[:2]

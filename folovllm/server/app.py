@@ -31,7 +31,8 @@ from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
 from folovllm.server.echo import EchoWriter
 from folovllm.server.errors import ApiError, as_api_error
-from folovllm.server.http import CLIENT_GONE, error_response, json_response, read_body
+from folovllm.server.guard import HostGuard
+from folovllm.server.http import CLIENT_GONE, error_response, json_response, read_body, require_json
 from folovllm.server.look import Look
 from folovllm.server.metrics import Metrics
 from folovllm.server.openapi import document
@@ -86,9 +87,15 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     )
     return Starlette(
         routes=routes,
-        middleware=[cors] if config.cors_origin else [],
+        middleware=[guard(config), *([cors] if config.cors_origin else [])],
         exception_handlers={HTTPException: api.no_such_address},
     )
+
+
+def guard(config: ServerConfig) -> Middleware:
+    """The check of who asks. Where a key is needed any name will do: a page from elsewhere does not have the key."""
+    names = ["*"] if config.api_key else [config.host, *config.allowed_host, *config.inspector_host]
+    return Middleware(HostGuard, names=names, flag="--allowed-host", origins=config.cors_origin)
 
 
 class Api:
@@ -268,8 +275,7 @@ class Api:
     async def _read(self, request: Request, kind: type[R]) -> R:
         """Parse the request in the body. It must be JSON: a web page may send other types to any server, unasked."""
         self._engine.require_open()
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiError(415, "the body must be JSON: send the header Content-Type: application/json")
+        require_json(request)
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await read_body(request, self._config.max_body_size)

@@ -18,6 +18,8 @@ class ServerConfig:
         api_key: a key that requests must bring (`Authorization: Bearer ...`); several may be given. The variable
             FOLOVLLM_API_KEY, keys with commas between them, says the same and is not seen in the list of processes.
         cors_origin: an origin whose pages may ask from a browser; "*" is any. Several may be given.
+        allowed_host: a name by which a server without a key may be asked, beside localhost, this machine's own, that of `host`
+            and addresses in numbers; "*" is any. Several may be given.
         engine_process: run the engine in a process of its own; if left out, where it has a GPU.
         max_queued_requests: most prompts that wait for their first token; a request beyond is answered 429.
         max_queued_tokens: most tokens in all such prompts together.
@@ -26,8 +28,7 @@ class ServerConfig:
         reasoning_parser: take what the model thinks out of its answers, into `reasoning_content`: qwen3, or deepseek_r1 for
             models whose answers begin in thought without a tag.
         inspector: show what the engine does, prompts and answers too, at /inspector.
-        inspector_host: a name by which browsers may ask for it, beside localhost, this machine's own and addresses in
-            numbers; several may be given.
+        inspector_host: the same as `allowed_host`.
         ignore_unknown_fields: pass over fields of requests that nobody knows, instead of refusing them.
 
     Raises:
@@ -39,6 +40,7 @@ class ServerConfig:
     served_model_name: list[str] = field(default_factory=list)
     api_key: list[str] = field(default_factory=list)
     cors_origin: list[str] = field(default_factory=list)
+    allowed_host: list[str] = field(default_factory=list)
     engine_process: bool | None = None
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20

@@ -14,6 +14,17 @@ CLIENT_GONE = 499  # the status of a response that has no reader
 DROPPED = 64 << 20  # bytes of too long a body that are read all the same
 
 
+def require_json(request: Request) -> None:
+    """Raise ApiError unless the headers say that the body is JSON as it stands (415), and of a request in HTTP/1.1 (426)."""
+    if "upgrade" in request.headers:  # the parser takes the body for the other protocol
+        message = "this server has HTTP/1.1 alone: send no Upgrade header (curl: --http1.1, Java: HttpClient.Version.HTTP_1_1)"
+        raise ApiError(426, message, headers={"Connection": "close", "Upgrade": "HTTP/1.1"})
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "the body must be JSON: send the header Content-Type: application/json")
+    if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        raise ApiError(415, f"the body is coded as {coding!r}: send it as it is, without Content-Encoding")
+
+
 async def read_body(request: Request, limit: int) -> bytes:
     """The body. Raises ApiError (413) if it is longer than limit, in bytes.
 

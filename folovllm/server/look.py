@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from folovllm.inspector.live import Audience
-from folovllm.inspector.web import HostCheck, file_response, page_response
+from folovllm.inspector.web import file_response, page_response
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
 from folovllm.server.sse import EventStream
@@ -22,23 +22,19 @@ class Look:
         self._engine = engine
         self._audience = Audience(engine.watch)
         engine.on_seen = self._audience.take_in
-        self._hosts = HostCheck([config.host, *config.inspector_host], "--inspector-host")
         self._needs_key = bool(config.api_key)
         self._ending: asyncio.Task[None] | None = None
 
     async def page(self, request: Request) -> Response:
         """The page."""
-        self._hosts.check(request)
         return page_response({"kind": "live", "events": "inspector/events", "needs_key": self._needs_key})
 
     async def file(self, request: Request) -> Response:
         """One of its files."""
-        self._hosts.check(request)
         return file_response(request.path_params["name"])
 
     async def events(self, request: Request) -> Response:
         """What the engine does, from now on."""
-        self._hosts.check(request)
         self._engine.require_open()
         self._ending = self._ending or asyncio.create_task(self._end())
         reader = self._audience.join()

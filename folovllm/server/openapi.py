@@ -29,7 +29,7 @@ from folovllm.server.replies import (
 )
 
 HTML, TEXT, NOTHING = "text/html", "text/plain", ""
-BODY = (400, 408, 413, 415)  # what may be wrong with a request that has one
+BODY = (400, 408, 413, 415, 426)  # what may be wrong with a request that has one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ def operation(endpoint: Endpoint, refer: dict[str, Any], needs_key: bool) -> dic
         good["description"] += " " + EVENTS
     if returns != NOTHING:
         good["content"] = content
-    errors = sorted({*endpoint.errors, 500} | (set() if endpoint.is_open else {401}))
+    errors = sorted({*endpoint.errors, 403, 500} | (set() if endpoint.is_open else {401}))
     said: dict[str, Any] = {"summary": endpoint.does, "responses": {"200": good}}
     for status in errors:
         phrase = HTTPStatus(status).phrase

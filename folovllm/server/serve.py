@@ -50,6 +50,8 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket at the address, before the model is loaded. Raises ValueError where it cannot be had."""
+    if not host:
+        raise ValueError("--host is empty: name an address of this machine; 0.0.0.0 is all of them")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -104,13 +106,19 @@ def announce(engine: AsyncEngine, config: ServerConfig, listener: socket.socket)
     print(f"serving {names} at http://{address}/v1, a page to chat at http://{address} (Ctrl-C ends it)", flush=True)
 
 
+def ending_signals() -> list[signal.Signals]:
+    """The signals that end a server. SIGINT is not among them where whoever started it had it ignored, as a script's `&` does."""
+    is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    return [signal.SIGTERM] if is_ignored else [signal.SIGTERM, signal.SIGINT]
+
+
 class End:
     """What ends a server: a first signal lets running answers end, a second one does not wait."""
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
         self._is_serving = False
-        for sign in (signal.SIGTERM, signal.SIGINT):
+        for sign in ending_signals():
             asyncio.get_running_loop().add_signal_handler(sign, self._hear, sign)
 
     def _hear(self, sign: int) -> None:

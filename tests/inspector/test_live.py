@@ -19,8 +19,8 @@ from folovllm.build import make_engine
 from folovllm.inspector import live
 from folovllm.inspector.live import Audience, LiveLines, as_event, is_beginning
 from folovllm.inspector.replay import Recording, parse
-from folovllm.inspector.web import host_name, is_address
 from folovllm.server.config import ServerConfig
+from folovllm.server.guard import host_name, is_address
 from folovllm.server.transport import ThreadTransport
 from folovllm.watcher import Watcher
 from tests.helpers import tiny_checkpoint

@@ -305,6 +305,60 @@ class TestCtrlC:
         assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["c"] and "1 of 2" in err
 
 
+def test_these_tests_in_the_background_of_a_script() -> None:
+    """There SIGINT is ignored, which children inherit."""
+    test = f"{__file__}::TestCtrlC::test_show_steps"
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "pytest", "-q", test]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout
+
+
+class TestEncodings:
+    """Whatever the terminal's encoding is, and whatever is in a file."""
+
+    def printed(self, monkeypatch: pytest.MonkeyPatch, *command: str) -> bytes:
+        """What a command prints where there is nothing but ASCII."""
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", out := io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+            assert run(*command) == 0
+        return out.buffer.getvalue()
+
+    def test_what_the_output_cannot_have(self, llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is escaped; and JSON stays JSON."""
+        assert self.printed(monkeypatch, "generate", "café", "☕") == b"caf\\xe9 CAF\\xc9\n\\u2615 \\u2615\n"
+        assert json.loads(self.printed(monkeypatch, "generate", "café", "--json"))["prompt"] == "café"
+        type_in("crème brûlée\n", monkeypatch)
+        assert self.printed(monkeypatch, "chat") == b"br\\xfbl\\xe9e cr\\xe8me \n"
+
+    @pytest.mark.parametrize("module", ["folovllm", "milestones"])
+    def test_help(self, module: str) -> None:
+        command = [sys.executable, "-m", module, "--help"]
+        ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "FOLOVLLM_LANG": "zh"}
+        done = subprocess.run(command, capture_output=True, env=ascii_only, cwd=Path(__file__).parents[2])
+        assert done.returncode == 0 and b"Usage" in done.stdout, done.stderr
+
+    @pytest.mark.parametrize("from_stdin", [False, True])
+    @pytest.mark.parametrize(
+        ("data", "prompts"), [("\ufeffcafé\nb", ["café", "b"]), ("a\ufeff", ["a\ufeff"])], ids=["mark", "no mark"]
+    )
+    def test_a_mark_of_the_byte_order_is_no_text(
+        self, llm: type[FakeLLM], data: str, prompts: list[str], from_stdin: bool, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        (tmp_path / "prompts.txt").write_bytes(data.encode())
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data.encode()), encoding="utf-8"))
+        assert run("generate", *([] if from_stdin else ["--file", str(tmp_path / "prompts.txt")])) == 0
+        assert llm.made[-1].prompts == prompts
+
+    def test_other_files_with_a_mark(self, tmp_path: Path) -> None:
+        from folovllm.bench.workload import load_workload
+        from folovllm.quantize.calibration import read_texts
+
+        file = tmp_path / "lines.jsonl"
+        file.write_text('\ufeff{"text": "a", "prompt_len": 3, "output_len": 6}\n', encoding="utf-8")
+        assert read_texts(file) == ["a"] and len(load_workload(str(file), 1000).requests) == 1
+
+
 class TestOutputThatCannotBeWritten:
     def test_closed(
         self, llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

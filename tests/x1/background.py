@@ -25,16 +25,23 @@ LOOK = 0.005  # seconds between two looks at what we wait for
 class Background:
     """`with Background(...) as server`: `server.url` answers meanwhile."""
 
-    def __init__(self, config: ServerConfig | None = None, transport: Any = "thread", **overrides: Any) -> None:
+    def __init__(
+        self, config: ServerConfig | None = None, transport: Any = "thread", loop: Any = "asyncio", **overrides: Any
+    ) -> None:
         self._config = config or ServerConfig()
         self._overrides = {"use_tqdm": False} | overrides
         self._transport = transport
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="server")
+        self._make_loop = uvicorn.Config("", loop=loop).get_loop_factory()
+        self._thread = threading.Thread(target=self._run, name="server")
         self._listener = listen("127.0.0.1", 0)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # what is not read is felt soon
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=self._make_loop) as runner:
+            runner.run(self._main())
 
     async def _main(self) -> None:
         async with AsyncEngine(EngineConfig(**self._overrides), transport=self._transport) as self.engine:

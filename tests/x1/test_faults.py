@@ -47,7 +47,7 @@ def send(server: Background, method: str, path: str, body: bytes, content_type: 
 
 def bytes_of(fields: dict[str, Any], path: str = "/v1/completions") -> bytes:
     body = json.dumps(fields).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
@@ -175,7 +175,9 @@ class TestNonsense:
         assert said.startswith(b"HTTP/1.1 413") and json.loads(said.partition(b"\r\n\r\n")[2])["error"]["message"]
 
     def test_a_body_without_end_is_not(self, server: Background) -> None:
-        head = "POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+        head = (
+            "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+        )
         with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
             connection.sendall(head.format(1 << 40).encode())
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413")
@@ -204,7 +206,7 @@ class TestClientsThatSayNothing:
             monkeypatch.setattr("folovllm.server.app.BODY_SECONDS", 0.05)
             connection.sendall(bytes_of(story))
             assert read_to_the_end(connection) == whole_story
-        for begun in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"):
+        for begun in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"):
             with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
                 connection.sendall(begun)
                 assert connection.recv(1) == b""

@@ -64,9 +64,9 @@ def children(pid: int) -> list[int]:
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[Command]:
+def serving(*flags: str, prefix: tuple[str, ...] = ()) -> Iterator[Command]:
     engine = flags or ("--engine-process",)
-    command = [sys.executable, "-m", "folovllm", "serve", "--port", "0", "--no-use-tqdm", *engine]
+    command = [*prefix, sys.executable, "-m", "folovllm", "serve", "--port", "0", "--no-use-tqdm", *engine]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     try:
         yield Command(process)
@@ -132,6 +132,15 @@ class TestEnds:
             assert server.process.wait(PATIENCE) == 128 + signal.SIGTERM
             eventually(lambda: is_gone(engine))
 
+    def test_an_ignored_ctrl_c_stays_ignored(self) -> None:
+        """A script's job in the background is started so: Ctrl-C is for the script."""
+        with serving("--no-engine-process", prefix=("sh", "-c", "trap '' INT; exec \"$@\"", "sh")) as server:
+            server.process.send_signal(signal.SIGINT)
+            running = server.client.completions.create(**LONG | {"max_tokens": 20})
+            assert list(running)[-1].choices[0].finish_reason == "length"
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(PATIENCE) == 0
+
 
 SOON = 5.0  # seconds; what was seen is a few tenths: `python tools/measure_kills.py`
 
@@ -191,6 +200,12 @@ class TestStart:
             other.listen()
             port = other.getsockname()[1]
             assert f"cannot listen at 127.0.0.1:{port}" in self.fails(capsys, "--port", str(port))
+
+    def test_a_host_that_is_empty(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "--host is empty: name an address" in self.fails(capsys, "--host", "")
+        with pytest.raises(SystemExit):
+            main(["inspect", "--host", "", "--no-browser"])
+        assert "--host is empty" in capsys.readouterr().err
 
     def test_a_model_that_is_not_there(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         for flag in ("--engine-process", "--no-engine-process"):

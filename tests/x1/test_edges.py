@@ -1,0 +1,317 @@
+"""The edges of HTTP, over bare sockets: each odd request gets its answer, and the next client does not notice."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import socket
+import time
+from collections.abc import Iterator
+from http.client import HTTPResponse
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from folovllm.server.app import build_app
+from folovllm.server.config import ServerConfig
+from tests.x1.background import PATIENCE, Background, eventually
+
+FIELDS = {"prompt": "Once", "max_tokens": 2}
+BODY = json.dumps(FIELDS).encode()
+LONG = FIELDS | {"max_tokens": 400, "ignore_eos": True}
+HOST = "Host: localhost\r\n"
+MEGABYTE = 1 << 20
+
+
+@pytest.fixture(scope="module", params=["uvloop", "asyncio"])
+def server(request: pytest.FixtureRequest) -> Iterator[Background]:
+    config = ServerConfig(max_body_size=50_000, inspector=True)
+    with Background(config, loop=request.param, max_model_len=512) as server:
+        yield server
+        server.wait_until_idle()
+
+
+class Tracebacks(logging.Handler):
+    """Keeps what is logged with an exception."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.found.append(self.format(record))
+
+
+@pytest.fixture
+def tracebacks() -> Iterator[list[str]]:
+    handler, loggers = Tracebacks(), [logging.getLogger(name) for name in ("folovllm", "uvicorn.error", "asyncio")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield handler.found
+    for logger in loggers:
+        logger.removeHandler(handler)
+
+
+def get(path: str, headers: str = HOST, method: str = "GET", version: str = "1.1") -> bytes:
+    return f"{method} {path} HTTP/{version}\r\n{headers}\r\n".encode("latin-1")
+
+
+def post(body: bytes | dict[str, Any], headers: str = "", path: str = "/v1/completions", version: str = "1.1") -> bytes:
+    """A request whose length is said, unless `headers` say how long it is."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    if "Content-Length" not in headers and "chunked" not in headers:
+        headers += f"Content-Length: {len(data)}\r\n"
+    if "Content-Type" not in headers:
+        headers += "Content-Type: application/json\r\n"
+    return get(path, HOST + headers, "POST", version) + data
+
+
+def chunked(data: bytes, size: int) -> bytes:
+    """A request whose body comes in chunks, up to the last one, which is left out."""
+    pieces = [data[i : i + size] for i in range(0, len(data), size)]
+    return post(b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in pieces), "Transfer-Encoding: chunked\r\n")
+
+
+def connect(server: Background, wire: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), PATIENCE)
+    connection.sendall(wire)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def answer(connection: socket.socket, method: str = "POST") -> tuple[int, bytes]:
+    """The next answer on a connection; an interim one is passed over."""
+    response = HTTPResponse(connection, method=method)
+    response.begin()
+    return response.status, response.read()
+
+
+CHAT = "/v1/chat/completions"
+CHUNKS = "Transfer-Encoding: chunked\r\n"
+NESTED = b'{"a":' * 900 + b"1" + b"}" * 900
+ROWS: dict[str, tuple[bytes, int]] = {
+    "HTTP/1.0": (post(FIELDS, version="1.0"), 200),
+    "HTTP/1.0 without a Host": (get("/health", "", version="1.0"), 200),
+    "HTTP/1.1 without a Host": (get("/health", ""), 400),
+    "two Hosts": (get("/health", HOST + HOST), 400),
+    "another name": (get("/v1/models", "Host: evil.example:8000\r\n"), 403),
+    "a page from elsewhere": (get("/v1/models", HOST + "Origin: http://evil.example\r\n"), 403),
+    "a page of ours": (post(FIELDS, "Origin: http://localhost\r\n"), 200),
+    "100-continue": (post(FIELDS, "Expect: 100-continue\r\n"), 200),
+    "another expectation": (post(FIELDS, "Expect: the unexpected\r\n"), 200),
+    "two lengths": (post(BODY, "Content-Length: 5\r\nContent-Length: 7\r\n"), 400),
+    "a length and chunks": (post(BODY, f"Content-Length: {len(BODY)}\r\n{CHUNKS}"), 400),
+    "a negative length": (post(BODY, "Content-Length: -5\r\n"), 400),
+    "an unknown coding": (post(BODY, "Transfer-Encoding: chunked, rot13\r\n"), 400),
+    "absolute form": (get("http://localhost/health"), 200),
+    "absolute form without a path": (get("http://localhost"), 400),
+    "HEAD": (get("/v1/models", method="HEAD"), 200),
+    "HEAD of events": (get("/inspector/events", method="HEAD"), 200),
+    "HEAD of a POST": (get("/v1/completions", method="HEAD"), 405),
+    "OPTIONS": (get("/v1/completions", method="OPTIONS"), 405),
+    "OPTIONS *": (get("*", method="OPTIONS"), 404),
+    "CONNECT": (get("localhost:80", method="CONNECT"), 400),
+    "an unknown method": (get("/health", method="FROB"), 400),
+    "percents": (get("/%68ealth"), 200),
+    "percents that are none": (get("/%zz"), 404),
+    "percents that are no text": (get("/v1/models/%ed%a0%80%00%ff"), 404),
+    "a path in Latin-1": (get("/é"), 400),
+    "a space in a header's name": (get("/health", HOST + "X : y\r\n"), 400),
+    "a NUL": (get("/health", HOST + "X: \0\r\n"), 400),
+    "a key in Latin-1": (get("/health", HOST + "Authorization: Bearer é\r\n"), 200),
+    "TLS": (bytes.fromhex("16030100a5010000a1"), 400),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+    "an upgrade": (post(FIELDS, "Connection: Upgrade\r\nUpgrade: h2c\r\n"), 426),
+    "no body": (post(b""), 400),
+    "another type": (post(BODY, "Content-Type: text/plain\r\n"), 415),
+    "gzip": (post(b"\x1f\x8b", "Content-Encoding: gzip\r\n"), 415),
+    "10,000 arrays": (post(b"[" * 10_000 + b"]" * 10_000), 400),
+    "deep in a field": (post(b'{"prompt":"x","stop":' + NESTED + b"}"), 400),
+    "deep in a message": (post(b'{"messages":[{"role":"user","content":' + NESTED + b"}]}", path=CHAT), 400),
+    "half a character": (post(rb'{"prompt":"\ud800"}'), 400),
+    "half a character in a name": (post(rb'{"prompt":"a","\udc00":1}'), 400),
+    "no UTF-8": (post(b'{"prompt":"\xff"}'), 400),
+    "a key twice": (post(b'{"prompt":"a","prompt":"b","max_tokens":1}'), 200),
+    "many small chunks": (chunked(BODY, 1) + b"0\r\n\r\n", 200),
+    "a trailer": (chunked(BODY, 99) + b"0\r\nHost: evil.example\r\n\r\n", 200),
+    "a trailer without end": (chunked(BODY, 99) + b"0\r\nX: " + b"y" * MEGABYTE, 431),
+    "an extension without end": (chunked(BODY, 99) + b"5;" + b"y" * MEGABYTE, 431),
+    "no size of a chunk": (post(b"x\r\n", CHUNKS), 400),
+    "60 kB of headers": (get("/health", HOST + "X: y\r\n" * 10_000), 200),
+    "20,000 headers": (get("/health", HOST + "X: y\r\n" * 20_000), 431),
+    "a header without end": (get("/health", HOST + "X: ").rstrip() + b"y" * 20 * MEGABYTE, 431),
+    "a URL of 1 MB": (get("/" + "y" * MEGABYTE), 431),
+    "nonsense without end": (b"\0" * MEGABYTE, 400),
+    "lines without end": (b"\r\n" * MEGABYTE, 431),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_odd_requests(server: Background, row: str, tracebacks: list[str]) -> None:
+    """The status, with a sentence if it is a refusal; nothing is thrown, and an innocent request is answered."""
+    wire, status = ROWS[row]
+    method = wire.partition(b" ")[0].decode("latin-1")
+    with connect(server, wire) as connection:
+        got, said = answer(connection, method)
+        assert got == status, said
+        assert got == 200 or method == "HEAD" or len(json.loads(said)["error"]["message"]) > 10
+    with connect(server, post(FIELDS)) as connection:
+        assert answer(connection)[0] == 200, "the next client was not answered"
+    assert not tracebacks
+
+
+class TestPipelines:
+    def test_answers_come_in_order(self, server: Background) -> None:
+        with connect(
+            server, post(FIELDS) + get("/nowhere") + get("/health", HOST + "Connection: close\r\n")
+        ) as connection:
+            said = read_all(connection)
+        assert re.findall(rb"HTTP/1.1 (\d+)", said) == [b"200", b"404", b"200"]
+
+    def test_nonsense_behind_a_request_is_not_its_answer(self, server: Background) -> None:
+        with connect(server, post(FIELDS) + b"\0\r\n\r\n") as connection:
+            assert answer(connection)[0] == 200
+            assert connection.recv(1) == b""
+
+    @pytest.mark.parametrize("cut", [1, len(BODY)])
+    def test_half_a_request_behind_a_whole_one(self, server: Background, cut: int, tracebacks: list[str]) -> None:
+        """Whether it ends there or goes on with nonsense: the whole one is answered."""
+        wire = post(FIELDS) + get("/health") + chunked(BODY, 99)
+        with connect(server, wire + b"nonsense" if cut == 1 else wire[:-cut]) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            assert read_all(connection).count(b"HTTP/1.1 200") == 2
+        assert not tracebacks
+
+    def test_its_client_goes(self, server: Background, tracebacks: list[str]) -> None:
+        """The one that runs ends, though it was not the last to come."""
+        aborted = server.engine.counters.finished["abort"]
+        connection = connect(server, post(LONG | {"stream": True}) + get("/health"))
+        assert connection.recv(1)
+        connection.close()  # with bytes unread: a reset
+        eventually(lambda: server.engine.num_open == 0)
+        assert server.engine.counters.finished["abort"] == aborted + 1 and not tracebacks
+
+    def test_a_long_one_is_cut(self, server: Background, tracebacks: list[str]) -> None:
+        """As many requests as a piece of the network holds would all be read before anybody else has a turn."""
+        with connect(server, get("/health") * 1000) as connection:
+            said = read_all(connection)
+        assert said.count(b"HTTP/1.1 200") == 17 and not tracebacks
+
+
+class TestHalfClosed:
+    """A client that has sent all and says so (`nc -N`)."""
+
+    def ask(self, server: Background, wire: bytes) -> bytes:
+        with connect(server, wire) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            return read_all(connection)
+
+    def test_it_gets_its_answer(self, server: Background) -> None:
+        for version in ("1.0", "1.1"):
+            said = self.ask(server, post(FIELDS, version=version))
+            assert said.startswith(b"HTTP/1.1 200") and b"connection: close" in said and b'"usage"' in said
+        assert b"data: [DONE]" in self.ask(server, post(FIELDS | {"stream": True}))
+        assert self.ask(server, post(FIELDS) + get("/health")).count(b"HTTP/1.1 200") == 2
+        assert self.ask(server, post(FIELDS)[:-1]) == b"", "half a request has no answer"
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_probes_are_no_part_of_it(self, server: Background, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("folovllm.server.patience.PROBES", (0.0, 0.01, 0.02, 0.04))
+        with connect(server, post(LONG | {"max_tokens": 40, "stream": stream})) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            status, said = answer(connection)
+        assert status == 200 and b'"finish_reason":"length"' in said
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_who_has_gone_is_not_answered(
+        self, server: Background, stream: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It looks the same until something is sent."""
+        monkeypatch.setattr("folovllm.server.patience.PROBES", (0.01, 0.02))
+        aborted = server.engine.counters.finished["abort"]
+        with connect(server, post(LONG | {"n": 8, "stream": stream})):
+            eventually(lambda: server.engine.num_open == 1)
+        eventually(lambda: server.engine.num_open == 0)
+        assert server.engine.counters.finished["abort"] > aborted
+
+
+def test_refused_but_still_sending(server: Background, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after a refusal is dropped, so that the client can read it; then the connection is closed."""
+    monkeypatch.setattr("folovllm.server.patience.LAST_SECONDS", 0.05)
+    with connect(server, b"GET / HTTP/1.1\r\nX: " + b"y" * MEGABYTE) as connection:
+        begun = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() - begun < PATIENCE:
+                connection.sendall(b"y" * 1000)
+                time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("wire", "behind", "status"),
+    [
+        (get("/health"), b"\r\n", 200),
+        (post(b"{", "Content-Type: text/plain\r\nContent-Length: 99\r\n"), b"}", 415),
+        (post(LONG | {"max_tokens": 60}), b"GET /health", 200),
+    ],
+    ids=["blank lines", "a body of no use", "half a head"],
+)
+def test_nobody_is_waited_for_behind_an_answer(
+    server: Background, wire: bytes, behind: bytes, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that begin no request keep a connection no longer than a head without end does; the answer comes all the same."""
+    with connect(server, wire) as connection:
+        said = b"" if behind[:1] == b"G" else connection.recv(1 << 16)
+        monkeypatch.setattr("folovllm.server.patience.HEADER_SECONDS", 0.05)
+        connection.sendall(behind)
+        said += read_all(connection)
+    assert said.count(b"HTTP/1.1 ") == 1 and said.startswith(b"HTTP/1.1 %d" % status)
+
+
+OPEN, NAMED = ServerConfig(), ServerConfig(host="gpu-box", allowed_host=["Proxy.example"])
+KEYED, ANY = ServerConfig(api_key=["k"]), ServerConfig(allowed_host=["*"])
+CORS = ServerConfig(cors_origin=["https://App.example"])
+EVERYBODY = ServerConfig(cors_origin=["*"])
+
+
+@pytest.mark.parametrize(
+    ("config", "headers", "status"),
+    [
+        (OPEN, {"Host": "localhost:8000"}, 200),
+        (OPEN, {"Host": socket.gethostname().upper()}, 200),
+        (OPEN, {"Host": "192.168.1.7:8000"}, 200),
+        (OPEN, {"Host": "[::1]:8000"}, 200),
+        (OPEN, {"Host": "evil.example"}, 403),
+        (OPEN, {"Host": "127.0.0.1.evil.example"}, 403),
+        (OPEN, {"Host": ""}, 403),
+        (OPEN, {"Host": "evil.example", "Origin": "http://evil.example"}, 403),
+        (OPEN, {"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),
+        (OPEN, {"Host": "localhost:8000", "Origin": "http://localhost:3000"}, 403),
+        (OPEN, {"Host": "localhost:8000", "Origin": "null"}, 403),
+        (NAMED, {"Host": "gpu-box"}, 200),
+        (NAMED, {"Host": "proxy.example:80"}, 200),
+        (NAMED, {"Host": "evil.example"}, 403),
+        (ANY, {"Host": "anything.example"}, 200),
+        (KEYED, {"Host": "anything.example"}, 200),
+        (KEYED, {"Host": "localhost", "Origin": "http://evil.example"}, 403),
+        (CORS, {"Host": "localhost", "Origin": "https://app.example"}, 200),
+        (CORS, {"Host": "localhost", "Origin": "https://evil.example"}, 403),
+        (CORS, {"Host": "evil.example", "Origin": "https://app.example"}, 403),
+        (EVERYBODY, {"Host": "localhost", "Origin": "https://anything.example"}, 200),
+    ],
+)
+def test_who_may_ask(server: Background, config: ServerConfig, headers: dict[str, str], status: int) -> None:
+    """At all addresses alike; a refusal names the flag that helps."""
+    client = TestClient(build_app(server.engine, config))
+    for path in ("/", "/version", "/v1/models", "/nowhere"):
+        response = client.get(path, headers=headers | {"Authorization": "Bearer k"})
+        assert response.status_code == (404 if (status, path) == (200, "/nowhere") else status)
+        if status == 403:
+            error = response.json()["error"]
+            flag = {"unknown_host": "--allowed-host", "other_origin": "--cors-origin"}[error["code"]]
+            assert flag in error["message"] and error["type"] == "permission_error"
