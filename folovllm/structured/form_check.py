@@ -1,0 +1,100 @@
+"""Checks grammars before an engine sees them, beside everything else: a grammar may cost more time and memory than there is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import socket
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from hashlib import sha256
+
+from folovllm.children import import_path, python_command
+from folovllm.structured_outputs import StructuredOutputsParams
+
+AT_ONCE = 2  # so that a cheap grammar need not wait for a dear one
+MOST_KNOWN = 1024  # verdicts that are kept
+
+
+@dataclass(slots=True, frozen=True)
+class FormLimits:
+    """What the check of one grammar may take: seconds of a processor's time, and MiB."""
+
+    seconds: float = 0.5
+    memory: int = 128
+
+
+class FormChecker:
+    """Checks forms in processes of their own: one that has read the tokenizer, which waits, and a fork of it for each form.
+
+    The first form that needs it starts it. A fork that takes more than the limits is ended by the system; one whose client
+    leaves, by the end of its connection.
+    """
+
+    def __init__(self, limits: FormLimits, tokenizer: str, vocab_size: int, end_ids: list[int]) -> None:
+        """`tokenizer`: as `tokenizer_json` writes it."""
+        self._limits, self._setting = limits, (limits, tokenizer, vocab_size, end_ids)
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._known: dict[bytes, str] = {}  # by a form's digest: what is wrong with it, "" if nothing; the oldest first
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None  # to the process
+
+    async def check(self, form: StructuredOutputsParams) -> None:
+        """Raise ValueError if the form cannot be used, or costs too much."""
+        if form.kind == "choice":
+            return
+        key = sha256(repr(form).encode()).digest()
+        async with self._slots:
+            if key not in self._known:
+                self._known[key] = await self._ask(form)
+        if len(self._known) > MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        if error := self._known.get(key):
+            raise ValueError(error)
+
+    async def _ask(self, form: StructuredOutputsParams) -> str:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            await asyncio.to_thread(self._start)
+        here, there = socket.socketpair()
+        with there:
+            reader, writer = await asyncio.open_unix_connection(sock=here)
+            assert self._line is not None
+            socket.send_fds(self._line, [b"?"], [there.fileno()])
+        try:
+            writer.write(pickle.dumps(form))
+            writer.write_eof()
+            verdict = await reader.read()
+        finally:
+            writer.close()
+        if verdict:
+            return verdict[1:].decode()
+        if self._process is None or self._process.poll() is not None:
+            raise RuntimeError("the process that checks grammars has ended: ask again")
+        return (
+            f"structured_outputs is too complex: to check it takes more than {self._limits.seconds:g} s or "
+            f"{self._limits.memory} MiB, so take a simpler form (the server's limits are --grammar-seconds, --grammar-memory)"
+        )
+
+    def _start(self) -> None:
+        """Start the process. It reads the tokenizer from a file, for as long as it needs."""
+        line, there = socket.socketpair()
+        with there, tempfile.TemporaryFile() as setting:
+            pickle.dump(self._setting, setting)
+            setting.flush()
+            fds = (there.fileno(), setting.fileno())
+            command = python_command("folovllm.structured.form_check_process", *map(str, fds))
+            environment = dict(os.environ) | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
+            self._process = subprocess.Popen(command, env=environment, pass_fds=fds, stdin=subprocess.DEVNULL)
+        self._line = line
+
+    def close(self) -> None:
+        """End the process, and what it checks. A later check starts another."""
+        if self._line is not None:
+            self._line.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._line = self._process = None
