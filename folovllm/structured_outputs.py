@@ -26,6 +26,14 @@ WANTED: dict[str, tuple[Any, str]] = {  # of what type each field is, in Python 
 }
 
 
+@dataclass(frozen=True)
+class FormLimits:
+    """What the check of one grammar may take: seconds of a processor's time, and MiB."""
+
+    seconds: float = 0.5
+    memory: int = 128
+
+
 @also_takes(STRUCTURED)
 @dataclass(slots=True)
 class StructuredOutputsParams:

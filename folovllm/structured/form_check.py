@@ -8,22 +8,20 @@ import pickle
 import socket
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Collection
+from concurrent.futures import Executor
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 from folovllm.children import import_path, python_command
-from folovllm.structured_outputs import StructuredOutputsParams
+from folovllm.structured.guidance import tokenizer_json
+from folovllm.structured_outputs import FormLimits, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 AT_ONCE = 2  # so that a cheap grammar need not wait for a dear one
 MOST_KNOWN = 1024  # verdicts that are kept
-
-
-@dataclass(slots=True, frozen=True)
-class FormLimits:
-    """What the check of one grammar may take: seconds of a processor's time, and MiB."""
-
-    seconds: float = 0.5
-    memory: int = 128
 
 
 class FormChecker:
@@ -33,31 +31,35 @@ class FormChecker:
     leaves, by the end of its connection.
     """
 
-    def __init__(self, limits: FormLimits, tokenizer: str, vocab_size: int, end_ids: list[int]) -> None:
-        """`tokenizer`: as `tokenizer_json` writes it."""
-        self._limits, self._setting = limits, (limits, tokenizer, vocab_size, end_ids)
+    def __init__(self, limits: FormLimits, readers: Executor) -> None:
+        """`readers`: whose one thread alone may use the tokenizer."""
+        self._limits, self._readers = limits, readers
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._known: dict[bytes, str] = {}  # by a form's digest: what is wrong with it, "" if nothing; the oldest first
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None  # to the process
+
+    def use(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_ids: Collection[int]) -> None:
+        """Check forms for this tokenizer's tokens. Nothing is read before the first of them."""
+        self._setting = tokenizer, vocab_size, sorted(end_ids) or [vocab_size - 1]
 
     async def check(self, form: StructuredOutputsParams) -> None:
         """Raise ValueError if the form cannot be used, or costs too much."""
         if form.kind == "choice":
             return
         key = sha256(repr(form).encode()).digest()
-        async with self._slots:
-            if key not in self._known:
+        if key not in self._known:
+            async with self._slots:
                 self._known[key] = await self._ask(form)
         if len(self._known) > MOST_KNOWN:
             del self._known[next(iter(self._known))]
-        if error := self._known.get(key):
+        if error := self._known[key]:
             raise ValueError(error)
 
     async def _ask(self, form: StructuredOutputsParams) -> str:
         if self._process is None or self._process.poll() is not None:
             self.close()
-            await asyncio.to_thread(self._start)
+            await asyncio.get_running_loop().run_in_executor(self._readers, self._start)
         here, there = socket.socketpair()
         with there:
             reader, writer = await asyncio.open_unix_connection(sock=here)
@@ -79,10 +81,12 @@ class FormChecker:
         )
 
     def _start(self) -> None:
-        """Start the process. It reads the tokenizer from a file, for as long as it needs."""
+        """Start the process, with a file that says what it needs. Raises ValueError for a tokenizer that cannot be read."""
+        tokenizer, vocab_size, end_ids = self._setting
+        setting_of_all = self._limits, tokenizer_json(tokenizer), vocab_size, end_ids
         line, there = socket.socketpair()
         with there, tempfile.TemporaryFile() as setting:
-            pickle.dump(self._setting, setting)
+            pickle.dump(setting_of_all, setting)
             setting.flush()
             fds = (there.fileno(), setting.fileno())
             command = python_command("folovllm.structured.form_check_process", *map(str, fds))

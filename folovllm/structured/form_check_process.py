@@ -6,6 +6,7 @@ import fcntl
 import os
 import pickle
 import resource
+import select
 import signal
 import socket
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from folovllm.structured import guidance
-from folovllm.structured.form_check import FormLimits
+from folovllm.structured_outputs import FormLimits
 
 STATUS = Path("/proc/self/statm")  # on Linux; elsewhere nothing says how much memory a process has
 
@@ -25,7 +26,7 @@ def main() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended: its socket says it
-    os.nice(10)
+    os.nice(5)
     with os.fdopen(int(sys.argv[2]), "rb") as setting:
         setting.seek(0)
         limits, *described = pickle.load(setting)
@@ -64,6 +65,10 @@ def _bound(connection: socket.socket, limits: FormLimits) -> None:
     signal.setitimer(signal.ITIMER_PROF, limits.seconds)  # of processor time: then SIGPROF
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)  # then SIGIO
+    end = select.poll()
+    end.register(connection, 0)
+    if end.poll(0):  # it has ended before
+        os._exit(1)
 
 
 if __name__ == "__main__":
