@@ -88,7 +88,8 @@ def source_of(form: StructuredOutputsParams) -> str:
             raise ValueError(f"structured_outputs holds a grammar that cannot be used: {error}") from error
     pattern = WHITESPACE if form.whitespace_pattern is None else form.whitespace_pattern
     options = {"whitespace_flexible": False} if form.disable_any_whitespace else {"whitespace_pattern": pattern}
-    schema = {None: '{"type": "object"}', "true": "{}"}.get(form.json, form.json)
+    schema = str(form.json) if form.kind == "json" else '{"type": "object"}'
+    schema = "{}" if schema == "true" else schema
     if schema == "false":
         raise ValueError("structured_outputs holds the JSON schema false, under which no document is valid")
     return str(matcher.grammar_from_json_schema(schema, overrides={**options, "lenient": not form.strict}))
