@@ -50,22 +50,20 @@ class FormChecker:
         key = sha256(repr(form).encode()).digest()
         if key not in self._known:
             async with self._slots:
-                self._known[key] = await self._ask(form)
+                if key not in self._known:  # another client may have asked meanwhile
+                    self._known[key] = await self._ask(form)
         if len(self._known) > MOST_KNOWN:
             del self._known[next(iter(self._known))]
         if error := self._known[key]:
             raise ValueError(error)
 
     async def _ask(self, form: StructuredOutputsParams) -> str:
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            await asyncio.get_running_loop().run_in_executor(self._readers, self._start)
+        line = await asyncio.get_running_loop().run_in_executor(self._readers, self._started)
         here, there = socket.socketpair()
-        with there:
-            reader, writer = await asyncio.open_unix_connection(sock=here)
-            assert self._line is not None
-            socket.send_fds(self._line, [b"?"], [there.fileno()])
+        reader, writer = await asyncio.open_unix_connection(sock=here)
         try:
+            with there:
+                socket.send_fds(line, [b"?"], [there.fileno()])
             writer.write(pickle.dumps(form))
             writer.write_eof()
             verdict = await reader.read()
@@ -73,15 +71,22 @@ class FormChecker:
             writer.close()
         if verdict:
             return verdict[1:].decode()
-        if self._process is None or self._process.poll() is not None:
+        if not self._is_up:
             raise RuntimeError("the process that checks grammars has ended: ask again")
         return (
             f"structured_outputs is too complex: to check it takes more than {self._limits.seconds:g} s or "
             f"{self._limits.memory} MiB, so take a simpler form (the server's limits are --grammar-seconds, --grammar-memory)"
         )
 
-    def _start(self) -> None:
-        """Start the process, with a file that says what it needs. Raises ValueError for a tokenizer that cannot be read."""
+    @property
+    def _is_up(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _started(self) -> socket.socket:
+        """The line to the process, which is started if need be. Raises ValueError for a tokenizer that cannot be read."""
+        if self._line is not None and self._is_up:
+            return self._line
+        self.close()
         tokenizer, vocab_size, end_ids = self._setting
         setting_of_all = self._limits, tokenizer_json(tokenizer), vocab_size, end_ids
         line, there = socket.socketpair()
@@ -93,9 +98,10 @@ class FormChecker:
             environment = dict(os.environ) | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(command, env=environment, pass_fds=fds, stdin=subprocess.DEVNULL)
         self._line = line
+        return line
 
     def close(self) -> None:
-        """End the process, and what it checks. A later check starts another."""
+        """End the process; a later check starts another. What is being checked ends with its client."""
         if self._line is not None:
             self._line.close()
         if self._process is not None:

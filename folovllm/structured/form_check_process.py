@@ -31,21 +31,23 @@ def main() -> None:
         setting.seek(0)
         limits, *described = pickle.load(setting)
     try:
-        tokenizer, error = guidance.make_tokenizer(*described), ""
-    except ValueError as problem:
-        tokenizer, error = None, str(problem)
+        tokenizer = guidance.make_tokenizer(*described)
+    except ValueError as error:  # which every client is told
+        tokenizer = error
     with socket.socket(fileno=int(sys.argv[1])) as line:
         while sockets := socket.recv_fds(line, 1, 1)[1]:
             with socket.socket(fileno=sockets[0]) as connection:
                 if os.fork() == 0:
                     line.close()
-                    connection.sendall(b"=" + (error or verdict_on(connection, limits, tokenizer)).encode())
+                    connection.sendall(b"=" + verdict_on(connection, limits, tokenizer).encode())
                     os._exit(0)
 
 
 def verdict_on(connection: socket.socket, limits: FormLimits, tokenizer: Any) -> str:
     """What is wrong with the form that the connection brings, "" if nothing. Beyond the limits, this process ends."""
     form = pickle.loads(b"".join(iter(lambda: connection.recv(1 << 16), b"")))
+    if isinstance(tokenizer, ValueError):
+        return str(tokenizer)
     _bound(connection, limits)
     try:
         guidance.check_form(form, tokenizer)

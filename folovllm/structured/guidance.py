@@ -145,8 +145,8 @@ class GuidanceMatcher:
         return bool(self.inner.is_accepting())
 
     def advance(self, token_id: int) -> bool:
-        """As `Matcher`."""
-        return bool(self.inner.consume_token(token_id))
+        """As `Matcher`. Beyond its limits the library takes any end for one that the grammar allows."""
+        return bool(self.inner.consume_token(token_id)) and not self.inner.is_error()
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """As `Matcher`."""
@@ -155,6 +155,12 @@ class GuidanceMatcher:
     def forced(self) -> list[int]:
         """As `Matcher`: a text that the grammar forces is cut into tokens as the tokenizer cuts it, and in no other way."""
         return list(self.inner.compute_ff_tokens())
+
+    def is_spoilt(self) -> bool:
+        """Whether an answer has taken the lexer beyond its limits: all copies share it, and none can begin any more."""
+        start = self.inner.deep_copy()
+        start.compute_bitmask()
+        return bool(start.is_error())
 
     def copy(self) -> GuidanceMatcher:
         """As `Matcher`."""

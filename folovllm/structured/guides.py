@@ -44,6 +44,11 @@ class Compiled:
     matcher: Matcher  # at the beginning of an answer
     num_uses: int = 0
 
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether no answer can begin here any more."""
+        return isinstance(self.matcher, guidance.GuidanceMatcher) and self.matcher.is_spoilt()
+
 
 class Place(NamedTuple):
     """Where an answer is at one of its draws, or at several: there, and behind each of the guesses `ahead`."""
@@ -198,7 +203,7 @@ class Guides:
     def _matcher(self, form: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Matcher:
         key = repr(form), tuple(end_ids if form.kind == "choice" else model_end_ids)
         known = self._compiled.pop(key, None)
-        if known is None or known.num_uses == MOST_USES:
+        if known is None or known.num_uses == MOST_USES or known.is_spoilt:
             known = Compiled(self._compile(form, key[1]))
         self._compiled[key], known.num_uses = known, known.num_uses + 1
         if len(self._compiled) > MOST_FORMS:

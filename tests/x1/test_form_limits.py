@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import AutoTokenizer
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.config import ServerConfig
+from folovllm.structured.guidance import LIMITS
 from folovllm.structured.matcher import ChoiceMatcher, Choices
 from folovllm.structured.vocabulary import Vocabulary, read_vocabulary
 from folovllm.structured_outputs import FormLimits, StructuredOutputsParams
@@ -202,7 +204,7 @@ class TestCost:
         assert message.startswith("structured_outputs is too complex") and "--grammar-seconds" in message
 
     def test_who_leaves_ends_it(self) -> None:
-        """A check without a limit ends with its client; another starts it again. Without grammars, nothing runs."""
+        """A check without a limit ends with its client; if its process was killed, there is another. Without grammars, none."""
         before = checkers()
         with Background(model=str(tiny_checkpoint()), max_model_len=256) as server:
             assert ask(server, structured_outputs={"choice": ["a", "b"]})[0] == 200
@@ -214,7 +216,10 @@ class TestCost:
             eventually(lambda: len(checkers() - before) == 2)
             connection.close()
             eventually(lambda: len(checkers() - before) == 1)
-            assert ask(server, structured_outputs={"regex": "a"})[0] == 200
+            (waits,) = checkers() - before
+            os.kill(waits, signal.SIGKILL)
+            eventually(lambda: checkers() == before)
+            eventually(lambda: ask(server, structured_outputs={"regex": "a"})[0] == 200)
         assert checkers() == before, "the server has ended, and what it started has not"
 
     @pytest.mark.parametrize("fields", [{"grammar_seconds": 0.0}, {"grammar_memory": 0}])
@@ -296,6 +301,18 @@ class TestStrangeTokens:
             params = SamplingParams(structured_outputs=form, max_tokens=190, seed=3)  # type: ignore[arg-type]
             text = llm.generate([[5]], params)[0].outputs[0].text
         assert "after" in form or text in ("yes", "no", "a b")
+
+
+def test_too_complex_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an answer is given up, and never passes for one that is complete. The next request begins anew."""
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 50)
+    form = StructuredOutputsParams(regex="[a-z]*a[a-z]{2000}")
+    with LLM(str(tiny_checkpoint()), max_model_len=200, device="cpu", use_tqdm=False) as llm:
+        for seed in range(3):
+            params = SamplingParams(n=3, seed=seed, max_tokens=90, structured_outputs=form)
+            answers = llm.generate([[5]], params)[0].outputs
+            assert {answer.finish_reason for answer in answers} == {"abort"}
+            assert all(len(answer.token_ids) > 5 for answer in answers), "what another request found out is forgotten"
 
 
 def test_two_checks_at_once(story_server: Background) -> None:
