@@ -50,6 +50,7 @@ from folovllm.server.reader import TAGS, reading_of
 from folovllm.server.replies import Detokenized, ModelCard, ModelList, Tokens, Version
 from folovllm.server.requests import chat_params, chat_prompt, completion_params, prompts_of, wants_prompt_alone
 from folovllm.server.respond import Job
+from folovllm.server.sse import unless_gone
 from folovllm.server.tokenizer_info import tokenizer_info
 
 logger = logging.getLogger("folovllm")
@@ -229,6 +230,8 @@ class Api:
         """Answer all prompts. The engine hears of none before all are checked and there is room for all."""
         engine, admission = self._engine, self._admission
         admission.check(len(prompts))  # before the work of reading them
+        if params.structured_outputs is not None:  # a check may take long, and ends when the client leaves
+            await unless_gone(request.receive, engine.check_form(params.structured_outputs))
         prepared = []
         for prompt in prompts:
             salt = asked.cache_salt

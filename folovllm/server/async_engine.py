@@ -23,7 +23,8 @@ from folovllm.server.open_requests import OpenRequests
 from folovllm.server.stream import Mailbox, Stream, add_message
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.setup import EngineSetup
-from folovllm.structured.guidance import check_form
+from folovllm.structured.form_check import FormChecker
+from folovllm.structured_outputs import FormLimits, StructuredOutputsParams
 
 logger = logging.getLogger("folovllm")
 T = TypeVar("T")
@@ -52,11 +53,17 @@ class AsyncEngine:
         model: a name, or an `EngineConfig` that says all; the embedded model if left out.
         transport: "thread" (this process; for notebooks, CPUs, tests), "process" (one of its own, over a Unix socket), or
             a `Transport`.
+        form_limits: what it may take to check a request's grammar.
         overrides: fields of the `EngineConfig`.
     """
 
     def __init__(
-        self, model: str | EngineConfig | None = None, *, transport: str | Transport = "thread", **overrides: Any
+        self,
+        model: str | EngineConfig | None = None,
+        *,
+        transport: str | Transport = "thread",
+        form_limits: FormLimits | None = None,
+        **overrides: Any,
     ) -> None:
         """Raises ValueError for a configuration that cannot be. Nothing is started."""
         if isinstance(model, EngineConfig):
@@ -71,6 +78,7 @@ class AsyncEngine:
         self._numbers = itertools.count()
         self._open = OpenRequests()
         self._readers = ThreadPoolExecutor(1, "tokenizer")
+        self._forms = FormChecker(form_limits or FormLimits(), self._readers)
         self._is_draining = self._is_closed = False
         self.death: Exception | None = None
         self.died = asyncio.Event()
@@ -91,6 +99,7 @@ class AsyncEngine:
             # Not the engine's own tokenizer, in a thread: the library's objects are not for two at once.
             self.tokenizer = await asyncio.to_thread(load_tokenizer, self.setup.path, self.setup.config)
             self._processor = InputProcessor(self.setup, self.tokenizer)
+            self._forms.use(self.tokenizer, self.setup.vocab_size, self._processor.eos_token_ids)
         except BaseException:
             await self._transport.stop()
             raise
@@ -130,12 +139,16 @@ class AsyncEngine:
         self.require_open()
         params = self.default_params() if params is None else params
         if params.structured_outputs is not None:
-            await self.in_thread(check_form, params.structured_outputs)
+            await self.check_form(params.structured_outputs)
         arguments = ("", prompt, params, priority, cache_salt)
         is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
         if is_text:
             return await self.in_thread(self._processor.process, *arguments)
         return self._processor.process(*arguments)
+
+    async def check_form(self, form: StructuredOutputsParams) -> None:
+        """Raise ValueError if answers cannot have this form, or it is too complex. What was checked, it knows."""
+        await self._forms.check(form)
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that reads long texts, beside the event loop; one at a time."""
@@ -192,6 +205,7 @@ class AsyncEngine:
         await self._transport.stop()
         self.is_over.set()
         self._experts_told()
+        self._forms.close()
         self._readers.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from folovllm.server.reasoning import PARSERS
+from folovllm.structured_outputs import FormLimits
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +26,9 @@ class ServerConfig:
         max_queued_requests: most prompts that wait for their first token; a request beyond is answered 429.
         max_queued_tokens: most tokens in all such prompts together.
         max_body_size: longest request, in bytes.
+        grammar_seconds: most processor time to check a request's grammar, JSON schema or regular expression, in a process
+            of its own; what takes more is refused.
+        grammar_memory: most memory for that, in MiB.
         drain_seconds: at SIGTERM, how long answers that run may take to end.
         reasoning_parser: take what the model thinks out of its answers, into `reasoning_content`: qwen3, or deepseek_r1 for
             models whose answers begin in thought without a tag.
@@ -45,6 +50,8 @@ class ServerConfig:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20
     max_body_size: int = 16 << 20
+    grammar_seconds: float = FormLimits.seconds
+    grammar_memory: int = FormLimits.memory
     drain_seconds: float = 30.0
     reasoning_parser: str | None = None
     inspector: bool = False
@@ -54,9 +61,11 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be between 0 and 65535, not {self.port}")
-        for name in ("max_queued_requests", "max_queued_tokens", "max_body_size"):
+        for name in ("max_queued_requests", "max_queued_tokens", "max_body_size", "grammar_memory"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 < self.grammar_seconds < inf:
+            raise ValueError(f"grammar_seconds must be above 0, not {self.grammar_seconds}")
         if not self.drain_seconds >= 0:
             raise ValueError(f"drain_seconds must be 0 or more, not {self.drain_seconds}")
         if self.reasoning_parser not in (None, *PARSERS):

@@ -40,7 +40,8 @@ def _of_format(given: dict[str, Any] | None) -> StructuredOutputsParams | None:
     described = given.get("json_schema")
     if kind != "json_schema" or not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
         raise ApiError(400, f"response_format must be {FORMATS}", "response_format")
-    return made({"json": described["schema"], "strict": bool(described.get("strict"))}, "response_format")
+    strict = described.get("strict")
+    return made({"json": described["schema"], "strict": False if strict is None else strict}, "response_format")
 
 
 def made(fields: dict[str, Any], param: str) -> StructuredOutputsParams:

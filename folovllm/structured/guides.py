@@ -19,7 +19,7 @@ from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.structured import guidance
 from folovllm.structured.guide import Guide, Preface
-from folovllm.structured.matcher import ChoiceMatcher, Matcher, Words
+from folovllm.structured.matcher import ChoiceMatcher, Choices, Matcher, Words
 from folovllm.structured.vocabulary import Vocabulary, read_vocabulary
 from folovllm.structured_outputs import StructuredOutputsParams
 
@@ -43,6 +43,11 @@ class Compiled:
 
     matcher: Matcher  # at the beginning of an answer
     num_uses: int = 0
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether no answer can begin here any more."""
+        return isinstance(self.matcher, guidance.GuidanceMatcher) and self.matcher.is_spoilt()
 
 
 class Place(NamedTuple):
@@ -197,22 +202,25 @@ class Guides:
         ]
 
     def _matcher(self, form: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Matcher:
-        if form.choice is not None:
-            return ChoiceMatcher(self._vocabulary, {text.encode() for text in form.choice}, end_ids)
-        key = repr(form), tuple(model_end_ids)
+        key = repr(form), tuple(end_ids if form.kind == "choice" else model_end_ids)
         known = self._compiled.pop(key, None)
-        if known is None or known.num_uses == MOST_USES:
-            known = Compiled(guidance.GuidanceMatcher.compile(form, self._library_tokenizer(key[1])))
+        if known is None or known.num_uses == MOST_USES or known.is_spoilt:
+            known = Compiled(self._compile(form, key[1]))
         self._compiled[key], known.num_uses = known, known.num_uses + 1
         if len(self._compiled) > MOST_FORMS:
             del self._compiled[next(iter(self._compiled))]
         return known.matcher.copy()
 
+    def _compile(self, form: StructuredOutputsParams, end_ids: tuple[int, ...]) -> Matcher:
+        if form.choice is not None:
+            return ChoiceMatcher(Choices(self._vocabulary, {text.encode() for text in form.choice}, end_ids))
+        return guidance.GuidanceMatcher.compile(form, self._library_tokenizer(end_ids))
+
     def _library_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
         """The library's, which knows these ends; made once."""
         made = self._library_tokenizers.pop(end_ids, None)
         if made is None:
-            made = guidance.make_tokenizer(self._tokenizer, self._vocab_size, list(end_ids))
+            made = guidance.make_tokenizer(guidance.tokenizer_json(self._tokenizer), self._vocab_size, end_ids)
         self._library_tokenizers[end_ids] = made
         if len(self._library_tokenizers) > MOST_TOKENIZERS:
             del self._library_tokenizers[next(iter(self._library_tokenizers))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from typing import ClassVar, Protocol
 
@@ -12,6 +13,8 @@ from folovllm.structured.choice import choice_mask
 from folovllm.structured.vocabulary import Vocabulary
 
 Words = npt.NDArray[np.int32]  # [ceil(V / 32)]: bit t % 32 of word t // 32 is token t's
+NO_TEXT = b"\xff"  # a byte that no text holds: it stands behind all texts that go on from the same beginning
+MOST_MASKS = 64  # that are kept of a choice
 
 
 class Matcher(Protocol):
@@ -42,30 +45,60 @@ class Matcher(Protocol):
         """Another answer at the same place."""
 
 
+class Choices:
+    """The texts that an answer may be, in order, and the masks that answers needed; all answers of a form share them."""
+
+    def __init__(self, vocabulary: Vocabulary, choices: Collection[bytes], end_ids: Sequence[int]) -> None:
+        self.vocabulary, self._sorted, self._end_ids = vocabulary, sorted(choices), end_ids
+        self._masks: dict[bytes, Words] = {}  # by the answer so far; the newest last
+
+    def begin_with(self, so_far: bytes) -> Sequence[bytes]:
+        """Those of the choices that begin with these bytes, found without a look at the others."""
+        first = bisect_left(self._sorted, so_far)
+        return self._sorted[first : bisect_left(self._sorted, so_far + NO_TEXT, first)]
+
+    def has(self, so_far: bytes) -> bool:
+        """Whether this is one of the choices."""
+        first = bisect_left(self._sorted, so_far)
+        return self._sorted[first : first + 1] == [so_far]
+
+    def can_become(self, so_far: bytes) -> bool:
+        """Whether one of the choices begins with these bytes."""
+        first = bisect_left(self._sorted, so_far)
+        return first < len(self._sorted) and self._sorted[first].startswith(so_far)
+
+    def mask(self, so_far: bytes, width: int) -> Words:
+        """The mask [width] of an answer that is `so_far`."""
+        if so_far not in self._masks:
+            within_reach = {choice[: len(so_far) + self.vocabulary.longest] for choice in self.begin_with(so_far)}
+            words = np.zeros(width, np.int32)
+            set_bits(words, choice_mask(self.vocabulary.ids_of, within_reach, so_far, self._end_ids))
+            self._masks[so_far] = words
+            if len(self._masks) > MOST_MASKS:
+                del self._masks[next(iter(self._masks))]
+        return self._masks[so_far]
+
+
 class ChoiceMatcher:
     """An answer that must be one of a few texts."""
 
     sees_ahead: ClassVar[bool] = False
 
-    def __init__(
-        self, vocabulary: Vocabulary, choices: Collection[bytes], end_ids: Sequence[int], so_far: bytes = b""
-    ) -> None:
-        self._vocabulary, self._choices = vocabulary, choices
-        self._end_ids, self._so_far = end_ids, so_far
+    def __init__(self, choices: Choices, so_far: bytes = b"") -> None:
+        self._choices, self._so_far = choices, so_far
 
     def fill(self, words: Words) -> None:
         """As `Matcher`."""
-        words.fill(0)
-        set_bits(words, choice_mask(self._vocabulary.ids_of, self._choices, self._so_far, self._end_ids))
+        words[:] = self._choices.mask(self._so_far, len(words))
 
     def is_accepting(self) -> bool:
         """As `Matcher`."""
-        return self._so_far in self._choices
+        return self._choices.has(self._so_far)
 
     def advance(self, token_id: int) -> bool:
         """As `Matcher`."""
-        self._so_far += self._vocabulary.bytes_of.get(token_id, b"\xff")  # no text holds this byte
-        return any(choice.startswith(self._so_far) for choice in self._choices)
+        self._so_far += self._choices.vocabulary.bytes_of.get(token_id, NO_TEXT)
+        return self._choices.can_become(self._so_far)
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """As `Matcher`."""
@@ -78,7 +111,7 @@ class ChoiceMatcher:
 
     def copy(self) -> ChoiceMatcher:
         """As `Matcher`."""
-        return ChoiceMatcher(self._vocabulary, self._choices, self._end_ids, self._so_far)
+        return ChoiceMatcher(self._choices, self._so_far)
 
 
 def set_bits(words: Words, ids: Collection[int]) -> None:

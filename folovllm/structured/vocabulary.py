@@ -26,6 +26,7 @@ class Vocabulary:
 
     bytes_of: Mapping[int, bytes]  # of every token, by its id; of a special one, its name
     ids_of: Mapping[bytes, Sequence[int]]  # by what a token stands for; special ones stand for nothing
+    longest: int  # bytes that any token stands for
 
 
 def read_vocabulary(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
@@ -39,7 +40,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
     for id_, said in bytes_of.items():
         if said and id_ not in special:
             ids_of.setdefault(said, []).append(id_)
-    return Vocabulary(bytes_of, ids_of)
+    return Vocabulary(bytes_of, ids_of, max(map(len, ids_of), default=0))
 
 
 def _reader(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
@@ -47,7 +48,8 @@ def _reader(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
     decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
     if "ByteLevel" in decoder:
         byte_of = byte_of_letter()
-        return lambda token: bytes(byte_of[letter] for letter in token)
+        # As the decoder does it: a token with a letter that stands for no byte stands for its own name, all of it.
+        return lambda token: bytes(map(byte_of.__getitem__, token)) if byte_of.keys() >= {*token} else token.encode()
     if "▁" in decoder:
         return _read_sentencepiece
     raise ValueError(

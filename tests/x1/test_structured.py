@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jsonschema
@@ -23,10 +24,10 @@ from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.async_engine import AsyncEngine
-from folovllm.structured.guidance import GuidanceMatcher, check_form
+from folovllm.structured.guidance import GuidanceMatcher, check_form, make_tokenizer, tokenizer_json
 from folovllm.structured.guides import Guides
 from folovllm.structured_outputs import StructuredOutputsParams
-from tests.helpers import prompts, tiny_checkpoint
+from tests.helpers import prompts, tiny_checkpoint, tiny_tokenizer
 from tests.m6.test_overlap import assert_clean
 from tests.sequences import make_seq
 from tests.x1.schemas import random_object
@@ -89,6 +90,11 @@ MIXED = [  # every kind of form, and free answers between them
     formed(regex="[a-e]{20}", stop=["c"]),
 ]
 INPUTS = [[int(t) for t in prompt] for prompt in prompts([3 + 5 * i for i in range(len(MIXED))])]
+
+
+@cache
+def library_tokenizer() -> Any:
+    return make_tokenizer(tokenizer_json(tiny_tokenizer()), len(tiny_tokenizer()), [0])
 
 
 def engine(milestone: str | None = None, **overrides: Any) -> LLM:
@@ -396,7 +402,7 @@ class TestErrors:
     def test_nonsense(self, form: dict[str, Any]) -> None:
         """Whatever is asked for: it is taken, or refused in a sentence."""
         try:
-            check_form(StructuredOutputsParams(**form))
+            check_form(StructuredOutputsParams(**form), library_tokenizer())
         except ValueError as error:
             assert len(str(error)) > 10
 

@@ -1,0 +1,326 @@
+"""What one request's form may cost, and what it may be: it is refused, or others notice nothing."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import decoders
+from transformers import AutoTokenizer
+
+from folovllm.llm import LLM
+from folovllm.sampling_params import SamplingParams
+from folovllm.server.config import ServerConfig
+from folovllm.structured.guidance import LIMITS
+from folovllm.structured.matcher import ChoiceMatcher, Choices
+from folovllm.structured.vocabulary import Vocabulary, read_vocabulary
+from folovllm.structured_outputs import FormLimits, StructuredOutputsParams
+from tests.helpers import tiny_checkpoint
+from tests.x1.background import PATIENCE, Background, eventually
+
+CHECKER = "folovllm.structured.form_check_process"
+OBJECT = {"type": "object"}
+
+
+@pytest.fixture(scope="module", params=["thread", "process"])
+def server(request: pytest.FixtureRequest) -> Iterator[Background]:
+    with Background(transport=request.param, model=str(tiny_checkpoint()), max_model_len=256) as server:
+        yield server
+        server.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def story_server() -> Iterator[Background]:
+    """Of the embedded model, whose tokens are of many lengths."""
+    with Background(max_model_len=256) as server:
+        yield server
+        server.wait_until_idle()
+
+
+def ask(server: Background, **fields: Any) -> tuple[int, dict[str, Any]]:
+    """Status and reply of a completion."""
+    body = json.dumps({"prompt": "a", "max_tokens": 3, "seed": 1} | fields)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+    try:
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def children(pid: int | str) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    own = [int(child) for task in tasks for child in task.read_text().split()]
+    return own + [each for child in own for each in children(child)]
+
+
+def checkers() -> set[int]:
+    """The processes that check grammars: of each server one that waits, and a fork for each grammar."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline") for pid in children(os.getpid())}
+    return {pid for pid, command in commands.items() if command.exists() and CHECKER in command.read_text()}
+
+
+def memory() -> int:
+    """MiB that this process and all its children hold."""
+    stats = [Path(f"/proc/{pid}/statm") for pid in (os.getpid(), *children(os.getpid()))]
+    return sum(int(stat.read_text().split()[1]) for stat in stats if stat.exists()) * os.sysconf("SC_PAGESIZE") >> 20
+
+
+WRONG = [
+    ("choice", {"json": OBJECT, "choice": False}),
+    ("regex", {"json": OBJECT, "regex": False}),
+    ("grammar", {"json": OBJECT, "grammar": 0}),
+    ("regex", {"choice": ["a"], "regex": ""}),
+    ("json_object", {"json": OBJECT, "json_object": 0}),
+    ("strict", {"json": OBJECT, "strict": None}),
+    ("strict", {"json": OBJECT, "strict": 1}),
+    ("strict", {"json": OBJECT, "strict": "yes"}),
+    ("disable_any_whitespace", {"json": OBJECT, "disable_any_whitespace": 5}),
+    ("whitespace_pattern", {"json": OBJECT, "whitespace_pattern": False}),
+    ("after", {"regex": "a", "after": []}),
+    ("json", {"json": 0}),
+    ("json", {"json": ""}),
+    ("json", {"json": '{"const": NaN}'}),
+    ("json", {"json": '{"maximum": -Infinity}'}),
+    ("json", {"json": "[" * 5000}),
+    ("choice", {"choice": {"a": 1}}),
+]
+
+
+class TestFields:
+    @pytest.mark.parametrize(("field", "fields"), WRONG, ids=lambda value: str(value)[:60])
+    def test_a_field_of_the_wrong_kind(self, server: Background, field: str, fields: dict[str, Any]) -> None:
+        """A 400 that names it, and the engine goes on; the same sentence in Python."""
+        status, reply = ask(server, structured_outputs=fields)
+        assert status == 400 and field in reply["error"]["message"], reply
+        assert reply["error"]["param"] == "structured_outputs"
+        with pytest.raises(ValueError, match=field):
+            SamplingParams(structured_outputs=fields)  # type: ignore[arg-type]
+        assert ask(server)[0] == 200, "the engine must go on"
+
+    @pytest.mark.parametrize(("strict", "wanted"), [(1, 400), ("yes", 400), ([], 400), (None, 200), (False, 200)])
+    def test_strict_of_a_format(self, server: Background, strict: object, wanted: int) -> None:
+        described = {"name": "x", "schema": OBJECT, "strict": strict}
+        status, reply = ask(server, response_format={"type": "json_schema", "json_schema": described})
+        assert status == wanted and (status == 200 or "strict" in reply["error"]["message"]), reply
+
+    @pytest.mark.parametrize("schema", [{"const": float("nan")}, {"enum": [{1, 2}]}, {"const": b"x"}])
+    def test_what_json_cannot_say(self, schema: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="json must be a JSON schema"):
+            StructuredOutputsParams(json=schema)
+
+    def test_whatever_is_sent(self, server: Background) -> None:
+        rng = random.Random(40)
+        for _ in range(150):
+            fields = {rng.choice(FIELDS): rng.choice(VALUES) for _ in range(rng.choice([1, 1, 2, 3]))}
+            status, reply = ask(server, structured_outputs=fields)
+            assert status in (200, 400), (fields, reply)
+        assert ask(server)[0] == 200, "the engine must go on"
+
+
+FIELDS = [*StructuredOutputsParams.__dataclass_fields__, *("json", "regex", "choice", "grammar") * 2, "x"]
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -5, 0.5, 2**70, "", "a", "[", "(", "{}", "\u0000", "é🙂", "a" * 5000, 'start: "a"',
+    [], ["a"], ["", "a"], [1], [None], [["a"]], {}, OBJECT, {"type": "nope"}, {"enum": [1, "a", None]}, {"$ref": "#"},
+    {"type": "integer", "multipleOf": 0}, {"const": [[[{}]]]}, {"x-guidance": {"whitespace_pattern": "("}},
+    {"const": 2**70},  # no number of 64 bits
+]  # fmt: skip
+
+
+def doubled(depth: int) -> str:
+    """A grammar whose one text is 2 ** `depth` letters long."""
+    return "start: a0\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(depth)) + f'a{depth}: "x"'
+
+
+BOMBS: dict[str, dict[str, Any]] = {
+    "a large prime": {"json": {"type": "integer", "multipleOf": 62615533}},
+    "a prime": {"json": {"type": "integer", "multipleOf": 1000003}},
+    "primes multiplied": {"json": {"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}},
+    "a prime in a list": {"json": {"type": "array", "items": {"type": "integer", "multipleOf": 1000003}}},
+    "repetitions": {"regex": "(a{1000}){1000}"},
+    "repetitions later": {"regex": "x{3}(a{1000}){1000}"},
+    "repetitions of up to": {"regex": "(a{1,1000}){1,1000}"},
+    "long": {"regex": "a{1000000000}"},
+    "products": {"json": {"allOf": [{"type": "string", "pattern": f".*{a}.*{b}.*"} for a, b in zip("abcdefghij", "bcdefghijk", strict=True)]}},
+    "ambiguous": {"regex": "(x+x+)+y"},
+    "what was long ago": {"regex": "[a-z]*a[a-z]{2000}"},
+    "unicode": {"regex": r"(\p{L}{1,50}\p{N}*){1,50}"},
+    "properties": {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(4500)}}},
+    "patternProperties": {"json": {"patternProperties": {f".*{a}.*b.{{30}}": {} for a in "cdefghijkl"}}},
+    "nested": {"json": '{"items":' * 3000 + "{}" + "}" * 3000},
+    "doubled": {"grammar": doubled(40)},
+    "Lark": {"grammar": 'start: (("x"{1,1000}){1,1000}){1,1000}'},
+    "GBNF": {"grammar": 'root ::= (("x"{1000}){1000}){1000}'},
+    "a grammar in several ways": {"grammar": 'start: e\ne: e e | e "+" e | "x" | "y" | "xy"'},
+}  # fmt: skip
+NO_TEXT: dict[str, dict[str, Any]] = {
+    "no letter": {"regex": r"[^\s\S]"},
+    "no letter at the end": {"regex": r"ab[^\s\S]"},
+    "itself": {"grammar": "start: start"},
+    "nothing behind it": {"grammar": 'start: "x" a\na: a'},
+    "its own reference": {"json": {"$ref": "#"}},
+    "longer than it may be": {"json": {"type": "string", "minLength": 5, "maxLength": 3}},
+    "one of none": {"json": {"enum": []}},
+    "a part that cannot be": {"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}},
+}
+
+
+class TestCost:
+    @pytest.mark.parametrize("form", BOMBS.values(), ids=list(BOMBS))
+    def test_others_notice_nothing(self, story_server: Background, form: dict[str, Any]) -> None:
+        """It is refused, or cheap. Others are answered meanwhile, and the memory stays what it was."""
+        assert ask(story_server, structured_outputs={"regex": "a"})[0] == 200  # what checks is there
+        before = memory()
+        with ThreadPoolExecutor(1) as pool:
+            refused = pool.submit(ask, story_server, structured_outputs=form)
+            most = memory()
+            while not refused.done():
+                assert ask(story_server)[0] == 200, "a request without a form is answered beside it"
+                most = max(most, memory())
+        status, reply = refused.result()
+        assert status in (200, 400), reply
+        assert most - before < 300, f"the server has taken {most - before} MiB"
+
+    @pytest.mark.parametrize("form", NO_TEXT.values(), ids=list(NO_TEXT))
+    def test_no_text(self, server: Background, form: dict[str, Any]) -> None:
+        status, reply = ask(server, structured_outputs=form)
+        assert status == 400, reply
+
+    def test_it_says_what_to_do(self, story_server: Background) -> None:
+        _, reply = ask(story_server, structured_outputs=BOMBS["a prime"])
+        message = reply["error"]["message"]
+        assert message.startswith("structured_outputs is too complex") and "--grammar-seconds" in message
+
+    def test_who_leaves_ends_it(self) -> None:
+        """A check without a limit ends with its client; if its process was killed, there is another. Without grammars, none."""
+        before = checkers()
+        with Background(model=str(tiny_checkpoint()), max_model_len=256) as server:
+            assert ask(server, structured_outputs={"choice": ["a", "b"]})[0] == 200
+            assert checkers() == before
+            server.engine._forms._limits = FormLimits(seconds=600, memory=8192)
+            body = json.dumps({"prompt": "a", "structured_outputs": BOMBS["a large prime"]})
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            eventually(lambda: len(checkers() - before) == 2)
+            connection.close()
+            eventually(lambda: len(checkers() - before) == 1)
+            (waits,) = checkers() - before
+            os.kill(waits, signal.SIGKILL)
+            eventually(lambda: checkers() == before)
+            eventually(lambda: ask(server, structured_outputs={"regex": "a"})[0] == 200)
+        assert checkers() == before, "the server has ended, and what it started has not"
+
+    @pytest.mark.parametrize("fields", [{"grammar_seconds": 0.0}, {"grammar_memory": 0}])
+    def test_limits_that_are_none(self, fields: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=next(iter(fields))):
+            ServerConfig(**fields)
+
+
+class Counted(dict[bytes, list[int]]):
+    """Counts what is asked of it."""
+
+    num_asked = 0
+
+    def get(self, key: bytes, default: Any = None) -> Any:  # type: ignore[override]
+        self.num_asked += 1
+        return super().get(key, default)
+
+
+@pytest.fixture
+def vocabulary() -> Vocabulary:
+    letters = {bytes([i]): [i] for i in range(256)}
+    return Vocabulary({i: text for text, (i,) in letters.items()}, Counted(letters | {b"abcd": [256]}), 4)
+
+
+class TestChoices:
+    @pytest.mark.parametrize("num_letters", [3, 900])
+    def test_128_answers(self, vocabulary: Vocabulary, num_letters: int) -> None:
+        """A step looks up a few bytes for each answer, however many choices there are and however long they are."""
+        rng = random.Random(0)
+        choices = ["".join(rng.choices("abcdefgh", k=num_letters)).encode() for _ in range(64_000 // num_letters)]
+        shared, counted = Choices(vocabulary, choices, [0]), vocabulary.ids_of
+        assert isinstance(counted, Counted)
+        first, words = shared.mask(b"", 9), np.empty(9, np.int32)
+        answers, counted.num_asked = [ChoiceMatcher(shared) for _ in range(128)], 0
+        for answer in answers:
+            answer.fill(words)
+            assert (words == first).all()
+        assert counted.num_asked == 0, "all answers that are at the same place share a mask"
+        for answer in answers:
+            chosen = rng.choice(choices)
+            assert answer.advance(chosen[0]) and answer.advance(chosen[1])
+            answer.fill(words)
+        assert counted.num_asked < 128 * vocabulary.longest * (1 + len(choices) // 64)
+
+    def test_masks_of_many(self, vocabulary: Vocabulary) -> None:
+        """Beyond those that are kept they are made anew, and the same."""
+        choices = [f"{i:03}".encode() for i in range(1000)]
+        shared = Choices(vocabulary, choices, [0])
+        for _ in range(2):
+            for i in range(100):
+                (mask,) = shared.mask(f"{i:02}".encode(), 9).nonzero()
+                assert mask.tolist() == [1], "the ten digits are tokens 48 to 57"
+
+
+@pytest.fixture(scope="module")
+def strange(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer two of whose tokens have letters that stand for no byte."""
+    folder = tmp_path_factory.mktemp("strange") / "model"
+    shutil.copytree(tiny_checkpoint(), folder)
+    file = folder / "tokenizer.json"
+    described = json.loads(file.read_text())
+    vocab = described["model"]["vocab"]
+    for letter, name in (("\u0143", "a b"), ("\u0142", "Ġ日")):
+        vocab[name] = vocab.pop(letter)
+    file.write_text(json.dumps(described))
+    return folder
+
+
+class TestStrangeTokens:
+    def test_they_stand_for_what_they_are_decoded_to(self, strange: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(strange)
+        bytes_of = read_vocabulary(tokenizer).bytes_of
+        for name in ("a b", "Ġ日", "Ġ", "a"):
+            assert bytes_of[tokenizer.get_vocab()[name]].decode() == decoders.ByteLevel().decode([name])
+
+    @pytest.mark.parametrize("form", [{"choice": ["yes", "a b"]}, {"regex": "yes|no"}, {"regex": "yes", "after": "e"}])
+    def test_forms(self, strange: Path, form: dict[str, Any]) -> None:
+        with LLM(str(strange), max_model_len=200, device="cpu", use_tqdm=False) as llm:
+            params = SamplingParams(structured_outputs=form, max_tokens=190, seed=3)  # type: ignore[arg-type]
+            text = llm.generate([[5]], params)[0].outputs[0].text
+        assert "after" in form or text in ("yes", "no", "a b")
+
+
+def test_too_complex_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an answer is given up, and never passes for one that is complete. The next request begins anew."""
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 50)
+    form = StructuredOutputsParams(regex="[a-z]*a[a-z]{2000}")
+    with LLM(str(tiny_checkpoint()), max_model_len=200, device="cpu", use_tqdm=False) as llm:
+        for seed in range(3):
+            params = SamplingParams(n=3, seed=seed, max_tokens=90, structured_outputs=form)
+            answers = llm.generate([[5]], params)[0].outputs
+            assert {answer.finish_reason for answer in answers} == {"abort"}
+            assert all(len(answer.token_ids) > 5 for answer in answers), "what another request found out is forgotten"
+
+
+def test_two_checks_at_once(story_server: Background) -> None:
+    """A cheap grammar does not wait for a dear one."""
+    done: list[str] = []
+    with ThreadPoolExecutor(2) as pool:
+        dear = pool.submit(ask, story_server, structured_outputs={"json": {"multipleOf": 999983}})
+        cheap = pool.submit(ask, story_server, structured_outputs={"regex": "a[b-f]"})
+        dear.add_done_callback(lambda _: done.append("dear"))
+        cheap.add_done_callback(lambda _: done.append("cheap"))
+    assert (dear.result()[0], cheap.result()[0], done) == (400, 200, ["cheap", "dear"])
