@@ -38,6 +38,7 @@ OBJECT = Kind("an object {...}", lambda value: isinstance(value, dict))
 SIZE = Kind("a whole number of at least 1", lambda value: is_whole(value) and 1 <= value < 2**31)
 SIZES = Kind("a whole number of at least 1, or a list of them", lambda value: all(map(SIZE.fits, _as_list(value))))
 WINDOW = Kind("a whole number, 0 for none", lambda value: is_whole(value) and 0 <= value < 2**31)
+INDEX = Kind("a whole number of at least 0", lambda value: is_whole(value) and 0 <= value < 2**31)
 LAYERS = Kind("a whole number from 1 to 10,000", lambda value: is_whole(value) and 1 <= value <= 10_000)
 ABOVE_0 = Kind("a number above 0", lambda value: _is_number(value) and 0 < value < 2**63)
 NUMBER = Kind("a number", lambda value: is_whole(value) or isinstance(value, float))
@@ -114,19 +115,38 @@ def check_fields(where: str, content: dict[str, Any], kinds: dict[str, Kind], ma
             raise ValueError(f"{where}: {name} is {_short(content[name])}, and must be {kind.says}")
 
 
-@contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Turn whatever goes wrong while `what`, a user's file, is read into one sentence. Its cause stays attached.
+class UnreadableFile(ValueError):
+    """A user's file is at fault. The sentence names the file, and the key or tensor where it is one."""
 
-    Libraries raise nearly everything there is at a damaged file, so that no list of exceptions would be complete.
+
+@contextmanager
+def reading(what: object, key: str = "") -> Iterator[None]:
+    """Turn any fault that arises while a user's file is read into one sentence with its name. The cause stays attached.
+
+    Libraries raise nearly everything there is at a damaged file, so that no list of exceptions would be complete: those in
+    Rust also panic, which is no `Exception`. An unwritten exercise and a full device are not the file's fault, and pass.
+
+    Args:
+        what: the file, or what is read from it.
+        key: the field or tensor that is read, for messages that do not name it.
+
+    Raises:
+        UnreadableFile: something went wrong. One from within the block is passed on as it is.
     """
     try:
         yield
-    except Exception as error:
-        raise ValueError(f"cannot read {what}: {in_one_line(error)}") from error
+    except (UnreadableFile, NotImplementedError):
+        raise
+    except BaseException as error:
+        kind = type(error).__name__
+        if kind == "OutOfMemoryError" or not (isinstance(error, Exception) or kind == "PanicException"):
+            raise
+        said = in_one_line(error)
+        place = "" if key in said else f"{textwrap.shorten(key, 100)}: "
+        raise UnreadableFile(f"cannot read {what}: {place}{said}") from error
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """Return a library's message for the end of a sentence, with the exception's type where the message needs it."""
     kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
     return textwrap.shorten(f"{kind}{error}", 300, placeholder=" ...").removesuffix(":")
