@@ -19,6 +19,7 @@ from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of, 
 from folovllm.models.quantization import (
     activations_as_asked,
     check_known_to_transformers,
+    check_num_weights,
     check_quantization,
     quantized_as_asked,
 )
@@ -33,9 +34,12 @@ logger = logging.getLogger("folovllm")
 def set_up(config: EngineConfig) -> EngineSetup:
     """Decide what `config` left open. Raises ValueError before any work where something cannot be had."""
     from folovllm.models.files import load_hf_config, resolve_model  # here, for ranks do without transformers
+    from folovllm.models.loader import checkpoint_files
 
     path = resolve_model(config.model)
     hf_config = activations_as_asked(quantized_as_asked(load_hf_config(path, config), config), config)
+    if not config.random_weights:
+        check_num_weights(hf_config, sum(file.stat().st_size for file in checkpoint_files(path)))
     device = choose_device(config.device)
     max_model_len = config.resolve_max_model_len(num_positions(hf_config))
     budget = config.resolve_max_num_batched_tokens(max_model_len)

@@ -67,7 +67,10 @@ FIELDS: dict[str, dict[str, Kind]] = {  # what is read of each file, here or in 
         "sliding_window": WINDOW, "layer_types": TEXTS, "rope_theta": ABOVE_0, "rope_local_base_freq": ABOVE_0,
         "rope_scaling": OBJECT,
         "rope_parameters": OBJECT, "partial_rotary_factor": ABOVE_0, "eos_token_id": IDS,
-        "quantization_config": OBJECT,
+        "quantization_config": OBJECT, "bos_token_id": IDS, "pad_token_id": IDS, "use_sliding_window": SWITCH,
+        "original_max_position_embeddings": SIZE, "num_experts": INDEX, "num_local_experts": INDEX,
+        "num_experts_per_tok": SIZE, "moe_intermediate_size": SIZE, "shared_expert_intermediate_size": INDEX,
+        "norm_topk_prob": SWITCH, "decoder_sparse_step": SIZE, "mlp_only_layers": IDS,
     },
     "generation_config.json": {"eos_token_id": IDS},
     "tokenizer.json": {"model": OBJECT, "added_tokens": OBJECTS},
@@ -96,14 +99,19 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file.name} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file.name} must hold an object {{...}}, not {_short(content)}")
-    check_fields(file.name, content, FIELDS[file.name])
-    for name in ("rope_scaling", "rope_parameters"):
-        given = content.get(name) or {}
-        check_fields(f"{file.name}: {name}", given, ROPE, may_be_null=False)
+    check_content(file.name, content)
+    return content
+
+
+def check_content(name: str, content: dict[str, Any]) -> None:
+    """Raise ValueError at the first known field of the file `name` that is not of its kind."""
+    check_fields(name, content, FIELDS[name])
+    for field in ("rope_scaling", "rope_parameters"):
+        given = content.get(field) or {}
+        check_fields(f"{name}: {field}", given, ROPE, may_be_null=False)
         for kind, own in given.items():  # Gemma's, one for each kind of layers
             if isinstance(own, dict):
-                check_fields(f"{file.name}: {name}: {kind}", own, ROPE, may_be_null=False)
-    return content
+                check_fields(f"{name}: {field}: {kind}", own, ROPE, may_be_null=False)
 
 
 def check_fields(where: str, content: dict[str, Any], kinds: dict[str, Kind], may_be_null: bool = True) -> None:

@@ -132,13 +132,13 @@ def formats_of(
     if (said := said_of(hf_config)) is None:
         return None
     method = said.get("quant_method")
-    if method not in READERS:
-        raise ValueError(
-            f"this checkpoint is quantized by {method!r} (quant_method in its config.json), which is not supported: the "
-            f"known ones are {', '.join(READERS)}"
-        )
     with reading("the quantization_config in config.json"):
-        format_of = READERS[method](said)
+        if str(method) not in READERS:
+            raise ValueError(
+                f"this checkpoint is quantized by {method!r} (quant_method in its config.json), which is not supported: the "
+                f"known ones are {', '.join(READERS)}"
+            )
+        format_of = READERS[str(method)](said)
 
     def of_merged(name: str) -> WeightFormat | None:
         parent, _, leaf = name.rpartition(".")
@@ -278,8 +278,8 @@ def check_num_weights(config: PretrainedConfig, num_bytes: int) -> None:
     weights = config.vocab_size * config.hidden_size + config.num_hidden_layers * in_layer
     if weights > 8 * num_bytes:
         raise ValueError(
-            f"the configuration describes a model of {weights:,} weights, and {num_bytes:,} bytes of files cannot hold "
-            "them: one of both is damaged, or of another model"
+            f"the configuration describes a model of {weights:,} weights, which {num_bytes:,} bytes of files cannot hold: "
+            "they are damaged or incomplete, or of another model"
         )
 
 

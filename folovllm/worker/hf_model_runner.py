@@ -62,6 +62,8 @@ class HFModelRunner:
         if report["missing_keys"]:  # transformers would make them up
             raise ValueError(f"the checkpoint in {setup.path} lacks {', '.join(sorted(report['missing_keys'])[:5])}")
         for name, parameter in model.named_parameters():
+            if parameter.dtype.itemsize == 1 and type(model.get_submodule(name.rpartition(".")[0])) is torch.nn.Linear:
+                raise ValueError(f"the checkpoint in {setup.path} lacks the scale of {name!r}, which is stored in FP8")
             if parameter.is_floating_point() and parameter.dtype.itemsize > 1:
                 require_finite(name, parameter.data)
                 if is_coded and name.endswith(".weight"):  # some are as they are stored, beside unpacked FP8
