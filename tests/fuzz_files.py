@@ -79,8 +79,7 @@ def with_template(folder: Path) -> Path:
     for name, content in (("special_tokens_map.json", special), ("added_tokens.json", {"<|im_start|>": 257})):
         (path / name).write_text(json.dumps(content))
     (path / "generation_config.json").write_text('{"eos_token_id": [256, 258], "temperature": 0.7, "top_k": 5}')
-    file = path / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": CHAT_TEMPLATE}))
+    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return path
 
 
@@ -328,7 +327,13 @@ FORMATS: dict[str, Format] = {  # a folder, the ways to damage it, and who reads
     "compressed-tensors-8": (partial(coded, INT8["int8 channel"]), CODES, ("hf", "native")),
     "tokenizer": (
         with_template,
-        [("tokenizer.json", json_of), ("t*.json", json_of), ("[ast]*.json", json_of), ("[ast]*.json", bytes_of)],
+        [
+            ("tokenizer.json", json_of),
+            ("t*.json", json_of),
+            ("[ast]*.json", json_of),
+            ("[ast]*.json", bytes_of),
+            ("*.jinja", bytes_of),
+        ],
         ("hf", "native"),
     ),
     "config": (

@@ -16,6 +16,7 @@ from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config
 from folovllm.kv_scales import FP8
 from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of, num_positions
+from folovllm.models.json_files import reading
 from folovllm.models.quantization import (
     activations_as_asked,
     check_known_to_transformers,
@@ -39,7 +40,8 @@ def set_up(config: EngineConfig) -> EngineSetup:
     path = resolve_model(config.model)
     hf_config = activations_as_asked(quantized_as_asked(load_hf_config(path, config), config), config)
     if not config.random_weights:
-        check_num_weights(hf_config, sum(file.stat().st_size for file in checkpoint_files(path)))
+        with reading(f"the model in {path}"):
+            check_num_weights(hf_config, sum(file.stat().st_size for file in checkpoint_files(path)))
     device = choose_device(config.device)
     max_model_len = config.resolve_max_model_len(num_positions(hf_config))
     budget = config.resolve_max_num_batched_tokens(max_model_len)

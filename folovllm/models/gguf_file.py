@@ -296,6 +296,8 @@ def _build_tokenizer(meta: dict[str, Any]) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     kinds = meta.get(f"{_TOKENS}token_type", [0] * len(tokens))
+    if len(kinds) != len(tokens):
+        raise ValueError(f"{_TOKENS}token_type has {len(kinds)} entries, and there are {len(tokens)} tokens")
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _SPECIAL]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return tokenizer
