@@ -11,6 +11,7 @@ import gc
 import json
 import random
 import re
+import resource
 import shutil
 import struct
 import tempfile
@@ -36,7 +37,7 @@ from tests.x2.test_int4_weights import KINDS as INT4
 from tests.x2.test_int4_weights import tiny
 from tests.x2.test_quantized_weights import KINDS as INT8
 
-SECONDS, ROOM = 5.0, 3 << 30
+SECONDS = 5.0
 SHORT = SamplingParams(temperature=0, max_tokens=2)
 Random = random.Random
 VALUES: list[Any] = [
@@ -412,7 +413,8 @@ def main() -> None:
                 counts[result.split(":")[0]] += 1
                 if given.show or result.startswith("FAILED"):
                     print(f"{name} {seed} ({done}): {result}", flush=True)
-            print(f"{name}: {given.mutations} tried, {counts}", flush=True)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+            print(f"{name}: {given.mutations} tried, {dict(counts)}; at most {peak:.1f} GB of memory", flush=True)
 
 
 if __name__ == "__main__":

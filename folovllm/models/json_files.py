@@ -36,7 +36,10 @@ def _as_list(value: Any) -> list[Any]:
 
 OBJECT = Kind("an object {...}", lambda value: isinstance(value, dict))
 SIZE = Kind("a whole number of at least 1", lambda value: is_whole(value) and 1 <= value < 2**31)
-SIZES = Kind("a whole number of at least 1, or a list of them", lambda value: value != [] and all(map(SIZE.fits, _as_list(value))))
+SIZES = Kind(
+    "a whole number of at least 1, or a list of them",
+    lambda value: value != [] and all(map(SIZE.fits, _as_list(value))),
+)
 WINDOW = Kind("a whole number, 0 for none", lambda value: is_whole(value) and 0 <= value < 2**31)
 INDEX = Kind("a whole number of at least 0", lambda value: is_whole(value) and 0 <= value < 2**31)
 LAYERS = Kind("a whole number from 1 to 10,000", lambda value: is_whole(value) and 1 <= value <= 10_000)

@@ -245,8 +245,10 @@ def read_tensors(
                 with reading(file, stored_name):
                     stored = handle.get_slice(stored_name)
                     require_stored(name, stored.get_dtype(), formats)
-                    whole = shard is None or is_ignored(name, formats) or is_kv_scale(name)
-                    tensor = handle.get_tensor(stored_name) if whole else shard(name, StoredTensor(stored))
+                    if shard is None or is_ignored(name, formats) or is_kv_scale(name):
+                        tensor = handle.get_tensor(stored_name)
+                    else:
+                        tensor = shard(name, StoredTensor(stored))
                 yield name, tensor
 
 
