@@ -206,15 +206,13 @@ def checkpoint_files(path: Path) -> list[Path]:
 
 def indexed_names(index: Path) -> set[str]:
     """The files that an index names, each of them beside it: a downloaded folder must not open what lies elsewhere."""
-    try:
+    with reading(index):
         names = list((read_json(index).get("weight_map") or {}).values())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{index} is damaged ({error}): download it again") from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or name == "..":
-            raise ValueError(f"{index} names {name!r}: it must be the name of a file in the same folder")
-    if not names:
-        raise ValueError(f"{index} is damaged (its weight_map names no file): download it again")
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name or name == "..":
+                raise ValueError(f"it names {name!r}, which must be the name of a file in the same folder")
+        if not names:
+            raise ValueError("its weight_map names no file")
     return set(names)
 
 

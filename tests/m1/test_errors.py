@@ -346,9 +346,9 @@ DAMAGED: list[tuple[str, str | dict[str, Any], str]] = [  # file; its text, or f
     ("tokenizer_config.json", {"model_max_length": {}}, "tokenizer_config.json: model_max_length is .* a number"),
     ("special_tokens_map.json", "[]", "special_tokens_map.json must hold an object"),
     ("added_tokens.json", "[]", "added_tokens.json must hold an object"),
-    ("model.safetensors.index.json", "[]", "index.json is damaged .*must hold an object"),
-    ("model.safetensors.index.json", NESTED, "index.json is damaged .*nested too deeply"),
-    ("model.safetensors.index.json", {"weight_map": [1]}, "index.json is damaged .*weight_map is .* an object"),
+    ("model.safetensors.index.json", "[]", "index.json: .*must hold an object"),
+    ("model.safetensors.index.json", NESTED, "index.json: .*nested too deeply"),
+    ("model.safetensors.index.json", {"weight_map": [1]}, "index.json: .*weight_map is .* an object"),
 ]
 
 
@@ -413,7 +413,7 @@ def test_a_damaged_model_is_one_line_in_the_terminal(
 def test_an_index_names_files_beside_it(folder: Path, name: Any, model_impl: str) -> None:
     """A model that someone else made must not make us open files elsewhere."""
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ValueError, match="must be the name of a file in the same folder"):
+    with pytest.raises(ValueError, match=r"index.json: .* must be the name of a file in the same folder"):
         LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
 
 
@@ -449,7 +449,7 @@ def test_weights_that_are_no_numbers(folder: Path, value: float, dtype: str, mod
 @pytest.mark.parametrize("index", ["{", "{}"])
 def test_a_damaged_index(folder: Path, index: str) -> None:
     (folder / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ValueError, match=r"index.json is damaged"):
+    with pytest.raises(ValueError, match=r"cannot read .*index.json: "):
         LLM(str(folder), milestone="m1", model_impl="native", use_tqdm=False)
 
 
