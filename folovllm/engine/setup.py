@@ -39,9 +39,6 @@ def set_up(config: EngineConfig) -> EngineSetup:
 
     path = resolve_model(config.model)
     hf_config = activations_as_asked(quantized_as_asked(load_hf_config(path, config), config), config)
-    if not config.random_weights:
-        with reading(f"the model in {path}"):
-            check_num_weights(hf_config, sum(file.stat().st_size for file in checkpoint_files(path)))
     device = choose_device(config.device)
     max_model_len = config.resolve_max_model_len(num_positions(hf_config))
     budget = config.resolve_max_num_batched_tokens(max_model_len)
@@ -57,6 +54,9 @@ def set_up(config: EngineConfig) -> EngineSetup:
         check_quantization(hf_config, share, renamed_by(hf_config))
     else:
         check_known_to_transformers(hf_config)
+    if not config.random_weights:
+        with reading(f"the model in {path}"):
+            check_num_weights(hf_config, sum(file.stat().st_size for file in checkpoint_files(path)))
     check_gpus(device, config.tensor_parallel_size)
     attention = AttentionConfig(
         num_heads=share.num_attention_heads,

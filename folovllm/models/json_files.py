@@ -154,14 +154,20 @@ def reading(what: object, key: str = "") -> Iterator[None]:
         if kind == "OutOfMemoryError" or not (isinstance(error, Exception) or kind == "PanicException"):
             raise
         said = in_one_line(error)
-        place = "" if key in said else f"{textwrap.shorten(key, 100)}: "
+        place = "" if key in said else f"{printable(key, 100)}: "
         raise UnreadableFile(f"cannot read {what}: {place}{said}") from error
 
 
 def in_one_line(error: BaseException) -> str:
     """Return a library's message for the end of a sentence, with the exception's type where the message needs it."""
     kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-    return textwrap.shorten(f"{kind}{error}", 300, placeholder=" ...").removesuffix(":")
+    return printable(f"{kind}{error}", 300).removesuffix(":")
+
+
+def printable(text: str, most: int) -> str:
+    """Return the beginning of a stranger's text, in one line that any terminal may show: no control codes, no half characters."""
+    short = textwrap.shorten(text, most, placeholder=" ...")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
 
 
 def _short(value: Any) -> str:

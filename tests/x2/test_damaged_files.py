@@ -51,6 +51,13 @@ def test_what_is_no_fault_of_the_file_passes(error: BaseException) -> None:
     assert caught.value is error
 
 
+def test_a_sentence_holds_no_control_codes() -> None:
+    """A name in the file would reach the terminal."""
+    with pytest.raises(UnreadableFile) as caught, reading("a/b", "x\x1b[2J"):
+        raise ValueError("half \ud800,\nanother line")
+    assert str(caught.value) == r"cannot read a/b: x\x1b[2J: half \ud800, another line"
+
+
 def test_the_innermost_sentence_is_kept() -> None:
     with pytest.raises(UnreadableFile, match=r"^cannot read inner: KeyError: 'x'$"), reading("outer"), reading("inner"):
         raise KeyError("x")
