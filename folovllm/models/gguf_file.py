@@ -133,8 +133,6 @@ def convert_in_codes(gguf_file: Path, out: Path) -> None:
 
 def _convert(gguf_file: Path, out: Path, in_codes: bool) -> None:
     """Read all of the file, and only then write."""
-    from safetensors.torch import save_file
-
     from folovllm.models.gguf_codes import coded_weights
     from folovllm.models.gguf_reader import read_gguf
     from folovllm.models.quantization import check_num_weights
@@ -152,11 +150,18 @@ def _convert(gguf_file: Path, out: Path, in_codes: bool) -> None:
     floats = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in types}
     weights = coded | _weights(gguf_file, floats, config)
     config |= _biases(weights, config) | {"tie_word_embeddings": "lm_head.weight" not in tensors} | said
+    small = {"config.json": config, "generation_config.json": _special_ids(meta), "tokenizer_config.json": of_tokenizer}
+    _write(out, tokenizer, small, weights)
+
+
+def _write(out: Path, tokenizer: str, small: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    """Make the folder: the tokenizer's text, the `small` JSON files by their names, and the weights."""
+    from safetensors.torch import save_file
+
     out.mkdir(parents=True)
     (out / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-    _write_json(out / "config.json", config)
-    _write_json(out / "generation_config.json", _special_ids(meta))
-    _write_json(out / "tokenizer_config.json", of_tokenizer)
+    for name, content in small.items():
+        (out / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     shutil.copymode(out / "config.json", out / "model.safetensors")  # save_file lets nobody else read it
 
@@ -317,7 +322,3 @@ def _tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
         **({} if template is None else {"chat_template": template}),
         **{f"{name}_token": tokens[id_] for name, id_ in ids.items() if id_ is not None},
     }
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
