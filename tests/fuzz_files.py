@@ -265,7 +265,7 @@ def values_of(rng: Random, file: Path) -> None:
     altered(rng, values if rng.random() < 0.6 else infos)
     data, places = bytearray(), bytearray()
     for name, info in infos.items():
-        kind, *sizes = info if isinstance(info, list) else [0, 32]
+        kind, *sizes = info if info and isinstance(info, list) else [0, 32]
         packed = packed_text(name) + struct.pack("<I", len(sizes)) + b"".join(map(packed_number, sizes))
         places += packed + packed_number(kind)[:4] + struct.pack("<Q", len(data))
         if name in tensors:
