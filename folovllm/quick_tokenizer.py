@@ -14,6 +14,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from folovllm.models.json_files import reading
+
 MODELS = ("llama", "qwen3")  # for which `AutoTokenizer` takes the class that the files name
 CLASSES = {"PreTrainedTokenizerFast": "PreTrainedTokenizerFast", "TokenizersBackend": "PreTrainedTokenizerFast"}
 CLASSES |= {"Qwen2Tokenizer": "Qwen2Tokenizer", "Qwen2TokenizerFast": "Qwen2Tokenizer"}
@@ -65,10 +67,8 @@ class QuickTokenizer:
         """
         import transformers
 
-        try:
+        with reading(f"the tokenizer in {self._where}"):
             return getattr(transformers, self._kind).from_pretrained(self._where)
-        except Exception as error:  # of a damaged file there is nearly everything
-            raise ValueError(f"cannot read the tokenizer in {self._where}: {error}") from error
 
     def __len__(self) -> int:
         return len(self.whole)

@@ -244,7 +244,7 @@ moves its files now and then: search for the class when one is gone. A dash mean
 What is not listed is not needed to follow the chapters: the command line (`cli.py`, `terminal.py`, `chat.py`, `flags.py`), names and arguments of vLLM's (`compat.py`,
 `vllm_arguments.py`, `chat_template.py`, `beam_search.py`), the flags of the server (`server/config.py`, `server/cli.py`), what a user's values are checked for (`config_checks.py`,
 `require.py`), the benchmarks (`bench/`), what fetches and converts a model (`models/files.py`,
-`models/json_files.py`, `models/smollm2.py`, `models/gguf_file.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
+`models/json_files.py`, `models/smollm2.py`, `models/gguf_file.py`, `models/gguf_reader.py`, `models/gguf_rope.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
 """
 
 

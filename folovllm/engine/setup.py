@@ -16,9 +16,11 @@ from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config
 from folovllm.kv_scales import FP8
 from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of, num_positions
+from folovllm.models.json_files import reading
 from folovllm.models.quantization import (
     activations_as_asked,
     check_known_to_transformers,
+    check_num_weights,
     check_quantization,
     quantized_as_asked,
 )
@@ -33,6 +35,7 @@ logger = logging.getLogger("folovllm")
 def set_up(config: EngineConfig) -> EngineSetup:
     """Decide what `config` left open. Raises ValueError before any work where something cannot be had."""
     from folovllm.models.files import load_hf_config, resolve_model  # here, for ranks do without transformers
+    from folovllm.models.loader import checkpoint_files
 
     path = resolve_model(config.model)
     hf_config = activations_as_asked(quantized_as_asked(load_hf_config(path, config), config), config)
@@ -51,6 +54,9 @@ def set_up(config: EngineConfig) -> EngineSetup:
         check_quantization(hf_config, share, renamed_by(hf_config))
     else:
         check_known_to_transformers(hf_config)
+    if not config.random_weights:
+        with reading(f"the model in {path}"):
+            check_num_weights(hf_config, sum(file.stat().st_size for file in checkpoint_files(path)))
     check_gpus(device, config.tensor_parallel_size)
     attention = AttentionConfig(
         num_heads=share.num_attention_heads,

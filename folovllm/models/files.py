@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from folovllm.config import DEFAULT_MODEL, EngineConfig
-from folovllm.models.json_files import in_one_line, read_json, reading
+from folovllm.models.json_files import check_content, in_one_line, read_json, reading
 from folovllm.models.plain_config import plain_config
 from folovllm.quick_tokenizer import quick_tokenizer
+from folovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,6 +87,7 @@ def load_hf_config(path: Path, config: EngineConfig) -> Any:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         if absent := [name for name in NEEDED if getattr(hf_config, name, None) is None]:
             raise ValueError(f"config.json lacks {', '.join(absent)}: it is not the configuration of a decoder of text")
+        check_content("config.json", hf_config.to_dict())  # a null may have taken the place of a default
     return hf_config
 
 
@@ -119,10 +121,13 @@ def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
 def generation_defaults(path: Path) -> dict[str, Any]:
     """Return the fields of `SamplingParams` that the model recommends. Anything else that it recommends is left out."""
     file = path / "generation_config.json"
-    said = read_json(file) if file.is_file() else {}
     names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     names["max_new_tokens"] = "max_tokens"
-    return {ours: said[theirs] for theirs, ours in names.items() if said.get(theirs) is not None}
+    with reading(file):
+        said = read_json(file) if file.is_file() else {}
+        found = {ours: said[theirs] for theirs, ours in names.items() if said.get(theirs) is not None}
+        SamplingParams(**found)
+    return found
 
 
 def eos_token_ids(path: Path, hf_config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from folovllm.layers.formats.abstract import WeightFormat
 from folovllm.layers.formats.int4 import Int4
 from folovllm.layers.formats.int8 import Int8
 from folovllm.layers.layer_set import FormatOf
+from folovllm.models.gguf_reader import GGUFTensor
+from folovllm.models.json_files import reading
 
 Tensors = dict[str, torch.Tensor]
 
@@ -99,15 +102,18 @@ def read_gguf_types(said: Mapping[str, Any]) -> FormatOf:
 
 
 def coded_weights(
-    tensors: Mapping[str, Any], rows: Callable[[str, torch.Tensor], torch.Tensor]
+    file: Path, tensors: Mapping[str, GGUFTensor], rows: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> tuple[Tensors, dict[str, Any]]:
     """The projections of a file in codes, and the `quantization_config` that says so.
 
     Left out is what is in floats, of another type, or would be one layer with a projection of another type.
 
     Args:
-        tensors: gguf's `ReaderTensor` by its Hugging Face name.
+        tensors: those of `file`, by their Hugging Face names.
         rows: puts the rows of a projection in our order.
+
+    Raises:
+        ValueError: a projection cannot be brought into our order.
     """
     weights: Tensors = {}
     kinds = {name.removesuffix(".weight"): tensor.tensor_type.name for name, tensor in tensors.items()}
@@ -116,9 +122,10 @@ def coded_weights(
     }
     for name, kind in types.items():
         tensor = tensors[f"{name}.weight"]
-        blocks = torch.tensor(tensor.data).reshape(int(tensor.shape[1]), -1, block_bytes(tensor))
-        for part, content in TYPES[kind].split(blocks).items():
-            weights[f"{name}.{part}"] = rows(f"{name}.weight", content).contiguous()
+        with reading(file, name):
+            blocks = torch.tensor(tensor.data).reshape(tensor.shape[0], -1, block_bytes(tensor))
+            for part, content in TYPES[kind].split(blocks).items():
+                weights[f"{name}.{part}"] = rows(f"{name}.weight", content).contiguous()
     return weights, {"quantization_config": {"quant_method": "gguf", "types": types}}
 
 
@@ -126,10 +133,10 @@ def alike(name: str, kinds: Mapping[str, str]) -> bool:
     """Whether all that is one layer with this one has the same type."""
     parent, _, leaf = name.rpartition(".")
     beside = next((parts for parts in MERGED if leaf in parts), (leaf,))
-    return len({kinds[f"{parent}.{part}"] for part in beside}) == 1
+    return len({kinds.get(f"{parent}.{part}") for part in beside}) == 1
 
 
-def block_bytes(tensor: Any) -> int:
+def block_bytes(tensor: GGUFTensor) -> int:
     """Bytes of a block of this tensor's type."""
     from gguf import GGML_QUANT_SIZES
 

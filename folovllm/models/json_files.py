@@ -36,8 +36,12 @@ def _as_list(value: Any) -> list[Any]:
 
 OBJECT = Kind("an object {...}", lambda value: isinstance(value, dict))
 SIZE = Kind("a whole number of at least 1", lambda value: is_whole(value) and 1 <= value < 2**31)
-SIZES = Kind("a whole number of at least 1, or a list of them", lambda value: all(map(SIZE.fits, _as_list(value))))
+SIZES = Kind(
+    "a whole number of at least 1, or a list of them",
+    lambda value: value != [] and all(map(SIZE.fits, _as_list(value))),
+)
 WINDOW = Kind("a whole number, 0 for none", lambda value: is_whole(value) and 0 <= value < 2**31)
+INDEX = Kind("a whole number of at least 0", lambda value: is_whole(value) and 0 <= value < 2**31)
 LAYERS = Kind("a whole number from 1 to 10,000", lambda value: is_whole(value) and 1 <= value <= 10_000)
 ABOVE_0 = Kind("a number above 0", lambda value: _is_number(value) and 0 < value < 2**63)
 NUMBER = Kind("a number", lambda value: is_whole(value) or isinstance(value, float))
@@ -66,7 +70,10 @@ FIELDS: dict[str, dict[str, Kind]] = {  # what is read of each file, here or in 
         "sliding_window": WINDOW, "layer_types": TEXTS, "rope_theta": ABOVE_0, "rope_local_base_freq": ABOVE_0,
         "rope_scaling": OBJECT,
         "rope_parameters": OBJECT, "partial_rotary_factor": ABOVE_0, "eos_token_id": IDS,
-        "quantization_config": OBJECT,
+        "quantization_config": OBJECT, "bos_token_id": IDS, "pad_token_id": IDS, "use_sliding_window": SWITCH,
+        "original_max_position_embeddings": SIZE, "num_experts": INDEX, "num_local_experts": INDEX,
+        "num_experts_per_tok": SIZE, "moe_intermediate_size": SIZE, "shared_expert_intermediate_size": INDEX,
+        "norm_topk_prob": SWITCH, "decoder_sparse_step": SIZE, "mlp_only_layers": IDS,
     },
     "generation_config.json": {"eos_token_id": IDS},
     "tokenizer.json": {"model": OBJECT, "added_tokens": OBJECTS},
@@ -95,14 +102,20 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file.name} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file.name} must hold an object {{...}}, not {_short(content)}")
-    check_fields(file.name, content, FIELDS[file.name])
-    for name in ("rope_scaling", "rope_parameters"):
-        given = content.get(name) or {}
-        check_fields(f"{file.name}: {name}", given, ROPE, may_be_null=False)
+    check_content(file.name, content)
+    return content
+
+
+def check_content(name: str, content: dict[str, Any]) -> None:
+    """Raise ValueError at the first known field of the file `name` that is not of its kind."""
+    check_fields(name, content, FIELDS[name])
+    check_fields(f"{name}: quantization_config", content.get("quantization_config") or {}, {"quant_method": TEXT})
+    for field in ("rope_scaling", "rope_parameters"):
+        given = content.get(field) or {}
+        check_fields(f"{name}: {field}", given, ROPE, may_be_null=False)
         for kind, own in given.items():  # Gemma's, one for each kind of layers
             if isinstance(own, dict):
-                check_fields(f"{file.name}: {name}: {kind}", own, ROPE, may_be_null=False)
-    return content
+                check_fields(f"{name}: {field}: {kind}", own, ROPE, may_be_null=False)
 
 
 def check_fields(where: str, content: dict[str, Any], kinds: dict[str, Kind], may_be_null: bool = True) -> None:
@@ -114,22 +127,47 @@ def check_fields(where: str, content: dict[str, Any], kinds: dict[str, Kind], ma
             raise ValueError(f"{where}: {name} is {_short(content[name])}, and must be {kind.says}")
 
 
-@contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Turn whatever goes wrong while `what`, a user's file, is read into one sentence. Its cause stays attached.
+class UnreadableFile(ValueError):
+    """A user's file is at fault. The sentence names the file, and the key or tensor where it is one."""
 
-    Libraries raise nearly everything there is at a damaged file, so that no list of exceptions would be complete.
+
+@contextmanager
+def reading(what: object, key: str = "") -> Iterator[None]:
+    """Turn any fault that arises while a user's file is read into one sentence with its name. The cause stays attached.
+
+    Libraries raise nearly everything there is at a damaged file, so that no list of exceptions would be complete: those in
+    Rust also panic, which is no `Exception`. An unwritten exercise and a full device are not the file's fault, and pass.
+
+    Args:
+        what: the file, or what is read from it.
+        key: the field or tensor that is read, for messages that do not name it.
+
+    Raises:
+        UnreadableFile: something went wrong. One from within the block is passed on as it is.
     """
     try:
         yield
-    except Exception as error:
-        raise ValueError(f"cannot read {what}: {in_one_line(error)}") from error
+    except (UnreadableFile, NotImplementedError):
+        raise
+    except BaseException as error:
+        kind = type(error).__name__
+        if kind == "OutOfMemoryError" or not (isinstance(error, Exception) or kind == "PanicException"):
+            raise
+        said = in_one_line(error)
+        place = "" if key in said else f"{printable(key, 100)}: "
+        raise UnreadableFile(f"cannot read {what}: {place}{said}") from error
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """Return a library's message for the end of a sentence, with the exception's type where the message needs it."""
     kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-    return textwrap.shorten(f"{kind}{error}", 300, placeholder=" ...").removesuffix(":")
+    return printable(f"{kind}{error}", 300).removesuffix(":")
+
+
+def printable(text: str, most: int) -> str:
+    """Return the beginning of a stranger's text, in one line that any terminal may show: no control codes, no half characters."""
+    short = textwrap.shorten(text, most, placeholder=" ...")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
 
 
 def _short(value: Any) -> str:

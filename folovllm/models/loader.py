@@ -16,7 +16,7 @@ from tqdm import tqdm
 from folovllm.layers.formats.abstract import FLOATS, WeightFormat
 from folovllm.layers.formats.plain import Plain
 from folovllm.layers.linear import PLAIN, LinearBase
-from folovllm.models.json_files import read_json
+from folovllm.models.json_files import UnreadableFile, in_one_line, read_json, reading
 from folovllm.models.kv_scales import is_kv_scale, take_kv_scale
 from folovllm.models.llama import LlamaForCausalLM
 
@@ -57,15 +57,16 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard
     tied, copied_head = model.lm_head.weight is embedding, None
     with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
         for name, tensor in read_tensors(checkpoint_files(path), formats, part, model.own_name):
-            if tied and name == "lm_head.weight":
-                copied_head = tensor
-            elif is_kv_scale(name):
-                take_kv_scale(model, name, tensor)
-            elif is_ignored(name, formats):
-                formats.get(name.rpartition(".")[0], PLAIN).check_ignored(name, tensor)
-            elif not is_empty_bias(name, tensor, places, formats):
-                copy_weight(name, arranged(name, tensor, places), places)
-                progress.update()
+            with reading(f"the checkpoint in {path}", name):
+                if tied and name == "lm_head.weight":
+                    copied_head = tensor
+                elif is_kv_scale(name):
+                    take_kv_scale(model, name, tensor)
+                elif is_ignored(name, formats):
+                    formats.get(name.rpartition(".")[0], PLAIN).check_ignored(name, tensor)
+                elif not is_empty_bias(name, tensor, places, formats):
+                    copy_weight(name, arranged(name, tensor, places), places)
+                    progress.update()
     if places:
         raise ValueError(f"the checkpoint in {path} lacks {_some(places)}")
     if copied_head is not None and not _same(copied_head, embedding):
@@ -205,26 +206,26 @@ def checkpoint_files(path: Path) -> list[Path]:
 
 def indexed_names(index: Path) -> set[str]:
     """The files that an index names, each of them beside it: a downloaded folder must not open what lies elsewhere."""
-    try:
+    with reading(index):
         names = list((read_json(index).get("weight_map") or {}).values())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{index} is damaged ({error}): download it again") from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or name == "..":
-            raise ValueError(f"{index} names {name!r}: it must be the name of a file in the same folder")
-    if not names:
-        raise ValueError(f"{index} is damaged (its weight_map names no file): download it again")
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name or name == "..":
+                raise ValueError(f"it names {name!r}, which must be the name of a file in the same folder")
+        if not names:
+            raise ValueError("its weight_map names no file")
     return set(names)
 
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """A safetensors file, memory-mapped. Raises ValueError where it is none, or where one of its tensors is not there."""
-    try:
-        with safe_open(file, framework="pt") as handle:
-            yield handle
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged or incomplete ({error}): download it again") from error
+    """A safetensors file, memory-mapped. Raises ValueError, with its name, for whatever goes wrong while it is read."""
+    with reading(file):
+        try:
+            with safe_open(file, framework="pt") as handle:
+                yield handle
+        except SafetensorError as error:
+            said = in_one_line(error)
+            raise UnreadableFile(f"{file} is damaged or incomplete ({said}): download it again") from error
 
 
 def read_tensors(
@@ -239,12 +240,14 @@ def read_tensors(
             for stored_name in handle.keys():  # noqa: SIM118  # a handle is no dict
                 if (name := own_name(stored_name)) is None:
                     continue
-                stored = handle.get_slice(stored_name)
-                require_stored(name, stored.get_dtype(), formats)
-                if shard is None or is_ignored(name, formats) or is_kv_scale(name):
-                    yield name, handle.get_tensor(stored_name)
-                else:
-                    yield name, shard(name, StoredTensor(stored))
+                with reading(file, stored_name):
+                    stored = handle.get_slice(stored_name)
+                    require_stored(name, stored.get_dtype(), formats)
+                    if shard is None or is_ignored(name, formats) or is_kv_scale(name):
+                        tensor = handle.get_tensor(stored_name)
+                    else:
+                        tensor = shard(name, StoredTensor(stored))
+                yield name, tensor
 
 
 def init_random_weights(

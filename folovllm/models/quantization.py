@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, n
 from folovllm.models.compressed_tensors import read_compressed_tensors
 from folovllm.models.gguf_codes import read_gguf_types
 from folovllm.models.json_files import reading
+from folovllm.require import is_whole
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -130,13 +132,13 @@ def formats_of(
     if (said := said_of(hf_config)) is None:
         return None
     method = said.get("quant_method")
-    if method not in READERS:
-        raise ValueError(
-            f"this checkpoint is quantized by {method!r} (quant_method in its config.json), which is not supported: the "
-            f"known ones are {', '.join(READERS)}"
-        )
     with reading("the quantization_config in config.json"):
-        format_of = READERS[method](said)
+        if str(method) not in READERS:
+            raise ValueError(
+                f"this checkpoint is quantized by {method!r} (quant_method in its config.json), which is not supported: the "
+                f"known ones are {', '.join(READERS)}"
+            )
+        format_of = READERS[str(method)](said)
 
     def of_merged(name: str) -> WeightFormat | None:
         parent, _, leaf = name.rpartition(".")
@@ -265,6 +267,20 @@ def linear_shapes(config: PretrainedConfig) -> Shapes:
     if shared := getattr(config, "shared_expert_intermediate_size", None):
         attention |= {"mlp.shared_expert_gate": (1, hidden), **mlp_shapes("mlp.shared_expert", hidden, shared)}
     return attention
+
+
+def check_num_weights(config: PretrainedConfig, num_bytes: int) -> None:
+    """Raise ValueError, before memory is taken, if so many bytes of files cannot hold the model: a weight has a bit at least."""
+    if not is_whole(getattr(config, "intermediate_size", None)):
+        return  # a family that only transformers knows
+    shapes, experts = linear_shapes(config).values(), expert_shapes(config).values()
+    in_layer = sum(map(prod, shapes)) + num_experts_of(config) * sum(map(prod, experts))
+    weights = config.vocab_size * config.hidden_size + config.num_hidden_layers * in_layer
+    if weights > 8 * num_bytes:
+        raise ValueError(
+            f"the configuration describes a model of {weights:,} weights, which {num_bytes:,} bytes of files cannot hold: "
+            "they are damaged or incomplete, or of another model"
+        )
 
 
 def expert_shapes(config: PretrainedConfig) -> Shapes:

@@ -62,7 +62,9 @@ class OutputFolder:
         files = [self.path / "config.json", *(self._file(number) for number in range(self.num_layers + 1))]
         if not all(file.is_file() for file in files):
             return None
-        return json.loads((self.path / RECORD).read_text())["quality"]
+        with reading(self.path / RECORD):
+            quality: dict[str, Any] = json.loads((self.path / RECORD).read_text())["quality"]
+            return quality
 
     def _file(self, number: int) -> Path:
         """Layers have numbers from 0, and what is in no layer has the last one."""

@@ -20,7 +20,8 @@ from folovllm.config import EngineConfig
 from folovllm.engine.setup import choose_device
 from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, windows_of
 from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
-from folovllm.models.quantization import linear_shapes
+from folovllm.models.json_files import reading
+from folovllm.models.quantization import check_num_weights, linear_shapes
 from folovllm.models.registry import build_model, renamed_by
 from folovllm.quantize.calibration import read_texts, split_rows
 from folovllm.quantize.folder import OutputFolder
@@ -58,7 +59,8 @@ def walk(
             if not folder.has_layer(index):
                 inputs = layer.inputs(streams.calibration) if method.options.is_calibrated else None
                 folder.write_layer(index, encoded(method, layer, source, inputs))
-            layer.load(decoded(method, layer, folder.read_layer(index)))
+            with reading(f"layer {index} in {folder.path} (remove its file, and the same command makes it again)"):
+                layer.load(decoded(method, layer, folder.read_layer(index)))
             streams.after = layer.run(streams.after)
             if method.options.is_calibrated:
                 streams.calibration = layer.run(streams.calibration)
@@ -145,11 +147,15 @@ def quantize(
     path = resolve_model(model)
     hf_config = load_hf_config(path, EngineConfig(model=model))
     check_model(hf_config, options)
-    rows, on, checkpoint = rows_of(path, hf_config, options, calibration), choose_device(device), Checkpoint(path)
+    checkpoint = Checkpoint(path)
+    with reading(f"the model in {path}"):
+        check_num_weights(hf_config, checkpoint.num_bytes)
+    rows, on = rows_of(path, hf_config, options, calibration), choose_device(device)
     checkpoint.check(build_model(hf_config, torch.float32, "meta", options.length))
     folder = OutputFolder(out, hf_config.num_hidden_layers, made_from(checkpoint, options, rows))
     if (done := folder.finished()) is not None:
-        return Report(out, checkpoint.num_bytes, folder.num_bytes(), Quality(**done) if done else None)
+        with reading(f"the quality in {out}"):
+            return Report(out, checkpoint.num_bytes, folder.num_bytes(), Quality(**done) if done else None)
     streams = start_streams(checkpoint.rest(), *(ids.to(on) for ids in rows))
     # 16 bits would hide small errors, and it is one layer.
     layer = OneLayer(hf_config, torch.float32, on, options.length)

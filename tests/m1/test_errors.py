@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from folovllm import LLM, EngineConfig, SamplingParams
 from folovllm.cli import main
+from folovllm.models.files import generation_defaults, load_hf_config
+from folovllm.models.json_files import FIELDS
 from tests.helpers import tiny_checkpoint
 
 SHORT = SamplingParams(temperature=0, max_tokens=3)
@@ -321,6 +323,15 @@ DAMAGED: list[tuple[str, str | dict[str, Any], str]] = [  # file; its text, or f
     ("config.json", {"rope_parameters": [1]}, "config.json: rope_parameters is .* an object"),
     ("config.json", {"rope_scaling": {"rope_type": "llama3", "factor": None}}, "rope_scaling: factor is null"),
     ("config.json", {"rope_parameters": {"rope_theta": float("inf")}}, "rope_parameters: rope_theta is Infinity"),
+    ("config.json", {"rope_theta": None, "rope_parameters": None}, "config.json: rope_parameters: rope_theta is null"),
+    ("config.json", {"intermediate_size": []}, r"config.json: intermediate_size is \[\]|expected .* at least 1"),
+    (
+        "config.json",
+        {"intermediate_size": 2**30},
+        "describes a model of .* weights, which .* bytes of files cannot hold",
+    ),
+    ("config.json", {"num_hidden_layers": 10_000, "layer_types": None}, "bytes of files cannot hold"),
+    ("config.json", {"quantization_config": {"quant_method": []}}, "quant_method|quantization"),
     ("config.json", {"dtype": "int8"}, 'config.json: dtype is "int8", and must be one of float64, float32'),
     ("config.json", {"eos_token_id": True}, "config.json: eos_token_id is true, and must be a token id or a list"),
     ("config.json", {"attention_dropout": "a"}, "cannot read the configuration.*attention_dropout"),
@@ -335,9 +346,9 @@ DAMAGED: list[tuple[str, str | dict[str, Any], str]] = [  # file; its text, or f
     ("tokenizer_config.json", {"model_max_length": {}}, "tokenizer_config.json: model_max_length is .* a number"),
     ("special_tokens_map.json", "[]", "special_tokens_map.json must hold an object"),
     ("added_tokens.json", "[]", "added_tokens.json must hold an object"),
-    ("model.safetensors.index.json", "[]", "index.json is damaged .*must hold an object"),
-    ("model.safetensors.index.json", NESTED, "index.json is damaged .*nested too deeply"),
-    ("model.safetensors.index.json", {"weight_map": [1]}, "index.json is damaged .*weight_map is .* an object"),
+    ("model.safetensors.index.json", "[]", "index.json: .*must hold an object"),
+    ("model.safetensors.index.json", NESTED, "index.json: .*nested too deeply"),
+    ("model.safetensors.index.json", {"weight_map": [1]}, "index.json: .*weight_map is .* an object"),
 ]
 
 
@@ -354,15 +365,47 @@ def test_damaged_json(folder: Path, file: str, damage: str | dict[str, Any], say
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
+ODD = (None, 0, -1, float("nan"), float("inf"), 2**70, 1e300, "x", [], {}, True, 1.5, [None], {"a": []})
+
+
+@pytest.mark.parametrize("model_impl", ["hf", "native"])
+@pytest.mark.parametrize("field", FIELDS["config.json"])
+def test_each_field_of_a_configuration(folder: Path, field: str, model_impl: str) -> None:
+    """It holds a value of its kind, is as good as absent, or the sentence names the file and the field."""
+    before = json.loads((folder / "config.json").read_text())
+    for value in ODD:
+        (folder / "config.json").write_text(json.dumps({**before, field: value}))
+        try:
+            config = load_hf_config(folder, EngineConfig(milestone="m1", model_impl=model_impl))
+        except ValueError as error:
+            words = (field, "model type") if field == "model_type" else (field,)
+            assert "config" in str(error) and any(word in str(error) for word in words), f"{value!r}: {error}"
+        else:
+            now = config.to_dict().get(field)
+            assert now is None or FIELDS["config.json"][field].fits(now), f"{value!r} has become {now!r}"
+
+
+def test_a_recommendation_that_no_request_may_have_is_named(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"top_p": 7}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: .*top_p"):
+        generation_defaults(folder)
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "hi"], ["chat"], ["serve", "--port", "0"], ["inspect", "--no-browser"]]
+)
+@pytest.mark.parametrize("damage", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_damaged_model_is_one_line_in_the_terminal(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str], damage: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("FOLOVLLM_MINE", raising=False)  # over a learner's code there is a traceback, too
-    edit_config(folder, rope_theta="a")
+    monkeypatch.setattr("webbrowser.open", lambda *_: None)
+    (folder / damage).write_bytes((folder / damage).read_bytes()[:200])
     with pytest.raises(SystemExit) as caught:
-        main(["generate", "hi", "--milestone", "m1", "--model", str(folder)])
+        main([*command, "--milestone", "m1", "--device", "cpu", "--model", str(folder)])
     assert caught.value.code == 2
-    assert "rope_theta" in (error := capsys.readouterr().err) and len(error.strip().splitlines()) == 1
+    error = capfd.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and str(folder) in error and (damage in error or damage != "config.json"), error
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/tmp/other.safetensors", "..", "sub/x.safetensors", 5])
@@ -370,7 +413,7 @@ def test_a_damaged_model_is_one_line_in_the_terminal(
 def test_an_index_names_files_beside_it(folder: Path, name: Any, model_impl: str) -> None:
     """A model that someone else made must not make us open files elsewhere."""
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ValueError, match="must be the name of a file in the same folder"):
+    with pytest.raises(ValueError, match=r"index.json: .* must be the name of a file in the same folder"):
         LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
 
 
@@ -406,7 +449,7 @@ def test_weights_that_are_no_numbers(folder: Path, value: float, dtype: str, mod
 @pytest.mark.parametrize("index", ["{", "{}"])
 def test_a_damaged_index(folder: Path, index: str) -> None:
     (folder / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ValueError, match=r"index.json is damaged"):
+    with pytest.raises(ValueError, match=r"cannot read .*index.json: "):
         LLM(str(folder), milestone="m1", model_impl="native", use_tqdm=False)
 
 

@@ -126,3 +126,24 @@ def test_awq_of_a_checkpoint_with_merged_matrices(tmp_path: Path) -> None:
     report = quantize(str(model), options, tmp_path / "out", text, use_tqdm=False)
     assert report.quality is not None and report.quality.after < 2 * report.quality.before
     assert Driver(report.folder).step({0: prompts([20])[0]})[0].isfinite().all()
+
+
+@pytest.mark.parametrize("record", ["{", "[]", '{"quality": {"x": 1}}', '{"made_from": 5, "quality": null}'])
+def test_a_damaged_record_is_named(record: str, tmp_path: Path) -> None:
+    """The folder's own notes, in a finished one."""
+    quantize(str(tiny_checkpoint()), INT8, tmp_path / "out", use_tqdm=False)
+    file = tmp_path / "out" / "quantize.json"
+    before = json.loads(file.read_text())
+    file.write_text(json.dumps(before | json.loads(record)) if record.startswith('{"quality') else record)
+    with pytest.raises(ValueError, match=r"cannot read .*(quantize.json|the quality in)"):
+        quantize(str(tiny_checkpoint()), INT8, tmp_path / "out", use_tqdm=False)
+
+
+def test_a_layer_with_other_tensors_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    quantize(str(tiny_checkpoint()), INT8, out, use_tqdm=False)
+    (out / "config.json").unlink()
+    layer = out / "model-00002-of-00004.safetensors"
+    save_file({name: t for name, t in load_file(layer).items() if "scale" not in name}, layer)
+    with pytest.raises(ValueError, match=r"cannot read layer 1 in .*the same command makes it again"):
+        quantize(str(tiny_checkpoint()), INT8, out, use_tqdm=False)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, dequantize, quantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScalingType, dequantize, quantize
 
 from folovllm import EngineConfig
+from folovllm.cli import main
 from folovllm.engine.setup import set_up
 from folovllm.layers.formats.grouped import Grouped
 from folovllm.layers.linear import LinearBase
-from folovllm.models.files import resolve_model
+from folovllm.layers.rotary_embedding import rope_frequencies
+from folovllm.models.files import load_hf_config, resolve_model
 from folovllm.models.gguf_codes import TYPES
 from folovllm.models.gguf_file import convert
 from tests.helpers import Driver, assert_logits_equal, prompts
@@ -46,8 +52,8 @@ def test_blocks_are_what_their_library_says(kind: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
-def write_gguf(path: Path, types: dict[str, str]) -> None:
-    """A random Llama whose projections are quantized: by the last part of their names."""
+def write_gguf(path: Path, types: dict[str, str], change: Callable[[GGUFWriter], object] = lambda writer: None) -> None:
+    """A random Llama whose projections are quantized: by the last part of their names. `change` adds or removes something."""
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(2)
     writer.add_context_length(64)
@@ -74,6 +80,7 @@ def write_gguf(path: Path, types: dict[str, str]) -> None:
         "token_embd.weight", quantize(embedding, GGMLQuantizationType.Q8_0), raw_dtype=GGMLQuantizationType.Q8_0
     )
     writer.add_tensor("output_norm.weight", torch.rand(HIDDEN, generator=generator).numpy())
+    change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -106,7 +113,7 @@ def test_a_file_in_codes_answers_as_unpacked(tmp_path: Path, monkeypatch: pytest
 def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOLOVLLM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(ValueError, match=r"damaged.gguf is not a GGUF file, or damaged"):
+    with pytest.raises(ValueError, match=r"cannot read .*damaged.gguf: it is not a GGUF file, or damaged"):
         resolve_model(str(tmp_path / "damaged.gguf"))
     writer = GGUFWriter(tmp_path / "other.gguf", "mamba")
     writer.write_header_to_file()
@@ -116,3 +123,121 @@ def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match=r"architecture 'mamba' .* those of architecture 'llama'"):
         resolve_model(str(tmp_path / "other.gguf"))
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+OPTIONAL = (
+    "tokenizer.chat_template", "tokenizer.ggml.padding_token_id", "tokenizer.ggml.unknown_token_id",
+    "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.token_type", "llama.rope.freq_base",
+)  # fmt: skip
+
+
+def test_a_base_model_has_neither_chat_template_nor_special_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It answers, and a conversation with it is refused in a sentence."""
+    monkeypatch.setenv("FOLOVLLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("FOLOVLLM_MINE", raising=False)
+    write_gguf(tmp_path / "base.gguf", {}, lambda writer: [writer.kv_data[0].pop(key) for key in OPTIONAL])
+    model = ["--model", str(tmp_path / "base.gguf"), "--device", "cpu", "--max-tokens", "4"]
+    with pytest.raises(SystemExit) as end:
+        main(["generate", "Hello", "--json", *model])
+    assert end.value.code == 0 and '"Hello' in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    with pytest.raises(SystemExit):
+        main(["chat", *model])
+    assert "no chat template" in "".join(capsys.readouterr())
+
+
+def scaled_angles(writer: GGUFWriter, said: dict[str, Any]) -> torch.Tensor:
+    """Add what llama.cpp's converter writes for Llama 3's scaling; returns it. The formula is its own."""
+    frequencies = 1 / 500.0 ** (torch.arange(0, HIDDEN // HEADS, 2) / (HIDDEN // HEADS))
+    low, high = said["low_freq_factor"], said["high_freq_factor"]
+    context, factors = said["original_max_position_embeddings"], []
+    for frequency in frequencies.tolist():
+        wave = 2 * np.pi / frequency
+        smooth = (context / wave - low) / (high - low)
+        between = 1 / ((1 - smooth) / said["factor"] + smooth)
+        factors.append(1.0 if wave < context / high else said["factor"] if wave > context / low else between)
+    writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+    return torch.tensor(factors)
+
+
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(("factor", "context"), [(8.0, 64), (32.0, 512), (8.0, 8192), (4.0, 20)])
+def test_angles_scaled_as_in_llama_3(factor: float, context: int, tmp_path: Path) -> None:
+    """Their factors become the configuration that transformers would have: the angles are the same."""
+    said, found = LLAMA3 | {"factor": factor, "original_max_position_embeddings": context}, []
+    write_gguf(tmp_path / "long.gguf", {}, lambda writer: found.append(scaled_angles(writer, said)))
+    convert(tmp_path / "long.gguf", tmp_path / "model")
+    config = load_hf_config(tmp_path / "model", EngineConfig())
+    frequencies = rope_frequencies(config, HIDDEN // HEADS)
+    plain = 1 / 500.0 ** (torch.arange(0, HIDDEN // HEADS, 2) / (HIDDEN // HEADS))
+    torch.testing.assert_close(frequencies, plain / found[0], rtol=1e-3, atol=0)
+    assert factor == pytest.approx(config.rope_parameters.get("factor", factor))
+
+
+def ones(writer: GGUFWriter) -> None:
+    writer.add_tensor("rope_freqs.weight", np.ones(HIDDEN // HEADS // 2, np.float32))
+
+
+def linear(writer: GGUFWriter) -> None:
+    writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(4.0)
+
+
+def yarn(writer: GGUFWriter) -> None:
+    writer.add_rope_scaling_type(RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(16)
+
+
+@pytest.mark.parametrize(("change", "kind"), [(ones, "default"), (linear, "linear"), (yarn, "yarn")])
+def test_other_scaled_angles(change: Callable[[GGUFWriter], None], kind: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "a.gguf", {}, change)
+    convert(tmp_path / "a.gguf", tmp_path / "model")
+    parameters = load_hf_config(tmp_path / "model", EngineConfig()).rope_parameters
+    assert (parameters["rope_type"], parameters.get("factor")) == (kind, None if kind == "default" else 4.0)
+
+
+def test_biases_stay_biases(tmp_path: Path) -> None:
+    """One under its weight's name took the weight's place. A query's bias has the order of its weight's rows."""
+    bias = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(5))
+    write_gguf(
+        tmp_path / "a.gguf", {},
+        lambda writer: writer.add_tensor("blk.1.attn_q.bias", _pairs("attn_q.bias", bias[:, None])[:, 0].numpy()),
+    )  # fmt: skip
+    convert(tmp_path / "a.gguf", tmp_path / "model")
+    qkv = Driver(tmp_path / "model").model.model.layers[1].self_attn.qkv_proj  # type: ignore[union-attr]
+    torch.testing.assert_close(qkv.bias[:HIDDEN], bias.bfloat16().float())
+    assert not qkv.bias[HIDDEN:].any() and qkv.weight.abs().min() > 0, "those that the file has not are zero"
+
+
+STRANGE: list[tuple[str, Callable[[GGUFWriter], object], str]] = [
+    ("a list of lists", lambda w: w.add_array("x.y", [[1, 2], [3]]), "x.y: .* within a list are not supported"),
+    ("no sizes", lambda w: w.kv_data[0].pop("llama.block_count"), "it lacks llama.block_count"),
+    ("a text for a size", lambda w: w.kv_data[0].pop("llama.block_count") and w.add_string("llama.block_count", "x"),
+     'llama.block_count is "x", and must be a whole number'),
+    ("billions of layers", lambda w: w.kv_data[0].pop("llama.block_count") and w.add_block_count(10_000),
+     "describes a model of .* weights, which .* bytes of files cannot hold"),
+    ("an unknown tensor", lambda w: w.add_tensor("blk.0.ffn_gate_inp.weight", np.ones(4, np.float32)),
+     "blk.0.ffn_gate_inp.weight, for which the model has no place"),
+    ("a part of a head", lambda w: w.add_rope_dimension_count(8), "rope.dimension_count is 8, and only whole heads"),
+    ("another scaling", lambda w: w.add_rope_scaling_type(RopeScalingType.LONGROPE), "'longrope' is not supported"),
+    ("odd factors", lambda w: w.add_tensor("rope_freqs.weight", np.arange(1, 9, dtype=np.float32)), "another way than Llama 3"),
+    ("an id beyond", lambda w: w.kv_data[0].pop("tokenizer.ggml.eos_token_id") and w.add_eos_token_id(999),
+     "beyond the vocabulary of 300: 999 of eos"),
+    ("types for half of the tokens", lambda w: w.kv_data[0].pop("tokenizer.ggml.token_type") and w.add_token_types([1]), "token_type has 1 entries"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "says"), [s[1:] for s in STRANGE], ids=[s[0] for s in STRANGE])
+def test_what_is_wrong_is_named(
+    change: Callable[[GGUFWriter], object], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOLOVLLM_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "a.gguf", {}, change)
+    with pytest.raises(ValueError, match=f"cannot read .*a.gguf: .*{says}"):
+        resolve_model(str(tmp_path / "a.gguf"))
+    assert not list((tmp_path / "cache" / "gguf").iterdir()), "something was left behind"

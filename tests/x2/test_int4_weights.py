@@ -177,7 +177,7 @@ class TestRefusals:
         said = json.loads((coded / "config.json").read_text())
         said["quantization_config"] |= fields
         (coded / "config.json").write_text(json.dumps(said))
-        (coded / "model.safetensors").write_bytes(b"")  # no weight is read
+        (coded / "model.safetensors").write_bytes(bytes(10**6))  # no weight is read
         with pytest.raises(ValueError, match=says):
             load_native_model(set_up(EngineConfig(model=str(coded), device="cpu", tensor_parallel_size=ranks)))
 

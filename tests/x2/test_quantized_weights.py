@@ -162,7 +162,7 @@ class TestRefusals:
         return write_quantized(tiny_checkpoint("qwen3"), tmp_path, *KINDS["fp8 blocks"])[0]
 
     def test_before_a_weight_is_read(self, coded: Path) -> None:
-        (coded / "model.safetensors").write_bytes(b"")
+        (coded / "model.safetensors").write_bytes(bytes(10**6))
         altered(coded, quantization_config={"quant_method": "quip"})
         with pytest.raises(ValueError, match="quantized by 'quip'"):
             set_up(EngineConfig(model=str(coded), device="cpu"))

@@ -1,0 +1,109 @@
+"""Files from strangers: whatever is damaged, a model works or is refused in a sentence. `tests.fuzz_files` tries more."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from folovllm import LLM
+from folovllm.cli import main
+from folovllm.models.json_files import UnreadableFile, reading
+from tests.fuzz_files import FORMATS, fuzz
+from tests.helpers import tiny_checkpoint
+from tests.x2.quantized import write_quantized
+from tests.x2.test_gguf import write_gguf
+from tests.x2.test_quantized_weights import KINDS
+
+SAMPLE, VARIANTS = range(60), ("gptq-sorted", "compressed-tensors-8")
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in VARIANTS])
+def test_damaged_at_random(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOLOVLLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)  # an engine collects as it starts, which takes half a second
+    results = list(fuzz(name, SAMPLE, tmp_path))
+    assert not [result for result in results if result[2].startswith("FAILED")]
+    assert any(result == "works" for *_, result in results), "nothing works, so that something else is wrong"
+
+
+class PanicException(BaseException):
+    """What a library in Rust raises when it panics."""
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), PanicException("x"), UnicodeDecodeError("utf-8", b"", 0, 1, "x"), OSError(5, "x")]
+)
+def test_a_fault_of_the_file_is_one_sentence_with_its_cause(error: BaseException) -> None:
+    with pytest.raises(UnreadableFile, match=r"^cannot read a/b: some\.key: .*x") as caught, reading("a/b", "some.key"):
+        raise error
+    assert caught.value.__cause__ is error and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), NotImplementedError("m1.8: write it")])
+def test_what_is_no_fault_of_the_file_passes(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, reading("a/b"):
+        raise error
+    assert caught.value is error
+
+
+def test_a_sentence_holds_no_control_codes() -> None:
+    """A name in the file would reach the terminal."""
+    with pytest.raises(UnreadableFile) as caught, reading("a/b", "x\x1b[2J"):
+        raise ValueError("half \ud800,\nanother line")
+    assert str(caught.value) == r"cannot read a/b: x\x1b[2J: half \ud800, another line"
+
+
+def test_the_innermost_sentence_is_kept() -> None:
+    with pytest.raises(UnreadableFile, match=r"^cannot read inner: KeyError: 'x'$"), reading("outer"), reading("inner"):
+        raise KeyError("x")
+
+
+@pytest.mark.parametrize("model_impl", ["hf", "native"])
+@pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 tensor", "fp8 channel"])
+def test_fp8_without_scales(kind: str, model_impl: str, tmp_path: Path) -> None:
+    """M1 multiplied by codes, or ended in torch's word about dtypes."""
+    coded, _ = write_quantized(tiny_checkpoint("llama"), tmp_path, *KINDS[kind])
+    tensors = {name: t for name, t in load_file(coded / "model.safetensors").items() if "scale" not in name}
+    save_file(tensors, coded / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks .*scale"):
+        LLM(str(coded), milestone="m1", model_impl=model_impl, device="cpu", use_tqdm=False)
+
+
+def write_damaged(folder: Path, kind: str) -> Path:
+    """A model of which one file is at fault."""
+    if kind == "gguf":
+        write_gguf(folder / "a.gguf", {}, lambda writer: writer.kv_data[0].pop("llama.block_count"))
+        return folder / "a.gguf"
+    coded, _ = write_quantized(tiny_checkpoint("llama"), folder, *KINDS["int8 channel"])
+    config: dict[str, Any] = json.loads((coded / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = 5
+    (coded / "config.json").write_text(json.dumps(config))
+    return coded
+
+
+@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"], ["serve", "--port", "0"], ["inspect", "--no-browser"],
+                                     ["quantize", "--format", "int8", "-o", "out"]], ids=lambda command: command[0])  # fmt: skip
+@pytest.mark.parametrize("kind", ["gguf", "compressed-tensors"])
+def test_commands_end_in_one_line(
+    command: list[str], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FOLOVLLM_MINE", raising=False)  # over a learner's code there is a traceback, too
+    monkeypatch.setenv("FOLOVLLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    model = str(write_damaged(tmp_path, kind))
+    with pytest.raises(SystemExit) as caught:
+        main(
+            [*command, model, "--device", "cpu"]
+            if command[0] == "quantize"
+            else [*command, "--device", "cpu", "--model", model]
+        )
+    assert caught.value.code == 2
+    (error,) = capfd.readouterr().err.strip().splitlines()
+    assert error.startswith("error: ") and ("a.gguf" in error or "config" in error or "quantized already" in error), (
+        error
+    )
