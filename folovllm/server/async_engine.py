@@ -138,6 +138,10 @@ class AsyncEngine:
             return await self.in_thread(self._processor.process, *arguments)
         return self._processor.process(*arguments)
 
+    def check_amounts(self, params: SamplingParams) -> None:
+        """Raise ValueError if a request asks for more of something than this engine gives: answers, log-probabilities."""
+        self._processor.check_amounts(params)
+
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that reads long texts, beside the event loop; one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
@@ -243,7 +247,7 @@ class AsyncEngine:
 
     @property
     def num_queued(self) -> int:
-        """Open requests that have no token yet."""
+        """Sequences of open requests that have no token yet."""
         return self._open.num_queued
 
     @property
