@@ -133,7 +133,7 @@ decode_news = msgspec.msgpack.Decoder(News).decode
 
 
 def failure_of(number: int, error: BaseException) -> Refused:
-    """Log a fault of one request, and return what its sender is told. As `log_fault`, raises what is no request's own."""
+    """Log a fault of one request, and return what its sender is told. As `require_fault`, raises what cannot be its fault."""
     log_fault(number, error)
     return Refused(number, str(RequestFailed([str(number)])), is_fault=True)
 
