@@ -26,6 +26,7 @@ from folovllm.structured.guide import Guide
 from folovllm.structured.guides import Guides
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint, tiny_tokenizer
 from tests.sequences import make_seq
+from tests.workloads import assert_nothing_left
 from tests.x1 import faulty
 from tests.x1.background import PATIENCE, Background
 
@@ -187,7 +188,7 @@ class TestEngine:
 
 class TestFaults:
     def test_each_goes_on_behind_a_fault(self) -> None:
-        faults, pairs, done = Faults(), [(make_seq([1]), [i]) for i in range(4)], list[int]()
+        faults, pairs, done = Faults(), [(make_seq(name=str(i)), [i]) for i in range(4)], list[int]()
 
         def work(rest: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
             for _, (i,) in rest:
@@ -209,11 +210,11 @@ class TestFaults:
             raise error
 
         with pytest.raises(error):
-            Faults().each(work, [(make_seq([1]), [1])])
+            Faults().each(work, [(make_seq(), [1])])
 
     def test_drafts_of_an_answer_whose_form_cannot_be_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         faults = Faults()
-        guides, seq = Guides(tiny_tokenizer(), VOCAB_SIZE, faults), make_seq([1])
+        guides, seq = Guides(tiny_tokenizer(), VOCAB_SIZE, faults), make_seq()
         monkeypatch.setattr(Guide, "num_allowed", lambda self, guesses: 1 // 0)
         guides._guides[seq] = object.__new__(Guide)
         assert guides.trim(seq, [1, 2]) == [1, 2]
