@@ -153,7 +153,9 @@ class LLM:
         answers = Answers(ids, on_answer)
         self.engine.require_open()  # before the turn, which nobody ends in a fork
         if self._whose_turn == threading.get_ident():
-            raise RuntimeError("on_answer cannot ask the LLM that calls it: collect the answers, and ask when generate has returned")
+            raise RuntimeError(
+                "on_answer cannot ask the LLM that calls it: collect the answers, and ask when generate has returned"
+            )
         with self._take_turn(), interrupts() as ctrl_c:
             self.engine.require_idle()
             try:

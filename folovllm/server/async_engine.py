@@ -235,7 +235,9 @@ class AsyncEngine:
     def _require_loop(self) -> None:
         """Raise RuntimeError in another event loop than that of `start`: what happens there would wake nobody here."""
         if asyncio.get_running_loop() is not self._loop:
-            raise RuntimeError("an AsyncEngine is for the event loop in which it was started: make another one for this loop")
+            raise RuntimeError(
+                "an AsyncEngine is for the event loop in which it was started: make another one for this loop"
+            )
 
     @property
     def is_open(self) -> bool:

@@ -131,7 +131,6 @@ _decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_news = msgspec.msgpack.Decoder(News).decode
 
 
-
 def failure_of(number: int, error: BaseException) -> Refused:
     """Log a fault of one request, and return what its sender is told. As `require_fault`, raises what cannot be its fault."""
     log_fault(number, error)

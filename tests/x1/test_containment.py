@@ -73,12 +73,18 @@ def ask(server: Background, fields: dict[str, Any]) -> tuple[int, str]:
     finally:
         connection.close()
     is_stream = response.headers["Content-Type"].startswith("text/event-stream")
-    events = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: {")] if is_stream else [json.loads(said)]
+    events = (
+        [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: {")]
+        if is_stream
+        else [json.loads(said)]
+    )
     for event in events:
         if "error" in event:
             return (500 if event["error"]["type"] == "server_error" else 400), event["error"]["message"]
     assert not is_stream or said.endswith("data: [DONE]\n\n"), "a stream ends with its last event"
-    return response.status, "".join(choice["text"] for event in events for choice in event["choices"] if not choice["index"])
+    return response.status, "".join(
+        choice["text"] for event in events for choice in event["choices"] if not choice["index"]
+    )
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -97,7 +103,9 @@ def test_a_fault_at_one_request(server: Background, side: str) -> None:
     unused = UNUSED if server.is_process else {*UNUSED, "decode"}  # type: ignore[attr-defined]
     for victim, (status, said) in zip(victims, answers[::2], strict=True):
         is_unused = side == "engine" and victim["cache_salt"].split("|")[2] in unused
-        assert status == (200 if is_unused else 500), f"{victim['cache_salt']} is the server's own fault: {status} {said}"
+        assert status == (200 if is_unused else 500), (
+            f"{victim['cache_salt']} is the server's own fault: {status} {said}"
+        )
     server.wait_until_idle()
 
 

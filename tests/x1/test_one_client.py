@@ -60,7 +60,9 @@ def post(server: Background, path: str, body: str) -> tuple[int, dict[str, Any]]
 
 
 class TestNumbers:
-    @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**64, 10**400, -(10**400)], ids=lambda n: f"{float(str(n)[:30]):.0e}")
+    @pytest.mark.parametrize(
+        "number", [2**63, -(2**63) - 1, 2**64, 10**400, -(10**400)], ids=lambda n: f"{float(str(n)[:30]):.0e}"
+    )
     def test_beyond_64_bits(self, server: Background, number: int) -> None:
         """In any field that has numbers: 400, which names the field. No place in the queue is lost."""
         for path, begin, end, field in NUMBERS:
@@ -88,7 +90,10 @@ class TestAdmission:
         """Before anything is made for any of them; and says so."""
         status, said = post(server, path, json.dumps(fields | {"max_tokens": 1}))
         count = max(17, fields.get("n", 1) * len(fields.get("prompt", "a")))
-        assert (status, said["error"]["message"][:60]) == (400, f"the request has {count} sequences, and the queue holds {ROOM}: send fewer at once"[:60])
+        assert (status, said["error"]["message"][:60]) == (
+            400,
+            f"the request has {count} sequences, and the queue holds {ROOM}: send fewer at once"[:60],
+        )
 
     def test_they_take_places_until_the_first_token(self, server: Background) -> None:
         """16 fit, and give their places back."""
@@ -102,12 +107,16 @@ class TestAdmission:
         status, said = post(server, "/v1/completions", json.dumps({"prompt": ["a"] * 1000, "n": 1000}))
         assert (status, said["error"]["param"]) == (400, "n")
 
-    def test_a_request_that_cannot_be_handed_over_takes_no_place(self, server: Background, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_request_that_cannot_be_handed_over_takes_no_place(
+        self, server: Background, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The second of its prompts cannot be sent: the first one's place is given back, too."""
         transport, sent = server.engine._transport, list[Any]()
         send = transport.send
         with monkeypatch.context() as patch:
-            patch.setattr(transport, "send", lambda command: sent.append(command) or (send(command) if len(sent) != 2 else 1 // 0))
+            patch.setattr(
+                transport, "send", lambda command: sent.append(command) or (send(command) if len(sent) != 2 else 1 // 0)
+            )
             status, _ = post(server, "/v1/completions", json.dumps({"prompt": ["a", "b"], "max_tokens": 60}))
         assert status == 500
         server.wait_until_idle()
@@ -141,7 +150,9 @@ class TestWaitsForItself:
 
             llm.generate([[1, 2], [3]], params, use_tqdm=False, on_answer=ask)
             assert said == ["refused", "refused"]
-            other = threading.Thread(target=lambda: said.append(llm.generate([[1]], params, use_tqdm=False)[0].request_id))
+            other = threading.Thread(
+                target=lambda: said.append(llm.generate([[1]], params, use_tqdm=False)[0].request_id)
+            )
             other.start()
             other.join(PATIENCE)
             assert len(said) == 3 and len(llm.generate([[1]], params, use_tqdm=False)) == 1
@@ -156,7 +167,9 @@ class TestHealth:
             def step(self) -> None:
                 raise error("the device is gone")
 
-        with Background(ServerConfig(), ThreadTransport(lambda config: Ending(config)), model=str(tiny_checkpoint())) as server:
+        with Background(
+            ServerConfig(), ThreadTransport(lambda config: Ending(config)), model=str(tiny_checkpoint())
+        ) as server:
             status, said = post(server, "/v1/completions", '{"prompt": [5], "max_tokens": 1}')
             assert (status, said["error"]["code"]) == (503, "engine_dead")
             connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
