@@ -51,9 +51,11 @@ class Faults:
         self.of: dict[str, BaseException] = {}
 
     def note(self, seq: Sequence, error: BaseException) -> None:
-        """Log and keep a fault of the request of `seq`. As `require_fault`, raises what cannot be its fault."""
-        log_fault(seq.request_id, error)
-        self.of.setdefault(seq.request_id, error)
+        """Log and keep the first fault of the request of `seq`. As `require_fault`, raises what cannot be its fault."""
+        require_fault(error)
+        if seq.request_id not in self.of:
+            log_fault(seq.request_id, error)
+            self.of[seq.request_id] = error
 
     def at(self, seq: Sequence) -> NoteFault:
         """A context: an exception in it is a fault of the request of `seq`, and goes no further."""

@@ -141,7 +141,7 @@ def decode_command(message: bytes) -> Command | Refused:
     """The command in a message; of an `Add` that cannot be read, its refusal. Raises ValueError if it is no command at all."""
     try:
         return _decode_command(message)
-    except Exception as error:
+    except BaseException as error:
         kind, number, *_ = msgspec.msgpack.decode(message)
         if kind != Add.__name__:
             raise
