@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as SequenceOf
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from folovllm.draw_row import MAX_BAD_TOKENS, MAX_BAD_WORDS
@@ -13,7 +12,7 @@ from folovllm.engine.detokenizer_stream import make_detokenizer
 from folovllm.inputs import Prompt, PromptParts, parse_prompt
 from folovllm.models.files import eos_token_ids
 from folovllm.request import Request, Sequence
-from folovllm.require import require
+from folovllm.require import is_whole, require
 from folovllm.sampling_params import SamplingParams
 from folovllm.setup import EngineSetup
 from folovllm.spelling import Spelling
@@ -52,11 +51,12 @@ class InputProcessor:
                 the wrong kind, or more than the engine allows.
         """
         require(isinstance(params, SamplingParams), f"sampling parameters are a SamplingParams, not {params!r}")
-        require(isinstance(priority, Integral), f"priority must be a whole number, not {priority!r}")
+        fits = is_whole(priority) and -(2**63) <= priority < 2**63
+        require(fits, f"priority must be a whole number from -2**63 to 2**63 - 1, not {priority!r}")
         params, parts = params.clone(), parse_prompt(prompt)  # the caller's own may change while the request runs
         cache_salt = parts.cache_salt if cache_salt is None else cache_salt
         require(cache_salt is None or _is_text(cache_salt), f"cache_salt must be a text, not {cache_salt!r}")
-        self._validate_amounts(params)
+        self.check_amounts(params)
         token_ids = self._truncate(self._tokenize(parts, params), params)
         self._validate(token_ids, params)
         room = self._setup.max_model_len - len(token_ids) + params.prompt_only
@@ -91,7 +91,8 @@ class InputProcessor:
         most = params.truncate_prompt_tokens
         return token_ids if most is None else token_ids[-(self._setup.max_model_len - 1 if most == -1 else most) :]
 
-    def _validate_amounts(self, params: SamplingParams) -> None:
+    def check_amounts(self, params: SamplingParams) -> None:
+        """Raise ValueError if a request asks for more of something than the engine gives."""
         config = self._setup.config
         for name, asked, most in (
             ("n", params.n, config.max_n),

@@ -22,7 +22,8 @@ class Observed:
         self.executor = parts.executor
         self.scheduler = parts.scheduler
         self.events = parts.events
-        self._output = OutputProcessor()
+        self._faults = parts.faults
+        self._output = OutputProcessor(parts.faults)
         self._log: StepLog | None = None
         self._num_steps = 0
         self._num_preemptions = 0

@@ -9,6 +9,7 @@ from functools import partial
 from operator import attrgetter, getitem
 from typing import Any, NamedTuple
 
+from folovllm.faults import Faults
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
@@ -34,7 +35,8 @@ class Piece(NamedTuple):
 class OutputProcessor:
     """The requests that are being served, by id, and what each of them has to report."""
 
-    def __init__(self) -> None:
+    def __init__(self, faults: Faults | None = None) -> None:
+        self._faults = faults or Faults()
         self.requests: dict[str, RequestState] = {}
 
     def keep_logprobs(self, seq: Sequence, scores: Scores | None, rows: list[Logprobs]) -> None:
@@ -56,7 +58,8 @@ class OutputProcessor:
             if finished:
                 del self.requests[request_id]
             if finished or state.streams:
-                outputs.append(state.output())
+                with self._faults.at(state.seqs[0]):
+                    outputs.append(state.output())
         return outputs
 
 

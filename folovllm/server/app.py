@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +19,7 @@ from starlette.routing import Route
 
 import folovllm
 from folovllm.engine.input_processor import encode_within
+from folovllm.faults import require_fault
 from folovllm.inputs import Prompt
 from folovllm.inspector.web import FILES, PAGE
 from folovllm.models.files import generation_defaults
@@ -53,9 +53,9 @@ from folovllm.server.respond import Job
 from folovllm.server.sse import unless_gone
 from folovllm.server.tokenizer_info import tokenizer_info
 
-logger = logging.getLogger("folovllm")
 Handler = Callable[[Request], Awaitable[Response]]
 R = TypeVar("R", bound=msgspec.Struct)
+FIELDS = (*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__)
 BODY_SECONDS = 60.0  # that a request may take to arrive
 
 
@@ -122,11 +122,9 @@ class Api:
                 return await handler(request)
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE)
-            except Exception as error:
-                told = as_api_error(error, Sampling.__struct_fields__)
-                if told.status == 500:
-                    logger.exception("a request failed")
-                return error_response(told)
+            except BaseException as error:
+                require_fault(error)
+                return error_response(as_api_error(error, FIELDS))
 
         return guard
 
@@ -209,7 +207,7 @@ class Api:
         """Answer a conversation."""
         asked = await self._read(request, ChatRequest)
         params = chat_params(asked, self._defaults)
-        self._admission.check(1)
+        self._check_room(1, params)
         engine = self._engine
         prompt = await engine.in_thread(chat_prompt, engine.tokenizer, engine.setup.max_model_len, asked)
         params, make_reader = reading_of(
@@ -228,8 +226,8 @@ class Api:
         writer: CompletionWriter,
     ) -> Response:
         """Answer all prompts. The engine hears of none before all are checked and there is room for all."""
-        engine, admission = self._engine, self._admission
-        admission.check(len(prompts))  # before the work of reading them
+        engine = self._engine
+        self._check_room(len(prompts), params)  # before the work of reading them
         if params.structured_outputs is not None:  # a check may take long, and ends when the client leaves
             await unless_gone(request.receive, engine.check_form(params.structured_outputs))
         prepared = []
@@ -237,11 +235,16 @@ class Api:
             salt = asked.cache_salt
             prepared.append(await engine.prepare(prompt, params, priority=asked.priority, cache_salt=salt))
             await asyncio.sleep(0)  # others have their turn between two of many prompts
-        admission.check(len(prepared), sum(seqs[0].num_prompt_tokens for seqs in prepared))
+        self._check_room(len(prepared), params, sum(seqs[0].num_prompt_tokens for seqs in prepared))
         job = Job(engine, prepared, writer, params.n)
         if asked.stream:
             return job.events(asked.stream_options or StreamOptions())
         return await job.whole(request.receive)
+
+    def _check_room(self, num_prompts: int, params: SamplingParams, num_tokens: int = 0) -> None:
+        """Raise unless the queue has room for `n` sequences of each prompt."""
+        self._engine.check_amounts(params)
+        self._admission.check(num_prompts * params.n, num_tokens)
 
     def _shown(self, asked: Sampling) -> str:
         return asked.model or self._names[0]

@@ -46,7 +46,7 @@ class AsyncEngine:
             async for output in engine.generate("Hello", SamplingParams(output_kind=RequestOutputKind.DELTA)):
                 print(output.outputs[0].text, end="")
 
-    For one event loop, and one thread. Prompts are tokenized and text is made here, beside the engine, which only looks for
+    For one event loop, and one thread: a RuntimeError in any other. Prompts are tokenized and text is made here, beside the engine, which only looks for
     stop strings.
 
     Args:
@@ -75,6 +75,7 @@ class AsyncEngine:
         if isinstance(transport, str) and transport not in TRANSPORTS:
             raise ValueError(f"unknown transport {transport!r}: choose one of {', '.join(TRANSPORTS)}")
         self._transport = TRANSPORTS[transport]() if isinstance(transport, str) else transport
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count()
         self._open = OpenRequests()
         self._readers = ThreadPoolExecutor(1, "tokenizer")
@@ -91,7 +92,8 @@ class AsyncEngine:
 
     async def start(self) -> None:
         """Build the engine. Raises ValueError where something cannot be had, EngineDead where it ends otherwise."""
-        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._loop = loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[Ready] = loop.create_future()
         try:
             await self._transport.start(self.config, self._deliver)
             ready = await self._ready
@@ -120,6 +122,7 @@ class AsyncEngine:
         Raises:
             ValueError: the id is in use, or the request can never be served.
             EngineDead, Unavailable: the engine has ended, or takes no new requests.
+            RequestFailed: there was a fault at this request; the engine goes on, and the log has the fault.
         """
         seqs = await self.prepare(prompt, params, priority=priority, cache_salt=cache_salt)
         stream = self.submit(seqs, request_id)
@@ -150,6 +153,10 @@ class AsyncEngine:
         """Raise ValueError if answers cannot have this form, or it is too complex. What was checked, it knows."""
         await self._forms.check(form)
 
+    def check_amounts(self, params: SamplingParams) -> None:
+        """Raise ValueError if a request asks for more of something than this engine gives: answers, log-probabilities."""
+        self._processor.check_amounts(params)
+
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that reads long texts, beside the event loop; one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
@@ -163,8 +170,8 @@ class AsyncEngine:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         now = time.monotonic()
         stream = Stream(number, request_id, seqs, now, mailbox or Mailbox(), self._abort)
-        self._open.add(stream)
         self._transport.send(add_message(number, seqs[0].request))
+        self._open.add(stream)  # only now: what cannot be sent takes no place in the queue
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -187,6 +194,7 @@ class AsyncEngine:
 
         Returns whether all have ended by themselves.
         """
+        self._require_loop()
         self._is_draining = True
         try:
             async with asyncio.timeout(seconds):
@@ -224,6 +232,7 @@ class AsyncEngine:
 
     async def ask_experts(self) -> None:
         """Bring `expert_load` up to date, where experts are counted: the engine reads it between two steps."""
+        self._require_loop()
         if not self.config.count_experts or self.death is not None or self._is_closed:
             return
         if self._asking is None:
@@ -237,13 +246,21 @@ class AsyncEngine:
             self._asking.set_result(None)
             self._asking = None
 
+    def _require_loop(self) -> None:
+        """Raise RuntimeError in another event loop than that of `start`: what happens there would wake nobody here."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(
+                "an AsyncEngine is for the event loop in which it was started: make another one for this loop"
+            )
+
     @property
     def is_open(self) -> bool:
         """Whether new requests are taken."""
         return self.death is None and not self._is_draining
 
     def require_open(self) -> None:
-        """Raise `EngineDead` or `Unavailable` unless new requests are taken."""
+        """Raise `EngineDead` or `Unavailable` unless new requests are taken, RuntimeError in another event loop than that of `start`."""
+        self._require_loop()
         if self.death is not None:
             raise EngineDead(str(self.death))
         if self._is_draining:
@@ -256,7 +273,7 @@ class AsyncEngine:
 
     @property
     def num_queued(self) -> int:
-        """Open requests that have no token yet."""
+        """Sequences of open requests that have no token yet."""
         return self._open.num_queued
 
     @property
@@ -288,7 +305,8 @@ class AsyncEngine:
 
     def _take_in(self, step: Step) -> None:
         self.load = step.load
-        self._open.take_in(step, time.monotonic())
+        for number in self._open.take_in(step, time.monotonic()):
+            self._transport.send(Abort(number))
 
     def _die(self, failure: Failure) -> None:
         """The engine has ended: tell all who wait for it."""

@@ -23,8 +23,8 @@ class ServerConfig:
         allowed_host: a name by which a server without a key may be asked, beside localhost, this machine's own, that of `host`
             and addresses in numbers; "*" is any. Several may be given.
         engine_process: run the engine in a process of its own; if left out, where it has a GPU.
-        max_queued_requests: most prompts that wait for their first token; a request beyond is answered 429.
-        max_queued_tokens: most tokens in all such prompts together.
+        max_queued_requests: most sequences (prompts times `n`) that wait for their first token; a request beyond is answered 429.
+        max_queued_tokens: most tokens in all their prompts together.
         max_body_size: longest request, in bytes.
         grammar_seconds: most processor time to check a request's grammar, JSON schema or regular expression, in a process
             of its own; what takes more is refused.
