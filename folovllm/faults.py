@@ -30,9 +30,9 @@ class RequestFailed(RuntimeError):
 
 
 def require_fault(error: BaseException) -> None:
-    """Raise `error` again if it cannot be a single request's fault, as KeyboardInterrupt cannot.
+    """Raise `error` again if it cannot be the fault of one request or file, as KeyboardInterrupt cannot.
 
-    The panic of a library that is written in Rust can, although it is no `Exception`.
+    A panic of a library in Rust can, although it is no `Exception`.
     """
     if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
         raise error

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from folovllm.models.json_files import reading
+from folovllm.files import reading
 
 MODELS = ("llama", "qwen3")  # for which `AutoTokenizer` takes the class that the files name
 CLASSES = {"PreTrainedTokenizerFast": "PreTrainedTokenizerFast", "TokenizersBackend": "PreTrainedTokenizerFast"}

@@ -14,9 +14,9 @@ from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.select import choose_backend
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config
+from folovllm.files import reading
 from folovllm.kv_scales import FP8
 from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of, num_positions
-from folovllm.models.json_files import reading
 from folovllm.models.quantization import (
     activations_as_asked,
     check_known_to_transformers,

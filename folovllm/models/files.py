@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from folovllm.config import DEFAULT_MODEL, EngineConfig
-from folovllm.models.json_files import check_content, in_one_line, read_json, reading
+from folovllm.files import in_one_line, reading
+from folovllm.models.json_files import check_content, read_json
 from folovllm.models.plain_config import plain_config
 from folovllm.quick_tokenizer import quick_tokenizer
 from folovllm.sampling_params import SamplingParams

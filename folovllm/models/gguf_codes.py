@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from folovllm.files import reading
 from folovllm.layers.formats import packing
 from folovllm.layers.formats.abstract import WeightFormat
 from folovllm.layers.formats.int4 import Int4
 from folovllm.layers.formats.int8 import Int8
 from folovllm.layers.layer_set import FormatOf
 from folovllm.models.gguf_reader import GGUFTensor
-from folovllm.models.json_files import reading
 
 Tensors = dict[str, torch.Tensor]
 

@@ -13,19 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from folovllm.files import cache_dir
-from folovllm.models.json_files import (
-    ABOVE_0,
-    FIELDS,
-    IDS,
-    INDEX,
-    SIZE,
-    TEXT,
-    TEXTS,
-    Kind,
-    check_fields,
-    reading,
-)
+from folovllm.files import cache_dir, reading
+from folovllm.models.json_files import ABOVE_0, FIELDS, IDS, INDEX, SIZE, TEXT, TEXTS, Kind, check_fields
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from folovllm.models.json_files import reading
+from folovllm.files import reading
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType

@@ -13,10 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from folovllm.files import UnreadableFile, in_one_line, reading
 from folovllm.layers.formats.abstract import FLOATS, WeightFormat
 from folovllm.layers.formats.plain import Plain
 from folovllm.layers.linear import PLAIN, LinearBase
-from folovllm.models.json_files import UnreadableFile, in_one_line, read_json, reading
+from folovllm.models.json_files import read_json
 from folovllm.models.kv_scales import is_kv_scale, take_kv_scale
 from folovllm.models.llama import LlamaForCausalLM
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from folovllm.config import EngineConfig
+from folovllm.files import reading
 from folovllm.layers.formats.abstract import WeightFormat
 from folovllm.layers.formats.fp8 import Fp8, Fp8Both
 from folovllm.layers.formats.int4_checkpoints import Awq, Gptq, SortedGptq
@@ -23,7 +24,6 @@ from folovllm.layers.linear import PLAIN
 from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, num_kv_heads_of
 from folovllm.models.compressed_tensors import read_compressed_tensors
 from folovllm.models.gguf_codes import read_gguf_types
-from folovllm.models.json_files import reading
 from folovllm.require import is_whole
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from folovllm.files import write_whole
+from folovllm.files import reading, write_whole
 from folovllm.models.files import tokenizer_folder
-from folovllm.models.json_files import reading
 from folovllm.models.loader import INDEX, opened
 from folovllm.quantize.one_layer import PREFIX, Tensors
 

@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import choose_device
+from folovllm.files import reading
 from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, windows_of
 from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
-from folovllm.models.json_files import reading
 from folovllm.models.quantization import check_num_weights, linear_shapes
 from folovllm.models.registry import build_model, renamed_by
 from folovllm.quantize.calibration import read_texts, split_rows
