@@ -118,7 +118,9 @@ def run_clean(mutants: Sequence[Mutant]) -> None:
     """Run all tests on the engine as it is. Raises SystemExit if one fails: it would kill anything."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         Path(folder, "folovllm").mkdir()
-        status, said = run_tests(Path(folder), dict.fromkeys(test for mutant in mutants for test in mutant.test.split()))
+        status, said = run_tests(
+            Path(folder), dict.fromkeys(test for mutant in mutants for test in mutant.test.split())
+        )
     if status:
         raise SystemExit(f"{said}\nthese tests fail without any mutant")
 
@@ -134,13 +136,14 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     if wanted.list:
-        raise SystemExit("\n".join(f"{m.package:<13}{m.name}\n    {m.behaviour}\n    {m.where}" for m in mutants))
+        print("\n".join(f"{m.package:<14}{m.name}\n    {m.behaviour}\n    {m.where}" for m in mutants))
+        return
     run_clean(mutants)
     found: Counter[str] = Counter()
     for mutant in mutants:
         start = time.monotonic()
         what, said = outcome(mutant)
-        print(f"{what:<12}{time.monotonic() - start:5.1f} s  {mutant.package:<13}{mutant.name}", flush=True)
+        print(f"{what:<12}{time.monotonic() - start:5.1f} s  {mutant.package:<14}{mutant.name}", flush=True)
         if what != "killed":
             print(f"    {mutant.behaviour}\n    {said}", flush=True)
         found[what] += 1

@@ -20,6 +20,7 @@ from folovllm.step.draw import DrawSpec
 from folovllm.step.packed import IN_FLIGHT, NOTHING, Field, PackedStep, StepPacker, choose_bucket, is_plain_decode
 from folovllm.step.schedule import SchedulerOutput, Share
 from folovllm.worker.device_tables import DeviceTables
+from folovllm.worker.draw import seeds_of
 from folovllm.worker.input_batch import InputBatch
 from tests.tiny import worked_case
 
@@ -152,6 +153,21 @@ def test_what_is_no_plain_decode() -> None:
     assert not is_plain_decode(plain._replace(num_draws=0)), "a chunk of one token: a recorded step would draw after it"
 
 
+@pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1, 3 * 2**40 + 2**31, 2**63 - 1])
+def test_a_seed_arrives_whole(seed: int) -> None:
+    first = Share(1, 0, 0, 1, np.array([5], np.int32), (3,), 0, 1, DrawSpec(seed=seed))
+    step = StepPacker(ROWS, []).pack(SchedulerOutput((first,)))
+    assert seeds_of(torch.from_numpy(step.fields)).tolist() == [seed], "its lower half has no sign"
+
+
+def test_the_next_owner_of_a_row_asks_for_itself() -> None:
+    packer = StepPacker(ROWS, [])
+    first = Share(1, 0, 0, 2, np.array([5, 6], np.int32), (3,), 0, 1, DrawSpec(logprobs=2))
+    assert packer.pack(SchedulerOutput((first,))).logprobs.T.tolist() == [[0, 2]]
+    step = packer.pack(SchedulerOutput((first._replace(seq_id=2, draw=DrawSpec()),)))
+    assert not step.logprobs.size, "it wants no log-probabilities, whoever had its row before"
+
+
 @settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), with_buckets=st.booleans())
 def test_a_packed_step_is_the_plain_one(seed: int, with_buckets: bool) -> None:
@@ -181,6 +197,7 @@ def assert_same_batch(actual: ForwardBatch, expected: ForwardBatch) -> None:
     assert torch.equal(actual.positions[:tokens], expected.positions)
     assert torch.equal(actual.slot_mapping[:tokens], expected.slot_mapping)
     assert (actual.slot_mapping[tokens:] == -1).all() and (actual.seq_lens[n:] == 0).all()
+    assert actual.num_decodes == (expected.num_decodes if actual.num_seqs == n else actual.num_seqs), "padding decodes"
     assert torch.equal(actual.query_start_loc[: n + 1], expected.query_start_loc)
     assert torch.equal(actual.seq_lens[:n], expected.seq_lens)
     assert torch.equal(actual.logits_indices[:n], expected.logits_indices)
