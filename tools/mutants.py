@@ -13,7 +13,7 @@ First the tests run on the engine as it is, and must pass. Then each mutant runs
 
     killed        a test failed, as it should
     survived      all tests passed: a hole in the tests
-    too slow      no test had failed after a minute
+    too slow      no test had failed after `--limit` seconds
     not run       pytest did not come to its tests, or there are none of these names
     anchor lost   the function or its old text is gone: find the place where the behaviour is decided now, and write the same
                   mistake there
@@ -41,7 +41,7 @@ from milestones import splice
 
 ROOT = Path(__file__).resolve().parent.parent
 STORE = ROOT / "tests/mutants"
-LIMIT = 60.0  # seconds for the test of one mutant
+LIMIT = 60.0  # seconds
 OUTCOMES = {0: "survived", 1: "killed", None: "too slow"}  # by pytest's exit status; all others: not run
 
 
@@ -101,7 +101,7 @@ def run_tests(mine: Path, tests: Iterable[str], limit: float | None = None) -> t
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def outcome(mutant: Mutant) -> tuple[str, str]:
+def outcome(mutant: Mutant, limit: float = LIMIT) -> tuple[str, str]:
     """What became of a mutant, and what to say of it if it was not killed."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         file = Path(folder, mutant.path)
@@ -110,7 +110,7 @@ def outcome(mutant: Mutant) -> tuple[str, str]:
             file.write_text(mutant.source(), "utf-8")
         except LookupError as error:
             return "anchor lost", str(error)
-        status, said = run_tests(Path(folder), mutant.test.split(), LIMIT)
+        status, said = run_tests(Path(folder), mutant.test.split(), limit)
     return OUTCOMES.get(status, "not run"), said[-1000:] if status not in OUTCOMES else mutant.test
 
 
@@ -130,6 +130,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="NAME", help="the mutants of this package, or the one of this name")
     parser.add_argument("--list", action="store_true", help="print the mutants and run none")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT, help="seconds for the test of one mutant (more on a busy machine)"
+    )
     wanted = parser.parse_args()
     try:
         mutants = stored(wanted.only)
@@ -142,7 +145,7 @@ def main() -> None:
     found: Counter[str] = Counter()
     for mutant in mutants:
         start = time.monotonic()
-        what, said = outcome(mutant)
+        what, said = outcome(mutant, wanted.limit)
         print(f"{what:<12}{time.monotonic() - start:5.1f} s  {mutant.package:<14}{mutant.name}", flush=True)
         if what != "killed":
             print(f"    {mutant.behaviour}\n    {said}", flush=True)

@@ -60,8 +60,7 @@ def test_what_becomes_of_one(
     (tmp_path / "folovllm/numbers.py").write_text(MODULE)
     (tmp_path / "test_numbers.py").write_text(TESTS)
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
-    monkeypatch.setattr(mutants, "LIMIT", 5.0 if what == "too slow" else 60.0)
     mutant = mutants.Mutant("p", "n", "b", "folovllm.numbers:half", old, new, f"test_numbers.py::{test}")
-    assert mutants.outcome(mutant)[0] == what
+    assert mutants.outcome(mutant, 5.0 if what == "too slow" else 60.0)[0] == what
     mutants.run_clean([mutants.Mutant("p", "n", "b", "folovllm.numbers:half", old, new, "test_numbers.py::test_even")])
     assert (tmp_path / "folovllm/numbers.py").read_text() == MODULE

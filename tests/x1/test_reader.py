@@ -66,6 +66,7 @@ ANSWERS = [  # parser, prompt, text, thought, content, calls
     (None, "", 'x <tool_call>\n{"na', None, 'x<tool_call>\n{"na', None),
     (None, "", f"{CALL} and after", None, " and after", [["f", '{"a": [1, "}"]}']]),
     (None, "", '<tool_call>\n{"name": "é\\"n", "arguments": {"s": "\\\\"}}\n</tool_call>', None, "", [['é"n', '{"s": "\\\\"}']]),
+    (None, "", '<tool_call>{"name": "g", "arguments": {"s": "\\"}"}}</tool_call>', None, "", [["g", '{"s": "\\"}"}']]),
     ("qwen3", "", "<think>\nHm, <b>.\n</think>\n\nYes.", "Hm, <b>.\n", "Yes.", None),
     ("qwen3", "", "\n<think>Hm.</think>Yes.", "Hm.", "Yes.", None),
     ("qwen3", "", "No thought.", None, "No thought.", None),
