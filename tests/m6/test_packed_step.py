@@ -144,6 +144,15 @@ class TestPackDecode:
         assert batch.input_ids[0] == 77 and batch.positions[0] == 3, "the device takes the token that it drew last"
 
 
+def test_a_token_in_flight_beside_a_prompt() -> None:
+    in_flight = Share(1, 1, 3, 1, np.empty(0, np.int32), (), 1, 1, None)
+    prompt = Share(2, 0, 0, 2, np.array([5, 6], np.int32), (3,), 0, 1, DrawSpec())
+    device = Device()
+    device.tables.last_token[1] = 77
+    batch = device.unpack(device.packer.pack(SchedulerOutput((in_flight, prompt))))
+    assert batch.input_ids.tolist() == [77, 5, 6], "the device takes the token that it drew last, here too"
+
+
 def test_what_is_no_plain_decode() -> None:
     plain = Share(1, 0, 8, 1, np.array([1], np.int32), (6,), 2, 1, None)
     assert is_plain_decode(plain) and is_plain_decode(plain._replace(new_blocks=()))

@@ -163,6 +163,18 @@ def test_a_stop_token_that_is_text_completes_no_form() -> None:
     assert [ids_of(words) for words in masks.bits] == [[a, b, c]] * 3 + [sorted([a, *seq.eos_token_ids])]
 
 
+def test_no_end_before_min_tokens_where_the_form_goes_on() -> None:
+    a, b = tiny_tokenizer().encode("ab")
+    guides, seq = Guides(tiny_tokenizer(), VOCAB_SIZE), sequence([1, 1, 1], 8)
+    seq.request.params.structured_outputs = StructuredOutputsParams(regex="ab*")
+    seq.request.params.min_tokens = 3
+    guides.add([seq])
+    guide, ends = guides._guides[seq], sorted(seq.eos_token_ids)
+    for token, then in [(a, [b]), (b, [b]), (b, sorted([b, *ends]))]:
+        guide.advance(token)
+        assert allowed_by(guide) == then
+
+
 @pytest.mark.parametrize("prepared", [False, True])
 def test_requests_to_a_model_without_ends_have_each_their_own(prepared: bool) -> None:
     """What ends one request is text of another, whichever comes first."""
