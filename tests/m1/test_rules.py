@@ -15,6 +15,7 @@ from folovllm.draw_row import MAX_BAD_TOKENS, mask_of
 from folovllm.engine.input_processor import bad_word_tokens
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sample.penalties import TokenCounts, apply_penalties
+from folovllm.sample.rows import DrawRows
 from folovllm.sample.rules import RowRules, apply_rules, bits_of
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.sampling_params import SamplingParams
@@ -90,6 +91,13 @@ class TestRules:
         out = apply_rules(logits, [None, rules])
         assert out[0].eq(0).all() and out[1].isneginf().sum() == V - 1 and logits.eq(0).all()
         assert apply_rules(logits, [None, None]) is logits
+
+    def test_the_next_owner_of_a_row_has_its_own(self) -> None:
+        rows = DrawRows(V, CPU)
+        rows.set({0: DrawSpec(temperature=0.0, allowed=(3,)), 1: DrawSpec(temperature=0.0, bias=((4, 9.0),))})
+        assert Sampler()(torch.zeros(2, V), rows.batch([0, 1], [5, 5])).token_ids == [3, 4]
+        rows.set({0: DrawSpec(temperature=0.0), 1: DrawSpec(temperature=0.0)})
+        assert Sampler()(torch.zeros(2, V), rows.batch([0, 1], [5, 5])).token_ids == [0, 0]
 
     def test_tokens_are_noted_as_they_come(self) -> None:
         rules = RowRules(DrawSpec(bad_words=((3, 4, 5),)), V, CPU)

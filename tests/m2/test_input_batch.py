@@ -135,6 +135,16 @@ def test_a_batch_on_the_device() -> None:
     assert batch.query_start_loc.dtype == batch.seq_lens.dtype == batch.block_tables.dtype == torch.int32
 
 
-@pytest.mark.parametrize(("items", "decodes"), [([(5, 4, 1)], 1), ([(5, 0, 5)], 0)])
+def test_a_new_owner_of_a_row_begins_a_table_of_its_own() -> None:
+    batch = InputBatch(SlotManager.slots, 100, torch.device("cpu"))
+    for slot in (2, 5):
+        assert batch.build([item(3, 0, 3, slot, row=0)]).block_tables.tolist() == [[slot]]
+
+
+@pytest.mark.parametrize(
+    ("items", "decodes"),
+    [([(5, 4, 1)], 1), ([(5, 0, 5)], 0), ([(5, 0, 5), (5, 0, 1)], 0), ([(5, 4, 1), (5, 0, 5), (5, 0, 1)], 1)],
+)
 def test_how_many_decode(items: list[tuple[int, int, int]], decodes: int) -> None:
-    assert BATCH.build([item(*piece, slot=0) for piece in items]).num_decodes == decodes
+    got = BATCH.build([item(*piece, slot=0) for piece in items]).num_decodes
+    assert got == decodes, "only those in front: backends take the first `num_decodes` sequences for one token each"

@@ -12,15 +12,19 @@ import pytest
 import torch
 
 from folovllm.build import make_engine
+from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.free_list import Block
 from folovllm.cache.prefix_cache import PrefixCache
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.overlap import OverlappedEngine
+from folovllm.engine.overlap_scheduler import OverlapScheduler
+from folovllm.engine.scheduler import chunk, preempt
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
+from tests.sequences import make_seq
 from tests.workloads import ARRIVALS, KINDS, MAX_MODEL_LEN, assert_nothing_left, serve, workload
 
 MODES = {
@@ -69,6 +73,17 @@ def test_small_pools_and_chunks(mode: str, pool: dict[str, Any]) -> None:
     assert_clean(served)
     if pool.get("num_kv_blocks"):
         assert served.stats().preemptions > 0
+
+
+def test_a_decode_that_may_need_a_block_waits_where_none_is_free() -> None:
+    for num_blocks, waits in ((1, True), (2, False)):
+        kv = BlockManager(num_blocks, 4)
+        scheduler = OverlapScheduler(
+            kv=kv, max_num_seqs=1, max_num_batched_tokens=8, tokens_of_step=chunk, make_room=preempt
+        )
+        scheduler.add(make_seq(4))
+        assert scheduler.schedule().num_tokens == 4 and kv.num_free == num_blocks - 1
+        assert scheduler.must_wait() == waits, "its next token begins a block; to give way, it must know all its tokens"
 
 
 def test_only_tokens_that_the_host_knows_are_published(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from folovllm.step.draw import DrawSpec
 from folovllm.step.packed import IN_FLIGHT, NOTHING, Field, PackedStep, StepPacker, choose_bucket, is_plain_decode
 from folovllm.step.schedule import SchedulerOutput, Share
 from folovllm.worker.device_tables import DeviceTables
+from folovllm.worker.draw import seeds_of
 from folovllm.worker.input_batch import InputBatch
 from tests.tiny import worked_case
 
@@ -143,6 +144,15 @@ class TestPackDecode:
         assert batch.input_ids[0] == 77 and batch.positions[0] == 3, "the device takes the token that it drew last"
 
 
+def test_a_token_in_flight_beside_a_prompt() -> None:
+    in_flight = Share(1, 1, 3, 1, np.empty(0, np.int32), (), 1, 1, None)
+    prompt = Share(2, 0, 0, 2, np.array([5, 6], np.int32), (3,), 0, 1, DrawSpec())
+    device = Device()
+    device.tables.last_token[1] = 77
+    batch = device.unpack(device.packer.pack(SchedulerOutput((in_flight, prompt))))
+    assert batch.input_ids.tolist() == [77, 5, 6], "the device takes the token that it drew last, here too"
+
+
 def test_what_is_no_plain_decode() -> None:
     plain = Share(1, 0, 8, 1, np.array([1], np.int32), (6,), 2, 1, None)
     assert is_plain_decode(plain) and is_plain_decode(plain._replace(new_blocks=()))
@@ -150,6 +160,21 @@ def test_what_is_no_plain_decode() -> None:
     assert not is_plain_decode(plain._replace(draw=DrawSpec())), "how a new row is drawn must travel too"
     assert not is_plain_decode(plain._replace(num_new_tokens=2))
     assert not is_plain_decode(plain._replace(num_draws=0)), "a chunk of one token: a recorded step would draw after it"
+
+
+@pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1, 3 * 2**40 + 2**31, 2**63 - 1])
+def test_a_seed_arrives_whole(seed: int) -> None:
+    first = Share(1, 0, 0, 1, np.array([5], np.int32), (3,), 0, 1, DrawSpec(seed=seed))
+    step = StepPacker(ROWS, []).pack(SchedulerOutput((first,)))
+    assert seeds_of(torch.from_numpy(step.fields)).tolist() == [seed], "its lower half has no sign"
+
+
+def test_the_next_owner_of_a_row_asks_for_itself() -> None:
+    packer = StepPacker(ROWS, [])
+    first = Share(1, 0, 0, 2, np.array([5, 6], np.int32), (3,), 0, 1, DrawSpec(logprobs=2))
+    assert packer.pack(SchedulerOutput((first,))).logprobs.T.tolist() == [[0, 2]]
+    step = packer.pack(SchedulerOutput((first._replace(seq_id=2, draw=DrawSpec()),)))
+    assert not step.logprobs.size, "it wants no log-probabilities, whoever had its row before"
 
 
 @settings(max_examples=60)
@@ -181,6 +206,7 @@ def assert_same_batch(actual: ForwardBatch, expected: ForwardBatch) -> None:
     assert torch.equal(actual.positions[:tokens], expected.positions)
     assert torch.equal(actual.slot_mapping[:tokens], expected.slot_mapping)
     assert (actual.slot_mapping[tokens:] == -1).all() and (actual.seq_lens[n:] == 0).all()
+    assert actual.num_decodes == (expected.num_decodes if actual.num_seqs == n else actual.num_seqs), "padding decodes"
     assert torch.equal(actual.query_start_loc[: n + 1], expected.query_start_loc)
     assert torch.equal(actual.seq_lens[:n], expected.seq_lens)
     assert torch.equal(actual.logits_indices[:n], expected.logits_indices)

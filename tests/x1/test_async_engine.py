@@ -237,6 +237,19 @@ class TestEnds:
         assert text(await anext(stream)) == "abcd"
 
     @scripted
+    async def test_a_drain_waits_for_all(self, engine: AsyncEngine, transport: HandTransport) -> None:
+        await submit(engine)
+        transport.turn(2)
+        await submit(engine)
+        draining = asyncio.ensure_future(engine.drain())
+        await asyncio.sleep(0)
+        transport.turn(2)
+        await asyncio.sleep(0)
+        assert engine.num_open == 1 and not draining.done(), "one of two has ended"
+        transport.turn(2)
+        assert await draining
+
+    @scripted
     async def test_a_drain_that_takes_too_long(self, engine: AsyncEngine, transport: HandTransport) -> None:
         stream = await submit(engine)
         transport.turn()

@@ -86,6 +86,7 @@ ANSWERS = [  # parser, prompt, text, thought, content, calls
     (None, "", '<tool_call>{"arguments": {"s": "</tool_call>"}, "name": "f"}', None, "", [["f", '{"s": "</tool_call>"}']]),
     *((None, "", text, None, text, None) for text in NO_CALLS),
     (None, "", '<tool_call>\n{"name": "é\\"n", "arguments": {"s": "\\\\"}}\n</tool_call>', None, "", [['é"n', '{"s": "\\\\"}']]),
+    (None, "", '<tool_call>{"name": "g", "arguments": {"s": "\\"}"}}</tool_call>', None, "", [["g", '{"s": "\\"}"}']]),
     ("qwen3", "", "<think>\nHm, <b>.\n</think>\n\nYes.", "Hm, <b>.\n", "Yes.", None),
     ("qwen3", "", "\n<think>Hm.</think>Yes.", "Hm.", "Yes.", None),
     ("qwen3", "", "No thought.", None, "No thought.", None),

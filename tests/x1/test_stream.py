@@ -185,6 +185,12 @@ class TestFeed:
         assert text_of(stream) == "a", "b ends the answer, and c was drawn after the end"
         assert stream.state.metrics.num_generated_tokens == 2, "a and b; what comes after the end is not counted"
 
+    def test_a_stop_token_within_a_piece_of_several_tokens(self) -> None:
+        stream = stream_of(replace(DELTAS, stop_token_ids=ids_of("b")))
+        stream.feed(Delta(0, 0, ids_of("abc"), "stop"), 1.0)
+        assert text_of(stream) == "a", "b ends the answer and is no text, and c was drawn after the end"
+        assert stream.state.metrics.num_generated_tokens == 2, "a and b; what comes after the end is not counted"
+
     def test_what_was_drawn_behind_the_end_is_in_no_sum(self) -> None:
         stream = stream_of(replace(DELTAS, stop=["b"], logprobs=0))
         rows = [[(token, -(2.0**i), 1)] for i, token in enumerate(ids_of("abc"))]

@@ -19,11 +19,12 @@ from folovllm.attention.backends.select import choose_backend
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.engine.setup import set_up
 from folovllm.kv_scales import FP8, UNSCALED, KVScales, decode, encode
+from folovllm.models.kv_scales import take_kv_scale
 from folovllm.sampling_params import SamplingParams
 from folovllm.worker.calibrate import centred_scales_of
 from tests import contract
 from tests.contract import CASES, Case, make_problem
-from tests.helpers import prompts, tiny_checkpoint
+from tests.helpers import Driver, prompts, tiny_checkpoint
 from tests.workloads import Request, make_engine, mixed_requests, serve
 
 SCALES = KVScales(0.25, 0.03)  # one that moves exponents alone, and one that does not
@@ -269,15 +270,24 @@ def with_tensors(tensors: dict[str, torch.Tensor], to: Path) -> str:
     return str(to)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("self_attn.k_scale", "self_attn.v_scale"),
-        ("self_attn.attn.k_scale", "self_attn.attn.v_scale"),
-        ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
-        ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),
-    ],
-)
+NAMES = [
+    ("self_attn.k_scale", "self_attn.v_scale"),
+    ("self_attn.attn.k_scale", "self_attn.attn.v_scale"),
+    ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+    ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),
+]
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_each_scale_of_a_checkpoint_has_its_place(names: tuple[str, str]) -> None:
+    model = Driver(tiny_checkpoint()).model
+    for name, value in zip(names, (2.0, 3.0), strict=True):
+        take_kv_scale(model, f"model.layers.1.{name}", torch.tensor(value))
+    found = [layer.self_attn.attn.scales for layer in model.model.layers]
+    assert found == [UNSCALED, KVScales(2.0, 3.0), UNSCALED], "keys' and values' in the layer that is named"
+
+
+@pytest.mark.parametrize("names", NAMES)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoints_scales_are_used(names: tuple[str, str], ranks: int, tmp_path: Path) -> None:
     """Scales that lose all but the coarsest numbers change the answer; without 8 bits nobody looks at them."""

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from folovllm.cli import main
 from folovllm.quantize.calibration import read_texts
+from folovllm.quantize.inputs import Inputs
 from folovllm.quantize.methods import Gptq, Method, method_for
 from folovllm.quantize.one_layer import PREFIX, Checkpoint, OneLayer
 from folovllm.quantize.options import CALIBRATED, QuantizeOptions
@@ -78,6 +79,17 @@ def plain_copy(kind: str, report: Report, to: Path) -> Path:
         {name: t.contiguous() for name, t in tensors.items()}, to / "model.safetensors", metadata={"format": "pt"}
     )
     return to
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_stand_for_the_weights_that_they_were_made_of(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    w, x = torch.randn(64, 128, generator=generator), torch.randn(256, 128, generator=generator)
+    inputs = Inputs(128, torch.device("cpu"))
+    inputs.add(x * torch.linspace(0.5, 2, 128)[torch.randperm(128, generator=generator)])
+    method = method_for(options(kind), torch.float32)
+    off = method.decode(method.encode("mlp.down_proj", w, inputs)) - w
+    assert off.norm() < 0.2 * w.norm(), "so much is off where codes or scales are in another's place"
 
 
 def test_the_engine_runs_what_was_measured(written: tuple[str, Report], text: Path, tmp_path: Path) -> None:

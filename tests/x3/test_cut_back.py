@@ -9,8 +9,12 @@ from hypothesis import given, settings
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
-from tests.sequences import make_seq
-from tests.x3.guessing_loop import Device, Loop
+from folovllm.engine.scheduler import chunk, preempt
+from folovllm.engine.speculation import Speculation
+from folovllm.engine.speculative_scheduler import SpeculativeScheduler
+from folovllm.spec.proposer import FixedDepth, Proposer, RowState
+from tests.sequences import EOS, make_seq
+from tests.x3.guessing_loop import Device, Loop, NoForms
 
 
 @settings(max_examples=60)
@@ -41,3 +45,22 @@ def test_cut_blocks_are_taken_next() -> None:
     kv.truncate(seq)
     kv.truncate(seq)
     assert seq.block_table == [0, 1] and kv.blocks[2].ref_count == 0
+
+
+def test_right_guesses_behind_the_end_are_told_to_nobody() -> None:
+    class Ones(Proposer):
+        def propose(self, state: RowState, k: int) -> list[int]:
+            return [1] * k
+
+    scheduler = SpeculativeScheduler(
+        kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=chunk, make_room=preempt,
+        speculation=Speculation(Ones(), FixedDepth(3), NoForms()),
+    )  # fmt: skip
+    seq = make_seq(3, max_tokens=20)
+    scheduler.add(seq)
+    scheduler.postprocess([(seq, [1]) for _ in scheduler.schedule().shares])
+    (share,) = scheduler.schedule().shares
+    assert share.num_draws == 4
+    drawn = [1, EOS, 1, 1]
+    scheduler.postprocess([(seq, drawn)])
+    assert drawn == seq.output_token_ids[1:].tolist() == [1, EOS], "who hears of the step hears of these alone"

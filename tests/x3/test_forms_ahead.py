@@ -13,6 +13,7 @@ import pytest
 from folovllm.draw_row import mask_width
 from folovllm.engine.speculation import Speculation
 from folovllm.spec.proposer import FixedDepth, Proposer, RowState
+from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput, Share
 from folovllm.structured import guidance
 from folovllm.structured import guides as guides_module
@@ -77,6 +78,12 @@ def test_each_draw_has_its_own_mask() -> None:
     seq = sequence([1, 1, 1], 8)
     masks = guides_of(seq).masks(step(seq, [1, 3]), [seq])
     assert masks.rows.tolist() == [5, 5, 5] and masks.bits.tolist() == [[ANY]] * 3
+
+
+def test_masks_draw_by_draw() -> None:
+    masks = Masks(np.array([3, 3, 3, 1, 2, 2], np.int32), np.arange(6, dtype=np.int32)[:, None])
+    got = [(level.rows.tolist(), level.bits[:, 0].tolist()) for level in map(masks.of_level, range(3))]
+    assert got == [([3, 1, 2], [0, 3, 4]), ([3, 2], [1, 5]), ([3], [2])], "the first of each row, the second, the third"
 
 
 def test_what_is_drawn_where_the_form_cannot_be_reached_does_not_count() -> None:
@@ -154,6 +161,18 @@ def test_a_stop_token_that_is_text_completes_no_form() -> None:
     guides.add([seq])
     masks = guides.masks(step(seq, [b, c, b]), [seq])
     assert [ids_of(words) for words in masks.bits] == [[a, b, c]] * 3 + [sorted([a, *seq.eos_token_ids])]
+
+
+def test_no_end_before_min_tokens_where_the_form_goes_on() -> None:
+    a, b = tiny_tokenizer().encode("ab")
+    guides, seq = Guides(tiny_tokenizer(), VOCAB_SIZE), sequence([1, 1, 1], 8)
+    seq.request.params.structured_outputs = StructuredOutputsParams(regex="ab*")
+    seq.request.params.min_tokens = 3
+    guides.add([seq])
+    guide, ends = guides._guides[seq], sorted(seq.eos_token_ids)
+    for token, then in [(a, [b]), (b, [b]), (b, sorted([b, *ends]))]:
+        guide.advance(token)
+        assert allowed_by(guide) == then
 
 
 @pytest.mark.parametrize("prepared", [False, True])
