@@ -34,11 +34,19 @@ def read(mine: Mine, path: Path) -> str:
 
 
 def tree_moves(mine: Mine, new: str, old: str = "folovllm.pool:Pool.take") -> Mine:
-    """The manifest of m1 says so, and the course is read anew."""
+    """The manifest of m1 and the history say so, and the course is read anew."""
     file = mine.course.root / "milestones/m1_pool/milestone.toml"
     text = file.read_text()
     assert f'symbols = ["{old}"]' in text
-    file.write_text(text.replace(f'symbols = ["{old}"]', f'symbols = ["{new}"]\nmoved_from = "{old}"'))
+    file.write_text(text.replace(f'symbols = ["{old}"]', f'symbols = ["{new}"]'))
+    return tells(mine, f'{{ old = "{old}", new = "{new}" }}')
+
+
+def tells(mine: Mine, *changes: str) -> Mine:
+    """The history says so too, at its end, and the course is read anew."""
+    file = mine.course.root / "milestones/renames.toml"
+    before = file.read_text().splitlines()[1:-1] if file.is_file() else []
+    file.write_text("\n".join(["changes = [", *before, *(f"{change}," for change in changes), "]"]))
     return Mine.of(Course(mine.course.root))
 
 
