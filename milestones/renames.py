@@ -29,7 +29,7 @@ class Change:
     old: str
     new: str
     only: tuple[str, ...] = ()  # exercises or milestones whose bodies say it; all, if none is named
-    on: tuple[str, ...] = ()  # of a member: what stands before its dot
+    on: tuple[str, ...] = ()  # of a member: what stands before its dot; `self` also where a class defines it
     contract: str = ""  # what else a body has to do since; one that was written before is cut out
 
     def __post_init__(self) -> None:
@@ -142,6 +142,9 @@ class Word:
             return near in (change.owner, change.new.rpartition(":")[2].partition(".")[0], "replace")
         ours = not self.path or self.path.startswith(f"{PACKAGE}.")
         return self.kind == "member" and ours and (not change.on or near in change.on)
+
+
+SELF = Word(-1, "self", "local", new="self")  # before the dot of what a class defines
 
 
 @dataclass
@@ -292,14 +295,14 @@ class Reader(ast.NodeVisitor):
     def visit_Name(self, node: ast.Name) -> None:
         start, scope = self.text.at(node.lineno, node.col_offset), self.scopes[-1] if self.scopes else None
         if scope and isinstance(scope[0], ast.ClassDef) and isinstance(node.ctx, ast.Store):
-            word = self.add(start, node.id, "member", near=scope[2])
+            word = self.add(start, node.id, "member", near=SELF)
         else:
             word = self.local(start, node.id) or self.add(start, node.id, "name", self.text.bound.get(node.id, ""))
         self.text.of_node[id(node)] = word
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        path, whole = self.meaning(node), ast.get_source_segment(self.text.text, node)
-        if path == whole:  # import a.b; a.b.c
+        path = self.meaning(node)
+        if path and path == ast.unparse(node):  # import a.b; a.b.c
             start = self.text.at(node.lineno, node.col_offset)
             self.text.of_node[id(node)] = self.add(start, path, "path", path)
             return
@@ -362,7 +365,7 @@ class Reader(ast.NodeVisitor):
             return self.local(match.start(1), node.name) or self.add(match.start(1), node.name, "name")
         classes = [scope[0].name for scope in self.scopes if isinstance(scope[0], ast.ClassDef)]
         path = ".".join([self.text.module, *classes, node.name]) if self.text.module else ""
-        return self.add(match.start(1), node.name, "member" if within else "name", path, within and within[2])
+        return self.add(match.start(1), node.name, "member" if within else "name", path, SELF if within else None)
 
     def _inside(self, node: Scope, names: set[str], word: Word | None) -> None:
         self.scopes.append((node, names, word))

@@ -305,10 +305,21 @@ class Update:
             if contracts := self._broken(symbol):
                 task = f"{exercise.id} {symbol.name}"
                 yield t(said, task=task, contract="; ".join(contracts), folder=folder)
+        for place in self._lost():
+            yield t("{place} is no exercise any more; yours is in {folder}", place=place, folder=folder)
         for copy in self.copies:
             for builder in self.mine.course.builders:
                 if builder.path == copy.path and (contracts := self._cut_builder(copy)):
                     yield t(said, task=builder.id, contract="; ".join(contracts), folder=folder)
+
+    def _lost(self) -> Iterator[str]:
+        """Bodies that were written, of what no exercise is now."""
+        texts, now = {copy.module: copy.text for copy in self.copies}, {dotted(str(symbol)) for symbol in self.exercise}
+        for place in self.state.blanked:
+            module, _, name = place.partition(":")
+            if follow(self.changes, dotted(place))[0] not in now and name in dict(splice.functions(texts.get(module, ""))):
+                if not splice.is_stub(texts[module], name):
+                    yield place
 
     def _broken(self, symbol: Symbol) -> list[str]:
         """What has changed about the contract of a body that was written."""
