@@ -59,7 +59,7 @@ class Origin:
     @property
     def is_reference(self) -> bool:
         """Whether it was never an exercise for this learner, and is as it was."""
-        return not self.was_cut and splice.same_body(self.copy.text, self.copy.base or "", self.name)
+        return not (self.was_cut or self.is_stub) and splice.same_body(self.copy.text, self.copy.base or "", self.name)
 
     @property
     def is_carried(self) -> bool:
@@ -181,7 +181,7 @@ class Update:
         try:
             new = self._fresh(path, main)
             old, yours = self._sides(path, main) if main else (new, new)
-            merged = new if yours == old else merge(yours, old, new)
+            merged = new if yours == old else merge(yours, old, new) or append(yours, old, new)
         except (LookupError, SyntaxError) as error:
             return Outcome(t("not updated, {error}; mend it and update again", error=error), stuck=True)
         if merged is None:
@@ -314,11 +314,12 @@ class Update:
 
     def _lost(self) -> Iterator[str]:
         """Bodies that were written, of what no exercise is now."""
-        texts, now = {copy.module: copy.text for copy in self.copies}, {dotted(str(symbol)) for symbol in self.exercise}
-        for place in self.state.blanked:
-            module, _, name = place.partition(":")
-            if follow(self.changes, dotted(place))[0] not in now and name in dict(splice.functions(texts.get(module, ""))):
-                if not splice.is_stub(texts[module], name):
+        now = {dotted(str(symbol)) for symbol in self.exercise}
+        for copy in self.copies:
+            for name, _ in splice.functions(copy.text):
+                place = f"{copy.module}:{name}"
+                is_gone = place in self.state.blanked and follow(self.changes, dotted(place))[0] not in now
+                if is_gone and not splice.is_stub(copy.text, name):
                     yield place
 
     def _broken(self, symbol: Symbol) -> list[str]:
@@ -365,6 +366,15 @@ def merge(yours: str, base: str, theirs: str) -> str | None:
     return done.stdout.decode() if done.returncode == 0 else None
 
 
+def append(yours: str, base: str, theirs: str) -> str | None:
+    """Theirs with what you added at the top of the module behind it, or None where you changed anything else."""
+    before = [ast.dump(node) for node in ast.parse(base).body]
+    now = {ast.dump(node): node for node in ast.parse(yours).body}
+    added = [node for dump, node in now.items() if dump not in before]
+    is_new = not splice.module_names(added) & splice.module_names(ast.parse(base).body)
+    return theirs + _text(yours, added) if is_new and now.keys() >= {*before} else None
+
+
 def _asks(source: str, name: str) -> tuple[str, str | None]:
     """Parameters and docstring of a function: what somebody who writes its body goes by."""
     node = splice.find(source, name).node
@@ -385,10 +395,14 @@ def _same_place(text: str, other: str, name: str) -> str:
 
 
 def _statements(source: str, names: Iterable[str]) -> str:
-    """The statements at the top of a module that define these."""
+    """The statements at the top of a module that bind these."""
+    return _text(source, (node for node in ast.parse(source).body if splice.module_names([node]) & {*names}))
+
+
+def _text(source: str, nodes: Iterable[ast.stmt]) -> str:
+    """Statements as they are written, decorators and all, to put behind a module's last."""
     lines, found = source.split("\n"), []
-    for node in ast.parse(source).body:
-        if splice.module_names([node]) & {*names} and not isinstance(node, ast.Import | ast.ImportFrom):
-            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-            found.append("\n\n" + "\n".join(lines[first - 1 : node.end_lineno]) + "\n")
+    for node in nodes:
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+        found.append("\n\n" + "\n".join(lines[first - 1 : node.end_lineno]) + "\n")
     return "".join(found)

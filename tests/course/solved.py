@@ -67,9 +67,8 @@ def without_docstrings(source: str) -> str:
     """The text as Python writes it, without docstrings: two that are equal do the same."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if ast.get_docstring(node) is not None:
-                node.body = node.body[1:] or [ast.Pass()]
+        if isinstance(node, ast.Module | ast.ClassDef | splice.FunctionNode) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
     return ast.unparse(tree) + "\n"
 
 
@@ -106,7 +105,11 @@ def lost(mine: Mine, said: Iterable[str], exercises: Iterable[Exercise]) -> list
         elif not names and any(differs(mine, symbol) for symbol in exercise.symbols):
             doubtful.append(exercise)
     components = [b for b in mine.course.builders if (mine.folder / b.path).is_file() and b.id not in named]
-    other = [b for b in components if without_docstrings(mine.read(b.path) or "") != without_docstrings(b.reference.read_text("utf-8"))]
+    other = [
+        b
+        for b in components
+        if without_docstrings(mine.read(b.path) or "") != without_docstrings(b.reference.read_text("utf-8"))
+    ]
     nodes = [test for task in (*doubtful, *other) for test in task.tests]
     outcomes = run_tests(mine, ["-q", "--timeout=60", *dict.fromkeys(nodes)], quiet=True)[1] if nodes else {}
     states = {exercise.id: verdict(mine, exercise, outcomes) for exercise in doubtful}

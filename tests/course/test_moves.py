@@ -136,7 +136,13 @@ def test_a_file_that_is_no_more_goes_to_the_backup(mine: Mine) -> None:
 def test_a_notebook_of_the_learners_says_todays_names(mine: Mine) -> None:
     notes = "from folovllm.pool import Pool\nfrom folovllm.pool import Pools\n# from folovllm.pool import Pool"
     magic = "%time Pool(2)\nprint(f'{Pool(2).free}', 'Pool')"
-    book = {"cells": [{"source": notes.splitlines(keepends=True)}, {"source": magic}, {"source": "Pool", "cell_type": "raw"}]}
+    book = {
+        "cells": [
+            {"source": notes.splitlines(keepends=True)},
+            {"source": magic},
+            {"source": "Pool", "cell_type": "raw"},
+        ]
+    }
     (mine.folder / "m1_pool.ipynb").write_text(json.dumps(book, indent=1))
     mine = tells(to_a_new_file(mine), '{ old = "folovllm.pool:Pool", new = "folovllm.store:Store" }')
     assert "m1_pool.ipynb: in the names of today" in update(mine)

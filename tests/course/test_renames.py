@@ -20,7 +20,10 @@ TEXTS = {
         "x.draw(share.draw)  # share.draw\n'draw', draw, draws, share.drawn",
         "x.sampling(share.sampling)  # share.draw\n'draw', draw, draws, share.drawn",
     ),
-    "in an f-string": ('f"draw é {share.draw:>{s.draw}} {{draw}}"', 'f"draw é {share.sampling:>{s.sampling}} {{draw}}"'),
+    "in an f-string": (
+        'f"draw é {share.draw:>{s.draw}} {{draw}}"',
+        'f"draw é {share.sampling:>{s.sampling}} {{draw}}"',
+    ),
     "in one of several lines": ('f"""draw\n  {share.draw}"""', 'f"""draw\n  {share.sampling}"""'),
     "not of a stranger": ("import re\nre.draw(1)", "import re\nre.draw(1)"),
     "a keyword of its class": ("Scheduled(draw=1), f(draw=1)", "Scheduled(sampling=1), f(draw=1)"),
@@ -49,7 +52,10 @@ TEXTS = {
     "a local of the old name": (f"{IMPORTED}\ndef f(chunk): return chunk", None),
     "one of a comprehension": (f"{IMPORTED}\nchunk([chunk for chunk in x])", "take([chunk for chunk in x])"),
     "a local of the new name": (f"{IMPORTED}\ndef f():\n    take = 1\n    return chunk(take)", "return take(take_)"),
-    "a parameter": ("class M:\n    def reserve(self, need): return need", "    def allocate(self, count): return count"),
+    "a parameter": (
+        "class M:\n    def reserve(self, need): return need",
+        "    def allocate(self, count): return count",
+    ),
     "a parameter, where a local is called so": (
         "def reserve(need):\n    count = need\n    return count",
         "",

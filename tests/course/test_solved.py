@@ -4,8 +4,6 @@ import json
 import lzma
 import re
 import shutil
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,7 +63,22 @@ HISTORY = [
     'old = "folovllm.engine.scheduler:preempt", new = "folovllm.engine.policies:preempt"',
     'old = "folovllm.worker.input_batch:InputBatch.flatten", new = "folovllm.worker.input_batch:InputBatch.flatten", contract = "rows are sorted"',
 ]
-TOUCHED = ["m1.6", "m2.2", "m2.3", "m2.4", "m2.5", "m3.1", "m3.2", "m3.3", "m3.4", "m3.6", "m5.3", "m5.5", "m6.3", "x3.3"]
+TOUCHED = [
+    "m1.6",
+    "m2.2",
+    "m2.3",
+    "m2.4",
+    "m2.5",
+    "m3.1",
+    "m3.2",
+    "m3.3",
+    "m3.4",
+    "m3.6",
+    "m5.3",
+    "m5.5",
+    "m6.3",
+    "x3.3",
+]
 OWN = {  # what a learner may have written: other bodies than the reference's, in names that are renamed
     "folovllm/engine/scheduler.py": [
         ("        plan = Plan(", "        grow = self._grow  # self._grow asks kv.reserve\n        plan = Plan("),
@@ -90,7 +103,9 @@ def rebuild(root: Path) -> Course:
     shutil.copytree(ROOT / "folovllm", root / "folovllm", ignore=shutil.ignore_patterns("__pycache__", "assets"))
     (root / "folovllm/assets").symlink_to(ROOT / "folovllm/assets")
     for folder in ("tests", "milestones"):
-        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "data", "docs", "traces"))
+        shutil.copytree(
+            ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "data", "docs", "traces")
+        )
     shutil.copy(ROOT / "pyproject.toml", root)
     for file in [*root.rglob("*.py"), *root.glob("milestones/*/milestone.toml")]:
         text = fresh = file.read_text("utf-8")
@@ -137,7 +152,9 @@ def rebuilt(tmp_path_factory: pytest.TempPathFactory) -> Course:
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["as the reference", "in a learner's words"])
-def test_solved_exercises_survive_a_rebuilt_reference(rebuilt: Course, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_solved_exercises_survive_a_rebuilt_reference(
+    rebuilt: Course, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = rebuilt.root / f"mine{own}"
     mine = solve(folder)
     for path, changes in OWN.items() if own else ():
@@ -147,8 +164,10 @@ def test_solved_exercises_survive_a_rebuilt_reference(rebuilt: Course, own: bool
             text = text.replace(old, new)
         mine.write(Path(path), text)
     said = update(mine := Mine(rebuilt, folder))
-    assert any(line.startswith("m2.5 InputBatch.flatten is cut out afresh") and "rows are sorted" in line for line in said)
     assert not any("not updated" in line for line in said), said
+    assert any(
+        line.startswith("m2.5 InputBatch.flatten is cut out afresh") and "rows are sorted" in line for line in said
+    )
     assert "allocate_slots" in (mine.read(Path("folovllm/builders/scheduler.py")) or "")
     monkeypatch.setenv("PYTHONPATH", str(rebuilt.root))
     exercises = [rebuilt.exercise(id) for id in TOUCHED] if own else list(rebuilt.exercises)
