@@ -48,7 +48,9 @@ class Mine:
             raise ValueError(t("{folder} is a file where your folder has to be: move it away", folder=self.folder))
         try:
             if not file.is_file():
-                return State(changes=0 if (self.folder / PACKAGE).is_dir() else len(self.course.changes))
+                is_new = not (self.folder / PACKAGE).is_dir()
+                is_fresh = (self.folder / ".base").is_dir() and not self.outdated()  # the notes alone are gone
+                return State(changes=len(self.course.changes) if is_new or is_fresh else 0)
             return State(**json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             said = "{file} is damaged: delete it, and start your milestones again (nothing that you wrote is lost)"

@@ -154,7 +154,7 @@ class Update:
         return found
 
     def _origin(self, symbol: Symbol) -> Origin | None:
-        """Of several, one that is written, that at the symbol's own place first. LookupError where the function is gone."""
+        """Of several, one that is written, that at the symbol's own place first."""
         origins = sorted(self.origins.get(symbol, []), key=lambda o: (not o.is_carried, o.copy.path != symbol.path))
         return next(iter(origins), None)
 

@@ -210,6 +210,8 @@ def test_a_new_contract_cuts_an_exercise_out_afresh(mine: Mine) -> None:
     write(mine, POOL, STUB, TAKE)
     assert update(mine) == [] and tells(mine, '{ old = "folovllm.a", new = "folovllm.b" }').outdated() == []
     assert update(Mine.of(Course(mine.course.root))) == [] and TAKE in read(mine, POOL)
+    (mine.folder / ".course.json").unlink()
+    assert update(mine) == [] and TAKE in read(mine, POOL), "who lost the notes is no older for that"
 
 
 def test_a_history_through_several_places(mine: Mine) -> None:
