@@ -47,11 +47,26 @@ class Overlay(MetaPathFinder):
 
 
 def install(folder: str | Path | None = None) -> Path:
-    """Switch the learner's files on, here and in child processes; a second call does nothing more. Call it before other folovllm imports."""
+    """Switch the learner's files on, here and in child processes; a second call does nothing more. Call it before other folovllm imports.
+
+    Raises ImportError where a file was copied from another version of the package: the two do not fit each other.
+    """
     mine = locate(folder or os.environ["FOLOVLLM_MINE"])
+    if old := outdated(mine):
+        raise ImportError(f"the reference has changed since {old} was copied: python -m milestones update")
     os.environ["FOLOVLLM_MINE"] = str(mine)  # absolute: children may run in another folder
     sys.meta_path[:] = [Overlay(mine), *(f for f in sys.meta_path if not isinstance(f, Overlay))]
     return mine
+
+
+def outdated(mine: Path) -> Path | None:
+    """The first file of the learner's whose original, which the course keeps in `.base`, is no longer the package's."""
+    stored, beside = mine / ".base", Path(__file__).resolve().parent.parent
+    for file in sorted(stored.rglob("*.py")):
+        own, now = (folder / file.relative_to(stored) for folder in (mine, beside))
+        if own.is_file() and not (now.is_file() and now.read_bytes() == file.read_bytes()):
+            return own
+    return None
 
 
 def strays(mine: Path) -> Iterator[tuple[str, str]]:

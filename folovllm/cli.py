@@ -90,7 +90,7 @@ def use_mine() -> None:
 
     try:
         _overlay.install(os.environ.get("FOLOVLLM_MINE") or "mine")
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ImportError) as error:
         raise ValueError(str(error)) from error
 
 

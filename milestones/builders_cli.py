@@ -34,9 +34,10 @@ def build(
             table.add_row(builder.id, t(builder.title), str(builder.minutes), str(builder.path) if begun else "-")
         console.print(table)
         return
-    builder = mine.course.builder(id)
+    builder, state = mine.course.builder(id), mine.state
     file, is_new = begin(builder, mine.course, mine.folder)
     if is_new:
+        mine.save(state)  # which names it is written in
         console.print(Markdown(builder.statement))
         console.print()
     said = t("new, yours to write") if is_new else t("there already, left as it is")

@@ -63,6 +63,8 @@ def where(context: typer.Context) -> None:
 
     Without a command: where you are, and the next step.
     """
+    if context.invoked_subcommand != "update":
+        _mine().refuse_outdated()
     if not context.invoked_subcommand:
         progress.print_place(_mine())
 
@@ -249,7 +251,8 @@ def reset(id: Id, yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not 
 def update() -> None:
     """After the reference changed: fresh files in mine/, with your bodies and your other changes put back.
 
-    An exercise that has moved to another file or has another name takes along what you wrote.
+    What you wrote comes along where an exercise has moved, and says today's names. An exercise that asks something else
+    is cut out afresh; what you wrote is in mine/.backup.
     """
     for line in update_mine(_mine()) or [t("mine/ is up to date")]:
         say(line)

@@ -12,6 +12,7 @@ from typing import Any
 
 from milestones import splice
 from milestones.language import MARK, language, read_text, t
+from milestones.renames import Change, read_changes
 from milestones.tasks import PACKAGE, Builder, Exercise, Milestone, Symbol, WrongAnswer, rank
 
 
@@ -38,6 +39,11 @@ class Course:
         if twice := {str(s) for s in symbols if symbols.count(s) > 1}:
             raise ValueError(f"in two exercises: {', '.join(sorted(twice))}")
         return found
+
+    @cached_property
+    def changes(self) -> tuple[Change, ...]:
+        """The renames and moves of the reference, oldest first."""
+        return read_changes(self.root / "milestones" / "renames.toml")
 
     @property
     def exercises(self) -> tuple[Exercise, ...]:
@@ -163,17 +169,13 @@ def _milestone(file: Path) -> Milestone:
 
 
 def _exercise(entry: dict[str, Any]) -> Exercise:
-    symbols, moved_from = (_symbols(entry.pop(key, [])) for key in ("symbols", "moved_from"))
+    symbols = tuple(Symbol(*text.split(":")) for text in entry.pop("symbols"))
     needs, tests = tuple(entry.pop("needs")), tuple(entry.pop("tests"))
-    return Exercise(symbols=symbols, moved_from=moved_from, needs=needs, tests=tests, **entry)
+    return Exercise(symbols=symbols, needs=needs, tests=tests, **entry)
 
 
 def _builder(milestone: str, folder: Path, tests: list[str], **entry: Any) -> Builder:
     return Builder(milestone=milestone, folder=folder / "builder", tests=tuple(tests), **entry)
-
-
-def _symbols(texts: str | list[str]) -> tuple[Symbol, ...]:
-    return tuple(Symbol(*text.split(":")) for text in ([texts] if isinstance(texts, str) else texts))
 
 
 def _check(milestone: Milestone) -> None:
@@ -190,7 +192,5 @@ def _check(milestone: Milestone) -> None:
         if not exercise.symbols or not exercise.tests or exercise.difficulty not in (1, 2, 3):
             raise ValueError(f"{exercise.id}: symbols and tests are not empty, difficulty is 1 to 3")
         names = [symbol.name for symbol in exercise.symbols]
-        if exercise.moved_from and len(exercise.moved_from) != len(exercise.symbols):
-            raise ValueError(f"{exercise.id}: moved_from has as many places as symbols, in their order")
         if len(set(names)) < len(names):
             raise ValueError(f"{exercise.id}: two symbols of one name, which a wrong answer could not tell apart")

@@ -24,6 +24,7 @@ class State:
     hints: dict[str, int] = field(default_factory=dict)  # exercise: rungs shown
     passed: list[str] = field(default_factory=list)  # milestones whose tests have all passed; `reset` strikes one off
     failed: list[str] = field(default_factory=list)  # exercises that failed when `test` or `watch` last ran their tests
+    changes: int = 0  # how many of the reference's renames what is here has seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,11 @@ class Mine:
         if self.folder.is_file():
             raise ValueError(t("{folder} is a file where your folder has to be: move it away", folder=self.folder))
         try:
-            return State(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else State()
+            if not file.is_file():
+                is_new = not (self.folder / PACKAGE).is_dir()
+                is_fresh = (self.folder / ".base").is_dir() and not self.outdated()  # the notes alone are gone
+                return State(changes=len(self.course.changes) if is_new or is_fresh else 0)
+            return State(**json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             said = "{file} is damaged: delete it, and start your milestones again (nothing that you wrote is lost)"
             raise ValueError(t(said, file=file)) from error
@@ -54,6 +59,19 @@ class Mine:
     def save(self, state: State) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / ".course.json").write_text(json.dumps(asdict(state), indent=1))
+
+    def outdated(self) -> list[Path]:
+        """The files here that are copies of what the reference no longer says."""
+        stored = self.folder / ".base"
+        files = [file.relative_to(stored) for file in sorted(stored.rglob("*.py"))]
+        now, there = self.course.package.parent, [path for path in files if (self.folder / path).is_file()]
+        return [p for p in there if not (now / p).is_file() or (now / p).read_bytes() != (stored / p).read_bytes()]
+
+    def refuse_outdated(self) -> None:
+        """Raise ValueError where the reference has changed since a file here was copied: the two do not fit each other."""
+        if old := self.outdated():
+            said = "the reference has changed since {file} was copied: python -m milestones update"
+            raise ValueError(t(said, file=self.folder / old[0]))
 
     def read(self, path: Path) -> str | None:
         """The learner's text, None where there is no such file here; ValueError where it is not UTF-8."""

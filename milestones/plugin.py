@@ -36,6 +36,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     os.environ["FOLOVLLM_MINE"] = str(folder)  # children may run elsewhere
     if not (folder / PACKAGE).is_dir():  # a hint before the first start makes the folder alone
         raise pytest.UsageError(f"there is no {folder / PACKAGE}: create it with `python -m milestones start m1`")
+    try:
+        Mine(course, folder).refuse_outdated()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 def pytest_configure(config: pytest.Config) -> None:

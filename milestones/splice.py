@@ -7,9 +7,12 @@ the bodies stays as it is, to the letter.
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+
+from milestones.tasks import EXERCISE_ID
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -72,13 +75,15 @@ def replace(source: str, name: str, head: str, body: str) -> str:
     return "\n".join(lines)
 
 
-def graft(into: str, name: str, origin: str, there: str | None = None) -> str:
-    """`into` with the body that the named function has in `origin`, where it may be called `there`.
+def graft(into: str, name: str, origin: str, there: str | None = None, first: Iterable[str] = ()) -> str:
+    """`into` with the body that the named function has in `origin`, where it may be called `there`, `first` these statements.
 
     Signature and docstring stay those of `into`.
     """
     target = find(into, name)
-    return replace(into, name, target.head, find(origin, there or name).body_at(target.indent + "    "))
+    indent = target.indent + "    "
+    body = find(origin, there or name).body_at(indent)
+    return replace(into, name, target.head, "\n".join([*(indent + line for line in first), body]))
 
 
 def transplant(into: str, name: str, origin: str) -> str:
@@ -96,6 +101,11 @@ def same_body(one: str, other: str, name: str) -> bool:
 def stub_text(exercise: str, name: str) -> str:
     """What marks an unwritten exercise, in its body and in the exception that it raises."""
     return f'"{exercise}: {name}"'
+
+
+def is_stub(source: str, name: str) -> bool:
+    """Whether the function is an unwritten exercise of any id, or the text at least says so where it is not Python."""
+    return re.search(rf'"{EXERCISE_ID}: {re.escape(name)}"', source) is not None
 
 
 def blank(source: str, stubs: Mapping[str, str]) -> str:
@@ -118,10 +128,11 @@ def in_reach(source: str, node: FunctionNode) -> list[str]:
     mine = {ast.unparse(n) for n in inside if isinstance(n, ast.Attribute) and ast.unparse(n.value) in ("self", "cls")}
     local = {a.arg for a in ast.walk(node.args) if isinstance(a, ast.arg)}
     local |= {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return sorted(mine) + sorted(used & _module_names(ast.parse(source).body) - local)
+    return sorted(mine) + sorted(used & module_names(ast.parse(source).body) - local)
 
 
-def _module_names(body: Iterable[ast.stmt]) -> set[str]:
+def module_names(body: Iterable[ast.stmt]) -> set[str]:
+    """What a module's statements bind: imports, functions, classes and variables."""
     names: set[str] = set()
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -131,7 +142,7 @@ def _module_names(body: Iterable[ast.stmt]) -> set[str]:
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             names |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         else:
-            names |= _module_names(_nested(node))
+            names |= module_names(_nested(node))
     return names
 
 

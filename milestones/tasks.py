@@ -33,12 +33,6 @@ class Exercise:
     lines: int
     needs: tuple[str, ...]
     tests: tuple[str, ...]
-    moved_from: tuple[Symbol, ...] = ()  # one for each of `symbols`: where it was once; its own place, if nowhere else
-
-    @property
-    def moves(self) -> dict[Symbol, Symbol]:
-        """New place: old place, of the symbols that have moved."""
-        return {new: old for new, old in zip(self.symbols, self.moved_from, strict=bool(self.moved_from)) if new != old}
 
     def __str__(self) -> str:
         return f"{self.id} {', '.join(symbol.name for symbol in self.symbols)}"

@@ -1,191 +1,356 @@
-"""`update`: the fresh reference around what a learner wrote, also where an exercise has moved to another place."""
+"""`update`: the fresh reference around what a learner wrote, in today's names, wherever an exercise is now. All of it, or nothing."""
 
 import ast
-import re
+import json
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from milestones import splice
 from milestones.language import t
-from milestones.mine import Mine, by_file, names
-from milestones.tasks import Exercise, Symbol
+from milestones.mine import Mine, State, by_file
+from milestones.renames import Change, dotted, follow, renamed, renamed_cells
+from milestones.tasks import PACKAGE, Exercise, Symbol
 
 
 def update(mine: Mine) -> list[str]:
     """Put the learner's bodies, and all else that was changed, into the files of the reference. Says what it did."""
-    return Update(mine).run()
+    state = mine.state
+    if not mine.outdated() and state.changes == len(mine.course.changes):
+        return []
+    return Update(mine, state).run()
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """A symbol that the learner still has at its `old` place; `text` is the file there."""
+class Copy:
+    """A file of the learner's, and the reference that it was made from; of the learner's own there is none."""
 
-    exercise: Exercise
-    new: Symbol
-    old: Symbol
+    path: Path
     text: str
-    carries: bool  # whether a body is to be brought along: one was written there, and none at the new place
+    base: str | None
+
+    @property
+    def module(self) -> str:
+        return ".".join(self.path.with_suffix("").parts)
+
+    @property
+    def own(self) -> set[str]:
+        """What the learner added at the top of the module."""
+        before = ast.parse(self.base or "").body
+        return splice.module_names(ast.parse(self.text).body) - splice.module_names(before)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A function in a learner's file that is now the body of an exercise's symbol."""
+
+    copy: Copy
+    name: str
+    contracts: list[str]  # what has changed about its contract since
+    was_cut: bool  # into a stub, once
+
+    @property
+    def is_stub(self) -> bool:
+        return splice.is_stub(self.copy.text, self.name)
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it was never an exercise for this learner, and is as it was."""
+        return not (self.was_cut or self.is_stub) and splice.same_body(self.copy.text, self.copy.base or "", self.name)
+
+    @property
+    def is_carried(self) -> bool:
+        return not (self.contracts or self.is_stub or self.is_reference)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What is to become of one file: its text and base, and what is said about it."""
+
+    said: str = ""
+    text: str | None = None
+    base: str | None = None
+    stuck: bool = False
 
 
 @dataclass(frozen=True)
 class Update:
-    """New places come before old ones: nothing leaves a file before it is safe in another."""
-
     mine: Mine
+    state: State
+    texts: dict[tuple[str, tuple[str, ...]], str] = field(default_factory=dict)  # renamed once
 
     def run(self) -> list[str]:
-        """What was done, a line a file."""
-        stored = self.mine.folder / ".base"
-        files = sorted(path.relative_to(stored) for path in stored.rglob("*.py"))
-        places = sorted({move.new.path for move in self.moves.values()})
-        done = {path: self._file(path) for path in places}
-        stuck = {path for path, said in done.items() if said.startswith(t("not updated"))}
-        for path in (path for path in files if path not in places):
-            waits = sorted({m.new.path for m in self._left(path)} & stuck)
-            done[path] = t("not updated before {path} is", path=waits[0]) if waits else self._file(path)
-        done |= {file.relative_to(self.mine.folder): t("imports from the new place") for file in self._notebooks()}
-        self._remember(stuck)
-        return [f"{path}: {said}" for path, said in sorted(done.items()) if said]
+        """What was done, a line a file. Nothing is, where one file cannot be updated: half of the names would be yesterday's."""
+        done = {path: self._file(path, main) for path, main in self._targets().items()}
+        done |= {copy.path: self._own(copy) for copy in self.copies if copy.base is None}
+        if any(outcome.stuck for outcome in done.values()):
+            for path, outcome in done.items():
+                if outcome.stuck and outcome.text is not None:
+                    self.mine.write(path.with_suffix(".py.new"), outcome.text)
+            return [f"{path}: {outcome.said}" for path, outcome in sorted(done.items()) if outcome.stuck]
+        done |= dict(self._notebooks())
+        return self._write({path: outcome for path, outcome in done.items() if outcome.said})
+
+    def _write(self, done: dict[Path, Outcome]) -> list[str]:
+        """Write all files, after a backup of what was there."""
+        mine, kept = self.mine, {main.path for path, main in self._targets().items() if main and main.path == path}
+        gone = [copy.path for copy in self.copies if copy.base is not None and copy.path not in kept]
+        over = [copy for copy in self.copies if self._cut_builder(copy)]
+        before = {path for path in (*done, *gone, *(copy.path for copy in over)) if (mine.folder / path).is_file()}
+        folder = mine.backup(*sorted(before))
+        for path, outcome in done.items():
+            if outcome.text is not None:
+                mine.write(path, outcome.text, outcome.base)
+        for path in (*gone, *(copy.path for copy in over)):
+            for file in (mine.folder / path, mine.folder / ".base" / path):
+                file.unlink(missing_ok=True)
+        said = {path: outcome.said for path, outcome in done.items()}
+        said |= {path: t("the reference no longer has it; yours is in {folder}", folder=folder) for path in gone}
+        self._remember()
+        return [*(f"{path}: {words}" for path, words in sorted(said.items())), *self._cut_out(folder)]
+
+    # -- what there is ---------------------------------------------------------------------------------------------
 
     @cached_property
-    def moves(self) -> dict[Symbol, Move]:
-        """By new place, those that are still to be made."""
-        mine, found = self.mine, {}
-        for exercise in mine.course.exercises:
-            for new, old in exercise.moves.items():
-                text, base = mine.read(old.path), mine.folder / ".base" / old.path
-                if text is None or not base.is_file() or not _has(base.read_text(encoding="utf-8"), old.name):
-                    continue
-                written = _has(mine.read(new.path) or "", new.name) and not mine.is_blank(new, exercise)
-                carries = not written and splice.stub_text(exercise.id, old.name) not in text
-                found[new] = Move(exercise, new, old, text, carries)
+    def copies(self) -> list[Copy]:
+        """The learner's files."""
+        mine, found = self.mine, []
+        for file in sorted((mine.folder / PACKAGE).rglob("*.py")):
+            path = file.relative_to(mine.folder)
+            known = (mine.folder / ".base" / path).is_file() or (mine.course.package.parent / path).is_file()
+            found.append(Copy(path, mine.read(path) or "", mine.base(path) if known else None))
         return found
 
-    def _file(self, path: Path) -> str:
-        """Update one file; says how that went, or nothing where nothing was to be done."""
-        mine, text = self.mine, self.mine.read(path)
-        carried = [t("{name} from {path}", name=m.new.name, path=m.old.path) for m in self._arriving(path) if m.carries]
-        if not (mine.course.package.parent / path).is_file():
-            return self._retire(path, text)
-        fresh, changed = mine.course.source(path), self._changed(path)
+    @cached_property
+    def changes(self) -> list[Change]:
+        """What the reference has renamed since, the parameters of exercises last."""
+        changes, fresh = list(self.mine.course.changes[self.state.changes :]), self.mine.course.source
+        for symbol, origins in self.origins.items():
+            base = _parameters(origins[0].copy.base or "", origins[0].name)
+            now = _parameters(fresh(symbol.path), symbol.name)
+            for old, new in zip(base, now, strict=True) if len(base) == len(now) else ():
+                if old not in now and new not in base:
+                    changes.append(Change(f"{symbol}({old})", f"{symbol}({new})", (self.exercise[symbol].id,)))
+        return changes
+
+    @cached_property
+    def exercise(self) -> dict[Symbol, Exercise]:
+        return {symbol: exercise for exercise in self.mine.course.exercises for symbol in exercise.symbols}
+
+    @cached_property
+    def origins(self) -> dict[Symbol, list[Origin]]:
+        """Where in the learner's files each symbol's body may be."""
+        symbols, found = {dotted(str(symbol)): symbol for symbol in self.exercise}, dict[Symbol, list[Origin]]()
+        changes = self.mine.course.changes[self.state.changes :]
+        for copy in self.copies:
+            for name, _ in splice.functions(copy.base or ""):
+                place, contracts = follow(changes, f"{copy.module}.{name}")
+                if symbol := symbols.get(place):
+                    was_cut = f"{copy.module}:{name}" in self.state.blanked
+                    found.setdefault(symbol, []).append(Origin(copy, name, contracts, was_cut))
+        return found
+
+    def _origin(self, symbol: Symbol) -> Origin | None:
+        """Of several, one that is written, that at the symbol's own place first."""
+        origins = sorted(self.origins.get(symbol, []), key=lambda o: (not o.is_carried, o.copy.path != symbol.path))
+        return next(iter(origins), None)
+
+    def _targets(self) -> dict[Path, Copy | None]:
+        """Each file that is to be here, and the learner's that becomes it, if one does."""
+        found: dict[Path, Copy | None] = {}
+        for copy in sorted((c for c in self.copies if c.base is not None), key=lambda c: c.path != self._home(c)):
+            if home := self._home(copy):
+                found.setdefault(home, copy)
+        return found | {symbol.path: None for symbol in self.origins if symbol.path not in found}
+
+    def _home(self, copy: Copy) -> Path | None:
+        """Where the reference has today what the file was a copy of."""
+        moved, _ = follow(self.mine.course.changes[self.state.changes :], copy.module)
+        places = (Path(*moved.split(".")).with_suffix(".py"), copy.path)
+        return next((path for path in places if (self.mine.course.package.parent / path).is_file()), None)
+
+    # -- a file ----------------------------------------------------------------------------------------------------
+
+    def _file(self, path: Path, main: Copy | None) -> Outcome:
+        fresh = self.mine.course.source(path)
+        if main and main.path == path and main.base == fresh and not self.changes:
+            return Outcome()
         try:
-            if text is None:
-                said = self._bring(path, fresh) if list(self._arriving(path)) else ""
-            else:
-                said = self._merge(path, text, fresh) if carried or fresh != mine.base(path) else ""
+            new = self._fresh(path, main)
+            old, yours = self._sides(path, main) if main else (new, new)
+            merged = new if yours == old else merge(yours, old, new) or append(yours, old, new)
         except (LookupError, SyntaxError) as error:
-            return t("not updated, {error}; mend it and update again", error=error)
-        if said in (t("new"), t("updated")):
-            said += t(", with your {names}", names=", ".join(carried)) if carried else ""
-            said += t("; the text of {ids} has changed: read it again", ids=", ".join(changed)) if changed else ""
-        return said
-
-    def _changed(self, path: Path) -> list[str]:
-        """Exercises that are written, and whose parameters or docstring were others then."""
-        found, fresh = [], self.mine.course.source(path)
-        for symbol, exercise in self._exercises(path):
-            move = self.moves.get(symbol)
-            old = move.old if move is not None else symbol
-            written = move.carries if move is not None else not self.mine.is_blank(symbol, exercise)
-            base = self.mine.base(old.path) if self.mine.read(old.path) is not None else ""
-            if (
-                written
-                and self._is_started(exercise)
-                and _has(base, old.name)
-                and _asks(base, old.name) != _asks(fresh, symbol.name)
-            ):
-                found.append(exercise.id)
-        return sorted({*found})
-
-    def _merge(self, path: Path, text: str, fresh: str) -> str:
-        old, new = self._sides(path, text, fresh)
-        merged = new if text == old else merge(text, old, new)
+            return Outcome(t("not updated, {error}; mend it and update again", error=error), stuck=True)
         if merged is None:
-            self.mine.write(path.with_suffix(".py.new"), new)
-            return t(
+            said = (
                 "not updated, you and the reference changed the same lines; theirs with your bodies is in the .new file"
             )
-        self.mine.backup(path)
-        self.mine.write(path, merged, base=fresh)
-        return t("updated")
+            return Outcome(t(said), new, stuck=True)
+        if main and main.path == path and (merged, fresh) == (main.text, main.base):
+            return Outcome()
+        return Outcome(self._said(path, main), merged, fresh)
 
-    def _sides(self, path: Path, text: str, fresh: str) -> tuple[str, str]:
-        """The reference then and now, both with the learner's bodies: what differs is what the reference changed."""
-        old, new = self.mine.base(path), fresh
-        known = dict(splice.functions(old))
-        for symbol, exercise in self._exercises(path):
-            move = self.moves.get(symbol)
-            if symbol.name in known:
-                old = splice.graft(old, symbol.name, text)
-            if move is not None and move.carries:
-                new = splice.graft(new, symbol.name, move.text, move.old.name)
-            elif symbol.name in known:
-                new = splice.graft(new, symbol.name, text)
-            elif move is not None or self._is_started(exercise):
-                new = splice.blank(new, {symbol.name: exercise.id})  # an exercise since
-        for move in self._left(path):
-            old = splice.graft(old, move.old.name, text)
-        return old, new
+    def _said(self, path: Path, main: Copy | None) -> str:
+        carried, changed = [], set()
+        for symbol in self._symbols(path):
+            if (origin := self._origin(symbol)) and origin.is_carried:
+                if (origin.copy.path, origin.name) != (path, symbol.name):
+                    carried.append(t("{name} from {path}", name=symbol.name, path=origin.copy.path))
+                if self._asked(origin, symbol) and self._is_started(self.exercise[symbol]):
+                    changed.add(self.exercise[symbol].id)
+        said = t("updated") if main and main.path == path else t("new")
+        said += t(", with your {names}", names=", ".join(carried)) if carried else ""
+        return said + (
+            t("; the text of {ids} has changed: read it again", ids=", ".join(sorted(changed))) if changed else ""
+        )
 
-    def _bring(self, path: Path, fresh: str) -> str:
-        """A file that is not here, to which exercises have moved: as `start` brings it, with what was written."""
-        course, state = self.mine.course, self.mine.state
-        text = splice.blank(fresh, names(course.onwards(*state.started), path))
-        for move in self._arriving(path):
-            if move.carries:
-                text = splice.graft(text, move.new.name, move.text, move.old.name)
-        self.mine.write(path, text, base=fresh)
-        return t("new")
+    def _asked(self, origin: Origin, symbol: Symbol) -> bool:
+        """Whether parameters or docstring say something else since, but for names."""
+        base = self._renamed(origin.copy, origin.copy.base or "", (self.exercise[symbol].id,))
+        name = _same_place(origin.copy.base or "", base, origin.name)
+        return _asks(base, name) != _asks(self.mine.course.source(symbol.path), symbol.name)
 
-    def _retire(self, path: Path, text: str | None) -> str:
-        """A file that the reference no longer has: where its exercises have moved, it goes to the backup."""
-        if text is None or not list(self._left(path)):
-            return "" if text is None else t("the reference no longer has it; yours is kept")
-        folder = self.mine.backup(path)
-        for file in (self.mine.folder / path, self.mine.folder / ".base" / path):
-            file.unlink()
-        return t("the reference no longer has it; yours is in {folder}", folder=folder)
+    def _fresh(self, path: Path, main: Copy | None) -> str:
+        """The reference's file with the learner's bodies, and stubs where there is none."""
+        text, helpers = self.mine.course.source(path), dict[Path, str]()
+        for symbol in self._symbols(path):
+            exercise, origin = self.exercise[symbol], self._origin(symbol)
+            if origin and origin.is_carried:
+                source = self._renamed(origin.copy, origin.copy.text, (exercise.id,))
+                name = _same_place(origin.copy.text, source, origin.name)
+                function, at_hand = splice.find(source, name), splice.module_names(ast.parse(text).body)
+                used = {word for word in splice.in_reach(source, function.node) if "." not in word}
+                if origin.copy is main:
+                    at_hand |= origin.copy.own
+                elif used & origin.copy.own:
+                    helpers[origin.copy.path] = _statements(source, origin.copy.own)
+                    at_hand |= origin.copy.own
+                first = filter(None, (self._import(origin.copy, source, word) for word in sorted(used - at_hand)))
+                text = splice.graft(text, symbol.name, source, name, first)
+            elif not origin.is_reference if origin else self._is_started(exercise):
+                text = splice.blank(text, {symbol.name: exercise.id})
+        return text + "".join(helpers.values())
 
-    def _notebooks(self) -> Iterator[Path]:
-        """The learner's notebooks in which something was imported from an old place; now it is from the new one."""
+    def _sides(self, path: Path, main: Copy) -> tuple[str, str]:
+        """The reference then, with the learner's bodies, and what the learner has, in today's names: what differs was added."""
+        old, ids = main.base or "", tuple(self.exercise[symbol].id for symbol in self._symbols(path))
+        exercises = {o.name for origins in self.origins.values() for o in origins if o.copy is main}
+        cut = {
+            name for module, _, name in (place.partition(":") for place in self.state.blanked) if module == main.module
+        }
+        for name, _ in splice.functions(old):
+            if name in exercises | cut:
+                old = splice.graft(old, name, main.text)
+        return self._renamed(main, old, ids), self._renamed(main, main.text, ids)
+
+    def _own(self, copy: Copy) -> Outcome:
+        """A file that is the learner's alone, as a builder is."""
+        ids = [builder.id for builder in self.mine.course.builders if builder.path == copy.path]
+        try:
+            text = self._renamed(copy, copy.text, tuple(ids or (e.id for e in self.mine.course.exercises)))
+        except SyntaxError as error:
+            return Outcome(t("not updated, {error}; mend it and update again", error=error), stuck=True)
+        return Outcome(t("updated"), text) if text != copy.text and not self._cut_builder(copy) else Outcome()
+
+    def _notebooks(self) -> Iterator[tuple[Path, Outcome]]:
+        """The learner's notebooks that said what has another name now."""
         for file in sorted(self.mine.folder.glob("*.ipynb")):
-            text = fresh = file.read_text(encoding="utf-8")
-            for new, old in ((move.new, move.old) for move in self.moves.values()):
-                (was, _, _), (name, _, _) = old.name.partition("."), new.name.partition(".")
-                fresh = re.sub(
-                    rf'"from {re.escape(old.module)} import {was}(?=\\n"|")',
-                    f'"from {new.module} import {name}' + (f" as {was}" if was != name else ""),
-                    fresh,
-                )
-            if fresh != text:
-                self.mine.backup(file.relative_to(self.mine.folder))
-                file.write_text(fresh, encoding="utf-8")
-                yield file
+            ids = [e.id for e in self.mine.course.exercises if file.name.startswith(f"{e.id.partition('.')[0]}_")]
+            try:
+                book = json.loads(text := file.read_text(encoding="utf-8"))
+                cells = [cell for cell in book["cells"] if cell.get("cell_type", "code") == "code"]
+            except (ValueError, TypeError, KeyError):
+                continue  # none that Jupyter could open
+            before = ["".join(cell["source"]) for cell in cells]
+            after = list(renamed_cells(before, self.changes, ids or [e.id for e in self.mine.course.exercises]))
+            for cell, source in zip(cells, after, strict=True):
+                cell["source"] = source if isinstance(cell["source"], str) else source.splitlines(keepends=True)
+            if before != after:
+                end = "\n" if text.endswith("\n") else ""
+                fresh = json.dumps(book, indent=1, ensure_ascii=False) + end
+                yield file.relative_to(self.mine.folder), Outcome(t("in the names of today"), fresh)
 
-    def _remember(self, stuck: set[Path]) -> None:
-        """`start` never cuts out again what has arrived."""
-        arrived = {str(move.new) for move in self.moves.values() if move.new.path not in stuck}
-        if arrived:
-            state = self.mine.state
-            state.blanked = sorted({*state.blanked, *arrived})
-            self.mine.save(state)
+    # -- how -------------------------------------------------------------------------------------------------------
 
-    def _arriving(self, path: Path) -> Iterator[Move]:
-        return (move for move in self.moves.values() if move.new.path == path)
+    def _renamed(self, copy: Copy, text: str, ids: tuple[str, ...]) -> str:
+        heard = tuple(id for id in ids if any(change.only for change in self.changes))
+        if (text, heard) not in self.texts:
+            self.texts[text, heard] = renamed(text, self.changes, ids, copy.module)
+        return self.texts[text, heard]
 
-    def _left(self, path: Path) -> Iterator[Move]:
-        return (move for move in self.moves.values() if move.old.path == path)
+    def _import(self, copy: Copy, source: str, name: str) -> str:
+        """The statement that gives a body what its module had and its new one has not; empty where nobody has it."""
+        for node in ast.walk(ast.parse(source)):
+            for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+                if (alias.asname or alias.name.partition(".")[0]) == name:
+                    return ast.unparse(
+                        ast.ImportFrom(node.module, [alias], node.level)
+                        if isinstance(node, ast.ImportFrom)
+                        else ast.Import([alias])
+                    )
+        for old in splice.module_names(ast.parse(copy.base or "").body):
+            home, _, new = follow(self.changes, f"{copy.module}.{old}")[0].rpartition(".")
+            file = self.mine.course.package.parent / Path(*home.split(".")).with_suffix(".py")
+            if new == name and file.is_file() and name in splice.module_names(ast.parse(file.read_text("utf-8")).body):
+                return f"from {home} import {name}"
+        return ""
 
-    def _exercises(self, path: Path) -> Iterator[tuple[Symbol, Exercise]]:
+    def _cut_out(self, folder: Path) -> Iterator[str]:
+        """What is to be written again, and why."""
+        said = "{task} is cut out afresh, for it asks something else: {contract}; yours is in {folder}"
+        for symbol, exercise in sorted(self.exercise.items(), key=lambda pair: pair[1].id):
+            if contracts := self._broken(symbol):
+                task = f"{exercise.id} {symbol.name}"
+                yield t(said, task=task, contract="; ".join(contracts), folder=folder)
+        for place in self._lost():
+            yield t("{place} is no exercise any more; yours is in {folder}", place=place, folder=folder)
+        for copy in self.copies:
+            for builder in self.mine.course.builders:
+                if builder.path == copy.path and (contracts := self._cut_builder(copy)):
+                    yield t(said, task=builder.id, contract="; ".join(contracts), folder=folder)
+
+    def _lost(self) -> Iterator[str]:
+        """Bodies that were written, of what no exercise is now."""
+        now = {dotted(str(symbol)) for symbol in self.exercise}
+        for copy in self.copies:
+            for name, _ in splice.functions(copy.text):
+                place = f"{copy.module}:{name}"
+                is_gone = place in self.state.blanked and follow(self.changes, dotted(place))[0] not in now
+                if is_gone and not splice.is_stub(copy.text, name):
+                    yield place
+
+    def _broken(self, symbol: Symbol) -> list[str]:
+        """What has changed about the contract of a body that was written."""
+        origin = self._origin(symbol)
+        return [] if origin is None or origin.is_stub or origin.is_reference else origin.contracts
+
+    def _cut_builder(self, copy: Copy) -> list[str]:
+        """What has changed about the protocol of the builder that the file is."""
+        protocols = [dotted(b.protocol) for b in self.mine.course.builders if b.path == copy.path]
+        told = [(number, change) for number, change in enumerate(self.changes) if change.contract and protocols]
+        return [c.contract for number, c in told if follow(self.changes[number + 1 :], dotted(c.new))[0] in protocols]
+
+    def _remember(self) -> None:
+        """What was cut out once, where it is now: `start` never does so again. What is cut out afresh has not passed."""
+        now = {dotted(str(symbol)): str(symbol) for symbol in self.exercise}
+        ours = [symbol for symbol in self.origins if (o := self._origin(symbol)) and not o.is_reference]
+        moved = {now.get(follow(self.changes, dotted(place))[0], place) for place in self.state.blanked}
+        broken = {self.exercise[symbol].id for symbol in self.origins if self._broken(symbol)}
+        self.state.blanked = sorted({*moved, *map(str, ours)})
+        self.state.failed = [id for id in self.state.failed if id not in broken]
+        self.state.passed = [id for id in self.state.passed if id not in {b.partition(".")[0] for b in broken}]
+        self.state.changes = len(self.mine.course.changes)
+        self.mine.save(self.state)
+
+    def _symbols(self, path: Path) -> Iterator[Symbol]:
         for exercise in by_file(self.mine.course.exercises)[path]:
-            yield from ((symbol, exercise) for symbol in exercise.symbols if symbol.path == path)
+            yield from (symbol for symbol in exercise.symbols if symbol.path == path)
 
     def _is_started(self, exercise: Exercise) -> bool:
-        return exercise in self.mine.course.onwards(*self.mine.state.started)
+        return exercise in self.mine.course.onwards(*self.state.started)
 
 
 def merge(yours: str, base: str, theirs: str) -> str | None:
@@ -201,15 +366,43 @@ def merge(yours: str, base: str, theirs: str) -> str | None:
     return done.stdout.decode() if done.returncode == 0 else None
 
 
+def append(yours: str, base: str, theirs: str) -> str | None:
+    """Theirs with what you added at the top of the module behind it, or None where you changed anything else."""
+    before = [ast.dump(node) for node in ast.parse(base).body]
+    now = {ast.dump(node): node for node in ast.parse(yours).body}
+    added = [node for dump, node in now.items() if dump not in before]
+    is_new = not splice.module_names(added) & splice.module_names(ast.parse(base).body)
+    return theirs + _text(yours, added) if is_new and now.keys() >= {*before} else None
+
+
 def _asks(source: str, name: str) -> tuple[str, str | None]:
     """Parameters and docstring of a function: what somebody who writes its body goes by."""
     node = splice.find(source, name).node
     return ast.unparse(node.args), ast.get_docstring(node)
 
 
-def _has(source: str, name: str) -> bool:
-    """Whether a text defines the function; not if it does not parse."""
-    try:
-        return name in dict(splice.functions(source))
-    except SyntaxError:
-        return False
+def _parameters(source: str, name: str) -> list[str]:
+    arguments = splice.find(source, name).node.args
+    return [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+
+
+def _same_place(text: str, other: str, name: str) -> str:
+    """What the function is called in a text in which names alone are others."""
+    names, others = ([name for name, _ in splice.functions(source)] for source in (text, other))
+    if name not in names:
+        raise LookupError(f"0 definitions of {name}")
+    return others[names.index(name)]
+
+
+def _statements(source: str, names: Iterable[str]) -> str:
+    """The statements at the top of a module that bind these."""
+    return _text(source, (node for node in ast.parse(source).body if splice.module_names([node]) & {*names}))
+
+
+def _text(source: str, nodes: Iterable[ast.stmt]) -> str:
+    """Statements as they are written, decorators and all, to put behind a module's last."""
+    lines, found = source.split("\n"), []
+    for node in nodes:
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+        found.append("\n\n" + "\n".join(lines[first - 1 : node.end_lineno]) + "\n")
+    return "".join(found)

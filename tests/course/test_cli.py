@@ -225,6 +225,19 @@ def test_mine_is_a_file(sample: Course) -> None:
         assert f"{sample.root / 'mine'} is a file where your folder has to be: move it away" in sentence(sample, *words)
 
 
+def test_who_has_yesterdays_files_is_told_to_update(sample: Course) -> None:
+    """In the place of what would fail for reasons that are nobody's fault."""
+    course(sample, "start", "m1")
+    file = sample.root / "folovllm/pool.py"
+    file.write_text(file.read_text().replace("class Empty", "class Exhausted"))
+    old = sample.root / "mine/folovllm/pool.py"
+    told = f"error: the reference has changed since {old} was copied: python -m milestones update\n"
+    for words in ("", "start m2", "test m1.1", "hint m1.1"):
+        assert sentence(sample, *words.split()) == told
+    assert "folovllm/pool.py: updated" in course(sample, "update")
+    assert "1 of 3 hints" in course(sample, "hint", "m1.1")
+
+
 def test_watch_reruns_on_save_and_goes_on(sample: Course, tmp_path: Path) -> None:
     course(sample, "start", "m1")
     log = (tmp_path / "log").open("w+")

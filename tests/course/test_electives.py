@@ -77,11 +77,12 @@ def test_update_keeps_what_was_written_and_the_electives_that_were_not_started(m
 def test_no_preset_is_called_x1(mine: Mine) -> None:
     """The highest started *milestone* chooses the preset, however many electives were started."""
     script = "import folovllm._overlay as o; print(o.started_milestone())"
-    environment = os.environ | {"FOLOVLLM_MINE": str(mine.folder), "PYTHONPATH": str(mine.course.root)}
+    environment = os.environ | {"FOLOVLLM_MINE": str(mine.folder)}
     for started, preset in ((["x1"], "None"), (["m1", "x1", "x2"], "m1"), (["x2", "m2", "m1"], "m2")):
         mine.start("x1")
         mine.save(State(started=started))
-        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, cwd=mine.course.root, env=environment, capture_output=True, text=True)
         assert done.stdout.strip() == preset, done.stderr
 
 

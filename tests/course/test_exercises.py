@@ -12,9 +12,8 @@ from rich.console import Console
 from milestones import splice
 from milestones.explain import commented, print_commented
 from milestones.manifest import Course
-from milestones.mine import Mine, State, write_variant
+from milestones.mine import Mine, write_variant
 from milestones.tasks import EXERCISE_ID, Exercise, Milestone
-from milestones.update import update
 from tests.course.farm import Farm, Job, complaint, jobs
 from tests.tiny import named, same
 
@@ -41,36 +40,6 @@ def test_symbols(exercise: Exercise, tmp_path: Path) -> None:
     folder = write_variant(COURSE, tmp_path, [exercise])
     for file in folder.rglob("*.py"):
         compile(file.read_text(), file, "exec")
-
-
-@each_exercise
-def test_what_has_moved_is_gone_from_its_old_place(exercise: Exercise) -> None:
-    """Else `update` would carry a learner's body over again and again."""
-    for new, old in exercise.moves.items():
-        source = COURSE.source(old.path) if (COURSE.package.parent / old.path).is_file() else ""
-        assert old.name not in dict(splice.functions(source)), f"{new} has moved, and {old} is still there"
-
-
-@pytest.mark.parametrize("exercise", [e for e in COURSE.exercises if e.moves], ids=lambda e: e.id)
-def test_update_carries_what_was_written_at_the_old_place(exercise: Exercise, tmp_path: Path) -> None:
-    """A learner's folder from before the move, of a file that holds no more than these functions."""
-    mine, answer = Mine(COURSE, tmp_path), {}
-    mine.save(State(started=[exercise.id.partition(".")[0]]))
-    for number, (new, old) in enumerate(exercise.moves.items()):
-        *classes, name = old.name.split(".")
-        lines = [
-            *(f"class {c}:" for c in classes),
-            f"def {name}():",
-            '"""As it was."""',
-            answer.setdefault(new, f"{number}"),
-        ]
-        code = "\n".join("    " * min(i, len(classes) + 1) + line for i, line in enumerate(lines)) + "\n"
-        mine.write(old.path, (mine.read(old.path) or "") + code, base=(mine.read(old.path) or "") + code)
-    said = update(mine)
-    for new, old in exercise.moves.items():
-        body = splice.find(mine.read(new.path) or "", new.name).body_at("").strip()
-        assert body == answer[new], f"{old} did not arrive at {new}: {said}"
-    assert not [line for line in update(mine) if "with your" in line]
 
 
 @each_exercise

@@ -109,6 +109,23 @@ def test_a_hint_before_the_start_is_no_start(mine: Mine) -> None:
     assert status == 4 and "python -m milestones start m1" in said and "Traceback" not in said
 
 
+def test_yesterdays_files_say_update(mine: Mine) -> None:
+    """One sentence where a module that they import is gone; no page of errors from collecting tests."""
+    pool = mine.course.root / "folovllm" / "pool.py"
+    pool.write_text(pool.read_text().replace("Empty", "Exhausted"))
+    told = "the reference has changed since {} was copied: python -m milestones update"
+    status, said = run_pytest(mine, "--mine")
+    assert status == 4 and told.format(mine.folder / "folovllm/pool.py") in said and "Traceback" not in said
+    for words, variables in (
+        (["-m", "folovllm", "--mine"], {}),
+        (["-c", "import folovllm"], {"FOLOVLLM_MINE": "mine"}),
+    ):
+        status, said = run(sys.executable, *words, cwd=mine.course.root, path=mine.course.root, **variables)
+        assert status == 1 and told.format(mine.folder / "folovllm/pool.py") in said.splitlines()[-1]
+    run(sys.executable, "-m", "milestones", "update", cwd=mine.course.root, path=mine.course.root)
+    assert "was copied" not in run_pytest(mine, "--mine", "-q")[1]
+
+
 def test_a_file_that_is_gone_is_no_false_green(mine: Mine) -> None:
     (mine.folder / "folovllm" / "kernel.py").unlink()
     for words in ([], ["-n2"]):
@@ -128,7 +145,7 @@ def test_damaged_notes_are_named(mine: Mine) -> None:
         notes.write_text(text)
         status, said = run_pytest(mine, "--mine")
         assert status == 4 and f"{notes} is damaged: delete it" in said and "Traceback" not in said
-        said = run(sys.executable, "-c", script, cwd=ROOT, path=mine.course.root, FOLOVLLM_MINE=str(mine.folder))[1]
+        said = run(sys.executable, "-c", script, cwd=mine.folder, path=mine.course.root, FOLOVLLM_MINE="mine")[1]
         assert said.splitlines()[-1] == f"ValueError: {notes} is damaged: `python -m milestones` says what to do"
 
 
