@@ -234,6 +234,17 @@ class TestPublish:
         assert blocks[0].serial == serial, "what was published is not published again"
         assert blocks[1].parent == serial, "the next block follows it"
         assert len(cache) == 3, "three blocks have a name"
+        assert cache.serials(seq) == [b.serial for b in blocks], "one serial a block, however many calls it took"
+
+    def test_what_lost_its_name_does_not_get_it_again(self) -> None:
+        """New weights came while the sequence ran: blocks 7 and 8 hold K/V of the old ones."""
+        cache, seq, blocks = Forgetful(B), sequence(self.tokens), make_blocks(7, 8, 9)
+        cache.publish(seq, blocks[:2])
+        cache.reset()
+        cache.publish(seq, blocks)
+        assert [b.hash for b in blocks[:2]] == [None, None], (
+            "7 and 8 were published before, and were forgotten: only block 9 is new"
+        )
 
     def test_a_twin_stays_nameless_and_counts_as_the_first(self) -> None:
         cache, first, second = PrefixCache(B), sequence(self.tokens), sequence([*self.tokens[:8], 1, 2, 3, 4])
@@ -254,6 +265,28 @@ class TestPublish:
         assert cache.serials(second) == [], "no block of the second is published"
         assert all(b.hash is None for b in twos), "so none has a name"
         assert cache._by_hash[42] is ones[0], "who was first keeps the name"
+
+    def test_what_follows_a_collision_is_not_published_as_if_it_followed_what_came_before(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A hash that knows only the sum of a block's tokens: 4 3 2 1 collides with 1 2 3 4."""
+        monkeypatch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: int(tokens.sum()))
+        cache, start, end = PrefixCache(B), self.tokens[:4], [9, 9, 9, 9]
+        ones, twos, seq = make_blocks(7, 8), make_blocks(17, 18, 19), sequence([*start, 4, 3, 2, 1, *end])
+        cache.publish(sequence([*start, 1, 2, 3, 4]), ones)
+        cache.publish(seq, twos)
+        assert all(b.hash is None for b in twos), (
+            f"17 is a twin of 7, 18 collides with 8, and 19 must have no name. Yours follows {twos[2].parent}, and 7 is "
+            f"{ones[0].serial}: a prompt of the tokens of 17 and 19 would be served K/V that was computed after those of 18, too"
+        )
+        assert cache.serials(seq) == [ones[0].serial], "one block of the second counts as published, by its twin"
+
+    def test_other_tokens_after_another_block_are_no_collision(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: int(tokens.sum()))
+        cache, blocks = PrefixCache(B), make_blocks(7, 8, 17, 18)
+        cache.publish(sequence([1, 1, 1, 1, 1, 2, 3, 4]), blocks[:2])
+        cache.publish(sequence([2, 2, 2, 2, 4, 3, 2, 1]), blocks[2:])
+        assert cache._by_hash[10] is blocks[3], "8 has the hash of 18, but it follows another block: the name goes to 18"
 
     def test_a_block_whose_parent_was_a_twin_can_be_found(self) -> None:
         cache, blocks = PrefixCache(B), make_blocks(7, 17, 18)
