@@ -39,6 +39,7 @@ from folovllm.events import Events
 from folovllm.executor.abstract import Executor
 from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
+from folovllm.faults import Faults
 from folovllm.layers.expert_load import CountedLoad
 from folovllm.models.files import load_tokenizer
 from folovllm.sample.draw_state import DrawState
@@ -80,10 +81,11 @@ def put_together(config: EngineConfig) -> Parts:
     drafted = make_draft_tokens(setup)
     proposer = make_proposer(setup, drafted)  # may have a model and a cache: so before the one that takes all memory
     executor = make_executor(setup) if drafted is None else make_executor(setup, drafted)
-    events, guides = Events(), Guides(tokenizer, setup.vocab_size)
+    events, faults = Events(), Faults()
+    guides = Guides(tokenizer, setup.vocab_size, faults)
     speculation = make_speculation(setup, proposer, executor, guides)
     scheduler = make_scheduler(setup, executor.num_kv_blocks, events, speculation)
-    return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events, guides, proposer)
+    return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events, faults, guides, proposer)
 
 
 def make_scheduler(

@@ -50,11 +50,12 @@ class InputProcessor:
                 the wrong kind, or more than the engine allows.
         """
         require(isinstance(params, SamplingParams), f"sampling parameters are a SamplingParams, not {params!r}")
-        require(isinstance(priority, Integral), f"priority must be a whole number, not {priority!r}")
+        fits = isinstance(priority, Integral) and -(2**63) <= int(priority) < 2**63
+        require(fits, f"priority must be a whole number from -2**63 to 2**63 - 1, not {priority!r}")
         params, parts = params.clone(), parse_prompt(prompt)  # the caller's own may change while the request runs
         cache_salt = parts.cache_salt if cache_salt is None else cache_salt
         require(cache_salt is None or _is_text(cache_salt), f"cache_salt must be a text, not {cache_salt!r}")
-        self._validate_amounts(params)
+        self.check_amounts(params)
         token_ids = self._truncate(self._tokenize(parts, params), params)
         self._validate(token_ids, params)
         room = self._setup.max_model_len - len(token_ids)
@@ -87,7 +88,8 @@ class InputProcessor:
         most = params.truncate_prompt_tokens
         return token_ids if most is None else token_ids[-(self._setup.max_model_len - 1 if most == -1 else most) :]
 
-    def _validate_amounts(self, params: SamplingParams) -> None:
+    def check_amounts(self, params: SamplingParams) -> None:
+        """Raise ValueError if a request asks for more of something than the engine gives."""
         config = self._setup.config
         for name, asked, most in (
             ("n", params.n, config.max_n),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
@@ -17,6 +17,7 @@ from folovllm.engine.observed import Observed
 from folovllm.engine.output_processor import RequestState
 from folovllm.engine.snapshot import added
 from folovllm.events import ExpertsAsked, Finished, GivenUp, StepEnded
+from folovllm.faults import log_fault
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.outputs import RequestOutput
 from folovllm.quick_tokenizer import whole
@@ -34,7 +35,8 @@ logger = logging.getLogger("folovllm")
 class LLMEngine(Observed):
     """Serves requests step by step; `LLM` wraps it for offline use.
 
-    Use it from one thread at a time. After an exception inside `step` the engine's state is undefined: make a new one.
+    Use it from one thread at a time. After an exception inside `step`, but for `RequestFailed`, the engine's state is undefined:
+    make a new one.
 
     Args:
         config: all choices; or a `ModelConfig`, beside which `overrides` are fields of the `EngineConfig`.
@@ -102,7 +104,7 @@ class LLMEngine(Observed):
             stream: report each token as it comes, in the form that `params.output_kind` names; False is FINAL_ONLY.
 
         Raises:
-            ValueError: the id is in use, or the request can never be served. Nothing else is disturbed.
+            ValueError: the id is in use, or the request can never be served. Whatever is raised, nothing of it stays.
             RuntimeError: the engine was closed.
         """
         self.require_open()
@@ -112,11 +114,17 @@ class LLMEngine(Observed):
         seqs = self._processor.process(request_id, prompt, params, priority, cache_salt)
         self._guides.add(seqs)
         kind = params.output_kind if stream else RequestOutputKind.FINAL_ONLY
-        state = self._output.requests[request_id] = RequestState(request_id, seqs, kind, time.monotonic())
-        for seq in seqs:
-            if self.events.on:
-                self.events.emit(added(seq, state.metrics.arrival_time))
-            self.scheduler.add(seq)
+        state = RequestState(request_id, seqs, kind, time.monotonic())
+        if self.events.on:
+            for event in [added(seq, state.metrics.arrival_time) for seq in seqs]:
+                self.events.emit(event)
+        self._output.requests[request_id] = state
+        try:
+            for seq in seqs:
+                self.scheduler.add(seq)
+        except BaseException:
+            self._end([request_id])
+            raise
 
     @overload
     def abort_request(self, request_id: str) -> RequestOutput: ...  # type: ignore[overload-overlap]
@@ -125,7 +133,7 @@ class LLMEngine(Observed):
     def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | list[RequestOutput]:
         """End a request at once and return what it has so far, with finish_reason "abort".
 
-        Of several ids, those that are not being served are skipped.
+        Of several ids, those that are not being served are skipped, and those whose text cannot be made.
 
         Raises:
             ValueError: no request of this one id is being served.
@@ -133,13 +141,25 @@ class LLMEngine(Observed):
         if isinstance(request_id, str):
             if request_id not in self._output.requests:
                 raise ValueError(f"there is no request {request_id!r} to abort: it has finished, or never was")
-            return self.abort_request([request_id])[0]
-        states = [self._output.requests.pop(id_) for id_ in dict.fromkeys(request_id) if id_ in self._output.requests]
+            return self._end([request_id])[0].output()
+        outputs = []
+        for state in self._end(list(request_id)):
+            try:
+                outputs.append(state.output())
+            except BaseException as error:
+                log_fault(state.request_id, error)
+        return outputs
+
+    def _end(self, request_ids: Collection[str]) -> list[RequestState]:
+        """End those of the requests that are being served; returns what there is of them."""
+        if not request_ids:
+            return []
+        states = [self._output.requests.pop(id_) for id_ in dict.fromkeys(request_ids) if id_ in self._output.requests]
         self.scheduler.abort(*(seq for state in states for seq in state.seqs if not seq.status.is_finished))
         self.events.drain()
         for state in states:
             state.note_progress(time.monotonic())
-        return [state.output() for state in states]
+        return states
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
@@ -154,7 +174,12 @@ class LLMEngine(Observed):
         return whole(self.tokenizer)
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, compute, draw, and hand out what is new. Without work it returns an empty list."""
+        """Schedule, compute, draw, and hand out what is new. Without work it returns an empty list.
+
+        Raises:
+            RequestFailed: requests ran into faults of their own and are gone. It has the outputs of the others, and the step is
+                complete: the engine goes on.
+        """
         self.require_open()
         if not self.has_unfinished_requests():
             return []
@@ -164,7 +189,8 @@ class LLMEngine(Observed):
             if output.preempted and not output.shares:  # room was made, and the next step has it
                 return []
             seqs = self.scheduler.sequences(output)
-            return self._take_in(output, seqs, self._compute(output, seqs), start)
+            outputs = self._take_in(output, seqs, self._compute(output, seqs), start)
+        return self._report(outputs)
 
     def _compute(self, output: SchedulerOutput, seqs: list[Sequence]) -> StepResult:
         """Compute a step and draw. Where an answer has a form, its guide says what may be drawn, and is told what was."""
@@ -182,12 +208,13 @@ class LLMEngine(Observed):
         alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
         broken = self._guides.broken(seqs)  # what they drew before that counts, and may end them
         counts = [i for i in alive if result.token_ids[i] or seqs[i] not in broken]
-        updated = self.scheduler.postprocess([(seqs[i], result.token_ids[i]) for i in counts])
+        updated = self._faults.each(self.scheduler.postprocess, [(seqs[i], result.token_ids[i]) for i in counts])
         broken = self._guides.broken(broken)
         if result.logprobs:
             for i in alive:
                 if i in result.logprobs:
-                    self._output.keep_logprobs(seqs[i], output.shares[i].scores, result.logprobs[i])
+                    with self._faults.at(seqs[i]):
+                        self._output.keep_logprobs(seqs[i], output.shares[i].scores, result.logprobs[i])
         now = time.monotonic()
         if self.events.on:
             kv, waiting = self.scheduler.kv, len(self.scheduler.waiting)
@@ -200,7 +227,14 @@ class LLMEngine(Observed):
         self._give_up(broken)
         self._num_steps += 1
         self._num_preemptions += len(output.preempted)
-        return self._output.outputs([*updated, *broken], now)
+        outputs = self._output.outputs([*updated, *broken], now)
+        self._end(self._faults.of)
+        return outputs
+
+    def _report(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Return the outputs of a step. Raises `RequestFailed` if requests have failed; they have ended by then."""
+        self._end(self._faults.of)
+        return self._faults.report(outputs)
 
     def _give_up(self, broken: list[Sequence]) -> None:
         """End answers that cannot get their form any more, with finish_reason "abort"."""

@@ -22,7 +22,8 @@ class Observed:
         self.executor = parts.executor
         self.scheduler = parts.scheduler
         self.events = parts.events
-        self._output = OutputProcessor(parts.tokenizer)
+        self._faults = parts.faults
+        self._output = OutputProcessor(parts.tokenizer, parts.faults)
         self._log: StepLog | None = None
         self._num_steps = 0
         self._num_preemptions = 0

@@ -8,6 +8,7 @@ from functools import partial
 from operator import attrgetter, getitem
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from folovllm.faults import Faults
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
@@ -34,8 +35,9 @@ class Piece(NamedTuple):
 class OutputProcessor:
     """The requests that are being served, by id, and what each of them has to report."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, faults: Faults | None = None) -> None:
         self._decode = tokenizer.decode
+        self._faults = faults or Faults()
         self.requests: dict[str, RequestState] = {}
 
     def keep_logprobs(self, seq: Sequence, scores: Scores | None, rows: list[Logprobs]) -> None:
@@ -57,7 +59,8 @@ class OutputProcessor:
             if finished:
                 del self.requests[request_id]
             if finished or state.streams:
-                outputs.append(state.output())
+                with self._faults.at(state.seqs[0]):
+                    outputs.append(state.output())
         return outputs
 
 

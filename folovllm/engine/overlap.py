@@ -41,7 +41,12 @@ class OverlappedEngine(LLMEngine):
         self._last_arrival = 0.0
 
     def step(self) -> list[RequestOutput]:
-        """Start the next step, then hand out what the step before it drew. Raises `NothingScheduled` if neither is there."""
+        """Start the next step, then hand out what the step before it drew.
+
+        Raises:
+            NothingScheduled: neither is there.
+            RequestFailed: as `LLMEngine.step`.
+        """
         self.require_open()
         before = self._num_steps
         with self.events:
@@ -49,7 +54,7 @@ class OverlappedEngine(LLMEngine):
         idle = self._in_flight is None and self._num_steps == before and not self.scheduler.made_room
         if idle and self.has_unfinished_requests():
             raise NothingScheduled
-        return outputs
+        return self._report(outputs)
 
     def step_overlapped(self) -> list[RequestOutput]:
         """One turn of the loop.

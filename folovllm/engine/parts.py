@@ -9,6 +9,7 @@ from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.events import Events
 from folovllm.executor.abstract import Executor
+from folovllm.faults import Faults
 from folovllm.setup import EngineSetup
 from folovllm.structured.guides import Guides
 
@@ -29,5 +30,6 @@ class Parts:
     executor: Executor
     scheduler: SchedulerLike
     events: Events
+    faults: Faults
     guides: Guides
     proposer: Proposer | None

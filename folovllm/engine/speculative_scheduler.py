@@ -105,19 +105,23 @@ class SpeculativeScheduler(Scheduler):
         """As `Scheduler`: a share with guesses that drew m tokens counts as m steps of one token each.
 
         So each token meets the same checks, and its K/V becomes known to the cache at the same moment, as without guesses.
+        After an exception the step goes on with the next call, which gets the pairs behind the one that raised it.
         """
-        num_running = len(self.running)
-        if self._under_way and self._under_way[0][0] == self._num_taken:
-            updated = self._take_in(drawn, self._under_way.popleft()[1])
-        else:
-            updated = Scheduler.postprocess(self, drawn)
-        self._num_taken += 1
-        if len(self.running) < num_running:
-            self._tell_of_ends(updated)
+        before = self.running[:]
+        try:
+            if self._under_way and self._under_way[0][0] == self._num_taken:
+                updated = self._take_in(drawn, self._under_way[0][1])
+                self._under_way.popleft()
+            else:
+                updated = Scheduler.postprocess(self, drawn)
+            self._num_taken += 1
+        finally:
+            if len(self.running) < len(before):
+                self._tell_of_ends(before)
         return updated
 
-    def _tell_of_ends(self, updated: list[Sequence]) -> None:
-        self.speculation.finish([seq for seq in updated if seq.status.is_finished])
+    def _tell_of_ends(self, before: list[Sequence]) -> None:
+        self.speculation.finish([seq for seq in before if seq.status.is_finished])
         if self.waiting:
             self.speculation.wake(self.waiting[0], self._rows.num_steps)
         elif not self.running:

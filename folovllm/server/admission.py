@@ -9,16 +9,17 @@ RETRY_AFTER = "1"  # seconds
 
 
 class Admission:
-    """Bounds the requests that wait for their first token, and the tokens of their prompts."""
+    """Bounds the sequences that wait for their first token, and the tokens of their prompts."""
 
     def __init__(self, engine: AsyncEngine, max_requests: int, max_tokens: int) -> None:
         self._engine, self._max_requests, self._max_tokens = engine, max_requests, max_tokens
 
-    def check(self, num_requests: int, num_tokens: int = 0) -> None:
-        """Raise ApiError unless so much more may queue.
+    def check(self, num_seqs: int, num_tokens: int = 0) -> None:
+        """Raise ApiError unless so many more sequences, with so many prompt tokens, may queue.
 
-        What waits already is `self._engine.num_queued` prompts with `num_queued_tokens` tokens; `self._max_requests` and
-        `self._max_tokens` bound the two. The message of a refusal names what is too much: "prompts" or "prompt tokens".
+        What waits already is `self._engine.num_queued` sequences, whose prompts have `num_queued_tokens` tokens;
+        `self._max_requests` and `self._max_tokens` bound the two. The message of a refusal names what is too much: "sequences" or
+        "prompt tokens".
 
         Raises:
             ApiError: with status 400 if one of the two would not fit into an empty queue either, since to try again would
@@ -27,7 +28,7 @@ class Admission:
         """
         engine = self._engine
         budgets = (
-            (num_requests, engine.num_queued, self._max_requests, "prompts"),
+            (num_seqs, engine.num_queued, self._max_requests, "sequences"),
             (num_tokens, engine.num_queued_tokens, self._max_tokens, "prompt tokens"),
         )
         for count, _, most, what in budgets:

@@ -54,6 +54,7 @@ from folovllm.server.tokenizer_info import tokenizer_info
 logger = logging.getLogger("folovllm")
 Handler = Callable[[Request], Awaitable[Response]]
 R = TypeVar("R", bound=msgspec.Struct)
+FIELDS = (*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__)
 BODY_SECONDS = 60.0  # that a request may take to arrive
 
 
@@ -115,7 +116,7 @@ class Api:
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE)
             except Exception as error:
-                told = as_api_error(error, Sampling.__struct_fields__)
+                told = as_api_error(error, FIELDS)
                 if told.status == 500:
                     logger.exception("a request failed")
                 return error_response(told)
@@ -201,7 +202,7 @@ class Api:
         """Answer a conversation."""
         asked = await self._read(request, ChatRequest)
         params = chat_params(asked, self._defaults)
-        self._admission.check(1)
+        self._check_room(1, params)
         engine = self._engine
         prompt = await engine.in_thread(chat_prompt, engine.tokenizer, engine.setup.max_model_len, asked)
         params, make_reader = reading_of(
@@ -220,18 +221,23 @@ class Api:
         writer: CompletionWriter,
     ) -> Response:
         """Answer all prompts. The engine hears of none before all are checked and there is room for all."""
-        engine, admission = self._engine, self._admission
-        admission.check(len(prompts))  # before the work of reading them
+        engine = self._engine
+        self._check_room(len(prompts), params)  # before the work of reading them
         prepared = []
         for prompt in prompts:
             salt = asked.cache_salt
             prepared.append(await engine.prepare(prompt, params, priority=asked.priority, cache_salt=salt))
             await asyncio.sleep(0)  # others have their turn between two of many prompts
-        admission.check(len(prepared), sum(seqs[0].num_prompt_tokens for seqs in prepared))
+        self._check_room(len(prepared), params, sum(seqs[0].num_prompt_tokens for seqs in prepared))
         job = Job(engine, prepared, writer, params.n)
         if asked.stream:
             return job.events(asked.stream_options or StreamOptions())
         return await job.whole(request.receive)
+
+    def _check_room(self, num_prompts: int, params: SamplingParams, num_tokens: int = 0) -> None:
+        """Raise unless the queue has room for `n` sequences of each prompt."""
+        self._engine.check_amounts(params)
+        self._admission.check(num_prompts * params.n, num_tokens)
 
     def _shown(self, asked: Sampling) -> str:
         return asked.model or self._names[0]

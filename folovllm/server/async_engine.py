@@ -111,6 +111,7 @@ class AsyncEngine:
         Raises:
             ValueError: the id is in use, or the request can never be served.
             EngineDead, Unavailable: the engine has ended, or takes no new requests.
+            RequestFailed: there was a fault at this request; the engine goes on, and the log has the fault.
         """
         seqs = await self.prepare(prompt, params, priority=priority, cache_salt=cache_salt)
         stream = self.submit(seqs, request_id)
@@ -137,6 +138,10 @@ class AsyncEngine:
             return await self.in_thread(self._processor.process, *arguments)
         return self._processor.process(*arguments)
 
+    def check_amounts(self, params: SamplingParams) -> None:
+        """Raise ValueError if a request asks for more of something than this engine gives: answers, log-probabilities."""
+        self._processor.check_amounts(params)
+
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that reads long texts, beside the event loop; one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
@@ -150,8 +155,8 @@ class AsyncEngine:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         now = time.monotonic()
         stream = Stream(number, request_id, seqs, now, self.tokenizer, mailbox or Mailbox(), self._abort)
-        self._open.add(stream)
         self._transport.send(add_message(number, seqs[0].request))
+        self._open.add(stream)  # only now: what cannot be sent takes no place in the queue
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -242,7 +247,7 @@ class AsyncEngine:
 
     @property
     def num_queued(self) -> int:
-        """Open requests that have no token yet."""
+        """Sequences of open requests that have no token yet."""
         return self._open.num_queued
 
     @property
@@ -274,7 +279,8 @@ class AsyncEngine:
 
     def _take_in(self, step: Step) -> None:
         self.load = step.load
-        self._open.take_in(step, time.monotonic())
+        for number in self._open.take_in(step, time.monotonic()):
+            self._transport.send(Abort(number))
 
     def _die(self, failure: Failure) -> None:
         """The engine has ended: tell all who wait for it."""

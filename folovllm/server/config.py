@@ -19,8 +19,8 @@ class ServerConfig:
             FOLOVLLM_API_KEY, keys with commas between them, says the same and is not seen in the list of processes.
         cors_origin: an origin whose pages may ask from a browser; "*" is any. Several may be given.
         engine_process: run the engine in a process of its own; if left out, where it has a GPU.
-        max_queued_requests: most prompts that wait for their first token; a request beyond is answered 429.
-        max_queued_tokens: most tokens in all such prompts together.
+        max_queued_requests: most sequences (prompts times `n`) that wait for their first token; a request beyond is answered 429.
+        max_queued_tokens: most tokens in all their prompts together.
         max_body_size: longest request, in bytes.
         drain_seconds: at SIGTERM, how long answers that run may take to end.
         reasoning_parser: take what the model thinks out of its answers, into `reasoning_content`: qwen3, or deepseek_r1 for

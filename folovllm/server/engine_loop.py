@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 from folovllm.config import EngineConfig
 from folovllm.events import Event, Listener
+from folovllm.faults import RequestFailed
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.digest import Digest
-from folovllm.server.messages import Abort, Add, Failure, News, Ready, Refused, Step, Stop, Work
+from folovllm.server.messages import Abort, Add, Failure, News, Ready, Refused, Step, Stop, Work, failure_of
 from folovllm.setup import EngineSetup, plain
 
 logger = logging.getLogger("folovllm")
@@ -41,7 +42,7 @@ class Engine(Protocol):
         """Whether `step` has work."""
 
     def step(self) -> object:
-        """Compute. Listeners hear what came of it."""
+        """Compute. Listeners hear what came of it. Raises RequestFailed at its end if requests failed; it goes on with the others."""
 
     def subscribe(self, listener: Listener) -> None:
         """Call `listener` with what happens from now on, and first with the present state."""
@@ -115,7 +116,8 @@ class EngineLoop:
         has no work (`has_unfinished_requests`): so an idle engine takes no time, and one that works loses none. `Stop` ends
         the turn at once; an `Abort` goes to `abort_request([str(number)])`, an `Add` to `self.add`, which may refuse it.
 
-        The message is `self.news(refused)`, one for each step, whatever was in it.
+        `self.step()` takes the step, and returns the requests that failed in it: they count as refused, too. The message is
+        `self.news(refused)`, one for each step, whatever was in it.
 
         Returns:
             False: it was told to stop.
@@ -128,18 +130,30 @@ class EngineLoop:
                 self._engine.abort_request([str(command.number)])
             elif (refusal := self.add(command)) is not None:
                 refused.append(refusal)
-        self._engine.step()
+        refused += self.step()
         self._link.send(self.news(refused))
         return True
 
-    def add(self, add: Add) -> Refused | None:
-        """Queue a request, or say why it cannot be."""
+    def add(self, add: Add | Refused) -> Refused | None:
+        """Queue a request, or say why it cannot be. A ValueError is about what it asks for; else the fault is the server's."""
+        if isinstance(add, Refused):  # the link could not read it
+            return add
         extra: dict[str, Any] = {"priority": add.priority, "cache_salt": add.cache_salt, "stream": False}
         try:
             self._engine.add_request(str(add.number), add.token_ids, add.params, **extra)
         except ValueError as error:
             return Refused(add.number, str(error))
+        except BaseException as error:
+            return failure_of(add.number, error)
         return None
+
+    def step(self) -> list[Refused]:
+        """Compute. Returns the requests that failed in the step, each at a fault of its own."""
+        try:
+            self._engine.step()
+        except RequestFailed as failed:
+            return [Refused(int(id_), str(RequestFailed([id_])), is_fault=True) for id_ in failed.request_ids]
+        return []
 
     def news(self, refused: list[Refused] | None = None) -> Step:
         """All that happened since the last time, as one message."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from folovllm.faults import RequestFailed
 from folovllm.server.async_engine import EngineDead, Unavailable
 
 TYPES = {
@@ -67,4 +68,6 @@ def as_api_error(error: Exception, fields: tuple[str, ...] = ()) -> ApiError:
     if isinstance(error, ValueError):
         first = str(error).partition(" ")[0]
         return ApiError(400, str(error), param=first if first in fields else None)
+    if isinstance(error, RequestFailed):
+        return ApiError(500, str(error))
     return ApiError(500, "the server failed at this request, and its log says how")

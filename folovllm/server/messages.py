@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from folovllm.faults import RequestFailed, log_fault
 from folovllm.sampling_params import SamplingParams
 
 Row = list[tuple[int, float, int]]  # of one token: (token id, log-probability, rank); the chosen comes first
@@ -70,10 +71,11 @@ class Delta(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True):
-    """A request that the engine did not take, and why."""
+    """A request that the engine did not take or could not finish, and why."""
 
     number: int
     message: str
+    is_fault: bool = False  # of the server; else the request asks for what cannot be
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
@@ -120,13 +122,32 @@ class Failure(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 NOT_SENT = 'the configuration, or a proposer in it, does not exist in the engine\'s process: take transport="thread"'
-Work = Add | Abort | Stop
-Command = Work | Watch | Pace | AskExperts
+Work = Add | Abort | Stop | Refused  # the last: an `Add` that could not be read
+Command = Add | Abort | Stop | Watch | Pace | AskExperts
 News = Ready | Step | Seen | ExpertLoad | Failure
 
 encode = msgspec.msgpack.Encoder(enc_hook=lambda number: number.item()).encode  # NumPy's numbers are numbers too
-decode_command = msgspec.msgpack.Decoder(Command).decode
+_decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_news = msgspec.msgpack.Decoder(News).decode
+
+
+
+def failure_of(number: int, error: BaseException) -> Refused:
+    """Log a fault of one request, and return what its sender is told. As `log_fault`, raises what is no request's own."""
+    log_fault(number, error)
+    return Refused(number, str(RequestFailed([str(number)])), is_fault=True)
+
+
+def decode_command(message: bytes) -> Command | Refused:
+    """The command in a message; of an `Add` that cannot be read, its refusal. Raises ValueError if it is no command at all."""
+    try:
+        return _decode_command(message)
+    except Exception as error:
+        kind, number, *_ = msgspec.msgpack.decode(message)
+        if kind != Add.__name__:
+            raise
+        return failure_of(number, error)
+
 
 _LENGTH = struct.Struct("<I")
 

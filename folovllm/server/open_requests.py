@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+from folovllm.faults import RequestFailed
 from folovllm.server.counters import Counters
-from folovllm.server.messages import Step
+from folovllm.server.messages import Delta, Refused, Step, failure_of
 from folovllm.server.stream import Stream
 
 
 class OpenRequests:
     """The streams of the requests that are not over, found by their number or by their id.
 
-    Invariant: a request counts as queued from `add` to its first token, or to its end if it gets none.
+    Invariant: the sequences of a request count as queued from `add` to its first token, or to its end if it gets none.
     """
 
     def __init__(self) -> None:
         self._by_number: dict[int, Stream] = {}
         self._by_id: dict[str, Stream] = {}
-        self.num_queued = self.num_queued_tokens = 0  # requests, and the tokens of their prompts
+        self._queued: set[int] = set()  # numbers
+        self.num_queued = self.num_queued_tokens = 0  # sequences, and the tokens of their prompts
         self.counters = Counters()
         self.is_empty = asyncio.Event()
         self.is_empty.set()
@@ -42,30 +44,47 @@ class OpenRequests:
     def add(self, stream: Stream) -> None:
         """A request is handed to the engine."""
         self._by_number[stream.number] = self._by_id[stream.request_id] = stream
-        self.num_queued += 1
+        self._queued.add(stream.number)
+        self.num_queued += len(stream.state.seqs)
         self.num_queued_tokens += stream.state.metrics.num_prompt_tokens
         self.is_empty.clear()
 
-    def take_in(self, step: Step, now: float) -> None:
-        """Give each request what the step brought for it. Those that end leave."""
+    def take_in(self, step: Step, now: float) -> list[int]:
+        """Give each request what the step brought for it. Those that end leave.
+
+        Returns:
+            The numbers of those that failed at it here: the engine still works on them.
+        """
         before: Counter[float] = Counter()  # when answers got the tokens before these: mostly one step ago, all of them
+        failed: list[Refused] = []
         for delta in step.deltas:
-            if (stream := self.get(delta.number)) is None:
-                continue  # aborted, and the engine had not heard of it yet
-            if delta.token_ids:
-                if not stream.has_begun:
-                    self._leave_queue(stream)
-                    self.counters.note_start(stream, now)
-                if (last := stream.newest[delta.index]) is not None:
-                    before[last] += 1
-                self.counters.generation_tokens += len(delta.token_ids)
-            stream.feed(delta, now)
-            if stream.is_finished:
-                self.end(stream)
+            if (stream := self.get(delta.number)) is not None:  # else it was aborted, and the engine had not heard of it yet
+                try:
+                    self._give(stream, delta, now, before)
+                except BaseException as error:
+                    failed.append(failure_of(stream.number, error))
+                    self._refuse(failed[-1])
         self.counters.note_step(now, before, step.queue_times)
         for refused in step.refused:
-            if (stream := self.get(refused.number)) is not None:
-                self.fail(stream, ValueError(refused.message))
+            self._refuse(refused)
+        return [each.number for each in failed]
+
+    def _give(self, stream: Stream, delta: Delta, now: float, before: Counter[float]) -> None:
+        """Give a request new tokens; `before` counts the times at which its answer got those before them."""
+        if delta.token_ids:
+            if not stream.has_begun:
+                self._leave_queue(stream)
+                self.counters.note_start(stream, now)
+            if (last := stream.newest[delta.index]) is not None:
+                before[last] += 1
+            self.counters.generation_tokens += len(delta.token_ids)
+        stream.feed(delta, now)
+        if stream.is_finished:
+            self.end(stream)
+
+    def _refuse(self, refused: Refused) -> None:
+        if (stream := self.get(refused.number)) is not None:
+            self.fail(stream, RequestFailed([str(refused.number)]) if refused.is_fault else ValueError(refused.message))
 
     def end(self, stream: Stream) -> None:
         """The engine works on it no more."""
@@ -78,12 +97,13 @@ class OpenRequests:
         self._remove(stream)
 
     def _leave_queue(self, stream: Stream) -> None:
-        self.num_queued -= 1
-        self.num_queued_tokens -= stream.state.metrics.num_prompt_tokens
+        if stream.number in self._queued:
+            self._queued.remove(stream.number)
+            self.num_queued -= len(stream.state.seqs)
+            self.num_queued_tokens -= stream.state.metrics.num_prompt_tokens
 
     def _remove(self, stream: Stream) -> None:
         del self._by_number[stream.number], self._by_id[stream.request_id]
-        if not stream.has_begun:
-            self._leave_queue(stream)
+        self._leave_queue(stream)
         if not self._by_number:
             self.is_empty.set()

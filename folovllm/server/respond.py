@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 
 from starlette.responses import Response
@@ -10,12 +11,14 @@ from starlette.types import Receive
 from folovllm.engine.output_processor import Piece
 from folovllm.request import Sequence
 from folovllm.server.answers import DONE, CompletionWriter, event
-from folovllm.server.async_engine import AsyncEngine, EngineDead
+from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.errors import as_api_error
 from folovllm.server.protocol import StreamOptions
 from folovllm.server.replies import Usage
 from folovllm.server.sse import EventStream, unless_gone
-from folovllm.server.stream import Mailbox
+from folovllm.server.stream import Mailbox, Stream
+
+logger = logging.getLogger("folovllm")
 
 
 class Job:
@@ -26,7 +29,13 @@ class Job:
 
     def __init__(self, engine: AsyncEngine, requests: list[list[Sequence]], writer: CompletionWriter, n: int) -> None:
         self._mailbox = Mailbox()
-        self._streams = [engine.submit(seqs, mailbox=self._mailbox) for seqs in requests]
+        self._streams: list[Stream] = []
+        try:
+            for seqs in requests:
+                self._streams.append(engine.submit(seqs, mailbox=self._mailbox))
+        except BaseException:  # nobody would close those before
+            self.close()
+            raise
         self._first_index = {stream.number: i * n for i, stream in enumerate(self._streams)}
         self._num_open = len(self._streams)
         self._writer = writer
@@ -65,8 +74,11 @@ class Job:
                     yield chunks
             if options.include_usage:
                 yield self._writer.last(self._usage())
-        except (EngineDead, ValueError) as error:
-            yield event(as_api_error(error).body())
+        except Exception as error:
+            told = as_api_error(error)
+            if told.status == 500:
+                logger.exception("a stream failed")
+            yield event(told.body())
         yield DONE
 
     async def _next(self) -> list[tuple[int, Piece]]:

@@ -9,7 +9,7 @@ from collections import deque
 
 from folovllm.build import make_engine
 from folovllm.server.engine_loop import run_engine
-from folovllm.server.messages import NOT_SENT, Command, Failure, Frames, News, Stop, decode_command, encode, frame
+from folovllm.server.messages import NOT_SENT, Command, Failure, Frames, News, Refused, Stop, decode_command, encode, frame
 from folovllm.server.watched import MakeWatchable, WatchedLink
 
 CHUNK = 1 << 20
@@ -42,7 +42,7 @@ class SocketLink:
             self._read()
         return self._unread.popleft()
 
-    def receive(self, wait: bool) -> list[Command]:
+    def receive(self, wait: bool) -> list[Command | Refused]:
         """As `Link` has it."""
         while self._poll.poll(None if wait and not self._unread else 0):
             self._read()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from folovllm.cache.prefix_cache import CachedPrefix
 from folovllm.engine.output_processor import Piece, RequestState, with_text
 from folovllm.engine.stop import check_stop_conditions
+from folovllm.faults import RequestFailed, log_fault
 from folovllm.outputs import RequestOutput, TokenLogprob
 from folovllm.request import Request, Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
@@ -17,6 +18,8 @@ from folovllm.server.messages import Add, Delta, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 
 def add_message(number: int, request: Request) -> Add:
@@ -159,15 +162,23 @@ class Stream:
         self._on_close(self)
 
     def take(self) -> list[Piece]:
-        """What is new since the last look, an answer at a time. Raises what ended the stream, if that was an error."""
-        self._look()
-        return self.state.pieces()
+        """What is new since the last look, an answer at a time. Raises what ended the stream, if that was an error.
 
-    def _look(self) -> None:
+        RequestFailed if its text cannot be made; the stream is over then.
+        """
+        return self._look(self.state.pieces)
+
+    def _look(self, report: Callable[[], T]) -> T:
         self._has_mail = False
         self.is_over = self._error is not None or self.is_finished
         if self._error is not None:
             raise self._error
+        try:
+            return report()
+        except BaseException as error:
+            log_fault(self.number, error)
+            self.is_over = True
+            raise RequestFailed([str(self.number)]) from error
 
     def __aiter__(self) -> Stream:
         return self
@@ -176,5 +187,4 @@ class Stream:
         if self.is_over:
             raise StopAsyncIteration
         await self._mailbox.get()
-        self._look()
-        return self.state.output()
+        return self._look(self.state.output)

@@ -63,7 +63,11 @@ class ThreadTransport:
 
     def _run(self, config: EngineConfig) -> None:
         link = WatchedLink(_ThreadLink(self._commands, self._loop, self._deliver))
-        run_engine(config, link, link.making(self._make_engine))
+        try:
+            run_engine(config, link, link.making(self._make_engine))
+        except BaseException as error:  # no `Exception`: the panic of a library in Rust. A process would be seen to end
+            link.send(Failure(f"{type(error).__name__}: {error}"))
+            raise
 
 
 class _ThreadLink:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from folovllm.config import EngineConfig
@@ -12,7 +12,7 @@ from folovllm.inspector import recorder
 from folovllm.inspector.live import LiveLines
 from folovllm.sampling_params import SamplingParams
 from folovllm.server import engine_loop as server
-from folovllm.server.messages import AskExperts, Command, ExpertLoad, Failure, News, Pace, Seen, Stop, Watch, Work
+from folovllm.server.messages import AskExperts, Command, ExpertLoad, Failure, News, Pace, Refused, Seen, Stop, Watch, Work
 
 
 class Watchable(server.Engine, recorder.Engine, Protocol):
@@ -56,10 +56,9 @@ class PacedEngine:
         if not self.has_unfinished_requests():
             self._engine.abort_request([])  # ends none, and lets listeners hear of new requests while it is held
             return
+        self._steps_left -= self._pace.is_held
         self._engine.step()
-        if self._pace.is_held:
-            self._steps_left -= 1
-        else:
+        if not self._pace.is_held:
             time.sleep(self._pace.delay)
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **extra: Any) -> None:
@@ -86,7 +85,7 @@ class PacedEngine:
 class Link(Protocol):
     """The engine's end of a transport, with all that may come through it."""
 
-    def receive(self, wait: bool) -> list[Command]:
+    def receive(self, wait: bool) -> Sequence[Command | Refused]:
         """What has arrived, in order; with `wait` at least one."""
 
     def send(self, news: News) -> None:

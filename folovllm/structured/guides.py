@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from folovllm.draw_row import mask_of, mask_width
+from folovllm.faults import Faults
 from folovllm.request import Sequence
 from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput
@@ -73,8 +74,10 @@ def places_behind(seq: Sequence, guide: Guide, guesses: list[int], level: int, l
 class Guides:
     """The owner of all guides. A guide goes with its sequence; what preemption takes is the cache, not the guide."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, faults: Faults | None = None) -> None:
+        """`faults` gets what goes wrong with one answer's guide."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._faults = faults or Faults()
         self._library_tokenizers: dict[tuple[int, ...], Any] = {}  # by the tokens that end a text, and are never in one
         self._compiled: dict[
             tuple[str, tuple[int, ...]], Compiled
@@ -111,6 +114,10 @@ class Guides:
         for seq in seqs:
             self._guides[seq] = guide if seq is first else guide.copy()
 
+    def _guide(self, seq: Sequence) -> Guide | None:
+        """The guide of an answer. A request that ran into a fault has none any more."""
+        return None if seq.request_id in self._faults.of else self._guides.get(seq)
+
     def concern(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
         """Whether the step draws for any of these answers. `seqs`: whose its shares are."""
         if not self._guides:
@@ -127,39 +134,58 @@ class Guides:
         forced: list[tuple[int, int]] = []  # line of the mask, the only token that it allows
         places: list[Place] = []
         for share, seq in zip(output.shares, seqs, strict=True):
-            guide = self._guides.get(seq) if share.num_draws else None
+            guide = self._guide(seq) if share.num_draws else None
             if guide is None:
                 continue
             if not seq.status.is_finished:
                 guesses = share.token_ids[1:].tolist() if share.num_draws > 1 else []
-                own = common(guide.forced(), guesses) if guesses else []
-                forced += [(len(rows) + level, token) for level, token in enumerate(own)]
-                places += places_behind(seq, guide.behind(own), guesses, len(own), len(rows))
+                with self._faults.at(seq):
+                    own = common(guide.forced(), guesses) if guesses else []
+                    places += places_behind(seq, guide.behind(own), guesses, len(own), len(rows))
+                    forced += [(len(rows) + level, token) for level, token in enumerate(own)]
             rows += [share.row] * share.num_draws
         bits = np.full((len(rows), mask_width(self._vocab_size)), -1, np.int32)
         if forced:
             lines, tokens = np.array(forced).T
             bits[lines] = 0
             bits.view(np.uint32)[lines, tokens // 32] = 1 << tokens % 32
-        guidance.fill_together([(p.guide.matcher, p.line, p.ahead) for p in places if p.guide.matcher], bits)
+        self._fill(places, bits)
         for p in places:
-            broken = p.finish(bits)
-            if broken is not None:
-                self._limits.setdefault(p.seq.seq_id, broken)
+            with self._faults.at(p.seq):
+                if (broken := p.finish(bits)) is not None:
+                    self._limits.setdefault(p.seq.seq_id, broken)
+            if self._guide(p.seq) is None:  # a fault, and half a mask perhaps
+                bits[p.line : p.line + 1 + len(p.ahead)] = -1
         return Masks(np.array(rows, np.int32), bits)
+
+    def _fill(self, places: list[Place], bits: Words) -> None:
+        """Write the masks of the matchers to `bits`. If they cannot be made together, each is made by itself."""
+        asked = [(p.seq, (p.guide.matcher, p.line, p.ahead)) for p in places if p.guide.matcher]
+        try:
+            guidance.fill_together([each for _, each in asked], bits)
+        except Exception:  # whose fault it is, is found out now
+            for seq, each in asked:
+                with self._faults.at(seq):
+                    guidance.fill_together([each], bits)
 
     def trim(self, seq: Sequence, guesses: list[int]) -> list[int]:
         """The guesses, from the first on, that the form of an answer allows; all of them where it has none.
 
         What may be drawn beside and behind them is found out later, while the device computes (`masks`).
         """
-        guide = self._guides.get(seq)
-        return guesses if guide is None else guesses[: guide.num_allowed(guesses)]
+        guide = self._guide(seq)
+        if guide is not None:
+            with self._faults.at(seq):
+                return guesses[: guide.num_allowed(guesses)]
+        return guesses
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
         """At most so many tokens that come next in an answer because its form leaves no choice."""
-        guide = self._guides.get(seq)
-        return [] if guide is None else guide.forced()[:most]
+        guide = self._guide(seq)
+        if guide is not None:
+            with self._faults.at(seq):
+                return guide.forced()[:most]
+        return []
 
     def prepare(self, model_end_ids: Collection[int]) -> None:
         """Do now what the first answer with a grammar would wait for, if the library is there."""
@@ -176,24 +202,24 @@ class Guides:
             return
         for seq, tokens in zip(seqs, token_ids, strict=True):
             limit = self._limits.pop(seq.seq_id, len(tokens)) if self._limits else len(tokens)
-            guide = self._guides.get(seq) if tokens and not seq.status.is_finished else None
+            guide = self._guide(seq) if tokens and not seq.status.is_finished else None
             del tokens[limit:]
             if guide is not None:
                 if not tokens:
                     guide.give_up()
-                for i, token_id in enumerate(tokens):
-                    guide.advance(token_id)
-                    if guide.is_broken:
-                        del tokens[i:]
-                        break
+                with self._faults.at(seq):
+                    for i, token_id in enumerate(tokens):
+                        guide.advance(token_id)
+                        if guide.is_broken:
+                            del tokens[i:]
+                            break
 
     def broken(self, seqs: Iterable[Sequence]) -> list[Sequence]:
         """Those of the answers that can no longer come to their form, and have not ended."""
         if not self._guides:
             return []
-        return [
-            seq for seq in seqs if seq in self._guides and self._guides[seq].is_broken and not seq.status.is_finished
-        ]
+        guides = ((seq, self._guide(seq)) for seq in seqs if not seq.status.is_finished)
+        return [seq for seq, guide in guides if guide is not None and guide.is_broken]
 
     def _matcher(self, form: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Matcher:
         if form.choice is not None:

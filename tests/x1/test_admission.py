@@ -21,10 +21,10 @@ class Queue:
     num_open: int = 0  # with those that have begun
 
 
-def refusal(engine: Queue, num_requests: int, num_tokens: int = 0) -> ApiError | None:
-    """How `check` refuses, with room for 4 prompts and 1,000 tokens."""
+def refusal(engine: Queue, num_seqs: int, num_tokens: int = 0) -> ApiError | None:
+    """How `check` refuses, with room for 4 sequences and 1,000 tokens."""
     try:
-        Admission(engine, max_requests=4, max_tokens=1000).check(num_requests, num_tokens)  # type: ignore[arg-type]
+        Admission(engine, max_requests=4, max_tokens=1000).check(num_seqs, num_tokens)  # type: ignore[arg-type]
     except ApiError as error:
         return error
     return None
@@ -37,14 +37,14 @@ def status(*asked: Any) -> int:
 
 class TestAdmission:
     def test_a_worked_case(self) -> None:
-        """2 of 4 prompts and 700 of 1,000 tokens are queued; 9 requests are open, with those that have begun."""
+        """2 of 4 sequences and 700 of 1,000 tokens are queued; 9 requests are open, with those that have begun."""
         asked = {
-            "1 prompt, 300 tokens": (1, 300),
-            "1 prompt, 301 tokens": (1, 301),
-            "3 prompts, 10 tokens": (3, 10),
-            "1 prompt, tokens not counted yet": (1,),
-            "5 prompts, 10 tokens": (5, 10),
-            "1 prompt, 1001 tokens": (1, 1001),
+            "1 sequence, 300 tokens": (1, 300),
+            "1 sequence, 301 tokens": (1, 301),
+            "3 sequences, 10 tokens": (3, 10),
+            "1 sequence, tokens not counted yet": (1,),
+            "5 sequences, 10 tokens": (5, 10),
+            "1 sequence, 1001 tokens": (1, 1001),
         }
         got = {name: status(Queue(2, 700, num_open=9), *each) for name, each in asked.items()}
         says = "2 + 1 of 4 and 700 + 300 of 1,000 fit; what does not fit now is 429; 5 of 4 and 1,001 of 1,000 never do: 400"
@@ -57,12 +57,12 @@ class TestAdmission:
         assert status(Queue(num_open=50), 4, 1000) == 200, "50 requests run, and nobody waits: the queue is empty"
 
     def test_each_budget_alone_refuses(self) -> None:
-        assert status(Queue(4, 4), 1, 1) == 429, "there is room for tokens, but not for another prompt"
-        assert status(Queue(1, 1000), 1, 1) == 429, "there is room for prompts, but not for another token"
+        assert status(Queue(4, 4), 1, 1) == 429, "there is room for tokens, but not for another sequence"
+        assert status(Queue(1, 1000), 1, 1) == 429, "there is room for sequences, but not for another token"
 
     def test_what_can_never_be_is_400_also_when_the_queue_is_full(self) -> None:
         """Who is told to come again would come for ever."""
-        assert status(Queue(4, 1000), 5, 5) == 400, "5 prompts never fit into a queue of 4"
+        assert status(Queue(4, 1000), 5, 5) == 400, "5 sequences never fit into a queue of 4"
         assert status(Queue(4, 1000), 1, 1001) == 400, "1,001 tokens never fit into a queue of 1,000"
 
     def test_a_full_queue_says_when_to_come_again(self) -> None:
@@ -74,7 +74,7 @@ class TestAdmission:
         error = refusal(Queue(), 5)
         assert error is not None and error.headers == {}, "no Retry-After: it would not help"
 
-    @pytest.mark.parametrize(("asked", "word"), [((5, 1), "prompts"), ((1, 1001), "prompt tokens")])
+    @pytest.mark.parametrize(("asked", "word"), [((5, 1), "sequences"), ((1, 1001), "prompt tokens")])
     def test_the_message_names_the_budget(self, asked: tuple[int, int], word: str) -> None:
         error = refusal(Queue(), *asked)
         assert error is not None and word in error.message, f"which of the two is too many? Here it is the {word}"

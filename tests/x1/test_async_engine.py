@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from folovllm.config import EngineConfig
+from folovllm.faults import RequestFailed
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
@@ -257,11 +258,13 @@ class TestEnds:
 
     @scripted
     async def test_news_that_make_no_sense(self, engine: AsyncEngine, transport: HandTransport) -> None:
-        """Whoever waits is told; else it would be for ever."""
-        stream = await submit(engine)
-        transport.deliver(Step([Delta(0, 5, [1])], Load()))
-        with pytest.raises(EngineDead, match="IndexError"):
+        """Whoever waits is told; else it would be for ever. Nobody else is."""
+        stream, other = await submit(engine), await submit(engine)
+        transport.deliver(Step([Delta(0, 5, [1]), Delta(1, 0, [A])], Load()))
+        with pytest.raises(RequestFailed, match="request 0"):
             await anext(stream)
+        assert transport.ended == [0], "the engine need not go on with it"
+        assert text(await anext(other)) == "a"
 
 
 class TestThread:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from folovllm.config import EngineConfig
+from folovllm.faults import RequestFailed
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.engine_loop import EngineLoop, run_engine
 from folovllm.server.messages import Abort, Add, Command, Failure, News, Ready, Step, Stop
@@ -25,6 +26,7 @@ class LoggingEngine(ScriptedEngine):
         super().__init__(EngineConfig(model=str(tiny_checkpoint())))
         self.log = [] if log is None else log
         self.fails: Exception | None = None
+        self.fails_after: Exception | None = None
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **extra: Any) -> None:
         self.log.append(f"add {request_id}")
@@ -40,6 +42,8 @@ class LoggingEngine(ScriptedEngine):
         if self.fails is not None:
             raise self.fails
         super().step()
+        if self.fails_after is not None:
+            raise self.fails_after
 
 
 class ScriptedLink:
@@ -159,6 +163,16 @@ class TestTurn:
         assert (request["params"], request["priority"], request["cache_salt"]) == (params, -3, "salt"), (
             "parameters, priority and salt arrive at the engine"
         )
+
+    def test_who_fails_in_a_step_is_told_and_the_others_go_on(self) -> None:
+        loop, engine, link = loop_of([add(0), add(1)], [])
+        loop.turn()
+        engine.fails_after = RequestFailed(["1"])
+        assert loop.turn(), "a request that fails ends nothing: the step itself is complete"
+        step = link.sent[-1]
+        assert isinstance(step, Step), "a turn says one Step"
+        assert [(each.number, each.is_fault) for each in step.refused] == [(1, True)], "the sender of request 1 is told"
+        assert 0 in [delta.number for delta in step.deltas], "request 0 gets its token in the same step"
 
 
 def run(link: ScriptedLink, engine: LoggingEngine, change: Callable[[], None] = lambda: None) -> bool:

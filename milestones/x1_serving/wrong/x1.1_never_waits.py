@@ -13,6 +13,6 @@ class EngineLoop:
                 self._engine.abort_request([str(command.number)])
             elif (refusal := self.add(command)) is not None:
                 refused.append(refusal)
-        self._engine.step()
+        refused += self.step()
         self._link.send(self.news(refused))
         return True

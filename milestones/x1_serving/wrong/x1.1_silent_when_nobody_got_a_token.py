@@ -13,7 +13,7 @@ class EngineLoop:
                 self._engine.abort_request([str(command.number)])
             elif (refusal := self.add(command)) is not None:
                 refused.append(refusal)
-        self._engine.step()
+        refused += self.step()
         news = self.news(refused)
         if news.deltas:
             self._link.send(news)

@@ -2,10 +2,10 @@
 
 
 class Admission:
-    def check(self, num_requests, num_tokens=0):
+    def check(self, num_seqs, num_tokens=0):
         engine = self._engine
         budgets = (
-            (num_requests, engine.num_open, self._max_requests, "prompts"),
+            (num_seqs, engine.num_open, self._max_requests, "sequences"),
             (num_tokens, engine.num_queued_tokens, self._max_tokens, "prompt tokens"),
         )
         for count, _, most, what in budgets:

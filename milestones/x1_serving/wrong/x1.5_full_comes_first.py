@@ -1,11 +1,11 @@
-"""Looks at one budget after the other: a prompt that can never fit is asked to come again while the queue of prompts is full."""
+"""Looks at one budget after the other: a prompt that can never fit is asked to come again while the queue of sequences is full."""
 
 
 class Admission:
-    def check(self, num_requests, num_tokens=0):
+    def check(self, num_seqs, num_tokens=0):
         engine = self._engine
         for count, queued, most, what in (
-            (num_requests, engine.num_queued, self._max_requests, "prompts"),
+            (num_seqs, engine.num_queued, self._max_requests, "sequences"),
             (num_tokens, engine.num_queued_tokens, self._max_tokens, "prompt tokens"),
         ):
             if count > most:

@@ -1,0 +1,96 @@
+"""Faults of single requests: one ends the request that ran into it, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from operator import length_hint
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from folovllm.outputs import RequestOutput
+    from folovllm.request import Sequence
+
+logger = logging.getLogger("folovllm")
+Pair = tuple["Sequence", list[int]]  # a sequence, and the tokens that a step sampled for it
+
+
+class RequestFailed(RuntimeError):
+    """Requests ran into faults of their own and were ended; the log has each fault. All others go on.
+
+    Attributes:
+        request_ids: those that failed.
+        outputs: what the step reports of the others.
+    """
+
+    def __init__(self, request_ids: Collection[str], outputs: Iterable[RequestOutput] = ()) -> None:
+        super().__init__(f"the engine failed at request {', '.join(request_ids)}, and its log says how")
+        self.request_ids, self.outputs = list(request_ids), list(outputs)
+
+
+def log_fault(request_id: object, error: BaseException) -> None:
+    """Log that a request failed. An error that is no request's own, such as KeyboardInterrupt, is raised again.
+
+    The panic of a library that is written in Rust counts as a request's own, although it is no `Exception`.
+    """
+    if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+        raise error
+    logger.error("request %s failed", request_id, exc_info=error)
+
+
+class Faults:
+    """The faults of requests since they were reported last, by request id. The engine ends these requests."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, BaseException] = {}
+
+    def note(self, seq: Sequence, error: BaseException) -> None:
+        """Log and keep a fault of the request of `seq`. As `log_fault`, raises `error` if it is not the request's own."""
+        log_fault(seq.request_id, error)
+        self.of.setdefault(seq.request_id, error)
+
+    def at(self, seq: Sequence) -> NoteFault:
+        """A context: an exception in it is a fault of the request of `seq`, and goes no further."""
+        return NoteFault(self, seq)
+
+    def each(self, work: Callable[[Iterable[Pair]], list[Sequence]], pairs: list[Pair]) -> list[Sequence]:
+        """Return `work(pairs)`. If it raises at a pair, that is a fault of the pair's request; `work` gets the pairs behind it.
+
+        `work` takes the pairs one by one. An exception before it takes one is raised.
+        """
+        rest, num_taken = iter(pairs), -1
+        while True:
+            try:
+                updated = work(rest)
+                return updated if num_taken < 0 else [seq for seq, tokens in pairs if tokens]
+            except BaseException as error:
+                before, num_taken = max(num_taken, 0), len(pairs) - length_hint(rest)
+                if num_taken == before:
+                    raise
+                self.note(pairs[num_taken - 1][0], error)
+
+    def report(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Return `outputs`, the step's. Raises `RequestFailed`, which has them, if requests failed since the last time."""
+        if not self.of:
+            return outputs
+        failed, self.of = self.of, {}
+        others = [output for output in outputs if output.request_id not in failed]
+        raise RequestFailed(failed, others) from next(iter(failed.values()))
+
+
+class NoteFault:
+    """What `Faults.at` returns."""
+
+    __slots__ = ("_faults", "_seq")
+
+    def __init__(self, faults: Faults, seq: Sequence) -> None:
+        self._faults, self._seq = faults, seq
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        if error is not None:
+            self._faults.note(self._seq, error)
+        return True

@@ -1,0 +1,18 @@
+"""Asks the engine itself for the step. A request that fails at a fault of its own then ends the engine, and with it all others."""
+
+
+class EngineLoop:
+    def turn(self):
+        from folovllm.server.messages import Abort, Stop
+
+        refused = []
+        for command in self._link.receive(wait=not self._engine.has_unfinished_requests()):
+            if isinstance(command, Stop):
+                return False
+            if isinstance(command, Abort):
+                self._engine.abort_request([str(command.number)])
+            elif (refusal := self.add(command)) is not None:
+                refused.append(refusal)
+        self._engine.step()
+        self._link.send(self.news(refused))
+        return True
