@@ -168,7 +168,7 @@ class Frames:
 
         A message is its length in four bytes (`_LENGTH`), then itself: `frame` makes it. A piece may hold several, or a part
         of one, and may end within a length. What is not whole stays in `self._buffer`. A message leaves it before it is handed
-        out, so a reader that fails over one does not get it again. The buffer is not copied for each message in it.
+        out, so a reader that fails over one does not get it again. What waits in the buffer is not copied.
         """
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:

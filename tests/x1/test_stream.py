@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.config import EngineConfig
+from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.setup import set_up
 from folovllm.models.files import load_tokenizer
@@ -134,14 +135,12 @@ class TestFeed:
     def test_no_text_is_made_before_the_reader_looks(self) -> None:
         """Counts the calls of the tokenizer's `decode`."""
         stream, calls = stream_of(), list[list[int]]()
-        detokenizer = stream._seqs[0].detokenizer
-        decode = detokenizer._decode
 
-        def counted(ids: list[int]) -> str:
+        def decode(ids: list[int]) -> str:
             calls.append(ids)
-            return decode(ids)
+            return str(parts()[0].decode(ids))
 
-        detokenizer._decode = counted
+        stream._seqs[0].detokenizer = IncrementalDetokenizer(decode)
         for letter in "abcdefgh":
             stream.feed(Delta(0, 0, ids_of(letter)), 1.0)
         assert len(calls) == 0, f"8 tokens were decoded {len(calls)} times, and nobody has looked: a look costs two calls"
