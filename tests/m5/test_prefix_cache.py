@@ -153,6 +153,38 @@ class TestLongestCachedPrefix:
         found = [block.block_id for block in chain.cache.longest_cached_prefix(seq)]
         assert found == [10, 11, 12], "13 tokens have three full blocks, whichever of them are the prompt's"
 
+    def test_a_salt_keeps_tenants_apart(self) -> None:
+        chain, salted = Chain(self.tokens), sequence([*self.tokens, 1], "b")
+        assert chain.cache.longest_cached_prefix(salted) == [], (
+            "the blocks were published without a salt: who asks with one must not learn that they are there (`self._hash`)"
+        )
+
+    def test_a_block_that_somebody_holds_is_found(self) -> None:
+        chain = Chain(self.tokens)
+        chain.blocks[0].ref_count, chain.blocks[1].ref_count = 2, 1
+        assert chain.found([*self.tokens, 1]) == [10, 11, 12], "sequences that run share their blocks with whoever comes"
+
+    def test_a_look_changes_nothing(self) -> None:
+        """`match` does what a hit needs, and a sequence may be looked up at many steps before it is admitted."""
+        chain, seq = Chain(self.tokens), sequence([*self.tokens[:8], 1, 1, 1, 1, 1])
+        chain.blocks[2].hash = chain.cache._hash(seq, 2)
+        chain.cache._by_hash[chain.blocks[2].hash] = chain.blocks[2]  # its tokens are others: a collision
+        before = dict(chain.cache._by_hash)
+        for _ in range(2):
+            assert chain.cache.longest_cached_prefix(seq) == chain.blocks[:2], "the same, however often it is asked"
+        assert (chain.cache.serials(seq), seq.block_table) == ([], []), "`match` notes the serials and the blocks of a hit"
+        assert [block.ref_count for block in chain.blocks] == [0, 0, 0], "`adopt` counts who holds a block"
+        assert chain.cache._by_hash == before, "a name stays with its block, whoever it does not fit"
+
+    def test_each_block_is_hashed_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Counts the calls of `compute_hash`. A sequence that waits is looked up at each step."""
+        chain, seq, calls = Chain(self.tokens), sequence([*self.tokens, 1]), list[int]()
+        right = prefix_cache.compute_hash
+        monkeypatch.setattr(prefix_cache, "compute_hash", lambda *args: calls.append(1) or right(*args))
+        for _ in range(5):
+            assert len(chain.cache.longest_cached_prefix(seq)) == 3, "three blocks of the sequence are cached"
+        assert len(calls) == 3, f"three blocks were hashed {len(calls)} times in five looks: `self._hash` remembers a hash"
+
     def test_other_tokens_under_the_same_hash_are_no_hit(self) -> None:
         chain = Chain(self.tokens)
         chain.blocks[0].token_ids = np.array([9, 9, 9, 9], np.int32).tobytes()
