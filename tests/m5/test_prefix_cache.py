@@ -365,6 +365,19 @@ class TestEvict:
         assert first.hash is not None and first.serial == 100, "10 is what it was"
         assert chain.cache.stats.evictions == 1, "one block lost its name"
 
+    def test_a_hash_of_zero_is_a_name(self) -> None:
+        cache, block = PrefixCache(B), Block(3, hash=0, token_ids=bytes(16), serial=5)
+        cache._by_hash[0] = block
+        cache.evict(block)
+        assert len(cache) == 0 and block.hash is None, "only None means that a block has no name"
+
+    def test_whoever_holds_the_block_goes_on_holding_it(self) -> None:
+        """`_take` has counted its new holder before the old name goes."""
+        chain = Chain(list(range(8)))
+        chain.blocks[1].ref_count = 1
+        chain.cache.evict(chain.blocks[1])
+        assert chain.blocks[1].ref_count == 1, "a name is forgotten, and not a holder: else two get the same block"
+
     def test_a_second_time_is_once_too_often(self) -> None:
         chain = Chain(list(range(8)))
         block = chain.blocks[1]
