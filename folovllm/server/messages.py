@@ -166,15 +166,14 @@ class Frames:
         """Take in a piece of the stream, and yield the messages that are whole now, in order, each as `bytes` of its own.
 
         A message is its length in four bytes (`_LENGTH`), then itself: `frame` makes it. A piece may hold several, or a part
-        of one, and may end within a length. What is not whole stays in `self._buffer`; what was handed out leaves it.
+        of one, and may end within a length. What is not whole stays in `self._buffer`. A message leaves it before it is handed
+        out, so a reader that fails over one does not get it again. What waits in the buffer is not copied.
         """
         self._buffer += data
-        start = 0
-        while start + _LENGTH.size <= len(self._buffer):
-            begin = start + _LENGTH.size
-            end = begin + _LENGTH.unpack_from(self._buffer, start)[0]
+        while len(self._buffer) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
             if end > len(self._buffer):
                 break
-            yield bytes(self._buffer[begin:end])
-            start = end
-        del self._buffer[:start]
+            message = bytes(self._buffer[_LENGTH.size : end])
+            del self._buffer[:end]
+            yield message

@@ -94,8 +94,8 @@ class Stream:
         """Take in what a step drew for the answer `self._seqs[delta.index]`.
 
         With the first tokens of all (`has_begun`) `self.state.metrics` gets its `first_token_time`, and `prefix` of the first
-        sequence becomes `CachedPrefix(num_hit_tokens=delta.num_cached_tokens)`. Rows of log-probabilities join
-        `seq.logprobs` (`_with_text`). Each token goes to the sequence (`append_token`) and to its `detokenizer` (`append`) and is counted
+        sequence becomes `CachedPrefix(num_hit_tokens=delta.num_cached_tokens)`. Rows of log-probabilities (`_with_text`) join
+        `seq.logprobs`, and those of the prompt (`delta.prompt_logprobs`) `prompt_logprobs` of the first sequence. Each token goes to the sequence (`append_token`) and to its `detokenizer` (`append`) and is counted
         in `num_generated_tokens`. `check_stop_conditions(seq)` cuts the text at a stop string: ask it after each token where
         the request has stop strings or the delta several tokens, and drop what was drawn after the end.
 

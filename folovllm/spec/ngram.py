@@ -36,6 +36,8 @@ class Lookup:
     def guess(self, k: int) -> list[int]:
         """The `k` tokens that followed the longest run with which the text ends, where it occurred last; [] if never.
 
+        Here too the work does not depend on how long the text is.
+
         Near the end of the text there are fewer than `k` to copy: the copy then goes on with what it has copied itself,
         as in LZ77. So after "ab ab" comes "ab ab ab".
         """

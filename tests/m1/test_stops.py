@@ -102,6 +102,13 @@ class TestCheckStopConditions:
             "find_stop was to be asked once, with the request's strings and its include_stop_str_in_output"
         )
 
+    @pytest.mark.parametrize(("token", "why"), [(1, None), (8, 8)])
+    def test_a_token_that_ends_it_comes_before_the_text(self, token: int, why: int | None) -> None:
+        seq = sequence([7, token], found="x", stop=["x"], stop_token_ids=[8])
+        assert check_stop_conditions(seq) is STOPPED, "the token ends the answer"
+        assert seq.stop_reason == why, "rules 2 and 3 come before 4: it was the token, and the text is not cut"
+        assert seq.detokenizer.searches == [], "decoding costs time"  # type: ignore[attr-defined]
+
     def test_no_stop_strings_no_text(self) -> None:
         seq = sequence([7], found="x")
         assert check_stop_conditions(seq) is None, "no stop strings, no search"

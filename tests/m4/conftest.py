@@ -35,6 +35,29 @@ def like_a_gpu(monkeypatch):
     return caching
 
 
+@pytest.fixture
+def loads(monkeypatch):
+    """What the interpreter loads, in order: "ids", or K/V and queries, "masked" or "plain". Empty where kernels are compiled."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    noted = []
+    plain, masked = InterpreterBuilder.create_load, InterpreterBuilder.create_masked_load
+
+    def noting(work, kind):
+        def run(builder, ptrs, *rest):
+            count = len(noted)
+            result = work(builder, ptrs, *rest)
+            if result.data.size > 1 and len(noted) == count + (kind == "plain"):  # which is a masked one inside
+                noted[count:] = [kind if np.issubdtype(result.data.dtype, np.floating) else "ids"]
+            return result
+
+        return run
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", noting(masked, "masked"))
+    monkeypatch.setattr(InterpreterBuilder, "create_load", noting(plain, "plain"))
+    return noted
+
+
 def _tf32(x):
     """Ten bits of mantissa, cut off."""
     return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)

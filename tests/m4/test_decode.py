@@ -10,9 +10,11 @@ from triton._C.libtriton import ir
 
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode, decode_split, merge_partials
 from folovllm.kernels.online_softmax import LOG2_E
+from folovllm.kernels.online_softmax import LOWEST as LOWEST_IN_KERNELS
 from tests.m4.cases import DEVICE, Paged, assert_close
 from tests.tiny import worked_case
 
+LOWEST = LOWEST_IN_KERNELS.value
 LENS = [1, 15, 16, 17, 0, 32, 33, 64, 65, 130]
 SMALL = DecodeConfig(tile=16, min_chunk=32, max_chunk=32, queue_chunk=32, merge_step=2)
 
@@ -105,6 +107,27 @@ def test_one_chunk(block_size, first, last):
     assert_close(row_max / LOG2_E, scores.amax(-1))
     assert_close(row_sum, (scores - scores.amax(-1, keepdim=True)).exp().sum(-1))
     assert_close(acc / row_sum[:, None], scores.softmax(-1) @ value)
+
+
+@triton.jit
+def state_kernel(q_ptr, table_ptr, max_ptr, M: tl.constexpr, D: tl.constexpr):
+    """The state of an empty chunk: what the loop begins with."""
+    q = tl.load(q_ptr + tl.arange(0, M)[:, None] * D + tl.arange(0, D)[None, :])
+    row_max, row_sum, acc = decode_split(q, q_ptr, q_ptr, table_ptr, 0, 0, 1.0, D, D, 16, 16, M, D)
+    tl.static_assert(row_max.dtype == tl.float32, "row_max begins in float32: with another type no GPU compiles the loop")
+    tl.static_assert(row_sum.dtype == tl.float32, "row_sum begins in float32: with another type no GPU compiles the loop")
+    tl.static_assert(acc.dtype == tl.float32, "acc begins in float32: with another type no GPU compiles the loop")
+    tl.store(max_ptr + tl.arange(0, M), row_max)
+
+
+def test_the_state_is_float32_whatever_the_queries_are():
+    """float16 here. The interpreter goes on with a wider type by itself, so only an empty chunk shows it."""
+    row_max = torch.zeros(16, device=DEVICE)
+    q, table = torch.zeros(16, 16, device=DEVICE, dtype=torch.float16), torch.zeros(1, device=DEVICE, dtype=torch.int32)
+    state_kernel[(1,)](q, table, row_max, M=16, D=16)
+    assert (row_max == LOWEST).all(), (
+        f"an empty chunk leaves row_max at {LOWEST:.0e}, not at {row_max[0]:.0e}: of -inf the merge makes inf - inf"
+    )
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])

@@ -84,6 +84,30 @@ def test_decodes_before_are_left_alone():
     assert_close(out[1:], paged.attention(query, [1, 5])[1:])
 
 
+def test_whole_tiles_are_loaded_without_a_mask(loads):
+    """The last 16 of 48 tokens, in blocks of 4: two tiles that all of them see, and one with the diagonal in it."""
+    check([48], [16], block_size=4, heads=(1, 1))
+    if DEVICE.type == "cuda":
+        return  # compiled: there is nothing to see
+    queries, *others = loads
+    kinds = [kind for kind in others if kind != "ids"]
+    assert kinds == ["plain"] * 4 + ["masked"] * 2, (
+        f"K and V of two tiles without a mask, then those of the last with one, not {kinds}: most of a long prompt needs none"
+    )
+    assert others[:2] == ["ids"] * 2, f"the ids of a tile are asked for a tile ahead, before K of the one before it: {others}"
+
+
+def test_sums_are_float32_whatever_the_queries_are():
+    """33 values of 5,000 in float16 add up to 165,000, which has no place there: the largest number is 65,504."""
+    torch.manual_seed(0)
+    paged = Paged.make([33], 16, 1, 16, torch.float16)
+    position = torch.arange(33, device=DEVICE)
+    paged.kv_cache[1, paged.block_tables[0, position // 16], position % 16] = 5000.0
+    query = torch.zeros(33, 1, 16, device=DEVICE, dtype=torch.float16)
+    out = prefill(query, paged.kv_cache, starts([33]), paged.seq_lens, paged.block_tables, 33, 0.25, config=TILES)
+    assert (out == 5000).all(), f"the mean of equal values is their value, and the last token gets {out[-1, 0, 0]}"
+
+
 def test_what_a_mask_leaves_out_is_set(like_a_gpu):
     """A masked load needs its `other`: on a GPU what it left out may be anything, a NaN for one."""
     check([20, 33], [20, 10], block_size=16)

@@ -30,7 +30,7 @@ class TestChunk:
         worked_case("m5.5", got, dict(zip(got, [4, 2, 0, 3, 2], strict=True)), says)
 
     @pytest.mark.parametrize(
-        ("tokens", "computed", "budget", "n"), [(10, 0, 16, 10), (10, 0, 4, 4), (10, 8, 4, 2), (10, 9, 4, 1)]
+        ("tokens", "computed", "budget", "n"), [(10, 0, 16, 10), (10, 0, 4, 4), (10, 8, 4, 2), (10, 9, 4, 1), (99, 0, 37, 37)]
     )
     def test_is_what_is_left_or_what_the_budget_has(self, tokens: int, computed: int, budget: int, n: int) -> None:
         assert chunk(sequence(tokens, computed), budget) == n, "the smaller of what is left and what the budget has"
@@ -39,6 +39,12 @@ class TestChunk:
         """From M6 on: all 10 known tokens are computed, and the one drawn after them has not arrived yet."""
         says = "`num_uncomputed_tokens` is 1: the next step computes the token that is in flight"
         assert chunk(sequence(10, 10), 4) == 1, says
+
+    def test_after_a_preemption_the_answer_is_computed_again_too(self) -> None:
+        seq = sequence(3)
+        seq.append_token(7)
+        seq.append_token(8)
+        assert chunk(seq, 64) == 5, "three tokens of the prompt and two of the answer: none of them is in the cache"
 
     def test_nothing_is_left_of_an_empty_budget(self) -> None:
         assert chunk(sequence(10), 0) == 0, "of an empty budget nobody gets a token"
@@ -49,6 +55,7 @@ class TestChunk:
             "8 are left, and neither budget nor threshold is shorter"
         )
         assert chunk(sequence(100), 8, threshold=16) == 8, "the budget is shorter than the threshold"
+        assert chunk(sequence(100), 200, threshold=16) == 16, "also where the budget has room for the whole prompt"
 
     def test_no_threshold_is_no_bound(self) -> None:
         assert chunk(sequence(100), 64, threshold=0) == 64, "a threshold of 0 is none"

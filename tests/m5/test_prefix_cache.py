@@ -153,6 +153,38 @@ class TestLongestCachedPrefix:
         found = [block.block_id for block in chain.cache.longest_cached_prefix(seq)]
         assert found == [10, 11, 12], "13 tokens have three full blocks, whichever of them are the prompt's"
 
+    def test_a_salt_keeps_tenants_apart(self) -> None:
+        chain, salted = Chain(self.tokens), sequence([*self.tokens, 1], "b")
+        assert chain.cache.longest_cached_prefix(salted) == [], (
+            "the blocks were published without a salt: who asks with one must not learn that they are there (`self._hash`)"
+        )
+
+    def test_a_block_that_somebody_holds_is_found(self) -> None:
+        chain = Chain(self.tokens)
+        chain.blocks[0].ref_count, chain.blocks[1].ref_count = 2, 1
+        assert chain.found([*self.tokens, 1]) == [10, 11, 12], "sequences that run share their blocks with whoever comes"
+
+    def test_a_look_changes_nothing(self) -> None:
+        """`match` does what a hit needs, and a sequence may be looked up at many steps before it is admitted."""
+        chain, seq = Chain(self.tokens), sequence([*self.tokens[:8], 1, 1, 1, 1, 1])
+        chain.blocks[2].hash = chain.cache._hash(seq, 2)
+        chain.cache._by_hash[chain.blocks[2].hash] = chain.blocks[2]  # its tokens are others: a collision
+        before = dict(chain.cache._by_hash)
+        for _ in range(2):
+            assert chain.cache.longest_cached_prefix(seq) == chain.blocks[:2], "the same, however often it is asked"
+        assert (chain.cache.serials(seq), seq.block_table) == ([], []), "`match` notes the serials and the blocks of a hit"
+        assert [block.ref_count for block in chain.blocks] == [0, 0, 0], "`adopt` counts who holds a block"
+        assert chain.cache._by_hash == before, "a name stays with its block, whoever it does not fit"
+
+    def test_each_block_is_hashed_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Counts the calls of `compute_hash`. A sequence that waits is looked up at each step."""
+        chain, seq, calls = Chain(self.tokens), sequence([*self.tokens, 1]), list[int]()
+        right = prefix_cache.compute_hash
+        monkeypatch.setattr(prefix_cache, "compute_hash", lambda *args: calls.append(1) or right(*args))
+        for _ in range(5):
+            assert len(chain.cache.longest_cached_prefix(seq)) == 3, "three blocks of the sequence are cached"
+        assert len(calls) == 3, f"three blocks were hashed {len(calls)} times in five looks: `self._hash` remembers a hash"
+
     def test_other_tokens_under_the_same_hash_are_no_hit(self) -> None:
         chain = Chain(self.tokens)
         chain.blocks[0].token_ids = np.array([9, 9, 9, 9], np.int32).tobytes()
@@ -234,6 +266,17 @@ class TestPublish:
         assert blocks[0].serial == serial, "what was published is not published again"
         assert blocks[1].parent == serial, "the next block follows it"
         assert len(cache) == 3, "three blocks have a name"
+        assert cache.serials(seq) == [b.serial for b in blocks], "one serial a block, however many calls it took"
+
+    def test_what_lost_its_name_does_not_get_it_again(self) -> None:
+        """New weights came while the sequence ran: blocks 7 and 8 hold K/V of the old ones."""
+        cache, seq, blocks = Forgetful(B), sequence(self.tokens), make_blocks(7, 8, 9)
+        cache.publish(seq, blocks[:2])
+        cache.reset()
+        cache.publish(seq, blocks)
+        assert [b.hash for b in blocks[:2]] == [None, None], (
+            "7 and 8 were published before, and were forgotten: only block 9 is new"
+        )
 
     def test_a_twin_stays_nameless_and_counts_as_the_first(self) -> None:
         cache, first, second = PrefixCache(B), sequence(self.tokens), sequence([*self.tokens[:8], 1, 2, 3, 4])
@@ -254,6 +297,28 @@ class TestPublish:
         assert cache.serials(second) == [], "no block of the second is published"
         assert all(b.hash is None for b in twos), "so none has a name"
         assert cache._by_hash[42] is ones[0], "who was first keeps the name"
+
+    def test_what_follows_a_collision_is_not_published_as_if_it_followed_what_came_before(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A hash that knows only the sum of a block's tokens: 4 3 2 1 collides with 1 2 3 4."""
+        monkeypatch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: int(tokens.sum()))
+        cache, start, end = PrefixCache(B), self.tokens[:4], [9, 9, 9, 9]
+        ones, twos, seq = make_blocks(7, 8), make_blocks(17, 18, 19), sequence([*start, 4, 3, 2, 1, *end])
+        cache.publish(sequence([*start, 1, 2, 3, 4]), ones)
+        cache.publish(seq, twos)
+        assert all(b.hash is None for b in twos), (
+            f"17 is a twin of 7, 18 collides with 8, and 19 must have no name. Yours follows {twos[2].parent}, and 7 is "
+            f"{ones[0].serial}: a prompt of the tokens of 17 and 19 would be served K/V that was computed after those of 18, too"
+        )
+        assert cache.serials(seq) == [ones[0].serial], "one block of the second counts as published, by its twin"
+
+    def test_other_tokens_after_another_block_are_no_collision(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: int(tokens.sum()))
+        cache, blocks = PrefixCache(B), make_blocks(7, 8, 17, 18)
+        cache.publish(sequence([1, 1, 1, 1, 1, 2, 3, 4]), blocks[:2])
+        cache.publish(sequence([2, 2, 2, 2, 4, 3, 2, 1]), blocks[2:])
+        assert cache._by_hash[10] is blocks[3], "8 has the hash of 18, but it follows another block: the name goes to 18"
 
     def test_a_block_whose_parent_was_a_twin_can_be_found(self) -> None:
         cache, blocks = PrefixCache(B), make_blocks(7, 17, 18)
@@ -299,6 +364,19 @@ class TestEvict:
         assert (second.hash, second.token_ids, second.serial, second.parent) == blank, "11 is as a new `Block`"
         assert first.hash is not None and first.serial == 100, "10 is what it was"
         assert chain.cache.stats.evictions == 1, "one block lost its name"
+
+    def test_a_hash_of_zero_is_a_name(self) -> None:
+        cache, block = PrefixCache(B), Block(3, hash=0, token_ids=bytes(16), serial=5)
+        cache._by_hash[0] = block
+        cache.evict(block)
+        assert len(cache) == 0 and block.hash is None, "only None means that a block has no name"
+
+    def test_whoever_holds_the_block_goes_on_holding_it(self) -> None:
+        """`_take` has counted its new holder before the old name goes."""
+        chain = Chain(list(range(8)))
+        chain.blocks[1].ref_count = 1
+        chain.cache.evict(chain.blocks[1])
+        assert chain.blocks[1].ref_count == 1, "a name is forgotten, and not a holder: else two get the same block"
 
     def test_a_second_time_is_once_too_often(self) -> None:
         chain = Chain(list(range(8)))

@@ -19,7 +19,8 @@ B, N = 2, 12
 class PrefixCacheMachine(RuleBasedStateMachine):
     """Sequences over three tokens, so that prefixes are shared and hashes collide all the time.
 
-    `written` models the device: for each block, the whole prefix of each place's K/V at the time it was written.
+    `written` models the device: for each block, the whole prefix of each place's K/V at the time it was written, and
+    whose it is: what one tenant's salt names must not serve another's.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.manager = PrefixCachingBlockManager(N, B)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.written: dict[int, list[tuple[int, ...] | None]] = {i: [None] * B for i in range(N)}
+        self.written: dict[int, list[tuple[str | int | None, ...] | None]] = {i: [None] * B for i in range(N)}
 
     @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=9), salt=st.sampled_from([None, "a"]))
     def arrive(self, tokens: list[int], salt: str | None) -> None:
@@ -87,8 +88,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.manager.publish(seq)
 
     @staticmethod
-    def prefix(seq: Sequence, position: int) -> tuple[int, ...]:
-        return tuple(seq.token_ids[: position + 1].tolist())
+    def prefix(seq: Sequence, position: int) -> tuple[str | int | None, ...]:
+        return (seq.request.cache_salt, *seq.token_ids[: position + 1].tolist())
 
     @invariant()
     def everyone_reads_their_own_tokens(self) -> None:
@@ -118,6 +119,11 @@ class WeakHashMachine(PrefixCacheMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: compute_hash(tokens, prefix) % 2)
+
+    @staticmethod
+    def prefix(seq: Sequence, position: int) -> tuple[str | int | None, ...]:
+        """A salt is nothing but the start of the hash: where hashes collide, equal tokens may be shared after all."""
+        return tuple(seq.token_ids[: position + 1].tolist())
 
     def teardown(self) -> None:
         self.patch.undo()

@@ -31,8 +31,8 @@ class Watched(np.ndarray[Any, Any]):
             self.log.append(what)
 
     def __getitem__(self, key: Any) -> Any:
-        if self.name == "slot":
-            self.note("look into the slot")
+        if self.name in ("slot", "length"):
+            self.note(f"look into the {self.name}")
         return super().__getitem__(key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -58,6 +58,7 @@ class TestRing:
         numbers = [ring.write(message(*range(n))) for n in (3, 2, 0, 1)]
         first = ring.read(0)
         assert first is not None, "four messages were written, and none was read"
+        assert first.dtype == np.int32, "int32, as it was written"
         read = [first, ring.read(0)]
         numbers.append(ring.write(message(7, 8, 9)))
         got = {
@@ -86,8 +87,9 @@ class TestRing:
         ring.write(message(1, 2))
         log = watched(ring)
         ring.read(0)
-        said = f"{FENCE}, the copy, {FENCE}, and only then is the slot free: {log}"
-        assert log == [FENCE, "look into the slot", FENCE, "set taken"], said
+        said = f"{FENCE}, the length and the copy, {FENCE}, and only then is the slot free: {log}"
+        assert (log[0], log[-2:]) == (FENCE, [FENCE, "set taken"]), said
+        assert set(log[1:-2]) == {"look into the length", "look into the slot"}, said
         ring.close()
 
     def test_nothing_there_is_none_and_touches_nothing(self) -> None:
@@ -95,6 +97,8 @@ class TestRing:
         assert ring.read(1) is None, "nothing was written"
         ring.write(message(5))
         assert ring.read(0, 1) is None, "message 1 is not there yet, although message 0 is"
+        for number in (2, 3, 4, 9):
+            assert ring.read(0, number) is None, f"one message was written: number {number} is not there yet"
         assert ring._taken.tolist() == [0, 0], "a reader that got nothing has taken nothing"
         ring.close()
 

@@ -23,12 +23,15 @@ def numbered(rows: int, columns: int) -> torch.Tensor:
 
 
 class InItsFile:
-    """A weight that was not read yet: it has a shape, and slices can be had. Counts the numbers that were read."""
+    """A weight that was not read yet: it has a shape, and slices can be had, nothing else. Counts the numbers that were read."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.whole, self.shape, self.num_read = whole, whole.shape, 0
 
     def __getitem__(self, index: Any) -> torch.Tensor:
+        assert all(isinstance(each, slice) for each in (index if isinstance(index, tuple) else (index,))), (
+            f"a file gives slices alone, and was asked for {index}"
+        )
         part = self.whole[index]
         self.num_read += part.numel()
         return part
@@ -239,6 +242,12 @@ class TestVocabParallelArgmax:
         assert best.tolist() == [1.0, 2.0, 5.0] and winners.tolist() == [10, 7, 40], (
             "of equal scores the lowest id, whichever rank it is on"
         )
+
+    def test_almost_equal_is_not_equal(self) -> None:
+        """Two neighbouring floats, and ids as large as they may be."""
+        scores = torch.tensor([[1.0], [1.0 + 2**-23]])
+        best, winners = best_of_ranks(scores, torch.tensor([[3], [2**31 - 2]], dtype=torch.int32))
+        assert (best.item(), winners.item()) == (1.0 + 2**-23, 2**31 - 2), "the second score is larger, by one bit"
 
     def test_a_rank_without_tokens_never_wins(self) -> None:
         scores = torch.tensor([[-torch.inf, -3.0], [-50.0, -torch.inf]])

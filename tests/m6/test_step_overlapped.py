@@ -28,16 +28,16 @@ class Script:
 
 
 class Loop(OverlappedEngine):
-    """The real loop over a script; requests are finished when the turns are over."""
+    """The real loop over a script; requests are finished when the turns are over, or with the tokens of the step `last`."""
 
-    def __init__(self, steps: list[str], waits: set[int], turns: int) -> None:
+    def __init__(self, steps: list[str], waits: set[int], turns: int, last: str = "") -> None:
         self.log: list[str] = []
         self.scheduler: Any = Script(self.log, steps, waits)
         self._in_flight: Any = None
-        self._turns = turns
+        self._turns, self._last = turns, f"collect {last}"
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.turn + 1 < self._turns
+        return self.scheduler.turn + 1 < self._turns and self._last not in self.log
 
     def _start(self, schedule: SchedulerOutput) -> Any:
         name = schedule.shares[0]
@@ -103,6 +103,14 @@ class TestStepOverlapped:
         log, outputs, loop = run("a", "b")
         assert log[-2:] == ["collect a", "collect b"] and loop._in_flight is None, (
             "when no request is left, the last step is taken in too"
+        )
+        assert outputs[-1] == ["out a", "out b"], "both steps are handed out, in their order"
+
+    def test_what_was_taken_in_may_have_ended_the_last_request(self) -> None:
+        loop = Loop(["a", "b"], set(), turns=9, last="a")
+        outputs = [loop.step_overlapped() for _ in range(2)]
+        assert loop.log[-2:] == ["collect a", "collect b"] and loop._in_flight is None, (
+            "a's tokens end the last request, so nobody calls again: whether one is left is asked after they are taken in"
         )
         assert outputs[-1] == ["out a", "out b"], "both steps are handed out, in their order"
 

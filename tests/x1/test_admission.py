@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from folovllm.server.admission import Admission
+from folovllm.server.admission import RETRY_AFTER, Admission
 from folovllm.server.errors import ApiError
 from tests.tiny import worked_case
 
@@ -65,16 +65,29 @@ class TestAdmission:
         assert status(Queue(4, 1000), 5, 5) == 400, "5 sequences never fit into a queue of 4"
         assert status(Queue(4, 1000), 1, 1001) == 400, "1,001 tokens never fit into a queue of 1,000"
 
-    def test_a_full_queue_says_when_to_come_again(self) -> None:
-        error = refusal(Queue(4, 10), 1, 1)
+    @pytest.mark.parametrize("queue", [Queue(4, 10), Queue(1, 1000)])
+    def test_a_full_queue_says_when_to_come_again(self, queue: Queue) -> None:
+        error = refusal(queue, 1, 1)
         assert error is not None and error.code == "queue_full", "programs read the code"
-        assert int(error.headers["Retry-After"]) >= 1, "clients that can wait heed this header, in seconds"
+        assert error.headers == {"Retry-After": RETRY_AFTER}, (
+            "clients that can wait heed this header. Its value is text, as in every header: a number ends the response in a 500"
+        )
 
     def test_who_can_never_be_served_is_not_asked_back(self) -> None:
         error = refusal(Queue(), 5)
         assert error is not None and error.headers == {}, "no Retry-After: it would not help"
+        assert error.code != "queue_full", "the queue is empty: a program that reads this code would come again"
 
-    @pytest.mark.parametrize(("asked", "word"), [((5, 1), "sequences"), ((1, 1001), "prompt tokens")])
-    def test_the_message_names_the_budget(self, asked: tuple[int, int], word: str) -> None:
-        error = refusal(Queue(), *asked)
+    @pytest.mark.parametrize(
+        ("queue", "asked", "word", "other"),
+        [
+            (Queue(), (5, 1), "sequences", "tokens"),
+            (Queue(), (1, 1001), "prompt tokens", "sequences"),
+            (Queue(4, 10), (1, 1), "sequences", "tokens"),
+            (Queue(1, 1000), (1, 1), "prompt tokens", "sequences"),
+        ],
+    )
+    def test_the_message_names_the_budget(self, queue: Queue, asked: tuple[int, int], word: str, other: str) -> None:
+        error = refusal(queue, *asked)
         assert error is not None and word in error.message, f"which of the two is too many? Here it is the {word}"
+        assert other not in error.message, f"of {other} there are not too many"

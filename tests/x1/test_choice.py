@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,6 +55,47 @@ def test_several_ends_and_a_half_character() -> None:
     assert choice_mask(vocabulary, choices, b"", [1, 0]) == [7], "the first byte of é is a token"
     assert choice_mask(vocabulary, choices, b"\xc3", [1, 0]) == [8], "half a character goes on with its other half"
     assert choice_mask(vocabulary, choices, b"\xc3\xa9", [1, 0]) == [0, 1], "any of the ends, in ascending order"
+
+
+def test_an_end_among_the_others() -> None:
+    assert choice_mask(VOCABULARY, [b"yes", b"yesno"], b"yes", [6, 2]) == [2, 5, 6], (
+        "all ids ascending, those that end an answer too; n and an end have the same id here, which comes once"
+    )
+
+
+def test_a_long_token_of_a_long_choice() -> None:
+    choice = b"a choice of very many letters" * 40
+    assert choice_mask({choice: [3], choice[:900]: [2]}, [choice], b"", [END]) == [2, 3], "tokens may be of any length"
+
+
+class LookedUp(dict[bytes, list[int]]):
+    """A vocabulary that counts its look-ups, and cannot be walked through."""
+
+    count = 0
+
+    def __getitem__(self, token: bytes) -> list[int]:
+        self.count += 1
+        return super().__getitem__(token)
+
+    def get(self, token: bytes, default: Any = None) -> Any:
+        self.count += 1
+        return super().get(token, default)
+
+    def __contains__(self, token: object) -> bool:
+        self.count += 1
+        return super().__contains__(token)
+
+    def _walk(self, *_: object) -> Any:
+        raise AssertionError("the vocabulary has 150,000 tokens: look up what the choices can go on with instead of trying each")
+
+    __iter__ = __reversed__ = keys = items = values = copy = _walk
+
+
+def test_the_vocabulary_is_looked_up_in_and_not_walked_through() -> None:
+    """ "yes" and "yesno" behind "y": "e", "es", then "e", "es", "esn", "esno" may come, which is six."""
+    vocabulary = LookedUp(VOCABULARY)
+    assert choice_mask(vocabulary, [b"yes", b"yesno", b"no"], b"y", [END]) == [3], "only es goes on from y"
+    assert vocabulary.count <= 12, f"{vocabulary.count} look-ups for six texts that may come (two each are forgiven)"
 
 
 texts = st.text("ab", min_size=1, max_size=5).map(str.encode)

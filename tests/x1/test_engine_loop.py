@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def loop_of(*script: list[Command]) -> tuple[EngineLoop, LoggingEngine, Scripted
 class TestTurn:
     def test_a_worked_case(self) -> None:
         """Two requests come to an idle engine; then one goes and a third one comes; then the engine is told to stop."""
-        loop, engine, _ = loop_of([add(0), add(1)], [Abort(0), add(2)], [Stop(), add(3)])
+        loop, engine, _ = loop_of([add(10), add(1)], [Abort(10), add(2)], [Stop(), add(3)])
         got = {}
         for turn in ("an idle engine", "an engine that works", "the end"):
             result = loop.turn()
@@ -86,8 +87,8 @@ class TestTurn:
             engine.log.clear()
         says = "idle it waits, busy it looks; all that has arrived, then one step, then one message; after Stop nothing more"
         expected = [
-            ["wait for commands", "add 0", "add 1", "step", "say [0, 1]", "return True"],
-            ["look for commands", "abort 0", "add 2", "step", "say [1, 2]", "return True"],
+            ["wait for commands", "add 10", "add 1", "step", "say [10, 1]", "return True"],
+            ["look for commands", "abort 10", "add 2", "step", "say [1, 2]", "return True"],
             ["look for commands", "return False"],
         ]
         worked_case("x1.1", got, dict(zip(got, expected, strict=True)), says)
@@ -117,6 +118,36 @@ class TestTurn:
         assert refused == [(1, "the prompt is too long")], "its sender is told, with the engine's sentence"
         assert [delta.number for delta in step.deltas] == [0], "request 0 gets its token in the same step"
 
+    def test_each_refusal_is_said_and_said_once(self) -> None:
+        loop, engine, link = loop_of([add(0), add(1), Abort(9)], [add(2)])
+        engine.refuses = "no"
+        loop.turn()
+        assert "abort 9" in engine.log, "a refusal ends nothing: what arrived after it is taken in, too"
+        engine.refuses = None
+        loop.turn()
+        refused = [[each.number for each in news.refused] for news in link.sent if isinstance(news, Step)]
+        assert refused == [[0, 1], []], "both are refused in the first turn's message, and nobody in the second's"
+
+    def test_commands_are_taken_in_their_order(self) -> None:
+        """A client asks and leaves before the loop looks: the request must not be served to its end for nobody."""
+        loop, engine, _ = loop_of([add(0), Abort(0)])
+        assert loop.turn(), "nobody has said stop"
+        assert engine.log[1:3] == ["add 0", "abort 0"], "what was sent first is done first"
+        assert not engine.has_unfinished_requests(), "request 0 has gone again"
+
+    def test_stop_among_others(self) -> None:
+        loop, engine, link = loop_of([add(0)], [Abort(0), Stop(), add(1)])
+        loop.turn()
+        engine.log.clear()
+        assert not loop.turn(), "Stop has arrived, behind another command"
+        assert "step" not in engine.log and len(link.sent) == 1, "it ends the turn: no step, and no message, for nobody"
+
+    def test_all_have_gone_and_the_load_is_told(self) -> None:
+        loop, _, link = loop_of([add(0)], [Abort(0)])
+        loop.turn()
+        loop.turn()
+        assert len(link.sent) == 2, "a message each turn: else the server goes on showing a request that runs"
+
     def test_a_step_that_served_nobody_has_its_message(self) -> None:
         """Else the refusal stayed here, and its sender would wait for ever."""
         loop, engine, link = loop_of([add(0)])
@@ -134,13 +165,16 @@ class TestTurn:
         )
 
     def test_who_fails_in_a_step_is_told_and_the_others_go_on(self) -> None:
-        loop, engine, link = loop_of([add(0), add(1)], [])
+        loop, engine, link = loop_of([add(0), add(1)], [add(2)])
         loop.turn()
+        engine.refuses = "no"
         engine.fails_after = RequestFailed(["1"])
         assert loop.turn(), "a request that fails ends nothing: the step itself is complete"
         step = link.sent[-1]
         assert isinstance(step, Step), "a turn says one Step"
-        assert [(each.number, each.is_fault) for each in step.refused] == [(1, True)], "the sender of request 1 is told"
+        assert sorted((each.number, each.is_fault) for each in step.refused) == [(1, True), (2, False)], (
+            "the sender of request 1 is told, and that of request 2, which was refused in the same turn"
+        )
         assert 0 in [delta.number for delta in step.deltas], "request 0 gets its token in the same step"
 
 
@@ -160,7 +194,9 @@ class TestRunEngine:
         ready, *steps = link.sent
         assert isinstance(ready, Ready), "the first thing that it says: the engine is there"
         assert ready.num_kv_blocks == 100, "with the number of its KV blocks"
-        assert pickle.loads(ready.setup).path == engine.setup.path, "and its set-up, pickled"
+        setup = pickle.loads(ready.setup)
+        assert setup.path == engine.setup.path, "and its set-up, pickled"
+        assert type(setup.hf_config) is SimpleNamespace, "`plain`: a class of the model's own may not exist elsewhere"
         assert [type(news) for news in steps] == [Step, Step], "a message a turn until Stop, and nothing after it"
         assert engine.is_closed, "whoever builds an engine closes it"
 
@@ -172,6 +208,41 @@ class TestRunEngine:
         assert link.sent[-1] == Failure("RuntimeError: the device is on fire"), "else all streams wait for ever"
         assert engine.log == ["add 0", "step"], "an engine in an unknown state makes no further step"
         assert engine.is_closed, "it is closed all the same"
+
+    @pytest.mark.parametrize("error", [KeyError(7), ZeroDivisionError("division by zero"), MemoryError("no room")])
+    def test_any_exception_is_told_and_noted(self, error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+        engine, link = LoggingEngine(), ScriptedLink([add(0)])
+        engine.fails = error
+        assert run(link, engine) is False, "it did not end well"
+        assert link.sent[-1] == Failure(f"{type(error).__name__}: {error}"), "of whatever type: its name and its sentence"
+        assert [record.exc_info and record.exc_info[1] for record in caplog.records] == [error], (
+            "`logger.exception` notes it, with where it came from"
+        )
+
+    def test_an_engine_that_nobody_hears_is_closed(self) -> None:
+        """The server is gone: the link raises, also for the last word."""
+
+        class Broken(ScriptedLink):
+            def send(self, news: News) -> None:
+                raise BrokenPipeError("nobody reads")
+
+        engine = LoggingEngine()
+        with pytest.raises(BrokenPipeError):
+            run(Broken([add(0)]), engine)
+        assert engine.is_closed, "its ranks and their memory must not stay, whatever happens"
+
+    def test_once_the_engine_is_built_no_error_is_the_users(self) -> None:
+        """Though nothing was said to be ready yet."""
+
+        class NotReady(ScriptedLink):
+            def send(self, news: News) -> None:
+                if isinstance(news, Ready):
+                    raise ValueError("cannot be sent")
+                super().send(news)
+
+        link = NotReady()
+        assert run(link, LoggingEngine()) is False, "it did not end well"
+        assert link.sent == [Failure("ValueError: cannot be sent", False)], "the engine is there: the fault is ours"
 
     def test_a_value_error_in_a_step_is_not_the_users(self) -> None:
         engine = LoggingEngine()
@@ -189,11 +260,14 @@ class TestRunEngine:
             (OSError("the disk is gone"), Failure("OSError: the disk is gone", False)),
         ],
     )
-    def test_an_engine_that_cannot_be_built(self, error: Exception, said: Failure) -> None:
+    def test_an_engine_that_cannot_be_built(
+        self, error: Exception, said: Failure, caplog: pytest.LogCaptureFixture
+    ) -> None:
         def fail() -> None:
             raise error
 
         engine, link = LoggingEngine(), ScriptedLink()
         assert run(link, engine, fail) is False, "there is no engine"
         assert link.sent == [said], "one word, the last; a ValueError's sentence is for the user as it is"
+        assert len(caplog.records) == (not said.is_user_error), "a traceback in the log helps with a fault of ours alone"
         assert not engine.is_closed, "what was never built is not closed"

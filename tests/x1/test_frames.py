@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.server.messages import Frames, frame
 from tests.tiny import worked_case
+
+
+class Counted(bytearray):
+    """A buffer that counts the bytes that are copied out of it, and out of its slices."""
+
+    count: ClassVar[int] = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        if not isinstance(key, slice):
+            return found
+        Counted.count += len(found)
+        return Counted(found)
+
+    def __bytes__(self) -> bytes:
+        Counted.count += len(self)
+        return bytes(memoryview(self))
+
+    def __add__(self, other: Any) -> bytearray:
+        Counted.count += len(self)
+        return super().__add__(other)
 
 
 class TestFrames:
@@ -48,6 +72,32 @@ class TestFrames:
         list(frames.feed(frame(b"two")))
         assert first == b"one", "what was handed out does not change when more comes"
         assert isinstance(first, bytes), "a decoder keeps views of what it reads: hand out bytes, not the buffer"
+
+    def test_a_message_that_nobody_could_read_does_not_come_again(self) -> None:
+        """Its reader raises, so nothing takes the messages behind it either, until the next piece comes."""
+        frames = Frames()
+        assert next(iter(frames.feed(frame(b"bad") + frame(b"good")))) == b"bad", "the first message"
+        again = list(frames.feed(frame(b"new")))
+        assert b"bad" not in again, "it was handed out: it comes again with each piece, and its reader fails each time"
+        assert again[-1] == b"new", "what comes later is read"
+
+    def test_a_length_has_all_of_its_four_bytes(self) -> None:
+        for start in (b"\0\0\0\x01", b"\0\0\0\x80"):  # a message of 16 MB, of 2 GB
+            frames = Frames()
+            assert list(frames.feed(start + b"abc")) == [], "the highest byte of the length counts, and it has no sign"
+
+    @pytest.mark.parametrize("size", [7, 1_000_000], ids=["in pieces that it tears", "in one piece"])
+    def test_the_buffer_is_not_copied_for_each_message(self, size: int) -> None:
+        """Counts the bytes that are read from the buffer: 2,000 short messages, and a long one that comes torn."""
+        frames, stream = Frames(), frame(b"x" * 10) * 2_000 + frame(b"y" * 10_000)
+        got = Counted.count = 0
+        for start in range(0, len(stream), size):
+            frames._buffer = Counted(frames._buffer)
+            got += len(list(frames.feed(stream[start : start + size])))
+        assert got == 2_001, "all messages are there"
+        assert Counted.count <= 4 * len(stream), (
+            f"{Counted.count:,} bytes were copied out of {len(stream):,}: a message is copied once or twice, what waits behind it never"
+        )
 
     @given(st.lists(st.binary(max_size=9), max_size=6), st.data())
     def test_however_it_is_torn(self, messages: list[bytes], data: st.DataObject) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from types import coroutine
 from typing import Any
 
 import pytest
@@ -45,6 +46,31 @@ async def told(race: Awaitable[Any]) -> str:
         return str(await race)
     except (ClientDisconnect, ValueError, asyncio.CancelledError) as error:
         return type(error).__name__
+
+
+def time_flies() -> None:
+    """From now on each time-out of the running event loop, which ends with the test, is over at once."""
+    loop = asyncio.get_running_loop()
+    call_at = loop.call_at
+    loop.call_at = lambda when, *args, **extra: call_at(loop.time(), *args, **extra)  # type: ignore[method-assign]
+
+
+async def turns(count: int = 30) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@coroutine
+def counted(race: Coroutine[Any, Any, str], steps: list[str]) -> Generator[Any, Any, str]:
+    """The same race; each time it goes on is noted in `steps`."""
+    going = race.__await__()
+    while True:
+        steps.append("it goes on")
+        try:
+            waits_for = next(going)
+        except StopIteration as end:
+            return str(end.value)
+        yield waits_for
 
 
 class TestUnlessGone:
@@ -154,5 +180,67 @@ class TestUnlessGone:
             assert held == [], "the work has given back what it held"
             assert not client.is_watched, "nobody listens any more"
             assert asyncio.all_tasks() == others, "no task is left behind"
+
+        run(main)
+
+    def test_it_waits_without_asking(self) -> None:
+        """Nothing happens for 30 turns of the event loop, in which every time-out is over at once."""
+
+        async def main() -> None:
+            client, steps, is_done = Client(), list[str](), asyncio.Event()
+
+            async def work() -> str:
+                await is_done.wait()
+                return "done"
+
+            time_flies()
+            race = asyncio.ensure_future(counted(told(unless_gone(client.receive, work())), steps))
+            await turns()
+            assert not race.done(), "the work goes on, and the client is there: nothing has ended but a time-out"
+            assert len(steps) < 5, f"it went on {len(steps)} times and nothing had happened: it polls"
+            is_done.set()
+            assert await race == "done", "the work's result is handed on"
+
+        run(main)
+
+    def test_the_work_takes_its_time_to_give_back_what_it_holds(self) -> None:
+        async def main() -> None:
+            client, held, may_end = Client(), ["blocks"], asyncio.Event()
+
+            async def work() -> None:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await may_end.wait()
+                    held.clear()
+
+            time_flies()
+            race = asyncio.ensure_future(told(unless_gone(client.receive, work())))
+            await turns()
+            client.goes.set()
+            await turns()
+            assert held and not race.done(), "the work still holds its blocks: the race waits for it, however long it takes"
+            may_end.set()
+            assert await race == "ClientDisconnect" and not held, "the client was gone first"
+
+        run(main)
+
+    def test_work_that_ends_although_it_was_cancelled(self) -> None:
+        """What it returns comes too late: nobody is there to read it."""
+
+        async def main() -> None:
+            client = Client()
+
+            async def work() -> str:
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    return "too late"
+                return "never"
+
+            race = asyncio.ensure_future(told(unless_gone(client.receive, work())))
+            await turns()
+            client.goes.set()
+            assert await race == "ClientDisconnect", "the client was gone first, whatever the work says then"
 
         run(main)

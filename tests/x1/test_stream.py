@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.config import EngineConfig
+from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.setup import set_up
 from folovllm.models.files import load_tokenizer
@@ -111,6 +112,40 @@ class TestFeed:
         assert stream._seqs[0].num_cached_tokens == 2, "of the prompt 2 tokens were found in the cache"
         assert stream.newest == [4.0], "the newest came at second 4"
 
+    def test_the_first_tokens_of_several_answers(self) -> None:
+        """Answer 1 comes first. The prompt was looked up in the cache once more for answer 0, which found all of it."""
+        stream = stream_of(replace(DELTAS, n=2))
+        stream.feed(Delta(0, 1, ids_of("x"), num_cached_tokens=2), 3.0)
+        stream.feed(Delta(0, 0, ids_of("a"), num_cached_tokens=9), 4.0)
+        assert stream.state.metrics.first_token_time == 3.0, "of all answers the first token came at second 3"
+        assert stream._seqs[0].num_cached_tokens == 2, "what was found when the first began; the first sequence notes it"
+        assert stream.newest == [4.0, 3.0], "each answer has a newest time of its own"
+
+    def test_log_probabilities_of_the_prompt(self) -> None:
+        """They come before the first token, in as many steps as the prompt has chunks."""
+        stream = stream_of(replace(DELTAS, prompt_logprobs=0))
+        for now, token in ((1.0, 2), (2.0, 3)):
+            stream.feed(Delta(0, 0, prompt_logprobs=[[(token, -0.5, 1)]]), now)
+        assert [list(row) for row in stream._seqs[0].prompt_logprobs] == [[2], [3]], (
+            "a row for each token of the prompt that a step scored, in `prompt_logprobs` of the first sequence"
+        )
+        assert not stream._seqs[0].logprobs, "they are not the answer's"
+        assert not stream.has_begun, "no token has come: a chunk of the prompt is not the first token's time"
+
+    def test_no_text_is_made_before_the_reader_looks(self) -> None:
+        """Counts the calls of the tokenizer's `decode`."""
+        stream, calls = stream_of(), list[list[int]]()
+
+        def decode(ids: list[int]) -> str:
+            calls.append(ids)
+            return str(parts()[0].decode(ids))
+
+        stream._seqs[0].detokenizer = IncrementalDetokenizer(decode)
+        for letter in "abcdefgh":
+            stream.feed(Delta(0, 0, ids_of(letter)), 1.0)
+        assert len(calls) == 0, f"8 tokens were decoded {len(calls)} times, and nobody has looked: a look costs two calls"
+        assert text_of(stream) == "abcdefgh" and len(calls) <= 4, "one look, and all text is made at once"
+
     def test_what_comes_between_two_looks_is_one_piece(self) -> None:
         stream = stream_of()
         for letter in "abcd":
@@ -147,6 +182,21 @@ class TestFeed:
         said = ("a", "stop", ids_of("z")[0], True, 2.0)
         assert run(main) == said, "the token that stopped it is no text, and is the reason; it ended at second 2"
 
+    def test_the_last_token_and_the_end_in_one_delta(self) -> None:
+        """The token first: it is the one that ended the answer."""
+        stream = stream_of(replace(DELTAS, stop_token_ids=ids_of("z")))
+        stream.feed(Delta(0, 0, ids_of("a")), 1.0)
+        stream.feed(Delta(0, 0, ids_of("z"), "stop"), 2.0)
+        assert stream.is_finished, "it was said to have ended"
+        assert stream._seqs[0].stop_reason == ids_of("z")[0], "z stopped it, and came with the end"
+
+    def test_a_stop_token_within_a_piece_of_several_tokens(self) -> None:
+        """No stop string was asked for."""
+        stream = stream_of(replace(DELTAS, stop_token_ids=ids_of("z")))
+        stream.feed(Delta(0, 0, ids_of("azb"), "stop"), 1.0)
+        assert text_of(stream) == "a", "z ends the answer, and b was drawn after the end"
+        assert stream.state.metrics.num_generated_tokens == 2, "a and z; what comes after the end is not counted"
+
     def test_an_answer_without_a_token_was_stopped_by_none(self) -> None:
         """It was given up: that its prompt ends in a stop token says nothing."""
         stream = stream_of(SamplingParams(stop_token_ids=[1, 2, 3]))
@@ -169,6 +219,21 @@ class TestFeed:
             return seen
 
         assert run(main) == [False, False, True], "a token is no news for it, only the end is"
+
+    def test_who_wants_the_whole_waits_for_all_answers(self) -> None:
+        mailbox = Mailbox()
+        stream = stream_of(replace(DELTAS, n=2, output_kind=RequestOutputKind.FINAL_ONLY), mailbox)
+        stream.feed(Delta(0, 1, ids_of("x"), "length"), 1.0)
+        assert mailbox._fresh == [], "one of two answers is over: its reader wants both"
+        stream.feed(Delta(0, 0, ids_of("a"), "length"), 2.0)
+        assert mailbox._fresh == [stream], "now both are"
+
+    def test_a_stream_is_in_the_mailbox_once(self) -> None:
+        mailbox = Mailbox()
+        stream = stream_of(mailbox=mailbox)
+        for letter in "abc":
+            stream.feed(Delta(0, 0, ids_of(letter)), 1.0)
+        assert mailbox._fresh == [stream], "three tokens came before the reader looked: it is told of them once (`_tell`)"
 
     def test_logprobs_come_with_their_texts(self) -> None:
         stream = stream_of(replace(DELTAS, logprobs=1))
@@ -225,6 +290,9 @@ class TestMailbox:
             waiting = asyncio.ensure_future(mailbox.get())
             await turns()
             assert not woken(waiting), "nobody has news: it waits"
+            assert mailbox._waiter is not None and not mailbox._waiter.done(), (
+                "it waits on a future, and takes no time; who asks again and again keeps a core busy"
+            )
             for stream in streams[:2]:
                 stream.feed(Delta(0, 0, ids_of("a")), 1.0)
             await turns()

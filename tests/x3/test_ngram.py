@@ -1,5 +1,8 @@
 """Prompt lookup against a search through the whole text."""
 
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -30,6 +33,35 @@ def looked_up(text: list[int], k: int, shortest: int = 1, longest: int = 3) -> l
     lookup = Lookup(shortest, longest)
     lookup.extend(text)
     return lookup.guess(k)
+
+
+class Counted(dict[tuple[int, ...], int]):
+    """Notes that count how often they are written."""
+
+    writes = 0
+
+    def __setitem__(self, key: tuple[int, ...], value: int) -> None:
+        self.writes += 1
+        super().__setitem__(key, value)
+
+
+class Text(list[int]):
+    """A text that counts the tokens that are read in it."""
+
+    reads: ClassVar[int] = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        Text.reads += len(found) if isinstance(key, slice) else 1
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        Text.reads += len(self)
+        return super().__iter__()
+
+    def __add__(self, other: Any) -> Any:
+        Text.reads += len(self)
+        return super().__add__(other)
 
 
 class TestLookup:
@@ -66,6 +98,24 @@ class TestLookup:
         assert looked_up([1, 9, 1], k=1, shortest=2) == [], "one token is shorter than the shortest run"
         assert looked_up([1, 2, 3, 5, 2, 3, 6, 1, 2, 3], k=1, longest=2) == [6], "runs of three are not looked at"
 
+    def test_a_token_costs_the_same_however_long_the_text_is(self) -> None:
+        """Runs of 2 to 4 tokens: 9 to read for a token and 9 for a guess, beside the two that are copied."""
+        lookup = Lookup(2, 4)
+        lookup._after = counted = Counted()
+        for length in range(1, 400):
+            lookup.tokens = Text(lookup.tokens)
+            writes, Text.reads = counted.writes, 0
+            lookup.extend([length % 7])
+            assert counted.writes - writes <= 3, f"token {length} noted more than one run of each length"
+            assert Text.reads <= 30, f"token {length}: {Text.reads} tokens of the text were read to note three short runs"
+            Text.reads = 0
+            lookup.guess(2)
+            assert Text.reads <= 30, f"a guess in a text of {length} read {Text.reads} tokens of it to copy two"
+        lookup.extend([8, 9, *[5] * 400, 8, 9])
+        lookup.tokens, Text.reads = Text(lookup.tokens), 0
+        assert lookup.guess(2) == [5, 5], '"8 9" was followed by 5, 5, four hundred tokens ago'
+        assert Text.reads <= 30, f"what was found is far back: {Text.reads} tokens of the text were read to copy two"
+
     @given(Texts, st.integers(1, 3), st.integers(0, 2), st.integers(1, 6), st.integers(0, 40))
     def test_equals_a_search(self, text: list[int], shortest: int, more: int, k: int, cut: int) -> None:
         lookup = Lookup(shortest, shortest + more)
@@ -74,23 +124,6 @@ class TestLookup:
         lookup.extend(text[cut:])
         expected = searched(text, shortest, shortest + more, k)
         assert lookup.guess(k) == expected, f"a search through {text} finds something else"
-
-
-class Counted(dict[tuple[int, ...], int]):
-    writes = 0
-
-    def __setitem__(self, key: tuple[int, ...], value: int) -> None:
-        self.writes += 1
-        super().__setitem__(key, value)
-
-
-def test_a_token_costs_the_same_however_long_the_text_is() -> None:
-    lookup = Lookup(2, 4)
-    lookup._after = counted = Counted()
-    for length in range(1, 400):
-        before = counted.writes
-        lookup.extend([length % 7])
-        assert counted.writes - before <= 3, f"token {length} noted more than one run of each length"
 
 
 class TestProposer:

@@ -56,6 +56,12 @@ def test_nothing_to_cut() -> None:
     assert kv.num_free == 4, "none came back"
 
 
+def test_nothing_is_computed() -> None:
+    kv, seq = after(0, 2, 4)
+    assert seq.block_table == [], "no token is computed: no block is needed"
+    assert kv.num_free == 6, "all blocks are free"
+
+
 def test_the_list_of_blocks_stays_the_same_object() -> None:
     kv = BlockManager(6, 4)
     seq = holding(kv, 5, 1, computed=3)

@@ -20,6 +20,7 @@ def test_a_worked_case() -> None:
     )
     expected = {"order": [1, 2, 0, 4, 3, 5], "starts": [0, 2, 2, 4]}
     worked_case("x4.2", {"order": order, "starts": starts}, expected, says)
+    assert starts.dtype == torch.int64, f"starts are int64, not {starts.dtype}: the kernel that reads them counts on it"
 
 
 @given(

@@ -1,0 +1,16 @@
+"""Remembers the last refusal of a turn alone: the sender of each other one waits for ever."""
+
+
+class EngineLoop:
+    def turn(self):
+        refused = []
+        for command in self._link.receive(wait=not self._engine.has_unfinished_requests()):
+            if isinstance(command, Stop):
+                return False
+            if isinstance(command, Abort):
+                self._engine.abort_request([str(command.number)])
+            elif (refusal := self.add(command)) is not None:
+                refused = [refusal]
+        refused += self.step()
+        self._link.send(self.news(refused))
+        return True

@@ -1,0 +1,16 @@
+"""Puts a number where a header has text: the refusal itself fails, and the client gets a 500 instead of a 429."""
+
+
+class Admission:
+    def check(self, num_seqs, num_tokens=0):
+        engine = self._engine
+        budgets = (
+            (num_seqs, engine.num_queued, self._max_requests, "sequences"),
+            (num_tokens, engine.num_queued_tokens, self._max_tokens, "prompt tokens"),
+        )
+        for count, _, most, what in budgets:
+            if count > most:
+                raise ApiError(400, f"the request has {count} {what}, and the queue holds {most}: send fewer at once")
+        for count, queued, most, what in budgets:
+            if queued + count > most:
+                raise ApiError(429, f"the queue is full ({queued} of {most} {what})", code="queue_full", headers={"Retry-After": int(RETRY_AFTER)})
