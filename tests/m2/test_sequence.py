@@ -66,7 +66,9 @@ class TestTransitions:
         seq.block_table.append(4)
         seq.requeue()
         assert seq.status is WAITING, "it waits again"
-        assert seq.block_table == [4], "the cache takes its blocks back by this list: emptied here, they belong to nobody"
+        assert seq.block_table == [4], (
+            "the cache takes its blocks back by this list: emptied here, they belong to nobody"
+        )
         assert (seq.num_computed_tokens, seq.num_uncomputed_tokens) == (0, 4), (
             "nothing of it is in the cache: all four tokens are to be computed"
         )

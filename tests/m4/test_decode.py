@@ -114,8 +114,12 @@ def state_kernel(q_ptr, table_ptr, max_ptr, M: tl.constexpr, D: tl.constexpr):
     """The state of an empty chunk: what the loop begins with."""
     q = tl.load(q_ptr + tl.arange(0, M)[:, None] * D + tl.arange(0, D)[None, :])
     row_max, row_sum, acc = decode_split(q, q_ptr, q_ptr, table_ptr, 0, 0, 1.0, D, D, 16, 16, M, D)
-    tl.static_assert(row_max.dtype == tl.float32, "row_max begins in float32: with another type no GPU compiles the loop")
-    tl.static_assert(row_sum.dtype == tl.float32, "row_sum begins in float32: with another type no GPU compiles the loop")
+    tl.static_assert(
+        row_max.dtype == tl.float32, "row_max begins in float32: with another type no GPU compiles the loop"
+    )
+    tl.static_assert(
+        row_sum.dtype == tl.float32, "row_sum begins in float32: with another type no GPU compiles the loop"
+    )
     tl.static_assert(acc.dtype == tl.float32, "acc begins in float32: with another type no GPU compiles the loop")
     tl.store(max_ptr + tl.arange(0, M), row_max)
 

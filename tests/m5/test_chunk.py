@@ -30,7 +30,8 @@ class TestChunk:
         worked_case("m5.5", got, dict(zip(got, [4, 2, 0, 3, 2], strict=True)), says)
 
     @pytest.mark.parametrize(
-        ("tokens", "computed", "budget", "n"), [(10, 0, 16, 10), (10, 0, 4, 4), (10, 8, 4, 2), (10, 9, 4, 1), (99, 0, 37, 37)]
+        ("tokens", "computed", "budget", "n"),
+        [(10, 0, 16, 10), (10, 0, 4, 4), (10, 8, 4, 2), (10, 9, 4, 1), (99, 0, 37, 37)],
     )
     def test_is_what_is_left_or_what_the_budget_has(self, tokens: int, computed: int, budget: int, n: int) -> None:
         assert chunk(sequence(tokens, computed), budget) == n, "the smaller of what is left and what the budget has"

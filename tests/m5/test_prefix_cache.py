@@ -162,7 +162,9 @@ class TestLongestCachedPrefix:
     def test_a_block_that_somebody_holds_is_found(self) -> None:
         chain = Chain(self.tokens)
         chain.blocks[0].ref_count, chain.blocks[1].ref_count = 2, 1
-        assert chain.found([*self.tokens, 1]) == [10, 11, 12], "sequences that run share their blocks with whoever comes"
+        assert chain.found([*self.tokens, 1]) == [10, 11, 12], (
+            "sequences that run share their blocks with whoever comes"
+        )
 
     def test_a_look_changes_nothing(self) -> None:
         """`match` does what a hit needs, and a sequence may be looked up at many steps before it is admitted."""
@@ -172,7 +174,9 @@ class TestLongestCachedPrefix:
         before = dict(chain.cache._by_hash)
         for _ in range(2):
             assert chain.cache.longest_cached_prefix(seq) == chain.blocks[:2], "the same, however often it is asked"
-        assert (chain.cache.serials(seq), seq.block_table) == ([], []), "`match` notes the serials and the blocks of a hit"
+        assert (chain.cache.serials(seq), seq.block_table) == ([], []), (
+            "`match` notes the serials and the blocks of a hit"
+        )
         assert [block.ref_count for block in chain.blocks] == [0, 0, 0], "`adopt` counts who holds a block"
         assert chain.cache._by_hash == before, "a name stays with its block, whoever it does not fit"
 
@@ -183,7 +187,9 @@ class TestLongestCachedPrefix:
         monkeypatch.setattr(prefix_cache, "compute_hash", lambda *args: calls.append(1) or right(*args))
         for _ in range(5):
             assert len(chain.cache.longest_cached_prefix(seq)) == 3, "three blocks of the sequence are cached"
-        assert len(calls) == 3, f"three blocks were hashed {len(calls)} times in five looks: `self._hash` remembers a hash"
+        assert len(calls) == 3, (
+            f"three blocks were hashed {len(calls)} times in five looks: `self._hash` remembers a hash"
+        )
 
     def test_other_tokens_under_the_same_hash_are_no_hit(self) -> None:
         chain = Chain(self.tokens)
@@ -318,7 +324,9 @@ class TestPublish:
         cache, blocks = PrefixCache(B), make_blocks(7, 8, 17, 18)
         cache.publish(sequence([1, 1, 1, 1, 1, 2, 3, 4]), blocks[:2])
         cache.publish(sequence([2, 2, 2, 2, 4, 3, 2, 1]), blocks[2:])
-        assert cache._by_hash[10] is blocks[3], "8 has the hash of 18, but it follows another block: the name goes to 18"
+        assert cache._by_hash[10] is blocks[3], (
+            "8 has the hash of 18, but it follows another block: the name goes to 18"
+        )
 
     def test_a_block_whose_parent_was_a_twin_can_be_found(self) -> None:
         cache, blocks = PrefixCache(B), make_blocks(7, 17, 18)

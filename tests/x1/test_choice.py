@@ -86,7 +86,9 @@ class LookedUp(dict[bytes, list[int]]):
         return super().__contains__(token)
 
     def _walk(self, *_: object) -> Any:
-        raise AssertionError("the vocabulary has 150,000 tokens: look up what the choices can go on with instead of trying each")
+        raise AssertionError(
+            "the vocabulary has 150,000 tokens: look up what the choices can go on with instead of trying each"
+        )
 
     __iter__ = __reversed__ = keys = items = values = copy = _walk
 

@@ -214,7 +214,9 @@ class TestRunEngine:
         engine, link = LoggingEngine(), ScriptedLink([add(0)])
         engine.fails = error
         assert run(link, engine) is False, "it did not end well"
-        assert link.sent[-1] == Failure(f"{type(error).__name__}: {error}"), "of whatever type: its name and its sentence"
+        assert link.sent[-1] == Failure(f"{type(error).__name__}: {error}"), (
+            "of whatever type: its name and its sentence"
+        )
         assert [record.exc_info and record.exc_info[1] for record in caplog.records] == [error], (
             "`logger.exception` notes it, with where it came from"
         )
@@ -269,5 +271,7 @@ class TestRunEngine:
         engine, link = LoggingEngine(), ScriptedLink()
         assert run(link, engine, fail) is False, "there is no engine"
         assert link.sent == [said], "one word, the last; a ValueError's sentence is for the user as it is"
-        assert len(caplog.records) == (not said.is_user_error), "a traceback in the log helps with a fault of ours alone"
+        assert len(caplog.records) == (not said.is_user_error), (
+            "a traceback in the log helps with a fault of ours alone"
+        )
         assert not engine.is_closed, "what was never built is not closed"

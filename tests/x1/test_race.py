@@ -219,7 +219,9 @@ class TestUnlessGone:
             await turns()
             client.goes.set()
             await turns()
-            assert held and not race.done(), "the work still holds its blocks: the race waits for it, however long it takes"
+            assert held and not race.done(), (
+                "the work still holds its blocks: the race waits for it, however long it takes"
+            )
             may_end.set()
             assert await race == "ClientDisconnect" and not held, "the client was gone first"
 

@@ -118,7 +118,9 @@ class TestFeed:
         stream.feed(Delta(0, 1, ids_of("x"), num_cached_tokens=2), 3.0)
         stream.feed(Delta(0, 0, ids_of("a"), num_cached_tokens=9), 4.0)
         assert stream.state.metrics.first_token_time == 3.0, "of all answers the first token came at second 3"
-        assert stream._seqs[0].num_cached_tokens == 2, "what was found when the first began; the first sequence notes it"
+        assert stream._seqs[0].num_cached_tokens == 2, (
+            "what was found when the first began; the first sequence notes it"
+        )
         assert stream.newest == [4.0, 3.0], "each answer has a newest time of its own"
 
     def test_log_probabilities_of_the_prompt(self) -> None:
@@ -143,7 +145,9 @@ class TestFeed:
         stream._seqs[0].detokenizer = IncrementalDetokenizer(decode)
         for letter in "abcdefgh":
             stream.feed(Delta(0, 0, ids_of(letter)), 1.0)
-        assert len(calls) == 0, f"8 tokens were decoded {len(calls)} times, and nobody has looked: a look costs two calls"
+        assert len(calls) == 0, (
+            f"8 tokens were decoded {len(calls)} times, and nobody has looked: a look costs two calls"
+        )
         assert text_of(stream) == "abcdefgh" and len(calls) <= 4, "one look, and all text is made at once"
 
     def test_what_comes_between_two_looks_is_one_piece(self) -> None:
@@ -233,7 +237,9 @@ class TestFeed:
         stream = stream_of(mailbox=mailbox)
         for letter in "abc":
             stream.feed(Delta(0, 0, ids_of(letter)), 1.0)
-        assert mailbox._fresh == [stream], "three tokens came before the reader looked: it is told of them once (`_tell`)"
+        assert mailbox._fresh == [stream], (
+            "three tokens came before the reader looked: it is told of them once (`_tell`)"
+        )
 
     def test_logprobs_come_with_their_texts(self) -> None:
         stream = stream_of(replace(DELTAS, logprobs=1))

@@ -107,7 +107,9 @@ class TestLookup:
             writes, Text.reads = counted.writes, 0
             lookup.extend([length % 7])
             assert counted.writes - writes <= 3, f"token {length} noted more than one run of each length"
-            assert Text.reads <= 30, f"token {length}: {Text.reads} tokens of the text were read to note three short runs"
+            assert Text.reads <= 30, (
+                f"token {length}: {Text.reads} tokens of the text were read to note three short runs"
+            )
             Text.reads = 0
             lookup.guess(2)
             assert Text.reads <= 30, f"a guess in a text of {length} read {Text.reads} tokens of it to copy two"
