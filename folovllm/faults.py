@@ -29,13 +29,18 @@ class RequestFailed(RuntimeError):
         self.request_ids, self.outputs = list(request_ids), list(outputs)
 
 
-def log_fault(request_id: object, error: BaseException) -> None:
-    """Log that a request failed. An error that is no request's own, such as KeyboardInterrupt, is raised again.
+def require_fault(error: BaseException) -> None:
+    """Raise `error` again if it cannot be a single request's fault, as KeyboardInterrupt cannot.
 
-    The panic of a library that is written in Rust counts as a request's own, although it is no `Exception`.
+    The panic of a library that is written in Rust can, although it is no `Exception`.
     """
     if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
         raise error
+
+
+def log_fault(request_id: object, error: BaseException) -> None:
+    """Log that a request failed. As `require_fault`, raises what cannot be its fault."""
+    require_fault(error)
     logger.error("request %s failed", request_id, exc_info=error)
 
 
@@ -46,9 +51,11 @@ class Faults:
         self.of: dict[str, BaseException] = {}
 
     def note(self, seq: Sequence, error: BaseException) -> None:
-        """Log and keep a fault of the request of `seq`. As `log_fault`, raises `error` if it is not the request's own."""
-        log_fault(seq.request_id, error)
-        self.of.setdefault(seq.request_id, error)
+        """Log and keep the first fault of the request of `seq`. As `require_fault`, raises what cannot be its fault."""
+        require_fault(error)
+        if seq.request_id not in self.of:
+            log_fault(seq.request_id, error)
+            self.of[seq.request_id] = error
 
     def at(self, seq: Sequence) -> NoteFault:
         """A context: an exception in it is a fault of the request of `seq`, and goes no further."""

@@ -42,6 +42,7 @@ class LLM:
         self.engine = make_engine(EngineConfig(**overrides))
         self._ids = itertools.count()
         self._turn = threading.Lock()
+        self._whose_turn: int | None = None  # the thread's number
 
     @property
     def tokenizer(self) -> Any:
@@ -96,7 +97,8 @@ class LLM:
             Interrupted: a KeyboardInterrupt (Ctrl-C) whose `outputs` are the answers so far.
             ValueError: a prompt cannot be served, or `engine` still serves requests that were added to it directly, whose
                 outputs would be lost; raised before any work starts.
-            RuntimeError: the engine was closed.
+            RuntimeError: the engine was closed, or `on_answer` calls this.
+            RequestFailed: there was a fault at one of the requests. It is a RuntimeError, too.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         return self._run(as_requests(prompts, params, prompt_token_ids, priority or 0), use_tqdm, on_answer)
@@ -150,7 +152,11 @@ class LLM:
         ids = [f"generate-{next(self._ids)}" for _ in requests]
         answers = Answers(ids, on_answer)
         self.engine.require_open()  # before the turn, which nobody ends in a fork
-        with self._turn, interrupts() as ctrl_c:
+        if self._whose_turn == threading.get_ident():
+            raise RuntimeError(
+                "on_answer cannot ask the LLM that calls it: collect the answers, and ask when generate has returned"
+            )
+        with self._take_turn(), interrupts() as ctrl_c:
             self.engine.require_idle()
             try:
                 for id_, r in zip(ids, requests, strict=True):
@@ -176,6 +182,15 @@ class LLM:
         if len(outputs) < len(ids):
             raise RuntimeError("the engine was closed before all was answered")
         return outputs
+
+    @contextmanager
+    def _take_turn(self) -> Iterator[None]:
+        with self._turn:
+            self._whose_turn = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._whose_turn = None
 
     @contextmanager
     def _speeds(self, bar: Any) -> Iterator[Speeds]:

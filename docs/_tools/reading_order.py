@@ -33,6 +33,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("engine/stop.py", "engine/scheduler.py", "v1/core/sched/utils.py"),
         ("engine/detokenizer.py", "", "v1/engine/detokenizer.py"),
         ("engine/output_processor.py", "", "v1/engine/output_processor.py"),
+        ("faults.py", "", ""),
         ("executor/abstract.py", "", "v1/executor/abstract.py"),
         ("executor/gpu_executor.py", "", "v1/executor/uniproc_executor.py"),
         ("worker/gpu_worker.py", "engine/model_runner.py", "v1/worker/gpu_worker.py"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as SequenceOf
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from folovllm.draw_row import MAX_BAD_TOKENS, MAX_BAD_WORDS
@@ -13,7 +12,7 @@ from folovllm.engine.detokenizer_stream import make_detokenizer
 from folovllm.inputs import Prompt, PromptParts, parse_prompt
 from folovllm.models.files import eos_token_ids
 from folovllm.request import Request, Sequence
-from folovllm.require import require
+from folovllm.require import is_whole, require
 from folovllm.sampling_params import SamplingParams
 from folovllm.setup import EngineSetup
 
@@ -50,7 +49,7 @@ class InputProcessor:
                 the wrong kind, or more than the engine allows.
         """
         require(isinstance(params, SamplingParams), f"sampling parameters are a SamplingParams, not {params!r}")
-        fits = isinstance(priority, Integral) and -(2**63) <= int(priority) < 2**63
+        fits = is_whole(priority) and -(2**63) <= priority < 2**63
         require(fits, f"priority must be a whole number from -2**63 to 2**63 - 1, not {priority!r}")
         params, parts = params.clone(), parse_prompt(prompt)  # the caller's own may change while the request runs
         cache_salt = parts.cache_salt if cache_salt is None else cache_salt

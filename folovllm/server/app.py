@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +19,7 @@ from starlette.routing import Route
 
 import folovllm
 from folovllm.engine.input_processor import encode_within
+from folovllm.faults import require_fault
 from folovllm.inputs import Prompt
 from folovllm.inspector.web import FILES, PAGE
 from folovllm.models.files import generation_defaults
@@ -51,7 +51,6 @@ from folovllm.server.requests import chat_params, chat_prompt, completion_params
 from folovllm.server.respond import Job
 from folovllm.server.tokenizer_info import tokenizer_info
 
-logger = logging.getLogger("folovllm")
 Handler = Callable[[Request], Awaitable[Response]]
 R = TypeVar("R", bound=msgspec.Struct)
 FIELDS = (*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__)
@@ -115,11 +114,9 @@ class Api:
                 return await handler(request)
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE)
-            except Exception as error:
-                told = as_api_error(error, FIELDS)
-                if told.status == 500:
-                    logger.exception("a request failed")
-                return error_response(told)
+            except BaseException as error:
+                require_fault(error)
+                return error_response(as_api_error(error, FIELDS))
 
         return guard
 

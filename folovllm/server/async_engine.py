@@ -45,7 +45,7 @@ class AsyncEngine:
             async for output in engine.generate("Hello", SamplingParams(output_kind=RequestOutputKind.DELTA)):
                 print(output.outputs[0].text, end="")
 
-    For one event loop, and one thread. Prompts are tokenized and text is made here, beside the engine, which only looks for
+    For one event loop, and one thread: a RuntimeError in any other. Prompts are tokenized and text is made here, beside the engine, which only looks for
     stop strings.
 
     Args:
@@ -68,6 +68,7 @@ class AsyncEngine:
         if isinstance(transport, str) and transport not in TRANSPORTS:
             raise ValueError(f"unknown transport {transport!r}: choose one of {', '.join(TRANSPORTS)}")
         self._transport = TRANSPORTS[transport]() if isinstance(transport, str) else transport
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count()
         self._open = OpenRequests()
         self._readers = ThreadPoolExecutor(1, "tokenizer")
@@ -83,7 +84,8 @@ class AsyncEngine:
 
     async def start(self) -> None:
         """Build the engine. Raises ValueError where something cannot be had, EngineDead where it ends otherwise."""
-        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._loop = loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[Ready] = loop.create_future()
         try:
             await self._transport.start(self.config, self._deliver)
             ready = await self._ready
@@ -179,6 +181,7 @@ class AsyncEngine:
 
         Returns whether all have ended by themselves.
         """
+        self._require_loop()
         self._is_draining = True
         try:
             async with asyncio.timeout(seconds):
@@ -215,6 +218,7 @@ class AsyncEngine:
 
     async def ask_experts(self) -> None:
         """Bring `expert_load` up to date, where experts are counted: the engine reads it between two steps."""
+        self._require_loop()
         if not self.config.count_experts or self.death is not None or self._is_closed:
             return
         if self._asking is None:
@@ -228,13 +232,21 @@ class AsyncEngine:
             self._asking.set_result(None)
             self._asking = None
 
+    def _require_loop(self) -> None:
+        """Raise RuntimeError in another event loop than that of `start`: what happens there would wake nobody here."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(
+                "an AsyncEngine is for the event loop in which it was started: make another one for this loop"
+            )
+
     @property
     def is_open(self) -> bool:
         """Whether new requests are taken."""
         return self.death is None and not self._is_draining
 
     def require_open(self) -> None:
-        """Raise `EngineDead` or `Unavailable` unless new requests are taken."""
+        """Raise `EngineDead` or `Unavailable` unless new requests are taken, RuntimeError in another event loop than that of `start`."""
+        self._require_loop()
         if self.death is not None:
             raise EngineDead(str(self.death))
         if self._is_draining:

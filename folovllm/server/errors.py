@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 
 from folovllm.faults import RequestFailed
 from folovllm.server.async_engine import EngineDead, Unavailable
 
+logger = logging.getLogger("folovllm")
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error", 405: "invalid_request_error",
     413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error", 500: "server_error",
@@ -58,8 +61,11 @@ class ApiError(Exception):
         return msgspec.json.encode(ErrorBody(ErrorInfo(self.message, kind, self.param, self.code)))
 
 
-def as_api_error(error: Exception, fields: tuple[str, ...] = ()) -> ApiError:
-    """What a client is told of an error: a ValueError is the client's fault. `fields` are those that the first word may name."""
+def as_api_error(error: BaseException, fields: tuple[str, ...] = ()) -> ApiError:
+    """What a client is told of an error: a ValueError is the client's fault, and what nobody expected is logged.
+
+    `fields` are those that the first word may name.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Unavailable | EngineDead):
@@ -69,5 +75,6 @@ def as_api_error(error: Exception, fields: tuple[str, ...] = ()) -> ApiError:
         first = str(error).partition(" ")[0]
         return ApiError(400, str(error), param=first if first in fields else None)
     if isinstance(error, RequestFailed):
-        return ApiError(500, str(error))
+        return ApiError(500, str(error))  # the log has its cause
+    logger.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed at this request, and its log says how")

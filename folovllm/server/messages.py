@@ -131,9 +131,8 @@ _decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_news = msgspec.msgpack.Decoder(News).decode
 
 
-
 def failure_of(number: int, error: BaseException) -> Refused:
-    """Log a fault of one request, and return what its sender is told. As `log_fault`, raises what is no request's own."""
+    """Log a fault of one request, and return what its sender is told. As `require_fault`, raises what cannot be its fault."""
     log_fault(number, error)
     return Refused(number, str(RequestFailed([str(number)])), is_fault=True)
 
@@ -142,7 +141,7 @@ def decode_command(message: bytes) -> Command | Refused:
     """The command in a message; of an `Add` that cannot be read, its refusal. Raises ValueError if it is no command at all."""
     try:
         return _decode_command(message)
-    except Exception as error:
+    except BaseException as error:
         kind, number, *_ = msgspec.msgpack.decode(message)
         if kind != Add.__name__:
             raise

@@ -58,7 +58,9 @@ class OpenRequests:
         before: Counter[float] = Counter()  # when answers got the tokens before these: mostly one step ago, all of them
         failed: list[Refused] = []
         for delta in step.deltas:
-            if (stream := self.get(delta.number)) is not None:  # else it was aborted, and the engine had not heard of it yet
+            if (
+                stream := self.get(delta.number)
+            ) is not None:  # else it was aborted, and the engine had not heard of it yet
                 try:
                     self._give(stream, delta, now, before)
                 except BaseException as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 
 from starlette.responses import Response
@@ -17,8 +16,6 @@ from folovllm.server.protocol import StreamOptions
 from folovllm.server.replies import Usage
 from folovllm.server.sse import EventStream, unless_gone
 from folovllm.server.stream import Mailbox, Stream
-
-logger = logging.getLogger("folovllm")
 
 
 class Job:
@@ -75,10 +72,7 @@ class Job:
             if options.include_usage:
                 yield self._writer.last(self._usage())
         except Exception as error:
-            told = as_api_error(error)
-            if told.status == 500:
-                logger.exception("a stream failed")
-            yield event(told.body())
+            yield event(as_api_error(error).body())
         yield DONE
 
     async def _next(self) -> list[tuple[int, Piece]]:

@@ -9,7 +9,18 @@ from collections import deque
 
 from folovllm.build import make_engine
 from folovllm.server.engine_loop import run_engine
-from folovllm.server.messages import NOT_SENT, Command, Failure, Frames, News, Refused, Stop, decode_command, encode, frame
+from folovllm.server.messages import (
+    NOT_SENT,
+    Command,
+    Failure,
+    Frames,
+    News,
+    Refused,
+    Stop,
+    decode_command,
+    encode,
+    frame,
+)
 from folovllm.server.watched import MakeWatchable, WatchedLink
 
 CHUNK = 1 << 20

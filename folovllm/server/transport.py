@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
 import queue
@@ -19,6 +20,7 @@ from folovllm.server.engine_loop import run_engine
 from folovllm.server.messages import NOT_SENT, Command, Failure, Frames, News, Stop, decode_news, encode, frame
 from folovllm.server.watched import MakeWatchable, WatchedLink
 
+logger = logging.getLogger("folovllm")
 Deliver = Callable[[News], None]
 GRACE = 5.0  # seconds that the engine has to end by itself
 BUFFER = 4 << 20  # bytes on their way: the engine need not wait for a server that is busy
@@ -66,8 +68,8 @@ class ThreadTransport:
         try:
             run_engine(config, link, link.making(self._make_engine))
         except BaseException as error:  # no `Exception`: the panic of a library in Rust. A process would be seen to end
+            logger.exception("the engine has ended")
             link.send(Failure(f"{type(error).__name__}: {error}"))
-            raise
 
 
 class _ThreadLink:

@@ -12,7 +12,19 @@ from folovllm.inspector import recorder
 from folovllm.inspector.live import LiveLines
 from folovllm.sampling_params import SamplingParams
 from folovllm.server import engine_loop as server
-from folovllm.server.messages import AskExperts, Command, ExpertLoad, Failure, News, Pace, Refused, Seen, Stop, Watch, Work
+from folovllm.server.messages import (
+    AskExperts,
+    Command,
+    ExpertLoad,
+    Failure,
+    News,
+    Pace,
+    Refused,
+    Seen,
+    Stop,
+    Watch,
+    Work,
+)
 
 
 class Watchable(server.Engine, recorder.Engine, Protocol):

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from folovllm.draw_row import mask_of, mask_width
-from folovllm.faults import Faults
+from folovllm.faults import Faults, require_fault
 from folovllm.request import Sequence
 from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput
@@ -163,7 +163,8 @@ class Guides:
         asked = [(p.seq, (p.guide.matcher, p.line, p.ahead)) for p in places if p.guide.matcher]
         try:
             guidance.fill_together([each for _, each in asked], bits)
-        except Exception:  # whose fault it is, is found out now
+        except BaseException as error:
+            require_fault(error)  # whose it is, is found out now
             for seq, each in asked:
                 with self._faults.at(seq):
                     guidance.fill_together([each], bits)

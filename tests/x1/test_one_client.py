@@ -1,0 +1,178 @@
+"""What one client, or one line of a program, must not do to all others: numbers beyond bounds, floods, waits for itself."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from folovllm.llm import LLM
+from folovllm.sampling_params import SamplingParams
+from folovllm.server.async_engine import AsyncEngine
+from folovllm.server.config import ServerConfig
+from folovllm.server.transport import ThreadTransport
+from tests.helpers import tiny_checkpoint
+from tests.x1.background import PATIENCE, Background
+from tests.x1.faulty import PanicException
+from tests.x1.scripted import HandTransport, ScriptedEngine
+
+ROOM = 16
+CHAT = '{"messages": [{"role": "user", "content": "a"}], "logprobs": true, '
+COMPLETION = '{"prompt": "a", '
+# (path, the body up to the number, its end, the field that the error names)
+NUMBERS = [
+    *(("/v1/completions", f'{COMPLETION}"{name}": ', "}", name) for name in (
+        "priority", "n", "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens",
+        "temperature", "presence_penalty", "repetition_penalty",
+    )),
+    *(("/v1/completions", f'{COMPLETION}"{name}": [', "]}", name) for name in ("stop_token_ids", "allowed_token_ids")),
+    ("/v1/completions", f'{COMPLETION}"logit_bias": {{"', '": 1}}', "logit_bias"),
+    ("/v1/completions", f'{COMPLETION}"logit_bias": {{"5": ', "}}", "logit_bias"),
+    ("/v1/completions", '{"prompt": [5, ', "]}", None),
+    ("/v1/completions", '{"prompt": [[5], [', "]]}", None),
+    *(("/v1/chat/completions", f'{CHAT}"{name}": ', "}", named) for name, named in (
+        ("priority", "priority"), ("n", "n"), ("top_logprobs", "logprobs"), ("max_completion_tokens", "max_tokens"),
+    )),
+    ("/detokenize", '{"tokens": [', "]}", "tokens"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["thread", "process"])
+def server(request: pytest.FixtureRequest) -> Iterator[Background]:
+    config = ServerConfig(max_queued_requests=ROOM)
+    with Background(config, request.param, max_model_len=64, max_num_seqs=2) as server:
+        yield server
+
+
+def post(server: Background, path: str, body: str) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+    try:
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+class TestNumbers:
+    @pytest.mark.parametrize(
+        "number", [2**63, -(2**63) - 1, 2**64, 10**400, -(10**400)], ids=lambda n: f"{float(str(n)[:30]):.0e}"
+    )
+    def test_beyond_64_bits(self, server: Background, number: int) -> None:
+        """In any field that has numbers: 400, which names the field. No place in the queue is lost."""
+        for path, begin, end, field in NUMBERS:
+            status, said = post(server, path, f"{begin}{number}{end}")
+            assert status == 400, f"{begin}{end} is the client's fault: {said}"
+            assert field is None or said["error"]["param"] == field, f"{begin}{end} is not named: {said}"
+        server.wait_until_idle()
+
+    @pytest.mark.parametrize("priority", [2**63 - 1, -(2**63)])
+    def test_the_longest_that_fit(self, server: Background, priority: int) -> None:
+        assert post(server, "/v1/completions", f'{COMPLETION}"max_tokens": 1, "priority": {priority}}}')[0] == 200
+
+
+class TestAdmission:
+    @pytest.mark.parametrize(
+        ("path", "fields"),
+        [
+            ("/v1/completions", {"prompt": ["a"] * 5, "n": 4}),
+            ("/v1/completions", {"prompt": [[5]] * 17}),
+            ("/v1/completions", {"prompt": "a", "n": 17, "stream": True}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 17}),
+        ],
+    )
+    def test_it_counts_sequences(self, server: Background, path: str, fields: dict[str, Any]) -> None:
+        """Before anything is made for any of them; and says so."""
+        status, said = post(server, path, json.dumps(fields | {"max_tokens": 1}))
+        count = max(17, fields.get("n", 1) * len(fields.get("prompt", "a")))
+        assert (status, said["error"]["message"][:60]) == (
+            400,
+            f"the request has {count} sequences, and the queue holds {ROOM}: send fewer at once"[:60],
+        )
+
+    def test_they_take_places_until_the_first_token(self, server: Background) -> None:
+        """16 fit, and give their places back."""
+        for _ in range(2):
+            status, said = post(server, "/v1/completions", json.dumps({"prompt": ["a"] * 4, "n": 4, "max_tokens": 1}))
+            assert status == 200 and len(said["choices"]) == ROOM
+        server.wait_until_idle()
+
+    def test_more_answers_than_the_engine_gives(self, server: Background) -> None:
+        """That is said first: fewer prompts would not help."""
+        status, said = post(server, "/v1/completions", json.dumps({"prompt": ["a"] * 1000, "n": 1000}))
+        assert (status, said["error"]["param"]) == (400, "n")
+
+    def test_a_request_that_cannot_be_handed_over_takes_no_place(
+        self, server: Background, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The second of its prompts cannot be sent: the first one's place is given back, too."""
+        transport, sent = server.engine._transport, list[Any]()
+        send = transport.send
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                transport, "send", lambda command: sent.append(command) or (send(command) if len(sent) != 2 else 1 // 0)
+            )
+            status, _ = post(server, "/v1/completions", json.dumps({"prompt": ["a", "b"], "max_tokens": 60}))
+        assert status == 500
+        server.wait_until_idle()
+
+
+class TestWaitsForItself:
+    def test_a_second_event_loop(self) -> None:
+        """It is told at once, whatever it asks for."""
+        transport = HandTransport()
+        engine = AsyncEngine(str(tiny_checkpoint()), transport=transport)
+        asyncio.run(engine.start())
+
+        async def ask() -> None:
+            async for _ in engine.generate([1, 2], SamplingParams(max_tokens=1)):
+                pass
+
+        for call in (ask, engine.drain, engine.ask_experts):
+            with pytest.raises(RuntimeError, match="event loop in which it was started"):
+                asyncio.run(asyncio.wait_for(call(), PATIENCE))
+
+    def test_an_answer_that_asks(self) -> None:
+        """`on_answer` runs between two steps. Its own thread waits for it, another one may ask."""
+        said = list[str]()
+        params = SamplingParams(max_tokens=2)
+        with LLM(str(tiny_checkpoint()), max_model_len=64, use_tqdm=False) as llm:
+
+            def ask(_: Any) -> None:
+                with pytest.raises(RuntimeError, match="on_answer"):
+                    llm.generate([[1, 2]], params, use_tqdm=False)
+                said.append("refused")
+
+            llm.generate([[1, 2], [3]], params, use_tqdm=False, on_answer=ask)
+            assert said == ["refused", "refused"]
+            other = threading.Thread(
+                target=lambda: said.append(llm.generate([[1]], params, use_tqdm=False)[0].request_id)
+            )
+            other.start()
+            other.join(PATIENCE)
+            assert len(said) == 3 and len(llm.generate([[1]], params, use_tqdm=False)) == 1
+
+
+class TestHealth:
+    @pytest.mark.parametrize("error", [RuntimeError, PanicException])
+    def test_an_engine_that_has_ended(self, error: type[BaseException]) -> None:
+        """However it ended, a panic included: those who wait are told, and so is who asks for its health."""
+
+        class Ending(ScriptedEngine):
+            def step(self) -> None:
+                raise error("the device is gone")
+
+        with Background(
+            ServerConfig(), ThreadTransport(lambda config: Ending(config)), model=str(tiny_checkpoint())
+        ) as server:
+            status, said = post(server, "/v1/completions", '{"prompt": [5], "max_tokens": 1}')
+            assert (status, said["error"]["code"]) == (503, "engine_dead")
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+            connection.request("GET", "/health")
+            assert connection.getresponse().status == 503
+            connection.close()
