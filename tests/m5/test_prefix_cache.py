@@ -321,7 +321,7 @@ class TestPublish:
 
     def test_other_tokens_after_another_block_are_no_collision(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: int(tokens.sum()))
-        cache, blocks = PrefixCache(B), make_blocks(7, 8, 17, 18)
+        cache, blocks = Forgetful(B), make_blocks(7, 8, 17, 18)
         cache.publish(sequence([1, 1, 1, 1, 1, 2, 3, 4]), blocks[:2])
         cache.publish(sequence([2, 2, 2, 2, 4, 3, 2, 1]), blocks[2:])
         assert cache._by_hash[10] is blocks[3], (

@@ -39,6 +39,15 @@ class Watched(np.ndarray[Any, Any]):
         self.note(f"set {self.name}")
         self.view(np.ndarray)[key] = value  # numpy's own would look into it first, and be noted
 
+    def __iadd__(self, value: Any) -> Any:
+        self.note(f"set {self.name}")
+        return super().__iadd__(value)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if function is np.copyto and isinstance(args[0], Watched):
+            args[0].note(f"set {args[0].name}")
+        return super().__array_function__(function, types, args, kwargs)
+
 
 def watched(ring: Ring) -> list[str]:
     """From now on a list of what is done to the ring, in order."""
