@@ -89,11 +89,7 @@ def test_whole_tiles_are_loaded_without_a_mask(loads):
     check([48], [16], block_size=4, heads=(1, 1))
     if DEVICE.type == "cuda":
         return  # compiled: there is nothing to see
-<<<<<<< HEAD
-    _queries, *others = loads
-=======
     _, *others = loads
->>>>>>> fix-f
     kinds = [kind for kind in others if kind != "ids"]
     assert kinds == ["plain"] * 4 + ["masked"] * 2, (
         f"K and V of two tiles without a mask, then those of the last with one, not {kinds}: most of a long prompt needs none"
