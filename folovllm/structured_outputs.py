@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ WANTED: dict[str, tuple[Any, str]] = {  # of what type each field is, in Python 
 
 
 @dataclass(frozen=True)
-class FormLimits:
+class GrammarLimits:
     """What the check of one grammar may take: seconds of a processor's time, and MiB."""
 
     seconds: float = 0.5
@@ -114,13 +115,13 @@ def _require_text(name: str, value: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} holds half a character, which no text has") from error
+        raise ValueError(f"{name} holds an unpaired surrogate, half a character") from error
 
 
 def _as_text(schema: str | dict[str, Any] | bool) -> str:
     """A JSON schema as compact JSON, which a later change of the caller's own does not reach. Raises ValueError if it is none."""
     try:
-        read = json_module.loads(schema, parse_constant=_refuse_constant) if isinstance(schema, str) else schema
+        read = json_module.loads(schema, parse_constant=refuse_constant) if isinstance(schema, str) else schema
         text = json_module.dumps(read, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"json must be a JSON schema: {error}") from error
@@ -131,10 +132,11 @@ def _as_text(schema: str | dict[str, Any] | bool) -> str:
     return text
 
 
-def _refuse_constant(name: str) -> None:
+def refuse_constant(name: str) -> None:
+    """Raise ValueError for what Python reads and JSON does not have: NaN, Infinity."""
     raise ValueError(f"JSON has no {name}")
 
 
 def _shown(value: object) -> str:
     """A value as a message shows it: the beginning of it, if it is long."""
-    return repr(value)[:80]
+    return reprlib.repr(value)

@@ -104,7 +104,7 @@ class LLMEngine(Observed):
             stream: report each token as it comes, in the form that `params.output_kind` names; False is FINAL_ONLY.
 
         Raises:
-            ValueError: the id is in use, or the request can never be served. Whatever is raised, nothing of it stays.
+            ValueError: the id is in use, or the request can never be served. If it raises, the engine keeps nothing of the request.
             RuntimeError: the engine was closed.
         """
         self.require_open()
@@ -133,7 +133,7 @@ class LLMEngine(Observed):
     def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | list[RequestOutput]:
         """End a request at once and return what it has so far, with finish_reason "abort".
 
-        Of several ids, those that are not being served are skipped, and those whose text cannot be made.
+        Of several ids, those that are not being served are skipped, or whose text cannot be decoded (logged).
 
         Raises:
             ValueError: no request of this one id is being served.
@@ -187,7 +187,7 @@ class LLMEngine(Observed):
             start = time.monotonic()
             output = self.scheduler.schedule()
             if output.preempted and not output.shares:  # room was made, and the next step has it
-                return []
+                return self._report([])
             seqs = self.scheduler.sequences(output)
             outputs = self._take_in(output, seqs, self._compute(output, seqs), start)
         return self._report(outputs)

@@ -51,10 +51,11 @@ class OverlappedEngine(LLMEngine):
         before = self._num_steps
         with self.events:
             outputs = self.step_overlapped()
+        outputs = self._report(outputs)
         idle = self._in_flight is None and self._num_steps == before and not self.scheduler.made_room
         if idle and self.has_unfinished_requests():
             raise NothingScheduled
-        return self._report(outputs)
+        return outputs
 
     def step_overlapped(self) -> list[RequestOutput]:
         """One turn of the loop.

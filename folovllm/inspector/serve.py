@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import webbrowser
 from collections.abc import Awaitable, Callable
@@ -29,7 +28,6 @@ from folovllm.server.patience import PatientProtocol
 from folovllm.server.serve import Server, ending_signals, listen
 from folovllm.server.sse import EventStream
 
-logger = logging.getLogger("folovllm")
 Handler = Callable[[Request], Awaitable[Response]]
 CONTROL = f"{PAGE}/playground"
 LONGEST_BODY = 1 << 20  # bytes
@@ -67,10 +65,7 @@ def answered(handler: Handler) -> Handler:
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:
-            told = as_api_error(error)
-            if told.status == 500:
-                logger.exception("a request failed")
-            return error_response(told)
+            return error_response(as_api_error(error))
 
     return guarded
 

@@ -118,6 +118,8 @@ def check_content(name: str, content: dict[str, Any]) -> None:
 
 def check_fields(where: str, content: dict[str, Any], kinds: dict[str, Kind], may_be_null: bool = True) -> None:
     """Raise ValueError at the first field that is not of its kind."""
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} is {_short(content)}, and must be {OBJECT.says}")
     for name, kind in kinds.items():
         if name not in content or (may_be_null and content[name] is None):
             continue

@@ -23,8 +23,8 @@ from folovllm.server.open_requests import OpenRequests
 from folovllm.server.stream import Mailbox, Stream, add_message
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.setup import EngineSetup
-from folovllm.structured.form_check import FormChecker
-from folovllm.structured_outputs import FormLimits, StructuredOutputsParams
+from folovllm.structured.grammar_check import GrammarChecker
+from folovllm.structured_outputs import GrammarLimits, StructuredOutputsParams
 
 logger = logging.getLogger("folovllm")
 T = TypeVar("T")
@@ -46,14 +46,14 @@ class AsyncEngine:
             async for output in engine.generate("Hello", SamplingParams(output_kind=RequestOutputKind.DELTA)):
                 print(output.outputs[0].text, end="")
 
-    For one event loop, and one thread: a RuntimeError in any other. Prompts are tokenized and text is made here, beside the engine, which only looks for
-    stop strings.
+    Use it only in the event loop that started it: any other raises RuntimeError. Prompts are tokenized and text is made here,
+    beside the engine, which only looks for stop strings.
 
     Args:
         model: a name, or an `EngineConfig` that says all; the embedded model if left out.
         transport: "thread" (this process; for notebooks, CPUs, tests), "process" (one of its own, over a Unix socket), or
             a `Transport`.
-        form_limits: what it may take to check a request's grammar.
+        grammar_limits: what it may take to check a request's grammar.
         overrides: fields of the `EngineConfig`.
     """
 
@@ -62,7 +62,7 @@ class AsyncEngine:
         model: str | EngineConfig | None = None,
         *,
         transport: str | Transport = "thread",
-        form_limits: FormLimits | None = None,
+        grammar_limits: GrammarLimits | None = None,
         **overrides: Any,
     ) -> None:
         """Raises ValueError for a configuration that cannot be. Nothing is started."""
@@ -79,7 +79,7 @@ class AsyncEngine:
         self._numbers = itertools.count()
         self._open = OpenRequests()
         self._readers = ThreadPoolExecutor(1, "tokenizer")
-        self._forms = FormChecker(form_limits or FormLimits(), self._readers)
+        self._forms = GrammarChecker(grammar_limits or GrammarLimits(), self._readers)
         self._is_draining = self._is_closed = False
         self.death: Exception | None = None
         self.died = asyncio.Event()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from folovllm.server.reasoning import PARSERS
-from folovllm.structured_outputs import FormLimits
+from folovllm.structured_outputs import GrammarLimits
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,8 +50,8 @@ class ServerConfig:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20
     max_body_size: int = 16 << 20
-    grammar_seconds: float = FormLimits.seconds
-    grammar_memory: int = FormLimits.memory
+    grammar_seconds: float = GrammarLimits.seconds
+    grammar_memory: int = GrammarLimits.memory
     drain_seconds: float = 30.0
     reasoning_parser: str | None = None
     inspector: bool = False

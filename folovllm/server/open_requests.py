@@ -58,14 +58,14 @@ class OpenRequests:
         before: Counter[float] = Counter()  # when answers got the tokens before these: mostly one step ago, all of them
         failed: list[Refused] = []
         for delta in step.deltas:
-            if (
-                stream := self.get(delta.number)
-            ) is not None:  # else it was aborted, and the engine had not heard of it yet
-                try:
-                    self._give(stream, delta, now, before)
-                except BaseException as error:
-                    failed.append(failure_of(stream.number, error))
-                    self._refuse(failed[-1])
+            stream = self.get(delta.number)
+            if stream is None:  # aborted here, and the engine has not heard of it yet
+                continue
+            try:
+                self._give(stream, delta, now, before)
+            except BaseException as error:
+                failed.append(failure_of(stream.number, error))
+                self._refuse(failed[-1])
         self.counters.note_step(now, before, step.queue_times)
         for refused in step.refused:
             self._refuse(refused)

@@ -17,7 +17,7 @@ from folovllm.server.app import build_app
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
 from folovllm.server.patience import PatientProtocol
-from folovllm.structured_outputs import FormLimits
+from folovllm.structured_outputs import GrammarLimits
 
 LINGER = 5.0  # seconds that /health says 503 before a server without an engine ends
 LAST_WORDS = 5  # seconds that responses have to reach their readers once the engine is done with them
@@ -72,7 +72,7 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, listener: soc
     engine = AsyncEngine(
         engine_config,
         transport="process" if in_process_of_its_own(config, engine_config) else "thread",
-        form_limits=FormLimits(config.grammar_seconds, config.grammar_memory),
+        grammar_limits=GrammarLimits(config.grammar_seconds, config.grammar_memory),
     )
     async with engine:
         app = build_app(engine, config)

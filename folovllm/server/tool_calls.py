@@ -9,6 +9,7 @@ import uuid
 import msgspec
 
 from folovllm.server.held_back import common_part
+from folovllm.structured_outputs import refuse_constant
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{', re.DOTALL)
@@ -112,7 +113,8 @@ class ToolCallParser:
 
     def _read_whole(self, last: bool) -> bool:
         """An object that is written in another order, up to its end: a call, or text."""
-        self._body.append(self._take(0))
+        if self._object.depth:  # else its end was read with its head
+            self._body.append(self._take(0))
         call = call_in("".join(self._body)) if self._object.depth == 0 else None
         if call is not None:
             self._begin(*call)
@@ -207,18 +209,13 @@ def name_in(text: str) -> str | None:
 def call_in(text: str) -> tuple[str, str] | None:
     """The name and the arguments of a call in JSON, None if it is none. Arguments may be the text of an object."""
     try:
-        said = json.loads(text, parse_constant=refuse)
+        said = json.loads(text, parse_constant=refuse_constant)
         name, arguments = said["name"], said.get("arguments", said.get("parameters", {}))
         if isinstance(arguments, str):
-            is_object = isinstance(json.loads(arguments, parse_constant=refuse), dict)
+            is_object = isinstance(json.loads(arguments, parse_constant=refuse_constant), dict)
         else:
             is_object, arguments = isinstance(arguments, dict), json.dumps(arguments, allow_nan=False)
         f"{name}{arguments}".encode()
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return (name, arguments) if isinstance(name, str) and is_object else None
-
-
-def refuse(word: str) -> None:
-    """Raise ValueError for what Python reads and JSON does not have: NaN, Infinity."""
-    raise ValueError(word)

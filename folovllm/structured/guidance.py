@@ -156,7 +156,7 @@ class GuidanceMatcher:
         """As `Matcher`: a text that the grammar forces is cut into tokens as the tokenizer cuts it, and in no other way."""
         return list(self.inner.compute_ff_tokens())
 
-    def is_spoilt(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether an answer has taken the lexer beyond its limits: all copies share it, and none can begin any more."""
         start = self.inner.deep_copy()
         start.compute_bitmask()

@@ -215,5 +215,5 @@ class Guide:
             allowed=self._allowed,
             preface=preface,
         )
-        guide._ends = self._ends
+        guide._ends, guide.is_over, guide.is_broken = self._ends, self.is_over, self.is_broken
         return guide

@@ -46,9 +46,9 @@ class Compiled:
     num_uses: int = 0
 
     @property
-    def is_spoilt(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether no answer can begin here any more."""
-        return isinstance(self.matcher, guidance.GuidanceMatcher) and self.matcher.is_spoilt()
+        return isinstance(self.matcher, guidance.GuidanceMatcher) and self.matcher.is_exhausted()
 
 
 class Place(NamedTuple):
@@ -231,7 +231,7 @@ class Guides:
     def _matcher(self, form: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Matcher:
         key = repr(form), tuple(end_ids if form.kind == "choice" else model_end_ids)
         known = self._compiled.pop(key, None)
-        if known is None or known.num_uses == MOST_USES or known.is_spoilt:
+        if known is None or known.num_uses == MOST_USES or known.is_exhausted:
             known = Compiled(self._compile(form, key[1]))
         self._compiled[key], known.num_uses = known, known.num_uses + 1
         if len(self._compiled) > MOST_FORMS:

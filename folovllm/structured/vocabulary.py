@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from folovllm.spelling import BYTE, byte_alphabet
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-def byte_of_letter() -> dict[str, int]:
-    """GPT-2's way to write bytes as letters: those that can be printed are themselves, the others follow from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,7 +39,7 @@ def _reader(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
     """From the name of an ordinary token to its bytes."""
     decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
     if "ByteLevel" in decoder:
-        byte_of = byte_of_letter()
+        byte_of = byte_alphabet()
         # As the decoder does it: a token with a letter that stands for no byte stands for its own name, all of it.
         return lambda token: bytes(map(byte_of.__getitem__, token)) if byte_of.keys() >= {*token} else token.encode()
     if "▁" in decoder:

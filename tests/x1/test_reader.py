@@ -74,6 +74,8 @@ ANSWERS = [  # parser, prompt, text, thought, content, calls
     (None, "", '<tool_call>{"name": "g", "arguments": "{\\"b\\": 2}"}</tool_call>', None, "", [["g", '{"b": 2}']]),
     (None, "", '<tool_call>{"name": "g", "parameters": {}}</tool_call>', None, "", [["g", "{}"]]),
     (None, "", '<tool_call>{"name": "g"}</tool_call>', None, "", [["g", "{}"]]),
+    (None, "", '<tool_call>{"name":"g"}\n{"name":"f"}</tool_call>', None, "", [["g", "{}"], ["f", "{}"]]),
+    (None, "", '<tool_call>{"name":"g","arguments":"{}"} and</tool_call>', None, "", [["g", "{}"]]),
     (None, "", "<tool_call>no JSON</tool_call> then", None, "<tool_call>no JSON</tool_call> then", None),
     (None, "", "a <tool_cal and < tool", None, "a <tool_cal and < tool", None),
     (None, "", 'x <tool_call>\n{"na', None, 'x <tool_call>\n{"na', None),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from folovllm.structured import guidance
-from folovllm.structured_outputs import FormLimits
+from folovllm.structured_outputs import GrammarLimits
 
 STATUS = Path("/proc/self/statm")  # on Linux; elsewhere nothing says how much memory a process has
 
@@ -43,7 +43,7 @@ def main() -> None:
                     os._exit(0)
 
 
-def verdict_on(connection: socket.socket, limits: FormLimits, tokenizer: Any) -> str:
+def verdict_on(connection: socket.socket, limits: GrammarLimits, tokenizer: Any) -> str:
     """What is wrong with the form that the connection brings, "" if nothing. Beyond the limits, this process ends."""
     form = pickle.loads(b"".join(iter(lambda: connection.recv(1 << 16), b"")))
     if isinstance(tokenizer, ValueError):
@@ -56,11 +56,13 @@ def verdict_on(connection: socket.socket, limits: FormLimits, tokenizer: Any) ->
     return ""
 
 
-def _bound(connection: socket.socket, limits: FormLimits) -> None:
+def _bound(connection: socket.socket, limits: GrammarLimits) -> None:
     """Let the system end this process beyond the limits, and at the end of the connection: by signals' own actions."""
     if STATUS.exists():
         pages = int(STATUS.read_text().split()[0])
         most = pages * resource.getpagesize() + (limits.memory << 20)
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library says when memory is refused

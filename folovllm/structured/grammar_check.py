@@ -1,4 +1,4 @@
-"""Checks grammars before an engine sees them, beside everything else: a grammar may cost more time and memory than there is."""
+"""Checks grammars before an engine sees them, in processes beside it: a grammar can be expensive to compile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from folovllm.children import import_path, python_command
 from folovllm.structured.guidance import tokenizer_json
-from folovllm.structured_outputs import FormLimits, StructuredOutputsParams
+from folovllm.structured_outputs import GrammarLimits, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,20 +24,21 @@ AT_ONCE = 2  # so that a cheap grammar need not wait for a dear one
 MOST_KNOWN = 1024  # verdicts that are kept
 
 
-class FormChecker:
+class GrammarChecker:
     """Checks forms in processes of their own: one that has read the tokenizer, which waits, and a fork of it for each form.
 
     The first form that needs it starts it. A fork that takes more than the limits is ended by the system; one whose client
     leaves, by the end of its connection.
     """
 
-    def __init__(self, limits: FormLimits, readers: Executor) -> None:
+    def __init__(self, limits: GrammarLimits, readers: Executor) -> None:
         """`readers`: whose one thread alone may use the tokenizer."""
         self._limits, self._readers = limits, readers
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._known: dict[bytes, str] = {}  # by a form's digest: what is wrong with it, "" if nothing; the oldest first
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None  # to the process
+        self._setting: tuple[PreTrainedTokenizerBase, int, list[int]]  # set by `use`
 
     def use(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_ids: Collection[int]) -> None:
         """Check forms for this tokenizer's tokens. Nothing is read before the first of them."""
@@ -61,19 +62,22 @@ class FormChecker:
         line = await asyncio.get_running_loop().run_in_executor(self._readers, self._started)
         here, there = socket.socketpair()
         reader, writer = await asyncio.open_unix_connection(sock=here)
+        verdict = b""
         try:
             with there:
                 socket.send_fds(line, [b"?"], [there.fileno()])
             writer.write(pickle.dumps(form))
             writer.write_eof()
             verdict = await reader.read()
+        except OSError:
+            pass  # the process has ended meanwhile
         finally:
             writer.close()
         if verdict:
             return verdict[1:].decode()
         if not self._is_up:
             raise RuntimeError("the process that checks grammars has ended: ask again")
-        return (
+        raise ValueError(  # not kept: the system may have ended it for another reason
             f"structured_outputs is too complex: to check it takes more than {self._limits.seconds:g} s or "
             f"{self._limits.memory} MiB, so take a simpler form (the server's limits are --grammar-seconds, --grammar-memory)"
         )
@@ -94,7 +98,7 @@ class FormChecker:
             pickle.dump(setting_of_all, setting)
             setting.flush()
             fds = (there.fileno(), setting.fileno())
-            command = python_command("folovllm.structured.form_check_process", *map(str, fds))
+            command = python_command("folovllm.structured.grammar_check_process", *map(str, fds))
             environment = dict(os.environ) | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(command, env=environment, pass_fds=fds, stdin=subprocess.DEVNULL)
         self._line = line

@@ -24,11 +24,11 @@ from folovllm.server.config import ServerConfig
 from folovllm.structured.guidance import LIMITS
 from folovllm.structured.matcher import ChoiceMatcher, Choices
 from folovllm.structured.vocabulary import Vocabulary, read_vocabulary
-from folovllm.structured_outputs import FormLimits, StructuredOutputsParams
+from folovllm.structured_outputs import GrammarLimits, StructuredOutputsParams
 from tests.helpers import tiny_checkpoint
 from tests.x1.background import PATIENCE, Background, eventually
 
-CHECKER = "folovllm.structured.form_check_process"
+CHECKER = "folovllm.structured.grammar_check_process"
 OBJECT = {"type": "object"}
 
 
@@ -121,6 +121,14 @@ class TestFields:
         with pytest.raises(ValueError, match="json must be a JSON schema"):
             StructuredOutputsParams(json=schema)
 
+    @pytest.mark.parametrize("field", ["choice", "json", "regex"])
+    def test_a_value_that_is_nested_deeply(self, field: str) -> None:
+        nested: list[Any] = []
+        for _ in range(5000):
+            nested = [nested]
+        with pytest.raises(ValueError, match=field):
+            StructuredOutputsParams(**{field: nested})
+
     def test_whatever_is_sent(self, server: Background) -> None:
         rng = random.Random(40)
         for _ in range(150):
@@ -209,7 +217,7 @@ class TestCost:
         with Background(model=str(tiny_checkpoint()), max_model_len=256) as server:
             assert ask(server, structured_outputs={"choice": ["a", "b"]})[0] == 200
             assert checkers() == before
-            server.engine._forms._limits = FormLimits(seconds=600, memory=8192)
+            server.engine._forms._limits = GrammarLimits(seconds=600, memory=8192)
             body = json.dumps({"prompt": "a", "structured_outputs": BOMBS["a large prime"]})
             connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
