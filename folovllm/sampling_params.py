@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
+from reprlib import repr as shown
 from typing import Any, Self
 
 from folovllm.require import is_whole, require
@@ -204,10 +205,10 @@ class SamplingParams:
         allowed = self.allowed_token_ids
         if allowed is not None:
             ids = isinstance(allowed, list | tuple) and all(map(is_whole, allowed))
-            require(ids, f"allowed_token_ids must be a list of token ids (whole numbers), not {allowed}")
+            require(ids, f"allowed_token_ids must be a list of token ids (whole numbers), not {shown(allowed)}")
             require(bool(allowed), "allowed_token_ids must not be empty, or nothing could be drawn: leave it out")
         texts = isinstance(self.bad_words, list | tuple) and all(isinstance(word, str) for word in self.bad_words)
-        require(texts, f"bad_words must be a list of texts, not {self.bad_words}")
+        require(texts, f"bad_words must be a list of texts, not {shown(self.bad_words)}")
         require(all(word.strip() for word in self.bad_words), "a bad word must not be empty")
         if self.logit_bias is not None:
             self.logit_bias = _bias(self.logit_bias)
@@ -229,7 +230,7 @@ def _is_number(value: Any) -> bool:
 
 def _bias(given: Any) -> dict[int, float]:
     """Biases by token id; JSON's names of fields, which are texts, are ids too."""
-    says = f"logit_bias must give token ids a number from -100 to 100 each, as in {{1234: -5.0}}, not {given!r}"
+    says = f"logit_bias must give token ids a number from -100 to 100 each, as in {{1234: -5.0}}, not {shown(given)}"
     require(isinstance(given, dict), says)
     for token, value in given.items():
         is_id = is_whole(token) or (isinstance(token, str) and token.isdecimal() and len(token) < 20)

@@ -57,6 +57,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 R = TypeVar("R", bound=msgspec.Struct)
 FIELDS = (*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__)
 BODY_SECONDS = 60.0  # that a request may take to arrive
+MOST_IDS = 1 << 20  # that are made a text by one request, while other texts wait
 
 
 def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
@@ -269,6 +270,8 @@ class Api:
         """The text of ids."""
         asked = await self._read(request, DetokenizeRequest)
         size = self._engine.setup.vocab_size
+        if (count := len(asked.tokens)) > MOST_IDS:
+            raise ApiError(400, f"tokens has {count} ids: give {MOST_IDS} at most", "tokens")
         if bad := [id_ for id_ in asked.tokens if not 0 <= id_ < size]:
             raise ApiError(400, f"token id {bad[0]} is outside the vocabulary: ids go from 0 to {size - 1}", "tokens")
         text = await self._engine.in_thread(self._engine.tokenizer.decode, asked.tokens)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from folovllm.chat_template import render
-from folovllm.engine.input_processor import encode_within
+from folovllm.engine.input_processor import encode_within, too_long
 from folovllm.inputs import Prompt, TokensPrompt
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.server.errors import ApiError
@@ -26,6 +26,7 @@ SAME = (
 ONE_PROMPT: tuple[Any, ...] = (str, list[int])
 PROMPTS = (*ONE_PROMPT, list[str], list[list[int]])
 MOST = {"stop": 64, "stop_token_ids": 1024}  # entries: each token of an answer is compared with all of them
+MOST |= {"allowed_token_ids": 1 << 18, "logit_bias": 1 << 16}  # each is looked at within the event loop
 LONGEST_STOP = 1024  # characters; as many are looked through again with each token
 COMPLETION_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
 
@@ -67,7 +68,7 @@ def _params(request: Sampling, defaults: dict[str, Any], own: dict[str, Any]) ->
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise ApiError(400, "prompt_logprobs are for whole answers: leave out stream", "prompt_logprobs")
-    _require_few_stops(request)
+    _require_few(request)
     given = {name: getattr(request, name) for name in SAME} | own
     given["structured_outputs"] = form_of(request)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
@@ -76,11 +77,12 @@ def _params(request: Sampling, defaults: dict[str, Any], own: dict[str, Any]) ->
     )
 
 
-def _require_few_stops(request: Sampling) -> None:
+def _require_few(request: Sampling) -> None:
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    for name, count in (("stop", len(stop)), ("stop_token_ids", len(request.stop_token_ids or []))):
-        if count > MOST[name]:
-            raise ApiError(400, f"{name} has {count} entries: give {MOST[name]} at most", name)
+    for name, most in MOST.items():
+        count = len(stop if name == "stop" else getattr(request, name) or ())
+        if count > most:
+            raise ApiError(400, f"{name} has {count} entries: give {most} at most", name)
     if (longest := max(map(len, stop), default=0)) > LONGEST_STOP:
         raise ApiError(400, f"stop has a text of {longest} characters: give {LONGEST_STOP} at most", "stop")
 
@@ -98,6 +100,8 @@ def prompts_of(request: CompletionRequest) -> list[Prompt]:
 
 def chat_prompt(tokenizer: Any, limit: int, request: ChatRequest | TokenizeRequest) -> TokensPrompt:
     """The prompt that the model's template makes of a conversation. Raises ValueError where the template refuses it."""
+    if (count := len(request.messages or ()) + len(request.tools or ())) > limit:  # each takes a token at least
+        raise too_long(f"at least {count}", limit)
     text = render(
         tokenizer,
         [checked(message, i) for i, message in enumerate(request.messages or [])],

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("folovllm")
 
 
-MOST_FORMS = 64  # that are kept
+MOST_FORMS = 16  # that are kept: a large grammar takes up to 75 MB
 MOST_USES = 1000
 MOST_TOKENIZERS = 4  # of the library, that are kept: a model with ends of its own has one
 

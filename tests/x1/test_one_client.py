@@ -59,6 +59,21 @@ def post(server: Background, path: str, body: str) -> tuple[int, dict[str, Any]]
         connection.close()
 
 
+LISTS: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": "a", "allowed_token_ids": [1] * 300_000}, "allowed_token_ids has 300000"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(70_000)}}, "logit_bias has 70000"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 70}, "at least 70 tokens"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a"}] * 70}, "at least 70 tokens"),
+    ("/detokenize", {"tokens": [5] * 1_100_000}, "tokens has 1100000"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "says"), LISTS)
+def test_lists_are_counted_before_they_are_read(server: Background, path: str, body: dict[str, Any], says: str) -> None:
+    status, said = post(server, path, json.dumps(body))
+    assert status == 400 and says in said["error"]["message"], said
+
+
 class TestNumbers:
     @pytest.mark.parametrize(
         "number", [2**63, -(2**63) - 1, 2**64, 10**400, -(10**400)], ids=lambda n: f"{float(str(n)[:30]):.0e}"
