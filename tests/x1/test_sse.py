@@ -78,20 +78,22 @@ async def events(*items: bytes) -> AsyncIterator[bytes]:
 def test_a_stream_is_closed_however_it_ends() -> None:
     async def main() -> None:
         client, closed = Client(), []
-        await EventStream(events(b"one", b"two"), lambda: closed.append(1))({}, client.receive, client.send)
+        await EventStream(events(b"one", b"two"), lambda: closed.append(1))(
+            {"method": "GET"}, client.receive, client.send
+        )
         assert (client.text, closed) == (b"onetwo", [1])
         assert client.got[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
 
         client = Client()  # gone before the first event
         client.goes.set()
-        await EventStream(events(b"one"), lambda: closed.append(2))({}, client.receive, client.send)
+        await EventStream(events(b"one"), lambda: closed.append(2))({"method": "GET"}, client.receive, client.send)
         assert closed == [1, 2]
 
         async def broken(message: Any) -> None:
             raise OSError("the socket is closed")
 
         with pytest.raises(OSError, match="is closed"):
-            await EventStream(events(b"one"), lambda: closed.append(3))({}, Client().receive, broken)
+            await EventStream(events(b"one"), lambda: closed.append(3))({"method": "GET"}, Client().receive, broken)
         assert closed == [1, 2, 3]
 
     asyncio.run(asyncio.wait_for(main(), 30))
@@ -113,7 +115,7 @@ def test_a_slow_socket_holds_up_its_own_stream_alone() -> None:
             if message.get("body"):
                 await may_send.wait()
 
-        task = asyncio.ensure_future(EventStream(count(), lambda: None)({}, Client().receive, send))
+        task = asyncio.ensure_future(EventStream(count(), lambda: None)({"method": "GET"}, Client().receive, send))
         for _ in range(20):
             await asyncio.sleep(0)
         assert made == [0]
