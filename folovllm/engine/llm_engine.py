@@ -152,8 +152,6 @@ class LLMEngine(Observed):
 
     def _end(self, request_ids: Collection[str]) -> list[RequestState]:
         """End those of the requests that are being served; returns what there is of them."""
-        if not request_ids:
-            return []
         states = [self._output.requests.pop(id_) for id_ in dict.fromkeys(request_ids) if id_ in self._output.requests]
         self.scheduler.abort(*(seq for state in states for seq in state.seqs if not seq.status.is_finished))
         self.events.drain()
@@ -228,12 +226,14 @@ class LLMEngine(Observed):
         self._num_steps += 1
         self._num_preemptions += len(output.preempted)
         outputs = self._output.outputs([*updated, *broken], now)
-        self._end(self._faults.of)
+        if self._faults.of:
+            self._end(self._faults.of)
         return outputs
 
     def _report(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Return the outputs of a step. Raises `RequestFailed` if requests have failed; they have ended by then."""
-        self._end(self._faults.of)
+        if self._faults.of:
+            self._end(self._faults.of)
         return self._faults.report(outputs)
 
     def _give_up(self, broken: list[Sequence]) -> None:

@@ -183,7 +183,7 @@ class TestRefusals:
         if said is not None:
             config = json.loads((coded / "config.json").read_text()) | {"quantization_config": said}
             (coded / "config.json").write_text(json.dumps(config))
-        (coded / "model.safetensors").write_bytes(b"")  # no weight is read
+        (coded / "model.safetensors").write_bytes(bytes(1 << 17))  # no weight is read
         with pytest.raises(ValueError, match=says):
             load_native_model(set_up(EngineConfig(model=str(coded), device="cpu", **fields)))
 
