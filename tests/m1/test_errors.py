@@ -394,7 +394,13 @@ def test_a_recommendation_that_no_request_may_have_is_named(folder: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "command", [["generate", "hi"], ["chat"], ["serve", "--port", "0"], ["inspect", "--no-browser"]]
+    "command",
+    [
+        ["generate", "hi"],
+        ["chat"],
+        pytest.param(["serve", "--port", "0"], marks=pytest.mark.x1),
+        pytest.param(["inspect", "--no-browser"], marks=pytest.mark.x1),
+    ],
 )
 @pytest.mark.parametrize("damage", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_damaged_model_is_one_line_in_the_terminal(
