@@ -133,7 +133,7 @@ class LLMEngine(Observed):
     def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | list[RequestOutput]:
         """End a request at once and return what it has so far, with finish_reason "abort".
 
-        Of several ids, those that are not being served are skipped, or whose text cannot be decoded (logged).
+        Of several ids, those that are not being served are skipped; so are those whose text cannot be decoded, which is logged.
 
         Raises:
             ValueError: no request of this one id is being served.
