@@ -14,10 +14,12 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
     if importlib.util.find_spec("triton"):  # there is none for some platforms
-        from tests.interpreter import patch_the_language_once, stay_inside_the_arguments
+        from tests import interpreter
 
-        patch_the_language_once()
-        stay_inside_the_arguments()
+        interpreter.patch_the_language_once()
+        interpreter.remember_types()
+        interpreter.find_overflows_at_once()
+        interpreter.stay_inside_the_arguments()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job ignores it, and so would children
 torch.set_num_threads(1)
 os.environ["FOLOVLLM_LANG"] = "en"  # whatever the system's locale is
