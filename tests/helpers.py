@@ -13,11 +13,12 @@ no test would notice a broken cache.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -290,12 +291,17 @@ class Driver:
 
 @contextmanager
 def no_file_beyond(size: int) -> Iterator[None]:
-    """Here no file of this process grows beyond so many bytes: what a disk does that is full. POSIX only."""
+    """Here no file of this process grows beyond so many bytes: what a disk does that is full. POSIX only.
+
+    Messages go nowhere meanwhile. pytest captures them in a file, which would be full as well, and a bar of tqdm that cannot
+    write keeps the lock of all bars: other threads then wait for it forever.
+    """
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
-        yield
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
