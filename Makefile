@@ -11,11 +11,6 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 EXTRAS  := serve dev notebooks docs ray eval
 
-# Minutes of a browser, a compiler, a harness, of commands and of how processes end: `make ci` has them.
-LATER   := tests/inspector tests/docs tests/builders tests/m4/test_offline_compile.py tests/x1/test_chat_page.py tests/x3/test_two_ranks.py tests/x3/test_guesses_warm_up.py tests/x4/test_moe_warm_up.py tests/x4/test_moe_models.py tests/x1/test_lm_eval.py tests/m6/test_rehearsal.py tests/m6/test_cpu_kernels.py \
-           tests/m6/test_warm_up.py tests/x2/test_quantized_warm_up.py tests/m6/test_tensor_parallel_end.py \
-           tests/m6/test_tensor_parallel_nodes.py tests/x1/test_serve_command.py
-
 # Ranks, learners' code and commands are tested in hundreds of processes: each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -48,12 +43,12 @@ lint: .venv/.serve .venv/.dev
 	$(BIN)/mypy
 
 suite: .venv/.serve .venv/.dev
-	$(PYTEST) --ignore tests/course --ignore tests/ray $(addprefix --ignore ,$(LATER))
+	$(PYTEST) $(SLOW) --ignore tests/course --ignore tests/ray
 
-# mypy has one process, so beside the suite, which here leaves nothing for later and builds the book. The course's tests start
+# mypy has one process, so beside the suite, which here runs what is marked slow, too. The course's tests start
 # processes of their own, so not under xdist; Ray's start a cluster, and have 15 minutes.
 ci: .venv/.all
-	$(MAKE) --jobs 2 lint suite LATER=
+	$(MAKE) --jobs 2 lint suite SLOW=--slow
 	$(BIN)/python -m pytest -q tests/course
 	timeout -k 30 900 $(BIN)/python -m pytest -q tests/ray
 	$(if $(wildcard notebooks/src/*.py),$(BIN)/python -m milestones.notebooks --check)

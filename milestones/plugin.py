@@ -1,4 +1,4 @@
-"""pytest's side of the course: `--mine`, a marker from each folder, and a report in terms of exercises.
+"""pytest's side of the course: `--mine`, `--slow`, a marker from each folder, and a report in terms of exercises.
 
 Loaded by `-p milestones.plugin`, before anything imports folovllm. `--mine` sets `FOLOVLLM_MINE`, so that children have
 it too; a test during which a module of `mine/` came from elsewhere is an error, for it tested something else.
@@ -24,6 +24,7 @@ EXERCISE = "exercise"  # the user property of a report that carries an exercise'
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("course")
     group.addoption("--mine", action="store_true", help="test what you wrote in mine/, not the reference")
+    group.addoption("--slow", action="store_true", help="run what is marked slow, too (a file that is named is run whole)")
     group.addoption("--course-report", metavar="FILE", help="write {test: [outcome, exercise]} to FILE, as JSON")
 
 
@@ -57,6 +58,26 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     for folder in item.path.parent.parts[len(item.config.rootpath.parts) :]:
         if re.fullmatch(r"[mx]\d+|course", folder):
             item.add_marker(folder)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m m3`, a file of another folder is read only if it marks a test by hand: to import all takes half a minute."""
+    wanted = str(config.getoption("markexpr"))
+    if not re.fullmatch(r"[mx]\d", wanted) or not collection_path.match("test_*.py") or wanted in collection_path.parts:
+        return None
+    by_hand = re.search(rf"mark\.{wanted}\b|getattr\(pytest\.mark", collection_path.read_text("utf-8"))
+    return None if by_hand else True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked slow, unless it is asked for: by `--slow`, or by the name of its file."""
+    if config.getoption("slow") or any(".py" in argument for argument in config.args):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in slow]
 
 
 def exercise_in(error: BaseException | None, known: set[str]) -> str | None:

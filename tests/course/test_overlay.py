@@ -83,9 +83,26 @@ def test_a_marker_of_its_own_goes_before_the_folders(mine: Mine) -> None:
     with (mine.course.root / "tests/m1/test_pool.py").open("a") as file:
         file.write("\n\n@pytest.mark.m2\ndef test_share():\n    Pool(2).share(1)\n")
     _, said = run_pytest(mine, "-q", "-m", "m1", "--collect-only")
-    assert "2/5 tests collected" in said
+    assert "2/3 tests collected" in said
     _, said = run_pytest(mine, "-q", "-m", "m2", "--collect-only")
     assert "3/5 tests collected" in said and "tests/m1/test_pool.py::test_share" in said
+
+
+def test_another_milestones_file_is_read_only_for_a_marker_by_hand(mine: Mine) -> None:
+    file = mine.course.root / "tests/m2/test_share.py"
+    file.write_text("raise SystemExit('read')")
+    status, said = run_pytest(mine, "-q", "-m", "m1")
+    assert status == 0 and "2 passed" in said, said
+    file.write_text("import pytest\n\n\n@pytest.mark.m1\ndef test_by_hand():\n    pass\n")
+    assert "3 passed" in run_pytest(mine, "-q", "-m", "m1")[1]
+
+
+def test_slow_ones_are_run_when_they_are_asked_for(mine: Mine) -> None:
+    with (mine.course.root / "tests/m1/test_pool.py").open("a") as file:
+        file.write("\n\n@pytest.mark.slow\ndef test_slow():\n    pass\n")
+    assert "2 passed, 1 deselected" in run_pytest(mine, "-q", "-m", "m1")[1]
+    assert "3 passed" in run_pytest(mine, "-q", "-m", "m1", "--slow")[1]
+    assert "3 passed" in run_pytest(mine, "-q", "tests/m1/test_pool.py")[1]
 
 
 def test_no_mine_is_an_error(mine: Mine) -> None:
