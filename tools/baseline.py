@@ -26,17 +26,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
 CHILD = HERE / "tools" / "baseline_child.py"
-T = {
-    2: 12.71,
-    3: 4.30,
-    4: 3.18,
-    5: 2.78,
-    6: 2.57,
-    7: 2.45,
-    8: 2.36,
-    9: 2.31,
-    10: 2.26,
-}  # 97.5% of Student's t, by pairs
+T = dict(enumerate([12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26], start=2))  # 97.5% of Student's t, by pairs
 Work = tuple[str, list[Any]]  # a method of the child's, and its arguments behind the seed
 Figures = dict[str, Any]
 
@@ -44,6 +34,8 @@ TOKENS: Work = ("tokens", [])
 CPU_ENGINES: dict[str, tuple[dict[str, Any], list[Work]]] = {
     **{f"m{k}": ({"milestone": f"m{k}"}, [TOKENS, ("nano", [12, 96])]) for k in range(1, 7)},
     "m1, native": ({"milestone": "m1", "model_impl": "native"}, [TOKENS]),
+    "X1, forms": ({}, [("forms", [])]),
+    **{f"X2, {kind} weights": ({"random_weights": True, "quantization": kind}, [TOKENS]) for kind in ("int4", "int8", "fp8")},
     "X2, FP8 cache": ({"kv_cache_dtype": "fp8"}, [TOKENS]),
     "X3, n-gram": ({"speculative_method": "ngram+suffix", "num_speculative_tokens": 8}, [TOKENS, ("texts", ["repetitive", 1])]),
     "X3, draft model": ({"speculative_config": {"method": "draft_model", "model": "stories-draft"}}, [TOKENS]),

@@ -65,6 +65,22 @@ class Engine:
             outputs += self._llm.generate(prompts, params, use_tqdm=False)
         return {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
 
+    def forms(self, seed: int) -> dict[str, Any]:
+        """What is answered in a form: a choice, an expression, an object."""
+        from folovllm.structured_outputs import StructuredOutputsParams as Form
+
+        schema = {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+            "required": ["name", "age"],
+        }
+        params = [
+            self._api.SamplingParams(max_tokens=48, seed=7, temperature=0.9, structured_outputs=Form(**form))
+            for form in ({"choice": ["red", "blue"]}, {"regex": "[a-z]{3,9}!"}, {"json": schema})
+        ]
+        outputs = self._llm.generate(["Once upon a time"] * 3, params, use_tqdm=False)
+        return {"tokens in a form": [list(output.outputs[0].token_ids) for output in outputs]}
+
     def at_once(self, seed: int, count: int, prompt: int, answer: int) -> dict[str, Any]:
         """Seconds of requests of one shape."""
         return {f"{count} of {prompt} + {answer}": self._generate([(prompt, answer)] * count, seed)}
