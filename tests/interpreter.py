@@ -79,8 +79,7 @@ def remember_types() -> None:
 def remember_operands() -> None:
     """Keep what becomes of two operands: it depends on their types, and on a number's value.
 
-    A block is not repeated to the shape of the other, as NumPy's operations do that themselves. What would look for an
-    overflow looks in vain, since only options of a debugger let it speak; it does not look here.
+    A block is not repeated to the shape of the other, as NumPy's operations do that themselves.
     """
     core, semantic = tl.core, interpreter.interpreter_semantic
     whole: Callable[..., tuple[Any, Any]] = semantic.binary_op_type_checking_impl
@@ -112,7 +111,24 @@ def remember_operands() -> None:
         return pair
 
     semantic.binary_op_type_checking_impl = of_one_type
-    semantic.binary_op_sanitize_overflow_impl = lambda *_: None
+
+
+def find_overflows_at_once() -> None:
+    """Of sums, differences and products of integers, where they are errors, as with `like_a_gpu` of M4's tests.
+
+    The interpreter looks for them everywhere, in four further operations, and says so only where options ask it to.
+    """
+    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    def check(lhs: Any, rhs: Any, binary_op: Any) -> None:
+        kind = lhs.type.scalar
+        if kind.int_bitwidth >= 64 or not interpreter.interpreter_builder.options.debug:
+            return
+        wide = operations[binary_op.__name__](lhs.handle.data, rhs.handle.data, dtype=np.int64)
+        fits = (wide >= kind.get_int_min_value()) & (wide <= kind.get_int_max_value())
+        assert fits.all(), f"int{kind.int_bitwidth} overflow detected for operation {binary_op.__name__}"
+
+    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check
 
 
 def call_at_once() -> None:
