@@ -17,10 +17,10 @@ from tests.helpers import tiny_checkpoint
 from tests.workloads import KINDS, MAX_MODEL_LEN, answered, mixed_requests, serve, workload
 
 FIELDS: dict[str, Any] = {"milestone": "m6", "max_model_len": MAX_MODEL_LEN, "use_tqdm": False, "max_num_seqs": 4}
-ENGINES: list[dict[str, Any]] = [
+ENGINES: list[Any] = [
     {},
-    {"milestone": "m2"},
-    {"milestone": "m1", "model_impl": "native", "max_num_seqs": 1},
+    pytest.param({"milestone": "m2"}, marks=pytest.mark.slow),
+    pytest.param({"milestone": "m1", "model_impl": "native", "max_num_seqs": 1}, marks=pytest.mark.slow),
 ]
 
 

@@ -26,7 +26,10 @@ from tests.helpers import tiny_checkpoint
 KILLS = int(os.environ.get("FOLOVLLM_KILLS", "2"))  # 20 for the whole proof
 PATIENCE = 60.0  # seconds: an end must be there by then, on a busy machine too
 FOREVER = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
-pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc"),
+]
 
 
 def engine(**overrides: Any) -> LLM:
