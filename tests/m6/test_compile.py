@@ -17,10 +17,10 @@ from tests.helpers import tiny_checkpoint
 from tests.workloads import KINDS, MAX_MODEL_LEN, answered, mixed_requests, serve, workload
 
 FIELDS: dict[str, Any] = {"milestone": "m6", "max_model_len": MAX_MODEL_LEN, "use_tqdm": False, "max_num_seqs": 4}
-ENGINES: list[Any] = [
+ENGINES: list[dict[str, Any]] = [
     {},
-    pytest.param({"milestone": "m2"}, marks=pytest.mark.slow),
-    pytest.param({"milestone": "m1", "model_impl": "native", "max_num_seqs": 1}, marks=pytest.mark.slow),
+    {"milestone": "m2"},
+    {"milestone": "m1", "model_impl": "native", "max_num_seqs": 1},
 ]
 
 
@@ -29,6 +29,7 @@ def _nothing_compiled_yet() -> None:
     torch._dynamo.reset()  # what it compiles is kept by function, not by engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", ENGINES, ids=str)
 def test_compiled_engines_answer_as_plain_ones(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Through dynamo alone: a code generator would take minutes here and is not what is under test."""
@@ -36,7 +37,7 @@ def test_compiled_engines_answer_as_plain_ones(fields: dict[str, Any], monkeypat
     backend = partial(torch.compile, backend=lambda module, _: graphs.append(str(module.graph)) or module)
     monkeypatch.setattr(torch, "compile", backend)
     checkpoint = tiny_checkpoint(num_hidden_layers=1)
-    load = answered(checkpoint, [request for kind in KINDS for request in mixed_requests(kind, 4)])
+    load = answered(checkpoint, [request for kind in KINDS for request in mixed_requests(kind, 3)])
     engine = make_engine(EngineConfig(model=str(checkpoint), compile=True, device="cpu", **FIELDS | fields))
     load.check(serve(engine, load.requests))
     for traces_of in ("rsqrt", "silu", "cat", "argmax"):  # norm, activation, rotation, draw
