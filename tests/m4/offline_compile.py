@@ -67,7 +67,7 @@ from folovllm.kernels.summed_linear import fits, summed_linear_kernel
 from folovllm.kernels.unpack_step import unpack_decode_kernel, unpack_ragged_kernel
 
 # (D, B) to compile for: those that ask for the most where the limit is low, and few where compiling is slow.
-SHAPES = {75: [(128, 16)], 80: [(128, 16), (256, 256)], 86: [(128, 16), (256, 256)], 89: [(128, 16)],
+SHAPES = {75: [(128, 16)], 80: [(128, 16)], 86: [(128, 16), (256, 256)], 89: [(128, 16)],
           90: [(64, 256), (128, 16), (256, 256)]}  # fmt: skip
 AS_AMPERE = (
     86,

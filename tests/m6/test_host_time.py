@@ -104,7 +104,7 @@ def test_a_small_cache_bounds_the_batch() -> None:
 
 def test_it_is_in_the_result(few_steps: None) -> None:
     common = {
-        "model": str(tiny_checkpoint(max_position_embeddings=1024)),
+        "model": str(tiny_checkpoint(max_position_embeddings=1024, num_hidden_layers=1)),
         "device": "cpu",
         "use_tqdm": False,
         "max_num_seqs": 4,

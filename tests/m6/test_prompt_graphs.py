@@ -21,6 +21,7 @@ from folovllm.worker import prompt_graphs
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.prompt_graphs import Line, PromptGraphs, Room, pad, rooms
 from tests.helpers import prompts, tiny_checkpoint
+from tests.m6.test_overlap import COUNT
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, assert_nothing_left, serve, workload
 
 CPU = torch.device("cpu")
@@ -132,7 +133,7 @@ def test_answers_are_those_of_m1(pool: dict[str, Any], recorded: list[Room]) -> 
     served = engine(**pool)
     served.executor._worker.runner._runner.kv_cache.fill_(torch.nan)  # type: ignore[attr-defined]
     for kind, arrival in (("seeded", "at_once"), ("greedy", "random_steps")):
-        load = workload(kind, 16)
+        load = workload(kind, COUNT)
         load.check(serve(served, load.requests, arrival))
         assert_nothing_left(served)
         assert recorded
