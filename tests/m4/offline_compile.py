@@ -69,10 +69,8 @@ from folovllm.kernels.unpack_step import unpack_decode_kernel, unpack_ragged_ker
 # (D, B) to compile for: those that ask for the most where the limit is low, and few where compiling is slow.
 SHAPES = {75: [(128, 16)], 80: [(128, 16)], 86: [(128, 16), (256, 256)], 89: [(128, 16)],
           90: [(64, 256), (128, 16), (256, 256)]}  # fmt: skip
-AS_AMPERE = (
-    86,
-    89,
-)  # Triton makes of a kernel what it makes for sm_80: only what is launched otherwise is compiled anew
+# Triton makes of a kernel what it makes for sm_80: only what is launched otherwise is compiled anew.
+AS_AMPERE = (86, 89)
 # Most shared memory one block may ask for, in KiB (CUDA C++ Programming Guide, table of compute capabilities).
 LIMIT_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227}
 HQ, HKV = 16, 8
