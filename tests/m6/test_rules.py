@@ -76,7 +76,7 @@ def answers(name: str, requests: list[Request]) -> list[Any]:
     return found
 
 
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(chosen=st.lists(PARAMS.filter(is_possible), min_size=3, max_size=5))
 def test_every_preset_draws_what_m1_draws(chosen: list[dict[str, Any]]) -> None:
     params = [SamplingParams(max_tokens=12, ignore_eos=True, **fields) for fields in chosen]
