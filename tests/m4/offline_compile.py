@@ -67,8 +67,10 @@ from folovllm.kernels.summed_linear import fits, summed_linear_kernel
 from folovllm.kernels.unpack_step import unpack_decode_kernel, unpack_ragged_kernel
 
 # (D, B) to compile for: those that ask for the most where the limit is low, and few where compiling is slow.
-SHAPES = {75: [(128, 16)], 80: [(128, 16), (256, 256)], 86: [(128, 16), (256, 256)], 89: [(128, 16)],
+SHAPES = {75: [(128, 16)], 80: [(128, 16)], 86: [(128, 16), (256, 256)], 89: [(128, 16)],
           90: [(64, 256), (128, 16), (256, 256)]}  # fmt: skip
+# Triton makes of a kernel what it makes for sm_80: only what is launched otherwise is compiled anew.
+AS_AMPERE = (86, 89)
 # Most shared memory one block may ask for, in KiB (CUDA C++ Programming Guide, table of compute capabilities).
 LIMIT_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227}
 HQ, HKV = 16, 8
@@ -186,28 +188,31 @@ def with_offset(constants: dict) -> dict:
 def kernels(capability: int, head_dim: int, block_size: int):
     """Every kernel of M4 with the constants and options it is launched with for this shape."""
     d, b, major_minor = head_dim, block_size, divmod(capability, 10)
+    if d == 64:
+        return  # it asks for less than 128
     strides = {"STRIDE_BLOCK": HKV * b * d, "STRIDE_TOKEN": d, "STRIDE_HEAD": b * d, "B": b}
     prefill, decode = prefill_config(d, 2, major_minor), DecodeConfig()
     windows = [WINDOW] * (capability in (80, 90))  # there the tests look at registers
-    for listed, window in ((False, 0), (True, 0), *((True, window) for window in windows)):
+    for listed, window in ((True, WINDOW), *[(False, 0)] * (d == 128)) if windows else ((True, 0),):
         yield (prefill_kernel, {**strides, "G": HQ // HKV, "D": d, "TILE_M": prefill.tile_m, "TILE_N": prefill.tile_n,
                                 "LISTED": listed, "WINDOW": window}, prefill.num_warps, prefill.num_stages)  # fmt: skip
     group = HQ // HKV
     shape = {"HKV": HKV, "G": group, "GROUP": group, "D": d, "TILE": decode.tile, "M": 16, "STEP": decode.merge_step,
              "PDL": capability >= 90, "NORM": True, "WINDOW": 0, "offset_ptr": None}  # fmt: skip
-    for raw, num_warps in ((False, 2), (False, 4), (True, 2), (True, 4)):
-        yield decode_kernel, {**strides, **shape, "RAW": raw}, num_warps, decode.num_stages
-    for window in windows:
-        yield decode_kernel, {**strides, **shape, "RAW": True, "WINDOW": window}, 2, decode.num_stages
+    for raw, num_warps, window in (
+        (True, 2, 0),
+        *[(False, 4, 0)] * (d == 128),
+        *((True, 2, window) for window in windows),
+    ):
+        yield decode_kernel, {**strides, **shape, "RAW": raw, "WINDOW": window}, num_warps, decode.num_stages
     heads = {"HQ": HQ, "HKV": HKV, "D": d, "QS": HQ, "KVS": HKV, "NORM": True, "H": 1024, "WIDTH": 1024, "SCALE": True,
              "PDL": capability >= 90, "offset_ptr": None}  # fmt: skip
     yield qk_norm_rope_store_kernel, {**strides, **heads}, 4, 3
     if capability >= 89 and (d, b) == (128, 16):
         fp8, tiles = {**strides, "cache": "fp8e4nv"}, {"TILE_M": prefill.tile_m, "TILE_N": prefill.tile_n}
-        for window in (0, WINDOW):
-            yield (prefill_kernel, {**fp8, **tiles, "G": HQ // HKV, "D": d, "LISTED": True, "WINDOW": window},
-                   prefill.num_warps, prefill.num_stages)  # fmt: skip
-        for raw, window in ((False, 0), (True, 0), (True, WINDOW)):
+        yield (prefill_kernel, {**fp8, **tiles, "G": HQ // HKV, "D": d, "LISTED": True, "WINDOW": WINDOW},
+               prefill.num_warps, prefill.num_stages)  # fmt: skip
+        for raw, window in ((False, 0), (True, WINDOW)):
             constants = {**fp8, **shape, "TILE": 64, "RAW": raw, "WINDOW": window}
             yield decode_kernel, with_offset(constants) if raw else constants, 4, decode.num_stages
         yield qk_norm_rope_store_kernel, with_offset({**fp8, **heads}), 4, 3
@@ -234,7 +239,7 @@ def kernels_of_m6(capability: int, head_dim: int, block_size: int):
             "STRIDE_TOKEN": head_dim,
             "STRIDE_HEAD": block_size * head_dim,
         }
-        for group in (1, 2, 4, 8):
+        for group in (1, 8) if head_dim == 128 else ():
             yield (early_decode.early_decode_kernel,
                    {**strides, "B": block_size, "HKV": HKV, "G": group, "GROUP": group, "D": head_dim, "M": 16, "NORM": True,
                     "TILE": early_decode.TILE, "STEP": DecodeConfig().merge_step, "PDL": True},
@@ -263,24 +268,33 @@ GEOMETRIES = [(1024, 16, 8, 3072), (2560, 32, 8, 9728), (4096, 32, 8, 12288), (2
 
 
 def small_linears(capability: int):
-    """The four products of each geometry's layers, for as many tokens as they are served; one geometry on older cards."""
-    for hidden, heads, kv_heads, mlp in GEOMETRIES[: {90: 5, 80: 2}.get(capability, 1)]:
+    """The four products of each geometry's layers, for as many tokens as they are served; one geometry on older cards.
+
+    For one token, too, where the tests look at registers.
+    """
+    for hidden, heads, kv_heads, mlp in GEOMETRIES[: 5 if capability == 90 else 1]:
         for rows, width, norm, gated in (((heads + 2 * kv_heads) * 128, hidden, True, False),
                                          (hidden, heads * 128, False, False), (mlp, hidden, True, True),
                                          (hidden, mlp, False, False)):  # fmt: skip
             weight = torch.empty(rows * (1 + gated), width, device="meta")
-            for tokens in filter(lambda n, w=weight: serves(n, w), (1, 2, 4)):
+            alone = [1] * (hidden == 1024 and capability in (80, 90))
+            for tokens in (*alone, most_tokens(weight)):
                 num_warps, per_program, chunk = tiling(tokens, rows, 2 * width * (1 + gated))
                 yield small_linear_kernel, {"K": width, "NORM": norm, "GATED": gated, "RESIDUAL": not norm, "M": tokens,
                                             "ROWS": per_program, "CHUNK": chunk, "PDL": capability >= 90}, num_warps, 3  # fmt: skip
 
 
+def most_tokens(weight: torch.Tensor) -> int:
+    """The product of few tokens serves this many."""
+    return max(tokens for tokens in (1, 2, 4) if serves(tokens, weight))
+
+
 def summed_linears(capability: int):
     """What two ranks add up of each geometry's layers; one geometry on older cards."""
-    for hidden, heads, _, mlp in GEOMETRIES[: {90: 4, 80: 2}.get(capability, 1)]:
+    for hidden, heads, _, mlp in GEOMETRIES[: 4 if capability == 90 else 1]:
         for width in (heads * 64, mlp // 2):
             weight = torch.empty(hidden, width, dtype=torch.bfloat16, device="meta")
-            for tokens in filter(lambda n, w=weight: serves(n, w) and fits(n, w), (1, 2, 4)):
+            for tokens in [most_tokens(weight)] * fits(most_tokens(weight), weight):
                 num_warps, per_program, chunk = tiling(tokens, hidden, 2 * width)
                 yield summed_linear_kernel, {"K": width, "RANK": 1, "LETTERS": LETTERS, "RESIDUAL": True, "M": tokens, "WAITS": True,
                                              "ROWS": per_program, "CHUNK": chunk, "PDL": capability >= 90}, num_warps, 3  # fmt: skip
@@ -474,6 +488,9 @@ def grouped_codes(capability: int):
         yield grouped_quant_kernel, shape, num_warps, num_stages
 
 
+made_for_ampere: dict[str, dict[str, int]] = {}
+
+
 def variants(capability: int, milestone: str) -> list[dict]:
     """Compile in the dtype that is usual on the card: bf16 where it has that."""
     kernels_of = {"m4": kernels, "m6": kernels_of_m6, "x2": kernels_of_x2, "x3": kernels_of_x3, "x4": kernels_of_x4}[
@@ -483,7 +500,13 @@ def variants(capability: int, milestone: str) -> list[dict]:
     rows = []
     for head_dim, block_size in SHAPES[capability]:
         for kernel, constants, num_warps, num_stages in kernels_of(capability, head_dim, block_size):
-            usage = compile_kernel(kernel, capability, dtype, constants, num_warps, num_stages)
+            variant = f"{kernel.__name__} {constants} {num_warps} {num_stages}"
+            if capability in AS_AMPERE and variant in made_for_ampere:
+                usage = made_for_ampere[variant] | {"limit": LIMIT_KIB[capability] * 1024}
+            else:
+                usage = compile_kernel(kernel, capability, dtype, constants, num_warps, num_stages)
+            if capability == 80:
+                made_for_ampere[variant] = usage
             rows.append({"kernel": kernel.__name__, "shape": f"D={head_dim} B={block_size} {constants}", **usage})
     return rows
 

@@ -49,6 +49,7 @@ def compiled(milestone: str) -> dict[str, list[dict]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # five cards in one process, which imports torch once
 @pytest.mark.parametrize(
     "milestone", ["m4", *(pytest.param(later, marks=getattr(pytest.mark, later)) for later in ("m6", "x2", "x3", "x4"))]

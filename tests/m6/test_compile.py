@@ -14,14 +14,13 @@ from folovllm.layers.layernorm import RMSNorm
 from folovllm.sample.compiled import CompiledSampler
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from tests.helpers import tiny_checkpoint
-from tests.workloads import MAX_MODEL_LEN, serve, workload
+from tests.workloads import KINDS, MAX_MODEL_LEN, answered, mixed_requests, serve, workload
 
 FIELDS: dict[str, Any] = {"milestone": "m6", "max_model_len": MAX_MODEL_LEN, "use_tqdm": False, "max_num_seqs": 4}
-ENGINES = [
-    ("greedy", {}),
-    ("seeded", {}),
-    ("seeded", {"milestone": "m2"}),
-    ("greedy", {"milestone": "m1", "model_impl": "native", "max_num_seqs": 1}),
+ENGINES: list[dict[str, Any]] = [
+    {},
+    {"milestone": "m2"},
+    {"milestone": "m1", "model_impl": "native", "max_num_seqs": 1},
 ]
 
 
@@ -30,16 +29,16 @@ def _nothing_compiled_yet() -> None:
     torch._dynamo.reset()  # what it compiles is kept by function, not by engine
 
 
-@pytest.mark.parametrize(("kind", "fields"), ENGINES)
-def test_compiled_engines_answer_as_plain_ones(
-    kind: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", ENGINES, ids=str)
+def test_compiled_engines_answer_as_plain_ones(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Through dynamo alone: a code generator would take minutes here and is not what is under test."""
     graphs: list[str] = []
     backend = partial(torch.compile, backend=lambda module, _: graphs.append(str(module.graph)) or module)
     monkeypatch.setattr(torch, "compile", backend)
-    load = workload(kind, count=6)
-    engine = make_engine(EngineConfig(model=str(tiny_checkpoint()), compile=True, device="cpu", **FIELDS | fields))
+    checkpoint = tiny_checkpoint(num_hidden_layers=1)
+    load = answered(checkpoint, [request for kind in KINDS for request in mixed_requests(kind, 3)])
+    engine = make_engine(EngineConfig(model=str(checkpoint), compile=True, device="cpu", **FIELDS | fields))
     load.check(serve(engine, load.requests))
     for traces_of in ("rsqrt", "silu", "cat", "argmax"):  # norm, activation, rotation, draw
         assert any(traces_of in graph for graph in graphs), traces_of

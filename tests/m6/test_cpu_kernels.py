@@ -28,10 +28,13 @@ from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_lo
 from tests.workloads import serve, workload
 
 FOLDER = Path(tempfile.gettempdir()) / f"folovllm-tests-{os.getuid()}" / "cpu"  # compiled once per machine
-COMPILER = pytest.mark.skipif(
-    sys.platform != "linux" or shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs Linux and g++"
-)
+HAS_COMPILER = sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++")) is not None
 DTYPES = pytest.mark.parametrize("dtype", library.NUMBERS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def compiled(test: Any) -> Any:
+    """Marks a test of what a compiler makes, which takes it seconds."""
+    return pytest.mark.slow(pytest.mark.skipif(not HAS_COMPILER, reason="needs Linux and g++")(test))
 
 
 def folder() -> Path:
@@ -54,7 +57,7 @@ def assert_rounded(actual: torch.Tensor, truth: torch.Tensor, terms: torch.Tenso
     assert bool(((actual.double() - truth).abs() <= allowed).all())
 
 
-@COMPILER
+@compiled
 @DTYPES
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (15, 3), (16, 4), (77, 9), (576, 70), (40, 1030)])
 def test_multiply(dtype: torch.dtype, inputs: int, outputs: int) -> None:
@@ -76,7 +79,7 @@ def test_multiply(dtype: torch.dtype, inputs: int, outputs: int) -> None:
         torch.set_num_threads(1)
 
 
-@COMPILER
+@compiled
 @DTYPES
 def test_few_rows_are_the_kernels(dtype: torch.dtype) -> None:
     cpu = kernels(dtype)
@@ -89,7 +92,7 @@ def test_few_rows_are_the_kernels(dtype: torch.dtype) -> None:
 BORDERS = contract.Case("at the borders of blocks", tuple((n, 1) for n in (0, 1, 14, 15, 16, 31, 32, 100)))
 
 
-@COMPILER
+@compiled
 @DTYPES
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "block"), [(4, 2, 32, 16), (9, 3, 64, 16), (3, 1, 40, 1)])
 def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: int, block: int) -> None:
@@ -115,7 +118,7 @@ def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: int, blo
     assert torch.equal(p.kv_cache[1].nan_to_num(), after[1].nan_to_num())
 
 
-@COMPILER
+@compiled
 def test_padding_stores_nothing_and_gets_zeros() -> None:
     """A sequence of length 0 and slot -1; those beside it have the bits that they have without."""
     config = AttentionConfig(4, 2, 32, torch.float32, torch.device("cpu"), 16, max_num_seqs=8)
@@ -134,7 +137,7 @@ def test_padding_stores_nothing_and_gets_zeros() -> None:
 # --- a model ----------------------------------------------------------------------------------------------------------
 
 
-@COMPILER
+@compiled
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "gemma3_text"])
 def test_models(family: str, calls: list[int]) -> None:
     """Prompts in pieces, then decodes beside each other, along the same tokens, beside the layers in torch."""
@@ -150,7 +153,7 @@ def test_models(family: str, calls: list[int]) -> None:
     assert calls == ([] if family == "gemma3_text" else [2] * 2 * 3 * 6), "its layers do more: they have products alone"
 
 
-@COMPILER
+@compiled
 def test_a_sequence_has_the_same_bits_in_any_batch(calls: list[int]) -> None:
     path, tokens = tiny_checkpoint(), prompts([9, 22, 14, 5])
     one, all_at_once = driver(path, torch.float32), driver(path, torch.float32)
@@ -185,7 +188,7 @@ def logits_of(driver: Driver, steps: list[dict[int, list[int]]]) -> torch.Tensor
 # --- the whole engine -------------------------------------------------------------------------------------------------
 
 
-@COMPILER
+@compiled
 def test_the_engine_answers_as_m1_does(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     """M6 takes the kernels for a large model, of which this one plays the part; M5 never does."""
     monkeypatch.setattr(build_layers, "LARGE", 0)

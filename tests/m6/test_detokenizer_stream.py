@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -58,6 +58,7 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+@settings(max_examples=60)
 @given(data=st.data(), skip=st.booleans())
 def test_its_text_is_that_of_m1(name: str, data: st.DataObject, skip: bool) -> None:
     backend = BACKENDS[name]
@@ -94,6 +95,7 @@ NO_TEXT = {"bytes": [255, 188, 256], "byte fallback": [1 + 0xFF, 0], "words": [0
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_bytes_without_end_are_not_held_back(name: str, data: st.DataObject) -> None:
     """The text is M1's in the end, no token waits for long, and none is decoded again and again."""

@@ -17,7 +17,7 @@ from tests.helpers import prompts, tiny_checkpoint
 from tests.m6.test_overlap import assert_clean, engine
 from tests.workloads import Request, make_engine, serve
 
-BASE = SamplingParams(max_tokens=18, ignore_eos=True, temperature=0.9)
+BASE = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.9)
 EVERY_DRAW = [
     {},
     {"repetition_penalty": 1.6},
@@ -76,12 +76,11 @@ def check(outputs: list[RequestOutput], family: str = "qwen3") -> None:
         assert values == pytest.approx(expected[-1], abs=1e-3), draw
 
 
-@pytest.mark.parametrize("arrival", ["at_once", "random_steps"])
 @pytest.mark.parametrize("pool", POOLS)
-def test_answers_are_those_of_m1(pool: str, arrival: str) -> None:
+def test_answers_are_those_of_m1(pool: str) -> None:
     served = engine(**POOLS[pool])
-    check(serve(served, requests(), arrival))
-    check(serve(served, requests(), arrival, seed=1))  # again, with all prompts in the cache
+    check(serve(served, requests(), "at_once"))
+    check(serve(served, requests(), "random_steps", seed=1))  # again, with all prompts in the cache
     assert_clean(served)
     assert (served.stats().preemptions > 0) == (pool == "preemption")
 

@@ -35,7 +35,7 @@ from folovllm.models.llama import LlamaDecoderLayer
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
 from folovllm.sampling_params import SamplingParams
-from tests.helpers import FAMILIES, Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
+from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.m6.devices import DEVICE
 from tests.m6.ranks import ThreadGroup, on_ranks
 from tests.workloads import Request, Workload, answered, serve
@@ -91,8 +91,8 @@ def take_weights(driver: Driver, other: Driver) -> None:
 def requests_of_all_kinds() -> list[Request]:
     """Greedy and seeded; a prompt longer than the budget, one of one token, and one that begins as the first does."""
     first, long, short = prompts([9, 14, 1])
-    drawn = SamplingParams(temperature=0.8, seed=7, max_tokens=5, ignore_eos=True)
-    greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    drawn = SamplingParams(temperature=0.8, seed=7, max_tokens=4, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     return [Request(first, drawn), Request(long, greedy), Request(short, greedy), Request([*first[:8], 3], drawn)]
 
 
@@ -103,9 +103,9 @@ def served_by_kernels(checkpoint: Path, **overrides: Any) -> LLMEngine:
     return make_engine(EngineConfig(model=str(checkpoint), **(fields | overrides)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "phi3"])  # norms of heads; biases; neither, and merged weights
 def test_the_engine_answers_as_m1_does(family: str, gpu_paths: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = _answered(small_checkpoint(family, num_hidden_layers=2 if family == "qwen3" else 1))
+    load = _answered(small_checkpoint(family, num_hidden_layers=1))
     widths: set[int] = set()
     for module, name in ((fused_layer, "silu_and_mul"), (few_tokens, "small_linear")):
         kernel = getattr(module, name)
@@ -266,7 +266,7 @@ def test_who_folds(family: str, fields: dict[str, Any], folded: bool, path: str)
     checkpoint = small_checkpoint(family, **fields)
     plain, late = Driver(checkpoint, "torch_paged", device=DEVICE), late_driver(checkpoint)
     assert [layer.folded for layer in late_layers(late)] == [folded] * 2
-    for pieces in ({0: [1, 2, 3, 4, 5]}, {0: [6]}):
+    for pieces in ({0: [1, 2, 3]}, {0: [6]}):
         assert_logits_equal(late.step(pieces)[0], plain.step(pieces)[0])
 
 

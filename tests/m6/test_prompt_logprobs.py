@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: transformers' own, at every preset, in chunks, after preemption, on two ranks."""
+"""Log-probabilities of prompts: transformers' own, at every preset, in chunks, after preemption. Of two ranks: `test_tensor_parallel.py`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "m6": {},
     "m6, preemption and chunks": {"block_size": 4, "num_kv_blocks": 34, "max_num_batched_tokens": 14},
     "m6, one step at a time": {"async_scheduling": False},
-    "m6, two ranks, preemption": {
-        "tensor_parallel_size": 2,
-        "block_size": 4,
-        "num_kv_blocks": 33,
-        "max_num_batched_tokens": 20,
-    },
 }
 
 
@@ -53,12 +47,12 @@ def requests() -> list[Request]:
     return [Request(p, own) for p, own in zip(prompts([1, 40, 9, 17, 33, 3], seed=11) * 2, params, strict=True)]
 
 
-def check(output: RequestOutput, prompt: list[int], count: int | None) -> None:
+def check(output: RequestOutput, prompt: list[int], count: int | None, family: str = "qwen3") -> None:
     if count is None:
         assert output.prompt_logprobs is None
         return
     first, *rows = output.prompt_logprobs or [{}]
-    expected = hf_logits(tiny_checkpoint(), prompt).float().log_softmax(-1)  # [T, V]
+    expected = hf_logits(tiny_checkpoint(family), prompt).float().log_softmax(-1)  # [T, V]
     assert first is None and len(rows) == len(prompt) - 1
     for row, token, own in zip(rows, prompt[1:], expected, strict=False):
         chosen, *others = row.values()
@@ -72,18 +66,16 @@ def check(output: RequestOutput, prompt: list[int], count: int | None) -> None:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_they_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice: the second time all prompts are in the cache."""
+    """All prompts are in the cache, from answers without scores."""
     monkeypatch.setattr(logprobs, "SCORED_AT_ONCE", 5 * 259)
     served = engine(name)
     plain = [replace(request, params=GREEDY) for request in requests()]
     answers = [output.outputs[0].token_ids for output in serve(served, plain)]
-    for _ in range(2):
-        outputs = serve(served, requests())
-        for output, request, answer in zip(outputs, requests(), answers, strict=True):
-            check(output, request.prompt, request.params.prompt_logprobs)
-            assert output.outputs[0].token_ids == answer
-            assert (output.outputs[0].logprobs is None) == (request.params.logprobs is None)
-            assert len(output.outputs[0].logprobs or answer) == len(answer)
+    for output, request, answer in zip(serve(served, requests()), requests(), answers, strict=True):
+        check(output, request.prompt, request.params.prompt_logprobs)
+        assert output.outputs[0].token_ids == answer
+        assert (output.outputs[0].logprobs is None) == (request.params.logprobs is None)
+        assert len(output.outputs[0].logprobs or answer) == len(answer)
     assert (served.stats().preemptions > 0) == ("preemption" in name)
     served.close()
 

@@ -19,6 +19,7 @@ from tests.m4.cases import DEVICE, Paged
 
 CHUNK = 32
 AROUND = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 0, 2 * CHUNK + 1, 100]  # a new token that begins, ends a chunk
+CASES = [((2, 1), 16, 16, True), ((6, 2), 32, 5, True), ((3, 3), 16, 32, False)]
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 
@@ -27,9 +28,7 @@ def frequencies(dim: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "dim"), [((2, 1), 16), ((6, 2), 32), ((3, 3), 16)])
-@pytest.mark.parametrize("block_size", [16, 5])
-@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(("heads", "dim", "block_size", "norm"), [*CASES, ((2, 1), 16, 5, False)])
 def test_equals_the_two_kernels(
     dtype: torch.dtype, heads: tuple[int, int], dim: int, block_size: int, norm: bool
 ) -> None:
@@ -38,9 +37,7 @@ def test_equals_the_two_kernels(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "dim", "block_size", "norm"), [((2, 1), 16, 16, True), ((6, 2), 32, 5, True), ((3, 3), 16, 32, False)]
-)
+@pytest.mark.parametrize(("heads", "dim", "block_size", "norm"), CASES)
 def test_equals_them_when_it_asks_early(
     dtype: torch.dtype, heads: tuple[int, int], dim: int, block_size: int, norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ def run(program: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_rehearsal(tmp_path: Path) -> None:
     found = run("rehearse_kernels", tmp_path)
     assert found["launched in the rehearsal"] == ["other"], "only another thread launches, and that as ever"
@@ -76,6 +77,7 @@ def test_as_many_compile_as_a_container_has_cores(monkeypatch: pytest.MonkeyPatc
     assert asked == [4, 2, 1]
 
 
+@pytest.mark.slow
 def test_other_processes_compile(tmp_path: Path) -> None:
     found = run("compile_elsewhere", tmp_path)
     new = found["new"]
@@ -95,6 +97,7 @@ def test_other_processes_compile(tmp_path: Path) -> None:
     assert found["once more"] == {"here": [], "begun": 1, "left": [], "loaded": 2}
 
 
+@pytest.mark.slow
 def test_the_others_end_with_this_process(tmp_path: Path) -> None:
     with begin("compile_elsewhere", tmp_path, "end") as process:
         assert process.stdout is not None
@@ -113,6 +116,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_kernels_need_no_torch() -> None:
     """Where kernels are compiled, torch is an empty shell."""
     pytest.importorskip("triton")

@@ -44,9 +44,8 @@ def add_up(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="ranks of one process do not wait: for the interpreter")
 class TestLetters:
-    @pytest.mark.parametrize("size", [2, 3])
+    @pytest.mark.parametrize(("size", "adds"), [(2, True), (3, False)])
     @pytest.mark.parametrize("tokens", [1, 2, 4])
-    @pytest.mark.parametrize("adds", [True, False])
     def test_every_rank_has_the_whole_sum(self, size: int, tokens: int, adds: bool) -> None:
         """One sum after the other, of other numbers and other shapes, in boxes that nobody clears."""
         generator, ranks = torch.Generator().manual_seed(tokens), mailboxes(size)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from folovllm.bench import host_time
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.draw_row import pack_updates, row_update
@@ -21,16 +22,16 @@ from folovllm.step.draw import DrawSpec
 from folovllm.step.packed import Field, PackedStep
 from folovllm.step.schedule import StepResult
 from tests.helpers import prompts, tiny_checkpoint
-from tests.m6 import test_draw_rows
-from tests.m6.test_overlap import assert_clean, essence, run
+from tests.m6 import test_draw_rows, test_prompt_logprobs
+from tests.m6.test_overlap import COUNT, assert_clean, essence, run
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, Request, serve, workload
 
 SMALL = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}  # preemption, and prompts in chunks
 ENGINES: dict[str, dict[str, Any]] = {
-    "qwen3": {},
-    "llama, small pool": {"family": "llama", **SMALL},
-    "qwen3, eager and not overlapped": {"enforce_eager": True, "async_scheduling": False, **SMALL},
+    "qwen3, small pool": SMALL,
+    "llama, eager and not overlapped": {"family": "llama", "enforce_eager": True, "async_scheduling": False},
 }
+FIRST, *OTHERS = ENGINES
 
 
 def engine(family: str = "qwen3", **overrides: Any) -> LLMEngine:
@@ -38,7 +39,7 @@ def engine(family: str = "qwen3", **overrides: Any) -> LLMEngine:
     return make_engine(EngineConfig(model=str(tiny_checkpoint(family)), **fields))
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=[FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -55,17 +56,16 @@ def family_of(name: str) -> str:
 
 
 class TestTwoRanks:
-    @pytest.mark.parametrize("kind", ["greedy", "seeded"])
-    def test_answers_are_those_of_m1(self, served: LLMEngine, name: str, kind: str) -> None:
-        load = workload(kind, 16, family=family_of(name))
+    def test_answers_are_those_of_m1(self, served: LLMEngine, name: str) -> None:
+        load = workload("seeded", COUNT, family=family_of(name))
         load.check(serve(served, load.requests, ARRIVALS[2]))
         assert_clean(served)
-        if "num_kv_blocks" in ENGINES[name] and kind == "seeded":
+        if "num_kv_blocks" in ENGINES[name]:
             assert served.stats().preemptions > 0
 
     def test_every_kind_of_request(self, served: LLMEngine, name: str) -> None:
         """Penalties, stop strings, min_tokens, filters, n, log-probabilities: tokens and texts are those of one rank."""
-        expected, actual = run(engine(milestone="m5", **ENGINES[name]), {}), run(served, {})
+        expected, actual = run(engine(family_of(name), milestone="m5"), {}), run(served, {})
         for request_id, output in expected.items():
             assert essence(actual[request_id]) == essence(output), request_id
             for mine, theirs in zip(actual[request_id].outputs, output.outputs, strict=True):
@@ -78,6 +78,17 @@ class TestTwoRanks:
     def test_every_draw(self, served: LLMEngine, name: str) -> None:
         """Penalties, filters and log-probabilities are those of M1."""
         test_draw_rows.check(serve(served, test_draw_rows.requests()), family_of(name))
+
+    def test_prompts_are_scored(self, served: LLMEngine, name: str) -> None:
+        """As transformers does. Each prompt comes twice, so that the second finds it in the cache."""
+        requests = test_prompt_logprobs.requests()
+        for request, output in zip(requests, serve(served, requests), strict=True):
+            test_prompt_logprobs.check(output, request.prompt, request.params.prompt_logprobs, family_of(name))
+
+    def test_it_tells_its_own_time_from_its_ranks(self, served: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(host_time, "STEPS", 6)
+        assert all(time.host > 0 and time.waiting > 0 for time in host_time.step_times(served))
+        assert_clean(served)
 
     def test_prefixes_are_found_again(self, served: LLMEngine) -> None:
         prompt, params = prompts([50], seed=9)[0], SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
@@ -99,17 +110,21 @@ class TestTwoRanks:
         assert served.setup.vocab_size == 259
 
 
+@pytest.mark.slow
 def test_fused_layers() -> None:
     """What the kernels' layers fuse, each rank does on its part; the interpreter runs them."""
     pytest.importorskip("triton", reason="Triton exists on Linux only")
     if torch.cuda.is_available():
         pytest.skip("Triton compiles where a GPU is")
+    path = tiny_checkpoint(num_heads=2, head_dim=16, hidden_size=24, intermediate_size=20, num_hidden_layers=1)
     fields = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32, "num_kv_blocks": 16}
-    params = SamplingParams(max_tokens=5, ignore_eos=True), SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
+    fields["enforce_eager"] = True  # to record steps takes several of each
+    params = SamplingParams(max_tokens=2, ignore_eos=True), SamplingParams(max_tokens=2, seed=3, ignore_eos=True)
     answers = []
     for backend, size in (("torch_paged", 1), ("triton", 2)):
-        served = engine(attention_backend=backend, tensor_parallel_size=size, dtype="float32", **fields)
-        outputs = serve(served, [Request(p, one) for p, one in zip(prompts([7, 1]), params, strict=True)])
+        fields |= {"attention_backend": backend, "tensor_parallel_size": size}
+        served = make_engine(EngineConfig(model=str(path), device="cpu", dtype="float32", use_tqdm=False, **fields))
+        outputs = serve(served, [Request(p, one) for p, one in zip(prompts([5, 1]), params, strict=True)])
         answers.append([output.outputs[0].token_ids for output in outputs])
         served.close()
     assert answers[0] == answers[1]

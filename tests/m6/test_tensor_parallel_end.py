@@ -26,7 +26,10 @@ from tests.helpers import tiny_checkpoint
 KILLS = int(os.environ.get("FOLOVLLM_KILLS", "2"))  # 20 for the whole proof
 PATIENCE = 60.0  # seconds: an end must be there by then, on a busy machine too
 FOREVER = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
-pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc"),
+]
 
 
 def engine(**overrides: Any) -> LLM:
@@ -117,20 +120,18 @@ def test_an_error_of_the_user_is_a_value_error(leftovers: None) -> None:
         engine(kv_cache_memory=4096)
 
 
-def test_what_lies_in_the_working_directory_is_not_imported(
-    leftovers: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank imports what its parent has imported, from where it has it."""
+@pytest.fixture
+def traps(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The working directory has files with the names of modules. A rank imports its parent's, not these."""
     folder = tmp_path_factory.mktemp("work")
     for name in ("numpy", "queue", "torch", "folovllm"):
         (folder / f"{name}.py").write_text(f"open({str(folder)!r} + '/was_run', 'w').close()")
     monkeypatch.chdir(folder)
-    with engine() as llm:
-        assert llm.generate([[4, 5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
-    assert not (folder / "was_run").exists()
+    yield
+    assert not (folder / "was_run").exists(), "what lies in the working directory was imported"
 
 
-def test_two_engines_side_by_side(leftovers: None, real_freezing: None) -> None:
+def test_two_engines_side_by_side(leftovers: None, traps: None, real_freezing: None) -> None:
     """They do not disturb each other; the one that is garbage goes, the other goes on."""
     first, second = engine(), engine(async_scheduling=False)
     pids = first.engine.executor.pids, second.engine.executor.pids

@@ -40,6 +40,7 @@ def torchrun(program: Path, node: int, port: int, nodes: int, ranks: int) -> sub
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="names Linux's loopback interface")
 def test_two_nodes(tmp_path: Path) -> None:
     program, model = tmp_path / "program.py", str(tiny_checkpoint())

@@ -219,6 +219,7 @@ class TestSizes:
         ("llama", {"tied": False, "attention_bias": True, "mlp_bias": True}),
         ("qwen2", {"num_kv_heads": 4}),
         ("mistral", {"tied": False, "num_kv_heads": 1}),
+        ("phi3", {}),  # its checkpoints hold merged layers: each of their parts is cut
     ],
 )
 def test_the_whole_model(family: str, fields: dict[str, Any], size: int) -> None:

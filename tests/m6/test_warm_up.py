@@ -41,6 +41,7 @@ def test_products_that_change_with_the_number_of_tokens(fields: dict[str, Any]) 
     assert {size for size in sizes if size > 256} == ({512, 1024, 2048, 4096, 5000} if fields else set())
 
 
+@pytest.mark.slow
 def test_the_start_meets_every_variant() -> None:
     assert_the_start_meets_every_variant("tests.m6.traffic")
 
