@@ -5,7 +5,7 @@
 stand-in: it sends its arguments, environment, working directory and open files over a Unix socket, hands on signals, and
 ends as the child does. What is started by the child, by `sys.executable` or by multiprocessing, is forked likewise.
 
-The real interpreter runs what a fork could not do faithfully: options other than -P, -m and -c, and an environment that differs in what was read when the libraries were imported (`READ_EARLY`).
+The real interpreter runs what a fork could not do faithfully: options other than -P, -u, -m and -c, and an environment that differs in what was read when the libraries were imported (`READ_EARLY`).
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _receive(connection: socket.socket, before: dict[str, str]) -> tuple[Any, li
     (size,) = struct.unpack("=Q", head)
     request = marshal.loads(connection.recv(size, socket.MSG_WAITALL))
     words, environment = request[0], request[2]
-    can = words and (words[0] in ("-m", "-c", "-P", "-") or not words[0].startswith("-"))
+    can = words and (words[0] in ("-m", "-c", "-P", "-u", "-") or not words[0].startswith("-"))
     return (request if can and early(environment) == before else None), files
 
 
@@ -243,7 +243,9 @@ def _status(words: list[str]) -> int:
 def _main(words: list[str]) -> None:
     libraries = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     is_safe = words[0] == "-P"
-    kind, *rest = words[1:] if is_safe else words
+    if words[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    kind, *rest = words[1:] if words[0] in ("-P", "-u") else words
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if kind in ("-m", "-c"):
         what, *rest = rest

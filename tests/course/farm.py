@@ -136,10 +136,6 @@ class Farm:
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload([*PRELOAD, "tests.course.ahead"])
-        path = os.environ.get("PYTHONPATH", "")
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), path])  # where the fork server finds it
-        forkserver.ensure_running()
-        os.environ["PYTHONPATH"] = path
         self.pool = ThreadPoolExecutor(os.cpu_count())
         self.futures: dict[Job, Future[Result]] = {}
 
@@ -150,6 +146,15 @@ class Farm:
         self.pool.shutdown(cancel_futures=True)
 
     def submit(self, jobs: Iterable[Job]) -> None:
+        jobs = list(jobs)
+        if not jobs:
+            return
+        path = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), path]))  # where the fork server finds `ahead`
+        forkserver.ensure_running()
+        del os.environ["PYTHONPATH"]
+        if path is not None:
+            os.environ["PYTHONPATH"] = path
         self.futures |= {job: self.pool.submit(self._run, job) for job in jobs if job not in self.futures}
 
     def result(self, job: Job) -> Result:

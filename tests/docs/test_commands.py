@@ -17,7 +17,7 @@ from tests.docs.blocks import ROOT, Block, blocks, links, pages
 from tests.warm import Warm
 
 SECONDS = 150  # for one block
-LEFT_OUT = shutil.ignore_patterns(".*", "mine", "site", "__pycache__", "*.egg-info", "build", "dist")
+LEFT_OUT = shutil.ignore_patterns(".*", "mine", "site", "*.egg-info", "build", "dist")  # compiled modules come along
 WITH_COMMANDS = [page for page in pages() if any(not block.no_run for block in blocks(page))]
 
 # `solve m3` writes the bodies of a milestone's exercises into mine/, as a learner would have by the end of a chapter.
