@@ -50,7 +50,19 @@ PRELOAD = [
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.llama.modeling_llama",
 ]
-READ_EARLY = ("TRITON_", "OMP_", "MKL_", "CUDA_", "TORCH", "HF_", "TRANSFORMERS_", "PYTHON", "LC_", "LANG", "VIRTUAL_ENV")
+READ_EARLY = (
+    "TRITON_",
+    "OMP_",
+    "MKL_",
+    "CUDA_",
+    "TORCH",
+    "HF_",
+    "TRANSFORMERS_",
+    "PYTHON",
+    "LC_",
+    "LANG",
+    "VIRTUAL_ENV",
+)
 NOT_EARLY = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -150,7 +150,9 @@ class Farm:
         if not jobs:
             return
         path = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), path]))  # where the fork server finds `ahead`
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ROOT), path])
+        )  # where the fork server finds `ahead`
         forkserver.ensure_running()
         del os.environ["PYTHONPATH"]
         if path is not None:
@@ -209,7 +211,9 @@ def _child(job: Job, pipe: Connection) -> None:
 
     nothing = providers.Constants()
     providers._get_local_constants = lambda: nothing  # which it would collect from the text of all modules
-    PytestPluginManager.load_setuptools_entrypoints = lambda *words, **named: 0  # all plugins are named: nothing to look for
+    PytestPluginManager.load_setuptools_entrypoints = lambda *words, **named: (
+        0
+    )  # all plugins are named: nothing to look for
     gc.freeze()  # pytest collects garbage at its end, five times over: not over all that was there before
     assert "folovllm" not in sys.modules, "the fork server must not know the engine"
     torch.set_num_threads(1)

@@ -81,10 +81,11 @@ def run(block: Block, copy: Path, commands: Path) -> str:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_works(page: Path, pristine: Path, warm: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(pristine, tmp_path / "folovllm")
+    copy = shutil.copytree(pristine, tmp_path / "folovllm", copy_function=os.link)
     for block in blocks(page):
         if not block.no_run and (said := run(block, copy, warm)):
             pytest.fail(f"{block} does not work: {said}", pytrace=False)
+    shutil.rmtree(copy)  # thousands of files, which pytest would keep for three sessions
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -122,6 +123,7 @@ class TestBlocks:
         with pytest.raises(ValueError, match="without a language"):
             blocks(self.PAGE, "```\nfolovllm generate\n```\n")
 
+    @pytest.mark.slow
     def test_a_failure_is_one(self, tmp_path: Path) -> None:
         commands = Path(sys.executable).parent
         assert run(Block(self.PAGE, 1, "bash", "false\ntrue\n"), tmp_path, commands).startswith("status 1")
