@@ -97,6 +97,7 @@ def test_two_at_once() -> None:
     assert texts(6, 3, **config, builders="prefix_cache, graph_cache") == texts(6, 3, **config)
 
 
+@pytest.mark.slow
 def test_ranks_have_the_same_component(folder: Path) -> None:
     """Two processes over gloo, each of which asks its graph cache for recorded steps and says so in a file."""
     log = folder / "ranks"

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -22,21 +23,11 @@ from milestones.manifest import Course
 from milestones.mine import write_variant
 from milestones.tasks import Exercise, Symbol
 from tests.tiny import same
+from tests.warm import PLUGINS, PRELOAD
 
-PRELOAD = [
-    "torch",
-    "transformers",
-    "triton",
-    "triton.language",
-    "triton.runtime.interpreter",
-    "pytest",
-    "hypothesis",
-    "numpy",
-]
-PLUGINS = ["_hypothesis_pytestplugin", "pytest_timeout"]  # looking for them in all that is installed takes longer
-PRELOAD += [*PLUGINS, "_pytest.junitxml", "_pytest.doctest", "_pytest.unittest", "_pytest.debugging"]
-PRELOAD += ["safetensors.torch", "transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama"]
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT = {"later": 280}  # seconds; others have 120
+EXAMPLES = 5
 FILES = 8  # whose tests one `later` job runs
 
 
@@ -144,7 +135,7 @@ class Farm:
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOAD)
+        self.context.set_forkserver_preload([*PRELOAD, "tests.course.ahead"])
         self.pool = ThreadPoolExecutor(os.cpu_count())
         self.futures: dict[Job, Future[Result]] = {}
 
@@ -155,6 +146,17 @@ class Farm:
         self.pool.shutdown(cancel_futures=True)
 
     def submit(self, jobs: Iterable[Job]) -> None:
+        jobs = list(jobs)
+        if not jobs:
+            return
+        path = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ROOT), path])
+        )  # where the fork server finds `ahead`
+        forkserver.ensure_running()
+        del os.environ["PYTHONPATH"]
+        if path is not None:
+            os.environ["PYTHONPATH"] = path
         self.futures |= {job: self.pool.submit(self._run, job) for job in jobs if job not in self.futures}
 
     def result(self, job: Job) -> Result:
@@ -179,8 +181,21 @@ class Farm:
 
 
 class _Recorder:
-    def __init__(self) -> None:
+    """Keeps each test's outcome. Where a job asks only what is reached (alone, later), a few examples are as good as many."""
+
+    def __init__(self, kind: str) -> None:
         self.outcomes: list[tuple[str, str, str | None]] = []
+        self.few = kind in ("alone", "later")
+
+    def pytest_collection_modifyitems(self, items: "list[pytest.Item]") -> None:  # type: ignore[name-defined]  # noqa: F821
+        from hypothesis import settings
+
+        for item in items if self.few else ():
+            test = getattr(item, "obj", None)
+            test = getattr(test, "__func__", test)
+            own = getattr(test, "_hypothesis_internal_use_settings", None)
+            if own is not None:
+                test._hypothesis_internal_use_settings = settings(own, max_examples=min(own.max_examples, EXAMPLES))
 
     def pytest_runtest_logreport(self, report: "pytest.TestReport") -> None:  # type: ignore[name-defined]  # noqa: F821
         if report.when == "call" or report.outcome != "passed":
@@ -191,18 +206,26 @@ class _Recorder:
 def _child(job: Job, pipe: Connection) -> None:
     import pytest
     import torch
+    from _pytest.config import PytestPluginManager
+    from hypothesis.internal.conjecture import providers
 
+    nothing = providers.Constants()
+    providers._get_local_constants = lambda: nothing  # which it would collect from the text of all modules
+    PytestPluginManager.load_setuptools_entrypoints = lambda *words, **named: (
+        0
+    )  # all plugins are named: nothing to look for
     gc.freeze()  # pytest collects garbage at its end, five times over: not over all that was there before
     assert "folovllm" not in sys.modules, "the fork server must not know the engine"
     torch.set_num_threads(1)
     os.chdir(job.root)
     sys.path.insert(0, str(job.root))
-    recorder = _Recorder()
+    recorder = _Recorder(job.kind)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as log:
         for descriptor in (1, 2):
             os.dup2(log.fileno(), descriptor)
         os.environ["FOLOVLLM_MINE"] = str(_variant(job, Path(folder)))
-        words = ["-q", "--no-header", "--disable-plugin-autoload", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        words = ["-q", "--no-header", "--tb=native", "--disable-plugin-autoload"]
+        words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
         words += [word for plugin in (*PLUGINS, "no:cacheprovider") for word in ("-p", plugin)]
         words += [] if job.kind == "later" else ["-x"]
         status = pytest.main([*words, *job.tests], plugins=[recorder])

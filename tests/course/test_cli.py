@@ -10,6 +10,8 @@ import pytest
 
 from milestones.manifest import Course
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROOT = Path(__file__).resolve().parents[2]
 STUB = '        raise NotImplementedError("m1.1: Pool.take")'
 

@@ -14,7 +14,10 @@ from milestones.update import update
 from tests.course.farm import Farm, complaint, jobs
 from tests.course.test_cli import course
 
-pytestmark = pytest.mark.timeout(1200)  # the farm has its own limits, and a job may wait its turn
+pytestmark = [
+    pytest.mark.usefixtures("warm"),
+    pytest.mark.timeout(1200),
+]  # the farm has its own limits, and a job may wait its turn
 
 TAP = Path("folovllm/tap.py")
 STUBS = {id: f'raise NotImplementedError("{id}: {name}")' for id, name in (("x1.1", "drain"), ("x2.1", "twins"))}

@@ -6,8 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from milestones.manifest import Course
 from milestones.notebooks import parse
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,6 +11,8 @@ import pytest
 from milestones.manifest import Course
 from milestones.mine import Mine
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -13,6 +13,8 @@ from milestones.mine import Mine
 from milestones.update import update
 from tests.course import solved
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROOT = Path(__file__).resolve().parents[2]
 COURSE = Course(ROOT)
 

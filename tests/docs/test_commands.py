@@ -8,14 +8,16 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.docs.blocks import ROOT, Block, blocks, links, pages
+from tests.warm import Warm
 
 SECONDS = 150  # for one block
-LEFT_OUT = shutil.ignore_patterns(".*", "mine", "site", "__pycache__", "*.egg-info", "build", "dist")
+LEFT_OUT = shutil.ignore_patterns(".*", "mine", "site", "*.egg-info", "build", "dist")  # compiled modules come along
 WITH_COMMANDS = [page for page in pages() if any(not block.no_run for block in blocks(page))]
 
 # `solve m3` writes the bodies of a milestone's exercises into mine/, as a learner would have by the end of a chapter.
@@ -40,23 +42,34 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shutil.copytree(ROOT, tmp_path_factory.mktemp("clone") / "folovllm", ignore=LEFT_OUT)
 
 
-def environment(copy: Path) -> dict[str, str]:
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of commands that need not import torch."""
+    fixed = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in fixed.items():
+            patch.setenv(name, value)
+        with Warm(tmp_path_factory.mktemp("warm")) as warm:
+            yield warm.folder
+
+
+def environment(copy: Path, commands: Path) -> dict[str, str]:
     """The commands of this interpreter's environment, the modules of the copy, and nothing of the learner's."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("FOLOVLLM_", "PYTEST_"))}
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**kept, "PATH": path, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def run(block: Block, copy: Path) -> str:
+def run(block: Block, copy: Path, commands: Path) -> str:
     """Execute a block; what it printed if it failed, else nothing."""
     if block.language == "python":
         (copy / block.file_name).write_text(block.script, "utf-8")
-        command = [sys.executable, block.file_name]
+        command = ["python", block.file_name]
     else:
         command = ["bash", "-euo", "pipefail", "-c", PRELUDE + block.script]
     try:
         done = subprocess.run(
-            command, cwd=copy, env=environment(copy), stdin=subprocess.DEVNULL, timeout=SECONDS,
+            command, cwd=copy, env=environment(copy, commands), stdin=subprocess.DEVNULL, timeout=SECONDS,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -64,13 +77,15 @@ def run(block: Block, copy: Path) -> str:
     return f"status {done.returncode}\n{done.stdout[-3000:]}" if done.returncode else ""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_command_works(page: Path, pristine: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(pristine, tmp_path / "folovllm")
+def test_every_command_works(page: Path, pristine: Path, warm: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(pristine, tmp_path / "folovllm", copy_function=os.link)
     for block in blocks(page):
-        if not block.no_run and (said := run(block, copy)):
+        if not block.no_run and (said := run(block, copy, warm)):
             pytest.fail(f"{block} does not work: {said}", pytrace=False)
+    shutil.rmtree(copy)  # thousands of files, which pytest would keep for three sessions
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -108,10 +123,12 @@ class TestBlocks:
         with pytest.raises(ValueError, match="without a language"):
             blocks(self.PAGE, "```\nfolovllm generate\n```\n")
 
+    @pytest.mark.slow
     def test_a_failure_is_one(self, tmp_path: Path) -> None:
-        assert run(Block(self.PAGE, 1, "bash", "false\ntrue\n"), tmp_path).startswith("status 1")
-        assert "NameError" in run(Block(self.PAGE, 1, "python", "nope\n"), tmp_path)
-        assert run(Block(self.PAGE, 1, "bash", "true\n"), tmp_path) == ""
+        commands = Path(sys.executable).parent
+        assert run(Block(self.PAGE, 1, "bash", "false\ntrue\n"), tmp_path, commands).startswith("status 1")
+        assert "NameError" in run(Block(self.PAGE, 1, "python", "nope\n"), tmp_path, commands)
+        assert run(Block(self.PAGE, 1, "bash", "true\n"), tmp_path, commands) == ""
 
 
 def test_the_reading_order_is_that_of_the_source() -> None:

@@ -9,6 +9,8 @@ from folovllm.layers.embed_head import ParallelLMHead
 from milestones.running_example import Run, engine_for, example, play
 from tests.docs.blocks import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def four() -> Run:

@@ -37,6 +37,7 @@ def test_the_ids_are_the_tokenizers() -> None:
         assert all(example().texts[token] == tokenizer.decode([token]) for token in request.token_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("milestone", MILESTONES)
 def test_every_milestone_gives_the_same_answers(milestone: str, tools: dict[str, ModuleType]) -> None:
     run: Run = tools["pictures"].run(milestone)
@@ -85,6 +86,7 @@ def test_wrong_code_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.turns[3].after.memory[0] == ("A", 11) and ">A11 " in step(run, 3)
 
 
+@pytest.mark.slow
 def test_the_pictures_are_the_engines(tools: dict[str, ModuleType]) -> None:
     for name, draw in tools["pictures"].PICTURES.items():
         kept = (ROOT / "docs/img" / f"{name}.svg").read_text("utf-8")

@@ -63,6 +63,7 @@ def test_what_counts_as_fetched() -> None:
     assert list(filter(None, Fetched(html).addresses)) == ["//x.y/z.js", "i.png"]
 
 
+@pytest.mark.slow
 def test_no_page_names_an_address_to_fetch(site: Path) -> None:
     outside = [
         f"{file.relative_to(site)}: {address}"
@@ -78,6 +79,7 @@ def test_no_page_names_an_address_to_fetch(site: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_page_with_a_diagram_has_the_script_that_draws_it(site: Path) -> None:
     with_diagrams = [file for file in site.rglob("*.html") if browser.num_diagrams(file)]
     assert with_diagrams
@@ -88,6 +90,7 @@ def test_a_page_with_a_diagram_has_the_script_that_draws_it(site: Path) -> None:
         assert [script.resolve().is_file() for script in scripts] == [True], file
 
 
+@pytest.mark.slow
 def test_a_recording_is_one_file_and_has_a_picture_for_paper(site: Path) -> None:
     shown = {}
     for file in site.rglob("*.html"):
@@ -101,6 +104,7 @@ def test_a_recording_is_one_file_and_has_a_picture_for_paper(site: Path) -> None
     assert shown == {**english, **{str(Path("zh", page)): count for page, count in english.items()}}
 
 
+@pytest.mark.slow
 def test_the_chinese_edition(site: Path) -> None:
     """Its pages know their language and the English page, and its headings have the English anchors."""
     page = (site / "zh/troubleshooting/index.html").read_text("utf-8")
@@ -137,6 +141,7 @@ def test_a_stale_section_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 def test_in_a_browser(site: Path) -> None:
     pages = [file for file in sorted(site.rglob("*.html")) if NOT_TRANSLATED not in file.read_text("utf-8")]
