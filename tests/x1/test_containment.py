@@ -19,7 +19,6 @@ from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.config import ServerConfig
 from folovllm.structured.guide import Guide
 from folovllm.structured.guides import Guides
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint, tiny_tokenizer
@@ -56,7 +55,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Background]:
         if request.param == "process":
             yield request.getfixturevalue("process_server")
         else:
-            with Background(ServerConfig(), max_model_len=256, max_num_seqs=8, **GUESSING) as server:
+            with Background(model=str(tiny_checkpoint()), max_model_len=256, max_num_seqs=8, **GUESSING) as server:
                 yield server
 
 

@@ -22,6 +22,7 @@ from folovllm.engine.output_processor import RequestState
 from folovllm.server.config import ServerConfig
 from folovllm.server.digest import Served
 from folovllm.server.stream import Mailbox, Stream
+from tests.helpers import tiny_checkpoint
 from tests.x1.background import PATIENCE, Background, eventually
 
 STORY = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 120, "ignore_eos": True}
@@ -29,7 +30,8 @@ STORY = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 120, "ign
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Background]:
-    with Background(ServerConfig(max_body_size=50_000), max_model_len=512, max_num_seqs=32) as server:
+    config = ServerConfig(max_body_size=50_000)
+    with Background(config, model=str(tiny_checkpoint()), max_model_len=512, max_num_seqs=32) as server:
         yield server
         server.wait_until_idle()
 

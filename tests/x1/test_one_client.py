@@ -47,7 +47,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[Background]:
     if request.param == "process":
         yield request.getfixturevalue("process_server")
     else:
-        with Background(ServerConfig(max_queued_requests=ROOM), max_model_len=256, max_num_seqs=2) as server:
+        config = ServerConfig(max_queued_requests=ROOM)
+        with Background(config, model=str(tiny_checkpoint()), max_model_len=256, max_num_seqs=2) as server:
             yield server
 
 
