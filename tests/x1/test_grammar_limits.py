@@ -300,12 +300,12 @@ class TestStrangeTokens:
         for name in ("a b", "Ġ日", "Ġ", "a"):
             assert bytes_of[tokenizer.get_vocab()[name]].decode() == decoders.ByteLevel().decode([name])
 
-    @pytest.mark.parametrize("form", [{"choice": ["yes", "a b"]}, {"regex": "yes|no"}, {"regex": "yes", "after": "e"}])
-    def test_forms(self, strange: Path, form: dict[str, Any]) -> None:
+    def test_forms(self, strange: Path) -> None:
+        forms: list[Any] = [{"choice": ["yes", "a b"]}, {"regex": "yes|no"}, {"regex": "yes", "after": "e"}]
+        params = [SamplingParams(structured_outputs=form, max_tokens=60, seed=3) for form in forms]
         with LLM(str(strange), max_model_len=200, device="cpu", use_tqdm=False) as llm:
-            params = SamplingParams(structured_outputs=form, max_tokens=190, seed=3)  # type: ignore[arg-type]
-            text = llm.generate([[5]], params)[0].outputs[0].text
-        assert "after" in form or text in ("yes", "no", "a b")
+            choice, regex, behind = (output["text"] for output in llm.generate([[5]] * 3, params, use_tqdm=False))
+        assert choice in ("yes", "a b") and regex in ("yes", "no") and behind
 
 
 def test_too_complex_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +313,7 @@ def test_too_complex_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LIMITS, "max_lexer_states", 50)
     form = StructuredOutputsParams(regex="[a-z]*a[a-z]{2000}")
     with LLM(str(tiny_checkpoint()), max_model_len=200, device="cpu", use_tqdm=False) as llm:
-        for seed in range(3):
+        for seed in range(2):
             params = SamplingParams(n=3, seed=seed, max_tokens=90, structured_outputs=form)
             answers = llm.generate([[5]], params)[0].outputs
             assert {answer.finish_reason for answer in answers} == {"abort"}

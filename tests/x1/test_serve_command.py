@@ -195,6 +195,7 @@ class TestStart:
             main(["inspect", "--host", "", "--no-browser"])
         assert "--host is empty" in capsys.readouterr().err
 
+    @pytest.mark.slow
     def test_a_model_that_is_not_there(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         for flag in ("--engine-process", "--no-engine-process"):
             assert "has no config.json" in self.fails(capsys, str(tmp_path), "--port", "0", flag)
