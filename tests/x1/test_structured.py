@@ -164,7 +164,9 @@ class TestEveryEngine:
             {"block_size": 4, "num_kv_blocks": 55, "max_num_batched_tokens": 9},
             {"max_num_seqs": 3, "max_num_batched_tokens": 17, "enable_prefix_caching": False},
             {"tensor_parallel_size": 2},
-            {"tensor_parallel_size": 2, "async_scheduling": False, "enforce_eager": True},
+            pytest.param(
+                {"tensor_parallel_size": 2, "async_scheduling": False, "enforce_eager": True}, marks=pytest.mark.slow
+            ),
         ],
         ids=str,
     )
