@@ -19,6 +19,7 @@ from folovllm.server.patience import PatientProtocol
 from folovllm.server.serve import Server, listen
 
 PATIENCE = 30.0  # seconds until a test gives up
+START = 120.0  # and until it gives up a server that is to start
 LOOK = 0.005  # seconds between two looks at what we wait for
 
 
@@ -55,7 +56,7 @@ class Background:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._ready.wait(PATIENCE)
+        assert self._ready.wait(START)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -225,6 +225,7 @@ class TestSweep:
         with pytest.raises(ValueError, match="answered nothing: status 400"):
             Sweep(too_long, [Point(rate=1.0)], Slo()).run_at(server.url, None, None)
 
+    @pytest.mark.slow
     def test_the_command_starts_its_own(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file, workload = tmp_path / "found.json", tmp_path / "small.jsonl"
         workload.write_text('{"prompt_len": 5, "output_len": 4}\n' * 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,8 +19,6 @@ from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.config import ServerConfig
-from folovllm.server.transport import ProcessTransport
 from folovllm.structured.guide import Guide
 from folovllm.structured.guides import Guides
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint, tiny_tokenizer
@@ -29,8 +26,8 @@ from tests.sequences import make_seq
 from tests.workloads import assert_nothing_left
 from tests.x1 import faulty
 from tests.x1.background import PATIENCE, Background
+from tests.x1.conftest import GUESSING
 
-GUESSING = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 STORY = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 16, "ignore_eos": True}
 VICTIM = {
     "prompt": "Once upon a time", "temperature": 0, "max_tokens": 20, "n": 2, "stop": ["@@"], "logprobs": 1,
@@ -53,14 +50,13 @@ SIDES = {
 
 @pytest.fixture(scope="module", params=["thread", "process"])
 def server(request: pytest.FixtureRequest) -> Iterator[Background]:
-    transport: Any = "thread"
-    if request.param == "process":
-        transport = ProcessTransport([sys.executable, "-m", "tests.x1.faulty"])
     with pytest.MonkeyPatch.context() as patch:
         faulty.install(patch.setattr)
-        with Background(ServerConfig(), transport, max_model_len=256, max_num_seqs=8, **GUESSING) as server:
-            server.is_process = request.param == "process"  # type: ignore[attr-defined]
-            yield server
+        if request.param == "process":
+            yield request.getfixturevalue("process_server")
+        else:
+            with Background(model=str(tiny_checkpoint()), max_model_len=256, max_num_seqs=8, **GUESSING) as server:
+                yield server
 
 
 def ask(server: Background, fields: dict[str, Any]) -> tuple[int, str]:
@@ -87,8 +83,10 @@ def ask(server: Background, fields: dict[str, Any]) -> tuple[int, str]:
     )
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_a_fault_at_one_request(server: Background, side: str) -> None:
+@pytest.mark.parametrize(
+    ("server", "side"), [("thread", "engine"), ("thread", "server"), ("process", "engine")], indirect=["server"]
+)
+def test_a_fault_at_one_request(server: Background, side: str, request: pytest.FixtureRequest) -> None:
     """Whole answers and streams that fail at all these calls, and between them others, which get their own texts."""
     right = ask(server, STORY)
     errors = itertools.cycle(faulty.ERRORS)
@@ -96,12 +94,15 @@ def test_a_fault_at_one_request(server: Background, side: str) -> None:
         VICTIM | {"stream": stream, "cache_salt": f"fault|{side}|{name}|{error}"}
         for (name, stream), error in zip(itertools.product(SIDES[side], [False, True]), errors, strict=False)
     ]
-    mixed = [fields for victim in victims for fields in (victim, STORY)]
+    mixed = [
+        fields for whole, stream in zip(victims[::2], victims[1::2], strict=True) for fields in (whole, STORY, stream)
+    ]
     with ThreadPoolExecutor(6) as clients:
         answers = list(clients.map(lambda fields: ask(server, fields), mixed))
-    assert set(answers[1::2]) == {right}, "who did nothing wrong is answered as ever"
-    unused = UNUSED if server.is_process else {*UNUSED, "decode"}  # type: ignore[attr-defined]
-    for victim, (status, said) in zip(victims, answers[::2], strict=True):
+    assert set(answers[1::3]) == {right}, "who did nothing wrong is answered as ever"
+    del answers[1::3]
+    unused = UNUSED if request.node.callspec.params["server"] == "process" else {*UNUSED, "decode"}
+    for victim, (status, said) in zip(victims, answers, strict=True):
         is_unused = side == "engine" and victim["cache_salt"].split("|")[2] in unused
         assert status == (200 if is_unused else 500), (
             f"{victim['cache_salt']} is the server's own fault: {status} {said}"

@@ -91,7 +91,7 @@ class Mirror:
 
 
 @pytest.mark.parametrize("milestone", ["m2", "m3", "m5", "m6"])
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_the_digest_is_what_the_engine_would_say(milestone: str, seed: int) -> None:
     """Tokens and ends are those of the finished outputs; the load is that of `stats()`, after each step."""

@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 
 from folovllm.server.app import build_app
 from folovllm.server.config import ServerConfig
+from tests.helpers import tiny_checkpoint
 from tests.x1.background import PATIENCE, Background, eventually
 
 FIELDS = {"prompt": "Once", "max_tokens": 2}
@@ -28,7 +29,7 @@ MEGABYTE = 1 << 20
 @pytest.fixture(scope="module", params=["uvloop", "asyncio"])
 def server(request: pytest.FixtureRequest) -> Iterator[Background]:
     config = ServerConfig(max_body_size=50_000, inspector=True)
-    with Background(config, loop=request.param, max_model_len=512) as server:
+    with Background(config, loop=request.param, model=str(tiny_checkpoint()), max_model_len=512) as server:
         yield server
         server.wait_until_idle()
 

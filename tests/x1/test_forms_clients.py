@@ -124,11 +124,11 @@ class TestDocuments:
     def test_parsed_by_many(self, server: Background) -> None:
         async def main() -> list[Any]:
             async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
-                asks = [client.chat.completions.parse(**chat(response_format=Fish, seed=i)) for i in range(16)]
+                asks = [client.chat.completions.parse(**chat(response_format=Fish, seed=i)) for i in range(6)]
                 return await asyncio.gather(*asks)
 
         fishes = [answer.choices[0].message.parsed for answer in asyncio.run(main())]
-        assert all(isinstance(fish, Fish) for fish in fishes) and len({fish.length for fish in fishes}) > 3
+        assert all(isinstance(fish, Fish) for fish in fishes) and len({fish.length for fish in fishes}) > 1
 
     def test_formats(self, client: OpenAI) -> None:
         text = client.chat.completions.create(**chat(response_format={"type": "text"}, max_tokens=5))
@@ -181,10 +181,9 @@ class TestDocuments:
 
 
 class TestTools:
-    @pytest.mark.parametrize("seed", range(4))
-    def test_required(self, client: OpenAI, seed: int) -> None:
+    def test_required(self, client: OpenAI) -> None:
         """Any of them, with arguments that are valid; whole and in a stream alike."""
-        asked = chat(tools=TOOLS, tool_choice="required", seed=seed, max_tokens=400)
+        asked = chat(tools=TOOLS, tool_choice="required", max_tokens=400)
         choice = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0]
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
         (call,) = choice.message.tool_calls or ()
@@ -215,13 +214,20 @@ class TestTools:
         assert len([c for c in chunks if c.choices[0].delta.tool_calls]) > 6, "arguments come as they are drawn"
         plain = client.chat.completions.create(**chat(tools=TOOLS, **exactly("No."))).choices[0]
         assert (plain.message.content, plain.finish_reason, plain.message.tool_calls) == ("No.", "stop", None)
-        none = client.chat.completions.create(**chat(tools=TOOLS, tool_choice="none", **exactly(two))).choices[0]
-        assert (none.message.content, none.message.tool_calls) == (two, None)
-        either = client.chat.completions.parse(**chat(response_format=Fish, max_tokens=400)).choices[0].message
-        assert either.parsed or either.tool_calls
+        call = '<tool_call>\n{"name": "now"}\n</tool_call>'
+        none = client.chat.completions.create(**chat(tools=TOOLS, tool_choice="none", **exactly(call))).choices[0]
+        assert (none.message.content, none.message.tool_calls) == (call, None)
+        schema = Fish.model_json_schema() | {"additionalProperties": False}
+        fish = {"type": "json_schema", "json_schema": {"name": "fish", "schema": schema}}
+        either = (
+            client.chat.completions.create(**chat(tools=TOOLS[:1], response_format=fish, seed=0)).choices[0].message
+        )
+        assert either.tool_calls or Fish.model_validate_json(either.content or "")
 
     def test_the_openai_way_to_stream(self, client: OpenAI) -> None:
-        with client.chat.completions.stream(**chat(tools=TOOLS, tool_choice="required", max_tokens=400)) as stream:
+        with client.chat.completions.stream(
+            **chat(tools=TOOLS[:1], tool_choice="required", parallel_tool_calls=False)
+        ) as stream:
             kinds = {event.type for event in stream}
             (choice,) = stream.get_final_completion().choices
         assert "tool_calls.function.arguments.delta" in kinds and choice.message.tool_calls
@@ -237,7 +243,7 @@ class TestTools:
                     stream = await client.chat.completions.create(**asked, stream=True)
                     return put_together([chunk async for chunk in stream])[2]
 
-                return await asyncio.gather(*map(one, range(8)))
+                return await asyncio.gather(*map(one, range(4)))
 
         assert set(asyncio.run(main())) == {"tool_calls"}
 
@@ -278,7 +284,7 @@ class TestThoughts:
         """A text that the model begins and a form from behind its thought; without the flag the tags are content."""
         begun = [*QUESTION, {"role": "assistant", "content": self.SAID[: -len("</think>\n\nSunny.")]}]
         more: Any = {"continue_final_message": True, "add_generation_prompt": False}
-        asked = chat(messages=begun, **exactly("</think>Sunny.", **more))
+        asked = chat(messages=begun, max_tokens=30, **exactly("</think>Sunny.", **more))
         message = OpenAI(base_url=f"{server.url}/v1", api_key="x").chat.completions.create(**asked).choices[0].message
         assert message.content == "</think>Sunny."
         free = client.chat.completions.create(**asked).choices[0]  # it never closes its thought

@@ -35,6 +35,7 @@ from tests.workloads import Request, serve
 needs_llguidance = pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
 LARGE = 151_936 if DEVICE == "cuda" else VOCAB_SIZE  # Qwen3's: masks of 19 KB a row
 NUM_SEQS = 40 if DEVICE == "cuda" else 12
+LONGEST = 45 if DEVICE == "cuda" else 24
 
 
 def engine(**overrides: Any) -> LLMEngine:
@@ -105,13 +106,15 @@ def scripted(**overrides: Any) -> tuple[LLMEngine, Script]:
 
 
 def written_and_free(count: int = NUM_SEQS + 8) -> list[Request]:
-    """Half of them with a form; answers of 1 to 45 tokens, so that batches take every width on their way down."""
+    """Half of them with a form; answers of 1 to `LONGEST` tokens, so that batches take every width on their way down."""
     rng = random.Random(5)
     requests = []
     for i, prompt in enumerate(prompts([rng.randrange(1, 40) for _ in range(count)], seed=6)):
         fields: dict[str, Any] = {"structured_outputs": FORM} if i % 2 else {}
         fields |= [{}, {"top_k": 20, "top_p": 0.9}, {"presence_penalty": 0.7}][i % 3]
-        params = SamplingParams(max_tokens=1 + rng.randrange(45), ignore_eos=True, temperature=0.9, seed=i, **fields)
+        params = SamplingParams(
+            max_tokens=1 + rng.randrange(LONGEST), ignore_eos=True, temperature=0.9, seed=i, **fields
+        )
         requests.append(Request(prompt, params))
     return requests
 

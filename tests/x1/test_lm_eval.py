@@ -17,7 +17,7 @@ from tests.x1.background import Background
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[eval]'")
 pytest.importorskip("tenacity", reason="lm-eval's API extra is not installed: pip install -e '.[eval]'")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the harness's own
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the harness's own
 
 MODEL = Path(__file__).parents[2] / "folovllm" / "assets" / "stories-5m"
 STARTS = (

@@ -18,10 +18,10 @@ from folovllm.server.config import ServerConfig
 from folovllm.server.transport import ThreadTransport
 from tests.helpers import tiny_checkpoint
 from tests.x1.background import PATIENCE, Background
+from tests.x1.conftest import ROOM
 from tests.x1.faulty import PanicException
 from tests.x1.scripted import HandTransport, ScriptedEngine
 
-ROOM = 16
 CHAT = '{"messages": [{"role": "user", "content": "a"}], "logprobs": true, '
 COMPLETION = '{"prompt": "a", '
 # (path, the body up to the number, its end, the field that the error names)
@@ -44,9 +44,12 @@ NUMBERS = [
 
 @pytest.fixture(scope="module", params=["thread", "process"])
 def server(request: pytest.FixtureRequest) -> Iterator[Background]:
-    config = ServerConfig(max_queued_requests=ROOM)
-    with Background(config, request.param, max_model_len=64, max_num_seqs=2) as server:
-        yield server
+    if request.param == "process":
+        yield request.getfixturevalue("process_server")
+    else:
+        config = ServerConfig(max_queued_requests=ROOM)
+        with Background(config, model=str(tiny_checkpoint()), max_model_len=256, max_num_seqs=2) as server:
+            yield server
 
 
 def post(server: Background, path: str, body: str) -> tuple[int, dict[str, Any]]:
@@ -62,8 +65,8 @@ def post(server: Background, path: str, body: str) -> tuple[int, dict[str, Any]]
 LISTS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": "a", "allowed_token_ids": [1] * 300_000}, "allowed_token_ids has 300000"),
     ("/v1/completions", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(70_000)}}, "logit_bias has 70000"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 70}, "at least 70 tokens"),
-    ("/tokenize", {"messages": [{"role": "user", "content": "a"}] * 70}, "at least 70 tokens"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 260}, "at least 260 tokens"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a"}] * 260}, "at least 260 tokens"),
     ("/detokenize", {"tokens": [5] * 1_100_000}, "tokens has 1100000"),
 ]
 

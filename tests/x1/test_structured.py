@@ -124,16 +124,16 @@ def texts(outputs: list[RequestOutput], i: int) -> list[str]:
     return [answer.text for answer in outputs[i].outputs]
 
 
-def test_200_random_schemas() -> None:
+def test_random_schemas() -> None:
     """At temperature 1 every answer that ends is valid, and nearly all end."""
     rng = random.Random(20)
-    schemas = [random_object(rng) for _ in range(200)]
-    asked = [SamplingParams(seed=i, max_tokens=400, structured_outputs={"json": s}) for i, s in enumerate(schemas)]  # type: ignore[arg-type]
-    with LLM(max_num_seqs=64, max_model_len=512, device="cpu", use_tqdm=False) as llm:
-        outputs = [output.outputs[0] for output in llm.generate(["JSON: "] * 200, asked, use_tqdm=False)]
+    schemas = [random_object(rng) for _ in range(40)]
+    asked = [SamplingParams(seed=i, max_tokens=250, structured_outputs={"json": s}) for i, s in enumerate(schemas)]  # type: ignore[arg-type]
+    with LLM(max_num_seqs=32, max_model_len=512, device="cpu", use_tqdm=False) as llm:
+        outputs = [output.outputs[0] for output in llm.generate(["JSON: "] * 40, asked, use_tqdm=False)]
     ended = [(schema, out) for schema, out in zip(schemas, outputs, strict=True) if out.finish_reason == "stop"]
-    assert len(ended) >= 190
-    assert len({out.text for _, out in ended}) > 150, "they hardly differ"
+    assert len(ended) >= 36
+    assert len({out.text for _, out in ended}) > 30, "they hardly differ"
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     for schema, out in ended:
         jsonschema.validate(json.loads(out.text), schema, cls=jsonschema.Draft202012Validator, format_checker=checker)
@@ -164,7 +164,9 @@ class TestEveryEngine:
             {"block_size": 4, "num_kv_blocks": 55, "max_num_batched_tokens": 9},
             {"max_num_seqs": 3, "max_num_batched_tokens": 17, "enable_prefix_caching": False},
             {"tensor_parallel_size": 2},
-            {"tensor_parallel_size": 2, "async_scheduling": False, "enforce_eager": True},
+            pytest.param(
+                {"tensor_parallel_size": 2, "async_scheduling": False, "enforce_eager": True}, marks=pytest.mark.slow
+            ),
         ],
         ids=str,
     )
@@ -180,7 +182,9 @@ class TestEveryEngine:
         rows = expected[6].outputs[0].logprobs
         assert rows is not None and len(rows) == len(expected[6].outputs[0].token_ids)
         assert any(next(iter(row.values())).rank > 2 for row in rows)
-        for mine, theirs in zip(answers(engine("m6"))[6].outputs[0].logprobs or [], rows, strict=True):
+        with engine("m6") as llm:
+            (again,) = llm.generate(INPUTS[6], MIXED[6], use_tqdm=False)
+        for mine, theirs in zip(again.outputs[0].logprobs or [], rows, strict=True):
             assert list(mine) == list(theirs)
 
 
@@ -218,35 +222,33 @@ class TestOthers:
         made.close()
         assert happened[:8] == ["forward", "draw", "forward", "draw", "_take_in", "forward", "draw", "_take_in"]
 
-    @pytest.mark.parametrize(
-        "fields", [{}, {"block_size": 4, "num_kv_blocks": 60, "max_num_batched_tokens": 11}], ids=str
-    )
-    def test_arrivals_and_aborts(self, fields: dict[str, Any]) -> None:
+    def test_arrivals_and_aborts(self) -> None:
         """Requests come and are aborted at any moment; what is left is answered as by the plain loop."""
 
         def run(milestone: str, **overrides: Any) -> tuple[dict[str, Any], LLM]:
             rng, llm, done = random.Random(3), engine(milestone, **overrides), {}
             for step in range(400):
-                if step < 120 and rng.random() < 0.3:
+                if step < 80 and rng.random() < 0.3:
                     params = rng.choice(MIXED)
                     llm.engine.add_request(f"r{step}", INPUTS[rng.randrange(len(INPUTS))], params, stream=False)
                 if rng.random() < 0.04 and llm.engine._output.requests:
-                    gone = [f"r{n}" for n in rng.sample(range(120), 40)]
+                    gone = [f"r{n}" for n in rng.sample(range(80), 27)]
                     llm.engine.abort_request(gone)
                 done |= {output.request_id: output for output in llm.engine.step()}
-                if step > 120 and not llm.engine.has_unfinished_requests():
+                if step > 80 and not llm.engine.has_unfinished_requests():
                     break
             assert not llm.engine.has_unfinished_requests()
             return done, llm
 
         plain, other = run("m2")
         other.close()
-        done, llm = run("m6", **fields)
-        common = [id_ for id_ in done if id_ in plain]
-        assert len(common) > 10
-        assert essence([done[id_] for id_ in common]) == essence([plain[id_] for id_ in common])
-        assert_clean(llm.engine)
-        llm.close()
+        for fields in ({}, {"block_size": 4, "num_kv_blocks": 60, "max_num_batched_tokens": 11}):
+            done, llm = run("m6", **fields)
+            common = [id_ for id_ in done if id_ in plain]
+            assert len(common) > 10
+            assert essence([done[id_] for id_ in common]) == essence([plain[id_] for id_ in common])
+            assert_clean(llm.engine)
+            llm.close()
 
     def test_nothing_is_left(self) -> None:
         with engine() as llm:
@@ -296,8 +298,8 @@ class TestCorners:
         assert dead.outputs[0].finish_reason == "abort"
         assert len(alive.outputs[0].token_ids) == 30
 
-    @pytest.mark.parametrize("milestone", ["m2", "m5", "m6", None])
-    def test_what_was_drawn_before_it_led_nowhere_is_kept(self, milestone: str | None) -> None:
+    @pytest.mark.parametrize("milestone", ["m2", "m5", "m6"])
+    def test_what_was_drawn_before_it_led_nowhere_is_kept(self, milestone: str) -> None:
         """Whichever step finds that no token is left: those that came before are part of the answer."""
         with engine(milestone) as llm:
             a, b = llm.tokenizer.encode("ab")
@@ -332,14 +334,15 @@ class TestCorners:
         monkeypatch.setattr(GuidanceMatcher, "advance", lambda self, token_id: False)
         assert one(llm, regex="[a-z]{9}").finish_reason == "abort"
 
-    @pytest.mark.parametrize("after", [" was", "as a"])
-    def test_from_behind_a_text(self, after: str) -> None:
+    def test_from_behind_a_text(self) -> None:
         """Free up to it, wherever tokens cut it; in that form from there."""
+        tags = [" was", "as a"]
+        params = [formed(regex="[0-9]{4}", after=after, temperature=0) for after in tags]
         with LLM(max_model_len=512, device="cpu", use_tqdm=False) as llm:
-            params = formed(regex="[0-9]{4}", after=after, temperature=0)
-            answer = llm.generate("Once upon a time, there", params, use_tqdm=False)[0].outputs[0]
-        thought, tag, number = answer.text.partition(after)
-        assert tag and re.fullmatch("[^0-9]* ?[0-9]{4}", thought + number), answer.text
+            outputs = llm.generate(["Once upon a time, there"] * 2, params, use_tqdm=False)
+        for after, output in zip(tags, outputs, strict=True):
+            thought, tag, number = output["text"].partition(after)
+            assert tag and re.fullmatch("[^0-9]* ?[0-9]{4}", thought + number), output["text"]
 
     @pytest.mark.parametrize("choices", [["é", "ü"], ["a", "ab", "abc"], ["x" * 40], ['say "no"\n', "🙂"]])
     def test_choices(self, llm: LLM, choices: list[str]) -> None:
@@ -397,7 +400,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=says):
             StructuredOutputsParams(**fields)
 
-    @settings(max_examples=150, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=100, suppress_health_check=list(HealthCheck))
     @given(form=st.one_of(NO_SCHEMAS.map(lambda s: {"json": s}), NO_PATTERNS.map(lambda s: {"regex": s}), NO_GRAMMARS))
     def test_nonsense(self, form: dict[str, Any]) -> None:
         """Whatever is asked for: it is taken, or refused in a sentence."""
