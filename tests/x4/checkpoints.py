@@ -24,9 +24,9 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def moe_checkpoint(family: str = "qwen3_moe") -> Path:
+def moe_checkpoint(family: str = "qwen3_moe", num_layers: int = 3) -> Path:
     """A random model of this family with its few experts."""
-    return tiny_checkpoint(family, **FAMILIES[family])
+    return tiny_checkpoint(family, num_hidden_layers=num_layers, **FAMILIES[family])
 
 
 def wide_checkpoint(num_layers: int) -> Path:
