@@ -15,7 +15,6 @@ from tests.workloads import serve
 from tests.x3.engines import Anything, guessing, make_engine, make_proposer, speculation_of
 from tests.x3.test_lossless import demanding_pair
 
-
 pytestmark = pytest.mark.slow
 
 
