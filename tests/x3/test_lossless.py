@@ -76,9 +76,7 @@ def demanding_pair(preset: str) -> Pair:
     return Pair.of(demanding(), max_num_seqs=6, **BLOCKS[preset])
 
 
-@pytest.mark.parametrize(
-    ("preset", "guesses"), [("m2", "often"), ("m5", "random"), ("m6", "right"), ("m6", "often"), ("m6", "random")]
-)
+@pytest.mark.parametrize(("preset", "guesses"), [("m2", "often"), ("m5", "random"), ("m6", "right"), ("m6", "often")])
 def test_all_that_a_draw_depends_on_is_kept_token_by_token(preset: str, guesses: str) -> None:
     pair = demanding_pair(preset)
     engine = pair.engine(guesses)
