@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +23,14 @@ from folovllm.kv_scales import FP8, UNSCALED, KVScales, decode, encode
 from folovllm.models.kv_scales import take_kv_scale
 from folovllm.sampling_params import SamplingParams
 from folovllm.worker.calibrate import centred_scales_of
+from folovllm.worker.native_model import load_sharded_model
 from tests import contract
 from tests.contract import CASES, Case, make_problem
 from tests.helpers import Driver, prompts, tiny_checkpoint
+from tests.m6.ranks import on_ranks
 from tests.workloads import Request, make_engine, mixed_requests, serve
+from tests.x2.quantized import write_quantized
+from tests.x2.test_quantized_weights import KINDS
 
 SCALES = KVScales(0.25, 0.03)  # one that moves exponents alone, and one that does not
 OFFSET = 10.0  # that all keys of these tests lose, more or less
@@ -96,7 +101,7 @@ def test_kernels_round_as_torch_does(dtype: torch.dtype, factor: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("case", "kind"), [*product(CASES[:8], ["unscaled", "scaled"]), (CASES[4], "with an offset")], ids=str
+    ("case", "kind"), [*product(CASES[:8], ["scaled"]), *product([CASES[4]], ["unscaled", "with an offset"])], ids=str
 )
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_stores_8_bits_and_attends_over_them(name: str, case: Case, kind: str, dtype: torch.dtype) -> None:
@@ -118,7 +123,7 @@ def test_a_backend_stores_8_bits_and_attends_over_them(name: str, case: Case, ki
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "offset"), [(32, False), (64, False), (32, True)])
+@pytest.mark.parametrize(("dim", "offset"), [(32, False), (64, True)])
 def test_the_kernels_that_prepare_and_store_at_once_agree(dtype: torch.dtype, dim: int, offset: bool) -> None:
     """Rotating and storing in one pass, and a decode that takes in the raw projection: the bytes that torch's way stores."""
     pytest.importorskip("triton", reason="Triton is for Linux only")
@@ -196,51 +201,71 @@ def test_what_keys_have_in_common_costs_nothing() -> None:
     assert error(KVScales(offset=common), common) <= 1.1 * near < error(UNSCALED, common) / 4
 
 
-@pytest.mark.parametrize("milestone", ["m2", "m3", "m4", "m5", "m6"])
-def test_all_milestones_answer_alike_from_8_bits(milestone: str) -> None:
-    """Whatever the batch, the blocks, preemptions and prefixes: the bytes are the same, and so are the tokens."""
-    model, requests = tiny_checkpoint(), mixed_requests(count=8)
-    alone = make_engine(model, milestone="m2", max_num_seqs=1, kv_cache_dtype="fp8_e4m3", calculate_kv_scales=True)
-    little = {} if milestone == "m2" else {"num_kv_blocks": 36, "block_size": 8}
-    together = make_engine(model, milestone=milestone, kv_cache_dtype="fp8", calculate_kv_scales=True, **little)
-    expected = [list(o.outputs[0].token_ids) for o in serve(alone, requests)]
-    got = [list(o.outputs[0].token_ids) for o in serve(together, requests, "random")]
-    assert got == expected
+def answers(model: Path, count: int, arrival: str = "at_once", **fields: Any) -> list[list[int]]:
+    """The tokens that an engine over 8 bits answers to requests of all kinds."""
+    engine = make_engine(model, kv_cache_dtype="fp8", **fields)
+    drawn = [list(o.outputs[0].token_ids) for o in serve(engine, mixed_requests(count=count), arrival)]
+    engine.close()
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    return answers(tiny_checkpoint(), 8, max_num_seqs=1, calculate_kv_scales=True)
+
+
+LITTLE = {"num_kv_blocks": 36, "block_size": 8}
 
 
 @pytest.mark.parametrize(
-    "cut", [{"tensor_parallel_size": 2}, {"max_num_batched_tokens": 7, "max_num_seqs": 2}], ids=["ranks", "small steps"]
+    ("milestone", "fields"),
+    [
+        ("m2", {}),
+        *((milestone, LITTLE) for milestone in ("m3", "m4", "m5", "m6")),
+        ("m5", {"max_num_batched_tokens": 7, "max_num_seqs": 2}),
+    ],
+    ids=["m2", "m3", "m4", "m5", "m6", "small steps"],
 )
-def test_scales_come_from_the_same_tokens(cut: dict[str, int]) -> None:
-    """A rank holds a part of the vocabulary, and a small step a part of the sequence: neither is looked at alone."""
-    drawn = []
-    for fields in ({}, cut):
-        engine = make_engine(
-            tiny_checkpoint(), milestone="m5", kv_cache_dtype="fp8", calculate_kv_scales=True, **fields
-        )
-        drawn.append([list(o.outputs[0].token_ids) for o in serve(engine, mixed_requests(count=4))])
-        engine.close()
-    assert drawn[0] == drawn[1]
+def test_all_milestones_answer_alike_from_8_bits(
+    milestone: str, fields: dict[str, int], alone: list[list[int]]
+) -> None:
+    """Whatever the batch, the blocks, preemptions and prefixes: the bytes are the same, and so are the tokens.
+
+    In small steps, too: the scales come from the same tokens, of which a small step would see a part.
+    """
+    assert answers(tiny_checkpoint(), 8, "random", milestone=milestone, calculate_kv_scales=True, **fields) == alone
 
 
-@pytest.mark.parametrize("kv", [{}, {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}], ids=["whole", "8 bits"])
-def test_all_layers_see_what_was_planned(kv: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_an_engine_of_two_processes(tmp_path: Path) -> None:
+    """Codes for weights and for K/V. A rank holds a part of the vocabulary: its scales do not come from that alone."""
+    model, _ = write_quantized(tiny_checkpoint(), tmp_path, *KINDS["fp8 tensor"])
+    fields: dict[str, Any] = {"milestone": "m6", "max_num_seqs": 8, "calculate_kv_scales": True}
+    assert answers(model, 4, tensor_parallel_size=2, **fields) == answers(model, 4, **fields)
+
+
+def test_all_layers_see_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A padded step is planned once. A layer's own copy of the backend, which has its scales, must know of it."""
     pytest.importorskip("triton", reason="Triton is for Linux only")
     from folovllm.worker import prompt_graphs
 
-    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    model, requests = tiny_checkpoint(), [Request(prompt, greedy) for prompt in prompts([1, 2, 20])]
-    monkeypatch.setattr(prompt_graphs, "rooms_for", lambda setup: [prompt_graphs.Room(32, 4)])
+    greedy = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    model = tiny_checkpoint(num_heads=2, num_kv_heads=1, num_hidden_layers=2)
+    requests = [Request(prompt, greedy) for prompt in prompts([1, 2, 9])]
+    monkeypatch.setattr(prompt_graphs, "rooms_for", lambda setup: [prompt_graphs.Room(16, 4)])
     used: list[object] = []
     graph = prompt_graphs.PromptGraphs.graph
     monkeypatch.setattr(
         prompt_graphs.PromptGraphs, "graph", lambda self, room: (used.append(room), graph(self, room))[1]
     )
+    fields: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 16,
+        "calculate_kv_scales": True,
+    }
     plain, recorded = (
-        make_engine(
-            model, milestone=milestone, attention_backend=backend, max_num_seqs=4, max_num_batched_tokens=32, **kv
-        )
+        make_engine(model, milestone=milestone, attention_backend=backend, kv_cache_dtype="fp8", **fields)
         for milestone, backend in (("m5", "torch_paged"), ("m6", "triton"))
     )
     expected = [list(o.outputs[0].token_ids) for o in serve(plain, requests)]
@@ -287,26 +312,22 @@ def test_each_scale_of_a_checkpoint_has_its_place(names: tuple[str, str]) -> Non
     assert found == [UNSCALED, KVScales(2.0, 3.0), UNSCALED], "keys' and values' in the layer that is named"
 
 
-@pytest.mark.parametrize("names", NAMES)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_checkpoints_scales_are_used(names: tuple[str, str], ranks: int, tmp_path: Path) -> None:
-    """Scales that lose all but the coarsest numbers change the answer; without 8 bits nobody looks at them."""
-    if ranks == 2 and names[0] != "self_attn.k_scale":
-        pytest.skip("ranks read all names alike")
-    scales = {f"model.layers.{i}.{name}": torch.tensor(300.0) for i in range(3) for name in names}
-    model, requests = with_tensors(scales, tmp_path / "scaled"), mixed_requests(count=3)
-
-    def answers(path: str, kv: str, ranks: int = 1) -> list[list[int]]:
-        engine = make_engine(Path(path), milestone="m5", kv_cache_dtype=kv, tensor_parallel_size=ranks)
-        drawn = [list(o.outputs[0].token_ids) for o in serve(engine, requests)]
-        engine.close()
-        return drawn
-
-    if ranks == 2:
-        assert answers(model, "fp8", ranks) == answers(model, "fp8")
-        return
-    plain = answers(str(tiny_checkpoint()), "auto")
-    assert answers(model, "auto") == plain and answers(model, "fp8") != plain
+def test_a_checkpoints_scales_are_used(tmp_path: Path) -> None:
+    """Scales that lose all but the coarsest numbers change the answer; without 8 bits nobody looks at them. Ranks have them."""
+    names = [NAMES[0], NAMES[1], (NAMES[2][0], NAMES[3][1])]  # each layer's in another way
+    scales = {f"model.layers.{i}.{name}": torch.tensor(300.0) for i, pair in enumerate(names) for name in pair}
+    path, requests = Path(with_tensors(scales, tmp_path / "scaled")), mixed_requests(count=3)
+    plain, whole = (
+        [list(o.outputs[0].token_ids) for o in serve(make_engine(model, milestone="m5"), requests)]
+        for model in (tiny_checkpoint(), path)
+    )
+    assert whole == plain and answers(path, 3, milestone="m5") != plain
+    setup = set_up(
+        EngineConfig(model=str(path), device="cpu", kv_cache_dtype="fp8", tensor_parallel_size=2, use_tqdm=False)
+    )
+    for model in on_ranks(2, lambda group: load_sharded_model(setup, group)):
+        layers: Any = model.model.layers
+        assert [layer.self_attn.attn.scales for layer in layers] == [KVScales(300.0, 300.0)] * 3
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.0), torch.tensor(float("nan")), torch.ones(2), torch.tensor(-1.0)])

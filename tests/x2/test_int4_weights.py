@@ -129,7 +129,7 @@ def test_the_fused_layers_of_m6_over_kernels(tmp_path: Path, monkeypatch: pytest
     from folovllm.models.fused_layer import few_token_layers
 
     monkeypatch.setattr(grouped, "on_gpu", lambda x: True)
-    monkeypatch.setattr(int4_matmul, "MANY", 12)
+    monkeypatch.setattr(int4_matmul, "MANY", 5)
     used: list[str] = []
     for module, name in ((int4_linear, "int4_linear"), (int4_matmul, "int4_matmul"), (int4_matmul, "unpacked")):
         kernel = getattr(module, name)
@@ -141,13 +141,13 @@ def test_the_fused_layers_of_m6_over_kernels(tmp_path: Path, monkeypatch: pytest
     ours = Driver(coded, "torch_paged", device=DEVICE, layers=few_token_layers(16))
     plain = Driver(floats, "torch_paged", device=DEVICE)
     assert all(layer.folded for layer in ours.model.model.layers)  # type: ignore[union-attr]
-    for pieces in ({0: [7]}, {0: [4], 1: [5, 9]}, {2: prompts([13])[0]}):
+    for pieces in ({0: [7]}, {0: [4], 1: [5, 9]}, {2: prompts([5])[0]}):
         used.clear()
         expected = plain.step(pieces)
         for seq, logits in ours.step(pieces).items():
             assert_logits_equal(logits, expected[seq])
         tokens = sum(map(len, pieces.values()))
-        assert set(used) == {"int4_linear" if tokens <= 2 else "int4_matmul" if tokens < 12 else "unpacked"}
+        assert set(used) == {"int4_linear" if tokens <= 2 else "int4_matmul" if tokens < 5 else "unpacked"}
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +157,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Workload]:
     return coded, answered(floats, mixed_requests(count=6))
 
 
-@pytest.mark.parametrize("milestone", ["m2", "m3", "m4", "m5", "m6"])
-def test_all_milestones_answer_alike(milestone: str, served: tuple[Path, Workload]) -> None:
+@pytest.mark.parametrize("milestone", ["m2", "m6"])
+def test_plain_and_fused_layers_answer_alike(milestone: str, served: tuple[Path, Workload]) -> None:
     model, load = served
     load.check(serve(make_engine(model, milestone=milestone), load.requests, "random"))
 

@@ -361,6 +361,7 @@ def test_the_command_tells_what_came_out(tmp_path: Path, capsys: pytest.CaptureF
     assert quality["agreement"] > 0.98 and quality["after"] == pytest.approx(quality["before"], rel=0.005)
 
 
+@pytest.mark.slow
 def test_gptq_is_better_than_rounding_on_a_real_model(tmp_path: Path) -> None:
     gptq, nearest = (
         quantize(

@@ -8,6 +8,7 @@ from tests.m6.traffic import assert_nothing_is_compiled_after_the_start, assert_
 from tests.x2.traffic import ENGINES
 
 
+@pytest.mark.slow
 def test_the_start_meets_every_variant() -> None:
     assert_the_start_meets_every_variant("tests.x2.traffic")
 

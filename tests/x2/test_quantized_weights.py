@@ -235,7 +235,7 @@ def test_the_fused_layers_of_m6_over_kernels(kind: str, tmp_path: Path, monkeypa
     from folovllm.models.fused_layer import few_token_layers
 
     monkeypatch.setattr(scaled, "on_gpu", lambda x: True)
-    monkeypatch.setattr(quant_matmul, "MANY", 12)
+    monkeypatch.setattr(quant_matmul, "MANY", 6)
     used: list[str] = []
     for module, name in ((quant_linear, "quant_linear"), (quant_matmul, "quant_matmul"), (quant_matmul, "unpacked")):
         kernel = getattr(module, name)
@@ -245,14 +245,14 @@ def test_the_fused_layers_of_m6_over_kernels(kind: str, tmp_path: Path, monkeypa
     ours = Driver(coded, "torch_paged", device=DEVICE, layers=few_token_layers(16))
     plain = Driver(floats, "torch_paged", device=DEVICE)
     assert all(layer.folded for layer in ours.model.model.layers)  # type: ignore[union-attr]
-    batches: list[dict[int, list[int]]] = [{0: [7]}, {0: [4], 1: [2]}, {1: prompts([7])[0]}, {2: prompts([13])[0]}]
-    for pieces in batches if kind == "blocks" else batches[1:3]:
+    batches: list[dict[int, list[int]]] = [{0: [4], 1: [2]}, {1: prompts([5])[0]}, {2: prompts([6])[0]}]
+    for pieces in batches if kind == "blocks" else batches[:2]:
         used.clear()
         expected = plain.step(pieces)
         for seq, logits in ours.step(pieces).items():
             assert_logits_equal(logits, expected[seq])
         tokens = sum(map(len, pieces.values()))
-        assert set(used) == {"quant_linear" if tokens <= 4 else "quant_matmul" if tokens < 12 else "unpacked"}
+        assert set(used) == {"quant_linear" if tokens <= 4 else "quant_matmul" if tokens < 6 else "unpacked"}
 
 
 def test_what_was_folded_into_earlier_weights_is_forgotten(tmp_path: Path) -> None:
@@ -274,8 +274,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Workload]:
     return coded, answered(floats, mixed_requests(count=6))
 
 
-@pytest.mark.parametrize("milestone", ["m2", "m3", "m4", "m5", "m6"])
-def test_all_milestones_answer_alike(milestone: str, served: tuple[Path, Workload]) -> None:
+@pytest.mark.parametrize("milestone", ["m2", "m6"])
+def test_plain_and_fused_layers_answer_alike(milestone: str, served: tuple[Path, Workload]) -> None:
     model, load = served
     load.check(serve(make_engine(model, milestone=milestone), load.requests, "random"))
 
@@ -287,16 +287,6 @@ def test_ranks_hold_their_parts_of_codes_and_scales(kind: str, tmp_path: Path) -
         quantize, config = quantize_8(E4M3, "weight_scale_inv", (8, 8)), FP8_BLOCKS | {"weight_block_size": [8, 8]}
     coded, _ = write_quantized(tiny_checkpoint("qwen3"), tmp_path, quantize, config)
     assert_ranks_hold_their_parts(coded)
-
-
-def test_an_engine_of_two_processes(served: tuple[Path, Workload], tmp_path: Path) -> None:
-    load = served[1]
-    model, _ = write_quantized(tiny_checkpoint("qwen3"), tmp_path, *KINDS["fp8 tensor"])
-    fields: dict[str, Any] = {"milestone": "m6", "max_num_seqs": 8}
-    one, two = (make_engine(model, tensor_parallel_size=size, **fields) for size in (1, 2))
-    expected, got = ([list(o.outputs[0].token_ids) for o in serve(e, load.requests[:3])] for e in (one, two))
-    two.close()
-    assert got == expected
 
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 channel", "int8 packed"])

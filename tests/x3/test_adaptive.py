@@ -28,7 +28,7 @@ from tests.x3.guessing_loop import Clock, NoForms
 COMMON: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 2, "use_tqdm": False}
 STORY = "<|im_start|>user\nTell me a story about Lily and a red kite.<|im_end|>\n<|im_start|>assistant\n"
 PROMPTS = ["Lily has a red kite. Tom has a red kite. Anna has a red", STORY]
-PARAMS = [SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True) for t in (0.0, 0.8)]
+PARAMS = [SamplingParams(temperature=t, seed=3, max_tokens=16, ignore_eos=True) for t in (0.0, 0.8)]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def answers(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "ngram+draft_model"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "ngram+draft_model"])
 def test_each_method_writes_the_same_text(plain: list[list[int]], method: str) -> None:
     model = {"model": "stories-draft"} if "draft" in method else {}
     config = {"method": method, "num_speculative_tokens": 3, "adaptive": method == "ngram", **model}
@@ -56,7 +56,7 @@ def test_each_method_writes_the_same_text(plain: list[list[int]], method: str) -
         )
 
 
-@pytest.mark.parametrize("milestone", ["m2", "m5", "m6"])
+@pytest.mark.parametrize("milestone", ["m2", "m6"])
 def test_the_cost_of_steps_is_measured(milestone: str) -> None:
     config = {"method": "ngram", "num_speculative_tokens": 3}
     with LLM("stories-5m", milestone=milestone, **COMMON, speculative_config=config) as llm:
@@ -116,8 +116,7 @@ def test_a_step_in_a_rest_or_behind_it_takes_its_own_time_alone(ahead: int, num_
     assert len(depth.seconds) >= 5
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-@pytest.mark.parametrize("longest", [2, 8])
+@pytest.mark.parametrize(("method", "longest"), [("ngram", 2), ("draft_model", 2), ("draft_model", 8)])
 def test_more_guesses_than_the_context_has_room_for(method: str, longest: int) -> None:
     config = {"method": method, "num_speculative_tokens": 16}
     if method == "draft_model":
@@ -195,7 +194,7 @@ def test_each_step_on_a_cpu_is_charged_with_its_own_time(monkeypatch: pytest.Mon
         monkeypatch.setattr(llm.engine.executor, "submit", timed)
         monkeypatch.setattr(depth, "observe_step", note)
         monkeypatch.setattr(depth, "choose", lambda seq_ids: [3 * (len(heard) % 5 < 3)] * len(seq_ids))
-        llm.generate(["one two one two one two one two"], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        llm.generate(["one two one two one two one two"], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     assert {num_tokens for num_tokens, _ in heard} >= {1, 4}, "plain steps, and such with guesses"
     wrong = {(n, seconds) for n, seconds in heard if seconds != pytest.approx(1.0 + 0.25 * n)}
     assert not wrong, "tokens of a step, and the seconds that it is said to have taken"

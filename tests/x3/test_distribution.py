@@ -13,7 +13,7 @@ from tests.x3.engines import guessing, make_engine, speculation_of
 
 LETTERS = [int(id_) for id_ in tiny_tokenizer().encode("abcd")]
 ANSWERS = 128  # of one request
-REQUESTS = 8
+REQUESTS = 4
 
 
 class Stubborn(Proposer):

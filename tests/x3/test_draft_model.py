@@ -53,8 +53,7 @@ def state(seq_id: int, tokens: list[int], spec: DrawSpec) -> RowState:
     return RowState(seq_id, np.array(tokens, np.int32), 1, spec)
 
 
-@pytest.mark.parametrize("by_name", [False, True], ids=["tokens", "names"])
-@pytest.mark.parametrize("how", DRAWS)
+@pytest.mark.parametrize(("how", "by_name"), [("greedy", False), ("seeded", True)], ids=["tokens", "names"])
 def test_guesses_are_what_the_model_writes(alone: LLM, how: str, by_name: bool) -> None:
     """Texts grow by part of the guess and a token of another's; some are not asked, some are short of blocks."""
     rng, proposer = Random(3), draft(num_blocks=24, by_name=by_name)
@@ -105,8 +104,7 @@ def test_no_guess_beyond_the_context() -> None:
     assert proposer.propose(state(0, [1] * (LENGTH - 1), DRAWS["greedy"]), 3) == []
 
 
-@pytest.mark.parametrize("milestone", ["m3", "m6"])
-@pytest.mark.parametrize("method", ["draft_model", "ngram+draft_model"])
+@pytest.mark.parametrize(("milestone", "method"), [("m3", "draft_model"), ("m6", "ngram+draft_model")])
 def test_a_closed_engine_holds_no_weights_of_its_draft(
     milestone: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """The suffix automaton against plain searches, and what is guessed with it."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folovllm.spec import automaton
@@ -45,6 +45,7 @@ class TestAutomaton:
         text = automaton_of([5, 1, 5, 2, 5, 1, 5])
         assert text.following(text.follow(NOWHERE, 5)) == {1: 2, 2: 1}, "1 followed 5 twice, 2 once"
 
+    @settings(max_examples=40)
     @given(Texts, Texts)
     def test_repeats_and_counts_equal_a_search(self, first: list[int], second: list[int]) -> None:
         text, grown = first + second, automaton_of(first, second)
@@ -166,6 +167,7 @@ class TestMostFrequent:
 
 
 class TestPastAnswers:
+    @settings(max_examples=40)
     @given(st.lists(st.lists(st.integers(0, 5), max_size=12), max_size=12))
     def test_memory_is_bounded_and_the_latest_are_kept(self, answers: list[list[int]]) -> None:
         past, capacity = PastAnswers(10), 10
@@ -176,6 +178,7 @@ class TestPastAnswers:
         assert max(kept) <= capacity
         assert sum(kept) >= min(total, capacity)
 
+    @settings(max_examples=40)
     @given(
         st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.lists(st.integers(0, 5), max_size=12)), max_size=12)
     )

@@ -4,5 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.x2.traffic import MODEL
+
 GUESSES = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}
-ENGINES: dict[str, dict[str, Any]] = {"m6": {"speculative_config": GUESSES}}
+ENGINES: dict[str, dict[str, Any]] = {"m6": MODEL | {"speculative_config": GUESSES}}

@@ -60,7 +60,7 @@ def blocks_add_up(kv: Any, holders: Any) -> None:
         assert gone * kv.block_size <= max(0, seq.num_computed_tokens - kv.window + 1)
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 1 << 30), num_blocks=st.integers(14, 30), block_size=st.integers(1, 4), k=st.integers(0, 5),
     budget=st.integers(4, 30), window=st.integers(2, 9), caching=st.booleans(),
@@ -74,7 +74,7 @@ def test_nothing_in_sight_is_given_away(
     loop.run(longest=min(40, num_blocks * block_size))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 1 << 30), block_size=st.integers(1, 4), k=st.integers(0, 5), budget=st.integers(4, 20),
     window=st.integers(2, 20), caching=st.booleans(), collides=st.booleans(),

@@ -41,10 +41,10 @@ def test_a_story_is_told(llm: LLM) -> None:
     """With the tokenizer that all embedded models share."""
     (output,) = llm.chat(
         [{"role": "user", "content": "Tell me a story about Lily and a red kite."}],
-        SamplingParams(temperature=0.0, max_tokens=300),
+        SamplingParams(temperature=0.0, max_tokens=80),
     )
-    answer = output.outputs[0]
-    assert answer.finish_reason == "stop" and "Lily" in answer.text and "red kite" in answer.text
+    (answer,) = output.outputs
+    assert "Lily" in answer.text and "red kite" in answer.text
 
 
 def test_no_expert_idles(llm: LLM) -> None:

@@ -17,11 +17,12 @@ from tests.x2.test_fp8_cache import SCALES, in_8_bits, read_back
 
 SEQS = ((7, 1), (16, 1), (40, 1), (99, 1), (0, 5), (3, 37), (19, 4), (70, 50))  # decodes first; chunks in the middle
 CASES = (
-    *(Case(f"window {window}", SEQS, window=window) for window in (1, 16, 17, 45)),
-    Case("one that nobody reaches", SEQS, window=500),
-    Case("blocks of 4", SEQS, block_size=4, window=9),
-    Case("blocks of 256", ((300, 1), (290, 30)), block_size=256, window=33),
-    Case("a decode in many chunks", ((400, 1),), block_size=4, window=201),
+    Case("window 45, two KV heads", SEQS, window=45),
+    *(Case(f"window {window}", SEQS, 2, 1, window=window) for window in (1, 16, 17)),
+    Case("one that nobody reaches", SEQS, 2, 1, window=500),
+    Case("blocks of 4", SEQS, 2, 1, block_size=4, window=9),
+    Case("blocks of 256", ((300, 1), (290, 12)), 2, 1, block_size=256, window=33),
+    Case("a decode in many chunks", ((400, 1),), 2, 1, block_size=4, window=201),
 )
 
 
@@ -33,7 +34,7 @@ def test_a_token_sees_its_window_and_nothing_before_it(name: str, case: Case) ->
 
 @pytest.mark.parametrize("name", ["torch_paged", "triton"])
 def test_over_a_cache_in_8_bits(name: str) -> None:
-    case = CASES[2]
+    case = CASES[3]
     config = contract.make_backend(name, case, torch.float32).config
     whole = make_backend(name, replace(config, kv_dtype=FP8))
     backend, p = whole.of_layer(SCALES, case.window), make_problem(config, case)

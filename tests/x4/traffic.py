@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.x4.checkpoints import moe_checkpoint, wide_checkpoint
 
-MODEL = {"model": str(moe_checkpoint("qwen2_moe")), "dtype": "float16"}  # 6 experts, of which a token asks 3
+MODEL = {"model": str(moe_checkpoint("qwen2_moe", 2)), "dtype": "float16"}  # 6 experts, of which a token asks 3
 ENGINES: dict[str, dict[str, Any]] = {
     "m6": MODEL,
     "no graphs": MODEL | {"enforce_eager": True},
