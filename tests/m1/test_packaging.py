@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import re
-import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -42,10 +41,6 @@ class TestInstallation:
     def test_no_address_of_an_index_is_built_in(self, file: str) -> None:
         assert not re.search(r"index-url|find-links|https?://", (ROOT / file).read_text())
 
-    def test_importing_the_package_loads_neither_torch_nor_triton(self) -> None:
-        code = "import sys, folovllm; print(sorted({'torch', 'triton', 'transformers', 'numpy'} & set(sys.modules)))"
-        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
-
 
 class TestReadme:
     text = (ROOT / "README.md").read_text()
@@ -75,12 +70,12 @@ def book() -> ModuleType:
 PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if not page.match("*.zh.md"))]
 COMPUTED = {
     "shapes.md": pytest.mark.m3,
-    "builders.md": pytest.mark.m6,
+    "builders.md": [pytest.mark.m6, pytest.mark.slow],
     "1_offline_inference.md": pytest.mark.m6,
     "2_continuous_batching.md": pytest.mark.m6,
     "4_kernels.md": pytest.mark.m6,
     "6_speed_and_scale.md": pytest.mark.m6,
-    "x4_experts.md": pytest.mark.x4,
+    "x4_experts.md": [pytest.mark.x4, pytest.mark.slow],
 }  # pages whose numbers come from a run of later milestones' functions
 
 

@@ -56,7 +56,7 @@ def test_default_params_sample() -> None:
 def test_the_progress_bar_shows_both_speeds(capsys: pytest.CaptureFixture[str]) -> None:
     from folovllm import LLM, SamplingParams
 
-    LLM(MODEL, use_tqdm=False).generate("Hello", SamplingParams(max_tokens=150, ignore_eos=True))
+    LLM(MODEL, use_tqdm=False).generate("Hello", SamplingParams(max_tokens=40, ignore_eos=True))
     shown = capsys.readouterr().err
     assert "Generating" in shown and "1/1" in shown
     assert "prefill=" in shown and "decode=" in shown and "tok/s" in shown
