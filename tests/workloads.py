@@ -150,6 +150,15 @@ def serve(
     )
 
 
+def check_runs(engine: LLMEngine) -> None:
+    """It serves both kinds of requests, in each way to submit them, one after another, with M1's answers."""
+    for seed, (kind, arrival) in enumerate(
+        (("seeded", "at_once"), ("greedy", "one_by_one"), ("greedy", "random_steps"))
+    ):
+        expected = workload(kind, 16)
+        expected.check(serve(engine, expected.requests, arrival, seed))
+
+
 def assert_nothing_left(engine: LLMEngine) -> None:
     """No request, no queue and no cache is held."""
     stats = engine.stats()

@@ -343,7 +343,10 @@ class TestBadInput:
     [
         {"milestone": "m2"},
         pytest.param({"milestone": "m6"}, marks=pytest.mark.m6),
-        pytest.param({"milestone": "m6", "async_scheduling": False, "tensor_parallel_size": 2}, marks=pytest.mark.m6),
+        pytest.param(
+            {"milestone": "m6", "async_scheduling": False, "tensor_parallel_size": 2},
+            marks=[pytest.mark.m6, pytest.mark.slow],
+        ),
     ],
 )
 def test_a_scheduler_that_lets_nobody_in(model: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

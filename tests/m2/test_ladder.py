@@ -99,6 +99,7 @@ def test_a_limit_leaves_a_partial_rung(tmp_path: Path) -> None:
     assert result.runs[0].partial and "of the roofline" not in result.runs[0].metrics
 
 
+@pytest.mark.slow
 def test_the_reference_runs_without_the_learners_code(
     workload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +114,7 @@ def test_the_reference_runs_without_the_learners_code(
     assert [run.name for run in both.runs] == ["m1 reference", "m1 mine"]
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_reference_is_told(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="unknown workload"):
         bench_reference(Plan(rungs("m1", common()), str(tmp_path / "absent.jsonl")))

@@ -15,7 +15,7 @@ from folovllm.engine.scheduler import preempt
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
-from tests.workloads import ARRIVALS, KINDS, MAX_MODEL_LEN, assert_nothing_left, make_engine, serve, workload
+from tests.workloads import MAX_MODEL_LEN, assert_nothing_left, check_runs, make_engine, serve, workload
 
 BLOCK = 4
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -67,18 +67,23 @@ def test_a_shared_block_counts_once() -> None:
     assert_nothing_left(served)
 
 
-@pytest.mark.parametrize("arrival", ARRIVALS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_those_of_m1(kind: str, arrival: str) -> None:
-    load = workload(kind)
-    load.check(serve(engine(), load.requests, arrival))
+def test_answers_are_those_of_m1() -> None:
+    check_runs(engine())
 
 
-@pytest.mark.parametrize("budget", [1, 3, 16, 33, 64])
-@pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("arrival", ["at_once", "random_steps"])
-def test_chunks_of_every_size(budget: int, caching: bool, arrival: str) -> None:
-    load = workload("seeded", count=12)
+@pytest.mark.parametrize(
+    ("arrival", "caching", "budget"),
+    [
+        ("at_once", False, 1),  # the least
+        ("at_once", True, 1),
+        ("random_steps", True, 3),  # less than a block
+        ("random_steps", False, 16),  # whole blocks
+        ("at_once", True, 33),  # a token more
+        ("at_once", False, 64),  # most prompts at once
+    ],
+)
+def test_chunks_of_every_size(arrival: str, caching: bool, budget: int) -> None:
+    load = workload("seeded", 16)
     served = engine(max_num_batched_tokens=budget, enable_prefix_caching=caching)
     served.history = []
     load.check(serve(served, load.requests, arrival))
@@ -86,7 +91,7 @@ def test_chunks_of_every_size(budget: int, caching: bool, arrival: str) -> None:
 
 
 def test_the_threshold_holds_for_every_share() -> None:
-    load, served = workload("greedy"), engine(long_prefill_token_threshold=5)
+    load, served = workload("greedy", 16), engine(long_prefill_token_threshold=5)
     served.history = []
     load.check(serve(served, load.requests))
     assert max(n for step in served.history for *_, n in step.shares) == 5
@@ -167,8 +172,7 @@ class TestPrefixes:
         assert served.prefix_cache_stats().tokens_hit == 3 * BLOCK
 
 
-@pytest.mark.parametrize("num_kv_blocks", [34, 40, 60])
-@pytest.mark.parametrize("budget", [9, 40])
+@pytest.mark.parametrize(("num_kv_blocks", "budget"), [(34, 9), (40, 40), (60, 9)])
 def test_pools_small_enough_to_evict_and_preempt_all_the_time(num_kv_blocks: int, budget: int) -> None:
     rng = random.Random(num_kv_blocks)
     heads = prompts([20, 33], seed=7)
