@@ -69,12 +69,12 @@ def book() -> ModuleType:
 
 PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if not page.match("*.zh.md"))]
 COMPUTED = {
-    "shapes.md": pytest.mark.m3,
+    "shapes.md": [pytest.mark.m3, pytest.mark.slow],
     "builders.md": [pytest.mark.m6, pytest.mark.slow],
-    "1_offline_inference.md": pytest.mark.m6,
+    "1_offline_inference.md": [pytest.mark.m6, pytest.mark.slow],
     "2_continuous_batching.md": pytest.mark.m6,
     "4_kernels.md": pytest.mark.m6,
-    "6_speed_and_scale.md": pytest.mark.m6,
+    "6_speed_and_scale.md": [pytest.mark.m6, pytest.mark.slow],
     "x4_experts.md": [pytest.mark.x4, pytest.mark.slow],
 }  # pages whose numbers come from a run of later milestones' functions
 
