@@ -150,11 +150,12 @@ def serve(
     )
 
 
-def check_runs(engine: LLMEngine) -> None:
-    """It serves both kinds of requests, in each way to submit them, one after another, with M1's answers."""
-    for seed, (kind, arrival) in enumerate(
-        (("seeded", "at_once"), ("greedy", "one_by_one"), ("greedy", "random_steps"))
-    ):
+AT_ONCE, ONE_BY_ONE, RANDOM_STEPS = RUNS = ("seeded", "at_once"), ("greedy", "one_by_one"), ("greedy", "random_steps")
+
+
+def check_runs(engine: LLMEngine, *runs: tuple[str, str]) -> None:
+    """It serves such requests, submitted so, one run after another, with M1's answers. If none is named, all runs."""
+    for seed, (kind, arrival) in enumerate(runs or RUNS):
         expected = workload(kind, 16)
         expected.check(serve(engine, expected.requests, arrival, seed))
 

@@ -1,14 +1,18 @@
 """Whoever shares a batch with a request, it gets the answer that M1 gives it alone."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.helpers import tiny_checkpoint
-from tests.workloads import check_runs, make_engine, mixed_requests, serve, workload
+from tests.workloads import AT_ONCE, RANDOM_STEPS, RUNS, check_runs, make_engine, mixed_requests, serve, workload
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 8, 64])
-def test_output_equals_m1(max_num_seqs: int) -> None:
-    check_runs(make_engine(tiny_checkpoint(), max_num_seqs=max_num_seqs))
+@pytest.mark.parametrize(
+    ("max_num_seqs", "runs"), [(1, [RANDOM_STEPS]), (2, [RANDOM_STEPS]), (8, RUNS), (64, [AT_ONCE])], ids=str
+)
+def test_output_equals_m1(max_num_seqs: int, runs: Sequence[tuple[str, str]]) -> None:
+    check_runs(make_engine(tiny_checkpoint(), max_num_seqs=max_num_seqs), *runs)
 
 
 def test_the_batch_is_filled_and_never_overfilled() -> None:
