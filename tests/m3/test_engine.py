@@ -35,7 +35,7 @@ LONGEST = 84  # tokens of the longest request of the workloads: 60 of prompt, 24
 )
 def test_output_equals_m1_whatever_the_blocks(block_size: int, runs: Sequence[tuple[str, str]]) -> None:
     """The largest is larger than the context."""
-    engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=block_size)
+    engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=block_size, max_num_seqs=16)
     check_runs(engine, *runs)
     assert engine.stats().preemptions == 0
 
@@ -114,7 +114,7 @@ def long_answers() -> dict[int, tuple[list[int], torch.Tensor]]:
 def test_around_a_block_boundary(prompt: int, long_answers: dict[int, tuple[list[int], torch.Tensor]]) -> None:
     """Prompts of a block less one, one and one more; answers that end on a block's last slot and beside it."""
     (ids,), (tokens, logits) = prompts([prompt]), long_answers[prompt]
-    engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=16)
+    engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=16, max_num_seqs=2)
     for answer in (1, 2, 15, 16, 17, 18):
         engine.add_request("r", ids, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True))
         blocks, output = [], None
@@ -201,7 +201,9 @@ def test_other_families_and_backends() -> None:
     for family in ("llama", "qwen2", "mistral"):
         expected = workload("greedy", count=4, family=family)
         for backend in ("torch_paged", "torch_naive"):
-            engine = make_engine(expected.model, milestone="m3", block_size=4, attention_backend=backend)
+            engine = make_engine(
+                expected.model, milestone="m3", block_size=4, max_num_seqs=4, attention_backend=backend
+            )
             expected.check(serve(engine, expected.requests))
 
 
