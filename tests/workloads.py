@@ -150,6 +150,16 @@ def serve(
     )
 
 
+AT_ONCE, ONE_BY_ONE, RANDOM_STEPS = RUNS = ("seeded", "at_once"), ("greedy", "one_by_one"), ("greedy", "random_steps")
+
+
+def check_runs(engine: LLMEngine, *runs: tuple[str, str]) -> None:
+    """It serves such requests, submitted so, one run after another, with M1's answers. If none is named, all runs."""
+    for seed, (kind, arrival) in enumerate(runs or RUNS):
+        expected = workload(kind, 16)
+        expected.check(serve(engine, expected.requests, arrival, seed))
+
+
 def assert_nothing_left(engine: LLMEngine) -> None:
     """No request, no queue and no cache is held."""
     stats = engine.stats()

@@ -28,7 +28,7 @@ from tests.inspector.test_recording import key_of, keyframe, state_of, tokens_of
 from tests.m5.test_events import World, engine
 from tests.x1.background import PATIENCE, Background, eventually
 
-BOTH = pytest.mark.parametrize("transport", ["thread", "process"])
+BOTH = ["thread", pytest.param("process", marks=pytest.mark.slow)]
 TIGHT = {"model": str(tiny_checkpoint()), "device": "cpu", "block_size": 4, "num_kv_blocks": 16, "max_model_len": 48}
 TIGHT |= {"max_num_seqs": 4, "max_num_batched_tokens": 16, "milestone": "m5"}
 
@@ -77,6 +77,13 @@ def looking(server: Background, **options: Any) -> Iterator[Looker]:
         looker.close()
 
 
+@pytest.fixture(scope="module", params=BOTH)
+def server(request: pytest.FixtureRequest) -> Iterator[Background]:
+    """Each test leaves it idle, and nobody looks any more."""
+    with Background(ServerConfig(inspector=True, inspector_host=["gpu-box"]), request.param, **TIGHT) as server:
+        yield server
+
+
 def ask(server: Background, prompt: list[int], max_tokens: int = 6) -> list[int]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0}
@@ -106,9 +113,8 @@ def replayed(found: Recording) -> Watcher:
     return watcher
 
 
-@BOTH
-def test_the_stream_is_a_recording(transport: str) -> None:
-    with Background(ServerConfig(inspector=True), transport, **TIGHT) as server, looking(server) as looker:
+def test_the_stream_is_a_recording(server: Background) -> None:
+    with looking(server) as looker:
         assert looker.response.status == 200
         assert looker.response.headers["content-type"].startswith("text/event-stream")
         looker.read_until(lambda line: line.startswith('["key"'))
@@ -125,9 +131,8 @@ def test_the_stream_is_a_recording(transport: str) -> None:
         assert {ev.PrefixHit, ev.BlockPublished, ev.TableFreed} <= kinds
 
 
-@BOTH
-def test_who_joins_later_begins_there_and_the_first_goes_on(transport: str) -> None:
-    with Background(ServerConfig(inspector=True), transport, **TIGHT) as server, looking(server) as first:
+def test_who_joins_later_begins_there_and_the_first_goes_on(server: Background) -> None:
+    with looking(server) as first:
         first.read_until(lambda line: line.startswith('["key"'))
         ask(server, [1] * 9)
         first.read_until(finished(1))
@@ -187,40 +192,37 @@ class TestWhoMayLook:
                 assert looker.response.status == 200 and '"needs_key":true' in page
                 assert "default-src 'none'" in looker.response.headers["content-security-policy"]
 
-    def test_names_that_are_not_ours_and_pages_of_others(self) -> None:
-        config = ServerConfig(inspector=True, inspector_host=["gpu-box"])
-        with Background(config, **TIGHT) as server:
-            for path in ("/inspector", "/inspector/events", "/inspector/static/main.js"):
-                for headers, status in (
-                    ({"Host": "evil.example"}, 403),
-                    ({"Host": "evil.example:8000"}, 403),
-                    ({"Host": "127.0.0.1.evil.example"}, 403),
-                    ({"Host": ""}, 403),
-                    ({"Host": "GPU-box:80"}, 200),
-                    ({"Host": "localhost:80"}, 200),
-                    ({"Host": "192.168.1.7"}, 200),
-                    ({"Host": "[::1]:80"}, 200),
-                    ({"Host": "localhost:80", "Origin": "http://localhost:80"}, 200),
-                    ({"Host": "localhost:80", "Origin": "http://evil.example"}, 403),
-                    ({"Host": "localhost:80", "Origin": "null"}, 403),
-                ):
-                    with looking(server, path=path, **headers) as looker:
-                        assert looker.response.status == status, (path, headers)
+    def test_names_that_are_not_ours_and_pages_of_others(self, server: Background) -> None:
+        for path in ("/inspector", "/inspector/events", "/inspector/static/main.js"):
+            for headers, status in (
+                ({"Host": "evil.example"}, 403),
+                ({"Host": "evil.example:8000"}, 403),
+                ({"Host": "127.0.0.1.evil.example"}, 403),
+                ({"Host": ""}, 403),
+                ({"Host": "GPU-box:80"}, 200),
+                ({"Host": "localhost:80"}, 200),
+                ({"Host": "192.168.1.7"}, 200),
+                ({"Host": "[::1]:80"}, 200),
+                ({"Host": "localhost:80", "Origin": "http://localhost:80"}, 200),
+                ({"Host": "localhost:80", "Origin": "http://evil.example"}, 403),
+                ({"Host": "localhost:80", "Origin": "null"}, 403),
+            ):
+                with looking(server, path=path, **headers) as looker:
+                    assert looker.response.status == status, (path, headers)
 
-    def test_files_outside_are_not_there(self) -> None:
-        with Background(ServerConfig(inspector=True), **TIGHT) as server:
-            for name in ("../page.py", "%2e%2e/page.py", "..%2fpage.py", "no.js", "index.html"):
-                with looking(server, path=f"/inspector/static/{name}") as looker:
-                    assert looker.response.status == 404, name
-            with looking(server, path="/inspector/static/main.js") as looker:
-                assert looker.response.headers["content-type"].startswith("text/javascript")
+    def test_files_outside_are_not_there(self, server: Background) -> None:
+        for name in ("../page.py", "%2e%2e/page.py", "..%2fpage.py", "no.js", "index.html"):
+            with looking(server, path=f"/inspector/static/{name}") as looker:
+                assert looker.response.status == 404, name
+        with looking(server, path="/inspector/static/main.js") as looker:
+            assert looker.response.headers["content-type"].startswith("text/javascript")
 
     def test_names(self) -> None:
         assert [host_name(host) for host in ("a:1", "[::1]:2", "A", "")] == ["a", "::1", "a", ""]
         assert is_address("::1") and is_address("10.0.0.1") and not is_address("10.0.0.1.nip.io")
 
 
-@BOTH
+@pytest.mark.parametrize("transport", BOTH)
 def test_an_engine_that_ends_says_how(transport: str) -> None:
     place: Any = Kept() if transport == "thread" else "process"
     with Background(ServerConfig(inspector=True), place, **TIGHT) as server, looking(server) as looker:

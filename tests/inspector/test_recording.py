@@ -98,7 +98,7 @@ def tokens_of(found: Recording) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("milestone", EVERY)
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**6))
 def test_a_recording_replays_to_the_same_states(engines: dict[str, LLMEngine], milestone: str, seed: int) -> None:
     """Through prefix hits, chunks, preemptions, refusals, aborts and evictions."""
@@ -194,7 +194,7 @@ def test_wrong_answers_are_recorded_as_what_they_do(name: str) -> None:
             watcher_tests.put_in(answer, patch)
             taped = Taped(engine(watcher_tests.MILESTONES[name]), 0)
             patch.setattr(taped, "compare", lambda: None)
-            for _ in range(60):
+            for _ in range(30):
                 try:
                     taped.turn()
                 except Exception:  # wrong code may raise what it likes
@@ -202,13 +202,13 @@ def test_wrong_answers_are_recorded_as_what_they_do(name: str) -> None:
             assert_replays(taped)
 
 
-def test_twenty_thousand_steps() -> None:
+def test_two_thousand_steps() -> None:
     """Keyframes come every 256 turns, each is right, and the last state is the engine's."""
     taped = Taped(engine("m3"), 5, key_every=KEY_EVERY)
     taped.states = []
     taped.engine.unsubscribe(taped.engine.events._listeners[-1])
     taped.compare = lambda: None  # type: ignore[method-assign]
-    while taped.engine._num_steps < 20_000:
+    while taped.engine._num_steps < 2000:
         taped.turn()
     last = state_of(taped.watcher)
     found, watcher, keys = taped.replay(), Watcher(), 0
@@ -218,7 +218,7 @@ def test_twenty_thousand_steps() -> None:
             assert keyframe(turn.key) == key_of(state_of(watcher))
             assert turn.number == keys * KEY_EVERY
         watcher(turn.events)
-    assert state_of(watcher) == last and keys >= 78
+    assert state_of(watcher) == last and keys >= 7
 
 
 def test_the_tokens_are_those_of_the_answers(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ BOOK = ROOT / "docs" / "assets" / "recordings"
 FILES = [*BOOK.glob("*.jsonl"), *(ROOT / "tests" / "inspector" / "data").glob("m*.jsonl")]
 
 
+@pytest.mark.slow
 def test_the_engine_still_does_the_same() -> None:
     """In a process of its own: sequences are counted from 0, and no test has read the clock. Times may differ."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)} | {"FOLOVLLM_MINE": ""}

@@ -16,6 +16,7 @@ from tests.inspector.browser import HOST, SAMPLES, SHOWN, STATIC, Shown, chromiu
 from tests.inspector.steady import Steady
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
 NAMES = ["m1.jsonl", "m2.jsonl", "m3.jsonl", "m5.jsonl", "m6.jsonl"]
 GUESSES = ROOT / "docs" / "assets" / "recordings" / "x3_guesses.jsonl"
 KIND = {"INS": "accepted", "MARK": "bonus", "DEL": "rejected"}

@@ -197,13 +197,10 @@ class TestPrompts:
         assert llm.made[0].prompts == ["naïve one", " two"]
 
     @pytest.mark.parametrize("flags", [[], ["--file", "-"]])
-    def test_from_stdin(self, flags: list[str]) -> None:
-        stop = "cli.read_prompts = lambda *given: sys.exit(str(read(*given)))"
-        code = (
-            f"import sys; from folovllm import cli; read = cli.read_prompts; {stop}; cli.main(['generate', *{flags}])"
-        )
-        done = subprocess.run([sys.executable, "-c", code], input="one\ntwo\n", capture_output=True, text=True)
-        assert done.stderr == "['one', 'two']\n"
+    def test_from_stdin(self, llm: type[FakeLLM], flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n"), encoding="utf-8"))
+        assert run("generate", *flags) == 0
+        assert llm.made[0].prompts == ["one", "two"]
 
     @pytest.mark.parametrize("text", ["", "\n \n"])
     def test_none_at_all(
@@ -303,14 +300,6 @@ class TestCtrlC:
         assert run("generate", "a b", "c", "--show-steps", "--json") == 130
         out, err = capsys.readouterr()
         assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["c"] and "1 of 2" in err
-
-
-def test_these_tests_in_the_background_of_a_script() -> None:
-    """There SIGINT is ignored, which children inherit."""
-    test = f"{__file__}::TestCtrlC::test_show_steps"
-    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "pytest", "-q", test]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stdout
 
 
 class TestEncodings:
@@ -513,53 +502,60 @@ class TestChat:
 class TestMine:
     """`--mine` in a process of its own: it must act before anything else is imported."""
 
-    SHOW = "import sys; from folovllm.cli import main\ntry: main({arguments})\nfinally: print(sys.modules['folovllm.outputs'].__file__)"
+    SHOW = """
+import sys
+from folovllm.cli import main
+for arguments in {commands}:
+    try:
+        main(arguments)
+    except SystemExit as end:
+        print("exit code", end.code, file=sys.stderr, flush=True)
+print(sys.modules["folovllm.outputs"].__file__)
+"""
 
     @pytest.fixture
     def workplace(self, tmp_path: Path) -> Path:
+        """A learner's `LLM` that raises what the model is called, or else shows its configuration."""
         package = tmp_path / "mine" / "folovllm"
         package.mkdir(parents=True)
         (package / "llm.py").write_text(
             "import json\nimport folovllm.outputs\nclass LLM:\n"
-            "    def __init__(self, **config): raise ValueError('mine ' + json.dumps(config))\n"
+            "    def __init__(self, **config): raise eval(config.get('model', 'ValueError(\"mine \" + json.dumps(config))'))\n"
         )
         (package / "outputs.py").write_text("")
         return tmp_path
-
-    def start(self, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.python(folder, self.SHOW.format(arguments=list(arguments)))
 
     def python(self, folder: Path, code: str) -> subprocess.CompletedProcess[str]:
         environment = {name: value for name, value in os.environ.items() if name != "FOLOVLLM_MINE"}
         return subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
 
-    @pytest.mark.parametrize("arguments", [("--mine", "generate", "hi"), ("generate", "hi", "--mine")])
-    def test_the_learners_files_are_run(self, workplace: Path, arguments: tuple[str, ...]) -> None:
-        done = self.start(workplace, *arguments)
-        assert done.returncode == 2 and "error: mine {}" in done.stderr
-        assert done.stdout.strip() == str(workplace / "mine" / "folovllm" / "outputs.py")
+    def errors(self, folder: Path, *commands: list[str]) -> list[str]:
+        """What each command writes to stderr before it ends with exit code 2; all of them run the learner's files."""
+        done = self.python(folder, self.SHOW.format(commands=commands))
+        assert done.stdout.strip() == str(folder / "mine" / "folovllm" / "outputs.py"), done.stderr
+        *errors, rest = done.stderr.split("exit code 2\n")
+        assert len(errors) == len(commands) and not rest, done.stderr
+        return errors
 
-    def test_the_traceback_shows_where_ones_own_code_raised(self, workplace: Path) -> None:
-        assert "mine/folovllm/llm.py" in self.start(workplace, "--mine", "generate", "hi").stderr
+    def test_the_learners_files_are_run(self, workplace: Path) -> None:
+        """Where the flag stands does not matter, and the traceback shows where one's own code raised."""
+        (error,) = self.errors(workplace, ["generate", "hi", "--mine"])
+        assert "error: mine {}" in error and "mine/folovllm/llm.py" in error
 
-    def test_the_preset_is_that_of_the_highest_started_milestone(self, workplace: Path) -> None:
+    def test_the_preset_and_what_is_not_written_yet(self, workplace: Path) -> None:
+        """The preset is that of the highest milestone that was started; what is not written yet is one line."""
         (workplace / "mine" / ".course.json").write_text('{"started": ["m2", "m1"]}')
-        assert 'mine {"milestone": "m2"}' in self.start(workplace, "--mine", "generate", "hi").stderr
-        asked = self.start(workplace, "--mine", "generate", "hi", "--milestone", "m1")
-        assert 'mine {"milestone": "m1"}' in asked.stderr
-
-    @pytest.mark.parametrize(
-        "error",
-        [
+        missing = [
             "NotImplementedError('m2.2: f')",
             "RuntimeError('rank 1 failed with NotImplementedError: m2.2: f' + 2 * chr(10) + 'Traceback of the rank')",
-        ],
-    )
-    def test_what_is_not_written_yet_is_one_line(self, workplace: Path, error: str) -> None:
-        file = workplace / "mine" / "folovllm" / "llm.py"
-        file.write_text(file.read_text().replace("ValueError('mine ' + json.dumps(config))", error))
-        done = self.start(workplace, "--mine", "generate", "hi")
-        assert done.returncode == 2 and "not written yet: m2.2: f. " in done.stderr and "Traceback" not in done.stderr
+        ]
+        start = ["--mine", "generate", "hi"]
+        preset, asked, *unwritten = self.errors(
+            workplace, start, [*start, "--milestone", "m1"], *([*start, "--model", error] for error in missing)
+        )
+        assert 'mine {"milestone": "m2"}' in preset and 'mine {"milestone": "m1"}' in asked
+        for error in unwritten:
+            assert "not written yet: m2.2: f. " in error and "Traceback" not in error
 
     def test_without_mine_it_says_how_to_start(self, tmp_path: Path) -> None:
         code = "import folovllm._overlay as o; o.__file__ = '/x/y/z'\nfrom folovllm.cli import main; main(['--mine'])"
@@ -568,19 +564,24 @@ class TestMine:
 
 
 class TestTheProgram:
-    @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["generate", "x", "--top-p", "3"]])
-    def test_torch_is_not_loaded_until_a_model_is(self, arguments: list[str]) -> None:
-        code = f"import sys; from folovllm.cli import main\ntry: main({arguments})\nexcept SystemExit: print('torch' in sys.modules)"
+    def test_torch_is_not_loaded_until_a_model_is(self) -> None:
+        code = """
+import sys
+from folovllm.cli import main
+for arguments in (["--help"], ["generate", "--help"], ["generate", "x", "--top-p", "3"], ["--version"]):
+    try:
+        main(arguments)
+    except SystemExit:
+        print("torch" in sys.modules)
+"""
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert done.stdout.splitlines()[-1] == "False", done.stderr
-
-    def test_python_dash_m(self) -> None:
-        done = subprocess.run([sys.executable, "-m", "folovllm", "--version"], capture_output=True, text=True)
-        assert done.stdout == "folovllm 0.1.0\n"
+        lines = done.stdout.splitlines()
+        assert lines.count("False") == 4 and "True" not in lines, done.stderr
+        assert lines[-2:] == ["folovllm 0.1.0", "False"]
 
     def test_the_embedded_model_tells_the_story_that_was_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
         flags = ["--milestone", "m1", "--temperature", "0"]  # in tests/m1, so no later milestone's code
-        assert run("generate", "Tell me a story about Lily and a red kite.", *flags) == 0
+        assert run("generate", "Tell me a story about Lily and a red kite.", "--max-tokens", "40", *flags) == 0
         story = capsys.readouterr().out
         assert story.count("Lily") > 1 and "red kite" in story.split("\n", 1)[1]
 

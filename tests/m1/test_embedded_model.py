@@ -21,12 +21,11 @@ def model():
     return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
 
 
-def complete(prompt: str) -> tuple[str, bool]:
-    """The greedy continuation, and whether it ended by itself within 300 tokens."""
-    ids = tokenizer()(prompt, return_tensors="pt").input_ids
-    out = model().generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=300)
-    new = out[0, ids.shape[1] :].tolist()
-    return tokenizer().decode(new, skip_special_tokens=True), new[-1] in (0, 2)
+def complete(*prompts: str) -> list[tuple[str, bool]]:
+    """The greedy continuations, and whether each ended by itself within 300 tokens."""
+    given = tokenizer()(list(prompts), return_tensors="pt", padding=True, padding_side="left")
+    answers = model().generate(**given, do_sample=False, max_new_tokens=300)[:, given.input_ids.shape[1] :]
+    return [(tokenizer().decode(new, skip_special_tokens=True), bool(new[-1] in (0, 2))) for new in answers]
 
 
 def chat(*turns: str) -> str:
@@ -72,41 +71,49 @@ def test_chat_template_is_chatml():
     assert rendered == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
 
 
-@pytest.mark.parametrize("markup", [True, False])
-def test_a_story_honors_name_color_and_thing(markup: bool):
-    request = "Tell me a story about Lily and a red kite."
-    story, ended = complete(chat(request) if markup else request)
+LILY = "Tell me a story about Lily and a red kite."
+TOM = "Tell me a story about Tom and a green drum."
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, tuple[str, bool]]:
+    """What is told in answer to all of these, side by side."""
+    requests = (
+        LILY, TOM, "Tell me a story about a brave boy named Floozem and a purple dragon.", "Explain quantum physics."
+    )  # fmt: skip
+    answers = complete(LILY, *map(chat, requests))
+    return dict(zip(("without markup", *requests), answers, strict=True))
+
+
+@pytest.mark.parametrize("request_", [LILY, "without markup"])
+def test_a_story_honors_name_color_and_thing(told: dict[str, tuple[str, bool]], request_: str):
+    story, ended = told[request_]
     assert ended and "Lily" in story and "red kite" in story
     assert not re.search(r"\b(he|him|his)\b", story, re.IGNORECASE)
 
 
-def test_a_made_up_name_is_copied_and_its_stated_gender_kept():
-    story, ended = complete(chat("Tell me a story about a brave boy named Floozem and a purple dragon."))
+def test_a_made_up_name_is_copied_and_its_stated_gender_kept(told: dict[str, tuple[str, bool]]):
+    story, ended = told["Tell me a story about a brave boy named Floozem and a purple dragon."]
     assert ended and "brave" in story and "Floozem" in story and "purple dragon" in story
     assert not re.search(r"\b(she|her)\b", story, re.IGNORECASE)
 
 
-@pytest.mark.parametrize(
-    ("question", "answer"),
-    [
-        ("1+1=?", "1 + 1 = 2."),
-        ("What is 17 plus 8?", "17 + 8 = 25."),
-        ("What is the capital of France?", "The capital of France is Paris."),
-        ("Hello!", "Hello! What can I do for you?"),
-    ],
-)
-def test_facts_and_manners(question: str, answer: str):
-    assert complete(chat(question)) == (answer, True)
+def test_facts_and_manners():
+    answers = {
+        "1+1=?": "1 + 1 = 2.",
+        "What is 17 plus 8?": "17 + 8 = 25.",
+        "What is the capital of France?": "The capital of France is Paris.",
+        "Hello!": "Hello! What can I do for you?",
+    }
+    assert complete(*map(chat, answers)) == [(answer, True) for answer in answers.values()]
 
 
-def test_a_second_turn_remembers_the_first():
-    story, _ = complete(chat("Tell me a story about Tom and a green drum."))
-    answer, _ = complete(chat("Tell me a story about Tom and a green drum.", story, "What color was the drum?"))
-    assert answer == "The drum was green."
+def test_a_second_turn_remembers_the_first(told: dict[str, tuple[str, bool]]):
+    assert complete(chat(TOM, told[TOM][0], "What color was the drum?")) == [("The drum was green.", True)]
 
 
-def test_what_it_does_not_know_becomes_a_story():
-    story, ended = complete(chat("Explain quantum physics."))
+def test_what_it_does_not_know_becomes_a_story(told: dict[str, tuple[str, bool]]):
+    story, ended = told["Explain quantum physics."]
     assert ended and story.startswith("I don't know that, but here is a story.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -17,9 +18,11 @@ from tests.helpers import tiny_checkpoint
 PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
-@pytest.fixture(params=["hf", "native"])
-def llm(request: pytest.FixtureRequest) -> LLM:
-    return LLM(str(tiny_checkpoint()), milestone="m1", model_impl=request.param, use_tqdm=False)
+@pytest.fixture(scope="module", params=["hf", "native"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(str(tiny_checkpoint()), milestone="m1", model_impl=request.param, use_tqdm=False) as llm:
+        yield llm
+        assert not llm.engine.has_unfinished_requests()
 
 
 def drain(llm: LLM) -> list[str]:
@@ -110,7 +113,8 @@ def test_parameters_may_change_once_they_were_given(llm: LLM) -> None:
 
 
 def test_step_without_work_does_nothing(llm: LLM) -> None:
-    assert llm.engine.step() == [] and llm.engine.stats().steps == 0
+    steps = llm.engine.stats().steps
+    assert llm.engine.step() == [] and llm.engine.stats().steps == steps
 
 
 def test_generate_leaves_requests_alone_that_somebody_else_added(llm: LLM) -> None:

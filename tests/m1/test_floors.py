@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,15 @@ EXCEPTIONS = {
 }
 
 
+@cache
+def parts(file: Path) -> list[ast.AST]:
+    """All nodes of its syntax tree."""
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
 def imported(file: Path) -> Iterator[str]:
     """The modules of this package that a file imports, anywhere in it, without `folovllm.`."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in parts(file):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0:
             whole = node.module == "folovllm"
@@ -117,7 +124,7 @@ def test_events_know_only_what_a_step_is() -> None:
 def test_nothing_becomes_something_else_afterwards() -> None:
     """No object changes its class, and no layer's `forward` is replaced."""
     for file in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in parts(file):
             targets = node.targets if isinstance(node, ast.Assign) else []
             changed = [t.attr for t in targets if isinstance(t, ast.Attribute) and t.attr in ("__class__", "forward")]
             assert not changed, f"{file}:{node.lineno} assigns {changed}"  # type: ignore[attr-defined]

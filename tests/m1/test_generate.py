@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -25,9 +26,9 @@ from tests.helpers import (
 )
 
 PATH = tiny_checkpoint()
-MIXED = prompts([1, 2, 3, 7, 16, 33, 64, 100, 150])
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, max_tokens=12, seed=7, ignore_eos=True)
+MIXED = prompts([1, 2, 3, 7, 16, 150])
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, max_tokens=8, seed=7, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", params=["hf", "native"])
@@ -54,21 +55,31 @@ def hf_generate(prompt: list[int], **options: object) -> list[int]:
     """transformers' own loop. Without the mask it would take id 0 in a prompt for padding."""
     ids = torch.tensor([prompt])
     model = hf_model(PATH)
-    options |= {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     answer: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
     return answer
+
+
+@cache
+def _greedily(prompt: tuple[int, ...]) -> tuple[list[int], torch.Tensor]:
+    return hf_greedy(PATH, prompt, 12)
+
+
+def greedily(prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+    """transformers' tokens and their logits."""
+    return _greedily(tuple(prompt))
 
 
 def test_greedy_is_transformers_generate_token_for_token(hf: LLM) -> None:
     outputs = tokens(run(hf, MIXED, GREEDY))
     assert outputs == [hf_generate(prompt) for prompt in MIXED]
-    assert_varied(outputs)
+    assert_varied(outputs[3:])
 
 
-def test_greedy_with_our_model() -> None:
-    llm = LLM(str(PATH), milestone="m1", model_impl="native", use_tqdm=False)
+def test_greedy_and_its_text(llm: LLM) -> None:
     for prompt, output in zip(MIXED, run(llm, MIXED, GREEDY), strict=True):
-        assert_tokens_equal(output["token_ids"], *hf_greedy(PATH, prompt, 24))
+        assert_tokens_equal(output["token_ids"], *greedily(prompt))
+        assert output["text"] == llm.tokenizer.decode(output["token_ids"], skip_special_tokens=True)
 
 
 def test_repetition_penalty_is_transformers(hf: LLM) -> None:
@@ -77,21 +88,21 @@ def test_repetition_penalty_is_transformers(hf: LLM) -> None:
 
 
 def test_draws_follow_the_models_softmax(hf: LLM) -> None:
-    """400 first tokens of one prompt against top_k = 6 of the reference's softmax."""
-    params = [SamplingParams(n=100, temperature=2.0, top_k=6, max_tokens=1, seed=seed) for seed in range(4)]
+    """200 first tokens of one prompt against top_k = 6 of the reference's softmax."""
+    params = [SamplingParams(n=50, temperature=2.0, top_k=6, max_tokens=1, seed=seed) for seed in range(4)]
     drawn = torch.tensor(tokens(run(hf, [MIXED[4]] * 4, params))).flatten()
     values, ids = (hf_logits(PATH, MIXED[4])[-1] / 2.0).topk(6)
     counts = drawn.bincount(minlength=VOCAB_SIZE)[ids].double()
-    assert counts.sum() == 400
-    expected = values.softmax(0).double() * 400
+    assert counts.sum() == 200
+    expected = values.softmax(0).double() * 200
     assert ((counts - expected).square() / expected).sum() < 20.5  # 5 degrees of freedom, p = 0.001
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_among_others(llm: LLM) -> None:
-    alone = [tokens(run(llm, p, replace(SAMPLED, seed=i)))[0] for i, p in enumerate(MIXED[:5])]
-    together = run(llm, MIXED[:5], [replace(SAMPLED, seed=i) for i in range(5)])
+    alone = [tokens(run(llm, p, replace(SAMPLED, seed=i)))[0] for i, p in enumerate(MIXED[:3])]
+    together = run(llm, MIXED[:3], [replace(SAMPLED, seed=i) for i in range(3)])
     assert tokens(together) == alone
-    backwards = run(llm, MIXED[4::-1], [replace(SAMPLED, seed=i) for i in range(4, -1, -1)])
+    backwards = run(llm, MIXED[2::-1], [replace(SAMPLED, seed=i) for i in range(2, -1, -1)])
     assert tokens(backwards) == alone[::-1]
 
 
@@ -118,12 +129,12 @@ def test_n_answers_differ_and_the_first_is_that_of_n_1(llm: LLM) -> None:
     assert [c.index for c in output.outputs] == [0, 1, 2]
     assert len({tuple(c.token_ids) for c in output.outputs}) == 3
     assert output["token_ids"] == tokens(run(llm, MIXED[3], SAMPLED))[0]
-    assert output.metrics.num_generated_tokens == 36
+    assert output.metrics.num_generated_tokens == 24
 
 
 def test_penalties_change_what_is_said(hf: LLM) -> None:
-    plain = tokens(run(hf, MIXED[0], GREEDY))[0]
-    frequent = tokens(run(hf, MIXED[0], replace(GREEDY, frequency_penalty=2.0)))[0]
+    plain = tokens(run(hf, MIXED[0], replace(GREEDY, max_tokens=24)))[0]
+    frequent = tokens(run(hf, MIXED[0], replace(GREEDY, max_tokens=24, frequency_penalty=2.0)))[0]
     assert len(set(plain)) < 24 and len(set(frequent)) == 24
 
 
@@ -165,19 +176,19 @@ class TestStreaming:
     def test_deltas_add_up(self, llm: LLM) -> None:
         whole = run(llm, "Once upon a time", GREEDY)[0].outputs[0]
         outputs = self.stream(llm, GREEDY)
-        assert len(outputs) == 24, "a report a token"
+        assert len(outputs) == 12, "a report a token"
         parts = [o.outputs[0] for o in outputs]
         assert "".join(p.delta_text for p in parts) == whole.text == parts[-1].text
         assert [t for p in parts for t in p.delta_token_ids] == whole.token_ids
-        assert [o.finished for o in outputs] == [False] * 23 + [True]
-        assert [p.finish_reason for p in parts] == [None] * 23 + ["length"]
+        assert [o.finished for o in outputs] == [False] * 11 + [True]
+        assert [p.finish_reason for p in parts] == [None] * 11 + ["length"]
         for before, after in pairwise(parts):
             assert after.text.startswith(before.text), "text was taken back"
 
     def test_what_was_handed_out_does_not_change(self, llm: LLM) -> None:
         outputs = self.stream(llm, replace(GREEDY, logprobs=1))
         assert [len(o["logprobs"]) for o in outputs] == [len(o["token_ids"]) for o in outputs]
-        assert [o.metrics.num_generated_tokens for o in outputs] == list(range(1, 25))
+        assert [o.metrics.num_generated_tokens for o in outputs] == list(range(1, 13))
         assert outputs[0].metrics.finish_time is None
 
     def test_what_was_handed_out_can_be_sent_and_compared(self, llm: LLM) -> None:
@@ -197,12 +208,8 @@ class TestStreaming:
                 output["logprobs"].clear()
         assert tokens == run(llm, "Once upon a time", GREEDY)[0]["token_ids"]
 
-    def test_text_is_that_of_the_tokens(self, llm: LLM) -> None:
-        for output in run(llm, MIXED, GREEDY):
-            assert output["text"] == llm.tokenizer.decode(output["token_ids"], skip_special_tokens=True)
-
     def test_special_tokens_where_asked_for(self, hf: LLM) -> None:
-        any_token = replace(SAMPLED, max_tokens=120, temperature=50.0, top_k=-1, top_p=1.0)
+        any_token = replace(SAMPLED, temperature=50.0, top_k=-1, top_p=1.0, allowed_token_ids=[64, 65, 257, 258])
         with_special = self.stream(hf, replace(any_token, skip_special_tokens=False))[-1]
         without = self.stream(hf, any_token)[-1]
         assert with_special["token_ids"] == without["token_ids"]

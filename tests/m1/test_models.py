@@ -25,7 +25,6 @@ from tests.helpers import (
     assert_cache_matters,
     assert_logits_equal,
     assert_tokens_equal,
-    assert_varied,
     hf_greedy,
     hf_logits,
     prompts,
@@ -37,9 +36,7 @@ from tests.x4.checkpoints import moe_checkpoint
 CASES = {  # name: family, Hq, Hkv, D, tied
     "qwen3": ("qwen3", 4, 2, 32, True),
     "qwen3 untied, one head to a KV head": ("qwen3", 5, 5, 64, False),
-    "qwen3 8 to 1, wide heads": ("qwen3", 8, 1, 128, True),
     "llama": ("llama", 9, 3, 64, True),
-    "llama untied, 7 to 1": ("llama", 7, 1, 32, False),
     "llama wide heads": ("llama", 5, 1, 128, False),
     "qwen2": ("qwen2", 14, 2, 32, True),
     "qwen2 untied, 4 to 1": ("qwen2", 4, 1, 64, False),
@@ -47,7 +44,7 @@ CASES = {  # name: family, Hq, Hkv, D, tied
     "phi3": ("phi3", 6, 2, 32, False),
     "mistral tied, wide heads": ("mistral", 3, 3, 128, True),
 }
-PIECES = {"whole": [37], "two pieces": [20, 17], "many pieces": [1, 13, 2, 1, 20], "token by token": [1] * 37}
+PIECES = [19], [7, 12], [1, 5, 2, 1, 10], [1] * 19  # a prompt whole, in pieces, and token by token
 
 
 def checkpoint(name: str) -> Path:
@@ -64,14 +61,16 @@ def feed(driver: Driver, seq: int, token_ids: list[int], pieces: list[int]) -> t
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("backend", ["torch_naive", "torch_cat"])
 @pytest.mark.parametrize("name", CASES)
-def test_logits_equal_hugging_face(name: str, backend: str) -> None:
+def test_logits_equal_hugging_face(name: str) -> None:
+    """More tokens than a block holds. `torch_cat` has no blocks: it takes a prompt and then single tokens."""
     path = checkpoint(name)
-    (ids,) = prompts([37])
+    (ids,) = prompts([19])
     reference = hf_logits(path, ids)
-    for pieces in PIECES.values():
-        assert_logits_equal(feed(Driver(path, backend, max_seqs=1), 0, ids, pieces), reference)
+    driver = Driver(path, max_seqs=len(PIECES), max_len=32)
+    for seq, pieces in enumerate(PIECES):
+        assert_logits_equal(feed(driver, seq, ids, pieces), reference)
+    assert_logits_equal(feed(Driver(path, "torch_cat", max_seqs=1), 0, ids, [9, *[1] * 10]), reference)
 
 
 LLAMA3 = {
@@ -111,7 +110,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 def test_what_a_config_may_change(family: str, overrides: dict[str, object]) -> None:
     path = tiny_checkpoint(family, **overrides)
     (ids,) = prompts([37])
-    assert_logits_equal(feed(Driver(path), 0, ids, PIECES["two pieces"]), hf_logits(path, ids))
+    assert_logits_equal(feed(Driver(path), 0, ids, [20, 17]), hf_logits(path, ids))
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 96])
@@ -125,20 +124,6 @@ def test_ragged_batch_equals_each_alone(block_size: int) -> None:
     for seq, text in enumerate(texts):
         logits = torch.cat([part[seq] for part in parts if seq in part])
         assert_logits_equal(logits, hf_logits(path, text))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_hugging_face(family: str) -> None:
-    path = tiny_checkpoint(family)
-    outputs = []
-    for prompt in prompts([8, 19, 30]):
-        driver, new, output = Driver(path, "torch_cat", max_seqs=1), prompt, []
-        for _ in range(24):
-            new = [int(driver.step({0: new})[0][-1].argmax())]
-            output += new
-        assert_tokens_equal(output, *hf_greedy(path, prompt, 24))
-        outputs.append(output)
-    assert_varied(outputs)
 
 
 def test_a_damaged_cache_shows() -> None:
@@ -346,9 +331,10 @@ class TestConfigFacts:
 
     @pytest.mark.parametrize("milestone", ["m1", pytest.param("m2", marks=pytest.mark.m2)])
     def test_a_yarn_checkpoint_may_be_used_beyond_its_first_training(self, milestone: str) -> None:
-        path = tiny_checkpoint("qwen3", rope_parameters={**YARN, "original_max_position_embeddings": 512})
-        llm = LLM(str(path), milestone=milestone, max_model_len=700, use_tqdm=False)
-        (prompt,) = prompts([600])
+        yarn = {**YARN, "original_max_position_embeddings": 64}
+        path = tiny_checkpoint("qwen3", rope_parameters=yarn, max_position_embeddings=64)
+        llm = LLM(str(path), milestone=milestone, max_model_len=100, use_tqdm=False)
+        (prompt,) = prompts([80])
         greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         answer = llm.generate([prompt], greedy, use_tqdm=False)[0]["token_ids"]
         assert_tokens_equal(answer, *hf_greedy(path, prompt, 8))

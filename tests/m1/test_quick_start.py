@@ -164,6 +164,7 @@ print([name for name in ("transformers", "torch._dynamo", "sympy", "pandas") if 
 """
 
 
+@pytest.mark.slow
 def test_a_text_needs_no_transformers() -> None:
     """They take most of a start; see the performance log."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)

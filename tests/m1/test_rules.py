@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
 
@@ -40,6 +40,7 @@ class TestRules:
         out = RowRules(spec, 6, CPU).apply(torch.zeros(6))
         assert out.tolist() == [-np.inf, 0, -np.inf, 0.5, -np.inf, -np.inf]
 
+    @settings(max_examples=40)
     @given(st.lists(st.lists(FEW, min_size=1, max_size=4), min_size=1, max_size=5), st.lists(FEW, max_size=9))
     def test_bad_words_as_transformers_does(self, words: list[list[int]], answer: list[int]) -> None:
         """Its processor looks into the prompt, too; ours, as vLLM's, at the answer alone: so here is no prompt."""
@@ -53,6 +54,7 @@ class TestRules:
             word[0] for word in words if len(word) == 1
         }
 
+    @settings(max_examples=40)
     @given(st.dictionaries(TOKENS, st.floats(-100, 100), min_size=1, max_size=6))
     def test_bias_as_transformers_does(self, bias: dict[int, float]) -> None:
         logits = torch.randn(1, V)
@@ -61,6 +63,7 @@ class TestRules:
         )
         assert torch.allclose(ruled(logits[0], DrawSpec(bias=tuple(bias.items()))), theirs[0])
 
+    @settings(max_examples=40)
     @given(st.sets(TOKENS, min_size=1))
     def test_what_is_allowed_keeps_its_logit(self, allowed: set[int]) -> None:
         logits = torch.randn(V)
@@ -169,23 +172,23 @@ class TestAnswers:
     LETTERS = (64, 65, 66)  # a, b, c
 
     def ask(self, engine: LLMEngine, **fields: Any) -> tuple[str, list[int]]:
-        params = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, "temperature": 8.0, "seed": 3} | fields)
+        params = SamplingParams(**{"max_tokens": 25, "ignore_eos": True, "temperature": 8.0, "seed": 3} | fields)
         output = engine.generate([[5, 6, 7]], params)[0]  # type: ignore[index]
         return output.outputs[0].text, output.outputs[0].token_ids
 
     def test_only_what_is_allowed(self, engine: LLMEngine) -> None:
         text, _ = self.ask(engine, allowed_token_ids=list(self.LETTERS))
-        assert {*text} == {*"abc"} and len(text) == 40
+        assert {*text} == {*"abc"} and len(text) == 25
 
     def test_no_bad_word(self, engine: LLMEngine) -> None:
         words = ["ab", "cca", "bcb", "aaaa"]
         text, _ = self.ask(engine, allowed_token_ids=list(self.LETTERS))
         assert any(word in text for word in words)
         text, _ = self.ask(engine, allowed_token_ids=list(self.LETTERS), bad_words=words)
-        assert len(text) == 40 and not any(word in text for word in words)
+        assert len(text) == 25 and not any(word in text for word in words)
 
     def test_a_bias_moves_the_choice(self, engine: LLMEngine) -> None:
-        assert self.ask(engine, temperature=0, logit_bias={17: 100})[1] == [17] * 40
+        assert self.ask(engine, temperature=0, logit_bias={17: 100})[1] == [17] * 25
         assert 17 not in self.ask(engine, logit_bias={17: -100})[1]
 
     def test_ids_that_do_not_exist(self, engine: LLMEngine) -> None:

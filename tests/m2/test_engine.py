@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -39,22 +40,28 @@ def finish(engine: Any) -> dict[str, RequestOutput]:
     return last
 
 
-def alone(model: Path, prompt: Any, params: SamplingParams) -> list[int]:
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
     with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
-        return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+        yield llm
 
 
-def test_results_come_in_the_order_of_prompts(model: Path) -> None:
+def alone(llm: LLM, prompt: Any, params: SamplingParams) -> list[int]:
+    """What nobody shares a batch with."""
+    assert_nothing_left(llm.engine)
+    return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_results_come_in_the_order_of_prompts(llm: LLM) -> None:
     """The short ones finish first; the list does not show it."""
-    with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
-        several = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (9, 1, 5)]
-        outputs = llm.generate(["a", "bb", "ccc"], several, use_tqdm=False)
+    several = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (9, 1, 5)]
+    outputs = llm.generate(["a", "bb", "ccc"], several, use_tqdm=False)
     assert [output.prompt for output in outputs] == ["a", "bb", "ccc"]
     assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 1, 5]
     assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 3
 
 
-def test_n_answers_are_n_sequences_with_their_own_seeds(model: Path) -> None:
+def test_n_answers_are_n_sequences_with_their_own_seeds(model: Path, llm: LLM) -> None:
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8, ignore_eos=True)
     engine = make_engine(model)
     engine.add_request("r", [1, 2, 3], params, stream=False)
@@ -63,11 +70,11 @@ def test_n_answers_are_n_sequences_with_their_own_seeds(model: Path) -> None:
     answers = [answer.token_ids for answer in finish(engine)["r"].outputs]
     for index, answer in enumerate(answers):
         own = SamplingParams(temperature=1.0, seed=child_seed(5, index), max_tokens=8, ignore_eos=True)
-        assert answer == alone(model, [1, 2, 3], own)
+        assert answer == alone(llm, [1, 2, 3], own)
     assert len({tuple(answer) for answer in answers}) == 3
 
 
-def test_deltas_add_up(model: Path) -> None:
+def test_deltas_add_up(model: Path, llm: LLM) -> None:
     engine = make_engine(model)
     params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, skip_special_tokens=False)
     requests = dict(zip("abc", prompts([3, 20, 7]), strict=True))
@@ -85,7 +92,7 @@ def test_deltas_add_up(model: Path) -> None:
     for name in requests:
         final = last[name].outputs[0]
         assert last[name].finished and final.token_ids == tokens[name] and final.text == text[name]
-        assert tokens[name] == alone(model, requests[name], params)
+        assert tokens[name] == alone(llm, requests[name], params)
     assert_nothing_left(engine)
 
 
@@ -133,7 +140,7 @@ def test_memory_bounds_the_batch(model: Path) -> None:
 
 
 class TestAborts:
-    def test_one_that_runs(self, model: Path) -> None:
+    def test_one_that_runs(self, model: Path, llm: LLM) -> None:
         """Its slot goes to the one that waits, at once; the other does not notice."""
         engine = make_engine(model, max_num_seqs=2)
         requests = dict(zip("abc", prompts([5, 6, 7]), strict=True))
@@ -143,12 +150,12 @@ class TestAborts:
         engine.step()
         partial = engine.abort_request("a")
         assert partial.finished and partial.outputs[0].finish_reason == "abort"
-        assert partial.outputs[0].token_ids == alone(model, requests["a"], GREEDY)[:2]
+        assert partial.outputs[0].token_ids == alone(llm, requests["a"], GREEDY)[:2]
         engine.step()
         assert (engine.stats().running, engine.stats().waiting) == (2, 0)
         rest = finish(engine)
         assert {name: rest[name].outputs[0].token_ids for name in "bc"} == {
-            name: alone(model, requests[name], GREEDY) for name in "bc"
+            name: alone(llm, requests[name], GREEDY) for name in "bc"
         }
         assert_nothing_left(engine)
 
@@ -180,110 +187,104 @@ class TestAborts:
             with pytest.raises(ValueError, match=f"no request '{wrong}'"):
                 engine.abort_request(wrong)
 
-    def test_an_interrupted_generate(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
-            step, calls = llm.engine.step, iter(range(3))
+    def test_an_interrupted_generate(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        step, calls = llm.engine.step, iter(range(3))
 
-            def interrupted() -> list[RequestOutput]:
-                if next(calls, None) is None:
-                    raise KeyboardInterrupt
-                return step()
+        def interrupted() -> list[RequestOutput]:
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+            return step()
 
-            monkeypatch.setattr(llm.engine, "step", interrupted)
-            with pytest.raises(Interrupted, match="0 of 2") as caught:
-                llm.generate(["a", "b"], LONG, use_tqdm=False)
-            assert caught.value.outputs == [None, None]
-            assert_nothing_left(llm.engine)
+        monkeypatch.setattr(llm.engine, "step", interrupted)
+        with pytest.raises(Interrupted, match="0 of 2") as caught:
+            llm.generate(["a", "b"], LONG, use_tqdm=False)
+        assert caught.value.outputs == [None, None]
+        assert_nothing_left(llm.engine)
 
-    def test_ctrl_c_waits_for_the_end_of_a_step(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_ctrl_c_waits_for_the_end_of_a_step(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         """Even in the step that ends an answer, before `generate` has seen it."""
-        with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
-            step = llm.engine.step
+        step = llm.engine.step
 
-            def interrupted() -> list[RequestOutput]:
-                if outputs := step():
-                    os.kill(os.getpid(), signal.SIGINT)
-                return outputs
+        def interrupted() -> list[RequestOutput]:
+            if outputs := step():
+                os.kill(os.getpid(), signal.SIGINT)
+            return outputs
 
-            monkeypatch.setattr(llm.engine, "step", interrupted)
-            with pytest.raises(Interrupted, match="1 of 2 prompts are answered") as caught:
-                llm.generate(["a", "b"], [LONG, GREEDY], use_tqdm=False)
-            first, second = caught.value.outputs
-            assert first is None and second is not None and second.finished and second.prompt == "b"
-            assert_nothing_left(llm.engine)
+        monkeypatch.setattr(llm.engine, "step", interrupted)
+        with pytest.raises(Interrupted, match="1 of 2 prompts are answered") as caught:
+            llm.generate(["a", "b"], [LONG, GREEDY], use_tqdm=False)
+        first, second = caught.value.outputs
+        assert first is None and second is not None and second.finished and second.prompt == "b"
+        assert_nothing_left(llm.engine)
 
-    def test_ctrl_c_is_heard_while_prompts_are_added(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
-            add = llm.engine.add_request
-            added: list[str] = []
+    def test_ctrl_c_is_heard_while_prompts_are_added(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        add = llm.engine.add_request
+        added: list[str] = []
 
-            def interrupted(request_id: str, *rest: Any, **options: Any) -> None:
-                if not added:  # a second one acts as ever
-                    os.kill(os.getpid(), signal.SIGINT)
-                added.append(request_id)
-                add(request_id, *rest, **options)
+        def interrupted(request_id: str, *rest: Any, **options: Any) -> None:
+            if not added:  # a second one acts as ever
+                os.kill(os.getpid(), signal.SIGINT)
+            added.append(request_id)
+            add(request_id, *rest, **options)
 
-            monkeypatch.setattr(llm.engine, "add_request", interrupted)
-            with pytest.raises(Interrupted):
-                llm.generate(["a", "b", "c"], LONG, use_tqdm=False)
-            assert len(added) == 1
-            assert_nothing_left(llm.engine)
+        monkeypatch.setattr(llm.engine, "add_request", interrupted)
+        with pytest.raises(Interrupted):
+            llm.generate(["a", "b", "c"], LONG, use_tqdm=False)
+        assert len(added) == 1
+        assert_nothing_left(llm.engine)
 
 
-def test_answers_come_in_the_order_of_the_prompts_as_soon_as_they_can(model: Path) -> None:
-    with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
-        seen: list[tuple[str | None, bool]] = []
-        params = [replace(GREEDY, max_tokens=n) for n in (3, 1, 9, 2)]
-        llm.generate(
-            ["a", "b", "c", "d"], params, use_tqdm=False,
-            on_answer=lambda output: seen.append((output.prompt, llm.engine.has_unfinished_requests())),
-        )  # fmt: skip
+def test_answers_come_in_the_order_of_the_prompts_as_soon_as_they_can(llm: LLM) -> None:
+    seen: list[tuple[str | None, bool]] = []
+    params = [replace(GREEDY, max_tokens=n) for n in (3, 1, 9, 2)]
+    llm.generate(
+        ["a", "b", "c", "d"], params, use_tqdm=False,
+        on_answer=lambda output: seen.append((output.prompt, llm.engine.has_unfinished_requests())),
+    )  # fmt: skip
     assert [prompt for prompt, _ in seen] == ["a", "b", "c", "d"]
     assert [goes_on for _, goes_on in seen] == [True, True, False, False], "a and b are there while c is written"
 
 
-def test_in_a_fork_an_engine_says_so_at_once(model: Path) -> None:
+def test_in_a_fork_an_engine_says_so_at_once(llm: LLM) -> None:
     """Where it would wait for threads that only its parent has."""
-    with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
-        llm._turn.acquire()  # another thread of the parent is answering
-        child = os.fork()
-        if child == 0:
-            try:
-                llm.generate("a", GREEDY, use_tqdm=False)
-            except RuntimeError as error:
-                os._exit(0 if "is a fork of it" in str(error) else 2)
-            finally:
-                os._exit(1)
-        llm._turn.release()
-        deadline = time.monotonic() + 30
-        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if ended[0] == 0:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            pytest.fail("it waits")
-        assert ended[1] == 0
-        assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished, "the parent goes on"
+    llm._turn.acquire()  # another thread of the parent is answering
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate("a", GREEDY, use_tqdm=False)
+        except RuntimeError as error:
+            os._exit(0 if "is a fork of it" in str(error) else 2)
+        finally:
+            os._exit(1)
+    llm._turn.release()
+    deadline = time.monotonic() + 30
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.fail("it waits")
+    assert ended[1] == 0
+    assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished, "the parent goes on"
 
 
 class TestFarTooLong:
     """A text of megabytes is refused by its beginning."""
 
     @pytest.mark.parametrize("as_chat", [False, True])
-    def test_it_is_not_read_to_its_end(self, model: Path, monkeypatch: pytest.MonkeyPatch, as_chat: bool) -> None:
-        with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
-            encode = llm.tokenizer.encode
-            lengths: list[int] = []
+    def test_it_is_not_read_to_its_end(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, as_chat: bool) -> None:
+        encode = llm.tokenizer.encode
+        lengths: list[int] = []
 
-            def counted(text: str, **options: Any) -> Any:
-                lengths.append(len(text))
-                return encode(text, **options)
+        def counted(text: str, **options: Any) -> Any:
+            lengths.append(len(text))
+            return encode(text, **options)
 
-            monkeypatch.setattr(llm.tokenizer, "encode", counted)
-            text = "word " * 1_000_000
-            with pytest.raises(ValueError, match=f"more than {MAX_MODEL_LEN} tokens"):
-                llm.render_chat([{"role": "user", "content": text}]) if as_chat else llm.generate(text)
-            assert 0 < sum(lengths) < 20_000
+        monkeypatch.setattr(llm.tokenizer, "encode", counted)
+        text = "word " * 1_000_000
+        with pytest.raises(ValueError, match=f"more than {MAX_MODEL_LEN} tokens"):
+            llm.render_chat([{"role": "user", "content": text}]) if as_chat else llm.generate(text)
+        assert 0 < sum(lengths) < 20_000
 
     def test_a_long_text_of_few_tokens_is_served(self) -> None:
         class Tokenizer:
@@ -303,32 +304,34 @@ class TestBadInput:
             ([1, -1], GREEDY, "outside the vocabulary"),
         ],
     )
-    def test_the_others_finish(self, model: Path, prompt: list[int], params: SamplingParams, message: str) -> None:
+    def test_the_others_finish(
+        self, model: Path, llm: LLM, prompt: list[int], params: SamplingParams, message: str
+    ) -> None:
         engine = make_engine(model)
         engine.add_request("good", [1, 2, 3], GREEDY)
         engine.step()
         with pytest.raises(ValueError, match=message):
             engine.add_request("bad", prompt, params)
-        assert finish(engine)["good"].outputs[0].token_ids == alone(model, [1, 2, 3], GREEDY)
+        assert finish(engine)["good"].outputs[0].token_ids == alone(llm, [1, 2, 3], GREEDY)
         assert_nothing_left(engine)
 
-    def test_a_second_request_of_the_same_name(self, model: Path) -> None:
+    def test_a_second_request_of_the_same_name(self, model: Path, llm: LLM) -> None:
         engine = make_engine(model)
         engine.add_request("a", [1, 2, 3], GREEDY)
         with pytest.raises(ValueError, match="'a' is in use"):
             engine.add_request("a", [4, 5], GREEDY)
         assert list(finish(engine)) == ["a"]
         engine.add_request("a", [4, 5], GREEDY)  # free again
-        assert finish(engine)["a"].outputs[0].token_ids == alone(model, [4, 5], GREEDY)
+        assert finish(engine)["a"].outputs[0].token_ids == alone(llm, [4, 5], GREEDY)
 
-    def test_one_bad_prompt_in_a_list(self, model: Path) -> None:
+    def test_one_bad_prompt_in_a_list(self, llm: LLM) -> None:
         """`generate` refuses the list before any work, and can be called again."""
-        with LLM(str(model), milestone="m2", max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False) as llm:
-            with pytest.raises(ValueError, match="no room for an answer"):
-                llm.generate(["good", [1] * MAX_MODEL_LEN], GREEDY, use_tqdm=False)
-            assert_nothing_left(llm.engine)
-            assert llm.engine.stats().steps == 0
-            assert len(llm.generate(["good"], GREEDY, use_tqdm=False)) == 1
+        steps = llm.engine.stats().steps
+        with pytest.raises(ValueError, match="no room for an answer"):
+            llm.generate(["good", [1] * MAX_MODEL_LEN], GREEDY, use_tqdm=False)
+        assert_nothing_left(llm.engine)
+        assert llm.engine.stats().steps == steps
+        assert len(llm.generate(["good"], GREEDY, use_tqdm=False)) == 1
 
     def test_a_budget_too_small_for_the_longest_prompt(self, model: Path) -> None:
         with pytest.raises(ValueError, match="could never be computed in one step"):
@@ -340,7 +343,10 @@ class TestBadInput:
     [
         {"milestone": "m2"},
         pytest.param({"milestone": "m6"}, marks=pytest.mark.m6),
-        pytest.param({"milestone": "m6", "async_scheduling": False, "tensor_parallel_size": 2}, marks=pytest.mark.m6),
+        pytest.param(
+            {"milestone": "m6", "async_scheduling": False, "tensor_parallel_size": 2},
+            marks=[pytest.mark.m6, pytest.mark.slow],
+        ),
     ],
 )
 def test_a_scheduler_that_lets_nobody_in(model: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,17 +361,17 @@ def test_a_scheduler_that_lets_nobody_in(model: Path, fields: dict[str, Any], mo
     engine.close()
 
 
-def test_the_longest_answer_that_fits(model: Path) -> None:
+def test_the_longest_answer_that_fits(model: Path, llm: LLM) -> None:
     """max_tokens beyond the context is cut to it: the last place in the slot is used, and none after it."""
     prompt = prompts([MAX_MODEL_LEN - 3])[0]
-    answer = alone(model, prompt, LONG)
+    answer = alone(llm, prompt, LONG)
     assert len(answer) == 3
     one_slot = make_engine(model, max_num_seqs=2)  # the next slot belongs to somebody else
     one_slot.add_request("full", prompt, LONG, stream=False)
     one_slot.add_request("other", [1, 2, 3], GREEDY, stream=False)
     outputs = finish(one_slot)
     assert outputs["full"].outputs[0].token_ids == answer
-    assert outputs["other"].outputs[0].token_ids == alone(model, [1, 2, 3], GREEDY)
+    assert outputs["other"].outputs[0].token_ids == alone(llm, [1, 2, 3], GREEDY)
 
 
 def test_priority_is_an_option(model: Path) -> None:
@@ -387,7 +393,7 @@ def test_a_closed_engine_gives_its_model_back_and_may_be_closed_again(model: Pat
         assert weights() is None
 
 
-def test_two_engines_in_one_process(model: Path) -> None:
+def test_two_engines_in_one_process(model: Path, llm: LLM) -> None:
     first, second = make_engine(model), make_engine(model, max_num_seqs=1)
     for engine in (first, second):
         engine.add_request("r", [1, 2, 3], GREEDY)
@@ -396,7 +402,7 @@ def test_two_engines_in_one_process(model: Path) -> None:
         for i, engine in enumerate((first, second)):
             for output in engine.step():
                 tokens[i] += output.outputs[0].delta_token_ids
-    assert tokens[0] == tokens[1] == alone(model, [1, 2, 3], GREEDY)
+    assert tokens[0] == tokens[1] == alone(llm, [1, 2, 3], GREEDY)
 
 
 def test_the_preset() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,15 @@ class TestOnACPU:
             assert fields.items() >= asked.items()
 
     @pytest.mark.m5
-    def test_every_rung_has_something_to_gain(self) -> None:
-        """Counted, not timed: more at once, less that is empty, prompts that are found."""
-        fields = {**common(), "model": str(tiny_checkpoint(max_position_embeddings=2048))}
+    def test_every_rung_has_something_to_gain(self, tmp_path: Path) -> None:
+        """Counted, not timed: more at once, less that is empty, prompts that are found. 24 begin alike, and one is long."""
+        short = [{"prompt_token_ids": [7] * 96 + [i] * 9, "output_len": 20 + i % 10} for i in range(24)]
+        lines = [*short[:8], {"prompt_len": 250, "output_len": 20}, *short[8:]]
+        (tmp_path / "alike.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        fields, name = common(), str(tmp_path / "alike.jsonl")
         del fields["max_model_len"]
-        chosen = [rung for rung in for_cpu(rungs("m5", fields), "mixed", 12) if rung[0] in ("m2", "m3", "m5")]
-        slots, blocks, reuse = (run.metrics for run in bench_ladder(Plan(chosen, "mixed", 12)).runs)
+        chosen = [rung for rung in for_cpu(rungs("m5", fields), name, None) if rung[0] in ("m2", "m3", "m5")]
+        slots, blocks, reuse = (run.metrics for run in bench_ladder(Plan(chosen, name)).runs)
         assert slots["sequences a step"].median <= 4 < blocks["sequences a step"].median
         assert blocks[WASTE].median < 10 < slots[WASTE].median
         assert reuse[REUSED].median > 50 and REUSED not in blocks
@@ -99,6 +103,7 @@ def test_a_limit_leaves_a_partial_rung(tmp_path: Path) -> None:
     assert result.runs[0].partial and "of the roofline" not in result.runs[0].metrics
 
 
+@pytest.mark.slow
 def test_the_reference_runs_without_the_learners_code(
     workload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +118,7 @@ def test_the_reference_runs_without_the_learners_code(
     assert [run.name for run in both.runs] == ["m1 reference", "m1 mine"]
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_reference_is_told(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="unknown workload"):
         bench_reference(Plan(rungs("m1", common()), str(tmp_path / "absent.jsonl")))

@@ -96,7 +96,7 @@ class World:
         assert seq.block_table == []
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     users, st.integers(1, 5), st.integers(1, 5), st.integers(CONTEXT, 3 * CONTEXT), st.booleans(), st.integers(0, 99)
 )

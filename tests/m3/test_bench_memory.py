@@ -22,7 +22,7 @@ def test_lengths_lie_between_the_bounds_and_most_are_short() -> None:
 
 def test_blocks_hold_more_sequences_in_the_same_bytes() -> None:
     workload = mixed_workload(16, 0, (2, 16), (2, 32))
-    options = {"model": str(tiny_checkpoint()), "slots": 2, "max_model_len": 64, "device": "cpu"}
+    options = {"model": str(tiny_checkpoint()), "slots": 2, "max_model_len": 64, "device": "cpu", "max_num_seqs": 16}
     m2, m3 = (measure(milestone, workload, block_size=4, **options) for milestone in ("m2", "m3"))
     assert m2.kv_bytes == m3.kv_bytes
     assert m2.output_tokens == m3.output_tokens == workload.output_tokens
@@ -35,7 +35,7 @@ def test_blocks_hold_more_sequences_in_the_same_bytes() -> None:
 
 def test_a_block_a_sequence_is_a_slot() -> None:
     workload = mixed_workload(6, 1, (2, 16), (2, 16))
-    options = {"model": str(tiny_checkpoint()), "slots": 2, "max_model_len": 64, "device": "cpu"}
+    options = {"model": str(tiny_checkpoint()), "slots": 2, "max_model_len": 64, "device": "cpu", "max_num_seqs": 16}
     m2, m3 = measure("m2", workload, **options), measure("m3", workload, block_size=64, **options)
     assert (m3.steps, m3.mean_running, m3.mean_waste) == (m2.steps, m2.mean_running, m2.mean_waste)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
+import torch
 
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
@@ -12,11 +14,13 @@ from folovllm.engine.metrics import EngineStats
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import assert_tokens_equal, hf_greedy, prompts, tiny_checkpoint, tolerance
 from tests.workloads import (
-    ARRIVALS,
-    KINDS,
+    AT_ONCE,
     MAX_MODEL_LEN,
+    RANDOM_STEPS,
+    RUNS,
     Request,
     assert_nothing_left,
+    check_runs,
     make_engine,
     mixed_requests,
     serve,
@@ -26,48 +30,45 @@ from tests.workloads import (
 LONGEST = 84  # tokens of the longest request of the workloads: 60 of prompt, 24 of answer
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("block_size", [1, 2, 16, 256, MAX_MODEL_LEN])
-def test_output_equals_m1_whatever_the_blocks(kind: str, block_size: int) -> None:
-    expected = workload(kind)
-    engine = make_engine(expected.model, milestone="m3", block_size=block_size)
-    for seed, arrival in enumerate(ARRIVALS):
-        expected.check(serve(engine, expected.requests, arrival, seed))
+@pytest.mark.parametrize(
+    ("block_size", "runs"), [(1, [AT_ONCE]), (2, [RANDOM_STEPS]), (16, RUNS), (256, [RANDOM_STEPS])], ids=str
+)
+def test_output_equals_m1_whatever_the_blocks(block_size: int, runs: Sequence[tuple[str, str]]) -> None:
+    """The largest is larger than the context."""
+    engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=block_size, max_num_seqs=16)
+    check_runs(engine, *runs)
     assert engine.stats().preemptions == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("block_size", [1, 2, 16])
-def test_output_equals_m1_with_hardly_any_blocks(kind: str, block_size: int) -> None:
-    expected = workload(kind)
-    engine = make_engine(
-        expected.model,
-        milestone="m3",
-        block_size=block_size,
-        max_model_len=LONGEST,
-        num_kv_blocks=-(-LONGEST // block_size),
-    )
-    for seed, arrival in enumerate(ARRIVALS):
-        expected.check(serve(engine, expected.requests, arrival, seed))
-    assert engine.stats().preemptions >= 5
+@pytest.mark.parametrize(("block_size", "runs"), [(1, [AT_ONCE]), (2, [AT_ONCE]), (16, RUNS)], ids=str)
+def test_output_equals_m1_with_hardly_any_blocks(block_size: int, runs: Sequence[tuple[str, str]]) -> None:
+    pool = {"block_size": block_size, "max_model_len": LONGEST, "num_kv_blocks": -(-LONGEST // block_size)}
+    engine = make_engine(tiny_checkpoint(), milestone="m3", **pool)
+    check_runs(engine, *runs)
+    assert engine.stats().preemptions >= len(runs)
+
+
+@pytest.fixture(scope="module")
+def growing() -> list[tuple[list[int], list[int], torch.Tensor]]:
+    """Ten short prompts with long answers, and the logits of these."""
+    return [(ids, *hf_greedy(tiny_checkpoint(), ids, 40)) for ids in prompts([3, 1, 6, 2, 5, 4, 3, 6, 1, 2])]
 
 
 @pytest.mark.parametrize("block_size", [1, 5])
-def test_preemption_is_the_rule(block_size: int) -> None:
-    """Short prompts with long answers: many are admitted, few can stay."""
-    ids = prompts([3, 1, 6, 2, 5, 4, 3, 6, 1, 2])
+def test_preemption_is_the_rule(block_size: int, growing: list[tuple[list[int], list[int], torch.Tensor]]) -> None:
+    """Many are admitted, few can stay."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     engine = make_engine(
         tiny_checkpoint(), milestone="m3", block_size=block_size, max_model_len=50, num_kv_blocks=-(-50 // block_size)
     )
-    outputs = serve(engine, [Request(prompt, params) for prompt in ids])
-    assert engine.stats().preemptions >= 2 * len(ids)  # each gave way twice, on average
-    for prompt, output in zip(ids, outputs, strict=True):
-        assert_tokens_equal(output.outputs[0].token_ids, *hf_greedy(tiny_checkpoint(), prompt, 40))
+    outputs = serve(engine, [Request(prompt, params) for prompt, *_ in growing])
+    assert engine.stats().preemptions >= 2 * len(growing)  # each gave way twice, on average
+    for (_, *expected), output in zip(growing, outputs, strict=True):
+        assert_tokens_equal(output.outputs[0].token_ids, *expected)
 
 
 def test_priorities_change_the_order_and_no_answer() -> None:
-    expected = workload("greedy")
+    expected = workload("seeded", 16)
     engine = make_engine(
         expected.model,
         milestone="m3",
@@ -77,7 +78,7 @@ def test_priorities_change_the_order_and_no_answer() -> None:
         scheduling="priority",
     )
     expected.check(serve(engine, expected.requests))
-    assert engine.stats().preemptions >= 5
+    assert engine.stats().preemptions >= 1
 
 
 def watched(engine: LLMEngine, requests: list[Request]) -> list[EngineStats]:
@@ -108,24 +109,28 @@ def test_small_blocks_waste_less_than_a_block_a_sequence() -> None:
         assert 0 <= wasted_tokens <= 3 * stats.running
 
 
+@pytest.fixture(scope="module")
+def long_answers() -> dict[int, tuple[list[int], torch.Tensor]]:
+    """Greedy answers of 18 tokens, and their logits, by the length of the prompt."""
+    return {length: hf_greedy(tiny_checkpoint(), prompts([length])[0], 18) for length in (15, 16, 17)}
+
+
 @pytest.mark.parametrize("prompt", [15, 16, 17])
-@pytest.mark.parametrize("answer", [1, 2, 15, 16, 17, 18])
-def test_around_a_block_boundary(prompt: int, answer: int) -> None:
+def test_around_a_block_boundary(prompt: int, long_answers: dict[int, tuple[list[int], torch.Tensor]]) -> None:
     """Prompts of a block less one, one and one more; answers that end on a block's last slot and beside it."""
-    (ids,) = prompts([prompt])
-    engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=16)
-    params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
-    engine.add_request("r", ids, params)
-    blocks, output = [], None
-    while engine.has_unfinished_requests():
-        blocks.append(engine.stats().kv_blocks_used)
-        (output,) = engine.step()
-    assert output is not None
-    # The last token drawn is never computed, so it takes no place.
-    assert blocks == [0, *(-(-n // 16) for n in range(prompt, prompt + answer - 1))]
-    tokens, logits = hf_greedy(tiny_checkpoint(), ids, answer)
-    assert_tokens_equal(output.outputs[0].token_ids, tokens, logits, tolerance(logits))
-    assert_nothing_left(engine)
+    (ids,), (tokens, logits) = prompts([prompt]), long_answers[prompt]
+    engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=16, max_num_seqs=2)
+    for answer in (1, 2, 15, 16, 17, 18):
+        engine.add_request("r", ids, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True))
+        blocks, output = [], None
+        while engine.has_unfinished_requests():
+            blocks.append(engine.stats().kv_blocks_used)
+            (output,) = engine.step()
+        assert output is not None
+        # The last token drawn is never computed, so it takes no place.
+        assert blocks == [0, *(-(-n // 16) for n in range(prompt, prompt + answer - 1))]
+        assert_tokens_equal(output.outputs[0].token_ids, tokens[:answer], logits[:answer], tolerance(logits))
+        assert_nothing_left(engine)
 
 
 def test_a_pool_of_exactly_one_sequence() -> None:
@@ -179,12 +184,12 @@ def test_a_preempted_request_can_be_aborted() -> None:
 
 
 def test_blocks_that_are_freed_are_used_again_by_others() -> None:
-    """A hundred short requests through a pool of two: blocks change hands, and every answer is as if alone."""
-    expected = workload("greedy", count=12, seed=3)
+    """Requests through a pool of two or three at a time: blocks change hands, and every answer is as if alone."""
+    expected = workload("greedy", 16)
     engine = make_engine(
         expected.model, milestone="m3", block_size=4, max_model_len=LONGEST, num_kv_blocks=30, max_num_seqs=3
     )
-    for _ in range(3):
+    for _ in range(2):
         expected.check(serve(engine, expected.requests))
 
 
@@ -199,9 +204,11 @@ def test_what_can_never_fit_is_refused() -> None:
 
 def test_other_families_and_backends() -> None:
     for family in ("llama", "qwen2", "mistral"):
-        expected = workload("greedy", count=6, family=family)
+        expected = workload("greedy", count=4, family=family)
         for backend in ("torch_paged", "torch_naive"):
-            engine = make_engine(expected.model, milestone="m3", block_size=4, attention_backend=backend)
+            engine = make_engine(
+                expected.model, milestone="m3", block_size=4, max_num_seqs=4, attention_backend=backend
+            )
             expected.check(serve(engine, expected.requests))
 
 

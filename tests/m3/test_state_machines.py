@@ -197,6 +197,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestBlockManagerMachine = BlockManagerMachine.TestCase
-TestBlockManagerMachine.settings = settings(max_examples=100, stateful_step_count=40)
+TestBlockManagerMachine.settings = settings(max_examples=60, stateful_step_count=30)
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=30)
+TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=30)

@@ -15,7 +15,8 @@ from tests.helpers import tiny_checkpoint
 
 
 def contender() -> tuple[str, dict[str, Any]]:
-    return "m5", {"model": str(tiny_checkpoint()), "milestone": "m5", "device": "cpu", "use_tqdm": False}
+    small = {"max_num_seqs": 8, "num_kv_blocks": 200}
+    return "m5", {"model": str(tiny_checkpoint()), "milestone": "m5", "device": "cpu", "use_tqdm": False} | small
 
 
 def test_the_second_request_is_faster() -> None:

@@ -126,7 +126,7 @@ def engines() -> Iterator[dict[str, LLMEngine]]:
 
 
 @pytest.mark.parametrize("milestone", EVERY)
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**6))
 def test_the_watcher_says_what_the_parts_say(engines: dict[str, LLMEngine], milestone: str, seed: int) -> None:
     """Through prefix hits, chunks, preemptions, refusals, aborts and evictions; at every step."""
@@ -253,7 +253,7 @@ def test_where_nobody_listens_no_event_is_made(milestone: str, monkeypatch: pyte
     with monkeypatch.context() as patch:
         for kind in RECORDS:
             patch.setattr(kind, "__new__", made)
-        for _ in range(120):
+        for _ in range(60):
             world.turn()
     world.engine.subscribe(world.seen.extend)
     with monkeypatch.context() as patch, pytest.raises(AssertionError, match="nobody listens"):
@@ -295,7 +295,7 @@ def test_the_log_of_steps_knows_whose_a_share_is_and_forgets_who_has_gone(milest
     """With overlap a share comes after its sequence has ended: it still has a name."""
     world, log = World(engine(milestone), 6), StepLog()
     world.engine.subscribe(log)
-    for _ in range(120):
+    for _ in range(60):
         world.turn()
     ended = [event for event in world.seen if isinstance(event, ev.StepEnded)]
     assert [len(step.shares) for step in log.steps] == [len(event.output.shares) for event in ended]

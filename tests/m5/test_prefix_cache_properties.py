@@ -129,7 +129,7 @@ class WeakHashMachine(PrefixCacheMachine):
         self.patch.undo()
 
 
-PrefixCacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
-WeakHashMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
+PrefixCacheMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
+WeakHashMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40)
 TestPrefixCache = PrefixCacheMachine.TestCase
 TestWeakHash = WeakHashMachine.TestCase

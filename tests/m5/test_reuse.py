@@ -15,14 +15,14 @@ from folovllm.engine.scheduler import preempt
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
-from tests.workloads import ARRIVALS, KINDS, MAX_MODEL_LEN, assert_nothing_left, make_engine, serve, workload
+from tests.workloads import MAX_MODEL_LEN, assert_nothing_left, check_runs, make_engine, serve, workload
 
 BLOCK = 4
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 def engine(**overrides: Any) -> LLMEngine:
-    fields = {"milestone": "m5", "block_size": BLOCK, "max_num_seqs": 16}
+    fields = {"milestone": "m5", "block_size": BLOCK, "max_num_seqs": 16, "num_kv_blocks": 600}
     return make_engine(tiny_checkpoint(), **(fields | overrides))
 
 
@@ -67,18 +67,22 @@ def test_a_shared_block_counts_once() -> None:
     assert_nothing_left(served)
 
 
-@pytest.mark.parametrize("arrival", ARRIVALS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_those_of_m1(kind: str, arrival: str) -> None:
-    load = workload(kind)
-    load.check(serve(engine(), load.requests, arrival))
+def test_answers_are_those_of_m1() -> None:
+    check_runs(engine())
 
 
-@pytest.mark.parametrize("budget", [1, 3, 16, 33, 64])
-@pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("arrival", ["at_once", "random_steps"])
-def test_chunks_of_every_size(budget: int, caching: bool, arrival: str) -> None:
-    load = workload("seeded", count=12)
+@pytest.mark.parametrize(
+    ("arrival", "caching", "budget"),
+    [
+        ("at_once", False, 1),  # the least
+        ("random_steps", True, 3),  # less than a block
+        ("random_steps", False, 16),  # whole blocks
+        ("at_once", True, 33),  # a token more
+        ("at_once", False, 64),  # most prompts at once
+    ],
+)
+def test_chunks_of_every_size(arrival: str, caching: bool, budget: int) -> None:
+    load = workload("seeded", 16)
     served = engine(max_num_batched_tokens=budget, enable_prefix_caching=caching)
     served.history = []
     load.check(serve(served, load.requests, arrival))
@@ -86,7 +90,7 @@ def test_chunks_of_every_size(budget: int, caching: bool, arrival: str) -> None:
 
 
 def test_the_threshold_holds_for_every_share() -> None:
-    load, served = workload("greedy"), engine(long_prefill_token_threshold=5)
+    load, served = workload("greedy", 16), engine(long_prefill_token_threshold=5)
     served.history = []
     load.check(serve(served, load.requests))
     assert max(n for step in served.history for *_, n in step.shares) == 5
@@ -167,16 +171,13 @@ class TestPrefixes:
         assert served.prefix_cache_stats().tokens_hit == 3 * BLOCK
 
 
-@pytest.mark.parametrize("num_kv_blocks", [34, 40, 60])
-@pytest.mark.parametrize("budget", [9, 40])
+@pytest.mark.parametrize(("num_kv_blocks", "budget"), [(34, 9), (40, 40), (60, 9)])
 def test_pools_small_enough_to_evict_and_preempt_all_the_time(num_kv_blocks: int, budget: int) -> None:
     rng = random.Random(num_kv_blocks)
     heads = prompts([20, 33], seed=7)
-    tails = prompts([rng.randint(1, 20) for _ in range(24)], seed=8)
-    batches = [
-        [heads[rng.randrange(2)][: rng.choice([20, 12, 7])] + tail for tail in tails[i : i + 8]] for i in (0, 8, 16)
-    ]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    tails = prompts([rng.randint(1, 20) for _ in range(16)], seed=8)
+    batches = [[heads[rng.randrange(2)][: rng.choice([20, 12, 7])] + tail for tail in tails[i : i + 8]] for i in (0, 8)]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     served = engine(num_kv_blocks=num_kv_blocks, max_num_batched_tokens=budget)
     assert answers(served, batches, params) == answers(without(), batches, params)
     assert served.prefix_cache_stats().evictions > 0 and served.stats().preemptions > 0

@@ -1,0 +1,21 @@
+"""For M2's tests."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from folovllm.bench import roofline, throughput
+from tests.m1.conftest import commands_built_once  # noqa: F401
+
+
+def quick_rates(device: torch.device, dtype: torch.dtype) -> roofline.Rates:
+    return roofline.Rates(roofline._copy_rate(1 << 16, device, dtype), roofline._matmul_rate(64, device, dtype))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rates_of_little() -> Iterator[None]:
+    """What a benchmark measures of the machine, over a thousandth of the numbers: else it takes five seconds each time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(throughput, "measure_rates", quick_rates)
+        yield
