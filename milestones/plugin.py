@@ -24,7 +24,9 @@ EXERCISE = "exercise"  # the user property of a report that carries an exercise'
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("course")
     group.addoption("--mine", action="store_true", help="test what you wrote in mine/, not the reference")
-    group.addoption("--slow", action="store_true", help="run what is marked slow, too (a file that is named is run whole)")
+    group.addoption(
+        "--slow", action="store_true", help="run what is marked slow, too (a file that is named is run whole)"
+    )
     group.addoption("--course-report", metavar="FILE", help="write {test: [outcome, exercise]} to FILE, as JSON")
 
 
