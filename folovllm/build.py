@@ -40,13 +40,13 @@ from folovllm.executor.abstract import Executor
 from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
 from folovllm.faults import Faults
-from folovllm.layers.expert_load import CountedLoad
 from folovllm.models.files import load_tokenizer
+from folovllm.moe.expert_load import CountedLoad
 from folovllm.sample.draw_state import DrawState
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput, StepResult
-from folovllm.structured.guides import Guides
+from folovllm.structured_output.guides import Guides
 from folovllm.worker.draw import OwnDraw, RanksDraw, StepDraw
 from folovllm.worker.gpu_worker import GPUWorker, Runner
 from folovllm.worker.graph_cache import AllGraphs
@@ -55,10 +55,10 @@ from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.native_model import load_native_model, load_sharded_model
 
 if TYPE_CHECKING:
-    from folovllm.engine.speculation import Speculation
-    from folovllm.executor.run_executor import RunExecutor
-    from folovllm.spec.proposer import Proposer
-    from folovllm.worker.draft_tokens import DraftTokens
+    from folovllm.spec_decode.draft_tokens import DraftTokens
+    from folovllm.spec_decode.proposer import Proposer
+    from folovllm.spec_decode.run_executor import RunExecutor
+    from folovllm.spec_decode.speculation import Speculation
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
@@ -100,7 +100,7 @@ def make_scheduler(
         return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens_of_step(config))
     kind: Callable[..., Scheduler] = OverlapScheduler if config.async_scheduling else Scheduler  # M6; M2
     if speculation is not None:
-        from folovllm.engine.speculative_scheduler import SpeculativeOverlapScheduler, SpeculativeScheduler
+        from folovllm.spec_decode.scheduler import SpeculativeOverlapScheduler, SpeculativeScheduler
 
         kind = SpeculativeOverlapScheduler if config.async_scheduling else SpeculativeScheduler
         kind = partial(kind, speculation=speculation)
@@ -118,7 +118,7 @@ def make_proposer(setup: EngineSetup, drafted: DraftTokens | None) -> Proposer |
     """Who guesses tokens, where anybody does (X3). A draft's go to `drafted`."""
     if setup.config.speculation is None:
         return None
-    from folovllm.spec import own, registry
+    from folovllm.spec_decode import own, registry
 
     proposer = registry.make_proposer(setup.config.speculation, partial(make_draft, setup, drafted))
     return proposer if setup.config.speculation.methods else own.Own(proposer, setup.vocab_size)
@@ -126,8 +126,8 @@ def make_proposer(setup: EngineSetup, drafted: DraftTokens | None) -> Proposer |
 
 def make_draft(setup: EngineSetup, drafted: DraftTokens | None, model: str) -> Proposer:
     """The small model `model`, with rows and blocks of its own: as many sequences as the large one, in a part of its memory."""
-    from folovllm.engine.draft_setup import draft_setup
-    from folovllm.spec.draft_model import DraftModel
+    from folovllm.spec_decode.draft_model import DraftModel
+    from folovllm.spec_decode.draft_setup import draft_setup
 
     assert drafted is not None
     draft = draft_setup(setup, model)
@@ -146,7 +146,7 @@ def make_draft_tokens(setup: EngineSetup) -> DraftTokens | None:
     speculation = setup.config.speculation
     if speculation is None or "draft_model" not in speculation.methods:
         return None
-    from folovllm.worker.draft_tokens import DraftTokens
+    from folovllm.spec_decode.draft_tokens import DraftTokens
 
     return DraftTokens.for_runs(speculation.num_speculative_tokens + 2, setup)
 
@@ -158,8 +158,8 @@ def hands_over(setup: EngineSetup) -> bool:
 
 def make_run_executor(setup: EngineSetup, drafted: DraftTokens) -> RunExecutor:
     """A device that is sent several decode steps at once (X3)."""
-    from folovllm.executor.run_executor import RunExecutor
-    from folovllm.worker.run_graph_runner import RunGraphRunner
+    from folovllm.spec_decode.run_executor import RunExecutor
+    from folovllm.spec_decode.run_graph_runner import RunGraphRunner
 
     worker, runner = make_packed_worker(setup, graphed=partial(RunGraphRunner, drafted=drafted))
     assert isinstance(runner, RunGraphRunner)
@@ -172,9 +172,9 @@ def make_speculation(
     """What the scheduler asks for guesses (X3)."""
     if proposer is None or setup.config.speculation is None:
         return None
-    from folovllm.engine.speculation import Speculation
-    from folovllm.spec.measure import clock_for, is_here
-    from folovllm.spec.registry import make_depth
+    from folovllm.spec_decode.measure import clock_for, is_here
+    from folovllm.spec_decode.registry import make_depth
+    from folovllm.spec_decode.speculation import Speculation
 
     proposer, depth, budget = make_depth(setup.config.speculation, setup, executor, proposer)
     waits = budget is not None and is_here(setup)
@@ -241,15 +241,15 @@ def runner_kinds(setup: EngineSetup) -> tuple[type[ModelRunner], Callable[..., G
     """Runners of steps (M2) and of packed steps (M6): those of shares that draw one token, or several (X3)."""
     if setup.config.speculation is None:
         return ModelRunner, GraphRunner
-    from folovllm.worker.verify_graph_runner import VerifyingGraphRunner
-    from folovllm.worker.verify_runner import VerifyingModelRunner
+    from folovllm.spec_decode.verify_graph_runner import VerifyingGraphRunner
+    from folovllm.spec_decode.verify_runner import VerifyingModelRunner
 
     return VerifyingModelRunner, VerifyingGraphRunner
 
 
 def most_draws_of(setup: EngineSetup) -> int:
     """How many tokens a step draws at most: one for each row, or more of them (X3)."""
-    from folovllm.step.verify import most_draws
+    from folovllm.spec_decode.verify import most_draws
 
     return setup.max_num_seqs if setup.config.speculation is None else most_draws(setup.max_num_seqs)
 
@@ -285,7 +285,7 @@ def attention_backend(setup: EngineSetup) -> AttentionBackend:
 
         return TritonBackend(setup.attention, own)
     if setup.config.speculation is not None and setup.backend == "triton":
-        from folovllm.attention.backends import checking
+        from folovllm.spec_decode import attention as checking
 
         if checking.serves(setup.device):
             most_tokens = setup.config.speculation.num_speculative_tokens + 1

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from folovllm.engine.cpu_threads import largest_product
 from folovllm.files import cache_dir
-from folovllm.layers.expert_load import CountedLoad, ExpertLoad
 from folovllm.layers.layer_set import LayerSet
 from folovllm.model_config import num_experts_of
+from folovllm.moe.expert_load import CountedLoad, ExpertLoad
 from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def kernels_for(setup: EngineSetup) -> LayerSet:
 
         if setup.device.type != "cuda":
             return compiled_layers()
-        from folovllm.layers.fused_moe import EXPERT_KERNELS
+        from folovllm.moe.fused import EXPERT_KERNELS
 
         return compiled_layers().having(EXPERT_KERNELS)
     if (kernels := cpu_kernels(setup)) is not None:

@@ -99,8 +99,8 @@ def build_app() -> typer.Typer:
     from folovllm.bench.cli import build_bench_app
     from folovllm.config import EngineConfig
     from folovllm.inspector.cli import inspect
-    from folovllm.quantize.cli import quantize
-    from folovllm.quantize.options import QuantizeOptions
+    from folovllm.quantization.quantizer.cli import quantize
+    from folovllm.quantization.quantizer.options import QuantizeOptions
     from folovllm.sampling_params import SamplingParams
     from folovllm.server.cli import serve
     from folovllm.server.config import ServerConfig

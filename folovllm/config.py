@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from folovllm import config_checks
-from folovllm.speculative_config import SpeculativeConfig
+from folovllm.spec_decode.config import SpeculativeConfig
 from folovllm.vllm_arguments import ENGINE, also_takes
 
 DEFAULT_MODEL = "stories-5m"  # embedded in the package

@@ -37,7 +37,7 @@ class Routing:
 @contextmanager
 def recorded() -> Iterator[list[Choice]]:
     """Within this, what the router says is noted: layer after layer, step after step. On a CPU, in this very process."""
-    from folovllm.layers import moe
+    from folovllm.moe import layers as moe
 
     noted: list[Choice] = []
     route = moe.route

@@ -28,9 +28,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folovllm import LLM, SamplingParams
-from folovllm.models.gguf_reader import MAGIC, read_gguf
-from folovllm.quantize.options import QuantizeOptions
-from folovllm.quantize.run import quantize
+from folovllm.quantization.gguf_reader import MAGIC, read_gguf
+from folovllm.quantization.quantizer.options import QuantizeOptions
+from folovllm.quantization.quantizer.run import quantize
 from tests.helpers import CHAT_TEMPLATE, tiny_checkpoint
 from tests.x2.quantized import write_quantized
 from tests.x2.test_gguf import write_gguf

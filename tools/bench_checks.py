@@ -17,10 +17,10 @@ import torch
 import triton
 
 from folovllm.attention.backends.abstract import AttentionConfig
-from folovllm.attention.backends.checking import CheckingTritonBackend
 from folovllm.attention.backends.triton import TritonBackend
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.small_linear import serves, small_linear
+from folovllm.spec_decode.attention import CheckingTritonBackend
 from tools.bench_attention import LARGER_THAN_L2, LAYERS, copy_bandwidth, make_batch, measure
 
 WIDTHS = (2, 4, 8, 16)  # tokens of a sequence

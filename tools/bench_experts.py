@@ -25,9 +25,11 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from folovllm.kernels import few_pairs, grouped_hopper, grouped_linear, grouped_quant
-from folovllm.kernels.quant_linear import Codes
-from folovllm.kernels.route import choose, combine
+from folovllm.hopper import grouped as grouped_hopper
+from folovllm.moe.kernels import grouped_linear
+from folovllm.moe.kernels.route import choose, combine
+from folovllm.quantization.kernels import few_pairs, grouped_quant
+from folovllm.quantization.kernels.quant_linear import Codes
 
 TOKENS = (1, 2, 4, 16, 64, 256, 1024, 4096)
 LAYERS, ROUNDS = 6, 4

@@ -28,7 +28,7 @@ from itertools import groupby
 import torch
 import triton
 
-from folovllm.kernels.int4_hopper import MANY, MOST
+from folovllm.hopper.int4 import MANY, MOST
 from folovllm.kernels.small_linear import serves
 from tools.weight_products import GEOMETRIES, Job, error_of, layers_of, shapes_of, step_of, with_tiles
 

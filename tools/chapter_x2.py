@@ -20,18 +20,18 @@ import matplotlib.pyplot as plt
 from transformers import AutoConfig
 
 from folovllm.config import DEFAULT_MODEL
-from folovllm.kv_scales import FP8
 from folovllm.models.files import resolve_model
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
-from folovllm.quantize.gptq import gptq
-from folovllm.quantize.groups import dequantize_groups, quantize_groups
-from folovllm.quantize.inputs import Inputs
-from folovllm.quantize.options import QuantizeOptions
-from folovllm.quantize.perplexity import perplexity, token_losses
-from folovllm.quantize.run import rows_of
-from folovllm.quantize.whole import logits_of
+from folovllm.quantization.kv_scales import FP8
+from folovllm.quantization.quantizer.gptq import gptq
+from folovllm.quantization.quantizer.groups import dequantize_groups, quantize_groups
+from folovllm.quantization.quantizer.inputs import Inputs
+from folovllm.quantization.quantizer.options import QuantizeOptions
+from folovllm.quantization.quantizer.perplexity import perplexity, token_losses
+from folovllm.quantization.quantizer.run import rows_of
+from folovllm.quantization.quantizer.whole import logits_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "docs" / "data" / "x2_fewer_bits_cpu.json"

@@ -19,7 +19,7 @@ from folovllm.bench.contenders import GEOMETRIES, random_model
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.kernels import prefill_hopper
+from folovllm.hopper import prefill as prefill_hopper
 from folovllm.models import fused_layer
 from folovllm.sampling_params import SamplingParams
 

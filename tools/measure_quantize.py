@@ -19,11 +19,11 @@ from folovllm.config import DEFAULT_MODEL
 from folovllm.models.files import resolve_model
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
-from folovllm.quantize.one_layer import Checkpoint
-from folovllm.quantize.options import QuantizeOptions
-from folovllm.quantize.perplexity import compare
-from folovllm.quantize.run import quantize, rows_of
-from folovllm.quantize.whole import logits_of
+from folovllm.quantization.quantizer.one_layer import Checkpoint
+from folovllm.quantization.quantizer.options import QuantizeOptions
+from folovllm.quantization.quantizer.perplexity import compare
+from folovllm.quantization.quantizer.run import quantize, rows_of
+from folovllm.quantization.quantizer.whole import logits_of
 
 KINDS = {
     "FP8, blocks": {"format": "fp8"},

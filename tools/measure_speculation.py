@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from folovllm import LLM, SamplingParams
-from folovllm.spec.adaptive import AdaptiveDepth
+from folovllm.spec_decode.adaptive import AdaptiveDepth
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.structured_outputs import StructuredOutputsParams
 

@@ -1,7 +1,7 @@
 """A draft's gain beside the one that the cost model predicts: `python -m tools.predict_speculation --tokens 2 4`.
 
 Two geometries with random weights. The draft does its work, and what it guessed is then replaced: each guess is right with a
-fixed chance (`folovllm/spec/oracle.py`), as for a draft of that quality. So that the oracle knows the text, one token alone may
+fixed chance (`folovllm/spec_decode/oracle.py`), as for a draft of that quality. So that the oracle knows the text, one token alone may
 be drawn: random weights have no opinion, and two engines soon part. Always so many tokens are guessed. The prediction is
 
     (1 + a + ... + a^k) * plain / (checked + guessing)
@@ -28,14 +28,14 @@ import torch
 from folovllm import LLM, EngineConfig, SamplingParams
 from folovllm.bench.contenders import random_model, write_geometry
 from folovllm.build import make_run_executor
-from folovllm.engine.draft_setup import draft_setup
 from folovllm.engine.setup import set_up
 from folovllm.setup import EngineSetup
-from folovllm.spec.draft_model import DraftModel
-from folovllm.spec.measure import measure_steps
-from folovllm.spec.oracle import Oracle
-from folovllm.spec.proposer import FixedDepth, RowState
-from folovllm.worker.draft_tokens import DraftTokens
+from folovllm.spec_decode.draft_model import DraftModel
+from folovllm.spec_decode.draft_setup import draft_setup
+from folovllm.spec_decode.draft_tokens import DraftTokens
+from folovllm.spec_decode.measure import measure_steps
+from folovllm.spec_decode.oracle import Oracle
+from folovllm.spec_decode.proposer import FixedDepth, RowState
 from tools.measure_speculation import answer
 
 TOKEN = 1234  # all that is written

@@ -10,13 +10,13 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from folovllm.kernels import int4_matmul as four
-from folovllm.kernels import quant_matmul as eight
-from folovllm.kernels.few_codes import few_codes
-from folovllm.kernels.int4_hopper import int4_hopper
-from folovllm.kernels.quant_linear import Codes, quant_linear
-from folovllm.kernels.quantize_rows import fp8_matmul
+from folovllm.hopper.int4 import int4_hopper
 from folovllm.kernels.small_linear import small_linear
+from folovllm.quantization.kernels import int4_matmul as four
+from folovllm.quantization.kernels import quant_matmul as eight
+from folovllm.quantization.kernels.few_codes import few_codes
+from folovllm.quantization.kernels.quant_linear import Codes, quant_linear
+from folovllm.quantization.kernels.quantize_rows import fp8_matmul
 
 GEOMETRIES = {"4B": (2560, 6144, 4096, 9728), "0.6B": (1024, 4096, 2048, 3072)}  # hidden, qkv, heads, MLP
 LARGER_THAN_L2 = 160 << 20  # bytes of weights to go through

@@ -11,12 +11,12 @@ from folovllm.events import Events
 from folovllm.executor.abstract import Executor
 from folovllm.faults import Faults
 from folovllm.setup import EngineSetup
-from folovllm.structured.guides import Guides
+from folovllm.structured_output.guides import Guides
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from folovllm.spec.proposer import Proposer
+    from folovllm.spec_decode.proposer import Proposer
 
 
 @dataclass(slots=True, frozen=True)

@@ -15,16 +15,16 @@ from folovllm.attention.backends.select import choose_backend
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config
 from folovllm.files import reading
-from folovllm.kv_scales import FP8
 from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of, num_positions
-from folovllm.models.quantization import (
+from folovllm.models.registry import renamed_by
+from folovllm.quantization.config import (
     activations_as_asked,
     check_known_to_transformers,
     check_num_weights,
     check_quantization,
     quantized_as_asked,
 )
-from folovllm.models.registry import renamed_by
+from folovllm.quantization.kv_scales import FP8
 from folovllm.setup import EngineSetup
 
 NAIVE = ("torch_naive", "native")  # the backend's name for what a growing cache does with our layers

@@ -8,8 +8,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
-from folovllm.layers.formats.abstract import WeightFormat
 from folovllm.layers.linear import PLAIN
+from folovllm.layers.linear_method import WeightFormat
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)

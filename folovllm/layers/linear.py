@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from folovllm.layers.formats.abstract import WeightFormat
-from folovllm.layers.formats.plain import Plain
+from folovllm.layers.linear_method import WeightFormat
+from folovllm.layers.plain_linear import Plain
 
 PLAIN = Plain()
 

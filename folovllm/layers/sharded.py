@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from folovllm.distributed.group import Group
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from folovllm.layers.formats.abstract import WeightFormat
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import PLAIN, RowParallelLinear
-from folovllm.layers.moe import ExpertRanks
+from folovllm.layers.linear_method import WeightFormat
+from folovllm.moe.layers import ExpertRanks
 
 
 class ShardedRowLinear(RowParallelLinear):

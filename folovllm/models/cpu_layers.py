@@ -13,8 +13,8 @@ import torch
 
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.cpu.ops import CpuKernels, Heads, Layer, at, linear_of
+from folovllm.layers.cpu_linear import CpuPlain
 from folovllm.layers.embed_head import ParallelLMHead
-from folovllm.layers.formats.cpu import CpuPlain
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import LinearBase, RowParallelLinear
 from folovllm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP

@@ -44,7 +44,7 @@ def resolve_model(name: str) -> Path:
         return smollm2_dir(name=name)
     path = Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
-        from folovllm.models.gguf_file import gguf_dir
+        from folovllm.quantization.gguf_file import gguf_dir
 
         return gguf_dir(path)
     if path.is_dir():

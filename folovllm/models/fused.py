@@ -12,13 +12,13 @@ from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from folovllm.layers.activation import GeluAndMul, SiluAndMul
 from folovllm.layers.fused import FusedGeluAndMul, FusedRMSNorm, FusedSiluAndMul
-from folovllm.layers.fused_moe import EXPERT_KERNELS
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.models.gemma3 import Gemma3RMSNorm
 from folovllm.models.llama import LlamaAttention
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
+from folovllm.moe.fused import EXPERT_KERNELS
 
 
 class FusedLlamaAttention(LlamaAttention):

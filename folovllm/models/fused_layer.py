@@ -15,8 +15,8 @@ from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.activation import silu_and_mul
 from folovllm.kernels.small_linear import small_linear
 from folovllm.layers.embed_head import ParallelLMHead
-from folovllm.layers.formats.few_tokens import FewTokens, is_few
 from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.skinny_linear import FewTokens, is_few
 from folovllm.models.fused import FusedLlamaAttention, fused_layers
 from folovllm.models.llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
 

@@ -14,12 +14,12 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from folovllm.files import UnreadableFile, in_one_line, reading
-from folovllm.layers.formats.abstract import FLOATS, WeightFormat
-from folovllm.layers.formats.plain import Plain
 from folovllm.layers.linear import PLAIN, LinearBase
+from folovllm.layers.linear_method import FLOATS, WeightFormat
+from folovllm.layers.plain_linear import Plain
 from folovllm.models.json_files import read_json
-from folovllm.models.kv_scales import is_kv_scale, take_kv_scale
 from folovllm.models.llama import LlamaForCausalLM
+from folovllm.quantization.checkpoint_kv_scales import is_kv_scale, take_kv_scale
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the format says otherwise

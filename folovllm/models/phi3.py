@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from folovllm.layers.formats.abstract import WeightFormat
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import PLAIN, MergedColumnParallelLinear, QKVParallelLinear
+from folovllm.layers.linear_method import WeightFormat
 from folovllm.models.llama import LlamaForCausalLM
 
 if TYPE_CHECKING:

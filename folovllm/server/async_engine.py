@@ -23,7 +23,7 @@ from folovllm.server.open_requests import OpenRequests
 from folovllm.server.stream import Mailbox, Stream, add_message
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.setup import EngineSetup
-from folovllm.structured.grammar_check import GrammarChecker
+from folovllm.structured_output.grammar_check import GrammarChecker
 from folovllm.structured_outputs import GrammarLimits, StructuredOutputsParams
 
 logger = logging.getLogger("folovllm")

@@ -7,7 +7,7 @@ from typing import Any
 
 from folovllm.server.errors import ApiError
 from folovllm.server.tool_calls import CLOSING, OPENING
-from folovllm.structured.guidance import WHITESPACE
+from folovllm.structured_output.guidance import WHITESPACE
 
 ToolChoice = str | dict[str, Any] | None
 CHOICES = ("none", "auto", "required")

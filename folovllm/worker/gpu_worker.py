@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from folovllm.layers.expert_load import CountedLoad
+from folovllm.moe.expert_load import CountedLoad
 
 Step = TypeVar("Step")
 Result = TypeVar("Result")

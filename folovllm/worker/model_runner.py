@@ -12,13 +12,13 @@ from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.backends.registry import make_backend
 from folovllm.forward_batch import ForwardBatch
 from folovllm.models.llama import LlamaForCausalLM
+from folovllm.quantization.calibrate import calibration_shares, centred_scales_of
 from folovllm.sample.logprobs import DrawnLogprobs, by_share, score
 from folovllm.sample.rows import DrawRows
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import Logprobs
 from folovllm.step.schedule import SchedulerOutput, Share, StepResult, one_each, tokens_to_score
-from folovllm.worker.calibrate import calibration_shares, centred_scales_of
 from folovllm.worker.input_batch import InputBatch, SlotsOf
 from folovllm.worker.kv_memory import num_blocks_that_fit
 from folovllm.worker.native_model import attention_layers

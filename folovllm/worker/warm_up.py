@@ -8,9 +8,9 @@ import numpy as np
 
 from folovllm.model_config import num_experts_of
 from folovllm.setup import EngineSetup
+from folovllm.spec_decode.verify import most_draws
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput, Share
-from folovllm.step.verify import most_draws
 
 WARM_UP_TOKENS = 256  # from here on more tokens, or more sequences, change no kernel of a plain model,
 LONG_STEP = 4096  # until here, where attention may have one for long prompts

@@ -192,7 +192,7 @@ print(f"{lines} lines; a quick reader got {len(quick)} pieces, a slow one {len(s
 
 # %%
 from folovllm.server.admission import Admission
-from folovllm.structured.choice import choice_mask
+from folovllm.structured_output.choice import choice_mask
 
 EXERCISES = {
     "x1.1": [EngineLoop.turn, engine_loop.run_engine],
@@ -573,4 +573,4 @@ await engine.close()
 # ## Where this leads
 #
 # `folovllm serve` puts HTTP in front of this: the [page about serving](../docs/reference/serving.md) has its flags. With structured output the engine's
-# draw gets a mask for each step: try `folovllm.structured.choice.choice_mask` with a vocabulary of your own.
+# draw gets a mask for each step: try `folovllm.structured_output.choice.choice_mask` with a vocabulary of your own.

@@ -30,12 +30,12 @@ from transformers.utils.logging import disable_progress_bar
 from folovllm import LLM, SamplingParams
 from folovllm.cache.block_manager import BlockManager
 from folovllm.models.files import resolve_model
-from folovllm.spec.automaton import SuffixAutomaton
-from folovllm.spec.choose import best_depths
-from folovllm.spec.ngram import Lookup
-from folovllm.spec.oracle import Oracle
-from folovllm.spec.proposer import Proposer
-from folovllm.step.verify import accept
+from folovllm.spec_decode.automaton import SuffixAutomaton
+from folovllm.spec_decode.choose import best_depths
+from folovllm.spec_decode.ngram import Lookup
+from folovllm.spec_decode.oracle import Oracle
+from folovllm.spec_decode.proposer import Proposer
+from folovllm.spec_decode.verify import accept
 
 disable_progress_bar()
 torch.set_num_threads(1)
@@ -254,7 +254,7 @@ def draw_steps(made, tokens):
     plt.show()
 
 
-from folovllm.spec.ngram import NgramProposer
+from folovllm.spec_decode.ngram import NgramProposer
 
 shown = Shown(NgramProposer(1, 3))
 tokens, counts = answer(prompt, shown)
@@ -306,7 +306,7 @@ plt.show()
 # Eighty tokens are few, so chance shows; the curves are the expectation. More guesses give more tokens, and cost more. With the costs of this computer, measured above, the best number is the one with the most tokens a second:
 
 # %%
-from folovllm.spec.choose import Curve, StepCost
+from folovllm.spec_decode.choose import Curve, StepCost
 
 curve = Curve(tuple(map(float, widths)), tuple(np.maximum.accumulate(took)))
 for a in (0.1, 0.3, 0.5, 0.7, 0.9):
@@ -370,7 +370,7 @@ assert written < 40
 # **Take a guess for a fact.** An engine that keeps all guesses, right or wrong: nothing crashes, and nothing warns. The text is simply the proposer's, with a word of the model here and there.
 
 # %%
-import folovllm.worker.verify_graph_runner as checking
+import folovllm.spec_decode.verify_graph_runner as checking
 
 with patch.object(checking, "accept", lambda drawn, guesses: [*guesses, drawn[len(guesses)]]):
     wrong, _ = answer(ids, Oracle({tuple(ids): text}, 0.7, 4096), count=60)

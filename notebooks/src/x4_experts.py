@@ -31,10 +31,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from folovllm import LLM, SamplingParams
-from folovllm.kernels.grouped_linear import find_tile, grouped_linear, multiply_tile
-from folovllm.kernels.route import combine_kernel
-from folovllm.layers import moe
-from folovllm.layers.moe import Experts, combine, route, sort_by_expert
+from folovllm.moe.kernels.grouped_linear import find_tile, grouped_linear, multiply_tile
+from folovllm.moe.kernels.route import combine_kernel
+from folovllm.moe import layers as moe
+from folovllm.moe.layers import Experts, combine, route, sort_by_expert
 from folovllm.models.files import resolve_model
 from milestones import expert_pictures
 from milestones.routing import expected, read_by, routing_of, routings

@@ -341,7 +341,7 @@ class TestEncodings:
 
     def test_other_files_with_a_mark(self, tmp_path: Path) -> None:
         from folovllm.bench.workload import load_workload
-        from folovllm.quantize.calibration import read_texts
+        from folovllm.quantization.quantizer.calibration import read_texts
 
         file = tmp_path / "lines.jsonl"
         file.write_text('\ufeff{"text": "a", "prompt_len": 3, "output_len": 6}\n', encoding="utf-8")

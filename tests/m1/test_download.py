@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from folovllm.cli import main
 from folovllm.models import smollm2
-from folovllm.models.gguf_file import BLOCK_NAMES, publish
+from folovllm.quantization.gguf_file import BLOCK_NAMES, publish
 from tests.helpers import no_file_beyond
 
 HEADS, KV_HEADS, HIDDEN = 4, 2, 32

@@ -26,45 +26,53 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from folovllm.distributed.mailboxes import LETTERS
-from folovllm.kernels import early_decode, grouped_hopper
+from folovllm.hopper import grouped as grouped_hopper
+from folovllm.hopper.int4 import NUM_STAGES as STAGES_OF_TOKENS
+from folovllm.hopper.int4 import int4_hopper_kernel
+from folovllm.hopper.prefill import NUM_STAGES, prefill_hopper_kernel
+from folovllm.kernels import early_decode
 from folovllm.kernels.activation import act_and_mul_kernel
-from folovllm.kernels.check import MERGED, check_config, check_kernel, merge_checks_kernel, num_warps_of, tile_shape
-from folovllm.kernels.check_plan import list_checks_kernel, plan_checks_kernel
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel
 from folovllm.kernels.decode_plan import plan_kernel
 from folovllm.kernels.draw_tokens import plain_kernel, special_kernel
-from folovllm.kernels.few_codes import few_codes_kernel
-from folovllm.kernels.few_codes import tile_of as tile_of_codes
-from folovllm.kernels.few_pairs import few_pairs_kernel
-from folovllm.kernels.few_pairs import tiling as tiling_of_pairs
 from folovllm.kernels.filter_logits import CAPACITY, CHUNK, WARPS, WIDE_CHUNK, finish_kernel, scan_kernel
-from folovllm.kernels.grouped_linear import grouped_linear_kernel, tiles_for
-from folovllm.kernels.grouped_quant import grouped_quant_kernel
-from folovllm.kernels.grouped_quant import tiles as tiles_of_experts
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_kernel
-from folovllm.kernels.int4_hopper import NUM_STAGES as STAGES_OF_TOKENS
-from folovllm.kernels.int4_hopper import int4_hopper_kernel
-from folovllm.kernels.int4_linear import int4_linear_kernel
-from folovllm.kernels.int4_linear import tiling as tiling_4
-from folovllm.kernels.int4_matmul import int4_matmul_kernel, int4_unpack_kernel
-from folovllm.kernels.int4_matmul import tiling as tiling_4_many
-from folovllm.kernels.integer_codes import integer_codes_kernel, takes
-from folovllm.kernels.integer_codes import tile_of as tile_of_integers
 from folovllm.kernels.mask_logits import WIDTH as MASKED
 from folovllm.kernels.mask_logits import mask_logits_kernel
 from folovllm.kernels.note_drawn import note_drawn_kernel
 from folovllm.kernels.prefill import prefill_config, prefill_kernel
-from folovllm.kernels.prefill_hopper import NUM_STAGES, prefill_hopper_kernel
 from folovllm.kernels.prefill_tiles import list_tiles_kernel
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
-from folovllm.kernels.quant_matmul import quant_matmul_kernel, tiles, unpack_kernel
-from folovllm.kernels.quantize_rows import quantize_rows_kernel
 from folovllm.kernels.rms_norm import add_rms_norm_kernel, late_add_rms_norm_kernel
-from folovllm.kernels.route import STEP, choose_kernel, combine_kernel, late_combine_kernel, order_kernel
 from folovllm.kernels.small_linear import serves, small_linear_kernel, tiling
 from folovllm.kernels.store import store_kvcache_kernel
 from folovllm.kernels.summed_linear import fits, summed_linear_kernel
 from folovllm.kernels.unpack_step import unpack_decode_kernel, unpack_ragged_kernel
+from folovllm.moe.kernels.grouped_linear import grouped_linear_kernel, tiles_for
+from folovllm.moe.kernels.route import STEP, choose_kernel, combine_kernel, late_combine_kernel, order_kernel
+from folovllm.quantization.kernels.few_codes import few_codes_kernel
+from folovllm.quantization.kernels.few_codes import tile_of as tile_of_codes
+from folovllm.quantization.kernels.few_pairs import few_pairs_kernel
+from folovllm.quantization.kernels.few_pairs import tiling as tiling_of_pairs
+from folovllm.quantization.kernels.grouped_quant import grouped_quant_kernel
+from folovllm.quantization.kernels.grouped_quant import tiles as tiles_of_experts
+from folovllm.quantization.kernels.int4_linear import int4_linear_kernel
+from folovllm.quantization.kernels.int4_linear import tiling as tiling_4
+from folovllm.quantization.kernels.int4_matmul import int4_matmul_kernel, int4_unpack_kernel
+from folovllm.quantization.kernels.int4_matmul import tiling as tiling_4_many
+from folovllm.quantization.kernels.integer_codes import integer_codes_kernel, takes
+from folovllm.quantization.kernels.integer_codes import tile_of as tile_of_integers
+from folovllm.quantization.kernels.quant_matmul import quant_matmul_kernel, tiles, unpack_kernel
+from folovllm.quantization.kernels.quantize_rows import quantize_rows_kernel
+from folovllm.spec_decode.kernels.check import (
+    MERGED,
+    check_config,
+    check_kernel,
+    merge_checks_kernel,
+    num_warps_of,
+    tile_shape,
+)
+from folovllm.spec_decode.kernels.check_plan import list_checks_kernel, plan_checks_kernel
 
 # (D, B) to compile for: those that ask for the most where the limit is low, and few where compiling is slow.
 SHAPES = {75: [(128, 16)], 80: [(128, 16)], 86: [(128, 16), (256, 256)], 89: [(128, 16)],

@@ -22,9 +22,9 @@ from folovllm.distributed.sharding import local_config, shard_named
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.kernels.small_linear import serves
 from folovllm.layers import fused as fused_elements
+from folovllm.layers import skinny_linear as few_tokens
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.embed_head import ParallelLMHead
-from folovllm.layers.formats import few_tokens
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.rotary_embedding import rotate
 from folovllm.layers.sharded import sharded

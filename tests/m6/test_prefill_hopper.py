@@ -17,7 +17,7 @@ from tools.bench_attention import make_batch
 pytest.importorskip("triton.experimental.gluon")
 
 from folovllm.attention.backends import triton as triton_backend
-from folovllm.kernels.prefill_hopper import is_ahead, prefill_hopper, serves
+from folovllm.hopper.prefill import is_ahead, prefill_hopper, serves
 
 on_hopper = pytest.mark.skipif(
     DEVICE.type != "cuda" or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"

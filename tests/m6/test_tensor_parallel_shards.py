@@ -29,9 +29,9 @@ from folovllm.distributed.sharding import (
 )
 from folovllm.engine.setup import set_up
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from folovllm.layers.formats.plain import Plain
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import LinearBase, RowParallelLinear
+from folovllm.layers.plain_linear import Plain
 from folovllm.layers.sharded import sharded
 from folovllm.sample.noise import gumbel
 from folovllm.step.packed import Field

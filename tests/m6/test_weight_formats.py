@@ -16,10 +16,10 @@ from transformers import AutoConfig
 
 from folovllm.distributed.sharding import Weight, local_config, shard_named
 from folovllm.layers.activation import SiluAndMul
-from folovllm.layers.formats.abstract import WeightFormat
-from folovllm.layers.formats.plain import Plain
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
+from folovllm.layers.linear_method import WeightFormat
+from folovllm.layers.plain_linear import Plain
 from folovllm.layers.sharded import sharded
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model

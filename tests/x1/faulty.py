@@ -14,14 +14,14 @@ import folovllm.engine.scheduler as scheduler
 import folovllm.server.async_engine as async_engine
 import folovllm.server.messages as messages
 import folovllm.server.stream as stream
-import folovllm.structured.guidance as guidance
+import folovllm.structured_output.guidance as guidance
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.detokenizer_stream import StreamDetokenizer
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.output_processor import OutputProcessor, RequestState
 from folovllm.server.counters import Counters
-from folovllm.structured.guide import Guide
-from folovllm.structured.guides import Guides
+from folovllm.structured_output.guide import Guide
+from folovllm.structured_output.guides import Guides
 
 
 class PanicException(BaseException):

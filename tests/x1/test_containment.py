@@ -19,8 +19,8 @@ from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
-from folovllm.structured.guide import Guide
-from folovllm.structured.guides import Guides
+from folovllm.structured_output.guide import Guide
+from folovllm.structured_output.guides import Guides
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint, tiny_tokenizer
 from tests.sequences import make_seq
 from tests.workloads import assert_nothing_left

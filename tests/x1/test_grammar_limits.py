@@ -21,14 +21,14 @@ from transformers import AutoTokenizer
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.config import ServerConfig
-from folovllm.structured.guidance import LIMITS
-from folovllm.structured.matcher import ChoiceMatcher, Choices
-from folovllm.structured.vocabulary import Vocabulary, read_vocabulary
+from folovllm.structured_output.guidance import LIMITS
+from folovllm.structured_output.matcher import ChoiceMatcher, Choices
+from folovllm.structured_output.vocabulary import Vocabulary, read_vocabulary
 from folovllm.structured_outputs import GrammarLimits, StructuredOutputsParams
 from tests.helpers import tiny_checkpoint
 from tests.x1.background import PATIENCE, Background, eventually
 
-CHECKER = "folovllm.structured.grammar_check_process"
+CHECKER = "folovllm.structured_output.grammar_check_process"
 OBJECT = {"type": "object"}
 
 

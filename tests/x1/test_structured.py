@@ -24,8 +24,8 @@ from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.async_engine import AsyncEngine
-from folovllm.structured.guidance import GuidanceMatcher, check_form, make_tokenizer, tokenizer_json
-from folovllm.structured.guides import Guides
+from folovllm.structured_output.guidance import GuidanceMatcher, check_form, make_tokenizer, tokenizer_json
+from folovllm.structured_output.guides import Guides
 from folovllm.structured_outputs import StructuredOutputsParams
 from tests.helpers import prompts, tiny_checkpoint, tiny_tokenizer
 from tests.m6.test_overlap import assert_clean

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from folovllm.quantize.awq import output_error, search_clip, search_scale
-from folovllm.quantize.fold import divide_norm, fold_scales, round_groups
-from folovllm.quantize.one_layer import Checkpoint, OneLayer
+from folovllm.quantization.quantizer.awq import output_error, search_clip, search_scale
+from folovllm.quantization.quantizer.fold import divide_norm, fold_scales, round_groups
+from folovllm.quantization.quantizer.one_layer import Checkpoint, OneLayer
 from tests.helpers import tiny_checkpoint
 from tests.tiny import worked_case
 

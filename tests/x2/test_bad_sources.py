@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from folovllm.quantize.options import QuantizeOptions
-from folovllm.quantize.run import quantize
+from folovllm.quantization.quantizer.options import QuantizeOptions
+from folovllm.quantization.quantizer.run import quantize
 from tests.helpers import Driver, prompts, tiny_checkpoint
 from tests.workloads import make_engine
 

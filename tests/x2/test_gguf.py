@@ -16,12 +16,12 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScaling
 from folovllm import EngineConfig
 from folovllm.cli import main
 from folovllm.engine.setup import set_up
-from folovllm.layers.formats.grouped import Grouped
 from folovllm.layers.linear import LinearBase
 from folovllm.layers.rotary_embedding import rope_frequencies
 from folovllm.models.files import load_hf_config, resolve_model
-from folovllm.models.gguf_codes import TYPES
-from folovllm.models.gguf_file import convert
+from folovllm.quantization.gguf_codes import TYPES
+from folovllm.quantization.gguf_file import convert
+from folovllm.quantization.grouped import Grouped
 from tests.helpers import Driver, assert_logits_equal, prompts
 from tests.m1.test_download import _add_tokenizer, _pairs
 

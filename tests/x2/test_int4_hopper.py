@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.kernels import even_shares
-from folovllm.kernels.int4_hopper import MOST, int4_hopper, serves, tiling
-from folovllm.kernels.int4_matmul import MANY, unpacked
+from folovllm.hopper.int4 import MOST, int4_hopper, serves, tiling
 from folovllm.kernels.split_sum import MOST_TILES
-from folovllm.layers.formats.grouped import Grouped
+from folovllm.moe.kernels import even_shares
+from folovllm.quantization.grouped import Grouped
+from folovllm.quantization.kernels.int4_matmul import MANY, unpacked
 from folovllm.worker.warm_up import small_steps
 from tests.x2.test_int4_kernels import Kept, made_up
 

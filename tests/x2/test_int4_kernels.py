@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from folovllm.layers.formats.packing import pack_planes
+from folovllm.quantization.packing import pack_planes
 from tests.contract import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.kernels.few_codes import few_codes
-from folovllm.kernels.int4_linear import int4_linear
-from folovllm.kernels.int4_matmul import int4_matmul, unpacked
+from folovllm.quantization.kernels.few_codes import few_codes
+from folovllm.quantization.kernels.int4_linear import int4_linear
+from folovllm.quantization.kernels.int4_matmul import int4_matmul, unpacked
 
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
 from folovllm.engine.setup import set_up
-from folovllm.layers.formats import grouped, packing
-from folovllm.layers.formats.int4 import Int4
-from folovllm.layers.formats.int4_checkpoints import Awq, Gptq, PackedInt4
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import Place, arranged
-from folovllm.quantize.groups import dequantize_groups, quantize_groups
+from folovllm.quantization import grouped, packing
+from folovllm.quantization.int4 import Int4
+from folovllm.quantization.int4_checkpoints import Awq, Gptq, PackedInt4
+from folovllm.quantization.quantizer.groups import dequantize_groups, quantize_groups
 from folovllm.worker.native_model import load_native_model
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
@@ -125,8 +125,8 @@ def test_no_layout_is_read_as_another(tmp_path: Path) -> None:
 def test_the_fused_layers_of_m6_over_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms fold, for products take their weights along; few tokens, some and many have a kernel each."""
     pytest.importorskip("triton", reason="Triton is for Linux only")
-    from folovllm.kernels import int4_linear, int4_matmul
     from folovllm.models.fused_layer import few_token_layers
+    from folovllm.quantization.kernels import int4_linear, int4_matmul
 
     monkeypatch.setattr(grouped, "on_gpu", lambda x: True)
     monkeypatch.setattr(int4_matmul, "MANY", 5)

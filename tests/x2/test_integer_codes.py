@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.layers.formats.packing import pack_planes
+from folovllm.quantization.packing import pack_planes
 from tests.contract import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.kernels import integer_codes as module
-from folovllm.kernels.few_codes import few_codes
-from folovllm.kernels.integer_codes import integer_codes, takes
+from folovllm.quantization.kernels import integer_codes as module
+from folovllm.quantization.kernels.few_codes import few_codes
+from folovllm.quantization.kernels.integer_codes import integer_codes, takes
 
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8}  # of a result

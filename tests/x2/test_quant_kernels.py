@@ -13,11 +13,11 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 import triton
 import triton.language as tl
 
-from folovllm.kernels import few_codes
-from folovllm.kernels import quant_linear as few
-from folovllm.kernels import quant_matmul as many
-from folovllm.kernels.code_tiles import as_halves
-from folovllm.kernels.quant_linear import Codes
+from folovllm.quantization.kernels import few_codes
+from folovllm.quantization.kernels import quant_linear as few
+from folovllm.quantization.kernels import quant_matmul as many
+from folovllm.quantization.kernels.code_tiles import as_halves
+from folovllm.quantization.kernels.quant_linear import Codes
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folovllm.cli import main
-from folovllm.quantize.calibration import read_texts
-from folovllm.quantize.inputs import Inputs
-from folovllm.quantize.methods import Gptq, Method, method_for
-from folovllm.quantize.one_layer import PREFIX, Checkpoint, OneLayer
-from folovllm.quantize.options import CALIBRATED, QuantizeOptions
-from folovllm.quantize.perplexity import compare, perplexity, token_losses
-from folovllm.quantize.run import Report, decoded, quantize, rows_of
-from folovllm.quantize.whole import logits_of
+from folovllm.quantization.quantizer.calibration import read_texts
+from folovllm.quantization.quantizer.inputs import Inputs
+from folovllm.quantization.quantizer.methods import Gptq, Method, method_for
+from folovllm.quantization.quantizer.one_layer import PREFIX, Checkpoint, OneLayer
+from folovllm.quantization.quantizer.options import CALIBRATED, QuantizeOptions
+from folovllm.quantization.quantizer.perplexity import compare, perplexity, token_losses
+from folovllm.quantization.quantizer.run import Report, decoded, quantize, rows_of
+from folovllm.quantization.quantizer.whole import logits_of
 from tests.helpers import Driver, assert_logits_equal, hf_model, prompts, tiny_checkpoint
 from tests.workloads import make_engine, mixed_requests, serve
 

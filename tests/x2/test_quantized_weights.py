@@ -13,13 +13,13 @@ from transformers import AutoConfig
 
 from folovllm import EngineConfig
 from folovllm.engine.setup import set_up
-from folovllm.layers.formats import scaled
-from folovllm.layers.formats.fp8 import Fp8
-from folovllm.layers.formats.int8 import Int8
-from folovllm.layers.formats.scaled import Scaled
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import load_model
-from folovllm.models.quantization import formats_of, linear_bytes, linear_shapes
+from folovllm.quantization import scaled
+from folovllm.quantization.config import formats_of, linear_bytes, linear_shapes
+from folovllm.quantization.fp8 import Fp8
+from folovllm.quantization.int8 import Int8
+from folovllm.quantization.scaled import Scaled
 from folovllm.setup import EngineSetup
 from folovllm.worker.native_model import load_native_model
 from tests.contract import DEVICE
@@ -231,8 +231,8 @@ FP8_WIDE = (quantize_8(E4M3, "weight_scale_inv", (16, 16)), {"quant_method": "fp
 def test_the_fused_layers_of_m6_over_kernels(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms fold, for products take their weights along; few tokens, some and many have a kernel each."""
     pytest.importorskip("triton", reason="Triton is for Linux only")
-    from folovllm.kernels import quant_linear, quant_matmul
     from folovllm.models.fused_layer import few_token_layers
+    from folovllm.quantization.kernels import quant_linear, quant_matmul
 
     monkeypatch.setattr(scaled, "on_gpu", lambda x: True)
     monkeypatch.setattr(quant_matmul, "MANY", 6)

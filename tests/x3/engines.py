@@ -13,10 +13,10 @@ import xxhash
 from folovllm import build
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.engine.speculation import Speculation
 from folovllm.outputs import RequestOutput
-from folovllm.spec.oracle import Oracle
-from folovllm.spec.proposer import Proposer, RowState
+from folovllm.spec_decode.oracle import Oracle
+from folovllm.spec_decode.proposer import Proposer, RowState
+from folovllm.spec_decode.speculation import Speculation
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint
 from tests.workloads import MAX_MODEL_LEN, Request, serve
 

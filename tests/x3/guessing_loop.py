@@ -13,14 +13,14 @@ from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.overlap_scheduler import will_finish
 from folovllm.engine.scheduler import chunk, preempt
-from folovllm.engine.speculation import Speculation
-from folovllm.engine.speculative_scheduler import SpeculativeOverlapScheduler
 from folovllm.request import Request, Sequence
 from folovllm.sampling_params import SamplingParams
-from folovllm.spec.proposer import Depth, Proposer, RowState
+from folovllm.spec_decode.proposer import Depth, Proposer, RowState
+from folovllm.spec_decode.scheduler import SpeculativeOverlapScheduler
+from folovllm.spec_decode.speculation import Speculation
+from folovllm.spec_decode.verify import accept
 from folovllm.step.packed import IN_FLIGHT
 from folovllm.step.schedule import SchedulerOutput, StepResult
-from folovllm.step.verify import accept
 from folovllm.watcher import Watcher
 from tests.m3.test_state_machines import assert_blocks_add_up
 from tests.sequences import EOS

@@ -11,14 +11,14 @@ import pytest
 from folovllm import LLM, SamplingParams
 from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.scheduler import chunk, preempt
-from folovllm.engine.speculation import Speculation
-from folovllm.engine.speculative_scheduler import SpeculativeOverlapScheduler
 from folovllm.executor.abstract import Pending
-from folovllm.spec.adaptive import AdaptiveDepth
-from folovllm.spec.measure import Timer
-from folovllm.spec.ngram import NgramProposer
-from folovllm.spec.proposer import Depth, FixedDepth, InTurn, RowState
-from folovllm.spec.suffix import SuffixProposer
+from folovllm.spec_decode.adaptive import AdaptiveDepth
+from folovllm.spec_decode.measure import Timer
+from folovllm.spec_decode.ngram import NgramProposer
+from folovllm.spec_decode.proposer import Depth, FixedDepth, InTurn, RowState
+from folovllm.spec_decode.scheduler import SpeculativeOverlapScheduler
+from folovllm.spec_decode.speculation import Speculation
+from folovllm.spec_decode.suffix import SuffixProposer
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput
 from tests.helpers import tiny_checkpoint
@@ -178,7 +178,7 @@ def test_on_a_gpu(method: str) -> None:
 def test_each_step_on_a_cpu_is_charged_with_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """There a step is computed as it begins, before the end of the step before it is heard of."""
     clock = Clock()
-    monkeypatch.setattr("folovllm.spec.measure.time.process_time", clock)
+    monkeypatch.setattr("folovllm.spec_decode.measure.time.process_time", clock)
     llm = LLM("stories-5m", **COMMON, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     submit, heard = llm.engine.executor.submit, list[tuple[int, float]]()  # type: ignore[attr-defined]
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.scheduler import chunk, preempt
-from folovllm.engine.speculation import Speculation
-from folovllm.engine.speculative_scheduler import SpeculativeScheduler
-from folovllm.spec.adaptive import AdaptiveDepth
-from folovllm.spec.budget import Budget
-from folovllm.spec.choose import Curve, StepCost
-from folovllm.spec.proposer import Depth, Proposer, RowState
+from folovllm.spec_decode.adaptive import AdaptiveDepth
+from folovllm.spec_decode.budget import Budget
+from folovllm.spec_decode.choose import Curve, StepCost
+from folovllm.spec_decode.proposer import Depth, Proposer, RowState
+from folovllm.spec_decode.scheduler import SpeculativeScheduler
+from folovllm.spec_decode.speculation import Speculation
 from folovllm.step.draw import TokenIds
 from folovllm.structured_outputs import StructuredOutputsParams
 from tests.sequences import make_seq

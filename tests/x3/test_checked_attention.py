@@ -14,17 +14,17 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm import build
 from folovllm.attention.backends.abstract import AttentionConfig
-from folovllm.attention.backends.checking import CheckingTritonBackend
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.attention.backends.triton import TritonBackend
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.forward_batch import ForwardBatch
-from folovllm.kernels.check import SplitKVCheck, tile_shape
 from folovllm.kernels.decode import DecodeConfig
-from folovllm.kv_scales import FP8, UNSCALED, KVScales, decode, encode
+from folovllm.quantization.kv_scales import FP8, UNSCALED, KVScales, decode, encode
 from folovllm.sampling_params import SamplingParams
-from folovllm.worker import check_graphs
+from folovllm.spec_decode import check_graphs
+from folovllm.spec_decode.attention import CheckingTritonBackend
+from folovllm.spec_decode.kernels.check import SplitKVCheck, tile_shape
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m4.cases import DEVICE, Paged, assert_close, starts
 from tests.m4.conftest import like_a_gpu  # noqa: F401

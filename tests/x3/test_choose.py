@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.spec.adaptive import AdaptiveDepth, Estimate
-from folovllm.spec.budget import Budget
-from folovllm.spec.choose import Curve, StepCost, best_depths
-from folovllm.spec.ngram import NgramProposer
-from folovllm.spec.proposer import Depth, FixedDepth, Proposer, RowState
-from folovllm.spec.shadow import Shadow
+from folovllm.spec_decode.adaptive import AdaptiveDepth, Estimate
+from folovllm.spec_decode.budget import Budget
+from folovllm.spec_decode.choose import Curve, StepCost, best_depths
+from folovllm.spec_decode.ngram import NgramProposer
+from folovllm.spec_decode.proposer import Depth, FixedDepth, Proposer, RowState
+from folovllm.spec_decode.shadow import Shadow
 from folovllm.step.draw import DrawSpec
 from tests.tiny import worked_case
 from tests.x3.guessing_loop import Clock

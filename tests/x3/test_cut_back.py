@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.engine.scheduler import chunk, preempt
-from folovllm.engine.speculation import Speculation
-from folovllm.engine.speculative_scheduler import SpeculativeScheduler
-from folovllm.spec.proposer import FixedDepth, Proposer, RowState
+from folovllm.spec_decode.proposer import FixedDepth, Proposer, RowState
+from folovllm.spec_decode.scheduler import SpeculativeScheduler
+from folovllm.spec_decode.speculation import Speculation
 from tests.sequences import EOS, make_seq
 from tests.x3.guessing_loop import Device, Loop, NoForms
 

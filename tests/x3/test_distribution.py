@@ -7,7 +7,7 @@ from itertools import product
 import torch
 
 from folovllm.sampling_params import SamplingParams
-from folovllm.spec.proposer import Proposer, RowState
+from folovllm.spec_decode.proposer import Proposer, RowState
 from tests.helpers import hf_logits, prompts, tiny_checkpoint, tiny_tokenizer
 from tests.x3.engines import guessing, make_engine, speculation_of
 

@@ -14,10 +14,10 @@ from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
-from folovllm.spec.draft_model import DraftModel
-from folovllm.spec.proposer import RowState
+from folovllm.spec_decode.draft_model import DraftModel
+from folovllm.spec_decode.draft_tokens import DraftTokens
+from folovllm.spec_decode.proposer import RowState
 from folovllm.step.draw import DrawSpec
-from folovllm.worker.draft_tokens import DraftTokens
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint
 
 LENGTH, BLOCK, BUDGET = 64, 4, 24

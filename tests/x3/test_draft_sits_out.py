@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.request import Sequence
-from folovllm.spec.draft_model import DraftModel
-from folovllm.spec.ngram import NgramProposer
-from folovllm.spec.patience import LONGEST, Patience
-from folovllm.spec.proposer import FixedDepth, InTurn, RowState
-from folovllm.spec.registry import LOAN
-from folovllm.spec.shadow import Shadow
+from folovllm.spec_decode.draft_model import DraftModel
+from folovllm.spec_decode.ngram import NgramProposer
+from folovllm.spec_decode.patience import LONGEST, Patience
+from folovllm.spec_decode.proposer import FixedDepth, InTurn, RowState
+from folovllm.spec_decode.registry import LOAN
+from folovllm.spec_decode.shadow import Shadow
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from tests.x3.guessing_loop import Clock

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from folovllm.engine import speculative_scheduler
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.events import Event, GuessesChecked, StepEnded
 from folovllm.sampling_params import SamplingParams
-from folovllm.spec.proposer import RowState
+from folovllm.spec_decode import scheduler as speculative_scheduler
+from folovllm.spec_decode import verify_graph_runner
+from folovllm.spec_decode.proposer import RowState
 from folovllm.step.schedule import SchedulerOutput
-from folovllm.worker import verify_graph_runner
 from folovllm.worker.warm_up import dummy_shares
 from tests.helpers import prompts
 from tests.workloads import Request, assert_nothing_left, serve

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from folovllm.draw_row import mask_width
-from folovllm.engine.speculation import Speculation
-from folovllm.spec.proposer import FixedDepth, Proposer, RowState
+from folovllm.spec_decode.proposer import FixedDepth, Proposer, RowState
+from folovllm.spec_decode.speculation import Speculation
 from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput, Share
-from folovllm.structured import guidance
-from folovllm.structured import guides as guides_module
-from folovllm.structured.guidance import GuidanceMatcher
-from folovllm.structured.guide import Guide
-from folovllm.structured.guides import Guides
-from folovllm.structured.matcher import Words
+from folovllm.structured_output import guidance
+from folovllm.structured_output import guides as guides_module
+from folovllm.structured_output.guidance import GuidanceMatcher
+from folovllm.structured_output.guide import Guide
+from folovllm.structured_output.guides import Guides
+from folovllm.structured_output.matcher import Words
 from folovllm.structured_outputs import StructuredOutputsParams
 from tests.helpers import VOCAB_SIZE, tiny_tokenizer
 from tests.x3.guessing_loop import sequence

@@ -11,10 +11,10 @@ import pytest
 
 from folovllm.attention.backends.torch_paged import TorchPagedBackend
 from folovllm.sampling_params import SamplingParams
-from folovllm.spec.proposer import Proposer, RowState
+from folovllm.spec_decode import check_graphs
+from folovllm.spec_decode.check_graphs import CheckGraphs, CheckRoom
+from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.structured_outputs import StructuredOutputsParams
-from folovllm.worker import check_graphs
-from folovllm.worker.check_graphs import CheckGraphs, CheckRoom
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.prompt_graphs import Room
 from tests.helpers import VOCAB_SIZE, prompts, tiny_tokenizer

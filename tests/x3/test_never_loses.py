@@ -16,20 +16,20 @@ import pytest
 from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.overlap_scheduler import OverlapScheduler
 from folovllm.engine.scheduler import chunk, preempt
-from folovllm.engine.speculation import Speculation
-from folovllm.engine.speculative_scheduler import SpeculativeOverlapScheduler
 from folovllm.request import Sequence
-from folovllm.spec.adaptive import AdaptiveDepth
-from folovllm.spec.budget import Budget
-from folovllm.spec.choose import Curve, StepCost
-from folovllm.spec.ngram import NgramProposer
-from folovllm.spec.proposer import InTurn, Proposer, RowState
-from folovllm.spec.registry import LOAN, SAVED, make_budget
-from folovllm.spec.shadow import Shadow
-from folovllm.spec.suffix import SuffixProposer
+from folovllm.spec_decode.adaptive import AdaptiveDepth
+from folovllm.spec_decode.budget import Budget
+from folovllm.spec_decode.choose import Curve, StepCost
+from folovllm.spec_decode.ngram import NgramProposer
+from folovllm.spec_decode.proposer import InTurn, Proposer, RowState
+from folovllm.spec_decode.registry import LOAN, SAVED, make_budget
+from folovllm.spec_decode.scheduler import SpeculativeOverlapScheduler
+from folovllm.spec_decode.shadow import Shadow
+from folovllm.spec_decode.speculation import Speculation
+from folovllm.spec_decode.suffix import SuffixProposer
+from folovllm.spec_decode.verify import accept
 from folovllm.step.draw import TokenIds
 from folovllm.step.schedule import SchedulerOutput
-from folovllm.step.verify import accept
 from folovllm.structured_outputs import StructuredOutputsParams
 from tests.x3.guessing_loop import Clock, NoForms, sequence
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.spec.ngram import Lookup, NgramProposer
-from folovllm.spec.proposer import RowState
+from folovllm.spec_decode.ngram import Lookup, NgramProposer
+from folovllm.spec_decode.proposer import RowState
 from folovllm.step.draw import DrawSpec
 from tests.tiny import worked_case
 

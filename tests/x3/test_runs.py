@@ -10,11 +10,11 @@ import pytest
 from folovllm.build import make_run_executor
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
-from folovllm.executor.run_executor import RunExecutor
+from folovllm.spec_decode.draft_tokens import DraftTokens
+from folovllm.spec_decode.run_executor import RunExecutor
+from folovllm.spec_decode.run_graph_runner import parts
 from folovllm.step.draw import DrawSpec, no_tokens
 from folovllm.step.schedule import SchedulerOutput, Share, StepResult
-from folovllm.worker.draft_tokens import DraftTokens
-from folovllm.worker.run_graph_runner import parts
 from tests.helpers import tiny_checkpoint
 
 BLOCK, BLOCKS, LONGEST = 4, 12, 13

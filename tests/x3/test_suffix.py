@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.spec import automaton
-from folovllm.spec.automaton import NOWHERE, Place, SuffixAutomaton
-from folovllm.spec.proposer import RowState
-from folovllm.spec.suffix import ANSWER_ENDS, PATIENCE, AnswersBySalt, PastAnswers, SuffixProposer, most_frequent
+from folovllm.spec_decode import automaton
+from folovllm.spec_decode.automaton import NOWHERE, Place, SuffixAutomaton
+from folovllm.spec_decode.proposer import RowState
+from folovllm.spec_decode.suffix import ANSWER_ENDS, PATIENCE, AnswersBySalt, PastAnswers, SuffixProposer, most_frequent
 from folovllm.step.draw import DrawSpec
 from tests.tiny import worked_case
 

@@ -14,8 +14,8 @@ from folovllm.events import Event, GuessesChecked, StepBegan, StepEnded
 from folovllm.inspector.replay import Recording
 from folovllm.inspector.trace import REQUESTS, Trace
 from folovllm.server.digest import Digest
-from folovllm.spec.proposer import FixedDepth
-from folovllm.speculative_config import SpeculativeConfig
+from folovllm.spec_decode.config import SpeculativeConfig
+from folovllm.spec_decode.proposer import FixedDepth
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.terminal import step_line
 from tests.inspector.test_recording import Taped, assert_replays

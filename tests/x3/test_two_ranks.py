@@ -10,7 +10,7 @@ import pytest
 
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.async_engine import AsyncEngine
-from folovllm.spec.proposer import Proposer, RowState
+from folovllm.spec_decode.proposer import Proposer, RowState
 from tests.workloads import serve
 from tests.x3.engines import Anything, guessing, make_engine, make_proposer, speculation_of
 from tests.x3.test_lossless import demanding_pair

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from folovllm import EngineConfig
 from folovllm.bench.contenders import write_geometry
 from folovllm.engine.setup import set_up
-from folovllm.layers.coded_experts import CodedExperts, ExpertStack, GroupedCodedExperts
 from folovllm.layers.linear import LinearBase
-from folovllm.models.quantization import expert_shapes, linear_bytes, linear_shapes
-from folovllm.quantize.methods import method_for
-from folovllm.quantize.options import QuantizeOptions
-from folovllm.quantize.run import quantize as quantize_folder
+from folovllm.quantization.config import expert_shapes, linear_bytes, linear_shapes
+from folovllm.quantization.experts import CodedExperts, ExpertStack, GroupedCodedExperts
+from folovllm.quantization.quantizer.methods import method_for
+from folovllm.quantization.quantizer.options import QuantizeOptions
+from folovllm.quantization.quantizer.run import quantize as quantize_folder
 from folovllm.worker.native_model import load_native_model
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from folovllm.layers.moe import combine
+from folovllm.moe.layers import combine
 from tests import contract
 from tests.tiny import worked_case
 
@@ -23,7 +23,7 @@ def test_a_worked_case() -> None:
 
 def test_a_worked_case_of_the_kernel() -> None:
     pytest.importorskip("triton")
-    from folovllm.kernels.route import combine as by_kernel
+    from folovllm.moe.kernels.route import combine as by_kernel
 
     got = by_kernel(torch.tensor(ANSWERS, device=ON), torch.tensor(WEIGHTS, device=ON))
     worked_case("x4.4 kernel", got, SUMS, SAYS)
@@ -34,7 +34,7 @@ def test_in_half_precision_the_sum_is_float32(kernel: bool) -> None:
     """Eight answers of about 1; in float16 each product and each sum would lose some bits."""
     if kernel:
         pytest.importorskip("triton")
-        from folovllm.kernels.route import combine as adds
+        from folovllm.moe.kernels.route import combine as adds
     else:
         adds = combine
     generator = torch.Generator().manual_seed(0)

@@ -15,7 +15,7 @@ from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.engine.metrics import imbalance
 from folovllm.events import Event, ExpertsAsked
-from folovllm.layers.expert_load import CountedLoad
+from folovllm.moe.expert_load import CountedLoad
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.metrics import Metrics
 from folovllm.terminal import step_line

@@ -6,18 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from folovllm.layers.coded_experts import ExpertStack
-from folovllm.layers.formats.abstract import WeightFormat
-from folovllm.layers.formats.fp8 import Fp8
-from folovllm.layers.formats.int4 import Int4
-from folovllm.layers.formats.int8 import Int8
-from folovllm.layers.moe import sort_by_expert
+from folovllm.layers.linear_method import WeightFormat
+from folovllm.moe.layers import sort_by_expert
+from folovllm.quantization.experts import ExpertStack
+from folovllm.quantization.fp8 import Fp8
+from folovllm.quantization.int4 import Int4
+from folovllm.quantization.int8 import Int8
 from tests.contract import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.kernels import grouped_quant as grouped
-from folovllm.kernels.quant_linear import has_fp8
+from folovllm.quantization.kernels import grouped_quant as grouped
+from folovllm.quantization.kernels.quant_linear import has_fp8
 
 BLOCK = Fp8("weight_scale_inv", (16, 16))
 SMALL: dict[str, tuple[WeightFormat, int, int]] = {  # N, K

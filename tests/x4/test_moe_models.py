@@ -20,8 +20,8 @@ from folovllm.build import make_engine
 from folovllm.build_layers import layer_set
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
-from folovllm.layers.moe import Experts, MoE, route
 from folovllm.models.registry import PLAIN_LAYERS
+from folovllm.moe.layers import Experts, MoE, route
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, answered, mixed_requests, serve
 from tests.x4.checkpoints import FAMILIES, assert_ranks_have_experts, moe_checkpoint
@@ -36,7 +36,7 @@ def test_logits_equal_hugging_face(family: str, experts: str) -> None:
     path, layers, ways = moe_checkpoint(family), PLAIN_LAYERS, ([21], [13, 1, 7])
     if experts == "grouped":
         pytest.importorskip("triton", reason="Triton is for Linux only")
-        from folovllm.layers.fused_moe import EXPERT_KERNELS
+        from folovllm.moe.fused import EXPERT_KERNELS
 
         path, layers, ways = moe_checkpoint(family, 1), layers.having(EXPERT_KERNELS), ([5, 1],)
     (ids,) = prompts([sum(ways[0])])

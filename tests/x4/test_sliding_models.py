@@ -15,7 +15,7 @@ from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.registry import build_model
-from folovllm.quantize.whole import logits_of
+from folovllm.quantization.quantizer.whole import logits_of
 from folovllm.sampling_params import SamplingParams
 from tests import contract
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.layers.moe import sort_by_expert
+from folovllm.moe.layers import sort_by_expert
 from tests.tiny import worked_case
 
 

@@ -151,7 +151,7 @@ def _hopper(config: AttentionConfig) -> ModuleType | None:
     """The kernel for long prompts, where it is asked for and can run: Gluon has no interpreter."""
     if not config.long_prompts or config.is_fp8 or config.device.type != "cuda":
         return None
-    from folovllm.kernels import prefill_hopper
+    from folovllm.hopper import prefill as prefill_hopper
 
     assert config.block_size is not None
     serves = prefill_hopper.serves(config.head_dim, config.dtype, config.block_size, config.device)

@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA's Hopper alone (sm_90); each has a plain twin."""

@@ -1,1 +1,0 @@
-"""How linear layers keep their weights. Each format is one file."""

@@ -1,0 +1,42 @@
+"""Plain weights, with a kernel of our own where the batch is small: it reaches the memory's bandwidth."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from folovllm.kernels.small_linear import serves, small_linear
+from folovllm.kernels.summed_linear import fits, summed_linear
+from folovllm.layers.plain_linear import Plain
+
+if TYPE_CHECKING:
+    from folovllm.distributed.group import Group
+    from folovllm.layers.linear import LinearBase
+
+
+class FewTokens(Plain):
+    """With few tokens, the kernel of the product also applies the norm, the gate and the residual."""
+
+    def fused(
+        self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As `WeightFormat`."""
+        return small_linear(x, layer.weight, norm_eps, gated, residual)
+
+    def summed(
+        self, layer: LinearBase, x: torch.Tensor, group: Group, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As `WeightFormat`; where the ranks have mailboxes, in one kernel."""
+        if group.mailboxes is not None and self.fuses(layer, x) and fits(len(x), layer.weight):
+            return summed_linear(x, layer.weight, group.mailboxes, residual)
+        return super().summed(layer, x, group, residual)
+
+    def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
+        """True for few tokens and no bias."""
+        return layer.bias is None and is_few(x, layer.weight)
+
+
+def is_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `small_linear` should multiply these. In the interpreter its many programs would take minutes."""
+    return x.is_cuda and serves(len(x), weight)

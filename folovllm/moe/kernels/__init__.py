@@ -1,0 +1,1 @@
+"""The kernels of a mixture of experts."""

@@ -1,0 +1,67 @@
+"""Models whose MLPs are mixtures of experts: the frame of their dense families, with another layer in one place."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+from folovllm.distributed.sharding import EXPERTS
+from folovllm.forward_batch import ForwardBatch
+from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.unsupported import UnsupportedModel
+from folovllm.model_config import num_experts_of
+from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
+from folovllm.moe.expert_load import ExpertLoad
+from folovllm.moe.layers import Experts, MoE
+from folovllm.quantization.experts import CodedExperts, formats_of_experts
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+
+def choose_moe(config: PretrainedConfig, layers: LayerSet) -> MoE:
+    """The mixture of experts that stands in the place of the MLP, of the set's own kind."""
+    formats = formats_of_experts(layers.coded, range(num_experts_of(config)))
+    if formats is not None:
+        layers = layers.having({Experts: partial(layers.places.get(CodedExperts, CodedExperts), formats)})
+    return layers.make(MoE, config, layers)
+
+
+class MoeForCausalLM(LlamaForCausalLM):
+    """`LlamaForCausalLM`, and in the place of each MLP a mixture of experts."""
+
+    def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
+        if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+            raise UnsupportedModel("layers with experts among layers without are not supported: all must have them")
+        # The router and the experts read one normed stream, so the norm's weights cannot move into a projection.
+        super().__init__(
+            config,
+            layers.having({LlamaMLP: choose_moe, LlamaDecoderLayer: LlamaDecoderLayer}),
+            max_model_len,
+        )
+        self.load = layers.make(ExpertLoad)  # the one that all layers tell
+        held = self.moe().held
+        stacks = {  # of experts in codes
+            "gate_ups": [f"{e}.{part}" for e in held for part in self.packed_modules_mapping["gate_up_proj"]],
+            "downs": [f"{e}.down_proj" for e in held],
+        }
+        self.packed_modules_mapping = {**self.packed_modules_mapping, **stacks}
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """As `LlamaForCausalLM`."""
+        hidden = super().forward(batch)
+        self.load.end(batch.slot_mapping)
+        return hidden
+
+    def own_name(self, name: str) -> str | None:
+        """As `LlamaForCausalLM`: an expert that another rank holds is None."""
+        named = super().own_name(name)
+        if named is None or EXPERTS not in named:
+            return named
+        number = named.partition(EXPERTS)[2].split(".")[0]
+        return None if number.isdecimal() and int(number) not in self.moe().held else named
+
+    def moe(self) -> MoE:
+        """The first layer's: all are alike."""
+        return cast(MoE, cast(LlamaDecoderLayer, self.model.layers[0]).mlp)

@@ -1,0 +1,294 @@
+"""Which format each linear layer of a quantized checkpoint has: what `quantization_config` in its `config.json` says.
+
+Each way of quantizing (`quant_method`) has a reader, which turns that object into a function from the name of a layer, as
+the checkpoint has it, to its `WeightFormat`, or to None where the layer is not quantized. Embedding and head never are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from folovllm.config import EngineConfig
+from folovllm.files import reading
+from folovllm.layers.layer_set import FormatOf
+from folovllm.layers.linear import PLAIN
+from folovllm.layers.linear_method import WeightFormat
+from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, num_kv_heads_of
+from folovllm.quantization.compressed_tensors import read_compressed_tensors
+from folovllm.quantization.fp8 import Fp8, Fp8Both
+from folovllm.quantization.gguf_codes import read_gguf_types
+from folovllm.quantization.int4_checkpoints import Awq, Gptq, SortedGptq
+from folovllm.require import is_whole
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ROUTERS = ("gate", "shared_expert_gate")  # that GPTQ and AWQ leave plain without a word
+Said = Mapping[str, Any]  # a `quantization_config`
+Shapes = dict[str, tuple[int, int]]  # [outputs, inputs] of linear layers, by their names within a decoder layer
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
+ACTIVATIONS = "quantize_activations"  # our own word in a `quantization_config`
+NOT_FP8 = "quantize_activations needs weights in FP8, which this model has not: leave it out"
+
+
+def read_fp8(said: Said) -> FormatOf:
+    """Transformers' FP8 (Qwen, DeepSeek: blocks, or one scale for all), and AutoFP8's, which has another name for it."""
+    if block := said.get("weight_block_size"):
+        format = Fp8("weight_scale_inv", (block[0], block[1]))
+    else:
+        by_transformers = "weight_block_size" in said or "modules_to_not_convert" in said
+        format = Fp8("weight_scale_inv" if by_transformers else "weight_scale")
+    plain = [*(said.get("modules_to_not_convert") or []), *(said.get("ignored_layers") or [])]
+    return lambda name: None if is_named(name, plain) else format
+
+
+def read_gptq(said: Said) -> FormatOf:
+    """GPTQ: AutoGPTQ's, GPTQModel's and transformers' words for it."""
+    layout = said.get("checkpoint_format", "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        raise ValueError(f"GPTQ's checkpoint_format {layout!r} is not supported: 'gptq' and 'gptq_v2' are")
+    if odd := [name for name in ("dynamic", "lm_head") if said.get(name)]:
+        raise ValueError(f"GPTQ checkpoints with {odd[0]} are not supported: all projections must be quantized alike")
+    size = group_size_4("gptq", said.get("bits"), said)
+    kind = SortedGptq if said.get("desc_act") and size else Gptq  # where a row is one group, no order matters
+    format = kind(size, one_less=layout == "gptq")
+    return lambda name: None if is_named(name, ROUTERS) else format
+
+
+def read_awq(said: Said) -> FormatOf:
+    """AWQ: AutoAWQ's words for it."""
+    version = str(said.get("version", "gemm")).lower()
+    if version != "gemm" or not said.get("zero_point", True):
+        raise ValueError(f"AWQ's version {version!r}, or without zero points, is not supported: 'gemm' with them is")
+    format = Awq(group_size_4("awq", said.get("bits", said.get("w_bit")), said))
+    plain = [*(said.get("modules_to_not_convert") or []), *ROUTERS]
+    return lambda name: None if is_named(name, plain) else format
+
+
+def group_size_4(method: str, bits: int | None, said: Said) -> int | None:
+    """The size of groups of 4-bit weights; None where a row is one. Raises ValueError for what the kernels do not have."""
+    if bits != 4:
+        raise ValueError(f"{method} with {bits} bits is not supported: with 4 it is")
+    size = said.get("group_size", said.get("q_group_size", 128))
+    return None if size == -1 else size
+
+
+READERS: dict[str, Callable[[Said], FormatOf]] = {  # by `quant_method`
+    "fp8": read_fp8,
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "gguf": read_gguf_types,
+    "compressed-tensors": read_compressed_tensors,
+}
+
+
+def made_up_integers(layout: str, **weights: Any) -> dict[str, Any]:
+    """Integer codes in one of compressed-tensors' layouts, routers left plain."""
+    group = {"targets": ["Linear"], "weights": {"type": "int", **weights}}
+    return {
+        "quant_method": "compressed-tensors", "format": layout, "ignore": ["re:.*gate$"], "config_groups": {"0": group}
+    }  # fmt: skip
+
+
+MADE_UP: dict[str, dict[str, Any]] = {  # by what random weights may be asked to be
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ROUTERS},
+    "int8": made_up_integers("int-quantized", num_bits=8, strategy="channel"),
+    "int4": made_up_integers("pack-quantized", num_bits=4, strategy="group", group_size=128),
+}
+
+
+def is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a layer is one of these, or lies within one: its name, an end of it, or a regular expression behind "re:"."""
+    return any(
+        re.match(pattern[3:], name) if pattern.startswith("re:") else f".{pattern}." in f".{name}."
+        for pattern in patterns
+    )
+
+
+def said_of(hf_config: PretrainedConfig) -> Said | None:
+    """A model's `quantization_config`, if it has one."""
+    said = getattr(hf_config, "quantization_config", None)
+    return said if said is None or isinstance(said, Mapping) else said.to_dict()
+
+
+def formats_of(
+    hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]], renamed: Mapping[str, str] = NO_NAMES
+) -> FormatOf | None:
+    """How the layers of a model are quantized, by their names; None if they are not.
+
+    Args:
+        packed: the checkpoint's layers in each of ours that merges some (`packed_modules_mapping`).
+        renamed: parts of names in the checkpoint: what they are called here.
+
+    Raises:
+        ValueError: in a way that is not supported; the function that is returned, for layers that cannot be merged.
+    """
+    if (said := said_of(hf_config)) is None:
+        return None
+    method = said.get("quant_method")
+    with reading("the quantization_config in config.json"):
+        if str(method) not in READERS:
+            raise ValueError(
+                f"this checkpoint is quantized by {method!r} (quant_method in its config.json), which is not supported: the "
+                f"known ones are {', '.join(READERS)}"
+            )
+        format_of = READERS[str(method)](said)
+
+    def of_merged(name: str) -> WeightFormat | None:
+        parent, _, leaf = name.rpartition(".")
+        parts = packed.get(leaf, [leaf])
+        with reading("the quantization_config in config.json"):  # its patterns are compiled only now
+            first, *others = (format_of(as_in_checkpoint(f"{parent}.{part}", renamed)) for part in parts)
+        if any(other != first for other in others):
+            raise ValueError(
+                f"{', '.join(parts)} of {parent} are one layer here, so all must be quantized in one way, or none of them"
+            )
+        return with_activations(first) if said.get(ACTIVATIONS) else first
+
+    return of_merged
+
+
+def with_activations(format: WeightFormat | None) -> WeightFormat | None:
+    """The same, and activations are quantized too. Raises ValueError if weights are not in FP8."""
+    if format is None:
+        return None
+    if type(format) is not Fp8:
+        raise ValueError(NOT_FP8)
+    return Fp8Both(format.scale_name, format.block)
+
+
+def as_in_checkpoint(name: str, renamed: Mapping[str, str]) -> str:
+    """What the checkpoint calls one of our layers."""
+    name += "."
+    for theirs, ours in renamed.items():
+        name = name.replace(ours, theirs)
+    return name.removesuffix(".")
+
+
+def quantized_as_asked(hf_config: Any, config: EngineConfig) -> Any:
+    """The model's configuration, which says how random weights are to be made up. That of a checkpoint must agree.
+
+    Raises:
+        ValueError: `config.quantization` is unknown, or not what the checkpoint is.
+    """
+    asked, said = config.quantization, said_of(hf_config)
+    if asked is None:
+        return hf_config
+    if config.random_weights and said is None:
+        if asked not in MADE_UP:
+            raise ValueError(f"quantization={asked!r} cannot be made up: choose one of {', '.join(MADE_UP)}")
+        hf_config.quantization_config = MADE_UP[asked]
+        return hf_config
+    is_a = None if said is None else said.get("quant_method")
+    if asked != is_a:
+        what = "is not quantized" if is_a is None else f"is quantized by {is_a!r}"
+        raise ValueError(f"quantization={asked!r} was asked for, and this checkpoint {what}: leave it out")
+    return hf_config
+
+
+def activations_as_asked(hf_config: Any, config: EngineConfig) -> Any:
+    """The model's configuration, which says if activations are to be quantized too.
+
+    Raises:
+        ValueError: they are, and weights are not in FP8. Of some checkpoints `formats_of` finds that out.
+    """
+    if not config.quantize_activations:
+        return hf_config
+    said = said_of(hf_config) or {}
+    if said.get("quant_method") not in ("fp8", "compressed-tensors"):
+        raise ValueError(NOT_FP8)
+    hf_config.quantization_config = {**said, ACTIVATIONS: True}
+    return hf_config
+
+
+def check_quantization(
+    hf_config: PretrainedConfig, part: PretrainedConfig, renamed: Mapping[str, str] = NO_NAMES
+) -> None:
+    """Raise ValueError, before a weight is read, if the quantization is unknown or ranks cannot share the layers.
+
+    Args:
+        part: the configuration of one rank's part (`local_config`), the same object where there is one rank.
+        renamed: as of `formats_of`.
+    """
+    format_of = formats_of(hf_config, {}, renamed)
+    if format_of is None:
+        return
+    whole, parts = (linear_shapes(config) | expert_shapes(config) for config in (hf_config, part))
+    cut = {name: shape for name, shape in parts.items() if shape != whole[name]}
+    for i in range(part.num_hidden_layers):
+        for name, (outputs, inputs) in cut.items():
+            format = format_of(f"model.layers.{i}.{name}")
+            try:
+                if format is not None:
+                    format.check_part(outputs, inputs)
+            except ValueError as error:
+                instead = "set enable_expert_parallel, or " if "experts" in name else ""
+                raise ValueError(
+                    f"so many ranks cannot share {name}: {error}; {instead}lower tensor_parallel_size"
+                ) from error
+
+
+def check_known_to_transformers(hf_config: PretrainedConfig) -> None:
+    """Raise ValueError if the codes are of a kind that only our own models read."""
+    if (said_of(hf_config) or {}).get("quant_method") == "gguf":
+        raise ValueError(
+            "transformers' model, which M1 runs, cannot keep a GGUF file's codes: take a later milestone or "
+            'model_impl="native", or smollm2, which is unpacked'
+        )
+
+
+def linear_bytes(
+    hf_config: PretrainedConfig, dtype: torch.dtype, shapes: Shapes, renamed: Mapping[str, str] = NO_NAMES
+) -> int:
+    """Bytes of matrices of these shapes in all decoder layers, with their scales."""
+    format_of, total = formats_of(hf_config, {}, renamed) or (lambda name: None), 0
+    for i in range(hf_config.num_hidden_layers):
+        for name, (outputs, inputs) in shapes.items():
+            format = format_of(f"model.layers.{i}.{name}") or PLAIN
+            total += format.num_bytes(outputs, inputs, dtype)
+    return total
+
+
+def linear_shapes(config: PretrainedConfig) -> Shapes:
+    """[outputs, inputs] of the linear layers of a decoder layer that each token is multiplied by, by their names."""
+    hidden, head_dim = config.hidden_size, head_dim_of(config)
+    query, kv = config.num_attention_heads * head_dim, num_kv_heads_of(config) * head_dim
+    shapes = {"q_proj": (query, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, query)}
+    attention = {f"self_attn.{name}": shape for name, shape in shapes.items()}
+    if not num_experts_of(config):
+        return attention | mlp_shapes("mlp", hidden, config.intermediate_size)
+    attention["mlp.gate"] = (num_experts_of(config), hidden)
+    if shared := getattr(config, "shared_expert_intermediate_size", None):
+        attention |= {"mlp.shared_expert_gate": (1, hidden), **mlp_shapes("mlp.shared_expert", hidden, shared)}
+    return attention
+
+
+def check_num_weights(config: PretrainedConfig, num_bytes: int) -> None:
+    """Raise ValueError, before memory is taken, if so many bytes of files cannot hold the model: a weight has a bit at least."""
+    if not is_whole(getattr(config, "intermediate_size", None)):
+        return  # a family that only transformers knows
+    shapes, experts = linear_shapes(config).values(), expert_shapes(config).values()
+    in_layer = sum(map(prod, shapes)) + num_experts_of(config) * sum(map(prod, experts))
+    weights = config.vocab_size * config.hidden_size + config.num_hidden_layers * in_layer
+    if weights > 8 * num_bytes:
+        raise ValueError(
+            f"the configuration describes a model of {weights:,} weights, which {num_bytes:,} bytes of files cannot hold: "
+            "they are damaged or incomplete, or of another model"
+        )
+
+
+def expert_shapes(config: PretrainedConfig) -> Shapes:
+    """The same of one expert, which stands for all; none in a model without."""
+    return mlp_shapes("mlp.experts.0", config.hidden_size, expert_size_of(config)) if num_experts_of(config) else {}
+
+
+def mlp_shapes(prefix: str, hidden: int, inner: int) -> Shapes:
+    """The three matrices of an MLP."""
+    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    return {f"{prefix}.{name}": shape for name, shape in shapes.items()}

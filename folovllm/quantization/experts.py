@@ -1,0 +1,88 @@
+"""Experts whose weights are codes, in the formats that linear layers have (`formats`), as far as these allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.linear import LinearBase
+from folovllm.layers.linear_method import WeightFormat
+from folovllm.moe.layers import ask_one_by_one
+
+
+class ExpertStack(LinearBase):
+    """One projection of all experts, as parts of one merged layer: codes and scales of one expert after those of another.
+
+    So a format creates, fills, cuts and arranges it as any layer, and a kernel finds each expert in it.
+    """
+
+    is_stack = True
+
+    def __init__(self, input_size: int, output_sizes: list[int], format: WeightFormat) -> None:
+        super().__init__(input_size, output_sizes, format=format)
+        try:
+            format.check_stack(self)
+        except ValueError as error:
+            raise ValueError(f"experts with such weights are not supported: {error}") from error
+
+
+class CodedExperts(nn.Module):
+    """Stands in the place of `Experts`: the experts that this rank holds, in two stacks."""
+
+    def __init__(
+        self, formats: tuple[WeightFormat, WeightFormat], held: range, num_experts: int, hidden: int, inner: int
+    ) -> None:
+        """`formats` are those of gate and up, and of down."""
+        super().__init__()
+        self.num_held, self.is_part = len(held), len(held) < num_experts
+        self.gate_ups = ExpertStack(hidden, [inner] * (2 * len(held)), formats[0])
+        self.downs = ExpertStack(inner, [hidden] * len(held), formats[1])
+        self.act_fn = SiluAndMul()
+
+    def forward(self, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """As `Experts`: one after the other, each unpacked when it is asked."""
+        return ask_one_by_one([partial(self.ask, e) for e in range(self.num_held)], x, order, starts)
+
+    def ask(self, e: int, x: torch.Tensor) -> torch.Tensor:
+        """Expert `e`, counted from this rank's first: [n, H] -> [n, H]."""
+        gate_up = self.gate_ups.format.dequantized(self.gate_ups, x.dtype, slice(2 * e, 2 * e + 2))
+        down = self.downs.format.dequantized(self.downs, x.dtype, slice(e, e + 1))
+        return F.linear(self.act_fn(F.linear(x, gate_up)), down)
+
+
+class GroupedCodedExperts(CodedExperts):
+    """All experts in two kernels, as `GroupedExperts`."""
+
+    def forward(self, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """As `Experts`."""
+        from folovllm.quantization.kernels.grouped_quant import grouped_quant
+
+        gate_ups, downs = (stack.format.codes_of(stack) for stack in (self.gate_ups, self.downs))
+        hidden = grouped_quant(x.contiguous(), gate_ups, self.num_held, order, starts, gated=True)
+        answers = x.new_zeros(len(order), x.shape[1]) if self.is_part else None
+        return grouped_quant(hidden, downs, self.num_held, order, starts, out=answers)
+
+
+def formats_of_experts(
+    format_of: Callable[[str], WeightFormat | None], numbers: range
+) -> tuple[WeightFormat, WeightFormat] | None:
+    """The formats of gate and up, and of down, which all experts of a layer share; None if they are plain.
+
+    Args:
+        format_of: the name of a layer, from the decoder layer on -> its format (`LayerSet.coded`).
+
+    Raises:
+        ValueError: experts have different ones.
+    """
+    found = {tuple(format_of(f"mlp.experts.{e}.{name}") for name in ("gate_up_proj", "down_proj")) for e in numbers}
+    gate_up, down = found.pop()
+    if found or (gate_up is None) != (down is None):
+        raise ValueError(
+            "all experts of a layer must be quantized in one way, or none of them: one product takes them all"
+        )
+    return None if gate_up is None or down is None else (gate_up, down)

@@ -1,0 +1,313 @@
+"""A GGUF file of a Llama model as a folder in Hugging Face format, so that nothing else in FoloVLLM knows of GGUF."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from folovllm.files import cache_dir, reading
+from folovllm.models.json_files import ABOVE_0, FIELDS, IDS, INDEX, SIZE, TEXT, TEXTS, Kind, check_fields
+
+if TYPE_CHECKING:
+    import torch
+
+    from folovllm.quantization.gguf_reader import GGUFTensor
+
+    Tensors = dict[str, GGUFTensor]
+
+BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_SPECIAL = 3  # GGUF's token type "control"
+_ROPE, _THETA = "rope_freqs.weight", 10_000.0
+_SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
+_IDS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}  # special tokens: ours, GGUF's
+_TOKENS = "tokenizer.ggml."
+_NEEDED: dict[str, Kind] = {f"llama.{name}": SIZE for name in _SIZES} | {
+    "llama.attention.layer_norm_rms_epsilon": ABOVE_0, f"{_TOKENS}tokens": TEXTS, f"{_TOKENS}merges": TEXTS,
+}  # fmt: skip
+_ALLOWED: dict[str, Kind] = {f"{_TOKENS}{name}_token_id": INDEX for name in _IDS.values()} | {
+    "llama.attention.head_count_kv": SIZE, "llama.attention.key_length": SIZE, "llama.rope.freq_base": ABOVE_0,
+    "llama.rope.dimension_count": SIZE, "llama.rope.scaling.type": TEXT, "llama.rope.scaling.factor": ABOVE_0,
+    "llama.rope.scaling.original_context_length": SIZE, "tokenizer.chat_template": TEXT,
+    f"{_TOKENS}token_type": IDS,
+}  # fmt: skip
+
+
+def gguf_dir(file: Path) -> Path:
+    """The folder of a GGUF file in codes: made when it is first asked for, kept in the cache.
+
+    Raises:
+        ValueError: the file is none, or of a model whose configuration or tokenizer is not known here; or the folder cannot
+            be written. Nothing is left behind then.
+    """
+    about = file.stat()
+    target = cache_dir() / "gguf" / f"{file.stem}-{about.st_size:x}-{about.st_mtime_ns:x}"
+    if not is_complete(target):
+        with becoming(target, f"cannot convert {file} into {target.parent}") as work:
+            convert_in_codes(file, work / "model")
+    return target
+
+
+@contextmanager
+def becoming(target: Path, failure: str, hint: str = "") -> Iterator[Path]:
+    """A folder to work in, whose `model` is renamed to `target` at the end of the block: what is there is complete.
+
+    Raises:
+        ValueError: `failure`, why, and `hint`: the disk did not take it. Nothing is left behind.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target.parent)
+        with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=target.parent) as work:
+            yield Path(work)
+            publish(Path(work, "model"), target)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{failure}: {error}. {hint}FOLOVLLM_CACHE names another folder") from error
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether this is a converted model. An empty folder, made by hand or by a container's mount, is none."""
+    return all((folder / name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json"))
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed process left behind; a day is longer than one that may still be running."""
+    for work in folder.glob(".smollm2-*"):
+        if work.stat().st_mtime < time.time() - 86_400:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def publish(finished: Path, target: Path) -> None:
+    """Rename `finished` to `target`. Another process that was quicker wins: both folders are the same."""
+    try:
+        finished.rename(target)  # an empty folder gives way
+    except OSError:
+        if not is_complete(target):
+            raise
+
+
+def convert(gguf_file: Path, out: Path) -> None:
+    """Write the GGUF file of a Llama model as config, safetensors (bfloat16), tokenizer and chat template to `out`."""
+    _convert(gguf_file, out, in_codes=False)
+
+
+def convert_in_codes(gguf_file: Path, out: Path) -> None:
+    """As `convert`, but the projections stay as they are quantized, if `gguf_codes` has their type."""
+    _convert(gguf_file, out, in_codes=True)
+
+
+def _convert(gguf_file: Path, out: Path, in_codes: bool) -> None:
+    """Read all of the file, and only then write."""
+    from folovllm.quantization.config import check_num_weights
+    from folovllm.quantization.gguf_codes import coded_weights
+    from folovllm.quantization.gguf_reader import read_gguf
+
+    meta, theirs = read_gguf(gguf_file)
+    with reading(gguf_file):
+        _check_known(gguf_file, meta)
+        config = _config(meta) | _rope(meta, theirs.pop(_ROPE, None))
+        check_fields("what is said of the model", config, FIELDS["config.json"])
+        check_num_weights(SimpleNamespace(**config), gguf_file.stat().st_size)
+        tensors = {_hf_name(name): tensor for name, tensor in theirs.items()}
+        tokenizer, of_tokenizer = _build_tokenizer(meta).to_str(pretty=True), _tokenizer_config(meta)
+    coded, said = coded_weights(gguf_file, tensors, partial(_rows, config)) if in_codes else ({}, {})
+    types = said.get("quantization_config", {}).get("types", {})
+    floats = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in types}
+    weights = coded | _weights(gguf_file, floats, config)
+    config |= _biases(weights, config) | {"tie_word_embeddings": "lm_head.weight" not in tensors} | said
+    small = {"config.json": config, "generation_config.json": _special_ids(meta), "tokenizer_config.json": of_tokenizer}
+    _write(out, tokenizer, small, weights)
+
+
+def _write(out: Path, tokenizer: str, small: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    """Make the folder: the tokenizer's text, the `small` JSON files by their names, and the weights."""
+    from safetensors.torch import save_file
+
+    out.mkdir(parents=True)
+    (out / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    for name, content in small.items():
+        (out / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    shutil.copymode(out / "config.json", out / "model.safetensors")  # save_file lets nobody else read it
+
+
+def _check_known(gguf_file: Path, meta: dict[str, Any]) -> None:
+    """Raise ValueError unless this is a Llama model with a tokenizer as SmolLM2's is, and all that it takes is there."""
+    family, tokenizer = meta.get("general.architecture"), meta.get("tokenizer.ggml.pre", "smollm")
+    if family != "llama" or tokenizer != "smollm" or meta.get("tokenizer.ggml.model") != "gpt2":
+        raise ValueError(
+            f"{gguf_file} holds a model of architecture {family!r} with tokenizer {tokenizer!r}: of GGUF files those of "
+            "architecture 'llama' with tokenizer 'smollm' are supported. Take the model's safetensors"
+        )
+    if absent := [key for key in _NEEDED if key not in meta]:
+        raise ValueError(f"it lacks {', '.join(absent)}")
+    check_fields("its header", meta, _NEEDED | _ALLOWED)
+
+
+def _weights(gguf_file: Path, tensors: Tensors, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """All tensors under their Hugging Face names, dequantized."""
+    import torch
+    from tqdm import tqdm
+
+    weights = {}
+    for name, tensor in tqdm(tensors.items(), desc="Converting", unit=" tensors"):
+        with reading(gguf_file, name):
+            weights[name] = _rows(config, name, _floats(tensor)).to(torch.bfloat16).contiguous()
+    return weights
+
+
+def _floats(tensor: GGUFTensor) -> torch.Tensor:
+    """A tensor in float32. Raises ValueError if it is of a type that cannot be unpacked."""
+    import torch
+    from gguf import dequantize
+
+    try:
+        return torch.tensor(dequantize(tensor.data, tensor.tensor_type)).reshape(tensor.shape)
+    except NotImplementedError as error:
+        raise ValueError(f"tensors of type {tensor.tensor_type.name} are not supported") from error
+
+
+def _rows(config: dict[str, Any], name: str, weight: torch.Tensor) -> torch.Tensor:
+    """The rows of a weight or bias, or of what is known of each, in Hugging Face's order."""
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    leaf = name.split(".")[-2]
+    return _split_halves(weight, heads[leaf]) if leaf in heads else weight
+
+
+def _split_halves(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Undo llama.cpp's row order of q and k, `[num_heads * D, H]`, or of their biases, `[num_heads * D]`.
+
+    RoPE turns pairs of a head's dimensions. llama.cpp stores each pair's two rows side by side (0, 1), (2, 3), ...;
+    Hugging Face's code pairs row i with row i + D/2. The wrong order still gives fluent nonsense, not an error.
+    """
+    return weight.view(num_heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def _hf_name(name: str) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises ValueError for a tensor that no Llama has here."""
+    if name in _TOP_NAMES:
+        return _TOP_NAMES[name]
+    match name.split("."):
+        case ["blk", layer, part, "weight" | "bias" as kind] if layer.isdecimal() and part in BLOCK_NAMES:
+            return f"model.layers.{layer}.{BLOCK_NAMES[part]}.{kind}"
+    raise ValueError(f"it holds a tensor {name}, for which the model has no place")
+
+
+def _biases(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, bool]:
+    """What the configuration says of biases. Where some projections have one, the others get one of zeros."""
+    import torch
+
+    from folovllm.quantization.config import linear_shapes
+
+    said = {"attention_bias": "self_attn.", "mlp_bias": "mlp."}
+    has_bias = {
+        field: any(name.endswith("proj.bias") and block in name for name in weights) for field, block in said.items()
+    }
+    for name, (outputs, _) in linear_shapes(SimpleNamespace(**config)).items():
+        if has_bias["attention_bias" if name.startswith("self_attn.") else "mlp_bias"]:
+            for i in range(config["num_hidden_layers"]):
+                weights.setdefault(f"model.layers.{i}.{name}.bias", torch.zeros(outputs, dtype=torch.bfloat16))
+    return has_bias
+
+
+def _special_ids(meta: dict[str, Any]) -> dict[str, int | None]:
+    return {f"{name}_token_id": meta.get(f"{_TOKENS}{_IDS[name]}_token_id") for name in ("bos", "eos", "pad")}
+
+
+def _config(meta: dict[str, Any]) -> dict[str, Any]:
+    heads, hidden = meta["llama.attention.head_count"], meta["llama.embedding_length"]
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": len(meta["tokenizer.ggml.tokens"]),
+        "hidden_size": hidden,
+        "intermediate_size": meta["llama.feed_forward_length"],
+        "num_hidden_layers": meta["llama.block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.get("llama.attention.head_count_kv", heads),
+        "head_dim": head_dim_of(meta),
+        "max_position_embeddings": meta["llama.context_length"],
+        "rms_norm_eps": round(meta["llama.attention.layer_norm_rms_epsilon"], 9),  # was rounded to float32
+        "rope_theta": meta.get("llama.rope.freq_base", _THETA),
+        **_special_ids(meta),
+    }
+
+
+def _rope(meta: dict[str, Any], factors: GGUFTensor | None) -> dict[str, Any]:
+    """The part of the configuration that says how angles are scaled, if they are."""
+    from folovllm.quantization.gguf_rope import rope_scaling_of
+
+    found = None if factors is None else _floats(factors)
+    if found is not None and found.shape != (head_dim_of(meta) // 2,):
+        raise ValueError(f"{_ROPE} has shape {list(found.shape)}, and must have one factor for each pair of a head")
+    scaling = rope_scaling_of(meta, found, meta.get("llama.rope.freq_base", _THETA))
+    return {"rope_scaling": scaling} if scaling else {}
+
+
+def head_dim_of(meta: dict[str, Any]) -> int:
+    """D. Raises ValueError if only a part of a head is rotated."""
+    size = int(
+        meta.get("llama.attention.key_length", meta["llama.embedding_length"] // meta["llama.attention.head_count"])
+    )
+    if (rotated := meta.get("llama.rope.dimension_count", size)) != size:
+        raise ValueError(f"llama.rope.dimension_count is {rotated}, and only whole heads, of {size}, are supported")
+    return size
+
+
+def _build_tokenizer(meta: dict[str, Any]) -> Any:
+    """Byte-level BPE as GGUF's "smollm" pre-tokenizer means it: every digit is a word of its own."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = meta[f"{_TOKENS}tokens"]
+    merges = [tuple(merge.split(" ")) for merge in meta[f"{_TOKENS}merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = meta.get(f"{_TOKENS}token_type", [0] * len(tokens))
+    if len(kinds) != len(tokens):
+        raise ValueError(f"{_TOKENS}token_type has {len(kinds)} entries, and there are {len(tokens)} tokens")
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _SPECIAL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return tokenizer
+
+
+def _tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
+    """What is said of the tokenizer. A base model has no chat template, and special tokens may be absent."""
+    tokens = meta[f"{_TOKENS}tokens"]
+    ids = {ours: meta.get(f"{_TOKENS}{theirs}_token_id") for ours, theirs in _IDS.items()}
+    if absent := [f"{id_} of {name}" for name, id_ in ids.items() if id_ is not None and id_ >= len(tokens)]:
+        raise ValueError(f"special tokens have ids beyond the vocabulary of {len(tokens)}: {', '.join(absent)}")
+    template = meta.get("tokenizer.chat_template")
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": meta["llama.context_length"],
+        "clean_up_tokenization_spaces": False,
+        **({} if template is None else {"chat_template": template}),
+        **{f"{name}_token": tokens[id_] for name, id_ in ids.items() if id_ is not None},
+    }

@@ -1,0 +1,231 @@
+"""A small model that writes ahead of the large one (Leviathan et al., arXiv 2211.17192), with the same noise.
+
+It draws with the seed, the position and the filters of the sequence. Where both models find about the same tokens likely,
+the same noise then makes both draw the same one: they agree more often than two independent draws would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from folovllm.executor.abstract import RunsSteps
+from folovllm.spec_decode.patience import Patience
+from folovllm.spec_decode.proposer import Proposer, RowState, Work
+from folovllm.step.draw import DrawSpec, TokenIds
+from folovllm.step.schedule import SchedulerOutput, Share
+
+if TYPE_CHECKING:
+    from folovllm.spec_decode.draft_tokens import DraftTokens
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    """What the small model has of one sequence.
+
+    Invariant: the K/V of the first `num_cached` tokens lie in `blocks`; those of the text's first tokens are of use up to
+    the first wrong guess, and what lies behind is written over.
+    """
+
+    row: int
+    blocks: list[int] = field(default_factory=list)
+    num_sent: int = 0  # blocks that the device knows
+    num_known: int = 0  # tokens of the text when guesses were last made; all of them were right
+    guesses: list[int] = field(default_factory=list)  # what was written behind them, or its names
+    num_cached: int = 0
+    is_new: bool = True  # the device does not know how its tokens are drawn
+
+    def num_right(self, state: RowState) -> int:
+        """How many of the guesses agree with the text, as far as that goes: all if none is seen to be wrong."""
+        drawn = state.token_ids[self.num_known :].tolist()
+        return next((i for i, (g, t) in enumerate(zip(self.guesses, drawn, strict=False)) if g != t), len(self.guesses))
+
+    def was_useful(self, state: RowState) -> bool:
+        """Whether a guess was right behind the first one, which may stand for a token that was in flight."""
+        return self.num_right(state) >= min(2, len(self.guesses))
+
+    def cut_back(self, state: RowState) -> None:
+        """Count as cached what agrees with the text. Its newest token never does: its logits are what is wanted."""
+        right = self.num_right(state)
+        self.num_cached = min(self.num_cached, self.num_known + right, len(state.token_ids) - 1)
+        self.num_known, self.guesses = len(state.token_ids), []
+
+
+class DraftModel(Proposer):
+    """Guesses by decoding with a small model: an executor of its own, that no scheduler drives.
+
+    Its blocks are its own. A sequence for which there is no row or block gets no guesses; one that is not asked about may
+    lose what it has, and is computed again when it is. Answers with a form, which the small model does not know, get guesses
+    as often as these are of use (`Patience`).
+    """
+
+    is_dear = True
+
+    def __init__(
+        self,
+        executor: RunsSteps,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_size: int,
+        hand_over: DraftTokens | None = None,
+    ) -> None:
+        """`executor` runs the small model, in steps of at most so many sequences and tokens, blocks of `block_size`.
+
+        `hand_over`: where the model that checks finds the tokens by their names, which are what is guessed then.
+        """
+        self._executor, self._hand_over = executor, hand_over
+        self._budget, self._max_model_len, self._block_size = max_num_batched_tokens, max_model_len, block_size
+        self._rows = list(range(max_num_seqs))
+        self._free = list(range(executor.num_kv_blocks))
+        self._drafts: dict[int, Draft] = {}  # by seq_id; who was asked about last stands at the end
+        self._named: list[Draft] = []  # those whose guesses may be names: of the last run
+        self._patience = Patience()
+
+    def propose(self, state: RowState, k: int) -> list[int]:
+        """As `Proposer`."""
+        return self.propose_all([state], [k])[0]
+
+    def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
+        """As `Proposer`: where a text has grown by much one step over that, and then a run of steps of one token each."""
+        self._learn()
+        self.work = None
+        asked = [(state, k) for state, k in zip(states, ks, strict=True) if k and self._is_worth_it(state)]
+        keep = {state.seq_id for state, _ in asked}
+        others = iter([seq_id for seq_id in self._drafts if seq_id not in keep])
+        placed = [(state, k) for state, k in asked if self._place(state, k, others)]
+        guesses = self._guess(self._catch_up(placed))
+        self._named = [self._drafts[seq_id] for seq_id in guesses]
+        for draft, tokens in zip(self._named, guesses.values(), strict=True):
+            draft.guesses = tokens
+        return [guesses.get(state.seq_id, []) for state in states]
+
+    def tokens_of(self, guess: Sequence[int]) -> list[int]:
+        """As `Proposer`."""
+        if self._hand_over is None:
+            return list(guess)
+        return self._hand_over.spell(np.array(guess, np.int32)).tolist()
+
+    def _learn(self) -> None:
+        """Note the tokens of the last run: their names mean others when the next one begins."""
+        tokens = self.tokens_of([token for draft in self._named for token in draft.guesses])
+        for draft in self._named:
+            count = len(draft.guesses)
+            draft.guesses, tokens = tokens[:count], tokens[count:]
+        self._named = []
+
+    def _is_worth_it(self, state: RowState) -> bool:
+        """False for a row with a form while guesses for it are of no use."""
+        if not state.draw.has_form:
+            return True
+        draft = self._drafts.get(state.seq_id)
+        if draft is not None and draft.guesses and len(state.token_ids) > draft.num_known:
+            self._patience.note(state.seq_id, draft.was_useful(state))
+            draft.cut_back(state)
+        return self._patience.may_try(state.seq_id)
+
+    def finish(self, seq_id: int) -> None:
+        """As `Proposer`."""
+        self._drop(seq_id)
+        self._patience.finish(seq_id)
+
+    def close(self) -> None:
+        """As `Proposer`."""
+        self._executor.shutdown()
+
+    def _drop(self, seq_id: int) -> None:
+        draft = self._drafts.pop(seq_id, None)
+        if draft is not None:
+            self._rows.append(draft.row)
+            self._free += draft.blocks
+
+    def _place(self, state: RowState, k: int, others: Iterator[int]) -> bool:
+        """Give `state` a row and blocks for `k` guesses, at need those of the next of `others`; False if there are too few.
+
+        The last guess is drawn and not computed.
+        """
+        length = len(state.token_ids) + k - 1
+        if length > self._max_model_len:
+            return False
+        draft = self._drafts.pop(state.seq_id, None)
+        missing = -(-length // self._block_size) - len(draft.blocks if draft else ())
+        while (len(self._free) < missing or not (draft or self._rows)) and (other := next(others, None)) is not None:
+            self._drop(other)
+        if draft is None:
+            if not self._rows:
+                return False
+            draft = Draft(self._rows.pop())
+        self._drafts[state.seq_id] = draft  # at the end
+        if len(self._free) < missing:
+            return False
+        draft.blocks += [self._free.pop() for _ in range(missing)]
+        return True
+
+    def _catch_up(self, placed: list[tuple[RowState, int]]) -> list[tuple[RowState, int]]:
+        """Compute what texts have before their newest tokens, and tell the device of new rows. Returns who can guess now.
+
+        Behind guesses that were all right a text lacks two tokens, and else one: these are left to the run. Of a text beyond
+        the budget a part is computed.
+        """
+        budget, shares, ready, most = self._budget - len(placed), [], [], 0
+        for state, k in placed:
+            draft = self._drafts[state.seq_id]
+            draft.cut_back(state)
+            missing = len(state.token_ids) - 1 - draft.num_cached
+            most = max(most, missing)
+            num_new = 0
+            if missing > 1 or draft.is_new:
+                num_new = min(max(1, missing), 1 + max(0, budget))
+                budget -= num_new - 1
+                tokens = state.token_ids[draft.num_cached : draft.num_cached + num_new]
+                shares.append(self._share(state, tokens, num_new, 0))
+                draft.is_new = False
+            if num_new >= missing - 1:
+                draft.num_cached = min(draft.num_cached, len(state.token_ids) - 1)
+                ready.append((state, k))
+        self.work = Work(max((k for _, k in ready), default=0), most) if placed else None
+        if shares:
+            self._executor.submit(SchedulerOutput(tuple(sorted(shares, key=lambda share: share.num_new_tokens))))
+        return ready
+
+    def _guess(self, ready: list[tuple[RowState, int]]) -> dict[int, list[int]]:
+        """Let the model write: one token a step, first those of the text that are left, then those that it drew."""
+        left = {state.seq_id: state.token_ids[self._drafts[state.seq_id].num_cached :] for state, _ in ready}
+        writers = [(state, left[state.seq_id], len(left[state.seq_id]) - 1 + k) for state, k in ready]
+        writers.sort(key=lambda writer: -writer[2])  # so that each has the same place in all of its steps
+        if not writers:
+            return {}
+        steps = [
+            SchedulerOutput(
+                tuple(self._share(state, tokens[i : i + 1], 1, 1) for state, tokens, end in writers if i < end)
+            )
+            for i in range(writers[0][2])
+        ]
+        run = self._executor.submit_run(steps)
+        if self._hand_over is not None and run.names is not None:
+            drawn = run.names[:, : len(writers)].T.tolist()
+        else:
+            by_step = ([token for (token,) in step.token_ids] for step in run.wait())
+            drawn = [list(tokens) for tokens in zip_longest(*by_step)]
+        return {
+            state.seq_id: tokens[len(given) - 1 : end]
+            for tokens, (state, given, end) in zip(drawn, writers, strict=False)
+        }
+
+    def _share(self, state: RowState, tokens: TokenIds, num_new: int, num_draws: int) -> Share:
+        """The next `num_new` tokens of a sequence; without `tokens`, the one that was drawn last and is on the device."""
+        draft = self._drafts[state.seq_id]
+        start, end = draft.num_cached, draft.num_cached + num_new
+        first, needed = draft.num_sent, -(-end // self._block_size)
+        draft.num_cached, draft.num_sent = end, max(first, needed)
+        blocks, draw = tuple(draft.blocks[first:needed]), how_to_draw(state.draw) if draft.is_new else None
+        return Share(state.seq_id, draft.row, start, num_new, tokens, blocks, first, num_draws, draw)
+
+
+def how_to_draw(spec: DrawSpec) -> DrawSpec:
+    """The noise and the filters of a sequence, without what depends on the tokens so far: guesses may be wrong, and stay."""
+    return DrawSpec(spec.seed, spec.temperature, spec.top_k, spec.top_p, spec.min_p)

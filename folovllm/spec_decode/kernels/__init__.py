@@ -1,0 +1,1 @@
+"""The kernels of steps that verify draft tokens."""

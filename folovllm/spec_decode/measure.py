@@ -1,0 +1,120 @@
+"""What steps with and without guesses cost on this machine: timed once, when an engine starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from folovllm.executor.abstract import Executor
+from folovllm.setup import EngineSetup
+from folovllm.spec_decode.choose import Curve, StepCost
+from folovllm.spec_decode.proposer import Proposer, RowState
+from folovllm.spec_decode.verify import most_draws
+from folovllm.step.draw import DrawSpec
+from folovllm.step.schedule import SchedulerOutput, Share
+
+CONTEXT = 128  # tokens that each sequence has already, if the context and the cache allow it
+ROUNDS = 3
+PATIENCE = 0.4  # seconds for a curve: a slow machine gets fewer points of it
+MOST = 512  # tokens of a step: beyond, both curves are taken for straight
+
+
+def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost:
+    """Time steps of 1, 2, 4, ... tokens: of as many sequences, and of few sequences with up to `most` guesses each.
+
+    The sequences are made up and share their blocks; no request uses what they leave in the cache.
+    """
+    most = min(most, setup.max_model_len - 2)
+    widest = min(setup.max_num_batched_tokens, setup.max_num_seqs * (most + 1), most_draws(setup.max_num_seqs), MOST)
+    widths = [1 << i for i in range(widest.bit_length())]
+    plain = [[1] * n for n in widths if n <= setup.max_num_seqs]
+    checked = [[most + 1] * (n // (most + 1)) + [n % (most + 1)] * (n % (most + 1) > 0) for n in widths]
+    time_of = Timer(executor, setup, most)
+    without = time_of.curve(plain)
+    found = time_of.curve([lengths for lengths in checked if len(lengths) <= setup.max_num_seqs])
+    seconds = tuple(max(t, without.at(n)) for n, t in zip(*found, strict=True))  # a step with guesses is never cheaper
+    return StepCost(without, Curve(found.widths, seconds))
+
+
+def measure_guesses(executor: Executor, setup: EngineSetup, proposer: Proposer, most: int, cost: StepCost) -> None:
+    """Note in `cost` what guesses take beside the step that checks them: the line through one guess and `most`.
+
+    Such a step may begin before the host knows its guesses, so both are timed together. They are made behind a text in which
+    no token comes twice.
+    """
+    most = max(1, min(most, setup.max_model_len - 2))
+    time_of = Timer(executor, setup, most)
+    one, every = (max(0.0, time_of.guessing(proposer, k) - cost.of_narrow(1 + k)) for k in (1, most))
+    cost.guess = max(0.0, every - one) / max(1, most - 1)
+    cost.first_guess = one - cost.guess
+
+
+def is_here(setup: EngineSetup) -> bool:
+    """Whether this process computes steps itself: one has been computed when it has begun, and nothing runs beside the host."""
+    return setup.device.type == "cpu" and setup.config.tensor_parallel_size == 1
+
+
+def clock_for(setup: EngineSetup) -> Callable[[], float]:
+    """The seconds that count for steps. On a CPU those of this process: other programs may keep the cores busy."""
+    return time.process_time if is_here(setup) else time.perf_counter
+
+
+class Timer:
+    """Times made-up steps."""
+
+    def __init__(self, executor: Executor, setup: EngineSetup, most: int) -> None:
+        self._executor = executor
+        self._clock, self._vocab_size = clock_for(setup), setup.vocab_size
+        room = min(setup.max_model_len - 1, executor.num_kv_blocks * setup.block_size)
+        self._start = max(0, min(CONTEXT, room - most - 1))
+        self._blocks = tuple(range(-(-(self._start + most + 1) // setup.block_size)))
+
+    def curve(self, steps: list[list[int]]) -> Curve:
+        """Seconds of `steps`, each given by the tokens of its sequences; as far as patience goes, but of two at least."""
+        end = self._clock() + PATIENCE
+        widths: list[float] = []
+        seconds: list[float] = []
+        for lengths in steps:
+            if len(widths) >= 2 and self._clock() > end:
+                break
+            widths.append(float(sum(lengths)))
+            seconds.append(max([self._seconds(lengths), *seconds[-1:]]))  # noise must not make more tokens cheaper
+        return Curve(tuple(widths), tuple(seconds))
+
+    def _seconds(self, lengths: list[int]) -> float:
+        """The fastest of some rounds; before them one in which all that a step of this kind needs is made."""
+        self._executor.execute_model(SchedulerOutput(tuple(self._shares([1] * len(lengths), DrawSpec(temperature=0)))))
+        output = SchedulerOutput(tuple(self._shares(lengths, None)))
+        self._executor.execute_model(output)
+        return min(self._timed(output) for _ in range(ROUNDS))
+
+    def guessing(self, proposer: Proposer, k: int) -> float:
+        """The fastest of some rounds, after one that is not timed, of `k` guesses and the step that checks them."""
+        text = np.arange(self._start + 1, dtype=np.int32) % self._vocab_size
+        state = RowState(-1, text, len(text), DrawSpec(temperature=0))
+        self._executor.execute_model(SchedulerOutput(tuple(self._shares([1], state.draw))))
+        proposer.admit(state)
+
+        def seconds() -> float:
+            start = self._clock()
+            tokens = np.array([0, *proposer.propose_all([state], [k])[0]], np.int32)
+            share = Share(-1, 0, self._start, len(tokens), tokens, (), len(self._blocks), len(tokens), None)
+            self._executor.execute_model(SchedulerOutput((share,)))
+            return self._clock() - start
+
+        found = [seconds() for _ in range(1 + ROUNDS)]
+        proposer.finish(state.seq_id)
+        return min(found[1:])
+
+    def _timed(self, output: SchedulerOutput) -> float:
+        start = self._clock()
+        self._executor.execute_model(output)
+        return self._clock() - start
+
+    def _shares(self, lengths: list[int], draw: DrawSpec | None) -> Iterator[Share]:
+        """Shares of sequences that are new where `draw` is given; all tokens are drawn after."""
+        blocks, first = ((), len(self._blocks)) if draw is None else (self._blocks, 0)
+        for row, n in enumerate(lengths):
+            yield Share(-1 - row, row, self._start, n, np.zeros(n, np.int32), blocks, first, n, draw)

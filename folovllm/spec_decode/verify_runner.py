@@ -1,0 +1,54 @@
+"""A `ModelRunner` whose shares may draw several tokens, to check guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from folovllm.forward_batch import ForwardBatch
+from folovllm.spec_decode.verify import Draws, most_draws
+from folovllm.step.draw import Logprobs
+from folovllm.step.schedule import SchedulerOutput, Share, StepResult
+from folovllm.worker.model_runner import ModelRunner
+
+
+class VerifyingModelRunner(ModelRunner):
+    """Computes logits after all guesses of a share at once, then draws one level after the other.
+
+    The second tokens of all shares are drawn when the first are known, and only where these were guessed, and so on. So
+    penalties, bad words and masks see at each draw just the tokens that the answer has by then, and nothing is taken back.
+    """
+
+    def _build(self, shares: Sequence[Share]) -> ForwardBatch:
+        for share in shares:  # a table may have been cut back
+            del self._input_batch.block_tables.get(share.row, [])[share.first_new_block :]
+        batch = super()._build(shares)
+        batch.logits_indices = torch.from_numpy(Draws.of_shares(shares).token).to(batch.input_ids.device)
+        return batch
+
+    def _most_draws(self) -> int:
+        return most_draws(self._setup.max_num_seqs)
+
+    def _draw(self, output: SchedulerOutput, logits: torch.Tensor, scores: dict[int, list[Logprobs]]) -> StepResult:
+        """As many tokens for each share as its guesses allow, from `logits` [R, V] of all draws."""
+        draws, shares = Draws.of_shares(output.shares), output.shares
+        drawn: list[list[int]] = [[] for _ in shares]
+        logprobs = dict(scores)
+        right = [True] * len(shares)  # whether all guesses so far were
+        for level, every in enumerate(draws.levels()):
+            at = [r for r in every.tolist() if right[draws.share[r]]]
+            if not at:
+                break
+            own = [shares[i] for i in draws.share[at]]
+            self._draws.set_masks(None if output.masks is None else output.masks.of_level(level))
+            batch = self._draws.batch([share.row for share in own], draws.position[at].tolist())
+            found = self._sampler(logits[at], batch)
+            self._draws.note_drawn(own, StepResult([[token] for token in found.token_ids], {}))
+            for r, token, row in zip(at, found.token_ids, found.logprobs, strict=True):
+                i = int(draws.share[r])
+                drawn[i].append(token)
+                right[i] = token == draws.guess[r]
+                if row is not None:
+                    logprobs.setdefault(i, []).append(row)
+        return StepResult(drawn, logprobs)

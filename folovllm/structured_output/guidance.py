@@ -1,0 +1,197 @@
+"""Grammars by llguidance: JSON schemas, regular expressions, context-free grammars.
+
+It walks the tokenizer's tokens as a tree of bytes beside a parser, so that a mask takes microseconds
+(https://github.com/guidance-ai/llguidance). This is the one file that knows it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from copy import copy
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from folovllm.structured_output.matcher import Matcher, Words
+from folovllm.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Between the parts of a document: no more than a model needs to write one nicely, so that it cannot go on for ever.
+WHITESPACE = r" |\n {0,16}"
+
+# What the lexer may cost: some 20 ms a mask, and 50 MB for a grammar. The library's own limits are two to five times as far.
+LIMITS = {
+    "initial_lexer_fuel": 300_000,
+    "step_lexer_fuel": 100_000,
+    "max_lexer_states": 50_000,
+    "verbose_errors": False,
+}
+NO_TOKENIZER = "json, regex and grammar cannot be had with this tokenizer"
+WALKS, STEPS = 4, 25  # of `check_form`: as long as grammars are that grow more ambiguous with each token
+FEW = 16  # masks that are made one after the other: more of them on several threads
+
+
+def library() -> Any:
+    """llguidance. Raises ValueError where it is not installed."""
+    try:
+        import llguidance
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            'json, regex and grammar need llguidance: pip install "folovllm[serve]", or pip install llguidance'
+        ) from error
+    return llguidance
+
+
+def is_installed() -> bool:
+    """Whether grammars can be had."""
+    return find_spec("llguidance") is not None
+
+
+def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer as its library writes it. Raises ValueError for one of another library."""
+    try:
+        backend = copy(tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return str(backend.to_str())
+    except Exception as error:  # the binding knows no narrower class
+        raise ValueError(f"{NO_TOKENIZER}: {error}") from error
+
+
+def make_tokenizer(written: str, vocab_size: int, end_ids: Sequence[int]) -> Any:
+    """The tokenizer that `tokenizer_json` wrote, for llguidance: about a second's work. Raises ValueError for one that it cannot read."""
+    library()
+    from llguidance import LLTokenizer
+
+    try:
+        return LLTokenizer(written, n_vocab=vocab_size, eos_token=list(end_ids))
+    except Exception as error:  # the binding knows no narrower class
+        raise ValueError(f"{NO_TOKENIZER}: {error}") from error
+
+
+def source_of(form: StructuredOutputsParams) -> str:
+    """The form in llguidance's own notation. Raises ValueError if it cannot be had."""
+    matcher = library().LLMatcher
+    if form.regex is not None:
+        return str(matcher.grammar_from_regex(form.regex))
+    if form.grammar is not None:
+        from llguidance import grammar_from
+
+        try:
+            return str(grammar_from("grammar", form.grammar))
+        except ValueError as error:
+            raise ValueError(f"structured_outputs holds a grammar that cannot be used: {error}") from error
+    pattern = WHITESPACE if form.whitespace_pattern is None else form.whitespace_pattern
+    options = {"whitespace_flexible": False} if form.disable_any_whitespace else {"whitespace_pattern": pattern}
+    schema = str(form.json) if form.kind == "json" else '{"type": "object"}'
+    schema = "{}" if schema == "true" else schema
+    if schema == "false":
+        raise ValueError("structured_outputs holds the JSON schema false, under which no document is valid")
+    return str(matcher.grammar_from_json_schema(schema, overrides={**options, "lenient": not form.strict}))
+
+
+def check_form(form: StructuredOutputsParams, tokenizer: Any) -> None:
+    """Raise ValueError if this form is none, has no text, or becomes too complex within a few tokens.
+
+    The library finds out what a grammar costs only as an answer goes through it: so a few go, each where chance leads.
+    """
+    start = GuidanceMatcher.compile(form, tokenizer).inner
+    for seed in range(WALKS):
+        chance, place = random.Random(seed), start.deep_copy()
+        for _ in range(STEPS):
+            mask = np.unpackbits(np.frombuffer(place.compute_bitmask(), np.uint8), bitorder="little")
+            if place.is_stopped():
+                break
+            place.consume_token(int(chance.choice(mask.nonzero()[0])))
+        require_good(form, place.get_error())
+
+
+def require_good(form: StructuredOutputsParams, error: str) -> None:
+    """Raise ValueError with the library's `error`, if there is one."""
+    if error and not error.startswith("WARNING"):
+        kind = {"regex": "regex", "grammar": "grammar"}.get(form.kind, "JSON schema")
+        says = "no text has this form" if error.startswith("NoExtension") else " ".join(error.split())[:500]
+        raise ValueError(f"structured_outputs holds a {kind} that cannot be used: {says}")
+
+
+class GuidanceMatcher:
+    """An answer's place in a grammar; a `Matcher`."""
+
+    sees_ahead: ClassVar[bool] = True
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner  # an LLMatcher
+
+    @classmethod
+    def compile(cls, form: StructuredOutputsParams, tokenizer: Any) -> GuidanceMatcher:
+        """At the beginning of an answer, with its first mask. Raises ValueError if the form cannot be used, or has no text."""
+        guidance = library()
+        inner = guidance.LLMatcher(tokenizer, source_of(form), log_level=0, limits=guidance.LLParserLimits(**LIMITS))
+        inner.compute_bitmask()
+        require_good(form, inner.get_error())
+        return cls(inner)
+
+    def fill(self, words: Words) -> None:
+        """As `Matcher`."""
+        self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+
+    def is_accepting(self) -> bool:
+        """As `Matcher`."""
+        return bool(self.inner.is_accepting())
+
+    def advance(self, token_id: int) -> bool:
+        """As `Matcher`. Beyond its limits the library takes any end for one that the grammar allows."""
+        return bool(self.inner.consume_token(token_id)) and not self.inner.is_error()
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """As `Matcher`."""
+        return int(self.inner.validate_tokens(list(token_ids)))
+
+    def forced(self) -> list[int]:
+        """As `Matcher`: a text that the grammar forces is cut into tokens as the tokenizer cuts it, and in no other way."""
+        return list(self.inner.compute_ff_tokens())
+
+    def is_exhausted(self) -> bool:
+        """Whether an answer has taken the lexer beyond its limits: all copies share it, and none can begin any more."""
+        start = self.inner.deep_copy()
+        start.compute_bitmask()
+        return bool(start.is_error())
+
+    def copy(self) -> GuidanceMatcher:
+        """As `Matcher`."""
+        return GuidanceMatcher(self.inner.deep_copy())
+
+
+def fill_together(places: Collection[tuple[Matcher, int, list[int]]], bits: Words) -> None:
+    """Write the masks of matchers to lines of `bits` [n, ceil(V / 32)].
+
+    Each comes with the line of its first mask, and with tokens: behind each of them there is a mask, in the lines that
+    follow, up to one that the form does not allow. Only a `GuidanceMatcher` may have tokens.
+    """
+    is_parallel = sum(1 + len(tokens) for _, _, tokens in places) > FEW
+    single: list[tuple[Any, int]] = []
+    ahead: list[tuple[Any, int, list[int]]] = []
+    for matcher, i, tokens in places:
+        if not isinstance(matcher, GuidanceMatcher) or not (is_parallel or tokens):
+            matcher.fill(bits[i])
+        elif not is_parallel:
+            matcher.inner.unsafe_compute_mask_ptr_with_draft_token(bits[i:].ctypes.data, bits[i].nbytes, tokens)
+        elif tokens:
+            ahead.append((matcher.inner, i, tokens))
+        else:
+            single.append((matcher.inner, i))
+    if single:
+        _threads().unsafe_compute_mask_ptr(single, bits.ctypes.data, bits[0].nbytes, len(bits))
+    if ahead:
+        _threads().unsafe_compute_mask_ptr_with_draft_token(ahead, bits.ctypes.data, bits[0].nbytes, len(bits))
+
+
+@cache
+def _threads() -> Any:
+    """Those on which masks are made, for all engines of this process."""
+    return library().LLExecutor()

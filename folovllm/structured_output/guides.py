@@ -1,0 +1,263 @@
+"""All answers of an engine that must have a form: who they are, how far each has come, what each may go on with."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from folovllm.draw_row import mask_of, mask_width
+from folovllm.faults import Faults, require_fault
+from folovllm.request import Sequence
+from folovllm.step.masks import Masks
+from folovllm.step.schedule import SchedulerOutput
+from folovllm.structured_output import guidance
+from folovllm.structured_output.guide import Guide, Preface
+from folovllm.structured_output.matcher import ChoiceMatcher, Choices, Matcher, Words
+from folovllm.structured_output.vocabulary import Vocabulary, read_vocabulary
+from folovllm.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("folovllm")
+
+
+MOST_FORMS = 16  # that are kept: a large grammar takes up to 75 MB
+MOST_USES = 1000
+MOST_TOKENIZERS = 4  # of the library, that are kept: a model with ends of its own has one
+
+
+@dataclass(slots=True)
+class Compiled:
+    """A form that requests have asked for, and others may. It takes milliseconds to compile.
+
+    Copies share what the library finds out about the form, and keeps for ever; so it is compiled anew from time to time.
+    """
+
+    matcher: Matcher  # at the beginning of an answer
+    num_uses: int = 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether no answer can begin here any more."""
+        return isinstance(self.matcher, guidance.GuidanceMatcher) and self.matcher.is_exhausted()
+
+
+class Place(NamedTuple):
+    """Where an answer is at one of its draws, or at several: there, and behind each of the guesses `ahead`."""
+
+    seq: Sequence
+    level: int  # which of its draws
+    guide: Guide
+    line: int  # of its mask
+    ahead: list[int]
+
+    def finish(self, bits: Words) -> int | None:
+        """Make its masks what the request asks for. Returns the first draw that nothing leads on from, if there is one."""
+        if self.ahead:
+            broken = self.guide.finish_ahead(bits[self.line : self.line + 1 + len(self.ahead)])
+            return None if broken is None else self.level + broken
+        return None if self.guide.finish(bits[self.line]) else self.level
+
+
+def places_behind(seq: Sequence, guide: Guide, guesses: list[int], level: int, line: int) -> list[Place]:
+    """The places of an answer that is `level` of its guesses further, where `guide` is; its first draw has that `line`."""
+    ahead = guesses[level:]
+    if ahead and guide.sees_ahead:
+        return [Place(seq, level, guide, line + level, ahead)]
+    return [Place(seq, i, at, line + i, []) for i, at in enumerate(guide.ahead(ahead), level)]
+
+
+class Guides:
+    """The owner of all guides. A guide goes with its sequence; what preemption takes is the cache, not the guide."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, faults: Faults | None = None) -> None:
+        """`faults` gets what goes wrong with one answer's guide."""
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._faults = faults or Faults()
+        self._library_tokenizers: dict[tuple[int, ...], Any] = {}  # by the tokens that end a text, and are never in one
+        self._compiled: dict[
+            tuple[str, tuple[int, ...]], Compiled
+        ] = {}  # by form and such ends; the one that was used last stands at the end
+        self._preface = lru_cache(MOST_FORMS)(lambda closing: Preface(self._vocabulary, closing))
+        self._guides: WeakKeyDictionary[Sequence, Guide] = WeakKeyDictionary()
+        self._limits: dict[int, int] = {}  # by seq_id: tokens of the step under way that count, where not all may
+
+    def add(self, seqs: SequenceOf[Sequence]) -> None:
+        """Make the guides of a request's answers, if it asks for a form: compiled once, and copied for each answer.
+
+        Raises:
+            ValueError: the form is none, cannot be kept, or needs what is not installed.
+        """
+        first = seqs[0]
+        form = first.params.structured_outputs
+        if form is None:
+            return
+        end_ids = sorted({*first.eos_token_ids, *first.params.stop_token_ids})
+        if not end_ids:
+            raise ValueError("structured_outputs needs a token that ends the answer: give stop_token_ids")
+        preface = None if form.after is None else self._preface(form.after.encode()).copy()
+        model_end_ids = sorted(first.eos_token_ids) or end_ids
+        matcher = self._matcher(form, end_ids, model_end_ids)
+        params = first.params
+        allowed = None if params.allowed_token_ids is None else mask_of(params.allowed_token_ids, self._vocab_size)
+        guide = Guide(
+            matcher,
+            end_ids,
+            model_end_ids=model_end_ids,
+            min_tokens=params.min_tokens,
+            allowed=allowed,
+            preface=preface,
+        )
+        for seq in seqs:
+            self._guides[seq] = guide if seq is first else guide.copy()
+
+    def _guide(self, seq: Sequence) -> Guide | None:
+        """The guide of an answer. A request that ran into a fault has none any more."""
+        return None if seq.request_id in self._faults.of else self._guides.get(seq)
+
+    def concern(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
+        """Whether the step draws for any of these answers. `seqs`: whose its shares are."""
+        if not self._guides:
+            return False
+        return any(share.num_draws and seq in self._guides for share, seq in zip(output.shares, seqs, strict=True))
+
+    def masks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> Masks:
+        """What each of these answers may draw in the step, a mask for each draw. All tokens before are taken in.
+
+        An answer that has ended meanwhile draws what it likes. So do draws behind a guess that its form does not allow,
+        which count for nothing; nor does anything drawn where the form cannot be reached any more.
+        """
+        rows: list[int] = []
+        forced: list[tuple[int, int]] = []  # line of the mask, the only token that it allows
+        places: list[Place] = []
+        for share, seq in zip(output.shares, seqs, strict=True):
+            guide = self._guide(seq) if share.num_draws else None
+            if guide is None:
+                continue
+            if not seq.status.is_finished:
+                guesses = share.token_ids[1:].tolist() if share.num_draws > 1 else []
+                with self._faults.at(seq):
+                    own = common(guide.forced(), guesses) if guesses else []
+                    places += places_behind(seq, guide.behind(own), guesses, len(own), len(rows))
+                    forced += [(len(rows) + level, token) for level, token in enumerate(own)]
+            rows += [share.row] * share.num_draws
+        bits = np.full((len(rows), mask_width(self._vocab_size)), -1, np.int32)
+        if forced:
+            lines, tokens = np.array(forced).T
+            bits[lines] = 0
+            bits.view(np.uint32)[lines, tokens // 32] = 1 << tokens % 32
+        self._fill(places, bits)
+        for p in places:
+            with self._faults.at(p.seq):
+                if (broken := p.finish(bits)) is not None:
+                    self._limits.setdefault(p.seq.seq_id, broken)
+            if self._guide(p.seq) is None:  # a fault, and half a mask perhaps
+                bits[p.line : p.line + 1 + len(p.ahead)] = -1
+        return Masks(np.array(rows, np.int32), bits)
+
+    def _fill(self, places: list[Place], bits: Words) -> None:
+        """Write the masks of the matchers to `bits`. If they cannot be made together, each is made by itself."""
+        asked = [(p.seq, (p.guide.matcher, p.line, p.ahead)) for p in places if p.guide.matcher]
+        try:
+            guidance.fill_together([each for _, each in asked], bits)
+        except BaseException as error:
+            require_fault(error)  # whose it is, is found out now
+            for seq, each in asked:
+                with self._faults.at(seq):
+                    guidance.fill_together([each], bits)
+
+    def trim(self, seq: Sequence, guesses: list[int]) -> list[int]:
+        """The guesses, from the first on, that the form of an answer allows; all of them where it has none.
+
+        What may be drawn beside and behind them is found out later, while the device computes (`masks`).
+        """
+        guide = self._guide(seq)
+        if guide is not None:
+            with self._faults.at(seq):
+                return guesses[: guide.num_allowed(guesses)]
+        return guesses
+
+    def forced(self, seq: Sequence, most: int) -> list[int]:
+        """At most so many tokens that come next in an answer because its form leaves no choice."""
+        guide = self._guide(seq)
+        if guide is not None:
+            with self._faults.at(seq):
+                return guide.forced()[:most]
+        return []
+
+    def prepare(self, model_end_ids: Collection[int]) -> None:
+        """Do now what the first answer with a grammar would wait for, if the library is there."""
+        if not guidance.is_installed() or not model_end_ids:  # of a model without ends, each request brings its own
+            return
+        try:
+            self._library_tokenizer(tuple(sorted(model_end_ids)))
+        except ValueError as error:  # requests that ask for one are told the same
+            logger.warning("%s", error)
+
+    def advance(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
+        """Take in what a step drew, share by share, and cut off what does not count. Where nothing counts, give up."""
+        if not self._guides:
+            return
+        for seq, tokens in zip(seqs, token_ids, strict=True):
+            limit = self._limits.pop(seq.seq_id, len(tokens)) if self._limits else len(tokens)
+            guide = self._guide(seq) if tokens and not seq.status.is_finished else None
+            del tokens[limit:]
+            if guide is not None:
+                if not tokens:
+                    guide.give_up()
+                with self._faults.at(seq):
+                    for i, token_id in enumerate(tokens):
+                        guide.advance(token_id)
+                        if guide.is_broken:
+                            del tokens[i:]
+                            break
+
+    def broken(self, seqs: Iterable[Sequence]) -> list[Sequence]:
+        """Those of the answers that can no longer come to their form, and have not ended."""
+        if not self._guides:
+            return []
+        guides = ((seq, self._guide(seq)) for seq in seqs if not seq.status.is_finished)
+        return [seq for seq, guide in guides if guide is not None and guide.is_broken]
+
+    def _matcher(self, form: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Matcher:
+        key = repr(form), tuple(end_ids if form.kind == "choice" else model_end_ids)
+        known = self._compiled.pop(key, None)
+        if known is None or known.num_uses == MOST_USES or known.is_exhausted:
+            known = Compiled(self._compile(form, key[1]))
+        self._compiled[key], known.num_uses = known, known.num_uses + 1
+        if len(self._compiled) > MOST_FORMS:
+            del self._compiled[next(iter(self._compiled))]
+        return known.matcher.copy()
+
+    def _compile(self, form: StructuredOutputsParams, end_ids: tuple[int, ...]) -> Matcher:
+        if form.choice is not None:
+            return ChoiceMatcher(Choices(self._vocabulary, {text.encode() for text in form.choice}, end_ids))
+        return guidance.GuidanceMatcher.compile(form, self._library_tokenizer(end_ids))
+
+    def _library_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
+        """The library's, which knows these ends; made once."""
+        made = self._library_tokenizers.pop(end_ids, None)
+        if made is None:
+            made = guidance.make_tokenizer(guidance.tokenizer_json(self._tokenizer), self._vocab_size, end_ids)
+        self._library_tokenizers[end_ids] = made
+        if len(self._library_tokenizers) > MOST_TOKENIZERS:
+            del self._library_tokenizers[next(iter(self._library_tokenizers))]
+        return made
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return read_vocabulary(self._tokenizer)
+
+
+def common(one: list[int], other: list[int]) -> list[int]:
+    """The tokens with which both begin."""
+    return [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
