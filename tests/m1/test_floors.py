@@ -35,22 +35,84 @@ GROUND = (
 )
 FLOORS = {  # each may import itself, the ground floor, and these
     "cache": (),  # whose block is whose: numbers, and no tensor
-    "structured": (),  # which tokens an answer of a given form may go on with: numbers, too
     "kernels": (),
     "sample": ("kernels",),
     "attention": ("kernels",),
-    "layers": ("attention", "kernels", "quantize.groups"),  # groups: numbers as codes, for formats and quantiser alike
+    "layers": ("attention", "kernels"),
     "models": ("layers", "attention", "kernels"),
     "worker": ("sample", "models", "layers", "attention", "kernels"),
     "executor": ("worker",),  # `make_rank` comes to a rank by its name
-    "spec": ("executor", "cache", "worker", "sample", "models", "layers", "attention", "kernels"),
-    "engine": ("executor", "spec", "cache", "structured", "models", "attention"),
+    "engine": ("executor", "cache", "models", "attention"),
+}
+ELECTIVES = {
+    "server": "X1",
+    "structured_output": "X1",
+    "quantization": "X2",
+    "spec_decode": "X3",
+    "moe": "X4",
+    "hopper": "hopper",
+}
+BESIDE = ("bench", "inspector")  # they use the engine, and all of it
+# Imports from the core into an elective, and from one elective into another, by the file that has them. There should be none:
+# what is struck out here must not come back.
+ARROWS: dict[str, set[str]] = {
+    "attention/backends/abstract.py": {"quantization.kv_scales"},
+    "attention/backends/decoded.py": {"quantization.kv_scales"},
+    "attention/backends/triton.py": {"hopper"},
+    "build.py": {
+        "moe.expert_load",
+        "spec_decode",
+        "spec_decode.draft_model",
+        "spec_decode.draft_setup",
+        "spec_decode.draft_tokens",
+        "spec_decode.measure",
+        "spec_decode.proposer",
+        "spec_decode.registry",
+        "spec_decode.run_executor",
+        "spec_decode.run_graph_runner",
+        "spec_decode.scheduler",
+        "spec_decode.speculation",
+        "spec_decode.verify",
+        "spec_decode.verify_graph_runner",
+        "spec_decode.verify_runner",
+        "structured_output.guides",
+    },
+    "build_layers.py": {"moe.expert_load", "moe.fused"},
+    "cli.py": {"quantization.quantizer.cli", "quantization.quantizer.options", "server.cli", "server.config"},
+    "config.py": {"spec_decode.config"},
+    "engine/parts.py": {"spec_decode.proposer", "structured_output.guides"},
+    "engine/setup.py": {"quantization.config", "quantization.kv_scales"},
+    "hopper/grouped.py": {"quantization.kernels.few_pairs"},
+    "hopper/int4.py": {"moe.kernels.even_shares", "quantization.kernels.int4_matmul"},
+    "kernels/decode.py": {"quantization.kernels.fp8", "quantization.kv_scales"},
+    "kernels/prefill.py": {"quantization.kernels.fp8", "quantization.kv_scales"},
+    "kernels/preparation.py": {"quantization.kv_scales"},
+    "kernels/qk_norm_rope.py": {"quantization.kernels.fp8"},
+    "layers/attention.py": {"quantization.kv_scales"},
+    "layers/linear_method.py": {"quantization.kernels.quant_linear"},
+    "layers/sharded.py": {"moe.layers"},
+    "models/files.py": {"quantization.gguf_file"},
+    "models/fused.py": {"moe.fused"},
+    "models/loader.py": {"quantization.checkpoint_kv_scales"},
+    "models/registry.py": {"quantization.config"},
+    "models/smollm2.py": {"quantization.gguf_file"},
+    "moe/fused.py": {"quantization.experts"},
+    "moe/kernels/grouped_linear.py": {"hopper", "quantization.kernels", "quantization.kernels.few_pairs"},
+    "moe/models.py": {"quantization.experts"},
+    "quantization/experts.py": {"moe.layers"},
+    "quantization/grouped.py": {"hopper.int4"},
+    "quantization/kernels/grouped_quant.py": {"moe.kernels.grouped_linear"},
+    "quantization/kernels/quant_matmul.py": {"moe.kernels.grouped_linear"},
+    "sample/draw_state.py": {"spec_decode.kernels.note_drawn"},
+    "spec_decode/kernels/check.py": {"quantization.kernels.fp8", "quantization.kv_scales"},
+    "worker/gpu_worker.py": {"moe.expert_load"},
+    "worker/model_runner.py": {"quantization.calibrate"},
+    "worker/warm_up.py": {"spec_decode.verify"},
 }
 EXCEPTIONS = {
     "engine/llm_engine.py": ("build",),  # an engine that is made from a configuration puts itself together
     "request.py": ("cache.prefix_cache", "engine.detokenizer"),  # types of fields, which others fill and read
     "setup.py": ("attention.backends.abstract",),  # the same
-    "speculative_config.py": ("spec.proposer",),  # the same
 }
 
 
@@ -74,6 +136,7 @@ def wrong_imports(files: list[Path], known: tuple[str, ...]) -> list[str]:
     """What these files import beyond the `known` places, as "file: module"."""
     assert files
     found = [(str(file.relative_to(PACKAGE)), module) for file in files for module in imported(file)]
+    known = (*known, *ELECTIVES)  # `test_no_arrow_is_new` looks at these
     return [f"{name}: {module}" for name, module in found if not is_in(module, (*known, *EXCEPTIONS.get(name, ())))]
 
 
@@ -97,12 +160,20 @@ def test_the_ground_floor_knows_itself_alone(place: str) -> None:
 
 def test_every_folder_has_its_floor() -> None:
     folders = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
-    assert folders - {"bench", "inspector", "quantize", "server"} == {
-        *FLOORS,
-        "builders",
-        "distributed",
-        "step",
-    }  # these stand above the engine
+    assert folders == {*FLOORS, *ELECTIVES, *BESIDE, "builders", "distributed", "step"}
+
+
+def test_no_arrow_is_new() -> None:
+    """The core knows no elective, and no elective knows another: but for `ARROWS`, which may only become fewer."""
+    found: dict[str, set[str]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        name = str(file.relative_to(PACKAGE))
+        own = ELECTIVES.get(name.split("/")[0])
+        for module in imported(file):
+            elective = ELECTIVES.get(module.split(".")[0])
+            if elective and elective != own and not name.startswith(BESIDE):
+                found.setdefault(name, set()).add(module)
+    assert found == ARROWS, "strike out what is no longer imported; what is new needs a hook"
 
 
 def test_exceptions_are_needed() -> None:

@@ -2,13 +2,14 @@
 
 import json
 import os
-import pkgutil
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from tests.kernel_modules import kernel_modules
 
 ROOT = Path(__file__).parents[2]
 NUM_KERNELS = {"m4": 7, "m6": 12, "x2": 5, "x3": 5, "x4": 8}
@@ -101,9 +102,7 @@ def check(capability: int, milestone: str, rows: list[dict]) -> None:
 def test_no_kernel_is_left_out():
     """`MOST` names every kernel of the package; the two lists of `offline_compile.py` together are as long."""
     pytest.importorskip("triton")
-    import folovllm.kernels
-
-    modules = [import_module(f"folovllm.kernels.{m.name}") for m in pkgutil.iter_modules(folovllm.kernels.__path__)]
+    modules = map(import_module, kernel_modules())
     names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert names == MOST.keys()
     alone = [*ON_HOPPER_ALONE.values(), *ON_AMPERE_ALONE.values(), *WITH_FP8_ALONE.values()]

@@ -16,6 +16,7 @@ from torch import nn
 
 from folovllm.layers.attention import Attention
 from folovllm.worker.rehearse import one_layer_of_each_kind
+from tests.kernel_modules import kernel_modules
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,16 +121,13 @@ def is_alive(pid: int) -> bool:
 def test_kernels_need_no_torch() -> None:
     """Where kernels are compiled, torch is an empty shell."""
     pytest.importorskip("triton")
-    program = """
+    program = f"""
 import sys
 from importlib import import_module
-from pkgutil import iter_modules
-from folovllm import kernels
 from folovllm.kernels.compile_worker import WITHOUT, Shell
-sys.modules.update({name: Shell(name) for name in WITHOUT})
-for module in iter_modules(kernels.__path__):
-    if module.name not in ("cpu", "rehearsal"):
-        import_module(f"folovllm.kernels.{module.name}")
+sys.modules.update({{name: Shell(name) for name in WITHOUT}})
+for module in {kernel_modules()}:
+    import_module(module)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

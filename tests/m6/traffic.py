@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,11 +14,11 @@ from typing import Any
 
 import pytest
 
-import folovllm.kernels
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams
+from tests.kernel_modules import kernel_modules
 
 LENGTHS = [*range(1, 10), 15, 16, 17, 24, 31, 32, 33, 48, 49, 64, 65, 129]  # of prompts
 FIELDS: dict[str, Any] = {"milestone": "m6", "max_model_len": 256, "max_num_seqs": 20, "attention_backend": "triton",
@@ -74,9 +73,9 @@ def drain(engine: LLMEngine) -> int:
 
 
 def kernels() -> Iterator[Any]:
-    """Every function of `folovllm.kernels` that Triton made."""
-    for module in pkgutil.iter_modules(folovllm.kernels.__path__):
-        for value in vars(import_module(f"folovllm.kernels.{module.name}")).values():
+    """Every function of the package that Triton made."""
+    for module in kernel_modules():
+        for value in vars(import_module(module)).values():
             if hasattr(value, "device_caches"):
                 yield value
 
