@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,6 +38,7 @@ from folovllm.events import Events
 from folovllm.executor.abstract import Executor
 from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
+from folovllm.extensions import Extension, extension_of
 from folovllm.faults import Faults
 from folovllm.models.files import load_tokenizer
 from folovllm.moe.expert_load import CountedLoad
@@ -55,10 +55,7 @@ from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.native_model import load_native_model, load_sharded_model
 
 if TYPE_CHECKING:
-    from folovllm.spec_decode.draft_tokens import DraftTokens
-    from folovllm.spec_decode.proposer import Proposer
-    from folovllm.spec_decode.run_executor import RunExecutor
-    from folovllm.spec_decode.speculation import Speculation
+    from folovllm.extensions import MakeScheduler
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
@@ -78,32 +75,25 @@ def put_together(config: EngineConfig) -> Parts:
     num_threads = use_threads(setup)
     tokenizer = load_tokenizer(setup.path, config)
     processor = InputProcessor(setup, tokenizer)  # reads small files, which may be damaged: so before the weights
-    drafted = make_draft_tokens(setup)
-    proposer = make_proposer(setup, drafted)  # may have a model and a cache: so before the one that takes all memory
-    executor = make_executor(setup) if drafted is None else make_executor(setup, drafted)
+    extension = extension_of(setup)
+    extension.prepare()
+    executor = make_executor(setup, extension)
     events, faults = Events(), Faults()
     guides = Guides(tokenizer, setup.vocab_size, faults)
-    speculation = make_speculation(setup, proposer, executor, guides)
-    scheduler = make_scheduler(setup, executor.num_kv_blocks, events, speculation)
-    return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events, faults, guides, proposer)
+    usual = OverlapScheduler if setup.config.async_scheduling else Scheduler  # M6; M2
+    kind = extension.scheduler(usual, executor, guides)
+    scheduler = make_scheduler(setup, executor.num_kv_blocks, events, kind)
+    return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events, faults, guides, extension)
 
 
-def make_scheduler(
-    setup: EngineSetup, num_kv_blocks: int, events: Events, speculation: Speculation | None = None
-) -> SchedulerLike:
-    """Who is served: one request after the other (M1), or a batch that changes at every step (M2), with guesses (X3)."""
+def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events, kind: MakeScheduler) -> SchedulerLike:
+    """Who is served: one request after the other (M1), or a batch that changes at every step (`kind`, M2)."""
     config = setup.config
     if config.kv_cache == "growing":
         return SerialScheduler(events)
     kv = sliding(cache_manager(config), setup.hf_config)(num_kv_blocks, setup.block_size, events)
     if own := builders.own(config, "scheduler"):
         return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens_of_step(config))
-    kind: Callable[..., Scheduler] = OverlapScheduler if config.async_scheduling else Scheduler  # M6; M2
-    if speculation is not None:
-        from folovllm.spec_decode.scheduler import SpeculativeOverlapScheduler, SpeculativeScheduler
-
-        kind = SpeculativeOverlapScheduler if config.async_scheduling else SpeculativeScheduler
-        kind = partial(kind, speculation=speculation)
     return kind(
         kv=kv,
         max_num_seqs=setup.max_num_seqs,
@@ -112,73 +102,6 @@ def make_scheduler(
         make_room=wait if config.kv_cache == "slots" else preempt,  # M2; M3
         by_priority=config.scheduling == "priority",
     )
-
-
-def make_proposer(setup: EngineSetup, drafted: DraftTokens | None) -> Proposer | None:
-    """Who guesses tokens, where anybody does (X3). A draft's go to `drafted`."""
-    if setup.config.speculation is None:
-        return None
-    from folovllm.spec_decode import own, registry
-
-    proposer = registry.make_proposer(setup.config.speculation, partial(make_draft, setup, drafted))
-    return proposer if setup.config.speculation.methods else own.Own(proposer, setup.vocab_size)
-
-
-def make_draft(setup: EngineSetup, drafted: DraftTokens | None, model: str) -> Proposer:
-    """The small model `model`, with rows and blocks of its own: as many sequences as the large one, in a part of its memory."""
-    from folovllm.spec_decode.draft_model import DraftModel
-    from folovllm.spec_decode.draft_setup import draft_setup
-
-    assert drafted is not None
-    draft = draft_setup(setup, model)
-    return DraftModel(
-        make_run_executor(draft, drafted),
-        draft.max_num_seqs,
-        draft.max_num_batched_tokens,
-        draft.max_model_len,
-        draft.block_size,
-        drafted if hands_over(setup) else None,
-    )
-
-
-def make_draft_tokens(setup: EngineSetup) -> DraftTokens | None:
-    """The place for what a draft draws in a call, where there is a draft (X3): guesses, and one more where a token is in flight."""
-    speculation = setup.config.speculation
-    if speculation is None or "draft_model" not in speculation.methods:
-        return None
-    from folovllm.spec_decode.draft_tokens import DraftTokens
-
-    return DraftTokens.for_runs(speculation.num_speculative_tokens + 2, setup)
-
-
-def hands_over(setup: EngineSetup) -> bool:
-    """Whether a draft runs on the one device of its model, which then takes guesses from there (X3)."""
-    return setup.config.packed_steps and setup.config.tensor_parallel_size == 1
-
-
-def make_run_executor(setup: EngineSetup, drafted: DraftTokens) -> RunExecutor:
-    """A device that is sent several decode steps at once (X3)."""
-    from folovllm.spec_decode.run_executor import RunExecutor
-    from folovllm.spec_decode.run_graph_runner import RunGraphRunner
-
-    worker, runner = make_packed_worker(setup, graphed=partial(RunGraphRunner, drafted=drafted))
-    assert isinstance(runner, RunGraphRunner)
-    return RunExecutor(setup.max_num_seqs, worker, runner)
-
-
-def make_speculation(
-    setup: EngineSetup, proposer: Proposer | None, executor: Executor, guides: Guides
-) -> Speculation | None:
-    """What the scheduler asks for guesses (X3)."""
-    if proposer is None or setup.config.speculation is None:
-        return None
-    from folovllm.spec_decode.measure import clock_for, is_here
-    from folovllm.spec_decode.registry import make_depth
-    from folovllm.spec_decode.speculation import Speculation
-
-    proposer, depth, budget = make_depth(setup.config.speculation, setup, executor, proposer)
-    waits = budget is not None and is_here(setup)
-    return Speculation(proposer, depth, guides, clock_for(setup), budget, waits)
 
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:
@@ -198,16 +121,12 @@ def tokens_of_step(config: EngineConfig) -> TokensOfStep:
     return partial(chunk, threshold=threshold) if threshold else chunk
 
 
-def make_executor(setup: EngineSetup, drafted: DraftTokens | None = None) -> Executor:
-    """The devices: one (M1), one that is sent packed steps, or several that share the model (M6).
-
-    One that is sent packed steps finds guesses in `drafted`.
-    """
+def make_executor(setup: EngineSetup, extension: Extension) -> Executor:
+    """The devices: one (M1), one that is sent packed steps, or several that share the model (M6)."""
     if not setup.config.packed_steps:
-        return GPUExecutor(GPUWorker(setup.device, make_runner(setup, load := expert_load(setup)), load))
+        return GPUExecutor(GPUWorker(setup.device, make_runner(setup, extension, load := expert_load(setup)), load))
     if setup.config.tensor_parallel_size == 1:
-        graphed = partial(runner_kinds(setup)[1], drafted=drafted) if drafted else None
-        return LocalExecutor(setup.max_num_seqs, *make_packed_worker(setup, graphed=graphed))
+        return LocalExecutor(setup.max_num_seqs, *make_packed_worker(setup, extension=extension))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from folovllm.executor.torchrun_executor import TorchrunExecutor
 
@@ -217,7 +136,9 @@ def make_executor(setup: EngineSetup, drafted: DraftTokens | None = None) -> Exe
     return MultiprocExecutor(setup, make_packed_worker)
 
 
-def make_runner(setup: EngineSetup, load: CountedLoad | None = None) -> Runner[SchedulerOutput, StepResult]:
+def make_runner(
+    setup: EngineSetup, extension: Extension, load: CountedLoad | None = None
+) -> Runner[SchedulerOutput, StepResult]:
     """The model: transformers' (M1), ours for one sequence (M1), ours for a batch (M2)."""
     if setup.config.model_impl == "hf":
         from folovllm.worker.hf_model_runner import HFModelRunner
@@ -232,38 +153,21 @@ def make_runner(setup: EngineSetup, load: CountedLoad | None = None) -> Runner[S
         from folovllm.worker.serial_model_runner import SerialModelRunner
 
         return SerialModelRunner(setup, load_model, sampler)
-    return runner_kinds(setup)[0](
-        setup, load_model, sampler, cache_manager(setup.config).slots, attention_backend(setup)
-    )
-
-
-def runner_kinds(setup: EngineSetup) -> tuple[type[ModelRunner], Callable[..., GraphRunner]]:
-    """Runners of steps (M2) and of packed steps (M6): those of shares that draw one token, or several (X3)."""
-    if setup.config.speculation is None:
-        return ModelRunner, GraphRunner
-    from folovllm.spec_decode.verify_graph_runner import VerifyingGraphRunner
-    from folovllm.spec_decode.verify_runner import VerifyingModelRunner
-
-    return VerifyingModelRunner, VerifyingGraphRunner
-
-
-def most_draws_of(setup: EngineSetup) -> int:
-    """How many tokens a step draws at most: one for each row, or more of them (X3)."""
-    from folovllm.spec_decode.verify import most_draws
-
-    return setup.max_num_seqs if setup.config.speculation is None else most_draws(setup.max_num_seqs)
+    kind = extension.model_runner(ModelRunner)
+    return kind(setup, load_model, sampler, cache_manager(setup.config).slots, attention_backend(setup, extension))
 
 
 def make_packed_worker(
-    setup: EngineSetup, group: Group | None = None, graphed: Callable[..., GraphRunner] | None = None
+    setup: EngineSetup, group: Group | None = None, extension: Extension | None = None
 ) -> tuple[PackedWorker, GraphRunner]:
     """A worker for packed steps, with the whole model or, with a group, a rank's part of it (M6).
 
-    `setup` describes the whole model, but for the device, which is the rank's own. `graphed` makes another kind of runner.
+    `setup` describes the whole model, but for the device, which is the rank's own.
     """
-    plain, usual = runner_kinds(setup)
+    extension = extension or extension_of(setup)
+    plain = extension.model_runner(ModelRunner)
     sampler, slots, load = make_sampler(setup), cache_manager(setup.config).slots, expert_load(setup)
-    backend, graphs = attention_backend(setup), (builders.own(setup.config, "graph_cache") or AllGraphs)
+    backend, graphs = attention_backend(setup, extension), (builders.own(setup.config, "graph_cache") or AllGraphs)
     draw: StepDraw
     layers = layer_set(setup, load)
     if group is None:
@@ -273,24 +177,18 @@ def make_packed_worker(
         draw = RanksDraw(setup.vocab_size, group)
         part = setup.with_hf_config(local_config(setup.hf_config, group.size, setup.config.enable_expert_parallel))
         inner = plain(part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, draw.whole)
-    rows_draw = DrawState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler, most_draws_of(setup))
-    runner = (graphed or usual)(setup, inner, draw, rows_draw, graphs(setup.max_num_seqs))
+    rows_draw = DrawState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler, extension.num_samples())
+    runner = extension.graph_runner(GraphRunner)(setup, inner, draw, rows_draw, graphs(setup.max_num_seqs))
     return GPUWorker(setup.device, runner, load), runner
 
 
-def attention_backend(setup: EngineSetup) -> AttentionBackend:
-    """Who attends: the backend of that name (M1 to M4), or one with a kernel for steps with guesses (X3)."""
+def attention_backend(setup: EngineSetup, extension: Extension) -> AttentionBackend:
+    """Who attends: the backend of that name (M1 to M4)."""
     if own := builders.own(setup.config, "prefill"):
         from folovllm.attention.backends.triton import TritonBackend
 
         return TritonBackend(setup.attention, own)
-    if setup.config.speculation is not None and setup.backend == "triton":
-        from folovllm.spec_decode import attention as checking
-
-        if checking.serves(setup.device):
-            most_tokens = setup.config.speculation.num_speculative_tokens + 1
-            return checking.CheckingTritonBackend(setup.attention, most_tokens, most_draws_of(setup))
-    return make_backend(setup.backend, setup.attention)
+    return extension.attention_backend(partial(make_backend, setup.backend, setup.attention))
 
 
 def make_sampler(setup: EngineSetup) -> Sampler:

@@ -42,7 +42,7 @@ class Drawn:
 class NoDevice(PackedExecutor):
     """Packs steps as for a device, and draws from a die."""
 
-    def __init__(self, setup: EngineSetup) -> None:
+    def __init__(self, setup: EngineSetup, extension: object) -> None:
         widths = [1, 2, 4, *range(8, setup.max_num_seqs + 8, 8)]
         super().__init__(setup.max_num_seqs, setup.max_num_seqs * -(-setup.max_model_len // setup.block_size), widths)
         self._die = random.Random(0)

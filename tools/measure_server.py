@@ -52,7 +52,7 @@ class MadeUpTokens:
     seconds = 0.0
     num_kv_blocks = 1 << 15
 
-    def __init__(self, setup: EngineSetup) -> None:
+    def __init__(self, setup: EngineSetup, extension: object) -> None:
         self._free_at = 0.0
         self._word = 0
 

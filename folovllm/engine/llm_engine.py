@@ -54,7 +54,7 @@ class LLMEngine(Observed):
         super().__init__(parts)
         self._guides = parts.guides
         self._processor = parts.processor
-        self._proposer = parts.proposer
+        self._extension = parts.extension
 
     @staticmethod
     def from_engine_args(engine_args: EngineConfig) -> LLMEngine:
@@ -260,8 +260,7 @@ class LLMEngine(Observed):
         self._is_closed = True
         self.abort_request(list(self._output.requests))
         self.executor.shutdown()
-        if self._proposer is not None:
-            self._proposer.close()
+        self._extension.close()
         gc.unfreeze()  # `make_engine` froze what refers to itself; only thawed can it be collected
         gc.collect()
         torch.cuda.empty_cache()  # to the card, for other programs

@@ -16,7 +16,7 @@ from folovllm.structured_output.guides import Guides
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from folovllm.spec_decode.proposer import Proposer
+    from folovllm.extensions import Extension
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,4 +32,4 @@ class Parts:
     events: Events
     faults: Faults
     guides: Guides
-    proposer: Proposer | None
+    extension: Extension

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.pending_step import Computed, PendingStep
 from folovllm.worker.prompt_graphs import Room
-from folovllm.worker.warm_up import dummy_shares, steps_with_guesses
+from folovllm.worker.warm_up import FILTERED, doublings, dummy_shares
 
 NO_FIELDS = torch.empty(len(Field), 0, dtype=torch.int32)
 
@@ -232,3 +233,12 @@ def spread(step: PackedStep, draws: Draws) -> PackedStep:
         logprobs=np.array(logprobs, np.int32).reshape(-1, 2).T,
         scores=NO_SCORES,
     )
+
+
+def steps_with_guesses(setup: EngineSetup) -> Iterator[SchedulerOutput]:
+    """Small steps in which a sequence draws 2, 4, 8, ... tokens, plainly and with a filter."""
+    longest = min(setup.max_model_len, setup.max_num_batched_tokens, most_draws(setup.max_num_seqs))
+    for n in doublings(longest)[1:]:
+        for draw in FILTERED, DrawSpec():
+            (share,) = dummy_shares([n], setup.block_size, draw)
+            yield SchedulerOutput((share._replace(num_draws=n),))

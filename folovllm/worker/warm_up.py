@@ -8,7 +8,6 @@ import numpy as np
 
 from folovllm.model_config import num_experts_of
 from folovllm.setup import EngineSetup
-from folovllm.spec_decode.verify import most_draws
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput, Share
 
@@ -35,15 +34,6 @@ def small_steps(setup: EngineSetup) -> Iterator[SchedulerOutput]:
         yield SchedulerOutput(dummy_shares(lengths, setup.block_size))
     for n in doublings(most):
         yield SchedulerOutput(dummy_shares([*[1] * (n - 1), min(2, longest)], setup.block_size, DrawSpec()))
-
-
-def steps_with_guesses(setup: EngineSetup) -> Iterator[SchedulerOutput]:
-    """Small steps in which a sequence draws 2, 4, 8, ... tokens, plainly and with a filter."""
-    longest = min(setup.max_model_len, setup.max_num_batched_tokens, most_draws(setup.max_num_seqs))
-    for n in doublings(longest)[1:]:
-        for draw in FILTERED, DrawSpec():
-            (share,) = dummy_shares([n], setup.block_size, draw)
-            yield SchedulerOutput((share._replace(num_draws=n),))
 
 
 def long_prompts(setup: EngineSetup, tokens: int = LONG_STEP) -> list[int]:

@@ -239,7 +239,7 @@ class Device:
 
     num_kv_blocks = 4096
 
-    def __init__(self, setup):
+    def __init__(self, setup, extension):
         self.free_at = 0.0
 
     def submit(self, output):

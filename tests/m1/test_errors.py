@@ -279,7 +279,7 @@ def test_a_name_that_is_nearly_one_of_ours(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_small_files_are_read_before_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "generation_config.json").write_text("{")
-    monkeypatch.setattr("folovllm.build.make_executor", lambda _: pytest.fail("loads the model first"))
+    monkeypatch.setattr("folovllm.build.make_executor", lambda *_: pytest.fail("loads the model first"))
     with pytest.raises(ValueError, match=r"generation_config\.json"):
         LLM(str(folder), milestone="m1", use_tqdm=False)
 

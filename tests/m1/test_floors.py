@@ -23,6 +23,7 @@ ABOVE = (
     "chat_template",
     "cli",
     "compat",
+    "extensions",
     "llm",
     "show",
     "terminal",
@@ -59,29 +60,13 @@ ARROWS: dict[str, set[str]] = {
     "attention/backends/abstract.py": {"quantization.kv_scales"},
     "attention/backends/decoded.py": {"quantization.kv_scales"},
     "attention/backends/triton.py": {"hopper"},
-    "build.py": {
-        "moe.expert_load",
-        "spec_decode",
-        "spec_decode.draft_model",
-        "spec_decode.draft_setup",
-        "spec_decode.draft_tokens",
-        "spec_decode.measure",
-        "spec_decode.proposer",
-        "spec_decode.registry",
-        "spec_decode.run_executor",
-        "spec_decode.run_graph_runner",
-        "spec_decode.scheduler",
-        "spec_decode.speculation",
-        "spec_decode.verify",
-        "spec_decode.verify_graph_runner",
-        "spec_decode.verify_runner",
-        "structured_output.guides",
-    },
+    "build.py": {"moe.expert_load", "structured_output.guides"},
     "build_layers.py": {"moe.expert_load", "moe.fused"},
     "cli.py": {"quantization.quantizer.cli", "quantization.quantizer.options", "server.cli", "server.config"},
     "config.py": {"spec_decode.config"},
-    "engine/parts.py": {"spec_decode.proposer", "structured_output.guides"},
+    "engine/parts.py": {"structured_output.guides"},
     "engine/setup.py": {"quantization.config", "quantization.kv_scales"},
+    "extensions.py": {"structured_output.guides"},
     "hopper/grouped.py": {"quantization.kernels.few_pairs"},
     "hopper/int4.py": {"moe.kernels.even_shares", "quantization.kernels.int4_matmul"},
     "kernels/decode.py": {"quantization.kernels.fp8", "quantization.kv_scales"},
@@ -104,15 +89,16 @@ ARROWS: dict[str, set[str]] = {
     "quantization/kernels/grouped_quant.py": {"moe.kernels.grouped_linear"},
     "quantization/kernels/quant_matmul.py": {"moe.kernels.grouped_linear"},
     "sample/draw_state.py": {"spec_decode.kernels.note_drawn"},
+    "spec_decode/extension.py": {"structured_output.guides"},
     "spec_decode/kernels/check.py": {"quantization.kernels.fp8", "quantization.kv_scales"},
     "worker/gpu_worker.py": {"moe.expert_load"},
     "worker/model_runner.py": {"quantization.calibrate"},
-    "worker/warm_up.py": {"spec_decode.verify"},
 }
 EXCEPTIONS = {
     "engine/llm_engine.py": ("build",),  # an engine that is made from a configuration puts itself together
     "request.py": ("cache.prefix_cache", "engine.detokenizer"),  # types of fields, which others fill and read
     "setup.py": ("attention.backends.abstract",),  # the same
+    "engine/parts.py": ("extensions",),  # the same
 }
 
 

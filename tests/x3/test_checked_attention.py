@@ -18,6 +18,7 @@ from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.attention.backends.triton import TritonBackend
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
+from folovllm.extensions import extension_of
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.decode import DecodeConfig
 from folovllm.quantization.kv_scales import FP8, UNSCALED, KVScales, decode, encode
@@ -243,7 +244,8 @@ class TestEngine:
         }
         if guesses:
             fields |= {"speculative_method": "ngram", "num_speculative_tokens": guesses}  # type: ignore[dict-item]
-        backend = build.attention_backend(set_up(EngineConfig(**fields)))  # type: ignore[arg-type]
+        setup = set_up(EngineConfig(**fields))  # type: ignore[arg-type]
+        backend = build.attention_backend(setup, extension_of(setup))
         assert type(backend) is (CheckingTritonBackend if guesses else TritonBackend)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="test_on_a_gpu.py does more")

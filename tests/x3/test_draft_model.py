@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from folovllm.build import make_run_executor
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.spec_decode.draft_model import DraftModel
 from folovllm.spec_decode.draft_tokens import DraftTokens
+from folovllm.spec_decode.extension import make_run_executor
 from folovllm.spec_decode.proposer import RowState
 from folovllm.step.draw import DrawSpec
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from folovllm.build import make_run_executor
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.spec_decode.draft_tokens import DraftTokens
+from folovllm.spec_decode.extension import make_run_executor
 from folovllm.spec_decode.run_executor import RunExecutor
 from folovllm.spec_decode.run_graph_runner import parts
 from folovllm.step.draw import DrawSpec, no_tokens

@@ -1,0 +1,79 @@
+"""The electives: which there are, what turns each on, and what one may put in the place of the core's parts.
+
+The table below is the one place where the core names an elective. Its module is imported when a configuration asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from folovllm.config import EngineConfig
+from folovllm.setup import EngineSetup
+
+if TYPE_CHECKING:
+    from folovllm.attention.backends.abstract import AttentionBackend
+    from folovllm.engine.scheduler import Scheduler
+    from folovllm.executor.abstract import Executor
+    from folovllm.structured_output.guides import Guides
+    from folovllm.worker.graph_runner import GraphRunner
+    from folovllm.worker.model_runner import ModelRunner
+
+    MakeScheduler = Callable[..., Scheduler]
+    MakeGraphRunner = Callable[..., GraphRunner]
+
+# name: (where its `Extension` is, what turns it on)
+EXTENSIONS: dict[str, tuple[str, Callable[[EngineConfig], bool]]] = {
+    "speculative decoding (X3)": (
+        "folovllm.spec_decode.extension:SpeculativeDecoding",
+        lambda config: config.speculation is not None,
+    ),
+}
+
+
+class Extension:
+    """What an elective changes in an engine. Each method is a hook; here it returns what the core has without electives.
+
+    The driver has one, and each rank makes its own from the same setup. `prepare`, `scheduler` and `close` are called in
+    the driver alone.
+    """
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self.setup = setup
+
+    def prepare(self) -> None:
+        """Make what needs memory of its own on the device: the executor, which comes next, takes all that is left."""
+
+    def num_samples(self) -> int:
+        """The most tokens that a step samples: one for each row."""
+        return self.setup.max_num_seqs
+
+    def attention_backend(self, usual: Callable[[], AttentionBackend]) -> AttentionBackend:
+        """Who attends. `usual` makes the backend that the configuration names."""
+        return usual()
+
+    def model_runner(self, usual: type[ModelRunner]) -> type[ModelRunner]:
+        """The runner of a step (M2)."""
+        return usual
+
+    def graph_runner(self, usual: MakeGraphRunner) -> MakeGraphRunner:
+        """The runner of a packed step (M6)."""
+        return usual
+
+    def scheduler(self, usual: MakeScheduler, executor: Executor, guides: Guides) -> MakeScheduler:
+        """Who makes the scheduler, now that the executor is there and may be measured."""
+        return usual
+
+    def close(self) -> None:
+        """Give back what `prepare` made."""
+
+
+def extension_of(setup: EngineSetup) -> Extension:
+    """The extension that the configuration asks for, or one that changes nothing."""
+    for place, asks in EXTENSIONS.values():
+        if asks(setup.config):
+            module, name = place.split(":")
+            found: Extension = getattr(import_module(module), name)(setup)
+            return found
+    return Extension(setup)

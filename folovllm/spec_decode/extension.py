@@ -1,0 +1,118 @@
+"""What speculative decoding changes in an engine: its runners, its scheduler, and the kernel that verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from folovllm.build import make_packed_worker
+from folovllm.extensions import Extension
+from folovllm.spec_decode import attention
+from folovllm.spec_decode.draft_model import DraftModel
+from folovllm.spec_decode.draft_setup import draft_setup
+from folovllm.spec_decode.draft_tokens import DraftTokens
+from folovllm.spec_decode.measure import clock_for, is_here
+from folovllm.spec_decode.own import Own
+from folovllm.spec_decode.registry import make_depth, make_proposer
+from folovllm.spec_decode.run_executor import RunExecutor
+from folovllm.spec_decode.run_graph_runner import RunGraphRunner
+from folovllm.spec_decode.scheduler import SpeculativeOverlapScheduler, SpeculativeScheduler
+from folovllm.spec_decode.speculation import Speculation
+from folovllm.spec_decode.verify import most_draws
+from folovllm.spec_decode.verify_graph_runner import VerifyingGraphRunner
+from folovllm.spec_decode.verify_runner import VerifyingModelRunner
+
+if TYPE_CHECKING:
+    from folovllm.attention.backends.abstract import AttentionBackend
+    from folovllm.executor.abstract import Executor
+    from folovllm.extensions import MakeGraphRunner, MakeScheduler
+    from folovllm.setup import EngineSetup
+    from folovllm.spec_decode.proposer import Proposer
+    from folovllm.structured_output.guides import Guides
+    from folovllm.worker.model_runner import ModelRunner
+
+
+class SpeculativeDecoding(Extension):
+    """Several tokens of a sequence in a step: proposed in the driver, verified on the device."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        super().__init__(setup)
+        assert setup.config.speculation is not None
+        self._config = setup.config.speculation
+        self._proposer: Proposer | None = None
+        self._drafted: DraftTokens | None = None
+
+    def prepare(self) -> None:
+        """Make the proposer. A draft model has weights and a cache of its own."""
+        if "draft_model" in self._config.methods:  # one more than it drafts, where a token is in flight
+            self._drafted = DraftTokens.for_runs(self._config.num_speculative_tokens + 2, self.setup)
+        proposer = make_proposer(self._config, self._draft)
+        self._proposer = proposer if self._config.methods else Own(proposer, self.setup.vocab_size)
+
+    def _draft(self, model: str) -> Proposer:
+        """The small model: rows and blocks for as many sequences as the large one has, in a part of its memory."""
+        assert self._drafted is not None
+        draft, config = draft_setup(self.setup, model), self.setup.config
+        on_device = config.packed_steps and config.tensor_parallel_size == 1  # where the large model finds the drafts
+        return DraftModel(
+            make_run_executor(draft, self._drafted),
+            draft.max_num_seqs,
+            draft.max_num_batched_tokens,
+            draft.max_model_len,
+            draft.block_size,
+            self._drafted if on_device else None,
+        )
+
+    def num_samples(self) -> int:
+        """More than rows, where there are few of these."""
+        return most_draws(self.setup.max_num_seqs)
+
+    def attention_backend(self, usual: Callable[[], AttentionBackend]) -> AttentionBackend:
+        """Triton's, with a kernel that verifies, where the device has it."""
+        if self.setup.backend != "triton" or not attention.serves(self.setup.device):
+            return usual()
+        most_tokens = self._config.num_speculative_tokens + 1
+        return attention.CheckingTritonBackend(self.setup.attention, most_tokens, self.num_samples())
+
+    def model_runner(self, usual: type[ModelRunner]) -> type[ModelRunner]:
+        """Samples several tokens of a sequence."""
+        return VerifyingModelRunner
+
+    def graph_runner(self, usual: MakeGraphRunner) -> MakeGraphRunner:
+        """The same for packed steps; it reads what a draft model has just written."""
+        return VerifyingGraphRunner if self._drafted is None else partial(VerifyingGraphRunner, drafted=self._drafted)
+
+    def scheduler(self, usual: MakeScheduler, executor: Executor, guides: Guides) -> MakeScheduler:
+        """One that asks the proposer; how far to draft follows from what steps cost on this executor."""
+        assert self._proposer is not None
+        setup = self.setup
+        proposer, depth, budget = make_depth(self._config, setup, executor, self._proposer)
+        waits = budget is not None and is_here(setup)
+        speculation = Speculation(proposer, depth, guides, clock_for(setup), budget, waits)
+        kind = SpeculativeOverlapScheduler if setup.config.async_scheduling else SpeculativeScheduler
+        return partial(kind, speculation=speculation)
+
+    def close(self) -> None:
+        """Close the proposer, and a draft model with it."""
+        if self._proposer is not None:
+            self._proposer.close()
+
+
+class Drafting(Extension):
+    """Of a draft model itself: several decode steps at once."""
+
+    def __init__(self, setup: EngineSetup, drafted: DraftTokens) -> None:
+        super().__init__(setup)
+        self._drafted = drafted
+
+    def graph_runner(self, usual: MakeGraphRunner) -> MakeGraphRunner:
+        """Writes what it samples into `drafted`."""
+        return partial(RunGraphRunner, drafted=self._drafted)
+
+
+def make_run_executor(setup: EngineSetup, drafted: DraftTokens) -> RunExecutor:
+    """A device that is sent several decode steps at once."""
+    worker, runner = make_packed_worker(setup, extension=Drafting(setup, drafted))
+    assert isinstance(runner, RunGraphRunner)
+    return RunExecutor(setup.max_num_seqs, worker, runner)
