@@ -18,22 +18,11 @@ from pathlib import Path
 
 # Who owns a file, by its path in the package; the first part that matches. What no part names is core.
 PARTS = {
-    "hopper": ["hopper/*", "kernels/*_hopper.py"],
-    "X1": ["server/*", "structured/*", "structured_output/*", "structured_outputs.py"],
-    "X2": [
-        "quantize/*", "quantization/*", "layers/formats/*", "quantization/experts.py", "models/gguf*", "quantization/config.py",
-        "quantization/compressed_tensors.py", "kv_scales.py", "quantization/calibrate.py", "kernels/int4_*", "kernels/*quant*", "quantization/kernels/fp8.py",
-        "quantization/kernels/byte_planes.py", "kernels/few_*.py", "kernels/summed_linear.py", "kernels/code_*.py", "kernels/*_codes.py",
-    ],
-    "X3": [
-        "spec/*", "spec_decode/*", "speculative_config.py", "engine/*specul*", "engine/draft*", "spec_decode/draft_tokens.py",
-        "worker/verify*", "worker/check*", "worker/run_graph*", "spec_decode/verify.py", "spec_decode/run.py", "executor/run_*", "kernels/check*",
-        "kernels/note_drawn.py",
-    ],
-    "X4": [
-        "moe/*", "layers/*moe.py", "moe/expert_load.py", "moe/models.py", "moe/kernels/grouped_linear.py", "moe/kernels/route.py",
-        "cache/sliding.py", "attention/backends/sliding.py", "moe/kernels/even_shares.py", "kernels/window.py",
-    ],
+    "hopper": ["hopper/*"],
+    "X1": ["server/*", "structured_output/*", "structured_outputs.py"],
+    "X2": ["quantization/*", "kernels/summed_linear.py"],
+    "X3": ["spec_decode/*"],
+    "X4": ["moe/*", "cache/sliding.py", "attention/backends/sliding.py", "kernels/window.py"],
     "inspector, bench, cli": [
         "inspector/*", "bench/*", "cli/*", "cli.py", "chat.py", "terminal.py", "flags.py", "show.py", "watcher.py", "remote.py",
     ],

@@ -178,7 +178,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("quantization/kernels/int4_matmul.py", "", ""),
         ("moe/kernels/even_shares.py", "", ""),
         ("hopper/int4.py", "", ""),
-        ("kv_scales.py", "", "model_executor/layers/quantization/kv_cache.py"),
+        ("quantization/kv_scales.py", "", "model_executor/layers/quantization/kv_cache.py"),
         ("quantization/calibrate.py", "", ""),
         ("quantization/kernels/fp8.py", "", ""),
         ("attention/backends/decoded.py", "", ""),
