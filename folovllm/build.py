@@ -38,7 +38,7 @@ from folovllm.events import Events
 from folovllm.executor.abstract import Executor
 from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
-from folovllm.extensions import Extension, extension_of
+from folovllm.extensions import Extension, extension_of, make_logits_mask
 from folovllm.faults import Faults
 from folovllm.models.files import load_tokenizer
 from folovllm.moe.expert_load import CountedLoad
@@ -46,7 +46,6 @@ from folovllm.sample.draw_state import DrawState
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput, StepResult
-from folovllm.structured_output.guides import Guides
 from folovllm.worker.draw import OwnDraw, RanksDraw, StepDraw
 from folovllm.worker.gpu_worker import GPUWorker, Runner
 from folovllm.worker.graph_cache import AllGraphs
@@ -79,11 +78,11 @@ def put_together(config: EngineConfig) -> Parts:
     extension.prepare()
     executor = make_executor(setup, extension)
     events, faults = Events(), Faults()
-    guides = Guides(tokenizer, setup.vocab_size, faults)
+    mask = make_logits_mask(tokenizer, setup.vocab_size, faults)
     usual = OverlapScheduler if setup.config.async_scheduling else Scheduler  # M6; M2
-    kind = extension.scheduler(usual, executor, guides)
+    kind = extension.scheduler(usual, executor, mask)
     scheduler = make_scheduler(setup, executor.num_kv_blocks, events, kind)
-    return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events, faults, guides, extension)
+    return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events, faults, mask, extension)
 
 
 def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events, kind: MakeScheduler) -> SchedulerLike:

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from folovllm.config import EngineConfig
+from folovllm.engine.logits_mask import LogitsMask
 from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from folovllm.attention.backends.abstract import AttentionBackend
     from folovllm.engine.scheduler import Scheduler
     from folovllm.executor.abstract import Executor
-    from folovllm.structured_output.guides import Guides
+    from folovllm.faults import Faults
     from folovllm.worker.graph_runner import GraphRunner
     from folovllm.worker.model_runner import ModelRunner
 
@@ -30,6 +34,7 @@ EXTENSIONS: dict[str, tuple[str, Callable[[EngineConfig], bool]]] = {
         lambda config: config.speculation is not None,
     ),
 }
+LOGITS_MASK = "folovllm.structured_output.guides:Guides"  # structured output (X1): any request may ask for it
 
 
 class Extension:
@@ -61,7 +66,7 @@ class Extension:
         """The runner of a packed step (M6)."""
         return usual
 
-    def scheduler(self, usual: MakeScheduler, executor: Executor, guides: Guides) -> MakeScheduler:
+    def scheduler(self, usual: MakeScheduler, executor: Executor, logits_mask: LogitsMask) -> MakeScheduler:
         """Who makes the scheduler, now that the executor is there and may be measured."""
         return usual
 
@@ -73,7 +78,19 @@ def extension_of(setup: EngineSetup) -> Extension:
     """The extension that the configuration asks for, or one that changes nothing."""
     for place, asks in EXTENSIONS.values():
         if asks(setup.config):
-            module, name = place.split(":")
-            found: Extension = getattr(import_module(module), name)(setup)
+            found: Extension = _named(place)(setup)
             return found
     return Extension(setup)
+
+
+def make_logits_mask(tokenizer: PreTrainedTokenizerBase, vocab_size: int, faults: Faults) -> LogitsMask:
+    """The one that knows grammars, if it is installed. `faults` gets what goes wrong with one request."""
+    if find_spec(LOGITS_MASK.split(":")[0].rpartition(".")[0]) is None:
+        return LogitsMask()
+    found: LogitsMask = _named(LOGITS_MASK)(tokenizer, vocab_size, faults)
+    return found
+
+
+def _named(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(import_module(module), name)

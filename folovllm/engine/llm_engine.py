@@ -52,7 +52,7 @@ class LLMEngine(Observed):
             raise ValueError(f"an EngineConfig says all: put {', '.join(overrides)} into it")
         parts = put_together(config)
         super().__init__(parts)
-        self._guides = parts.guides
+        self._logits_mask = parts.logits_mask
         self._processor = parts.processor
         self._extension = parts.extension
 
@@ -112,7 +112,7 @@ class LLMEngine(Observed):
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         params = SamplingParams() if params is None else params
         seqs = self._processor.process(request_id, prompt, params, priority, cache_salt)
-        self._guides.add(seqs)
+        self._logits_mask.add(seqs)
         kind = params.output_kind if stream else RequestOutputKind.FINAL_ONLY
         state = RequestState(request_id, seqs, kind, time.monotonic())
         if self.events.on:
@@ -191,11 +191,11 @@ class LLMEngine(Observed):
         return self._report(outputs)
 
     def _compute(self, output: SchedulerOutput, seqs: list[Sequence]) -> StepResult:
-        """Compute a step and draw. Where an answer has a form, its guide says what may be drawn, and is told what was."""
-        if self._guides.concern(output, seqs):
-            output = replace(output, masks=self._guides.masks(output, seqs))
+        """Compute a step and draw. Where an answer has a form, the mask says what may be drawn, and is told what was."""
+        if self._logits_mask.concern(output, seqs):
+            output = replace(output, masks=self._logits_mask.masks(output, seqs))
         result = self.executor.execute_model(output)
-        self._guides.advance(seqs, result.token_ids)
+        self._logits_mask.advance(seqs, result.token_ids)
         return result
 
     def _take_in(
@@ -204,10 +204,10 @@ class LLMEngine(Observed):
         """Hand the tokens of a step that began at `start` to their sequences; returns what is new."""
         arrived = time.monotonic()
         alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
-        broken = self._guides.broken(seqs)  # what they drew before that counts, and may end them
+        broken = self._logits_mask.broken(seqs)  # what they drew before that counts, and may end them
         counts = [i for i in alive if result.token_ids[i] or seqs[i] not in broken]
         updated = self._faults.each(self.scheduler.postprocess, [(seqs[i], result.token_ids[i]) for i in counts])
-        broken = self._guides.broken(broken)
+        broken = self._logits_mask.broken(broken)
         if result.logprobs:
             for i in alive:
                 if i in result.logprobs:
@@ -247,7 +247,7 @@ class LLMEngine(Observed):
 
     def prepare_forms(self) -> None:
         """Prepare for answers with a form. It takes about a second, and the first such answer would hold up all others."""
-        self._guides.prepare(self._processor.eos_token_ids)
+        self._logits_mask.prepare(self._processor.eos_token_ids)
 
     def require_idle(self) -> None:
         """Raise RuntimeError if the engine was closed, ValueError if it serves requests: their outputs would be lost."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from folovllm.engine.input_processor import InputProcessor
+from folovllm.engine.logits_mask import LogitsMask
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.events import Events
 from folovllm.executor.abstract import Executor
 from folovllm.faults import Faults
 from folovllm.setup import EngineSetup
-from folovllm.structured_output.guides import Guides
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,5 +31,5 @@ class Parts:
     scheduler: SchedulerLike
     events: Events
     faults: Faults
-    guides: Guides
+    logits_mask: LogitsMask
     extension: Extension

@@ -25,11 +25,11 @@ from folovllm.spec_decode.verify_runner import VerifyingModelRunner
 
 if TYPE_CHECKING:
     from folovllm.attention.backends.abstract import AttentionBackend
+    from folovllm.engine.logits_mask import LogitsMask
     from folovllm.executor.abstract import Executor
     from folovllm.extensions import MakeGraphRunner, MakeScheduler
     from folovllm.setup import EngineSetup
     from folovllm.spec_decode.proposer import Proposer
-    from folovllm.structured_output.guides import Guides
     from folovllm.worker.model_runner import ModelRunner
 
 
@@ -83,13 +83,13 @@ class SpeculativeDecoding(Extension):
         """The same for packed steps; it reads what a draft model has just written."""
         return VerifyingGraphRunner if self._drafted is None else partial(VerifyingGraphRunner, drafted=self._drafted)
 
-    def scheduler(self, usual: MakeScheduler, executor: Executor, guides: Guides) -> MakeScheduler:
+    def scheduler(self, usual: MakeScheduler, executor: Executor, logits_mask: LogitsMask) -> MakeScheduler:
         """One that asks the proposer; how far to draft follows from what steps cost on this executor."""
         assert self._proposer is not None
         setup = self.setup
         proposer, depth, budget = make_depth(self._config, setup, executor, self._proposer)
         waits = budget is not None and is_here(setup)
-        speculation = Speculation(proposer, depth, guides, clock_for(setup), budget, waits)
+        speculation = Speculation(proposer, depth, logits_mask, clock_for(setup), budget, waits)
         kind = SpeculativeOverlapScheduler if setup.config.async_scheduling else SpeculativeScheduler
         return partial(kind, speculation=speculation)
 

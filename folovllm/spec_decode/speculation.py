@@ -7,25 +7,15 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from folovllm.engine.logits_mask import LogitsMask
 from folovllm.engine.plan import draw_spec
 from folovllm.request import Sequence
 from folovllm.spec_decode.budget import Budget
 from folovllm.spec_decode.proposer import Depth, Proposer, RowState
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput
-
-
-class Forms(Protocol):
-    """What is known of the forms of answers."""
-
-    def forced(self, seq: Sequence, most: int) -> list[int]:
-        """At most so many tokens that are the only likely way for `seq` to go on. Empty where there is a choice, or no form."""
-
-    def trim(self, seq: Sequence, guesses: list[int]) -> list[int]:
-        """The guesses, from the first on, that the form of an answer allows; all of them where it has none."""
-
 
 SOON = 8  # steps after which a new sequence is thought of, at the latest
 FULL = 64  # steps until it is asked again where the last one had no room for guesses
@@ -80,7 +70,7 @@ class Speculation:
         self,
         proposer: Proposer,
         depth: Depth,
-        forms: Forms,
+        forms: LogitsMask,
         clock: Callable[[], float] = time.perf_counter,
         budget: Budget | None = None,
         waits: bool = False,

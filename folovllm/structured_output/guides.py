@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from folovllm.draw_row import mask_of, mask_width
+from folovllm.engine.logits_mask import LogitsMask
 from folovllm.faults import Faults, require_fault
 from folovllm.request import Sequence
 from folovllm.step.masks import Masks
@@ -76,7 +77,7 @@ def places_behind(seq: Sequence, guide: Guide, guesses: list[int], level: int, l
     return [Place(seq, i, at, line + i, []) for i, at in enumerate(guide.ahead(ahead), level)]
 
 
-class Guides:
+class Guides(LogitsMask):
     """The owner of all guides. A guide goes with its sequence; what preemption takes is the cache, not the guide."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, faults: Faults | None = None) -> None:
@@ -175,16 +176,16 @@ class Guides:
                 with self._faults.at(seq):
                     guidance.fill_together([each], bits)
 
-    def trim(self, seq: Sequence, guesses: list[int]) -> list[int]:
-        """The guesses, from the first on, that the form of an answer allows; all of them where it has none.
+    def trim(self, seq: Sequence, draft: list[int]) -> list[int]:
+        """The draft tokens, from the first on, that the form of an answer allows; all of them where it has none.
 
         What may be drawn beside and behind them is found out later, while the device computes (`masks`).
         """
         guide = self._guide(seq)
         if guide is not None:
             with self._faults.at(seq):
-                return guesses[: guide.num_allowed(guesses)]
-        return guesses
+                return draft[: guide.num_allowed(draft)]
+        return draft
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
         """At most so many tokens that come next in an answer because its form leaves no choice."""

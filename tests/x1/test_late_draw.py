@@ -101,7 +101,7 @@ def has_form(seq: Sequence) -> bool:
 
 def scripted(**overrides: Any) -> tuple[LLMEngine, Script]:
     served = engine(vocab_size=LARGE, **overrides)
-    script = served._guides = Script(LARGE)
+    script = served._logits_mask = Script(LARGE)
     return served, script
 
 
