@@ -96,24 +96,16 @@ def use_mine() -> None:
 
 def build_app() -> typer.Typer:
     """The commands, with a flag for every field of `EngineConfig` and `SamplingParams`."""
-    from folovllm.bench.cli import build_bench_app
     from folovllm.config import EngineConfig
-    from folovllm.inspector.cli import inspect
-    from folovllm.quantization.quantizer.cli import quantize
-    from folovllm.quantization.quantizer.options import QuantizeOptions
+    from folovllm.extensions import add_commands
     from folovllm.sampling_params import SamplingParams
-    from folovllm.server.cli import serve
-    from folovllm.server.config import ServerConfig
 
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_global_flags)
     app.command()(with_flags(generate, SamplingParams, EngineConfig))
     app.command()(with_flags(chat, SamplingParams, EngineConfig))
-    app.command()(with_flags(serve, ServerConfig, EngineConfig))
-    app.command()(with_flags(inspect, EngineConfig))
-    app.command()(with_flags(quantize, QuantizeOptions))
     app.command()(download)
-    app.add_typer(build_bench_app(), name="bench")
+    add_commands(app)
     return app
 
 

@@ -10,17 +10,17 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from folovllm.config import EngineConfig
-from folovllm.engine.logits_mask import LogitsMask
-from folovllm.setup import EngineSetup
-
 if TYPE_CHECKING:
+    import typer
     from transformers import PreTrainedTokenizerBase
 
     from folovllm.attention.backends.abstract import AttentionBackend
+    from folovllm.config import EngineConfig
+    from folovllm.engine.logits_mask import LogitsMask
     from folovllm.engine.scheduler import Scheduler
     from folovllm.executor.abstract import Executor
     from folovllm.faults import Faults
+    from folovllm.setup import EngineSetup
     from folovllm.worker.graph_runner import GraphRunner
     from folovllm.worker.model_runner import ModelRunner
 
@@ -35,6 +35,14 @@ EXTENSIONS: dict[str, tuple[str, Callable[[EngineConfig], bool]]] = {
     ),
 }
 LOGITS_MASK = "folovllm.structured_output.guides:Guides"  # structured output (X1): any request may ask for it
+
+# Modules with commands: each has `add_to(app)`.
+COMMANDS = (
+    "folovllm.server.cli",
+    "folovllm.inspector.cli",
+    "folovllm.quantization.quantizer.cli",
+    "folovllm.bench.cli",
+)
 
 
 class Extension:
@@ -85,10 +93,23 @@ def extension_of(setup: EngineSetup) -> Extension:
 
 def make_logits_mask(tokenizer: PreTrainedTokenizerBase, vocab_size: int, faults: Faults) -> LogitsMask:
     """The one that knows grammars, if it is installed. `faults` gets what goes wrong with one request."""
-    if find_spec(LOGITS_MASK.split(":")[0].rpartition(".")[0]) is None:
+    if not is_installed(LOGITS_MASK.split(":")[0]):
+        from folovllm.engine.logits_mask import LogitsMask
+
         return LogitsMask()
     found: LogitsMask = _named(LOGITS_MASK)(tokenizer, vocab_size, faults)
     return found
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands of the packages that are installed."""
+    for module in filter(is_installed, COMMANDS):
+        import_module(module).add_to(app)
+
+
+def is_installed(module: str) -> bool:
+    """Whether the package of a module is there: each elective may be deleted."""
+    return find_spec(".".join(module.split(".")[:2])) is not None
 
 
 def _named(place: str) -> Any:

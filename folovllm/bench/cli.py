@@ -38,17 +38,17 @@ Requests = Annotated[int | None, typer.Option(help="Only the first so many reque
 Save = Annotated[Path | None, typer.Option("--save", help="Write the result to this JSON file.", callback=in_a_folder)]
 
 
-def build_bench_app() -> typer.Typer:
-    """Build the commands; each has a flag for every field of `EngineConfig`."""
+def add_to(app: typer.Typer) -> None:
+    """Add the commands to `app`, as `bench ...`; each has a flag for every field of `EngineConfig`."""
     from folovllm.config import EngineConfig
 
-    app = typer.Typer(
+    bench = typer.Typer(
         no_args_is_help=True, help="Measure the engine; every result is a table and, with --save, a file."
     )
     for command in (throughput, latency, memory, reuse, ladder, serve):
-        app.command()(with_flags(command, EngineConfig))
-    app.command()(compare)
-    return app
+        bench.command()(with_flags(command, EngineConfig))
+    bench.command()(compare)
+    app.add_typer(bench, name="bench")
 
 
 def throughput(

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from folovllm.flags import engine_flags, in_a_folder
+from folovllm.flags import engine_flags, in_a_folder, with_flags
 
 
 def inspect(
@@ -66,3 +66,10 @@ def write_page(recordings: list[Path], html: Path) -> None:
     require_recordings(recordings)
     one_file(recordings, html)
     print(html)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    from folovllm.config import EngineConfig
+
+    app.command()(with_flags(inspect, EngineConfig))

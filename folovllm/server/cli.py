@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from folovllm.flags import engine_flags, pick
+from folovllm.flags import engine_flags, pick, with_flags
 
 
 def serve(
@@ -40,3 +40,11 @@ def serve(
         ) from error
     if code := run_server(config, chosen):
         raise typer.Exit(code)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    from folovllm.config import EngineConfig
+    from folovllm.server.config import ServerConfig
+
+    app.command()(with_flags(serve, ServerConfig, EngineConfig))

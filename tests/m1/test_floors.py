@@ -62,7 +62,6 @@ ARROWS: dict[str, set[str]] = {
     "attention/backends/triton.py": {"hopper"},
     "build.py": {"moe.expert_load"},
     "build_layers.py": {"moe.expert_load", "moe.fused"},
-    "cli.py": {"quantization.quantizer.cli", "quantization.quantizer.options", "server.cli", "server.config"},
     "config.py": {"spec_decode.config"},
     "engine/setup.py": {"quantization.config", "quantization.kv_scales"},
     "hopper/grouped.py": {"quantization.kernels.few_pairs"},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from folovllm.flags import pick
+from folovllm.flags import pick, with_flags
 
 if TYPE_CHECKING:
     from folovllm.quantization.quantizer.run import Report
@@ -78,3 +78,10 @@ def show(report: Report) -> None:
             f"at {quality.agreement:.1%} of them"
         )
     print(report.folder)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    from folovllm.quantization.quantizer.options import QuantizeOptions
+
+    app.command()(with_flags(quantize, QuantizeOptions))
