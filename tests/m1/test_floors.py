@@ -85,7 +85,6 @@ ARROWS: dict[str, set[str]] = {
     "quantization/grouped.py": {"hopper.int4"},
     "quantization/kernels/grouped_quant.py": {"moe.kernels.grouped_linear"},
     "quantization/kernels/quant_matmul.py": {"moe.kernels.grouped_linear"},
-    "sample/draw_state.py": {"spec_decode.kernels.note_drawn"},
     "spec_decode/kernels/check.py": {"quantization.kernels.fp8", "quantization.kv_scales"},
     "worker/gpu_worker.py": {"moe.expert_load"},
     "worker/model_runner.py": {"quantization.calibrate"},
