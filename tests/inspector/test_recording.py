@@ -353,6 +353,7 @@ def test_where_nobody_records_no_event_is_made(milestone: str, monkeypatch: pyte
         taped.turn()
 
 
+@pytest.mark.slow
 def test_the_package_needs_no_server() -> None:
     """`generate --record` runs without the extra `serve`."""
     code = "import sys; sys.modules |= dict.fromkeys(['starlette', 'uvicorn', 'prometheus_client']); import folovllm.inspector.recorder, folovllm.inspector.replay"
