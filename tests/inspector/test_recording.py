@@ -185,21 +185,22 @@ def plain(share: Any) -> Any:
     "name", ["m2.2", "m2.3", "m2.4", "m3.2", "m3.3", "m3.4", "m3.6", "m5.2", "m5.3", "m5.4", "m5.5"]
 )
 def test_wrong_answers_are_recorded_as_what_they_do(name: str) -> None:
-    """A learner's mistake behind it: who replays the recording sees the manager's own blocks, as the live watcher does."""
+    """A learner's mistake behind it: who replays the recording sees the manager's own blocks, as the live watcher does.
+
+    `test_reducer.py` has the page replay recordings of all wrong answers; here is the first one of each exercise.
+    """
     watcher_tests = importlib.import_module(WATCHER_TESTS)
-    answers = [answer for answer in watcher_tests.ANSWERS if answer.exercise.id == name]
-    assert answers
-    for answer in answers:
-        with pytest.MonkeyPatch.context() as patch:
-            watcher_tests.put_in(answer, patch)
-            taped = Taped(engine(watcher_tests.MILESTONES[name]), 0)
-            patch.setattr(taped, "compare", lambda: None)
-            for _ in range(30):
-                try:
-                    taped.turn()
-                except Exception:  # wrong code may raise what it likes
-                    taped.engine.events.drain()
-            assert_replays(taped)
+    answer = next(answer for answer in watcher_tests.ANSWERS if answer.exercise.id == name)
+    with pytest.MonkeyPatch.context() as patch:
+        watcher_tests.put_in(answer, patch)
+        taped = Taped(engine(watcher_tests.MILESTONES[name]), 0)
+        patch.setattr(taped, "compare", lambda: None)
+        for _ in range(60):
+            try:
+                taped.turn()
+            except Exception:  # wrong code may raise what it likes
+                taped.engine.events.drain()
+        assert_replays(taped)
 
 
 def test_two_thousand_steps() -> None:
@@ -352,6 +353,7 @@ def test_where_nobody_records_no_event_is_made(milestone: str, monkeypatch: pyte
         taped.turn()
 
 
+@pytest.mark.slow
 def test_the_package_needs_no_server() -> None:
     """`generate --record` runs without the extra `serve`."""
     code = "import sys; sys.modules |= dict.fromkeys(['starlette', 'uvicorn', 'prometheus_client']); import folovllm.inspector.recorder, folovllm.inspector.replay"

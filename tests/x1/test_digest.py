@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from folovllm import events as ev
 from folovllm.engine.llm_engine import LLMEngine
@@ -91,23 +89,24 @@ class Mirror:
 
 
 @pytest.mark.parametrize("milestone", ["m2", "m3", "m5", "m6"])
-@settings(max_examples=3, deadline=None)
-@given(seed=st.integers(0, 10**6))
-def test_the_digest_is_what_the_engine_would_say(milestone: str, seed: int) -> None:
+def test_the_digest_is_what_the_engine_would_say(milestone: str) -> None:
     """Tokens and ends are those of the finished outputs; the load is that of `stats()`, after each step."""
-    mirror = Mirror(engine(milestone), seed)
-    for _ in range(60):
-        mirror.turn()
-    for id_, output in mirror.outputs.items():
-        for answer in output.outputs:
-            key = int(id_), answer.index
-            assert (mirror.tokens[key], mirror.ends[key]) == (answer.token_ids, answer.finish_reason)
-    mirror.engine.abort_request(list(mirror.engine._output.requests))
-    mirror.engine.step()
-    mirror.read()
-    assert mirror.digest.load.num_running == mirror.digest.load.num_waiting == mirror.digest.load.kv_blocks_used == 0
-    assert all(seconds >= 0 for seconds in mirror.queue_times)
-    assert len(mirror.queue_times) >= len(mirror.outputs), "each that was let in has waited, if only a moment"
+    for seed in range(3):
+        mirror = Mirror(engine(milestone), seed)
+        for _ in range(60):
+            mirror.turn()
+        for id_, output in mirror.outputs.items():
+            for answer in output.outputs:
+                key = int(id_), answer.index
+                assert (mirror.tokens[key], mirror.ends[key]) == (answer.token_ids, answer.finish_reason)
+        mirror.engine.abort_request(list(mirror.engine._output.requests))
+        mirror.engine.step()
+        mirror.read()
+        assert (
+            mirror.digest.load.num_running == mirror.digest.load.num_waiting == mirror.digest.load.kv_blocks_used == 0
+        )
+        assert all(seconds >= 0 for seconds in mirror.queue_times)
+        assert len(mirror.queue_times) >= len(mirror.outputs), "each that was let in has waited, if only a moment"
 
 
 @pytest.mark.parametrize("milestone", ["m2", "m6"])

@@ -17,7 +17,7 @@ from tests.sequences import EOS, make_seq
 from tests.x3.guessing_loop import Device, Loop, NoForms
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1 << 30), num_blocks=st.integers(14, 40), block_size=st.integers(1, 4), k=st.integers(1, 7),
     budget=st.integers(4, 30), caching=st.booleans(),

@@ -115,7 +115,7 @@ def test_a_closed_engine_holds_no_weights_of_its_draft(
     model = str(tiny_checkpoint())
     config = {"method": method, "model": model, "num_speculative_tokens": 3, "adaptive": method == "draft_model"}
     fields: dict[str, Any] = {"milestone": milestone, "device": "cpu", "max_model_len": LENGTH, "use_tqdm": False}
-    llm = LLM(model, **fields, speculative_config=config)
+    llm = LLM(model, **fields, max_num_seqs=2, speculative_config=config)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     weights = weakref.ref(made[0]._executor._worker.runner.model)  # type: ignore[attr-defined]
     llm.close()

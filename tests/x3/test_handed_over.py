@@ -64,7 +64,7 @@ def test_guesses_are_right_where_little_else_counts(rooms: None) -> None:
 
 @pytest.mark.parametrize(
     ("preset", "fields"),
-    [("m5", {}), ("m6", {}), ("m6", {"async_scheduling": False}), ("m6", {"enforce_eager": True})],
+    [("m5", {}), ("m6", {}), ("m6", {"async_scheduling": False, "enforce_eager": True})],
     ids=str,
 )
 def test_sequences_that_give_way(preset: str, fields: dict[str, Any]) -> None:

@@ -194,7 +194,7 @@ def stories(batch: int, num_turns: int, length: int = 245) -> list[list[list[int
 
 @pytest.mark.parametrize(
     ("batch", "methods"),
-    [(1, "ngram"), (1, "ngram+suffix"), (16, "ngram"), (16, "ngram+suffix"), (256, "ngram+suffix")],
+    [(1, "ngram"), (1, "ngram+suffix"), (16, "ngram+suffix"), (256, "ngram")],
 )
 def test_new_texts_lose_under_two_percent(batch: int, methods: str) -> None:
     """From the first step of the engine on: several answers of 200 tokens for each sequence."""
@@ -216,8 +216,9 @@ def test_a_long_prompt_is_read_once_and_paid_for(methods: str) -> None:
     assert seconds - plain < 0.01 * plain + 2 * 2100 * A_TOKEN * 2
 
 
-@pytest.mark.parametrize(("batch", "gain"), [(1, 2.2), (16, 2.0)])
-@pytest.mark.parametrize("methods", ["ngram", "ngram+suffix"])
+@pytest.mark.parametrize(
+    ("batch", "gain", "methods"), [(1, 2.2, "ngram"), (1, 2.2, "ngram+suffix"), (16, 2.0, "ngram")]
+)
 def test_texts_that_repeat_themselves_gain(batch: int, gain: float, methods: str) -> None:
     """With forms, from the first answers on; and in a model of which a step takes ten times as long, without forms."""
     turns = [[copied(1000 * turn + i, 320) for i in range(batch)] for turn in range(4)]
