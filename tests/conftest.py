@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import hypothesis
@@ -28,19 +29,28 @@ os.environ["FOLOVLLM_LANG"] = "en"  # whatever the system's locale is
 hypothesis.settings.register_profile("folovllm", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("folovllm")
 
-FREEZE, UNFREEZE = gc.freeze, gc.unfreeze
+FREEZE, UNFREEZE, COLLECT = gc.freeze, gc.unfreeze, gc.collect
+SLOW = 0.03  # seconds of a collection
+last_collection = SLOW  # how long it took
+
+
+def timed_collect(generation: int = 2) -> int:
+    """Collect, and remember how long it took."""
+    global last_collection
+    start = time.perf_counter()
+    found = COLLECT(generation)
+    last_collection = time.perf_counter() - start
+    return found
 
 
 @pytest.fixture(scope="session", autouse=True)
-def frozen_once() -> None:
-    """Freeze what exists before the first test, and let no engine freeze or thaw anything.
+def frozen_by_tests_alone() -> None:
+    """Let no engine freeze or thaw anything: what there is, is frozen before a test if a collection has become slow.
 
-    An engine looks for garbage when it is made and when it is closed, which takes a quarter of a second among the objects
-    of three thousand tests and large libraries. There are hundreds of engines here.
+    An engine looks for garbage when it is made and when it is closed, which takes a quarter of a second each time among
+    the objects of thousands of tests and of large libraries. There are hundreds of engines here.
     """
-    gc.collect()
-    FREEZE()
-    gc.freeze = gc.unfreeze = lambda: None
+    gc.collect, gc.freeze, gc.unfreeze = timed_collect, lambda: None, lambda: None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -65,6 +75,11 @@ def real_freezing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    global last_collection
+    if last_collection >= SLOW:
+        COLLECT()
+        FREEZE()
+        last_collection = 0.0
     torch.manual_seed(0)  # so no draw depends on the tests before it, which change with the number of workers
     if item.get_closest_marker("gpu") and not CUDA:
         pytest.skip("needs a CUDA GPU")
