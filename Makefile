@@ -21,7 +21,7 @@ help:
 	@echo "make learn      what the course needs: pytest, JupyterLab; then: source .venv/bin/activate"
 	@echo "make test       ruff, mypy --strict (make lint), pytest (make suite)"
 	@echo "make ci         test, lm-eval, the course's own tests, Ray, notebooks, docs and every command in them"
-	@echo "make release    what must hold before a release beside make ci: the Chinese edition is in step"
+	@echo "make release    what must hold before a release beside make ci: the Chinese edition is in step, the embedded model's training runs"
 	@echo "make notebooks  run the notebooks' sources and write the notebooks"
 	@echo "make recordings record the engine for the book's inspector, its pictures and their tests"
 	@echo "make screenshots take the pictures of the inspector (needs chromium)"
@@ -55,6 +55,7 @@ ci: .venv/.all
 
 release: .venv/.engine
 	$(BIN)/python tools/translation.py check --release
+	$(BIN)/python -m tools.train_tiny.train "$$(mktemp -d)" --smoke
 
 notebooks: .venv/.notebooks
 	$(BIN)/python -m milestones.notebooks
